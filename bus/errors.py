@@ -1,0 +1,130 @@
+"""Errors of wavebus, as one tree.
+
+::
+
+    WavebusError
+    ├── UsageError              an option or argument is wrong (commands exit with 2)
+    ├── ProtocolError           a peer broke the protocol
+    │   └── DecodeError         a frame that is not a valid message
+    ├── Refused                 the bus answered with a NACK; nothing has changed
+    │   ├── ManifestRefused     the weights don't fit an engine's model
+    │   ├── PauseFailed         the group could not be paused; whoever was, has resumed
+    │   └── UpdateFailed        the update was given up
+    ├── BusTimeout              no answer in time; says from whom, and what was heard last
+    ├── BusClosed               used after close, or the bus went away for good
+    └── EngineError             an engine call failed
+        └── EngineDead          the engine is gone
+"""
+
+from __future__ import annotations
+
+from bus.messages import Nack, NackCode
+
+__all__ = [
+    "WavebusError",
+    "UsageError",
+    "ProtocolError",
+    "DecodeError",
+    "Refused",
+    "ManifestRefused",
+    "PauseFailed",
+    "UpdateFailed",
+    "BusTimeout",
+    "BusClosed",
+    "EngineError",
+    "EngineDead",
+    "refusal",
+]
+
+
+class WavebusError(Exception):
+    """Root of everything wavebus raises on purpose."""
+
+
+class UsageError(WavebusError):
+    """An option or argument is wrong. The text names it and says what to do."""
+
+
+class ProtocolError(WavebusError):
+    """A peer did what the protocol does not allow."""
+
+
+class DecodeError(ProtocolError):
+    """A frame that is not a valid message.
+
+    Attributes:
+        code: what to answer with.
+        field: the field at fault, as a path (``names[3]``), or empty.
+        detail: what is wrong with it.
+    """
+
+    def __init__(self, code: NackCode, field: str, detail: str) -> None:
+        super().__init__(f"{field}: {detail}" if field else detail)
+        self.code = code
+        self.field = field
+        self.detail = detail
+
+
+class Refused(WavebusError):
+    """The bus answered NACK. ``nack`` has the code, peer, field, tensor and hint."""
+
+    def __init__(self, nack: Nack) -> None:
+        self.nack = nack
+        where = f"{nack.peer}: " if nack.peer else ""
+        at = f" (field {nack.field})" if nack.field else ""
+        hint = f"; {nack.hint}" if nack.hint else ""
+        super().__init__(f"{nack.code.value}: {where}{nack.detail}{at}{hint}")
+
+    @property
+    def code(self) -> NackCode:
+        return self.nack.code
+
+
+class ManifestRefused(Refused):
+    """An engine's model doesn't take these tensors. The old weights serve on."""
+
+
+class PauseFailed(Refused):
+    """The group could not be paused. Engines that were, have resumed."""
+
+
+class UpdateFailed(Refused):
+    """The update was given up."""
+
+
+class BusTimeout(WavebusError):
+    """No answer in time."""
+
+
+class BusClosed(WavebusError):
+    """The connection was closed."""
+
+
+class EngineError(WavebusError):
+    """An engine call failed. ``code`` and ``tensor`` travel in the NACK."""
+
+    def __init__(
+        self, detail: str, *, code: NackCode = NackCode.ENGINE_FAILED, tensor: str = ""
+    ) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.code = code
+        self.tensor = tensor
+
+
+class EngineDead(EngineError):
+    """The engine is gone and answers nothing any more."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, code=NackCode.ENGINE_DEAD)
+
+
+def refusal(nack: Nack) -> Refused:
+    """The error class that fits a NACK."""
+    if nack.code is NackCode.MANIFEST_REFUSED:
+        return ManifestRefused(nack)
+    if nack.step.startswith("pause"):
+        return PauseFailed(nack)
+    if nack.step:
+        return UpdateFailed(nack)
+    return Refused(nack)

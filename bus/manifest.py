@@ -1,0 +1,125 @@
+"""The manifest of an update: what will be sent, in which order, in which chunks.
+
+No tensor and no torch in here: dtypes are torch's names without ``torch.``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+DTYPE_BYTES: Final[dict[str, int]] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """One tensor: its name in the trainer (Hugging Face naming), dtype and full shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Names, dtypes, shapes and chunk plan of an update.
+
+    ``chunk_ends[k]`` is the index after the last tensor of chunk ``k``: strictly
+    growing, the last one equal to the number of tensors.
+    """
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    chunk_ends: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself.
+
+        Raises:
+            ValueError: names the field and the tensor at fault.
+        """
+        count = len(self.names)
+        for field, length in (("dtypes", len(self.dtypes)), ("shapes", len(self.shapes))):
+            if length != count:
+                raise ValueError(f"{field}: {length} entries for {count} names")
+        if not count:
+            raise ValueError("names: an update needs at least one tensor")
+        if len(set(self.names)) != count:
+            seen: set[str] = set()
+            twice = next(n for n in self.names if n in seen or seen.add(n))
+            raise ValueError(f"names: {twice} stands twice")
+        for name, dtype in zip(self.names, self.dtypes, strict=True):
+            if dtype not in DTYPE_BYTES:
+                raise ValueError(f"dtypes: {name} has unknown dtype {dtype!r}")
+        ends = (0, *self.chunk_ends)
+        if ends[-1] != count or any(b <= a for a, b in pairwise(ends)):
+            raise ValueError(f"chunk_ends: must grow and end at {count}, got {self.chunk_ends}")
+
+    @classmethod
+    def plan(cls, tensors: Iterable[TensorMeta], *, chunk_bytes: int) -> Manifest:
+        """Cut ``tensors`` into chunks of at most ``chunk_bytes``, keeping their order.
+
+        A tensor larger than that gets a chunk of its own.
+        """
+        metas = list(tensors)
+        ends: list[int] = []
+        filled = 0
+        for index, meta in enumerate(metas):
+            size = meta.size_bytes
+            if index and filled + size > chunk_bytes and (not ends or ends[-1] != index):
+                ends.append(index)
+                filled = 0
+            filled += size
+        ends.append(len(metas))
+        return cls(
+            tuple(m.name for m in metas),
+            tuple(m.dtype for m in metas),
+            tuple(m.shape for m in metas),
+            tuple(ends),
+        )
+
+    @property
+    def chunks(self) -> int:
+        return len(self.chunk_ends)
+
+    def tensors(self) -> Iterator[TensorMeta]:
+        return map(TensorMeta, self.names, self.dtypes, self.shapes)
+
+    def chunk(self, seq: int) -> tuple[TensorMeta, ...]:
+        """The tensors of chunk ``seq``, in order."""
+        start = self.chunk_ends[seq - 1] if seq else 0
+        return tuple(
+            TensorMeta(self.names[i], self.dtypes[i], self.shapes[i])
+            for i in range(start, self.chunk_ends[seq])
+        )
+
+    def digest(self) -> str:
+        """SHA-256 over the canonical encoding of all four fields, in hex."""
+        blob = msgspec.msgpack.encode((self.names, self.dtypes, self.shapes, self.chunk_ends))
+        return hashlib.sha256(blob).hexdigest()

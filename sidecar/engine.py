@@ -1,0 +1,117 @@
+"""What a sidecar needs of an engine, whatever stands behind it.
+
+An adapter is dumb on purpose: no timeouts, no retries, no memory of epochs. The
+machine in :mod:`bus.protocol.engine_session` decides what may be called when;
+it never runs two calls of one engine at the same time, apart from
+:meth:`Engine.in_flight` and :meth:`Engine.died`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from bus.manifest import Manifest, TensorMeta
+from bus.messages import PauseMode
+
+__all__ = ["Chunk", "Engine", "EngineInfo", "Manifest", "PauseMode", "TensorMeta"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine is. Fields as in :class:`bus.messages.EngineFacts`."""
+
+    kind: str
+    software: str
+    model: str
+    dp_rank: int
+    dp_size: int
+    workers: int
+    backends: tuple[str, ...]
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One chunk of an update, to be received out of band.
+
+    ``handle`` is the backend's own blob (see :mod:`bus.transfer`).
+    """
+
+    seq: int
+    backend: str
+    tensors: tuple[TensorMeta, ...]
+    handle: bytes
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """One inference engine client: an ``AsyncLLM``, an API server, an embedded engine.
+
+    Every method but ``died`` and ``in_flight`` raises :class:`bus.errors.EngineError`
+    when the engine refuses or fails, and :class:`bus.errors.EngineDead` when it is gone.
+    """
+
+    async def start(self) -> EngineInfo:
+        """Bring the engine up (or reach one that runs); return when it takes requests."""
+
+    async def close(self) -> None:
+        """Let it go. What the adapter started, it stops; what it attached to, runs on."""
+
+    async def died(self) -> str:
+        """Return only when the engine is dead or unreachable for good, with the reason."""
+
+    async def in_flight(self) -> int:
+        """How many requests it holds (running, waiting or frozen by a pause)."""
+
+    async def version(self) -> int:
+        """The weight version it serves; 0 until the first commit."""
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Stop generation; return when the engine is idle on its device.
+
+        ``keep`` freezes requests, ``wait`` lets running ones end and queues new
+        ones, ``abort`` ends all with the tokens they have. ``clear_cache`` drops
+        KV and prefix cache, so that kept requests are recomputed after the resume.
+        """
+
+    async def resume(self) -> None:
+        """Schedule again. Called only after a pause has returned."""
+
+    async def abort_requests(self) -> int:
+        """End every request with the tokens it has, paused or not; return how many."""
+
+    async def open_transfer(self, backend: str, params: bytes) -> None:
+        """Open the out-of-band transport (again, with new params, replaces it).
+
+        Raises:
+            EngineError: with code ``backend_missing`` for a backend it lacks, and
+                ``transfer_failed`` when the other end can't be reached.
+        """
+
+    async def arm(self, manifest: Manifest) -> None:
+        """Check the manifest against the model; load nothing, change nothing.
+
+        Raises:
+            EngineError: with code ``manifest_refused`` and ``tensor`` set, for an
+                unknown, missing or misshapen tensor, a wrong dtype, or half of a
+                fused parameter.
+        """
+
+    async def start_update(self, *, recover: bool) -> None:
+        """Get ready to load. ``recover``: an earlier update broke off after a load."""
+
+    async def receive(self, chunk: Chunk) -> None:
+        """Fetch the chunk's tensors into staging; the model is untouched."""
+
+    async def load(self, seq: int) -> None:
+        """Load the received chunk into the model, and let the staging go."""
+
+    async def restore(self) -> None:
+        """After ``start_update`` and no load: bring the old weights back."""
+
+    async def finish_update(self) -> None:
+        """Every chunk is loaded: post-process."""
+
+    async def commit(self, version: int) -> None:
+        """Serve as this version from now on."""
