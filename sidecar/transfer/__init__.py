@@ -1,0 +1,11 @@
+"""The receiving ends of weight transfer backends.
+
+A receiver lives where the tensors are needed: in the embedded engine, or inside
+a vLLM worker, called by the plugin. It fetches bytes and knows no model.
+"""
+
+from __future__ import annotations
+
+from sidecar.transfer.base import Receiver, available_backends, make_receiver
+
+__all__ = ["Receiver", "available_backends", "make_receiver"]

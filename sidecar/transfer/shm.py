@@ -1,0 +1,96 @@
+"""Receive through POSIX shared memory on one host.
+
+The segments are mapped once, when the transport opens; the trainer then removes
+their names, so that nothing is left behind when anyone is killed. A chunk's
+tensors are views of the mapping, without a copy.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from bus.errors import EngineError
+from bus.messages import NackCode
+from bus.transfer import SHM_FOLDER, ShmChunk, ShmInit, unpack
+
+if TYPE_CHECKING:
+    from bus.manifest import TensorMeta
+
+T = TypeVar("T")
+
+
+class ShmReceiver:
+    """Maps the trainer's ring of segments, read-only by convention."""
+
+    def __init__(self) -> None:
+        self._segments: list[torch.Tensor] = []
+
+    def open(self, params: bytes) -> None:
+        init = _decode(params, ShmInit)
+        self._segments = [_map(name, init.segment_bytes) for name in init.segments]
+
+    def receive(
+        self, tensors: tuple[TensorMeta, ...], handle: bytes
+    ) -> list[tuple[str, torch.Tensor]]:
+        chunk = _decode(handle, ShmChunk)
+        if chunk.segment >= len(self._segments):
+            raise _failed(f"segment {chunk.segment} of {len(self._segments)}: open the ring first")
+        if len(chunk.offsets_bytes) != len(tensors):
+            raise _failed(f"{len(chunk.offsets_bytes)} offsets for {len(tensors)} tensors")
+        segment = self._segments[chunk.segment]
+        return [
+            (meta.name, _view(segment, offset, meta))
+            for meta, offset in zip(tensors, chunk.offsets_bytes, strict=True)
+        ]
+
+    def release(self) -> None:
+        """Nothing to do: the ring is the trainer's, and the views are cheap."""
+
+    def close(self) -> None:
+        self._segments = []
+
+
+def _map(name: str, size_bytes: int) -> torch.Tensor:
+    """The whole segment as a tensor of bytes; unmapped when the last view is gone."""
+    try:
+        descriptor = os.open(os.path.join(SHM_FOLDER, name), os.O_RDWR | os.O_CLOEXEC)  # noqa: PTH118
+    except OSError as error:
+        raise _failed(
+            f"can't open shared memory {name}: {error.strerror}; "
+            "trainer and engine must run on one host, as one user"
+        ) from error
+    try:
+        actual_bytes = os.fstat(descriptor).st_size
+        if actual_bytes != size_bytes:
+            raise _failed(f"{name} has {actual_bytes} bytes, expected {size_bytes}")
+        mapping = mmap.mmap(descriptor, size_bytes)
+    finally:
+        os.close(descriptor)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _view(segment: torch.Tensor, offset_bytes: int, meta: TensorMeta) -> torch.Tensor:
+    end = offset_bytes + meta.size_bytes
+    if end > segment.numel():
+        raise EngineError(
+            f"{meta.name} ends at byte {end} of a segment of {segment.numel()}",
+            code=NackCode.TRANSFER_FAILED,
+            tensor=meta.name,
+        )
+    dtype = getattr(torch, meta.dtype)
+    return segment[offset_bytes:end].view(dtype).view(meta.shape)
+
+
+def _decode(blob: bytes, type_: type[T]) -> T:
+    try:
+        return unpack(blob, type_)
+    except ValueError as error:
+        raise _failed(str(error)) from error
+
+
+def _failed(detail: str) -> EngineError:
+    return EngineError(detail, code=NackCode.TRANSFER_FAILED)

@@ -1,0 +1,7 @@
+"""The sending ends of weight transfer backends."""
+
+from __future__ import annotations
+
+from trainer_agent.transfer.base import Sender, available_backends, make_sender
+
+__all__ = ["Sender", "available_backends", "make_sender"]
