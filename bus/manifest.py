@@ -71,8 +71,7 @@ class Manifest:
         if not count:
             raise ValueError("names: an update needs at least one tensor")
         if len(set(self.names)) != count:
-            seen: set[str] = set()
-            twice = next(n for n in self.names if n in seen or seen.add(n))
+            twice = next(n for n in self.names if self.names.count(n) > 1)
             raise ValueError(f"names: {twice} stands twice")
         for name, dtype in zip(self.names, self.dtypes, strict=True):
             if dtype not in DTYPE_BYTES:

@@ -91,7 +91,7 @@ class Envelope:
     kind: Annotated[str, Meta(max_length=64)]
     id: Count
     reply_to: Count
-    sender: Name
+    sender: Annotated[str, Meta(min_length=1, max_length=128)]
     boot: Count
     group: Annotated[str, Meta(max_length=128)]
     epoch: Count
@@ -354,6 +354,7 @@ class NackCode(StrEnum):
     WRONG_STATE = "wrong_state"
     MANIFEST_REFUSED = "manifest_refused"
     BACKEND_MISSING = "backend_missing"
+    TRANSFER_CLOSED = "transfer_closed"
     TRANSFER_FAILED = "transfer_failed"
     ENGINE_FAILED = "engine_failed"
     ENGINE_DEAD = "engine_dead"

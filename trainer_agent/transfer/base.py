@@ -35,8 +35,8 @@ class Sender(Protocol):
     def taken(self, seq: int) -> None:
         """Every engine has taken the chunk; its room may be used again."""
 
-    def packed_bytes(self, tensors: Sequence[tuple[int, int]]) -> int:
-        """Room that tensors of ``(size_bytes, alignment_bytes)`` take in one chunk."""
+    def packed_bytes(self, sizes_bytes: Sequence[int]) -> int:
+        """Room that tensors of these sizes take in one chunk."""
 
     def close(self) -> None:
         """Let everything go."""

@@ -71,8 +71,8 @@ class ShmSender:
     def taken(self, seq: int) -> None:
         """Nothing to do: the agent's window keeps a segment until it is taken."""
 
-    def packed_bytes(self, tensors: Sequence[tuple[int, int]]) -> int:
-        return sum(_align(size_bytes) for size_bytes, _ in tensors)
+    def packed_bytes(self, sizes_bytes: Sequence[int]) -> int:
+        return sum(_align(size_bytes) for size_bytes in sizes_bytes)
 
     def close(self) -> None:
         for segment in self._segments:
@@ -84,14 +84,18 @@ class _Segment:
     """One segment: created exclusively, locked by its owner, mapped whole."""
 
     def __init__(self, size_bytes: int) -> None:
-        self.name = f"{SHM_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
-        self._path = Path(SHM_FOLDER) / self.name
-        self._descriptor = os.open(
-            self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
-        )
+        while True:
+            self.name = f"{SHM_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+            self._path = Path(SHM_FOLDER) / self.name
+            self._descriptor = os.open(
+                self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+            )
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            if os.fstat(self._descriptor).st_nlink:
+                break
+            os.close(self._descriptor)  # another trainer swept it before it was locked
         self._linked = True
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Reserve now: writing to a sparse segment of a full file system is a SIGBUS.
             os.posix_fallocate(self._descriptor, 0, size_bytes)
             self.memory = torch.frombuffer(

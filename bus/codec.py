@@ -1,0 +1,192 @@
+"""Frames to messages and back: typed, strict and bounded.
+
+Decoding goes straight into the dataclasses of :mod:`bus.messages` and checks
+types and bounds on the way. What msgspec lets pass for a dataclass, a field
+nobody declared, is caught by counting: every declared field is required, so a
+map with more entries than the class has fields holds one too many. Only then is
+the body read a second time, with msgpack's own bounded reader, to name it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+from typing import Any, Final, Union, get_args, get_origin, get_type_hints
+
+import msgpack
+import msgspec
+
+from bus.errors import DecodeError
+from bus.messages import (
+    MAX_FRAME_BYTES,
+    WIRE_MAJOR,
+    WIRE_NAMES,
+    Envelope,
+    Message,
+    NackCode,
+)
+
+_KINDS: Final[dict[str, type[Message]]] = {name: cls for cls, name in WIRE_NAMES.items()}
+_encode = msgspec.msgpack.Encoder().encode
+_decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
+
+# msgspec ends its texts with the path of the field: "... - at `$.names[3]`".
+_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+
+
+def _field_count(cls: type) -> int:
+    return len(dataclasses.fields(cls))
+
+
+def _nested(cls: type) -> bool:
+    """Whether any field holds a dataclass, whose own map has to be counted too."""
+    return any(_dataclass_in(hint) for hint in get_type_hints(cls).values())
+
+
+def _dataclass_in(hint: Any) -> type | None:
+    """The dataclass in ``X``, ``X | None`` or ``tuple[X, ...]``, if there is one."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return hint
+    if get_origin(hint) in (Union, types.UnionType, tuple):
+        for arg in get_args(hint):
+            found = _dataclass_in(arg)
+            if found:
+                return found
+    return None
+
+
+_ENVELOPE_FIELDS: Final = _field_count(Envelope)
+_BODIES: Final[dict[str, tuple[Any, int, bool, type[Message]]]] = {
+    name: (msgspec.msgpack.Decoder(cls).decode, _field_count(cls), _nested(cls), cls)
+    for name, cls in _KINDS.items()
+}
+
+
+def encode_body(message: Message) -> msgspec.Raw:
+    """The body of a frame. Encode it once, and put it into as many frames as needed."""
+    return msgspec.Raw(_encode(message))
+
+
+def encode(envelope: Envelope) -> bytes:
+    """The whole frame."""
+    return _encode(envelope)
+
+
+def decode(frame: bytes) -> tuple[Envelope, Message]:
+    """Read one frame.
+
+    Raises:
+        DecodeError: with the NACK code, the field at fault and what is wrong with it.
+    """
+    envelope = decode_envelope(frame)
+    return envelope, decode_body(envelope)
+
+
+def decode_envelope(frame: bytes) -> Envelope:
+    """Read what every frame carries; the body stays unread."""
+    if len(frame) > MAX_FRAME_BYTES:
+        raise DecodeError(
+            NackCode.OVERSIZED, "", f"frame of {len(frame)} bytes, at most {MAX_FRAME_BYTES}"
+        )
+    try:
+        envelope = _decode_envelope(frame)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise _explain(error, "") from error
+    if _map_entries(frame) != _ENVELOPE_FIELDS:
+        raise _extra_field(_read(frame), Envelope, "the envelope")
+    if envelope.wire_major != WIRE_MAJOR:
+        raise DecodeError(
+            NackCode.WIRE_VERSION,
+            "wire_major",
+            f"speaks wire version {envelope.wire_major}.{envelope.wire_minor}, "
+            f"this side {WIRE_MAJOR}; use the same wavebus on both",
+        )
+    return envelope
+
+
+def decode_body(envelope: Envelope) -> Message:
+    """Read the body of a frame whose envelope has been read."""
+    entry = _BODIES.get(envelope.kind)
+    if entry is None:
+        raise DecodeError(
+            NackCode.UNKNOWN_KIND, "kind", f"no message {envelope.kind!r} in this wire version"
+        )
+    decode_it, fields, nested, cls = entry
+    body = bytes(envelope.body)
+    try:
+        message: Message = decode_it(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise _explain(error, envelope.kind) from error
+    if _map_entries(body) != fields:
+        raise _extra_field(_read(body), cls, envelope.kind)
+    if nested:
+        _check_nested(_read(body), cls, envelope.kind)
+    return message
+
+
+def _map_entries(data: bytes) -> int:
+    """The number of entries that a MessagePack map announces in its first bytes."""
+    head = data[0]
+    if head & 0xF0 == 0x80:  # fixmap
+        return head & 0x0F
+    if head == 0xDE:  # map 16
+        return int.from_bytes(data[1:3], "big")
+    return int.from_bytes(data[1:5], "big")  # map 32; anything else failed to decode
+
+
+def _read(data: bytes) -> Any:
+    """Untyped reading, bounded by the data's own size."""
+    unpacker = msgpack.Unpacker(
+        max_buffer_size=len(data), strict_map_key=True, object_pairs_hook=_Pairs
+    )
+    unpacker.feed(data)
+    return unpacker.unpack()
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """A map as its pairs, so that a key that stands twice is seen twice."""
+
+
+def _extra_field(pairs: _Pairs, cls: type, where: str) -> DecodeError:
+    """Name the field that is one too many."""
+    known = {field.name for field in dataclasses.fields(cls)}
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key not in known:
+            return DecodeError(NackCode.MALFORMED, str(key)[:64], f"{where} has no such field")
+        if key in seen:
+            return DecodeError(NackCode.MALFORMED, key, f"{where} has it twice")
+        seen.add(key)
+    raise AssertionError("called for a map without a field too many")
+
+
+def _check_nested(value: Any, cls: type, path: str) -> None:
+    """Every map inside has exactly the fields of its dataclass."""
+    if not isinstance(value, _Pairs):
+        return
+    hints = get_type_hints(cls)
+    if len(value) != len(hints):
+        raise _extra_field(value, cls, path)
+    for key, inner in value:
+        inner_cls = _dataclass_in(hints[key])
+        if inner_cls is None:
+            continue
+        for item in inner if type(inner) is list else [inner]:
+            _check_nested(item, inner_cls, f"{path}.{key}")
+
+
+def _explain(error: Exception, where: str) -> DecodeError:
+    text = str(error)
+    found = _PATH.search(text)
+    if found is None:
+        missing = re.search(r"missing required field `([^`]*)`", text)
+        field = missing.group(1) if missing else ""
+        return DecodeError(NackCode.MALFORMED, field, f"{where or 'frame'}: {text[:400]}")
+    field = found.group(1)
+    detail = _PATH.sub("", text)
+    missing = re.search(r"missing required field `([^`]*)`", detail)
+    if missing:
+        field = f"{field}.{missing.group(1)}" if field else missing.group(1)
+    code = NackCode.OVERSIZED if "length <=" in detail else NackCode.MALFORMED
+    return DecodeError(code, field[:64], f"{where or 'envelope'}: {detail[:400]}")

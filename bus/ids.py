@@ -1,0 +1,42 @@
+"""Names that are unique without asking anyone."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+
+from bus.errors import UsageError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+
+
+def new_boot() -> int:
+    """One life of one process: 48 random bits."""
+    return secrets.randbits(48)
+
+
+def new_update_id(boot: int, count: int) -> str:
+    """The ``count``-th pause or update of the trainer process ``boot``."""
+    return f"u{count}-{boot & 0xFFFFFF:06x}"
+
+
+def default_name(role: str) -> str:
+    """A readable peer name that two processes will not share: role, host, pid."""
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname().split(".")[0]) or "host"
+    return f"{role}-{host}-{os.getpid()}"[:128]
+
+
+def check_name(value: str, option: str) -> str:
+    """``value`` if it can be a peer's or group's name.
+
+    Raises:
+        UsageError: names the option.
+    """
+    if not _NAME.fullmatch(value):
+        raise UsageError(
+            f"{option}={value!r}: 1 to 128 letters, digits and . _ : / -, "
+            "starting with a letter or digit"
+        )
+    return value

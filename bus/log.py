@@ -1,0 +1,62 @@
+"""Logs: readable on a terminal, one JSON object per line otherwise. Always on stderr.
+
+One event vocabulary (docs/logs.md lists it): the first word of a line is what
+happened, fields follow; durations end in ``_ms``.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bus.protocol.effects import Note
+
+LEVELS: Final = ("debug", "info", "warning", "error")
+# Fields that say who and what come first in every line, in this order.
+_FIRST: Final = ("peer", "group", "update_id", "epoch")
+
+
+def configure(*, level: str = "info", json: bool | None = None) -> None:
+    """Set up logging for this process. ``json=None``: JSON unless stderr is a terminal."""
+    as_json = not sys.stderr.isatty() if json is None else json
+    renderer: Any = (
+        structlog.processors.JSONRenderer()
+        if as_json
+        else structlog.dev.ConsoleRenderer(sort_keys=False, pad_event_to=16)
+    )
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            _order_fields,
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+def logger(**fields: object) -> structlog.typing.FilteringBoundLogger:
+    """A logger that puts ``fields`` on every line."""
+    bound: structlog.typing.FilteringBoundLogger = structlog.get_logger(**fields)
+    return bound
+
+
+def write(log: structlog.typing.FilteringBoundLogger, note: Note) -> None:
+    """Write a machine's note, leaving out fields that say nothing."""
+    fields = {key: value for key, value in note.fields.items() if value not in ("", None)}
+    getattr(log, note.level)(note.event, **fields)
+
+
+def _order_fields(_log: object, _method: str, event: Mapping[str, Any]) -> dict[str, Any]:
+    head = ("timestamp", "level", "event", *_FIRST)
+    ordered = {key: event[key] for key in head if key in event}
+    ordered.update((key, value) for key, value in event.items() if key not in ordered)
+    return ordered

@@ -1,0 +1,166 @@
+"""A peer's side of its membership: join, heartbeat, miss the broker, join again.
+
+::
+
+    state     event               next      effect
+    JOINING   welcome             JOINED    heartbeats begin
+    JOINING   nack, worth a wait  JOINING   JOIN again after retry_ms (name taken, group held)
+    JOINING   nack, final         REFUSED
+    JOINED    nack not_joined     JOINING   JOIN: the broker is a new one
+    JOINED    broker silent       JOINING   JOIN again every retry_ms
+    any       leave               CLOSED    LEAVE
+
+Invariant: while not JOINED, nothing but JOIN is sent on the peer's own account;
+a frame of the broker that is old or doubled changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+from bus.messages import (
+    Envelope,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Leave,
+    Message,
+    Nack,
+    NackCode,
+    Welcome,
+)
+from bus.protocol.effects import Effect, Note, Send
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_WORTH_A_WAIT: Final = frozenset({NackCode.NAME_TAKEN, NackCode.GROUP_HELD})
+
+
+class LinkState(StrEnum):
+    JOINING = "joining"
+    JOINED = "joined"
+    REFUSED = "refused"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkConfig:
+    """``patience_ms``: how long a name or group that is held is tried for (its holder
+    may be dead and not yet missed)."""
+
+    retry_ms: int = 500
+    patience_ms: int = 8_000
+
+
+class Link:
+    """One peer's membership. ``join`` and ``beat`` are asked whenever one is sent."""
+
+    def __init__(
+        self,
+        *,
+        group: str,
+        join: Callable[[], Join],
+        beat: Callable[[], Heartbeat],
+        config: LinkConfig | None = None,
+    ) -> None:
+        self.group = group
+        self.config = config or LinkConfig()
+        self.state = LinkState.JOINING
+        self.epoch = 0
+        self.version = 0
+        self.heartbeat_ms = 1000.0
+        self.peer_timeout_ms = 5000.0
+        self.last_heard_ms = 0.0
+        self.refusal: Nack | None = None
+        self._join = join
+        self._beat = beat
+        self._broker_boot = 0
+        self._last_seq = 0
+        self._next_ms = 0.0
+        self._give_up_ms = 0.0
+
+    def start(self, now_ms: float) -> list[Effect]:
+        """Ask to be let in."""
+        self._give_up_ms = now_ms + self.config.patience_ms
+        return self._ask(now_ms)
+
+    def fresh(self, envelope: Envelope, now_ms: float) -> bool:
+        """Whether a frame of the broker is new; an old or doubled one is to be dropped."""
+        if envelope.boot != self._broker_boot:
+            self._broker_boot = envelope.boot
+            self._last_seq = 0
+        if envelope.seq <= self._last_seq:
+            return False
+        self._last_seq = envelope.seq
+        self.last_heard_ms = now_ms
+        return True
+
+    def receive(self, envelope: Envelope, message: Message, now_ms: float) -> list[Effect]:
+        """A frame that concerns the membership; anything else changes nothing."""
+        if isinstance(message, Welcome):
+            return self._welcome(envelope, message, now_ms)
+        if isinstance(message, HeartbeatAck):
+            self.version = message.version
+            return []
+        if isinstance(message, Nack):
+            return self._nack(message, now_ms)
+        return []
+
+    def leave(self, reason: str) -> list[Effect]:
+        """Go, in order."""
+        was = self.state
+        self.state = LinkState.CLOSED
+        return [Send(Leave(reason))] if was is LinkState.JOINED else []
+
+    def tick(self, now_ms: float) -> list[Effect]:
+        """Send what is due."""
+        if now_ms < self._next_ms or self.state in (LinkState.REFUSED, LinkState.CLOSED):
+            return []
+        if self.state is LinkState.JOINING:
+            return self._ask(now_ms)
+        silent_ms = now_ms - self.last_heard_ms
+        if silent_ms > self.peer_timeout_ms:
+            self.state = LinkState.JOINING
+            self._give_up_ms = now_ms + self.config.patience_ms
+            note = Note("broker_lost", "warning", {"silent_ms": round(silent_ms)})
+            return [note, *self._ask(now_ms)]
+        self._next_ms = now_ms + self.heartbeat_ms
+        return [Send(self._beat(), group=self.group, epoch=self.epoch)]
+
+    def next_deadline_ms(self) -> float | None:
+        """When :meth:`tick` is due."""
+        return None if self.state in (LinkState.REFUSED, LinkState.CLOSED) else self._next_ms
+
+    def _ask(self, now_ms: float) -> list[Effect]:
+        self._next_ms = now_ms + self.config.retry_ms
+        return [Send(self._join(), group=self.group, epoch=self.epoch)]
+
+    def _welcome(self, envelope: Envelope, welcome: Welcome, now_ms: float) -> list[Effect]:
+        if self.state is not LinkState.JOINING:
+            return []
+        self.state = LinkState.JOINED
+        self.epoch = envelope.epoch
+        self.version = welcome.version
+        self.heartbeat_ms = float(max(welcome.heartbeat_ms, 1))
+        self.peer_timeout_ms = float(max(welcome.peer_timeout_ms, 1))
+        self._next_ms = now_ms + self.heartbeat_ms
+        return [Note("joined", fields={"epoch": self.epoch, "version": self.version})]
+
+    def _nack(self, nack: Nack, now_ms: float) -> list[Effect]:
+        if nack.code is NackCode.NOT_JOINED and self.state is LinkState.JOINED:
+            self.state = LinkState.JOINING
+            self._give_up_ms = now_ms + self.config.patience_ms
+            return [Note("broker_new", "warning"), *self._ask(now_ms)]
+        if self.state is not LinkState.JOINING or nack.code in (
+            NackCode.NOT_JOINED,
+            NackCode.STALE,
+        ):
+            return []
+        if nack.code in _WORTH_A_WAIT and now_ms < self._give_up_ms:
+            return [Note("join_waits", "warning", {"code": nack.code.value, "detail": nack.detail})]
+        self.state = LinkState.REFUSED
+        self.refusal = nack
+        return [Note("join_refused", "error", {"code": nack.code.value, "detail": nack.detail})]

@@ -1,0 +1,178 @@
+"""Who is on the bus: joins, heartbeats, leaves and losses.
+
+::
+
+    state    event              next     effect
+    (none)   join               JOINED   WELCOME
+    JOINED   join, same boot    JOINED   WELCOME again: the peer reconnected
+    JOINED   join, other boot   JOINED   NACK name_taken, as long as the first one is heard
+    JOINED   any frame          JOINED   it lives
+    JOINED   leave              (none)   its group hears it
+    JOINED   silent too long    (none)   its group hears it: lost
+
+Invariant: one name is one process (one ``boot``) at any time. A restarted process
+takes its name back as soon as the old one has left or has not been heard for
+``peer_timeout_ms``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bus.errors import UsageError
+from bus.ids import check_name
+from bus.messages import EngineFacts, EngineView, Join, NackCode, Phase, Role
+from bus.protocol.instructions import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(slots=True)
+class Peer:
+    """One peer as the broker knows it. ``route`` is the transport's name of it."""
+
+    name: str
+    role: Role
+    group: str
+    route: bytes
+    boot: int
+    host: str
+    pid: int
+    last_seq: int
+    last_heard_ms: float
+    facts: EngineFacts | None
+    phase: Phase = "running"
+    version: int = 0
+    in_flight: int = 0
+
+    def view(self, now_ms: float) -> EngineView:
+        """What a status shows of an engine."""
+        assert self.facts is not None
+        return EngineView(
+            name=self.name,
+            dp_group=self.facts.dp_group,
+            dp_rank=self.facts.dp_rank,
+            endpoint=self.facts.endpoint,
+            kind=self.facts.kind,
+            software=self.facts.software,
+            version=self.version,
+            phase=self.phase,
+            in_flight=self.in_flight,
+            host=self.host,
+            pid=self.pid,
+            last_heard_ms=round(now_ms - self.last_heard_ms, 1),
+            backends=self.facts.backends,
+        )
+
+
+class Membership:
+    """The peers by name, and by route."""
+
+    def __init__(self, peer_timeout_ms: float) -> None:
+        self.peer_timeout_ms = peer_timeout_ms
+        self.by_name: dict[str, Peer] = {}
+        self.by_route: dict[bytes, Peer] = {}
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(self.by_name.values())
+
+    def __len__(self) -> int:
+        return len(self.by_name)
+
+    def join(
+        self, *, name: str, group: str, route: bytes, boot: int, seq: int, join: Join, now_ms: float
+    ) -> Peer | Failure:
+        """Take a peer in, or say why not. A second join of one boot refreshes its facts."""
+        refused = self._refuse(name, group, boot, join, now_ms)
+        if refused is not None:
+            return refused
+        old = self.by_name.get(name)
+        if old is not None:
+            self.by_route.pop(old.route, None)
+        peer = Peer(
+            name=name,
+            role=join.role,
+            group=group,
+            route=route,
+            boot=boot,
+            host=join.host,
+            pid=join.pid,
+            last_seq=seq,
+            last_heard_ms=now_ms,
+            facts=join.engine,
+        )
+        if join.engine is not None:
+            peer.phase = join.engine.phase
+            peer.version = join.engine.version
+        self.by_name[name] = peer
+        self.by_route[route] = peer
+        return peer
+
+    def _refuse(
+        self, name: str, group: str, boot: int, join: Join, now_ms: float
+    ) -> Failure | None:
+        try:
+            check_name(name, "sender")
+            if join.role != "observer":
+                check_name(group, "group")
+        except UsageError as error:
+            return Failure(NackCode.MALFORMED, str(error), field=str(error).split("=", 1)[0])
+        if (join.role == "engine") != (join.engine is not None):
+            return Failure(
+                NackCode.MALFORMED,
+                "an engine, and nobody else, joins with its facts",
+                field="engine",
+            )
+        if join.engine is not None and join.engine.dp_rank >= join.engine.dp_size:
+            return Failure(
+                NackCode.MALFORMED,
+                f"rank {join.engine.dp_rank} of a DP group of {join.engine.dp_size}",
+                field="engine.dp_rank",
+            )
+        held = self.by_name.get(name)
+        if held is None or held.boot == boot:
+            return self._refuse_rank(name, group, join)
+        silent_ms = now_ms - held.last_heard_ms
+        return Failure(
+            NackCode.NAME_TAKEN,
+            f"the name is held by {held.role} {held.host}:{held.pid}, heard {silent_ms:.0f} ms ago",
+            field="sender",
+            peer=name,
+            hint=f"choose another with --name, or wait {self.peer_timeout_ms:.0f} ms if it is dead",
+        )
+
+    def _refuse_rank(self, name: str, group: str, join: Join) -> Failure | None:
+        """Two engines can't be the same rank of one DP group."""
+        if join.engine is None:
+            return None
+        for other in self.by_name.values():
+            facts = other.facts
+            if (
+                facts is not None
+                and other.name != name
+                and other.group == group
+                and facts.dp_group == join.engine.dp_group
+                and facts.dp_rank == join.engine.dp_rank
+            ):
+                return Failure(
+                    NackCode.NAME_TAKEN,
+                    f"rank {facts.dp_rank} of DP group {facts.dp_group} is {other.name}",
+                    field="engine.dp_rank",
+                    peer=other.name,
+                    hint="give every DP group its own --dp-group, every rank its own --dp-rank",
+                )
+        return None
+
+    def remove(self, peer: Peer) -> None:
+        """Forget a peer (a newer one under its name stays)."""
+        if self.by_name.get(peer.name) is peer:
+            del self.by_name[peer.name]
+        if self.by_route.get(peer.route) is peer:
+            del self.by_route[peer.route]
+
+    def silent(self, now_ms: float) -> list[Peer]:
+        """Peers not heard for too long."""
+        limit = now_ms - self.peer_timeout_ms
+        return [peer for peer in self.by_name.values() if peer.last_heard_ms < limit]

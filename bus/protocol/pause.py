@@ -1,0 +1,210 @@
+"""The two-phase pause of a group, broker's side.
+
+::
+
+    state      event              next       what is asked
+    RUNNING    ASKED              LOCAL      PAUSE_LOCAL of every rank, at once
+    LOCAL      ALL_LOCAL          GLOBAL     PAUSE_GLOBAL of every rank
+    GLOBAL     ALL_GLOBAL         PAUSED     (the trainer hears: paused)
+    GLOBAL     ALL_GLOBAL_FAILED  RESUMING   RESUME of every rank: recovered forward
+    PAUSED     RESUME_ASKED       RESUMING   RESUME of every rank
+    RESUMING   ALL_RESUMED        RUNNING    (the trainer hears: resumed)
+    LOCAL, GLOBAL, PAUSED, RESUMING
+               EMPTIED            RUNNING    nothing: no engine is left
+
+Invariants:
+
+- PAUSE_GLOBAL is asked only after every rank has acked PAUSE_LOCAL, RESUME only
+  after every rank has acked PAUSE_GLOBAL: no engine gets a resume without a
+  completed pause, and the group is called paused only when every engine in it is.
+- A half-made pause is never undone. What goes wrong on the way (an engine lost or
+  refusing, the trainer gone, a resume asked too early, time over) is noted as the
+  failure; the pause is completed on whoever is left, and then all resume, once.
+- The unit is the DP group: with one rank, all its ranks fall out of the round.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from bus.messages import NackCode, PauseGlobal, PauseLocal, Resume, Step
+from bus.protocol.round import Round
+from bus.protocol.instructions import Ask, Failure, IllegalTransition, StepDone, StepFailed
+
+if TYPE_CHECKING:
+    from bus.messages import Ack
+
+Instruction: TypeAlias = Ask | StepDone | StepFailed
+
+
+class PauseState(StrEnum):
+    RUNNING = "running"
+    LOCAL = "local"
+    GLOBAL = "global"
+    PAUSED = "paused"
+    RESUMING = "resuming"
+
+
+class PauseEvent(StrEnum):
+    ASKED = "asked"
+    ALL_LOCAL = "all_local"
+    ALL_GLOBAL = "all_global"
+    ALL_GLOBAL_FAILED = "all_global_failed"
+    RESUME_ASKED = "resume_asked"
+    ALL_RESUMED = "all_resumed"
+    EMPTIED = "emptied"
+
+
+TRANSITIONS: Final[dict[tuple[PauseState, PauseEvent], PauseState]] = {
+    (PauseState.RUNNING, PauseEvent.ASKED): PauseState.LOCAL,
+    (PauseState.LOCAL, PauseEvent.ALL_LOCAL): PauseState.GLOBAL,
+    (PauseState.GLOBAL, PauseEvent.ALL_GLOBAL): PauseState.PAUSED,
+    (PauseState.GLOBAL, PauseEvent.ALL_GLOBAL_FAILED): PauseState.RESUMING,
+    (PauseState.PAUSED, PauseEvent.RESUME_ASKED): PauseState.RESUMING,
+    (PauseState.RESUMING, PauseEvent.ALL_RESUMED): PauseState.RUNNING,
+    (PauseState.LOCAL, PauseEvent.EMPTIED): PauseState.RUNNING,
+    (PauseState.GLOBAL, PauseEvent.EMPTIED): PauseState.RUNNING,
+    (PauseState.PAUSED, PauseEvent.EMPTIED): PauseState.RUNNING,
+    (PauseState.RESUMING, PauseEvent.EMPTIED): PauseState.RUNNING,
+}
+
+
+class PauseMachine:
+    """One group's pause. Methods take what happened and return instructions."""
+
+    def __init__(self) -> None:
+        self.state = PauseState.RUNNING
+        self.update_id = ""
+        self.members: dict[str, str] = {}  # engine -> its DP group, of those in this pause
+        self.round: Round | None = None
+        self.failure: Failure | None = None
+        self.asked_ms = 0.0
+        self.deadline_ms: float | None = None
+        self._in_flight = 0
+
+    def ask(self, message: PauseLocal, members: dict[str, str], now_ms: float) -> list[Instruction]:
+        """Phase 1, of every engine in ``members`` (name to DP group) at once."""
+        self._go(PauseEvent.ASKED)
+        self.update_id = message.update_id
+        self.members = dict(members)
+        self.failure = None
+        self.asked_ms = now_ms
+        self.deadline_ms = now_ms + message.timeout_ms
+        return self._ask(Step.PAUSE_LOCAL, message, now_ms)
+
+    def resume(self, now_ms: float, *, stay: frozenset[str] = frozenset()) -> list[Instruction]:
+        """Resume everybody but ``stay``, which remain paused (quarantined).
+
+        In a pause that is not complete, this is noted as its failure, and the
+        resume comes when it is.
+        """
+        if self.state in (PauseState.LOCAL, PauseState.GLOBAL):
+            self.fail(Failure(NackCode.CANCELLED, "a resume was asked before the pause was made"))
+            return []
+        for name in stay.intersection(self.members):
+            del self.members[name]
+        if not self.members:
+            return self._emptied()
+        self._go(PauseEvent.RESUME_ASKED)
+        return self._ask(Step.RESUME, Resume(self.update_id), now_ms)
+
+    def fail(self, failure: Failure) -> None:
+        """Note why the pause under way is not wanted any more; the first reason stays."""
+        if self.state in (PauseState.LOCAL, PauseState.GLOBAL) and self.failure is None:
+            self.failure = failure
+
+    def acked(self, name: str, ack: Ack, now_ms: float) -> list[Instruction]:
+        """An engine has done what it was asked; duplicates and old ones change nothing."""
+        current = self.round
+        if current is None or ack.step is not current.step or ack.update_id != self.update_id:
+            return []
+        if not current.ack(name, ack, now_ms) or current.waiting:
+            return []
+        return self._round_done(now_ms)
+
+    def refused(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
+        """An engine can't: it falls out, and the pause fails (or the resume goes on)."""
+        self.fail(failure)
+        return self.lost(name, failure, now_ms)
+
+    def lost(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
+        """An engine is gone, and with it all ranks of its DP group."""
+        if name not in self.members:
+            return []
+        self.fail(failure)
+        dp_group = self.members[name]
+        gone = [n for n, g in self.members.items() if g == dp_group]
+        for each in gone:
+            del self.members[each]
+        if not self.members:
+            return self._emptied()
+        if self.round is not None:
+            self.round.drop(gone)
+            if self.round.done:
+                return self._round_done(now_ms)
+        return []
+
+    def expire(self, now_ms: float) -> list[Instruction]:
+        """The caller's time is over: it hears why now; the pause itself goes on."""
+        if self.deadline_ms is None or now_ms < self.deadline_ms:
+            return []
+        self.deadline_ms = None
+        if self.round is None or self.state not in (PauseState.LOCAL, PauseState.GLOBAL):
+            return []
+        waiting = ", ".join(sorted(self.round.waiting)[:8])
+        failure = Failure(
+            NackCode.TIMEOUT,
+            f"no {self.round.step.value} ack after {now_ms - self.asked_ms:.0f} ms from: {waiting}; "
+            "the pause will be completed and then resumed",
+            peer=min(self.round.waiting),
+        )
+        self.fail(failure)
+        return [StepFailed(Step.PAUSE_GLOBAL, failure)]
+
+    def _round_done(self, now_ms: float) -> list[Instruction]:
+        assert self.round is not None
+        done = self.round
+        self.round = None
+        if self.state is PauseState.LOCAL:
+            self._in_flight = done.in_flight
+            self._go(PauseEvent.ALL_LOCAL)
+            return [
+                StepDone(Step.PAUSE_LOCAL, done),
+                *self._ask(Step.PAUSE_GLOBAL, PauseGlobal(self.update_id), now_ms),
+            ]
+        if self.state is PauseState.GLOBAL and self.failure is None:
+            self._go(PauseEvent.ALL_GLOBAL)
+            self.deadline_ms = None
+            done.in_flight = max(done.in_flight, self._in_flight)
+            return [StepDone(Step.PAUSE_GLOBAL, done)]
+        if self.state is PauseState.GLOBAL:
+            assert self.failure is not None
+            self._go(PauseEvent.ALL_GLOBAL_FAILED)
+            self.deadline_ms = None
+            return [
+                StepFailed(Step.PAUSE_GLOBAL, self.failure),
+                *self._ask(Step.RESUME, Resume(self.update_id), now_ms),
+            ]
+        self._go(PauseEvent.ALL_RESUMED)
+        return [StepDone(Step.RESUME, done)]
+
+    def _emptied(self) -> list[Instruction]:
+        step = Step.RESUME if self.state is PauseState.RESUMING else Step.PAUSE_GLOBAL
+        self._go(PauseEvent.EMPTIED)
+        self.round = None
+        self.deadline_ms = None
+        failure = self.failure or Failure(NackCode.EMPTY_GROUP, "no engine is left in the pause")
+        return [StepFailed(step, failure)]
+
+    def _ask(
+        self, step: Step, message: PauseLocal | PauseGlobal | Resume, now_ms: float
+    ) -> list[Instruction]:
+        self.round = Round(step, message, self.members, now_ms)
+        return [Ask(message, tuple(self.members))]
+
+    def _go(self, event: PauseEvent) -> None:
+        following = TRANSITIONS.get((self.state, event))
+        if following is None:
+            raise IllegalTransition("pause", self.state.value, event.value)
+        self.state = following

@@ -1,0 +1,68 @@
+"""A round: one step asked of several engines at once, and who has not answered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bus.messages import Ack, Message, Step
+
+
+class Round:
+    """Asked of all together; done when nobody is waited for any more.
+
+    One object per step and not one per engine: with a thousand engines that is
+    the difference between microseconds and milliseconds.
+    """
+
+    __slots__ = (
+        "asked_ms",
+        "engines",
+        "in_flight",
+        "message",
+        "resent_ms",
+        "slowest",
+        "slowest_ms",
+        "step",
+        "waiting",
+    )
+
+    def __init__(self, step: Step, message: Message, names: Iterable[str], now_ms: float) -> None:
+        self.step = step
+        self.message = message
+        self.waiting = set(names)
+        self.engines = len(self.waiting)
+        self.asked_ms = now_ms
+        self.resent_ms = now_ms
+        self.in_flight = 0
+        self.slowest = ""
+        self.slowest_ms = 0.0
+
+    def ack(self, name: str, ack: Ack, now_ms: float) -> bool:
+        """Take an engine's ack; False if it was not waited for (a duplicate)."""
+        if name not in self.waiting:
+            return False
+        self.waiting.remove(name)
+        self.in_flight += ack.in_flight
+        self.slowest = name
+        self.slowest_ms = now_ms - self.asked_ms
+        return True
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Wait for these no longer: they are gone."""
+        gone = self.waiting.intersection(names)
+        self.waiting -= gone
+        self.engines -= len(gone)
+
+    @property
+    def done(self) -> bool:
+        return not self.waiting
+
+    def overdue(self, retry_ms: float, now_ms: float) -> bool:
+        """Whether to ask those again who have not answered; counts as asked when True."""
+        if not self.waiting or now_ms - self.resent_ms < retry_ms:
+            return False
+        self.resent_ms = now_ms
+        return True

@@ -1,0 +1,305 @@
+"""A weight update of a group, broker's side: init, arm, start, chunks, finish, commit.
+
+::
+
+    state       event         next        what is asked
+    IDLE        INIT_ASKED    OPENING     TRANSFER_INIT of every engine
+    OPENING     ALL_DONE      IDLE        (the trainer hears: open)
+    OPENING     FAILED        IDLE        (the trainer hears why)
+    IDLE        ARM_ASKED     ARMING      ARM with the manifest and the version
+    ARMING      ALL_DONE      ARMED       (the trainer hears: armed)
+    ARMED       START_ASKED   STARTING    UPDATE_START
+    STARTING    ALL_DONE      LOADING
+    LOADING     FINISH_ASKED  FINISHING   UPDATE_FINISH
+    FINISHING   ALL_DONE      FINISHED
+    FINISHED    COMMIT_ASKED  COMMITTING  COMMIT: engines serve the version
+    COMMITTING  ALL_DONE      IDLE        (the trainer hears: committed)
+    ARMING, ARMED, STARTING, LOADING, FINISHING, FINISHED
+                GIVEN_UP      ABORTING    ABORT: each engine undoes what it can
+    ABORTING    ALL_DONE      IDLE        (the trainer hears why)
+    any but IDLE
+                EMPTIED       IDLE        nothing: no engine is left
+
+Chunks travel within LOADING, several at a time; they are numbered and taken in order.
+
+Invariants:
+
+- Nothing is loaded anywhere before every engine has armed: one refusal gives the
+  update up, with no engine touched.
+- FINISH is asked only when every chunk of the manifest is applied on every engine
+  that is left, COMMIT only when all have finished.
+- From the first chunk on, an engine that fails or is lost falls out of the update
+  (it is told to ABORT, and quarantines itself if it loaded anything) and the
+  others go on: giving up would leave them all half-loaded. The trainer reads the
+  names in ``excluded``.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from bus.messages import (
+    Abort,
+    Ack,
+    Arm,
+    Commit,
+    Message,
+    NackCode,
+    Step,
+    TransferInit,
+    UpdateFinish,
+    UpdateStart,
+    WeightChunkMeta,
+)
+from bus.protocol.instructions import Ask, Failure, IllegalTransition, StepDone, StepFailed
+from bus.protocol.round import Round
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Instruction: TypeAlias = Ask | StepDone | StepFailed
+
+
+class UpdateState(StrEnum):
+    IDLE = "idle"
+    OPENING = "opening"
+    ARMING = "arming"
+    ARMED = "armed"
+    STARTING = "starting"
+    LOADING = "loading"
+    FINISHING = "finishing"
+    FINISHED = "finished"
+    COMMITTING = "committing"
+    ABORTING = "aborting"
+
+
+class UpdateEvent(StrEnum):
+    INIT_ASKED = "init_asked"
+    ARM_ASKED = "arm_asked"
+    START_ASKED = "start_asked"
+    FINISH_ASKED = "finish_asked"
+    COMMIT_ASKED = "commit_asked"
+    ALL_DONE = "all_done"
+    FAILED = "failed"
+    GIVEN_UP = "given_up"
+    EMPTIED = "emptied"
+
+
+_S, _E = UpdateState, UpdateEvent
+
+TRANSITIONS: Final[dict[tuple[UpdateState, UpdateEvent], UpdateState]] = {
+    (_S.IDLE, _E.INIT_ASKED): _S.OPENING,
+    (_S.OPENING, _E.ALL_DONE): _S.IDLE,
+    (_S.OPENING, _E.FAILED): _S.IDLE,
+    (_S.IDLE, _E.ARM_ASKED): _S.ARMING,
+    (_S.ARMING, _E.ALL_DONE): _S.ARMED,
+    (_S.ARMED, _E.START_ASKED): _S.STARTING,
+    (_S.STARTING, _E.ALL_DONE): _S.LOADING,
+    (_S.LOADING, _E.FINISH_ASKED): _S.FINISHING,
+    (_S.FINISHING, _E.ALL_DONE): _S.FINISHED,
+    (_S.FINISHED, _E.COMMIT_ASKED): _S.COMMITTING,
+    (_S.COMMITTING, _E.ALL_DONE): _S.IDLE,
+    (_S.ABORTING, _E.ALL_DONE): _S.IDLE,
+    **{
+        (state, _E.GIVEN_UP): _S.ABORTING
+        for state in (
+            _S.ARMING,
+            _S.ARMED,
+            _S.STARTING,
+            _S.LOADING,
+            _S.FINISHING,
+            _S.FINISHED,
+        )
+    },
+    **{(state, _E.EMPTIED): _S.IDLE for state in UpdateState if state is not _S.IDLE},
+}
+
+# In these, weights may differ between engines, or within one: nobody may resume.
+UNSAFE: Final = frozenset(
+    {_S.STARTING, _S.LOADING, _S.FINISHING, _S.FINISHED, _S.COMMITTING, _S.ABORTING}
+)
+
+
+class UpdateMachine:
+    """One group's update. Methods take what happened and return instructions."""
+
+    def __init__(self) -> None:
+        self.state = UpdateState.IDLE
+        self.update_id = ""
+        self.version = 0
+        self.label = ""
+        self.members: dict[str, str] = {}  # engine -> its DP group, of those in this update
+        self.excluded: dict[str, Failure] = {}
+        self.partial: set[str] = set()  # excluded or aborted with part of the weights loaded
+        self.round: Round | None = None
+        self.chunks: dict[int, Round] = {}  # those under way, by number
+        self.chunks_asked = 0
+        self.chunks_planned = 0
+        self.failure: Failure | None = None
+
+    # -- what the trainer asks ------------------------------------------------
+
+    def open(
+        self, message: TransferInit, members: dict[str, str], now_ms: float
+    ) -> list[Instruction]:
+        """Every engine opens its end of the transport."""
+        self._begin(_E.INIT_ASKED, "", members)
+        return self._ask(Step.TRANSFER_INIT, message, now_ms)
+
+    def arm(self, message: Arm, members: dict[str, str], now_ms: float) -> list[Instruction]:
+        """Every engine checks the manifest; ``message.version`` is the bus's."""
+        self._begin(_E.ARM_ASKED, message.update_id, members)
+        self.version = message.version
+        self.label = message.label
+        self.chunks_planned = len(message.chunk_ends)
+        return self._ask(Step.ARM, message, now_ms)
+
+    def start(self, message: UpdateStart, now_ms: float) -> list[Instruction]:
+        self._go(_E.START_ASKED)
+        return self._ask(Step.START, message, now_ms)
+
+    def chunk(self, message: WeightChunkMeta, now_ms: float) -> list[Instruction]:
+        """The next chunk; the group has checked that it is the next one."""
+        if self.state is not _S.LOADING or message.chunk != self.chunks_asked:
+            raise IllegalTransition("update", self.state.value, f"chunk {message.chunk}")
+        self.chunks_asked += 1
+        self.chunks[message.chunk] = Round(Step.CHUNK, message, self.members, now_ms)
+        return [Ask(message, tuple(self.members))]
+
+    def finish(self, message: UpdateFinish, now_ms: float) -> list[Instruction]:
+        if self.chunks or self.chunks_asked != self.chunks_planned:
+            raise IllegalTransition("update", self.state.value, "finish before the last chunk")
+        self._go(_E.FINISH_ASKED)
+        return self._ask(Step.FINISH, message, now_ms)
+
+    def commit(self, message: Commit, now_ms: float) -> list[Instruction]:
+        self._go(_E.COMMIT_ASKED)
+        return self._ask(Step.COMMIT, message, now_ms)
+
+    def give_up(self, failure: Failure, now_ms: float) -> list[Instruction]:
+        """Abort on every engine; the failure is told when all have undone what they can."""
+        self._go(_E.GIVEN_UP)
+        self.failure = failure
+        self.chunks.clear()
+        return self._ask(Step.ABORT, Abort(self.update_id, failure.detail[:4096]), now_ms)
+
+    # -- what the engines answer ----------------------------------------------
+
+    def acked(self, name: str, ack: Ack, now_ms: float) -> list[Instruction]:
+        """An engine has done a step; duplicates and old ones change nothing."""
+        if ack.update_id != self.update_id:
+            return []
+        if ack.step is Step.ABORT and ack.outcome == "partial":
+            self.partial.add(name)
+        if ack.step is Step.CHUNK:
+            return self._chunk_acked(name, ack, now_ms)
+        current = self.round
+        if current is None or ack.step is not current.step:
+            return []
+        if not current.ack(name, ack, now_ms) or current.waiting:
+            return []
+        return self._round_done()
+
+    def refused(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
+        """An engine can't do what it was asked."""
+        if name not in self.members:
+            return []
+        if self.state is _S.OPENING:
+            step = Step.TRANSFER_INIT
+            self._end(_E.FAILED)
+            return [StepFailed(step, failure)]
+        if self.state in (_S.ARMING, _S.STARTING):
+            return self.give_up(failure, now_ms)
+        abort = Ask(Abort(self.update_id, failure.detail[:4096]), (name,))
+        told: list[Instruction] = [] if self.state is _S.ABORTING else [abort]
+        return [*told, *self._exclude([name], failure)]
+
+    def lost(self, name: str, failure: Failure) -> list[Instruction]:
+        """An engine is gone, and with it all ranks of its DP group."""
+        if name not in self.members:
+            return []
+        dp_group = self.members[name]
+        return self._exclude([n for n, g in self.members.items() if g == dp_group], failure)
+
+    def rounds(self) -> list[Round]:
+        """Everything that is waited for."""
+        return [*([self.round] if self.round else []), *self.chunks.values()]
+
+    # -- inside ---------------------------------------------------------------
+
+    def _begin(self, event: UpdateEvent, update_id: str, members: dict[str, str]) -> None:
+        self._go(event)
+        self.update_id = update_id
+        self.members = dict(members)
+        self.excluded = {}
+        self.partial = set()
+        self.failure = None
+        self.chunks.clear()
+        self.chunks_asked = 0
+        self.chunks_planned = 0
+
+    def _ask(self, step: Step, message: Message, now_ms: float) -> list[Instruction]:
+        self.round = Round(step, message, self.members, now_ms)
+        return [Ask(message, tuple(self.members))]
+
+    def _chunk_acked(self, name: str, ack: Ack, now_ms: float) -> list[Instruction]:
+        current = self.chunks.get(ack.chunk)
+        if current is None or not current.ack(name, ack, now_ms) or current.waiting:
+            return []
+        del self.chunks[ack.chunk]
+        return [StepDone(Step.CHUNK, current, ack.chunk)]
+
+    def _exclude(self, names: Iterable[str], failure: Failure) -> list[Instruction]:
+        gone = list(names)
+        for name in gone:
+            del self.members[name]
+            self.excluded[name] = failure
+        if not self.members:
+            return self._emptied(failure)
+        done: list[Instruction] = []
+        for number, current in list(self.chunks.items()):
+            current.drop(gone)
+            if current.done:
+                del self.chunks[number]
+                done.append(StepDone(Step.CHUNK, current, number))
+        if self.round is not None:
+            self.round.drop(gone)
+            if self.round.done:
+                done.extend(self._round_done())
+        return done
+
+    def _emptied(self, failure: Failure) -> list[Instruction]:
+        failed: list[Instruction] = [
+            StepFailed(Step.CHUNK, failure, number) for number in self.chunks
+        ]
+        if self.round is not None:
+            failed.append(StepFailed(self.round.step, self.failure or failure))
+        self._end(_E.EMPTIED)
+        return failed
+
+    def _round_done(self) -> list[Instruction]:
+        assert self.round is not None
+        done = self.round
+        if self.state is _S.ABORTING:
+            failure = self.failure
+            assert failure is not None
+            self._end(_E.ALL_DONE)
+            return [StepFailed(Step.ABORT, failure)]
+        if self.state in (_S.OPENING, _S.COMMITTING):
+            self._end(_E.ALL_DONE)
+        else:
+            self._go(_E.ALL_DONE)
+            self.round = None
+        return [StepDone(done.step, done)]
+
+    def _end(self, event: UpdateEvent) -> None:
+        self._go(event)
+        self.round = None
+        self.chunks.clear()
+
+    def _go(self, event: UpdateEvent) -> None:
+        following = TRANSITIONS.get((self.state, event))
+        if following is None:
+            raise IllegalTransition("update", self.state.value, event.value)
+        self.state = following

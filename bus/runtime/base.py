@@ -1,0 +1,60 @@
+"""What the shells need of the world: time and a network. Real, in memory, or simulated.
+
+Everything here calls back synchronously, on one thread: between a frame's arrival
+and its effect there is no queue and no task switch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeAlias
+
+OnFrame: TypeAlias = Callable[[bytes], None]
+OnRoutedFrame: TypeAlias = Callable[[bytes, bytes], None]
+
+
+class Handle(Protocol):
+    """A timer that is set."""
+
+    def cancel(self) -> None:
+        """Make it not fire."""
+
+
+class Scheduler(Protocol):
+    """A clock that never goes back, and timers on it."""
+
+    def now_ms(self) -> float:
+        """Milliseconds since some fixed moment."""
+
+    def call_at(self, when_ms: float, callback: Callable[[], None]) -> Handle:
+        """Call once, at ``when_ms`` or soon after."""
+
+
+class ServerTransport(Protocol):
+    """The broker's end: many peers, each with a route.
+
+    At most once: a frame arrives whole or not at all, in order per peer unless the
+    network is one that disorders on purpose. Nothing here blocks.
+    """
+
+    def listen(self, on_frame: OnRoutedFrame) -> None:
+        """Begin; ``on_frame(route, frame)`` is called for every frame."""
+
+    def send(self, routes: Iterable[bytes], frame: bytes) -> list[bytes]:
+        """Send to each route; return those that can't be reached now."""
+
+    def close(self) -> None:
+        """End; no callback comes after this."""
+
+
+class ClientTransport(Protocol):
+    """A peer's end. It reconnects by itself."""
+
+    def listen(self, on_frame: OnFrame) -> None:
+        """Begin; ``on_frame(frame)`` is called for every frame."""
+
+    def send(self, frame: bytes) -> bool:
+        """Send; False if the broker can't be reached now."""
+
+    def close(self) -> None:
+        """End; no callback comes after this. What was sent is still delivered if it can be."""

@@ -1,0 +1,126 @@
+"""The broker's shell: frames from the transport to the machine, effects back out."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import bus.log
+from bus import codec
+from bus.errors import DecodeError
+from bus.ids import new_boot
+from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, Status
+from bus.protocol.broker import BROKER_NAME, Broker, BrokerConfig
+from bus.protocol.effects import Effect, Note, Send
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bus.runtime.base import Handle, Scheduler, ServerTransport
+
+
+class BrokerServer:
+    """Runs a :class:`bus.protocol.broker.Broker` on a transport, until :meth:`close`."""
+
+    def __init__(
+        self,
+        transport: ServerTransport,
+        scheduler: Scheduler,
+        config: BrokerConfig | None = None,
+    ) -> None:
+        self.machine = Broker(config)
+        self.boot = new_boot()
+        self._transport = transport
+        self._scheduler = scheduler
+        self._log = bus.log.logger()
+        self._seq = 0
+        self._timer: Handle | None = None
+        self._armed_ms = float("inf")
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._transport.listen(self._on_frame)
+        self._arm()
+
+    def close(self) -> None:
+        """Stop serving; peers keep what they have, and look for a broker."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._transport.close()
+
+    def _on_frame(self, route: bytes, frame: bytes) -> None:
+        reply_to = 0
+        try:
+            envelope = codec.decode_envelope(frame)
+            reply_to = envelope.id
+            message = codec.decode_body(envelope)
+        except DecodeError as error:
+            self._perform(self.machine.malformed(route, error, reply_to))
+            return
+        effects = self.machine.receive(route, envelope, message, self._scheduler.now_ms())
+        if effects:
+            self._perform(effects)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._armed_ms = float("inf")
+        effects = self.machine.tick(self._scheduler.now_ms())
+        self._perform(effects)
+
+    def _perform(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._send(effect)
+            else:
+                bus.log.write(self._log, effect)
+        self._arm()
+
+    def _send(self, send: Send) -> None:
+        message = send.message
+        if isinstance(message, Status):
+            message = dataclasses.replace(message, cpu_s=time.process_time(), rss_bytes=rss_bytes())
+        self._seq += 1
+        frame = codec.encode(
+            Envelope(
+                WIRE_MAJOR,
+                WIRE_MINOR,
+                WIRE_NAMES[type(message)],
+                self._seq,
+                send.reply_to,
+                BROKER_NAME,
+                self.boot,
+                send.group,
+                send.epoch,
+                self._seq,
+                codec.encode_body(message),
+            )
+        )
+        unreachable = self._transport.send(send.routes, frame)
+        for route in unreachable:
+            fields: dict[str, object] = {
+                "route": route.decode(errors="replace"),
+                "kind": WIRE_NAMES[type(message)],
+            }
+            bus.log.write(self._log, Note("unreachable", "debug", fields))
+
+    def _arm(self) -> None:
+        """One timer for everything, set to the machine's next deadline."""
+        due_ms = self.machine.next_deadline_ms()
+        if due_ms >= self._armed_ms:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._armed_ms = due_ms
+        self._timer = self._scheduler.call_at(due_ms, self._on_timer)
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process; 0 where the system doesn't tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

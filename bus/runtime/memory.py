@@ -1,0 +1,151 @@
+"""A network in memory, honest or bad on purpose, seeded.
+
+The same interface as ZeroMQ's, for tests of anything that speaks it. With
+:class:`Faults` it drops, delays, doubles and reorders frames, every time the same
+for one seed and one order of sends.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bus.runtime.base import OnFrame, OnRoutedFrame, Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Probabilities per frame, and delays in milliseconds.
+
+    A frame takes ``delay_ms`` plus up to ``jitter_ms``; without ``reorder`` frames of
+    one direction of one link still arrive in the order in which they were sent.
+    """
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    delay_ms: float = 0.0
+    jitter_ms: float = 0.0
+    reorder: bool = False
+
+
+class MemoryNetwork:
+    """One broker's address and its peers. ``cut`` links lose everything."""
+
+    def __init__(
+        self, scheduler: Scheduler, *, seed: int = 0, faults: Faults | None = None
+    ) -> None:
+        self.faults = faults or Faults()
+        self.counts = {"sent": 0, "dropped": 0, "duplicated": 0, "delivered": 0}
+        self._scheduler = scheduler
+        self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
+        self._server: MemoryServer | None = None
+        self._clients: dict[bytes, MemoryClient] = {}
+        self._cut: set[bytes] = set()
+        self._due: dict[tuple[bytes, bool], float] = {}
+
+    def server(self) -> MemoryServer:
+        """The broker's end; a new one takes the place of the old."""
+        self._server = MemoryServer(self)
+        return self._server
+
+    def client(self, route: bytes) -> MemoryClient:
+        """A peer's end."""
+        client = self._clients[route] = MemoryClient(self, route)
+        return client
+
+    def cut(self, route: bytes) -> None:
+        """Nothing passes to or from this peer any more."""
+        self._cut.add(route)
+
+    def heal(self, route: bytes) -> None:
+        """Frames pass again; what was lost stays lost."""
+        self._cut.discard(route)
+
+    def to_server(self, route: bytes, frame: bytes) -> None:
+        self._carry(route, frame, up=True)
+
+    def to_client(self, route: bytes, frame: bytes) -> bool:
+        if route not in self._clients:
+            return False
+        self._carry(route, frame, up=False)
+        return True
+
+    def forget(self, route: bytes) -> None:
+        self._clients.pop(route, None)
+
+    def forget_server(self, server: MemoryServer) -> None:
+        if self._server is server:
+            self._server = None
+
+    def _carry(self, route: bytes, frame: bytes, *, up: bool) -> None:
+        faults = self.faults
+        copies = 1
+        self.counts["sent"] += 1
+        if self._random.random() < faults.drop:
+            self.counts["dropped"] += 1
+            copies = 0
+        elif self._random.random() < faults.duplicate:
+            self.counts["duplicated"] += 1
+            copies = 2
+        for _ in range(copies):
+            delay_ms = faults.delay_ms + self._random.random() * faults.jitter_ms
+            due_ms = self._scheduler.now_ms() + delay_ms
+            if not faults.reorder:
+                due_ms = max(due_ms, self._due.get((route, up), 0.0))
+                self._due[(route, up)] = due_ms
+            self._scheduler.call_at(due_ms, lambda: self._deliver(route, frame, up=up))
+
+    def _deliver(self, route: bytes, frame: bytes, *, up: bool) -> None:
+        if route in self._cut:
+            self.counts["dropped"] += 1
+            return
+        self.counts["delivered"] += 1
+        if up:
+            if self._server is not None and self._server.on_frame is not None:
+                self._server.on_frame(route, frame)
+            return
+        client = self._clients.get(route)
+        if client is not None and client.on_frame is not None:
+            client.on_frame(frame)
+
+
+class MemoryServer:
+    """The broker's end of a :class:`MemoryNetwork`."""
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        self._network = network
+        self.on_frame: OnRoutedFrame | None = None
+
+    def listen(self, on_frame: OnRoutedFrame) -> None:
+        self.on_frame = on_frame
+
+    def send(self, routes: Iterable[bytes], frame: bytes) -> list[bytes]:
+        return [route for route in routes if not self._network.to_client(route, frame)]
+
+    def close(self) -> None:
+        self.on_frame = None
+        self._network.forget_server(self)
+
+
+class MemoryClient:
+    """A peer's end of a :class:`MemoryNetwork`."""
+
+    def __init__(self, network: MemoryNetwork, route: bytes) -> None:
+        self._network = network
+        self.route = route
+        self.on_frame: OnFrame | None = None
+
+    def listen(self, on_frame: OnFrame) -> None:
+        self.on_frame = on_frame
+
+    def send(self, frame: bytes) -> bool:
+        self._network.to_server(self.route, frame)
+        return True
+
+    def close(self) -> None:
+        self.on_frame = None
+        self._network.forget(self.route)

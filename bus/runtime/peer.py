@@ -1,0 +1,186 @@
+"""A peer's shell: what trainers, sidecars and observers have in common."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING
+
+import bus.log
+from bus import codec
+from bus.errors import DecodeError
+from bus.ids import new_boot
+from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, Message
+from bus.protocol.effects import Effect, Note, Send
+from bus.protocol.link import Link, LinkConfig, LinkState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from bus.messages import Heartbeat, Join
+    from bus.runtime.base import ClientTransport, Handle, Scheduler
+
+HOST = socket.gethostname()[:256]
+PID = os.getpid()
+
+
+def route_of(name: str, boot: int) -> bytes:
+    """The transport's name of one life of a peer."""
+    return f"{name}#{boot:x}".encode()
+
+
+class Peer:
+    """One peer on a transport.
+
+    ``on_message`` gets every fresh frame that is not of the membership itself;
+    ``on_state`` every change of the link's state; ``on_tick`` is called with the
+    current time whenever ``next_deadline_ms`` (of the owner) may have passed.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        group: str,
+        boot: int | None = None,
+        transport: ClientTransport,
+        scheduler: Scheduler,
+        join: Callable[[], Join],
+        beat: Callable[[], Heartbeat],
+        on_message: Callable[[Envelope, Message], None],
+        on_state: Callable[[LinkState], None] = lambda _state: None,
+        on_tick: Callable[[float], None] = lambda _now_ms: None,
+        next_deadline_ms: Callable[[], float | None] = lambda: None,
+        link_config: LinkConfig | None = None,
+    ) -> None:
+        self.name = name
+        self.boot = new_boot() if boot is None else boot
+        self.link = Link(group=group, join=join, beat=beat, config=link_config)
+        self.log = bus.log.logger(peer=name, group=group)
+        self._transport = transport
+        self._scheduler = scheduler
+        self._on_message = on_message
+        self._on_state = on_state
+        self._on_tick = on_tick
+        self._next_deadline_ms = next_deadline_ms
+        self._seq = 0
+        self._last_id = 0
+        self._timer: Handle | None = None
+        self._armed_ms = float("inf")
+        self._closed = False
+
+    def start(self) -> None:
+        """Begin to join."""
+        self._transport.listen(self._on_frame)
+        self.perform(self.link.start(self._scheduler.now_ms()))
+
+    def now_ms(self) -> float:
+        return self._scheduler.now_ms()
+
+    def new_id(self) -> int:
+        """An id for a message that may be sent several times."""
+        self._last_id += 1
+        return self._last_id
+
+    def send(self, message: Message, *, msg_id: int = 0, reply_to: int = 0) -> int:
+        """Send to the broker, with the link's epoch; return the message's id.
+
+        It is lost if the broker can't be reached: who wants an answer asks again.
+        """
+        msg_id = msg_id or self.new_id()
+        self._transmit(message, msg_id, reply_to, self.link.epoch)
+        return msg_id
+
+    def perform(self, effects: Iterable[Effect]) -> None:
+        """Do what a machine wants done, then set the timer anew."""
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._transmit(effect.message, self.new_id(), effect.reply_to, self.link.epoch)
+            else:
+                self.note(effect)
+        self.arm()
+
+    def note(self, note: Note) -> None:
+        bus.log.write(self.log, note)
+
+    def close(self, reason: str = "closed") -> None:
+        """Leave in order, and end."""
+        if self._closed:
+            return
+        self.perform(self.link.leave(reason))
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._transport.close()
+
+    def kill(self) -> None:
+        """End without a word, as a process that was killed does. For tests."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._transport.close()
+
+    def arm(self) -> None:
+        """One timer, set to the earliest of the link's and the owner's deadlines."""
+        if self._closed:
+            return
+        times = [self.link.next_deadline_ms(), self._next_deadline_ms()]
+        due_ms = min((t for t in times if t is not None), default=float("inf"))
+        if due_ms >= self._armed_ms:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._armed_ms = due_ms
+        self._timer = self._scheduler.call_at(due_ms, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._armed_ms = float("inf")
+        if self._closed:
+            return
+        now_ms = self._scheduler.now_ms()
+        state = self.link.state
+        self.perform(self.link.tick(now_ms))
+        if self.link.state is not state:
+            self._on_state(self.link.state)
+        self._on_tick(now_ms)
+        self.arm()
+
+    def _on_frame(self, frame: bytes) -> None:
+        try:
+            envelope, message = codec.decode(frame)
+        except DecodeError as error:
+            fields: dict[str, object] = {"field": error.field, "detail": str(error)}
+            self.note(Note("bad_frame", "warning", fields))
+            return
+        now_ms = self._scheduler.now_ms()
+        if not self.link.fresh(envelope, now_ms):
+            self.note(Note("stale_frame", "debug", {"kind": envelope.kind, "seq": envelope.seq}))
+            return
+        state = self.link.state
+        effects = self.link.receive(envelope, message, now_ms)
+        if effects:
+            self.perform(effects)
+        if self.link.state is not state:
+            self._on_state(self.link.state)
+        self._on_message(envelope, message)
+
+    def _transmit(self, message: Message, msg_id: int, reply_to: int, epoch: int) -> None:
+        self._seq += 1
+        self._transport.send(
+            codec.encode(
+                Envelope(
+                    WIRE_MAJOR,
+                    WIRE_MINOR,
+                    WIRE_NAMES[type(message)],
+                    msg_id,
+                    reply_to,
+                    self.name,
+                    self.boot,
+                    self.link.group,
+                    epoch,
+                    self._seq,
+                    codec.encode_body(message),
+                )
+            )
+        )

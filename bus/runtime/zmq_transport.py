@@ -1,0 +1,205 @@
+"""ZeroMQ: a ROUTER at the broker, a DEALER at each peer. The only file that knows zmq.
+
+The socket's descriptor sits in the event loop and is drained without blocking, in
+batches. That descriptor is edge-triggered: it tells of new events only after all
+known ones were taken, and a send may swallow one, so after every send the socket is
+looked at again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Final
+
+import zmq
+
+from bus.errors import UsageError
+from bus.messages import MAX_FRAME_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bus.runtime.base import OnFrame, OnRoutedFrame
+
+MAX_PEERS: Final = 16_384
+# A frame somewhat too large is read, so that its sender hears why it is refused; one
+# far too large costs its sender the connection.
+_MAX_RECV_BYTES: Final = 2 * MAX_FRAME_BYTES
+_BATCH: Final = 512
+_QUEUE: Final = 10_000
+
+
+def _context() -> zmq.Context[zmq.Socket[bytes]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    if context.get(zmq.MAX_SOCKETS) < MAX_PEERS:
+        context.set(zmq.MAX_SOCKETS, MAX_PEERS)
+    return context
+
+
+def _harden(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.LINGER, 500)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RECV_BYTES)
+    socket.setsockopt(zmq.SNDHWM, _QUEUE)
+    socket.setsockopt(zmq.RCVHWM, _QUEUE)
+    # Half-open connections end by themselves, below the bus's own heartbeats.
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6_000)
+
+
+class _Readable(ABC):
+    """A zmq socket in an asyncio loop."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._looking = False
+        self._closed = False
+
+    def watch(self) -> None:
+        self._loop.add_reader(self._descriptor, self.drain)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Drain soon: events may be there that the descriptor will not tell of."""
+        if not self._looking and not self._closed:
+            self._looking = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        if not self._closed:
+            self.drain()
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Take what is there, without blocking."""
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._descriptor)
+            self.socket.close()
+
+
+class ZmqServer(_Readable):
+    """The broker's ROUTER, bound to ``address`` (``tcp://127.0.0.1:7710``; port ``*`` or 0:
+    any free one, see :attr:`address`).
+
+    Raises:
+        UsageError: the address is malformed, or in use.
+    """
+
+    def __init__(self, address: str) -> None:
+        socket = _context().socket(zmq.ROUTER)
+        _harden(socket)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.BACKLOG, 4096)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise UsageError(_explain(address, error)) from error
+        super().__init__(socket)
+        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\x00")
+        self._on_frame: OnRoutedFrame | None = None
+
+    def listen(self, on_frame: OnRoutedFrame) -> None:
+        self._on_frame = on_frame
+        self.watch()
+
+    def drain(self) -> None:
+        assert self._on_frame is not None
+        recv, on_frame, socket = self.socket.recv, self._on_frame, self.socket
+        for _ in range(_BATCH):
+            try:
+                route = recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            frame = recv(zmq.NOBLOCK) if socket.getsockopt(zmq.RCVMORE) else b""
+            while socket.getsockopt(zmq.RCVMORE):  # not ours: more parts than a frame has
+                recv(zmq.NOBLOCK)
+                frame = b""
+            on_frame(route, frame)
+            if self._closed:
+                return
+        self.look_again()
+
+    def send(self, routes: Iterable[bytes], frame: bytes) -> list[bytes]:
+        send = self.socket.send
+        unreachable: list[bytes] = []
+        for route in routes:
+            try:
+                send(route, zmq.SNDMORE | zmq.NOBLOCK)
+                send(frame, zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
+                    raise
+                unreachable.append(route)
+        self.look_again()
+        return unreachable
+
+
+class ZmqClient(_Readable):
+    """A peer's DEALER, connected to the broker at ``address``.
+
+    ``route`` must be unique among all peers and all lives of them.
+
+    Raises:
+        UsageError: the address is malformed.
+    """
+
+    def __init__(self, address: str, route: bytes) -> None:
+        socket = _context().socket(zmq.DEALER)
+        _harden(socket)
+        socket.setsockopt(zmq.ROUTING_ID, route)
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # don't queue for a broker that isn't there
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise UsageError(_explain(address, error)) from error
+        super().__init__(socket)
+        self._on_frame: OnFrame | None = None
+
+    def listen(self, on_frame: OnFrame) -> None:
+        self._on_frame = on_frame
+        self.watch()
+
+    def drain(self) -> None:
+        assert self._on_frame is not None
+        recv, on_frame = self.socket.recv, self._on_frame
+        for _ in range(_BATCH):
+            try:
+                frame = recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            while self.socket.getsockopt(zmq.RCVMORE):
+                recv(zmq.NOBLOCK)
+                frame = b""
+            on_frame(frame)
+            if self._closed:
+                return
+        self.look_again()
+
+    def send(self, frame: bytes) -> bool:
+        try:
+            self.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        finally:
+            self.look_again()
+        return True
+
+
+def _explain(address: str, error: zmq.ZMQError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"{address} is in use: another broker may run there (`wavebus status --broker "
+            f"{address}`); choose another port"
+        )
+    return f"{address}: {error.strerror}; an address looks like tcp://127.0.0.1:7710"

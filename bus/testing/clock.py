@@ -1,0 +1,67 @@
+"""Simulated time: a scheduler whose clock moves when it is told to."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(order=True)
+class _Timer:
+    when_ms: float
+    order: int
+    callback: Callable[[], None] = field(compare=False)
+    cancelled: bool = field(default=False, compare=False)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class SimScheduler:
+    """Implements :class:`bus.runtime.base.Scheduler`; ties run in the order they were set."""
+
+    def __init__(self) -> None:
+        self._now_ms = 0.0
+        self._timers: list[_Timer] = []
+        self._count = 0
+
+    def now_ms(self) -> float:
+        return self._now_ms
+
+    def call_at(self, when_ms: float, callback: Callable[[], None]) -> _Timer:
+        self._count += 1
+        timer = _Timer(max(when_ms, self._now_ms), self._count, callback)
+        heapq.heappush(self._timers, timer)
+        return timer
+
+    def step(self) -> bool:
+        """Run the next timer; False if there is none."""
+        while self._timers:
+            timer = heapq.heappop(self._timers)
+            if timer.cancelled:
+                continue
+            self._now_ms = timer.when_ms
+            timer.callback()
+            return True
+        return False
+
+    def run_for(self, duration_ms: float) -> None:
+        """Let so much time pass, running what falls due."""
+        until_ms = self._now_ms + duration_ms
+        while self._timers and self._timers[0].when_ms <= until_ms:
+            self.step()
+        self._now_ms = until_ms
+
+    def run_until(self, condition: Callable[[], bool], *, within_ms: float) -> bool:
+        """Run until the condition holds; False if it does not within the time."""
+        until_ms = self._now_ms + within_ms
+        while not condition():
+            if not self._timers or self._timers[0].when_ms > until_ms:
+                self._now_ms = until_ms
+                return condition()
+            self.step()
+        return True

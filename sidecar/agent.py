@@ -1,0 +1,315 @@
+"""The sidecar: one engine on the bus.
+
+A frame arrives, the session machine decides, an engine call runs as a task, and its
+result goes back into the machine. Nothing else happens here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Final, Self
+
+import anyio
+
+from bus.errors import BusClosed, EngineError, refusal
+from bus.ids import check_name, default_name, new_boot
+from bus.messages import EngineFacts, Envelope, Heartbeat, Join, Message, NackCode
+from bus.protocol.effects import Note, Send
+from bus.protocol.engine_session import (
+    COMMANDS,
+    Call,
+    CallAbortRequests,
+    CallArm,
+    CallCommit,
+    CallFinish,
+    CallLoad,
+    CallOpenTransfer,
+    CallPause,
+    CallReceive,
+    CallRestore,
+    CallResume,
+    CallStart,
+    EngineSession,
+    SessionEffect,
+)
+from bus.protocol.instructions import Failure
+from bus.protocol.link import LinkConfig, LinkState
+from bus.runtime.aio import AsyncioScheduler
+from bus.runtime.peer import HOST, PID, Peer, route_of
+from bus.runtime.zmq_transport import ZmqClient
+from bus.settings import DEFAULT_BROKER
+from sidecar.engine import Chunk, Engine, EngineInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterable
+    from types import TracebackType
+
+    from bus.runtime.base import ClientTransport, Scheduler
+
+# How long a closing sidecar waits for the engine call under way.
+CLOSE_PATIENCE_S: Final = 10.0
+
+
+class Sidecar:
+    """One engine on the bus, from :meth:`__aenter__` to :meth:`__aexit__`.
+
+    ::
+
+        async with Sidecar(VllmEngine(async_llm), broker="tcp://...:7710", group="policy"):
+            ...  # serve requests; updates come over the bus
+
+    Args:
+        engine: an adapter; the sidecar starts it, and closes it at the end.
+        broker: the broker's address.
+        group: the group of engines that take the same weights.
+        name: this engine's name on the bus; unique. Default: from host and pid.
+        dp_group: the DP group it is a rank of. Default: its own name (a DP group of one).
+
+    Raises (from entering):
+        EngineError: the engine can't be started or reached.
+        Refused: the broker refused the join (the name is taken, a fact is wrong).
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        broker: str = DEFAULT_BROKER,
+        group: str = "policy",
+        name: str | None = None,
+        dp_group: str | None = None,
+        transport: ClientTransport | None = None,
+        scheduler: Scheduler | None = None,
+        link_config: LinkConfig | None = None,
+    ) -> None:
+        self.engine = engine
+        self.name = check_name(name or default_name("engine"), "name")
+        self.group = check_name(group, "group")
+        self.dp_group = check_name(dp_group or self.name, "dp_group")
+        self.session = EngineSession()
+        self.info: EngineInfo | None = None
+        self.death = ""
+        self._broker = broker
+        self._transport = transport
+        self._scheduler = scheduler
+        self._link_config = link_config
+        self._peer: Peer | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # what watches
+        self._calls: set[asyncio.Task[None]] = set()  # the engine call under way
+        self._ended = asyncio.Event()
+        self._changed = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self.info = await self.engine.start()
+        try:
+            self.session.version = await self.engine.version()
+            boot = new_boot()
+            transport = self._transport or ZmqClient(self._broker, route_of(self.name, boot))
+            self._peer = Peer(
+                name=self.name,
+                group=self.group,
+                boot=boot,
+                transport=transport,
+                scheduler=self._scheduler or AsyncioScheduler(),
+                join=self._join,
+                beat=self._beat,
+                on_message=self._on_message,
+                on_state=self._on_state,
+                on_tick=self._on_tick,
+                next_deadline_ms=self._next_deadline_ms,
+                link_config=self._link_config,
+            )
+            self._peer.start()
+            self._spawn(self._watch_engine(), self._tasks)
+            self._spawn(self._watch_load(), self._tasks)
+        except BaseException:
+            await self.engine.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close("closed" if exc is None else f"closing on {exc!r}"[:256])
+
+    async def joined(self) -> None:
+        """Return when the broker has taken this engine in.
+
+        Raises:
+            Refused: it will not, and why.
+        """
+        while True:
+            assert self._peer is not None
+            link = self._peer.link
+            if link.state is LinkState.JOINED:
+                return
+            if link.state is LinkState.REFUSED and link.refusal is not None:
+                raise refusal(link.refusal)
+            if link.state is LinkState.CLOSED:
+                raise BusClosed("the sidecar was closed")
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def run(self) -> None:
+        """Serve until the engine dies, the broker refuses, or the sidecar is closed.
+
+        Raises:
+            EngineError: the engine died; the text says how.
+            Refused: the broker refused the join.
+        """
+        await self._ended.wait()
+        assert self._peer is not None
+        if self.death:
+            raise EngineError(self.death, code=NackCode.ENGINE_DEAD)
+        if self._peer.link.refusal is not None:
+            raise refusal(self._peer.link.refusal)
+
+    async def close(self, reason: str = "closed") -> None:
+        """Leave the bus and let the engine go; one that runs on and is paused is resumed."""
+        if self._peer is not None:
+            self._peer.close(self.death or reason)
+        with anyio.CancelScope(shield=True):
+            if not self.death:
+                with anyio.move_on_after(CLOSE_PATIENCE_S):
+                    await asyncio.gather(*self._calls, return_exceptions=True)
+                    if self.session.phase == "paused":
+                        await self.engine.resume()
+            for task in self._tasks | self._calls:
+                task.cancel()
+            await asyncio.gather(*self._tasks, *self._calls, return_exceptions=True)
+            self._ended.set()
+            await self.engine.close()
+
+    # -- the link's questions --------------------------------------------------
+
+    def _join(self) -> Join:
+        assert self.info is not None
+        info = self.info
+        facts = EngineFacts(
+            kind=info.kind,
+            software=info.software,
+            model=info.model,
+            dp_group=self.dp_group,
+            dp_rank=info.dp_rank,
+            dp_size=info.dp_size,
+            workers=info.workers,
+            backends=info.backends,
+            endpoint=info.endpoint,
+            version=self.session.version,
+            phase=self.session.phase,
+            update_id=self.session.shown_id,
+        )
+        return Join("engine", HOST, PID, facts)
+
+    def _beat(self) -> Heartbeat:
+        session = self.session
+        return Heartbeat(session.phase, session.version, session.in_flight, session.shown_id)
+
+    def _next_deadline_ms(self) -> float | None:
+        if self._peer is None:
+            return None
+        return self.session.next_deadline_ms(self._peer.link.last_heard_ms)
+
+    # -- what happens -----------------------------------------------------------
+
+    def _on_message(self, envelope: Envelope, message: Message) -> None:
+        assert self._peer is not None
+        if self._peer.link.state is not LinkState.JOINED or not envelope.group:
+            return
+        if type(message) in COMMANDS:
+            now_ms = self._peer.now_ms()
+            self._perform(self.session.command(envelope.id, envelope.epoch, message, now_ms))
+
+    def _on_state(self, state: LinkState) -> None:
+        self._changed.set()
+        if state is LinkState.REFUSED:
+            self._ended.set()
+
+    def _on_tick(self, now_ms: float) -> None:
+        assert self._peer is not None
+        self._perform(self.session.tick(self._peer.link.last_heard_ms, now_ms))
+
+    def _perform(self, effects: Iterable[SessionEffect]) -> None:
+        assert self._peer is not None
+        peer = self._peer
+        for effect in effects:
+            if isinstance(effect, Send):
+                peer.send(effect.message, reply_to=effect.reply_to)
+            elif isinstance(effect, Note):
+                peer.note(effect)
+            else:
+                self._spawn(self._call(effect), self._calls)
+        peer.arm()
+
+    def _spawn(self, coroutine: Coroutine[None, None, None], tasks: set[asyncio.Task[None]]) -> None:
+        task = asyncio.create_task(coroutine)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def _call(self, call: Call) -> None:
+        """Run one engine call and give its result to the machine."""
+        assert self._peer is not None
+        try:
+            await self._do(call)
+        except EngineError as error:
+            failure = Failure(error.code, error.detail, tensor=error.tensor)
+            fields: dict[str, object] = {
+                "call": type(call).__name__,
+                "detail": error.detail,
+                "tensor": error.tensor,
+            }
+            self._peer.note(Note("engine_call_failed", "warning", fields))
+            self._perform(self.session.failed(call, failure, self._peer.now_ms()))
+        except Exception as error:  # noqa: BLE001 - an adapter's defect is the engine's failure
+            self._peer.log.exception("engine_call_broke", call=type(call).__name__)
+            failure = Failure(NackCode.ENGINE_FAILED, f"{type(error).__name__}: {error}")
+            self._perform(self.session.failed(call, failure, self._peer.now_ms()))
+        else:
+            self._perform(self.session.done(call, self._peer.now_ms()))
+
+    async def _do(self, call: Call) -> None:
+        engine = self.engine
+        match call:
+            case CallPause(mode, clear_cache):
+                await engine.pause(mode, clear_cache=clear_cache)
+                self.session.in_flight = await engine.in_flight()
+            case CallResume():
+                await engine.resume()
+            case CallReceive(chunk, backend, tensors, handle):
+                await engine.receive(Chunk(chunk, backend, tensors, handle))
+            case CallLoad(chunk):
+                await engine.load(chunk)
+            case CallArm(manifest, _):
+                await engine.arm(manifest)
+            case CallStart(recover):
+                await engine.start_update(recover=recover)
+            case CallFinish():
+                await engine.finish_update()
+            case CallCommit(version):
+                await engine.commit(version)
+            case CallOpenTransfer(backend, params):
+                await engine.open_transfer(backend, params)
+            case CallRestore():
+                await engine.restore()
+            case CallAbortRequests():
+                await engine.abort_requests()
+
+    async def _watch_engine(self) -> None:
+        self.death = await self.engine.died()
+        assert self._peer is not None
+        self._peer.note(Note("engine_died", "error", {"reason": self.death}))
+        self._ended.set()
+
+    async def _watch_load(self) -> None:
+        """Keep the number of requests that heartbeats tell up to date."""
+        assert self._peer is not None
+        while True:
+            with contextlib.suppress(EngineError):
+                self.session.in_flight = await self.engine.in_flight()
+            await anyio.sleep(self._peer.link.heartbeat_ms / 1000)
+
+

@@ -1,0 +1,36 @@
+"""What the bus says of a pause and of an update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """One update that was committed. Times are the broker's, in milliseconds.
+
+    Attributes:
+        version: given by the bus; label: the trainer's own.
+        engines: how many serve the version.
+        excluded: engines that fell out on the way (dead, or quarantined).
+        interrupted: requests that the pause held (frozen, in ``keep``), over all engines.
+        arm_ms: the manifest check, before the pause.
+        pause_ms: from the first PAUSE_LOCAL to the last engine idle.
+        paused_ms: from the first PAUSE_LOCAL to the last engine resumed; 0 inside
+            ``agent.paused()``, which ends later.
+        slowest: who was last to ack the pause.
+        size_bytes, chunks: what was sent.
+    """
+
+    version: int
+    label: str
+    update_id: str
+    engines: int
+    excluded: tuple[str, ...]
+    interrupted: int
+    arm_ms: float
+    pause_ms: float
+    paused_ms: float
+    slowest: str
+    size_bytes: int
+    chunks: int

@@ -1,0 +1,70 @@
+"""Where weights come from: anything that a trainer has them in, as one stream.
+
+A source is read twice: once for names, dtypes and shapes (the manifest), once for
+the tensors, in the same order. Tied parameters appear once, as in
+``named_parameters()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import torch
+
+from bus.errors import UsageError
+from bus.manifest import TensorMeta
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """Metadata without transfer, and a fresh pass over the tensors for every update."""
+
+    def metadata(self) -> list[TensorMeta]:
+        """Names, dtypes and full shapes, in the order of iteration."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """``(name, tensor)``: the tensors that :meth:`metadata` told of."""
+
+
+Weights: TypeAlias = (
+    torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | WeightSource
+)
+
+
+class PairSource:
+    """A source over ``(name, tensor)`` pairs that can be read again and again."""
+
+    def __init__(self, pairs: Mapping[str, torch.Tensor]) -> None:
+        self._pairs = pairs
+
+    def metadata(self) -> list[TensorMeta]:
+        return [meta_of(name, tensor) for name, tensor in self._pairs.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._pairs.items())
+
+
+def as_source(weights: Weights) -> WeightSource:
+    """The source for a module, a state dict, pairs, or a source itself.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if isinstance(weights, torch.nn.Module):
+        return PairSource(dict(weights.named_parameters()))
+    if isinstance(weights, Mapping):
+        return PairSource(weights)
+    if isinstance(weights, WeightSource):
+        return weights
+    if isinstance(weights, Iterable):
+        return PairSource(dict(weights))
+    raise UsageError(
+        f"source={type(weights).__name__}: a torch.nn.Module, a mapping of names to tensors, "
+        "(name, tensor) pairs, or a WeightSource"
+    )
+
+
+def meta_of(name: str, tensor: torch.Tensor) -> TensorMeta:
+    """What a manifest says of one tensor."""
+    return TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))

@@ -1,0 +1,114 @@
+"""The trainer's library without an event loop: most trainers have none.
+
+A thread of its own keeps the bus alive, so that training steps may take as long as
+they like. Everything else is :class:`trainer_agent.TrainerAgent`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Self
+
+from anyio.from_thread import start_blocking_portal
+
+from bus.errors import BusClosed
+from trainer_agent.agent import TrainerAgent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from anyio.from_thread import BlockingPortal
+
+    from bus.messages import EngineView, GroupAck, PauseMode, Status
+    from trainer_agent.report import UpdateReport
+    from trainer_agent.sources import Weights
+
+
+class SyncTrainerAgent:
+    """:class:`trainer_agent.TrainerAgent`, blocking. Same arguments, same errors.
+
+    ::
+
+        with SyncTrainerAgent("tcp://127.0.0.1:7710", group="policy") as agent:
+            agent.wait_for_engines(2, timeout_s=60)
+            version = agent.update_weights(model, label=f"step {step}")
+
+    Use it from one thread at a time.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._args = args
+        self._kwargs = kwargs
+        self._stack = contextlib.ExitStack()
+        self._portal: BlockingPortal | None = None
+        self._agent: TrainerAgent | None = None
+
+    def connect(self) -> Self:
+        """See :meth:`TrainerAgent.connect`."""
+        with contextlib.ExitStack() as stack:
+            self._portal = stack.enter_context(start_blocking_portal("asyncio"))
+            self._agent = self._portal.call(self._make)
+            stack.enter_context(self._portal.wrap_async_context_manager(self._agent))
+            self._stack = stack.pop_all()
+        return self
+
+    def close(self) -> None:
+        """See :meth:`TrainerAgent.close`."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self.connect()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def wait_for_engines(self, count: int, timeout_s: float = 60.0) -> list[EngineView]:
+        """See :meth:`TrainerAgent.wait_for_engines`."""
+        portal, agent = self._connected()
+        return portal.call(agent.wait_for_engines, count, timeout_s)
+
+    def update_weights(
+        self,
+        source: Weights,
+        *,
+        label: str = "",
+        mode: PauseMode = "keep",
+        clear_cache: bool = True,
+    ) -> int:
+        """See :meth:`TrainerAgent.update_weights`."""
+        portal, agent = self._connected()
+        return portal.call(
+            lambda: agent.update_weights(source, label=label, mode=mode, clear_cache=clear_cache)
+        )
+
+    @contextlib.contextmanager
+    def paused(self, *, mode: PauseMode = "keep", clear_cache: bool = True) -> Iterator[GroupAck]:
+        """See :meth:`TrainerAgent.paused`."""
+        portal, agent = self._connected()
+        pause = agent.paused(mode=mode, clear_cache=clear_cache)
+        with portal.wrap_async_context_manager(pause) as ack:
+            yield ack
+
+    def status(self) -> Status:
+        """See :meth:`TrainerAgent.status`."""
+        portal, agent = self._connected()
+        return portal.call(agent.status)
+
+    @property
+    def last_update(self) -> UpdateReport | None:
+        """See :attr:`TrainerAgent.last_update`."""
+        return self._connected()[1].last_update
+
+    async def _make(self) -> TrainerAgent:
+        return TrainerAgent(*self._args, **self._kwargs)
+
+    def _connected(self) -> tuple[BlockingPortal, TrainerAgent]:
+        if self._portal is None or self._agent is None:
+            raise BusClosed("connect() first, or use `with`")
+        return self._portal, self._agent
