@@ -15,8 +15,7 @@ import anyio
 from bus.errors import BusClosed, EngineError, refusal
 from bus.ids import check_name, default_name, new_boot
 from bus.messages import EngineFacts, Envelope, Heartbeat, Join, Message, NackCode
-from bus.protocol.effects import Note, Send
-from bus.protocol.engine_session import (
+from bus.protocol.calls import (
     COMMANDS,
     Call,
     CallAbortRequests,
@@ -30,9 +29,10 @@ from bus.protocol.engine_session import (
     CallRestore,
     CallResume,
     CallStart,
-    EngineSession,
     SessionEffect,
 )
+from bus.protocol.effects import Note, Send
+from bus.protocol.engine_session import EngineSession
 from bus.protocol.instructions import Failure
 from bus.protocol.link import LinkConfig, LinkState
 from bus.runtime.aio import AsyncioScheduler
@@ -103,7 +103,7 @@ class Sidecar:
     async def __aenter__(self) -> Self:
         self.info = await self.engine.start()
         try:
-            self.session.version = await self.engine.version()
+            self.session = EngineSession(version=await self.engine.version())
             boot = new_boot()
             transport = self._transport or ZmqClient(self._broker, route_of(self.name, boot))
             self._peer = Peer(
@@ -207,7 +207,8 @@ class Sidecar:
 
     def _beat(self) -> Heartbeat:
         session = self.session
-        return Heartbeat(session.phase, session.version, session.in_flight, session.shown_id)
+        in_flight = session.pause.in_flight
+        return Heartbeat(session.phase, session.version, in_flight, session.shown_id)
 
     def _next_deadline_ms(self) -> float | None:
         if self._peer is None:
@@ -254,7 +255,7 @@ class Sidecar:
         """Run one engine call and give its result to the machine."""
         assert self._peer is not None
         try:
-            await self._do(call)
+            in_flight = await self._do(call)
         except EngineError as error:
             failure = Failure(error.code, error.detail, tensor=error.tensor)
             fields: dict[str, object] = {
@@ -269,21 +270,23 @@ class Sidecar:
             failure = Failure(NackCode.ENGINE_FAILED, f"{type(error).__name__}: {error}")
             self._perform(self.session.failed(call, failure, self._peer.now_ms()))
         else:
-            self._perform(self.session.done(call, self._peer.now_ms()))
+            now_ms = self._peer.now_ms()
+            self._perform(self.session.done(call, now_ms, in_flight=in_flight))
 
-    async def _do(self, call: Call) -> None:
+    async def _do(self, call: Call) -> int | None:
+        """Make the call; after a pause, how many requests it holds."""
         engine = self.engine
         match call:
             case CallPause(mode, clear_cache):
                 await engine.pause(mode, clear_cache=clear_cache)
-                self.session.in_flight = await engine.in_flight()
+                return await engine.in_flight()
             case CallResume():
                 await engine.resume()
             case CallReceive(chunk, backend, tensors, handle):
                 await engine.receive(Chunk(chunk, backend, tensors, handle))
             case CallLoad(chunk):
                 await engine.load(chunk)
-            case CallArm(manifest, _):
+            case CallArm(manifest):
                 await engine.arm(manifest)
             case CallStart(recover):
                 await engine.start_update(recover=recover)
@@ -297,6 +300,7 @@ class Sidecar:
                 await engine.restore()
             case CallAbortRequests():
                 await engine.abort_requests()
+        return None
 
     async def _watch_engine(self) -> None:
         self.death = await self.engine.died()
@@ -309,7 +313,7 @@ class Sidecar:
         assert self._peer is not None
         while True:
             with contextlib.suppress(EngineError):
-                self.session.in_flight = await self.engine.in_flight()
+                self.session.pause.in_flight = await self.engine.in_flight()
             await anyio.sleep(self._peer.link.heartbeat_ms / 1000)
 
 

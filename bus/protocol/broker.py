@@ -121,7 +121,7 @@ class Broker:
                 )
             ]
             if peer.role == "engine" and group is not None:
-                beat += group.heard(peer, message, now_ms)
+                beat += group.heard(peer, message)
             return beat
         if isinstance(message, Leave):
             return self._gone(peer, "peer_left", message.reason or "left", now_ms)

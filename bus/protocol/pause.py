@@ -187,6 +187,7 @@ class PauseMachine:
                 *self._ask(Step.RESUME, Resume(self.update_id), now_ms),
             ]
         self._go(PauseEvent.ALL_RESUMED)
+        self.members.clear()
         return [StepDone(Step.RESUME, done)]
 
     def _emptied(self) -> list[Instruction]:

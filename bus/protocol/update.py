@@ -168,7 +168,7 @@ class UpdateMachine:
         return [Ask(message, tuple(self.members))]
 
     def finish(self, message: UpdateFinish, now_ms: float) -> list[Instruction]:
-        if self.chunks or self.chunks_asked != self.chunks_planned:
+        if not self.all_applied:
             raise IllegalTransition("update", self.state.value, "finish before the last chunk")
         self._go(_E.FINISH_ASKED)
         return self._ask(Step.FINISH, message, now_ms)
@@ -179,6 +179,9 @@ class UpdateMachine:
 
     def give_up(self, failure: Failure, now_ms: float) -> list[Instruction]:
         """Abort on every engine; the failure is told when all have undone what they can."""
+        if self.state is _S.OPENING:
+            self._end(_E.FAILED)
+            return [StepFailed(Step.TRANSFER_INIT, failure)]
         self._go(_E.GIVEN_UP)
         self.failure = failure
         self.chunks.clear()
@@ -203,12 +206,10 @@ class UpdateMachine:
 
     def refused(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
         """An engine can't do what it was asked."""
-        if name not in self.members:
+        if name not in self.members or self.state is _S.IDLE:
             return []
         if self.state is _S.OPENING:
-            step = Step.TRANSFER_INIT
-            self._end(_E.FAILED)
-            return [StepFailed(step, failure)]
+            return self.give_up(failure, now_ms)
         if self.state in (_S.ARMING, _S.STARTING):
             return self.give_up(failure, now_ms)
         abort = Ask(Abort(self.update_id, failure.detail[:4096]), (name,))
@@ -217,10 +218,15 @@ class UpdateMachine:
 
     def lost(self, name: str, failure: Failure) -> list[Instruction]:
         """An engine is gone, and with it all ranks of its DP group."""
-        if name not in self.members:
+        if name not in self.members or self.state is _S.IDLE:
             return []
         dp_group = self.members[name]
         return self._exclude([n for n, g in self.members.items() if g == dp_group], failure)
+
+    @property
+    def all_applied(self) -> bool:
+        """Whether every chunk that was planned is applied on every engine that is left."""
+        return not self.chunks and self.chunks_asked == self.chunks_planned
 
     def rounds(self) -> list[Round]:
         """Everything that is waited for."""

@@ -1,0 +1,216 @@
+"""Engine calls as the session machine asks for them, and the queue they wait in."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from bus.messages import (
+    Abort,
+    Ack,
+    Arm,
+    Commit,
+    Message,
+    Nack,
+    PauseGlobal,
+    PauseLocal,
+    PauseMode,
+    Resume,
+    Step,
+    TransferInit,
+    UpdateFinish,
+    UpdateStart,
+    WeightChunkMeta,
+)
+from bus.protocol.effects import Effect, Send
+
+if TYPE_CHECKING:
+    from bus.manifest import Manifest, TensorMeta
+    from bus.protocol.instructions import Failure
+
+
+@dataclass(frozen=True, slots=True)
+class CallPause:
+    mode: PauseMode
+    clear_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CallResume:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class CallOpenTransfer:
+    backend: str
+    params: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CallArm:
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    recover: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CallReceive:
+    chunk: int
+    backend: str
+    tensors: tuple[TensorMeta, ...]
+    handle: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CallLoad:
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallRestore:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class CallFinish:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class CallCommit:
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallAbortRequests:
+    pass
+
+
+Call: TypeAlias = (
+    CallPause
+    | CallResume
+    | CallOpenTransfer
+    | CallArm
+    | CallStart
+    | CallReceive
+    | CallLoad
+    | CallRestore
+    | CallFinish
+    | CallCommit
+    | CallAbortRequests
+)
+SessionEffect: TypeAlias = Effect | Call
+
+COMMAND_STEPS: Final[dict[type[Message], Step]] = {
+    PauseLocal: Step.PAUSE_LOCAL,
+    PauseGlobal: Step.PAUSE_GLOBAL,
+    Resume: Step.RESUME,
+    TransferInit: Step.TRANSFER_INIT,
+    Arm: Step.ARM,
+    UpdateStart: Step.START,
+    WeightChunkMeta: Step.CHUNK,
+    UpdateFinish: Step.FINISH,
+    Commit: Step.COMMIT,
+    Abort: Step.ABORT,
+}
+COMMANDS: Final = frozenset(COMMAND_STEPS)
+CALL_STEPS: Final[dict[type[Call], Step]] = {
+    CallPause: Step.PAUSE_GLOBAL,
+    CallResume: Step.RESUME,
+    CallOpenTransfer: Step.TRANSFER_INIT,
+    CallArm: Step.ARM,
+    CallStart: Step.START,
+    CallReceive: Step.CHUNK,
+    CallLoad: Step.CHUNK,
+    CallRestore: Step.ABORT,
+    CallFinish: Step.FINISH,
+    CallCommit: Step.COMMIT,
+    CallAbortRequests: Step.ABORT,
+}
+
+
+@dataclass(slots=True)
+class Job:
+    """One engine call with what its ack needs. ``reply_to`` is the command's id."""
+
+    call: Call
+    reply_to: int
+    since_ms: float = 0.0
+    issued: bool = False
+
+
+class CallQueue:
+    """Engine calls in order, one at a time: the first one runs, the others wait."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[Job] = deque()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, call: Call, reply_to: int) -> None:
+        """Run it when those before it have ended."""
+        self._jobs.append(Job(call, reply_to))
+
+    def running(self) -> Call | None:
+        """The call that runs, or is about to."""
+        return self._jobs[0].call if self._jobs else None
+
+    def end(self, call: Call) -> Job:
+        """The running call has returned or raised."""
+        job = self._jobs.popleft()
+        assert job.call is call, f"{call} ended, but {job.call} was running"
+        return job
+
+    def drop_waiting(self) -> None:
+        """Those that don't run yet will not."""
+        while self._jobs and not self._jobs[-1].issued:
+            self._jobs.pop()
+
+    def issue(self, now_ms: float) -> list[Call]:
+        """The call that is to be made now, if any."""
+        if not self._jobs or self._jobs[0].issued:
+            return []
+        job = self._jobs[0]
+        job.issued = True
+        job.since_ms = now_ms
+        return [job.call]
+
+
+def ack(
+    reply_to: int,
+    step: Step,
+    update_id: str,
+    *,
+    chunk: int = 0,
+    in_flight: int = 0,
+    took_ms: float = 0.0,
+    outcome: str = "",
+) -> Send:
+    """An engine's ACK."""
+    return Send(
+        Ack(step, update_id, chunk, in_flight, round(took_ms, 3), outcome), reply_to=reply_to
+    )
+
+
+def nack(reply_to: int, step: str, failure: Failure, update_id: str, chunk: int = 0) -> Send:
+    """An engine's NACK."""
+    return Send(
+        Nack(
+            code=failure.code,
+            step=step,
+            update_id=update_id,
+            chunk=chunk,
+            detail=failure.detail[:4096],
+            field=failure.field,
+            peer="",
+            tensor=failure.tensor[:512],
+            hint=failure.hint,
+            retry_after_ms=0,
+        ),
+        reply_to=reply_to,
+    )

@@ -1,0 +1,378 @@
+"""One engine's weight update, sidecar's side.
+
+::
+
+    state      event          next        engine call, ack
+    NONE       ARM            ARMING      arm(manifest)
+    ARMING     done           ARMED       ack arm
+    ARMING     failed         NONE        nack arm
+    ARMED      UPDATE_START   STARTING    start_update(recover); the engine is paused
+    STARTING   done           LOADING     ack start
+    LOADING    CHUNK_META k   LOADING     receive(k), then load(k); ack chunk k
+    LOADING    UPDATE_FINISH  FINISHING   finish_update()
+    FINISHING  done           FINISHED    ack finish
+    FINISHING  failed         LOADING     nack finish; it may be tried again
+    FINISHED   COMMIT         COMMITTING  commit(version)
+    COMMITTING done           NONE        ack commit; the version is served, partial is over
+    any other  ABORT          ABORTING    what the call under way leaves behind decides:
+                                          nothing loaded since the start: restore()
+                                          something loaded: abort_requests(), partial
+    ABORTING   done           NONE        ack abort: untouched, restored or partial
+
+Invariants: a chunk is loaded at most once, in order; UPDATE_FINISH needs every chunk
+of the manifest; the version only grows, and at COMMIT; ``partial`` (quarantined) is
+over only with a commit, and an update that begins in it tells the engine to recover.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+from bus.manifest import Manifest
+from bus.messages import (
+    Abort,
+    Arm,
+    Commit,
+    NackCode,
+    Step,
+    TransferInit,
+    UpdateFinish,
+    UpdateStart,
+    WeightChunkMeta,
+)
+from bus.protocol.calls import (
+    CALL_STEPS,
+    CallAbortRequests,
+    CallArm,
+    CallCommit,
+    CallFinish,
+    CallLoad,
+    CallOpenTransfer,
+    CallQueue,
+    CallReceive,
+    CallRestore,
+    CallStart,
+    Job,
+    SessionEffect,
+    ack,
+    nack,
+)
+from bus.protocol.effects import Note
+from bus.protocol.instructions import Failure
+from bus.protocol.refusal import Declined, wrong_state
+
+
+class EngineUpdateState(StrEnum):
+    NONE = "none"
+    ARMING = "arming"
+    ARMED = "armed"
+    STARTING = "starting"
+    LOADING = "loading"
+    FINISHING = "finishing"
+    FINISHED = "finished"
+    COMMITTING = "committing"
+    ABORTING = "aborting"
+
+
+_S = EngineUpdateState
+# In these, the model may hold weights of two versions.
+MIXED: Final = frozenset(_S) - {_S.NONE, _S.ARMING, _S.ARMED}
+
+
+class EngineUpdate:
+    """See the module. Calls go into ``queue``."""
+
+    def __init__(self, queue: CallQueue, version: int) -> None:
+        self.state = _S.NONE
+        self.update_id = ""
+        self.version = version
+        self.partial = False
+        self.applied = 0
+        self._queue = queue
+        self._taken = 0  # chunks whose receive and load are queued or done
+        self._loaded = False  # a load has begun since the start
+        self._manifest: Manifest | None = None
+        self._backend = ""
+        self._target_version = 0
+        self._transfer: tuple[str, bytes] | None = None
+        self._last_commit = ""
+        self._abort_asked: int | None = None  # id of the ABORT that waits for a call to end
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the model may hold weights of two versions: no resume then."""
+        return self.partial or self.state in MIXED
+
+    # -- commands -------------------------------------------------------------
+
+    def open(self, msg_id: int, message: TransferInit) -> list[SessionEffect]:
+        """TRANSFER_INIT."""
+        if self.state in MIXED:
+            raise wrong_state(f"update {self.update_id} is {self.state.value}")
+        if self._transfer == (message.backend, message.params):
+            return [ack(msg_id, Step.TRANSFER_INIT, "")]
+        opening = CallOpenTransfer(message.backend, message.params)
+        if self._queue.running() != opening:
+            self._queue.add(opening, msg_id)
+        return []
+
+    def arm(self, msg_id: int, message: Arm) -> list[SessionEffect]:
+        """ARM."""
+        if message.update_id == self.update_id and self.state is not _S.NONE:
+            return [] if self.state is _S.ARMING else [ack(msg_id, Step.ARM, self.update_id)]
+        if self.state not in (_S.NONE, _S.ARMED):
+            raise wrong_state(f"update {self.update_id} is {self.state.value}")
+        if message.version <= self.version:
+            raise wrong_state(
+                f"version {message.version}, the engine is at {self.version}", "version"
+            )
+        if self._transfer is None or self._transfer[0] != message.backend:
+            raise Declined(
+                Failure(
+                    NackCode.TRANSFER_CLOSED,
+                    f"no {message.backend} transport is open here",
+                    field="backend",
+                    hint="send TRANSFER_INIT first",
+                )
+            )
+        self._manifest = manifest_of(message)
+        self.state = _S.ARMING
+        self.update_id = message.update_id
+        self.applied = self._taken = 0
+        self._loaded = False
+        self._backend = message.backend
+        self._target_version = message.version
+        self._queue.add(CallArm(self._manifest), msg_id)
+        return []
+
+    def start(self, msg_id: int, message: UpdateStart, *, paused: bool) -> list[SessionEffect]:
+        """UPDATE_START."""
+        self._need(message.update_id)
+        if self.state is _S.STARTING:
+            return []
+        if self.state in MIXED:
+            return [ack(msg_id, Step.START, self.update_id)]
+        if self.state is not _S.ARMED:
+            raise wrong_state(f"the update is {self.state.value}, not armed")
+        if not paused:
+            raise wrong_state("the engine runs; an update starts in a pause")
+        self.state = _S.STARTING
+        self._queue.add(CallStart(recover=self.partial), msg_id)
+        return []
+
+    def chunk(self, msg_id: int, message: WeightChunkMeta) -> list[SessionEffect]:
+        """WEIGHT_CHUNK_META."""
+        self._need(message.update_id)
+        if message.chunk < self.applied:
+            return [ack(msg_id, Step.CHUNK, self.update_id, chunk=message.chunk)]
+        if message.chunk < self._taken:
+            return []
+        if self.state is not _S.LOADING:
+            raise wrong_state(f"the update is {self.state.value}, not loading")
+        assert self._manifest is not None
+        if message.chunk != self._taken or message.chunk >= self._manifest.chunks:
+            raise wrong_state(
+                f"chunk {message.chunk}, expected {self._taken} of {self._manifest.chunks}",
+                "chunk",
+            )
+        check_chunk(self._manifest, message)
+        self._taken += 1
+        tensors = self._manifest.chunk(message.chunk)
+        self._queue.add(CallReceive(message.chunk, self._backend, tensors, message.handle), msg_id)
+        self._queue.add(CallLoad(message.chunk), msg_id)
+        return []
+
+    def finish(self, msg_id: int, message: UpdateFinish) -> list[SessionEffect]:
+        """UPDATE_FINISH."""
+        self._need(message.update_id)
+        if self.state is _S.FINISHING:
+            return []
+        if self.state in (_S.FINISHED, _S.COMMITTING):
+            return [ack(msg_id, Step.FINISH, self.update_id)]
+        assert self._manifest is not None
+        if self.state is not _S.LOADING or self.applied != self._manifest.chunks:
+            raise wrong_state(
+                f"the update is {self.state.value}, {self.applied} of "
+                f"{self._manifest.chunks} chunks applied"
+            )
+        self.state = _S.FINISHING
+        self._queue.add(CallFinish(), msg_id)
+        return []
+
+    def commit(self, msg_id: int, message: Commit) -> list[SessionEffect]:
+        """COMMIT."""
+        if message.update_id and message.update_id == self._last_commit:
+            return [ack(msg_id, Step.COMMIT, message.update_id)]
+        self._need(message.update_id)
+        if self.state is _S.COMMITTING:
+            return []
+        if self.state is not _S.FINISHED:
+            raise wrong_state(f"the update is {self.state.value}, not finished")
+        if message.version != self._target_version:
+            raise wrong_state(f"armed for version {self._target_version}", "version")
+        self.state = _S.COMMITTING
+        self._queue.add(CallCommit(message.version), msg_id)
+        return []
+
+    def abort(self, msg_id: int, message: Abort) -> list[SessionEffect]:
+        """ABORT."""
+        if self.state is _S.NONE or message.update_id != self.update_id:
+            outcome = "partial" if self.partial else "untouched"
+            return [ack(msg_id, Step.ABORT, message.update_id, outcome=outcome)]
+        if self.state is _S.ABORTING:
+            return []
+        if self.state is _S.COMMITTING:
+            raise wrong_state("the update is being committed")
+        if isinstance(self._queue.running(), _UPDATE_CALLS):
+            self._queue.drop_waiting()
+            self._abort_asked = msg_id
+            return []
+        return self._begin_abort(msg_id)
+
+    # -- results --------------------------------------------------------------
+
+    def done(self, job: Job, took_ms: float) -> list[SessionEffect]:
+        """One of the update's calls has returned."""
+        call = job.call
+        chunk = 0
+        if isinstance(call, CallReceive):
+            return self._settle([])  # its load follows, and the ack with it
+        if isinstance(call, CallOpenTransfer):
+            self._transfer = (call.backend, call.params)
+            return self._settle([ack(job.reply_to, Step.TRANSFER_INIT, "", took_ms=took_ms)])
+        if isinstance(call, (CallRestore, CallAbortRequests)):
+            restored = isinstance(call, CallRestore)
+            return self._aborted(job.reply_to, "restored" if restored else "partial", took_ms)
+        if isinstance(call, CallArm):
+            self.state = _S.ARMED
+        elif isinstance(call, CallStart):
+            self.state = _S.LOADING
+        elif isinstance(call, CallLoad):
+            chunk = call.chunk
+            self.applied += 1
+        elif isinstance(call, CallFinish):
+            self.state = _S.FINISHED
+        elif isinstance(call, CallCommit):
+            self.state = _S.NONE
+            self.version = call.version
+            self.partial = False
+            self._last_commit = self.update_id
+        step = CALL_STEPS[type(call)]
+        return self._settle([ack(job.reply_to, step, self.update_id, chunk=chunk, took_ms=took_ms)])
+
+    def failed(self, job: Job, failure: Failure) -> list[SessionEffect]:
+        """One of the update's calls has raised. What was to follow it makes no sense any more."""
+        call = job.call
+        self._queue.drop_waiting()
+        self._taken = self.applied
+        step = CALL_STEPS[type(call)]
+        chunk = call.chunk if isinstance(call, (CallReceive, CallLoad)) else 0
+        if isinstance(call, CallOpenTransfer):
+            self._transfer = None
+            return self._settle([nack(job.reply_to, step, failure, "")])
+        if isinstance(call, (CallRestore, CallAbortRequests)):
+            # The undoing itself failed: only a whole update brings this engine back.
+            self.partial = True
+            note = Note("abort_failed", "error", {"detail": failure.detail})
+            return [note, *self._aborted(job.reply_to, "partial", 0.0)]
+        if isinstance(call, CallArm):
+            self.state = _S.NONE
+        elif isinstance(call, CallStart):
+            self._loaded = True  # half started: not to be trusted
+        elif isinstance(call, CallFinish):
+            self.state = _S.LOADING
+        elif isinstance(call, CallCommit):
+            self.state = _S.FINISHED
+        return self._settle([nack(job.reply_to, step, failure, self.update_id, chunk)])
+
+    def issued(self, call: object) -> None:
+        """A call is made now: from the first load on, the old weights are gone."""
+        if isinstance(call, CallLoad):
+            self._loaded = True
+
+    # -- inside ---------------------------------------------------------------
+
+    def _settle(self, effects: list[SessionEffect]) -> list[SessionEffect]:
+        """An ABORT that waited for the call follows it."""
+        if self._abort_asked is None:
+            return effects
+        msg_id, self._abort_asked = self._abort_asked, None
+        if self.state is _S.NONE:  # it ended by itself: refused
+            outcome = "partial" if self.partial else "untouched"
+            return [*effects, ack(msg_id, Step.ABORT, self.update_id, outcome=outcome)]
+        return [*effects, *self._begin_abort(msg_id)]
+
+    def _begin_abort(self, msg_id: int) -> list[SessionEffect]:
+        began = self.state in MIXED
+        self.state = _S.ABORTING
+        if self._loaded:
+            self.partial = True
+            self._queue.add(CallAbortRequests(), msg_id)
+            return []
+        if began and not self.partial:
+            self._queue.add(CallRestore(), msg_id)
+            return []
+        return self._aborted(msg_id, "partial" if self.partial else "untouched", 0.0)
+
+    def _aborted(self, msg_id: int, outcome: str, took_ms: float) -> list[SessionEffect]:
+        self.state = _S.NONE
+        return [ack(msg_id, Step.ABORT, self.update_id, outcome=outcome, took_ms=took_ms)]
+
+    def _need(self, update_id: str) -> None:
+        if self.state is _S.NONE or update_id != self.update_id:
+            raise wrong_state(
+                f"no such update here (at {self.update_id or 'none'}, {self.state.value})",
+                "update_id",
+            )
+
+
+_UPDATE_CALLS: Final = (
+    CallOpenTransfer,
+    CallArm,
+    CallStart,
+    CallReceive,
+    CallLoad,
+    CallFinish,
+)
+
+
+def manifest_of(message: Arm) -> Manifest:
+    """The manifest that an ARM carries.
+
+    Raises:
+        Declined: it contradicts itself or its digest; names the field.
+    """
+    try:
+        manifest = Manifest(message.names, message.dtypes, message.shapes, message.chunk_ends)
+    except ValueError as error:
+        field, _, detail = str(error).partition(": ")
+        raise Declined(Failure(NackCode.MANIFEST_REFUSED, detail, field=field)) from error
+    if manifest.digest() != message.digest:
+        raise Declined(
+            Failure(NackCode.MANIFEST_REFUSED, "is not the manifest's digest", field="digest")
+        )
+    return manifest
+
+
+def check_chunk(manifest: Manifest, message: WeightChunkMeta) -> None:
+    """A chunk is the one that the manifest plans.
+
+    Raises:
+        Declined: names the field that differs.
+    """
+    tensors = manifest.chunk(message.chunk)
+    for field, planned, told in (
+        ("names", tuple(t.name for t in tensors), message.names),
+        ("dtypes", tuple(t.dtype for t in tensors), message.dtypes),
+        ("shapes", tuple(t.shape for t in tensors), message.shapes),
+        ("sizes_bytes", tuple(t.size_bytes for t in tensors), message.sizes_bytes),
+    ):
+        if planned != told:
+            raise Declined(
+                Failure(
+                    NackCode.MANIFEST_REFUSED,
+                    f"chunk {message.chunk} differs from the armed manifest",
+                    field=field,
+                )
+            )

@@ -1,0 +1,113 @@
+"""How a group says what was done: the log's line and the trainer's answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from bus.messages import (
+    Abort,
+    Arm,
+    Commit,
+    GroupAck,
+    Message,
+    Nack,
+    PauseLocal,
+    Resume,
+    Step,
+    TransferInit,
+    UpdateFinish,
+    UpdateStart,
+    WeightChunkMeta,
+)
+
+if TYPE_CHECKING:
+    from bus.protocol.instructions import Failure, StepDone
+    from bus.protocol.pause import PauseMachine
+    from bus.protocol.update import UpdateMachine
+
+PAUSE_STEPS: Final = frozenset({Step.PAUSE_LOCAL, Step.PAUSE_GLOBAL, Step.RESUME})
+# The log's word for a step that is done.
+DONE_EVENTS: Final = {
+    Step.PAUSE_LOCAL: "pause_local",
+    Step.PAUSE_GLOBAL: "paused",
+    Step.RESUME: "resumed",
+    Step.TRANSFER_INIT: "transfer_open",
+    Step.ARM: "armed",
+    Step.START: "update_started",
+    Step.CHUNK: "chunk_applied",
+    Step.FINISH: "update_finished",
+    Step.COMMIT: "committed",
+}
+# The step that each of a trainer's commands asks for.
+ASKS_FOR: Final[dict[type[Message], Step]] = {
+    PauseLocal: Step.PAUSE_GLOBAL,
+    Resume: Step.RESUME,
+    TransferInit: Step.TRANSFER_INIT,
+    Arm: Step.ARM,
+    UpdateStart: Step.START,
+    WeightChunkMeta: Step.CHUNK,
+    UpdateFinish: Step.FINISH,
+    Commit: Step.COMMIT,
+    Abort: Step.ABORT,
+}
+
+
+def done_ack(
+    done: StepDone, pause: PauseMachine, update: UpdateMachine, version: int, now_ms: float
+) -> GroupAck:
+    """The trainer's answer when every engine has done a step."""
+    step, current = done.step, done.round
+    in_pause = step in PAUSE_STEPS
+    since_ms = pause.asked_ms if step is Step.PAUSE_GLOBAL else current.asked_ms
+    return GroupAck(
+        step=step,
+        update_id=pause.update_id if in_pause else update.update_id,
+        version=version if in_pause else update.version,
+        engines=current.engines,
+        excluded=() if in_pause else tuple(update.excluded),
+        in_flight=current.in_flight,
+        slowest=current.slowest,
+        slowest_ms=round(current.slowest_ms, 3),
+        duration_ms=round(now_ms - since_ms, 3),
+        paused_ms=round(now_ms - pause.asked_ms, 3) if step is Step.RESUME else 0.0,
+    )
+
+
+def done_fields(done: StepDone, answer: GroupAck, update: UpdateMachine) -> dict[str, object]:
+    """What the log says beside the event."""
+    fields: dict[str, object] = {
+        "engines": answer.engines,
+        "duration_ms": answer.duration_ms,
+        "slowest": answer.slowest,
+        "slowest_ms": answer.slowest_ms,
+    }
+    match done.step:
+        case Step.CHUNK:
+            fields |= {"chunk": done.chunk, "chunks": update.chunks_planned}
+        case Step.ARM | Step.COMMIT:
+            fields |= {"version": update.version, "label": update.label}
+        case Step.PAUSE_GLOBAL:
+            fields["in_flight"] = answer.in_flight
+        case Step.RESUME:
+            fields["paused_ms"] = answer.paused_ms
+        case _:
+            pass
+    if answer.excluded:
+        fields["excluded"] = list(answer.excluded)
+    return fields
+
+
+def failed_nack(failure: Failure, step: str, update_id: str, chunk: int = 0) -> Nack:
+    """The trainer's answer when a step can't be had."""
+    return Nack(
+        code=failure.code,
+        step=step,
+        update_id=update_id,
+        chunk=chunk,
+        detail=failure.detail[:4096],
+        field=failure.field[:256],
+        peer=failure.peer[:256],
+        tensor=failure.tensor[:512],
+        hint=failure.hint[:4096],
+        retry_after_ms=0,
+    )
