@@ -19,21 +19,23 @@ from typing import TYPE_CHECKING, Any, Final
 from bus.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 DEFAULT_BROKER: Final = "tcp://127.0.0.1:7710"
 DEFAULT_FILE: Final = Path("wavebus.toml")
 
 
-def load(path: Path | None, commands: Mapping[str, Iterable[str]]) -> dict[str, dict[str, Any]]:
-    """Read the file into defaults per command.
+def load(path: Path | None, command: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the file into the defaults of one command.
 
     Args:
         path: the file that was asked for, or None for the default one if it is there.
-        commands: the option names that each command knows.
+        command: its name, and its table's.
+        options: the names that it knows; a subcommand is a name with a mapping of its own.
 
     Raises:
-        UsageError: the file can't be read, is no TOML, or has a key that no command knows.
+        UsageError: the file can't be read, is no TOML, or its table has a key that the
+            command doesn't know.
     """
     if path is None:
         if not DEFAULT_FILE.is_file():
@@ -45,25 +47,33 @@ def load(path: Path | None, commands: Mapping[str, Iterable[str]]) -> dict[str, 
         raise UsageError(f"--config {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"--config {path}: {error}") from error
-    known = {name: set(options) for name, options in commands.items()}
-    everywhere = {k: v for k, v in data.items() if not isinstance(v, dict)}
-    for key in everywhere:
-        if not any(_option(key) in options for options in known.values()):
-            raise UsageError(f"{path}: no command has an option {key!r}")
-    defaults: dict[str, dict[str, Any]] = {
-        name: {_option(k): v for k, v in everywhere.items() if _option(k) in options}
-        for name, options in known.items()
-    }
-    for name, table in data.items():
-        if not isinstance(table, dict):
-            continue
-        if name not in known:
-            raise UsageError(f"{path}: [{name}]: no such command; there are {', '.join(known)}")
-        for key, value in table.items():
-            if _option(key) not in known[name]:
-                raise UsageError(f"{path}: [{name}] has no option {key!r}")
-            defaults[name][_option(key)] = value
-    return defaults
+    everywhere = {_option(k): v for k, v in data.items() if not isinstance(v, dict)}
+    own = data.get(command, {})
+    return _merge(path, command, everywhere, own if isinstance(own, dict) else {}, options)
+
+
+def _merge(
+    path: Path,
+    table: str,
+    everywhere: Mapping[str, Any],
+    own: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    known = {key: value for key, value in everywhere.items() if key in options}
+    for key, value in own.items():
+        name = _option(key)
+        if name not in options:
+            names = ", ".join(sorted(options))
+            raise UsageError(f"{path}: [{table}] has no option {key!r}; it has: {names}")
+        inner = options[name]
+        if inner is None:
+            known[name] = value
+        elif isinstance(value, dict):
+            known[name] = _merge(path, f"{table}.{key}", everywhere, value, inner)
+    for name, inner in options.items():
+        if inner is not None and name not in known:
+            known[name] = _merge(path, f"{table}.{name}", everywhere, {}, inner)
+    return known
 
 
 def _option(key: str) -> str:

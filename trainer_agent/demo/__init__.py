@@ -1,1 +1,1 @@
-"""A self-contained toy learner: a small Qwen3 policy taught to sort by asynchronous GRPO."""
+"""A self-contained toy learner: a small Qwen3 policy taught a cipher by asynchronous GRPO."""

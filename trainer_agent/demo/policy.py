@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """Sizes of the network; lengths in tokens, widths in float32 elements."""
+    """Sizes of the network; lengths in tokens, widths in float32 elements.
 
-    vocab_size: int = 32
+    The low ``rope_theta`` gives most rotary pairs a wavelength shorter than the few dozen
+    tokens of a sequence, which makes "look this many tokens back" quick to learn.
+    ``embed_std`` and ``head_std`` are standard deviations of the initial draw.
+    """
+
+    vocab_size: int = 16
     hidden_size: int = 64
     intermediate_size: int = 128
     num_layers: int = 2
@@ -29,7 +36,7 @@ class PolicyConfig:
     num_kv_heads: int = 1
     head_dim: int = 32
     max_positions: int = 512
-    rope_theta: float = 10000.0
+    rope_theta: float = 100.0
     rms_eps: float = 1e-6
     pad_id: int = 0
     bos_id: int = 1
@@ -50,24 +57,19 @@ class PolicyConfig:
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
             "max_position_embeddings": self.max_positions,
-            "max_window_layers": self.num_layers,
             "layer_types": ["full_attention"] * self.num_layers,
             "rope_theta": self.rope_theta,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
             "rms_norm_eps": self.rms_eps,
             "hidden_act": "silu",
             "attention_bias": False,
-            "attention_dropout": 0.0,
             "use_sliding_window": False,
             "sliding_window": None,
             "tie_word_embeddings": False,
-            "use_cache": True,
-            "initializer_range": 0.02,
             "pad_token_id": self.pad_id,
             "bos_token_id": self.bos_id,
             "eos_token_id": self.eos_id,
             "dtype": "float32",
-            "torch_dtype": "float32",
         }
 
 
@@ -80,7 +82,7 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -106,10 +108,10 @@ class Attention(nn.Module):
         share = self.heads // self.kv_heads
         k = _rotate(k, rope).repeat_interleave(share, dim=1)
         v = v.repeat_interleave(share, dim=1)
-        out = F.scaled_dot_product_attention(
+        out = functional.scaled_dot_product_attention(
             _rotate(q, rope), k, v, attn_mask=bias, is_causal=bias is None
         )
-        return cast(Tensor, self.o_proj(out.transpose(1, 2).reshape(batch, time, -1)))
+        return cast("Tensor", self.o_proj(out.transpose(1, 2).reshape(batch, time, -1)))
 
 
 class Mlp(nn.Module):
@@ -122,7 +124,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+        return cast("Tensor", self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
 class Block(nn.Module):
@@ -137,7 +139,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, bias)
-        return cast(Tensor, x + self.mlp(self.post_attention_layernorm(x)))
+        return cast("Tensor", x + self.mlp(self.post_attention_layernorm(x)))
 
 
 class Trunk(nn.Module):
@@ -163,7 +165,7 @@ class Policy(nn.Module):
     def _initialise(self, generator: torch.Generator) -> None:
         """Draw every matrix: 1/sqrt(fan-in) inside, a near-uniform output distribution."""
         for name, weight in self.named_parameters():
-            if weight.ndim != 2:
+            if name.endswith("norm.weight"):
                 continue
             std = float(weight.shape[1]) ** -0.5
             if name == "lm_head.weight":
@@ -194,7 +196,7 @@ class Policy(nn.Module):
         x: Tensor = self.model.embed_tokens(ids)
         for layer in self.model.layers:
             x = layer(x, rope, bias)
-        return cast(Tensor, self.lm_head(self.model.norm(x)))
+        return cast("Tensor", self.lm_head(self.model.norm(x)))
 
 
 def _rope(places: Tensor, cfg: PolicyConfig) -> tuple[Tensor, Tensor]:

@@ -1,42 +1,69 @@
-"""The verifiable toy task: write the prompt's symbols in ascending order, then stop."""
+"""The verifiable toy task: encipher the prompt's letters one by one, then stop.
+
+A prompt is BOS, ``LENGTH`` letters, SEP. The answer is every letter moved ``SHIFT`` places
+on round an alphabet of ``LETTERS``, then EOS. Generation is expected to behave like vLLM's:
+it ends with EOS, which stays as the last response token, or after ``MAX_TOKENS`` tokens.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 PAD, BOS, EOS, SEP = 0, 1, 2, 3
-FIRST_SYMBOL = 4
+FIRST_LETTER = 4
+LETTERS = 8
+LENGTH = 16
+SHIFT = 3
+VOCAB_SIZE = 16
+"""Token ids the policy can emit; the four above the last letter are never right."""
+MAX_TOKENS = LENGTH + 1
+"""Response limit, in tokens: the answer's letters and its EOS."""
+HELD_OUT_SEED = 20_260_000
 
 
-@dataclass(frozen=True)
-class SortTask:
-    """Sort between ``min_len`` and ``max_len`` distinct symbols; lengths in tokens.
-
-    A prompt is BOS, the shuffled symbols, SEP; the answer is the same symbols in ascending
-    token order, then EOS. Generation is expected to behave like vLLM's: it stops with EOS
-    (kept as the last response token) or after ``max_tokens`` tokens.
-    """
-
-    min_len: int = 8
-    max_len: int = 8
-    symbols: int = 12
-    distinct: bool = True
-    slack: int = 1
-
-    @property
-    def max_tokens(self) -> int:
-        return self.max_len + 1 + self.slack
-
-    def draw(self, rng: random.Random) -> tuple[int, ...]:
-        n = rng.randint(self.min_len, self.max_len)
-        pool = range(FIRST_SYMBOL, FIRST_SYMBOL + self.symbols)
-        picked = rng.sample(pool, n) if self.distinct else rng.choices(pool, k=n)
-        return (BOS, *picked, SEP)
+def answer(prompt_ids: Sequence[int]) -> tuple[int, ...]:
+    """Return the one right response, EOS included; tokens that are not letters are skipped."""
+    places = (t - FIRST_LETTER for t in prompt_ids)
+    moved = (FIRST_LETTER + (p + SHIFT) % LETTERS for p in places if 0 <= p < LETTERS)
+    return (*moved, EOS)
 
 
 def reward(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> float:
-    target = [*sorted(t for t in prompt_ids if t >= FIRST_SYMBOL), EOS]
-    hits = sum(a == b for a, b in zip(response_ids, target))
-    return hits / max(len(target), len(response_ids))
+    """Return the share, in [0, 1], of places where the response equals the answer.
+
+    The divisor is the longer of the two lengths, so both stopping early and running on cost.
+    """
+    right = answer(prompt_ids)
+    hits = sum(a == b for a, b in zip(response_ids, right, strict=False))
+    return hits / max(len(right), len(response_ids))
+
+
+@cache
+def held_out(count: int = 64) -> tuple[tuple[int, ...], ...]:
+    """Return ``count`` distinct prompts, the same on every call, for evaluation only."""
+    rng = random.Random(HELD_OUT_SEED)  # noqa: S311 - no secret
+    found: dict[tuple[int, ...], None] = {}
+    while len(found) < count:
+        found[_draw(rng)] = None
+    return tuple(found)
+
+
+def train_prompts(seed: int) -> Iterator[tuple[int, ...]]:
+    """Yield random prompts without end, never one of the default held-out set."""
+    rng = random.Random(seed)  # noqa: S311 - no secret
+    kept_back = set(held_out())
+    while True:
+        prompt = _draw(rng)
+        if prompt not in kept_back:
+            yield prompt
+
+
+def _draw(rng: random.Random) -> tuple[int, ...]:
+    """Return one prompt of ``LENGTH + 2`` token ids with independent uniform letters."""
+    letters = (FIRST_LETTER + rng.randrange(LETTERS) for _ in range(LENGTH))
+    return (BOS, *letters, SEP)

@@ -1,0 +1,185 @@
+"""`wavebus doctor`: what is here, what is missing, and what to do about it.
+
+The bus checks itself; installed roles add their checks by the entry point group
+``wavebus.doctor``: functions ``(Options) -> list[Check]``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Final, Literal, TypeAlias
+
+import click
+import zmq
+
+from bus.commands.options import broker_option, json_option
+from bus.errors import BusTimeout, UsageError, WavebusError
+from bus.runtime.loop import resolve, run
+from bus.runtime.query import fetch_status
+from bus.runtime.zmq_transport import ZmqServer
+
+State: TypeAlias = Literal["ok", "note", "warn", "fail"]
+_MARKS: Final[dict[str, str]] = {"ok": "✓", "note": "·", "warn": "!", "fail": "✗"}
+_COLOURS: Final[dict[str, str]] = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding. ``hint`` says what to do when it isn't ok."""
+
+    name: str
+    state: State
+    detail: str
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the doctor was asked to look at."""
+
+    broker: str
+    attach: str | None
+
+
+@click.command()
+@broker_option
+@click.option(
+    "--attach",
+    metavar="URL",
+    default=None,
+    help="Also look at a vLLM server that runs there: its RL routes and its backend.",
+)
+@json_option
+def doctor(broker: str, attach: str | None, as_json: bool) -> None:
+    """Check this machine: versions, vLLM and its RL routes, plugin, ports, shared memory, clock.
+
+    Exits with 1 if something is broken, 0 otherwise.
+    """
+    options = Options(broker, attach)
+    checks = bus_checks(options)
+    for entry in sorted(entry_points(group="wavebus.doctor"), key=lambda e: e.name):
+        try:
+            checks += entry.load()(options)
+        except ModuleNotFoundError as error:
+            checks.append(
+                Check(
+                    entry.name,
+                    "note",
+                    f"role not usable here: {error.name} is not installed",
+                    f"pip install 'wavebus[{'sidecar' if entry.name == 'sidecar' else 'trainer'}]'",
+                )
+            )
+    failed = any(check.state == "fail" for check in checks)
+    if as_json:
+        click.echo(json.dumps({"ok": not failed, "checks": [asdict(c) for c in checks]}))
+    else:
+        for check in checks:
+            mark = click.style(_MARKS[check.state], fg=_COLOURS[check.state], bold=True)
+            click.echo(f"{mark} {check.name:<22} {check.detail}")
+            if check.hint and check.state != "ok":
+                click.echo(f"  {'':<22} → {check.hint}")
+    raise click.exceptions.Exit(1 if failed else 0)
+
+
+def bus_checks(options: Options) -> list[Check]:
+    """What every host of the bus needs."""
+    return [
+        _python(),
+        _packages(),
+        _loop(),
+        _clock(),
+        _files(),
+        _broker(options.broker),
+    ]
+
+
+def _python() -> Check:
+    found = platform.python_version()
+    if sys.version_info < (3, 11):  # pragma: no cover - the package does not install there
+        return Check("python", "fail", found, "install Python 3.11 or later")
+    return Check("python", "ok", f"{found} on {platform.system()} {platform.machine()}")
+
+
+def _packages() -> Check:
+    found = [f"wavebus {version('wavebus')}"]
+    for package in ("pyzmq", "msgspec", "msgpack", "anyio", "structlog"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            return Check("packages", "fail", f"{package} is missing", f"pip install {package}")
+    return Check("packages", "ok", f"{', '.join(found)}, libzmq {zmq.zmq_version()}")
+
+
+def _loop() -> Check:
+    if resolve("auto") == "uvloop":
+        return Check("event loop", "ok", "uvloop")
+    return Check(
+        "event loop", "note", "asyncio", "pip install 'wavebus[fast]' for a faster event loop"
+    )
+
+
+def _clock() -> Check:
+    """Leases and heartbeats run on the monotonic clock; logs of several hosts on the other."""
+    resolution_ms = time.get_clock_info("monotonic").resolution * 1000
+    if resolution_ms > 1:
+        return Check(
+            "clock",
+            "warn",
+            f"the monotonic clock has steps of {resolution_ms:.1f} ms",
+            "durations in logs are no better than that",
+        )
+    built = os.stat(__file__).st_mtime  # noqa: PTH116
+    if time.time() + 86_400 < built:
+        return Check(
+            "clock",
+            "warn",
+            f"the wall clock says {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, which is "
+            "before this file was installed",
+            "set it (NTP), or the logs of several hosts can't be laid side by side",
+        )
+    return Check("clock", "ok", f"monotonic, steps of {resolution_ms * 1e6:.0f} ns")
+
+
+def _files() -> Check:
+    """A broker holds one descriptor per peer."""
+    import resource  # noqa: PLC0415 - not on every system
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 4096:
+        return Check(
+            "file descriptors",
+            "warn",
+            f"limit {soft} (hard {hard}): enough for about {soft // 3} peers",
+            "ulimit -n 65536, before a broker of many engines",
+        )
+    return Check("file descriptors", "ok", f"limit {soft}")
+
+
+def _broker(address: str) -> Check:
+    """A broker answers there, or could listen there."""
+    try:
+        status = run(lambda: fetch_status(address, timeout_s=1.0))
+    except UsageError as error:
+        return Check("broker", "fail", str(error), "give --broker an address")
+    except BusTimeout:
+        pass
+    except WavebusError as error:
+        return Check("broker", "warn", str(error), "use the same wavebus on both sides")
+    else:
+        groups = ", ".join(f"{g.name} ({len(g.engines)} engines)" for g in status.groups) or "none"
+        return Check("broker", "ok", f"{address} answers; groups: {groups}")
+    try:
+        run(lambda: _bind(address))
+    except UsageError as error:
+        return Check("broker", "warn", f"nobody answers, and {error}", "another program has the port")
+    return Check("broker", "note", f"none at {address}; the port is free", "wavebus broker")
+
+
+async def _bind(address: str) -> None:
+    ZmqServer(address).close()

@@ -1,0 +1,80 @@
+"""`wavebus status`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+import msgspec
+
+from bus.commands.options import broker_option, json_option
+from bus.errors import UsageError
+from bus.messages import Status
+from bus.runtime.loop import run
+from bus.runtime.query import fetch_status
+
+
+@click.command()
+@broker_option
+@click.option("--group", default=None, help="Show this group alone.")
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(0.1, 600),
+    default=3.0,
+    show_default=True,
+    help="How long to wait for the broker.",
+)
+@json_option
+def status(broker: str, group: str | None, timeout_s: float, as_json: bool) -> None:
+    """Show the broker's view: groups, engines, versions, and who is waited for.
+
+    Exits with 3 if no broker answers.
+    """
+    answer = run(lambda: fetch_status(broker, timeout_s=timeout_s))
+    if group is not None:
+        chosen = tuple(g for g in answer.groups if g.name == group)
+        if not chosen:
+            names = ", ".join(g.name for g in answer.groups) or "none"
+            raise UsageError(f"--group={group}: the broker has no such group; it has: {names}")
+        answer = dataclasses.replace(answer, groups=chosen)
+    if as_json:
+        click.echo(msgspec.json.encode(answer).decode())
+    else:
+        click.echo(_table(broker, answer))
+
+
+def _table(address: str, answer: Status) -> str:
+    lines = [
+        f"broker {address}: up {answer.uptime_s:.0f} s, {answer.peers} peers, "
+        f"{answer.cpu_s:.1f} s of CPU, {answer.rss_bytes / 1e6:.0f} MB"
+    ]
+    if not answer.groups:
+        lines.append("no group yet: no sidecar and no trainer has joined")
+    for group in answer.groups:
+        lines.append("")
+        lines.append(
+            f"group {group.name}: version {group.version}, {group.pause}, update {group.update}"
+            + (f" ({group.update_id})" if group.update_id else "")
+            + f", epoch {group.epoch}, trainer {group.holder or 'none'}"
+        )
+        if group.waiting_for:
+            lines.append(f"  waiting for: {', '.join(group.waiting_for)}")
+        rows = [("engine", "dp group", "version", "phase", "requests", "heard", "endpoint")]
+        rows += [
+            (
+                engine.name,
+                f"{engine.dp_group}/{engine.dp_rank}",
+                str(engine.version),
+                engine.phase,
+                str(engine.in_flight),
+                f"{engine.last_heard_ms / 1000:.1f} s",
+                engine.endpoint or "-",
+            )
+            for engine in group.engines
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines += [
+            "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        ]
+    return "\n".join(line.rstrip() for line in lines)

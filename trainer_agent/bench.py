@@ -1,0 +1,43 @@
+"""The trainer of ``wavebus bench control``: a process that pauses and resumes on command.
+
+``python -m trainer_agent.bench ADDRESS GROUP ENGINES LOOP``; then, by lines on stdin,
+``round`` (answered with how long it took) and ``status`` (with the broker's own figures).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, cast
+
+import bus.log
+from bus.runtime import loop
+from bus.runtime.lines import answer, commands
+from trainer_agent.agent import TrainerAgent
+
+if TYPE_CHECKING:
+    from bus.runtime.loop import LoopChoice
+
+
+async def drive(broker: str, group: str, engines: int) -> None:
+    """Hold the group and do what is asked, until stdin ends."""
+    async with TrainerAgent(broker, group=group) as agent:
+        await agent.wait_for_engines(engines, timeout_s=60.0)
+        answer(ready=True)
+        async for command in commands():
+            if command == "round":
+                since_s = time.perf_counter()
+                async with agent.paused(mode="keep"):
+                    pass
+                answer(round_ms=(time.perf_counter() - since_s) * 1000)
+            else:
+                status = await agent.status()
+                answer(
+                    cpu_s=status.cpu_s, rss_bytes=status.rss_bytes, uptime_s=status.uptime_s
+                )
+
+
+if __name__ == "__main__":
+    bus.log.configure(json=True)
+    address, group_name, count, kind = sys.argv[1:]
+    loop.run(drive(address, group_name, int(count)), loop=cast("LoopChoice", kind))

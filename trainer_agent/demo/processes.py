@@ -1,0 +1,129 @@
+"""The demo's other processes: a broker, and one sidecar per engine, as a user starts them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias
+
+from bus.errors import WavebusError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+EngineKind: TypeAlias = Literal["embedded", "vllm"]
+
+_STOP_S: Final = 15.0
+# What a server of a tiny model on a CPU needs; a GPU server needs none of it.
+_VLLM_CPU_ENV: Final = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+_VLLM_ARGS: Final = (
+    "--skip-tokenizer-init",
+    "--enforce-eager",
+    "--dtype=float32",
+    "--max-num-seqs=64",
+    "--max-model-len=256",
+)
+
+
+class Processes:
+    """Started in order, stopped in reverse; each one's log is a file of ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._running: list[tuple[str, subprocess.Popen[str]]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def broker(self) -> str:
+        """Start a broker on a free port of this machine; return its address."""
+        process = self._start("broker", "broker", "--listen", "tcp://127.0.0.1:*")
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        if not address:
+            raise WavebusError(f"the broker did not start: {self.last_words('broker')}")
+        return address
+
+    def sidecar(self, name: str, kind: EngineKind, broker: str, checkpoint: Path) -> None:
+        """Start a sidecar and its engine; it joins when the engine is up."""
+        options = ("sidecar", "--broker", broker, "--name", name)
+        if kind == "embedded":
+            self._start(name, *options, "--engine", "embedded", "--model", str(checkpoint))
+            return
+        server = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+        self._start(
+            name, *options, "--", *server, "--model", str(checkpoint), *_VLLM_ARGS,
+            environment=_VLLM_CPU_ENV,
+        )
+
+    def check(self) -> None:
+        """All of them live.
+
+        Raises:
+            WavebusError: one has ended; with the last lines of its log.
+        """
+        for name, process in self._running:
+            code = process.poll()
+            if code is not None:
+                raise WavebusError(
+                    f"{name} ended with code {code}; its log ends:\n{self.last_words(name)}"
+                )
+
+    def last_words(self, name: str, lines: int = 12) -> str:
+        """The end of a process's log."""
+        try:
+            text = (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return "(no log)"
+        return "\n".join(text.splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """Ask each to stop, last one first; kill who does not."""
+        for _, process in reversed(self._running):
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for _, process in reversed(self._running):
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        self._running = []
+
+    def _start(
+        self, name: str, *arguments: str, environment: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        with (self.folder / f"{name}.log").open("w", encoding="utf-8") as log:
+            process = subprocess.Popen(  # noqa: S603 - our own command
+                [sys.executable, "-m", "bus.cli", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "WAVEBUS_LOG_FORMAT": "json",
+                    **(environment or {}),
+                },
+                start_new_session=True,  # Ctrl-C stops the demo, and the demo stops these
+            )
+        self._running.append((name, process))
+        return process
+

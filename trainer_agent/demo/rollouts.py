@@ -1,0 +1,198 @@
+"""Rollouts: requests to the engines without end, several at a time, in a thread of their own.
+
+Engines are asked for tokens over HTTP, the route of vLLM and of the embedded engine
+alike. Nothing here knows of updates: a request that one interrupts just goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+
+from bus.errors import WavebusError
+from trainer_agent.demo import task
+from trainer_agent.demo.grpo import Rollout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_ROUTE: Final = "/inference/v1/generate"
+_PATIENCE_S: Final = 120.0
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of the requests. A sequence that did not end by itself is lost."""
+
+    requests: int = 0
+    lost: int = 0
+    tokens_by_version: Counter[int] = field(default_factory=Counter)
+
+
+class RolloutPool:
+    """Keeps ``streams`` requests under way on each engine; finished groups queue up.
+
+    At most ``ahead`` groups wait: when the trainer is slow the engines wait for it, and
+    rollouts don't grow stale. Use it as a context manager, from one thread.
+    """
+
+    def __init__(
+        self, endpoints: Sequence[str], *, group_size: int, streams: int, ahead: int, seed: int
+    ) -> None:
+        self.counts = Counts()
+        self._endpoints = list(endpoints)
+        self._group_size = group_size
+        self._streams = streams
+        self._prompts = task.train_prompts(seed)
+        self._groups: queue.Queue[list[Rollout]] = queue.Queue()
+        self._room = asyncio.Semaphore(ahead)
+        self._seed = seed * 1_000_003
+        self._ready = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+
+    def __enter__(self) -> RolloutPool:
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._loop is not None and self._stop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def take(self, groups: int) -> list[list[Rollout]]:
+        """Wait for so many groups of rollouts, each of one prompt.
+
+        Raises:
+            WavebusError: no engine gives any.
+        """
+        taken: list[list[Rollout]] = []
+        waited_s = 0.0
+        while len(taken) < groups:
+            if self._error is not None:
+                raise WavebusError(f"rollouts failed: {self._error}") from self._error
+            try:
+                taken.append(self._groups.get(timeout=1.0))
+            except queue.Empty:
+                waited_s += 1.0
+                if waited_s > _PATIENCE_S:
+                    raise WavebusError(f"no rollout for {waited_s:.0f} s") from None
+                continue
+            waited_s = 0.0
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._room.release)
+        return taken
+
+    def greedy_reward(self) -> float:
+        """Mean reward of the engines' greedy answers to the held-out prompts."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(self._greedy(), self._loop).result(_PATIENCE_S)
+
+    # -- in the thread ----------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:  # noqa: BLE001 - told to whoever takes
+            self._error = error
+        finally:
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            self._session = session
+            self._ready.set()
+            streams = [
+                asyncio.create_task(self._stream(endpoint))
+                for endpoint in self._endpoints
+                for _ in range(self._streams)
+            ]
+            stopped = asyncio.create_task(self._stop.wait())
+            await asyncio.wait([stopped, *streams], return_when=asyncio.FIRST_COMPLETED)
+            for stream in streams:
+                stream.cancel()
+            ends = await asyncio.gather(*streams, return_exceptions=True)
+            for end in ends:
+                if isinstance(end, Exception):
+                    raise end
+
+    async def _stream(self, endpoint: str) -> None:
+        while True:
+            await self._room.acquire()
+            prompt = next(self._prompts)
+            self._seed += 1
+            group = await self._ask(endpoint, prompt, n=self._group_size, seed=self._seed)
+            if group:
+                self._groups.put(group)
+            else:
+                self._room.release()
+
+    async def _greedy(self) -> float:
+        prompts = task.held_out()
+        answers = await asyncio.gather(
+            *(
+                self._ask(self._endpoints[i % len(self._endpoints)], prompt, n=1, seed=None)
+                for i, prompt in enumerate(prompts)
+            )
+        )
+        return sum(group[0].reward for group in answers if group) / len(prompts)
+
+    async def _ask(
+        self, endpoint: str, prompt: tuple[int, ...], *, n: int, seed: int | None
+    ) -> list[Rollout]:
+        """One request; its sequences, without those that were lost. ``seed=None``: greedy."""
+        sampling: dict[str, Any] = {
+            "n": n,
+            "temperature": 0.0 if seed is None else 1.0,
+            "max_tokens": task.MAX_TOKENS,
+            "stop_token_ids": [task.EOS],
+            "logprobs": 0,
+        }
+        if seed is not None:
+            sampling["seed"] = seed
+        body = {"token_ids": list(prompt), "sampling_params": sampling}
+        self.counts.requests += 1
+        try:
+            async with self._session.post(endpoint + _ROUTE, json=body) as response:
+                if response.status >= 400:  # noqa: PLR2004 - HTTP's border of errors
+                    raise WavebusError(f"{endpoint}: {response.status}: {await response.text()}")
+                answer = await response.json()
+        except (aiohttp.ClientError, TimeoutError):
+            self.counts.lost += 1
+            return []
+        rollouts = [r for r in map(lambda c: self._rollout(prompt, c), answer["choices"]) if r]
+        if len(rollouts) < n:
+            self.counts.lost += 1
+        return rollouts
+
+    def _rollout(self, prompt: tuple[int, ...], choice: dict[str, Any]) -> Rollout | None:
+        ids = tuple(choice["token_ids"])
+        ended = choice["finish_reason"] == "stop" or len(ids) == task.MAX_TOKENS
+        if not ended or choice["finish_reason"] not in ("stop", "length"):
+            return None
+        versions = tuple(_versions(choice.get("weight_versions") or (), len(ids)))
+        self.counts.tokens_by_version.update(versions)
+        logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
+        return Rollout(prompt, ids, logprobs, task.reward(prompt, ids), versions)
+
+
+def _versions(spans: Sequence[dict[str, Any]], length: int) -> Iterator[int]:
+    """Each token's version, from spans over token indexes; 0 where none is told."""
+    versions = [0] * length
+    for span in spans:
+        label = span["version"]
+        number = int(label) if str(label).isdigit() else 0
+        versions[span["start"] : span["end"]] = [number] * (span["end"] - span["start"])
+    return iter(versions[:length])

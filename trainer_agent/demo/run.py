@@ -1,0 +1,201 @@
+"""The demo: asynchronous GRPO, with every optimizer step's weights sent over the bus."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from bus.errors import Refused
+from bus.messages import NackCode
+from trainer_agent.demo.grpo import GrpoConfig, GrpoLearner
+from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
+from trainer_agent.demo.processes import EngineKind, Processes
+from trainer_agent.demo.rollouts import RolloutPool
+from trainer_agent.sync import SyncTrainerAgent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bus.messages import EngineView
+    from trainer_agent.report import UpdateReport
+
+GROUP: Final = "policy"
+EVAL_EVERY_STEPS: Final = 10
+BOOT_S: Final = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What the command asks for. ``updates`` and ``steps`` bound the run, ``seconds`` too."""
+
+    engine: EngineKind = "embedded"
+    engines: int = 2
+    steps: int = 90
+    updates: int | None = None
+    seconds: float = 150.0
+    enough: float = 0.93
+    seed: int = 0
+    withhold_weights: bool = False
+
+
+@dataclass(slots=True)
+class DemoResult:
+    """What happened; rewards are means over held-out prompts, answered greedily by engines."""
+
+    options: DemoOptions
+    reward_first: float = 0.0
+    reward_last: float = 0.0
+    seconds: float = 0.0
+    requests: int = 0
+    requests_lost: int = 0
+    steps: int = 0
+    reports: list[UpdateReport] = field(default_factory=list)
+    update_steps: list[float] = field(default_factory=list)  # step of each update
+    train_rewards: list[float] = field(default_factory=list)  # per step
+    greedy: list[tuple[float, float]] = field(default_factory=list)  # (step, reward)
+    tokens_by_version: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def interrupted(self) -> int:
+        """Updates that found a request running."""
+        return sum(report.interrupted > 0 for report in self.reports)
+
+    def pause_ms(self, quantile: float) -> float:
+        """Of the time from the first PAUSE_LOCAL to the last engine resumed."""
+        times = sorted(report.paused_ms for report in self.reports)
+        if len(times) < 2:
+            return times[0] if times else 0.0
+        return statistics.quantiles(times, n=100, method="inclusive")[round(quantile * 100) - 1]
+
+    def as_json(self) -> dict[str, object]:
+        """The object that ``--json`` prints."""
+        return {
+            "engine": self.options.engine,
+            "engines": self.options.engines,
+            "reward_first": round(self.reward_first, 4),
+            "reward_last": round(self.reward_last, 4),
+            "steps": self.steps,
+            "updates": len(self.reports),
+            "interrupted": self.interrupted,
+            "pause_ms_p50": round(self.pause_ms(0.50), 2),
+            "pause_ms_p99": round(self.pause_ms(0.99), 2),
+            "requests": self.requests,
+            "requests_lost": self.requests_lost,
+            "versions": len(self.tokens_by_version),
+            "seconds": round(self.seconds, 1),
+        }
+
+
+def run_demo(
+    options: DemoOptions,
+    *,
+    say: Callable[[str], None],
+    progress: Callable[[DemoResult, int], None],
+) -> DemoResult:
+    """Run it; ``say`` hears what begins, ``progress`` the result so far and the version.
+
+    Raises:
+        WavebusError: a process ended, or the bus refused something.
+    """
+    started = time.monotonic()
+    torch.set_num_threads(1)
+    config = GrpoConfig(seed=options.seed)
+    policy = Policy(PolicyConfig(), seed=options.seed)
+    learner = GrpoLearner(policy, config)
+    result = DemoResult(options)
+    with tempfile.TemporaryDirectory(prefix="wavebus-demo-") as name:
+        folder = Path(name)
+        save_checkpoint(policy, folder / "checkpoint")
+        with Processes(folder) as processes:
+            address = processes.broker()
+            say(f"broker at {address}; logs in {folder}")
+            names = [f"engine-{i}" for i in range(options.engines)]
+            for each in names:
+                processes.sidecar(each, options.engine, address, folder / "checkpoint")
+            with SyncTrainerAgent(address, group=GROUP, name="trainer") as agent:
+                engines = _wait(agent, processes, options.engines)
+                say(", ".join(f"{e.name}: {e.software} at {e.endpoint}" for e in engines))
+                pool = RolloutPool(
+                    [e.endpoint for e in engines],
+                    group_size=config.group_size,
+                    streams=4,
+                    ahead=2 * config.groups,
+                    seed=options.seed,
+                )
+                with pool:
+                    _train(agent, learner, pool, processes, result, progress, started)
+                    result.requests_lost = pool.counts.lost
+                    result.requests = pool.counts.requests
+                    result.tokens_by_version = dict(sorted(pool.counts.tokens_by_version.items()))
+            processes.check()
+    result.seconds = time.monotonic() - started
+    return result
+
+
+class _Enough(Exception):  # noqa: N818 - not an error
+    """The run has made all the updates it was asked for."""
+
+
+def _wait(agent: SyncTrainerAgent, processes: Processes, count: int) -> list[EngineView]:
+    """Wait for the engines, and notice when one dies instead of coming up."""
+    deadline = time.monotonic() + BOOT_S
+    while True:
+        processes.check()
+        try:
+            return agent.wait_for_engines(count, timeout_s=2.0)
+        except Refused as refused:
+            if refused.code is not NackCode.TIMEOUT or time.monotonic() > deadline:
+                raise
+
+
+def _train(
+    agent: SyncTrainerAgent,
+    learner: GrpoLearner,
+    pool: RolloutPool,
+    processes: Processes,
+    result: DemoResult,
+    progress: Callable[[DemoResult, int], None],
+    started: float,
+) -> None:
+    options = result.options
+    version = 0
+
+    def publish() -> None:
+        """Send the weights that the optimizer has just made."""
+        nonlocal version
+        if options.withhold_weights:
+            return
+        version = agent.update_weights(learner.policy, label=f"step {learner.steps}")
+        report = agent.last_update
+        assert report is not None
+        result.reports.append(report)
+        result.update_steps.append(learner.steps)
+        if options.updates is not None and len(result.reports) >= options.updates:
+            raise _Enough
+
+    result.reward_first = result.reward_last = pool.greedy_reward()
+    result.greedy.append((0, result.reward_first))
+    progress(result, version)
+    while learner.steps < options.steps and time.monotonic() - started < options.seconds:
+        try:
+            stats = learner.step(pool.take(learner.cfg.groups), publish)
+        except _Enough:
+            break
+        processes.check()
+        result.steps = learner.steps
+        result.train_rewards.append(stats.reward)
+        if learner.steps % EVAL_EVERY_STEPS == 0:
+            result.reward_last = pool.greedy_reward()
+            result.greedy.append((learner.steps, result.reward_last))
+        progress(result, version)
+        if result.reward_last >= options.enough:
+            break
+    result.reward_last = pool.greedy_reward()
+    result.greedy.append((learner.steps, result.reward_last))
+    progress(result, version)
