@@ -175,9 +175,10 @@ def _engine(
             "-- python -m vllm.entrypoints.openai.api_server --model ..."
         )
     if command:
-        from sidecar.vllm_served import ServedVllm  # noqa: PLC0415 - only where it is used
+        from sidecar.supervise import SupervisedServer  # noqa: PLC0415 - only where it is used
+        from sidecar.vllm_http import VllmHttpEngine  # noqa: PLC0415
 
-        return ServedVllm(command, boot_timeout_s=boot_timeout_s)
+        return VllmHttpEngine(server=SupervisedServer(command, ready_timeout_s=boot_timeout_s))
     if attach:
         from sidecar.vllm_http import VllmHttpEngine  # noqa: PLC0415
 

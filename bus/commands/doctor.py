@@ -20,7 +20,7 @@ import zmq
 
 from bus.commands.options import broker_option, json_option
 from bus.errors import BusTimeout, UsageError, WavebusError
-from bus.runtime.loop import resolve, run
+from bus.runtime.loop import chosen, run
 from bus.runtime.query import fetch_status
 from bus.runtime.zmq_transport import ZmqServer
 
@@ -117,7 +117,7 @@ def _packages() -> Check:
 
 
 def _loop() -> Check:
-    if resolve("auto") == "uvloop":
+    if chosen("auto") == "uvloop":
         return Check("event loop", "ok", "uvloop")
     return Check(
         "event loop", "note", "asyncio", "pip install 'wavebus[fast]' for a faster event loop"
@@ -164,7 +164,7 @@ def _files() -> Check:
 def _broker(address: str) -> Check:
     """A broker answers there, or could listen there."""
     try:
-        status = run(lambda: fetch_status(address, timeout_s=1.0))
+        status = run(fetch_status(address, timeout_s=1.0))
     except UsageError as error:
         return Check("broker", "fail", str(error), "give --broker an address")
     except BusTimeout:
@@ -175,7 +175,7 @@ def _broker(address: str) -> Check:
         groups = ", ".join(f"{g.name} ({len(g.engines)} engines)" for g in status.groups) or "none"
         return Check("broker", "ok", f"{address} answers; groups: {groups}")
     try:
-        run(lambda: _bind(address))
+        run(_bind(address))
     except UsageError as error:
         return Check("broker", "warn", f"nobody answers, and {error}", "another program has the port")
     return Check("broker", "note", f"none at {address}; the port is free", "wavebus broker")

@@ -74,4 +74,4 @@ def run_until_stopped(
             loop.add_signal_handler(number, stop.set)
         await main(stop)
 
-    run(guarded)
+    run(guarded())

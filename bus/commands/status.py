@@ -30,7 +30,7 @@ def status(broker: str, group: str | None, timeout_s: float, as_json: bool) -> N
 
     Exits with 3 if no broker answers.
     """
-    answer = run(lambda: fetch_status(broker, timeout_s=timeout_s))
+    answer = run(fetch_status(broker, timeout_s=timeout_s))
     if group is not None:
         chosen = tuple(g for g in answer.groups if g.name == group)
         if not chosen:

@@ -86,6 +86,7 @@ class Group:
         self.update = UpdateMachine()
         self._manifest: Manifest | None = None
         self._last_resumed = ""
+        self._pause_epoch = 0  # of the holder who asked for the pause under way
         self._versions_given = 0
         self._requests = Requests()
 
@@ -235,6 +236,7 @@ class Group:
             )
         members = self.roster.members()
         self.roster.check_whole(members)
+        self._pause_epoch = self.epoch
         fields = {"mode": message.mode, "engines": len(members)}
         return [
             self._note("pause_asked", message.update_id, "info", fields),
@@ -388,7 +390,7 @@ class Group:
             if now_ms - each.asked_ms > self.step_timeout_ms:
                 effects += self._overdue(each, now_ms)
             elif each.overdue(self.retry_ms, now_ms):
-                effects.append(self._send(each.message, each.waiting))
+                effects.append(self._send(each.message, sorted(each.waiting)))
         effects += self._obey(self.pause.expire(now_ms), now_ms)
         for msg_id, (wait, deadline_ms) in list(self._requests.waiters.items()):
             if now_ms >= deadline_ms:
@@ -487,9 +489,9 @@ class Group:
     def _settle(self, now_ms: float) -> list[Effect]:
         """What follows by itself: a group without its trainer resumes; joiners come in."""
         idle = self.update.state is UpdateState.IDLE
-        if self.holder is None and idle and self.pause.state is PauseState.PAUSED:
-            stay = frozenset(self.roster.quarantined)
-            return self._obey(self.pause.resume(now_ms, stay=stay), now_ms)
+        orphan = self.holder is None or self._pause_epoch != self._hold_epoch
+        if orphan and idle and self.pause.state is PauseState.PAUSED:
+            return self._obey(self.pause.resume(now_ms, stay=self.roster.staying()), now_ms)
         if not self._busy() and self.roster.admit_late():
             return self._serve_waiters(now_ms)
         return []

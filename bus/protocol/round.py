@@ -62,7 +62,7 @@ class Round:
 
     def overdue(self, retry_ms: float, now_ms: float) -> bool:
         """Whether to ask those again who have not answered; counts as asked when True."""
-        if not self.waiting or now_ms - self.resent_ms < retry_ms:
+        if not self.waiting or now_ms < self.resent_ms + retry_ms:  # as the deadline is computed
             return False
         self.resent_ms = now_ms
         return True

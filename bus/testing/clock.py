@@ -52,7 +52,7 @@ class SimScheduler:
     def run_for(self, duration_ms: float) -> None:
         """Let so much time pass, running what falls due."""
         until_ms = self._now_ms + duration_ms
-        while self._timers and self._timers[0].when_ms <= until_ms:
+        while self._due_by(until_ms):
             self.step()
         self._now_ms = until_ms
 
@@ -60,8 +60,14 @@ class SimScheduler:
         """Run until the condition holds; False if it does not within the time."""
         until_ms = self._now_ms + within_ms
         while not condition():
-            if not self._timers or self._timers[0].when_ms > until_ms:
+            if not self._due_by(until_ms):
                 self._now_ms = until_ms
                 return condition()
             self.step()
         return True
+
+    def _due_by(self, until_ms: float) -> bool:
+        """Whether a timer that was not cancelled falls due; those that were go away."""
+        while self._timers and self._timers[0].cancelled:
+            heapq.heappop(self._timers)
+        return bool(self._timers) and self._timers[0].when_ms <= until_ms

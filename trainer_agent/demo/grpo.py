@@ -53,15 +53,15 @@ class GrpoConfig:
     ``groups`` and ``group_size`` are what the caller should gather for one step.
     """
 
-    groups: int = 16
+    groups: int = 4
     group_size: int = 16
     lr: float = 3e-3
     betas: tuple[float, float] = (0.9, 0.95)
-    warmup_steps: int = 5
-    decay_steps: int = 140
+    warmup_steps: int = 40
+    decay_steps: int = 1000
     final_lr_share: float = 0.1
-    epochs: int = 2
-    minibatches: int = 4
+    epochs: int = 1
+    minibatches: int = 1
     clip_low: float = 0.2
     clip_high: float = 0.4
     negative_cap: float = 3.0

@@ -28,18 +28,20 @@ _PATIENCE_S: Final = 120.0
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the requests. A sequence that did not end by itself is lost."""
+    """What became of the requests. One that lacks a sequence, or a part of one, is lost;
+    one that is ``left_out`` came back whole, and too early for a trainer still at work."""
 
     requests: int = 0
     lost: int = 0
+    left_out: int = 0
     tokens_by_version: Counter[int] = field(default_factory=Counter)
 
 
 class RolloutPool:
-    """Keeps ``streams`` requests under way on each engine; finished groups queue up.
+    """Keeps ``streams`` requests under way on each engine, always; finished groups queue up.
 
-    At most ``ahead`` groups wait: when the trainer is slow the engines wait for it, and
-    rollouts don't grow stale. Use it as a context manager, from one thread.
+    The newest ``ahead`` groups wait for the trainer; when it is slow, older ones are left
+    out, so that what it takes is never very stale. A context manager, for one thread.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class RolloutPool:
         self._streams = streams
         self._prompts = task.train_prompts(seed)
         self._groups: queue.Queue[list[Rollout]] = queue.Queue()
-        self._room = asyncio.Semaphore(ahead)
+        self._ahead = ahead
         self._seed = seed * 1_000_003
         self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -88,8 +90,6 @@ class RolloutPool:
                     raise WavebusError(f"no rollout for {waited_s:.0f} s") from None
                 continue
             waited_s = 0.0
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._room.release)
         return taken
 
     def greedy_reward(self) -> float:
@@ -130,14 +130,14 @@ class RolloutPool:
 
     async def _stream(self, endpoint: str) -> None:
         while True:
-            await self._room.acquire()
             prompt = next(self._prompts)
             self._seed += 1
             group = await self._ask(endpoint, prompt, n=self._group_size, seed=self._seed)
             if group:
                 self._groups.put(group)
-            else:
-                self._room.release()
+            while self._groups.qsize() > self._ahead:
+                self._groups.get_nowait()
+                self.counts.left_out += 1
 
     async def _greedy(self) -> float:
         prompts = task.held_out()

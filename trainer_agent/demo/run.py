@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trainer_agent.report import UpdateReport
 
 GROUP: Final = "policy"
-EVAL_EVERY_STEPS: Final = 10
+EVAL_EVERY_STEPS: Final = 25
 BOOT_S: Final = 600.0
 
 
@@ -36,7 +36,7 @@ class DemoOptions:
 
     engine: EngineKind = "embedded"
     engines: int = 2
-    steps: int = 90
+    steps: int = 320
     updates: int | None = None
     seconds: float = 150.0
     enough: float = 0.93

@@ -1,0 +1,283 @@
+"""An engine with its sidecar, simulated: the real machines, a made-up engine, no asyncio.
+
+It mirrors ``sidecar/agent.py``: a frame arrives, the session machine decides, an engine
+call is made and returns after a simulated time, and its result goes back into the
+machine. :attr:`SimEngine.truth` says what the engine really does meanwhile.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from bus.errors import EngineError
+from bus.messages import (
+    Ack,
+    EngineFacts,
+    Envelope,
+    Heartbeat,
+    Join,
+    Message,
+    Nack,
+    NackCode,
+    Step,
+)
+from bus.protocol.calls import COMMANDS, Call, CallPause, CallResume, SessionEffect
+from bus.protocol.effects import Note, Send
+from bus.protocol.engine_session import EngineSession
+from bus.protocol.instructions import Failure
+from bus.protocol.link import LinkConfig, LinkState
+from bus.runtime.peer import Peer, route_of
+from bus.testing.sim_truth import Truth, TruthError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bus.runtime.base import Handle, Scheduler
+    from bus.runtime.memory import MemoryNetwork
+
+TENSORS: Final = ("embed", "block.0", "block.1", "head")
+
+
+@dataclass(slots=True)
+class Behaviour:
+    """How an engine's calls go. Change it while the engine runs, as a script would.
+
+    Attributes:
+        min_ms: the least that a call takes, in simulated milliseconds.
+        max_ms: the most.
+        slow_ms: what calls of one kind take instead.
+        fail_rate: the probability that a call of one kind fails.
+        fail_next: kinds whose next call fails.
+        hold: kinds that do not return until :meth:`SimEngine.release`.
+    """
+
+    min_ms: float = 1.0
+    max_ms: float = 20.0
+    slow_ms: dict[type[Call], float] = field(default_factory=dict)
+    fail_rate: dict[type[Call], float] = field(default_factory=dict)
+    fail_next: set[type[Call]] = field(default_factory=set)
+    hold: set[type[Call]] = field(default_factory=set)
+
+
+class SimEngine:
+    """One engine on the bus, from :meth:`start` to :meth:`kill` or :meth:`leave`.
+
+    Args:
+        name: its name on the bus.
+        dp_group: the DP group it is a rank of; its own name if empty.
+        tensors: the names of its model's weights, all of shape (4,) and dtype float32.
+        version: the version it serves from the beginning.
+        boot: what tells this life from another one of the same name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        network: MemoryNetwork,
+        scheduler: Scheduler,
+        boot: int,
+        group: str = "policy",
+        dp_group: str = "",
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        tensors: Iterable[str] = TENSORS,
+        version: int = 0,
+        seed: int = 0,
+        behaviour: Behaviour | None = None,
+        link_config: LinkConfig | None = None,
+    ) -> None:
+        self.name = name
+        self.boot = boot
+        self.dp_group = dp_group or name
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.behaviour = behaviour or Behaviour()
+        self.truth = Truth(name, tensors, version=version)
+        self.session = EngineSession(version=version)
+        self.alive = True
+        self.lease_ran_out = False  # in the pause under way
+        self.pause_failed = False  # its last pause call failed
+        self.highest_epoch = 0
+        self.commands: list[Message] = []
+        self.sent: list[Ack | Nack] = []
+        self.notes: list[Note] = []
+        self.calls: list[Call] = []
+        self.running_call: Call | None = None
+        self.paused_locally = ""  # the pause that it has acked phase 1 of
+        self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
+        self._scheduler = scheduler
+        self._timer: Handle | None = None
+        self.peer = Peer(
+            name=name,
+            group=group,
+            boot=boot,
+            transport=network.client(route_of(name, boot)),
+            scheduler=scheduler,
+            join=self._join,
+            beat=self._beat,
+            on_message=self._on_message,
+            on_tick=self._on_tick,
+            next_deadline_ms=self._next_deadline_ms,
+            link_config=link_config,
+        )
+
+    @property
+    def route(self) -> bytes:
+        """The network's name of this life."""
+        return route_of(self.name, self.boot)
+
+    @property
+    def joined(self) -> bool:
+        return self.peer.link.state is LinkState.JOINED
+
+    def start(self) -> None:
+        """Begin to join."""
+        self.peer.start()
+
+    def kill(self) -> None:
+        """The host is gone, engine and sidecar."""
+        self.peer.kill()
+        self._end_of_life()
+
+    def leave(self, reason: str = "closed") -> None:
+        """Leave the bus in order, and end."""
+        self.peer.close(reason)
+        self._end_of_life()
+
+    def release(self, kind: type[Call]) -> None:
+        """Calls of this kind are not held any more; one that was, returns now."""
+        self.behaviour.hold.discard(kind)
+        call = self.running_call
+        if isinstance(call, kind) and self._timer is None:
+            self._timer = self._scheduler.call_at(
+                self._scheduler.now_ms(), lambda: self._returned(call)
+            )
+
+    # -- the link's questions ---------------------------------------------------
+
+    def _join(self) -> Join:
+        session = self.session
+        facts = EngineFacts(
+            kind="sim",
+            software="sim 1",
+            model="sim",
+            dp_group=self.dp_group,
+            dp_rank=self.dp_rank,
+            dp_size=self.dp_size,
+            workers=1,
+            backends=("sim",),
+            endpoint="",
+            version=session.version,
+            phase=session.phase,
+            update_id=session.shown_id,
+        )
+        return Join("engine", "sim", 1, facts)
+
+    def _beat(self) -> Heartbeat:
+        session = self.session
+        return Heartbeat(
+            session.phase, session.version, session.pause.in_flight, session.shown_id
+        )
+
+    def _next_deadline_ms(self) -> float | None:
+        return self.session.next_deadline_ms(self.peer.link.last_heard_ms)
+
+    # -- what happens -------------------------------------------------------------
+
+    def _on_message(self, envelope: Envelope, message: Message) -> None:
+        if not self.joined or not envelope.group or type(message) not in COMMANDS:
+            return
+        self.commands.append(message)
+        effects = self.session.command(
+            envelope.id, envelope.epoch, message, self._scheduler.now_ms()
+        )
+        if envelope.epoch < self.highest_epoch and any(not _refuses(each) for each in effects):
+            raise TruthError(
+                f"{self.name}: {message} of epoch {envelope.epoch} did {effects}, "
+                f"after epoch {self.highest_epoch}"
+            )
+        self.highest_epoch = max(self.highest_epoch, envelope.epoch)
+        self._perform(effects)
+
+    def _on_tick(self, now_ms: float) -> None:
+        self._perform(self.session.tick(self.peer.link.last_heard_ms, now_ms))
+
+    def _perform(self, effects: Iterable[SessionEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                if isinstance(effect.message, Ack | Nack):
+                    self.sent.append(effect.message)
+                if isinstance(effect.message, Ack) and effect.message.step is Step.PAUSE_LOCAL:
+                    self.paused_locally = effect.message.update_id
+                self.peer.send(effect.message, reply_to=effect.reply_to)
+            elif isinstance(effect, Note):
+                self.lease_ran_out = self.lease_ran_out or effect.event == "lease_expired"
+                self.notes.append(effect)
+                self.peer.note(effect)
+            else:
+                self._begin(effect)
+        self.peer.arm()
+
+    def _begin(self, call: Call) -> None:
+        self.calls.append(call)
+        self.truth.begin(call)
+        self.running_call = call
+        if isinstance(call, CallPause):
+            self.lease_ran_out = False
+            self.pause_failed = False
+        behaviour = self.behaviour
+        if type(call) in behaviour.hold:
+            self._timer = None
+            return
+        spread_ms = behaviour.max_ms - behaviour.min_ms
+        took_ms = behaviour.min_ms + self._random.random() * spread_ms
+        took_ms = behaviour.slow_ms.get(type(call), took_ms)
+        self._timer = self._scheduler.call_at(
+            self._scheduler.now_ms() + took_ms, lambda: self._returned(call)
+        )
+
+    def _returned(self, call: Call) -> None:
+        self._timer = None
+        if not self.alive:
+            return
+        self.running_call = None
+        error = self.truth.refusal(call) or self._bad_luck(call)
+        now_ms = self._scheduler.now_ms()
+        if error is not None:
+            self.truth.fail(call)
+            self.pause_failed = self.pause_failed or isinstance(call, CallPause)
+            failure = Failure(error.code, error.detail, tensor=error.tensor)
+            self._perform(self.session.failed(call, failure, now_ms))
+            return
+        in_flight = self.truth.in_flight if isinstance(call, CallPause) else None
+        self.truth.end(call)
+        if isinstance(call, CallResume):
+            self.truth.in_flight = self._random.randrange(8)
+        self._perform(self.session.done(call, now_ms, in_flight=in_flight))
+
+    def _bad_luck(self, call: Call) -> EngineError | None:
+        behaviour = self.behaviour
+        kind = type(call)
+        if kind in behaviour.fail_next:
+            behaviour.fail_next.discard(kind)
+        elif self._random.random() >= behaviour.fail_rate.get(kind, 0.0):
+            return None
+        return EngineError(f"{kind.__name__} failed on purpose")
+
+    def _end_of_life(self) -> None:
+        self.alive = False
+        self.truth.running = False
+        self.running_call = None
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _refuses(effect: SessionEffect) -> bool:
+    return (
+        isinstance(effect, Send)
+        and isinstance(effect.message, Nack)
+        and effect.message.code is NackCode.FENCED
+    )

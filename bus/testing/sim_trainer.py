@@ -1,0 +1,438 @@
+"""A trainer, simulated: scripts of updates and pauses, asked step by step until answered.
+
+It mirrors ``trainer_agent/agent.py``: a request keeps its id and is sent again until
+it is answered; a trainer that was replaced while it held a pause stops; whoever fails
+in the middle aborts and resumes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from bus.errors import Refused, UpdateFailed, WavebusError, refusal
+from bus.manifest import Manifest, TensorMeta
+from bus.messages import (
+    Abort,
+    Arm,
+    Commit,
+    Envelope,
+    GroupAck,
+    Heartbeat,
+    Join,
+    Message,
+    Nack,
+    NackCode,
+    PauseLocal,
+    PauseMode,
+    Resume,
+    Step,
+    TransferInit,
+    UpdateFinish,
+    UpdateStart,
+    WeightChunkMeta,
+)
+from bus.protocol.link import LinkConfig, LinkState
+from bus.runtime.peer import Peer, route_of
+from bus.testing.sim_engine import TENSORS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from bus.runtime.base import Handle, Scheduler
+    from bus.runtime.memory import MemoryNetwork
+
+# A script yields requests to be answered together, or a number of milliseconds to wait.
+Yielded: TypeAlias = tuple[Message, ...] | float
+Script: TypeAlias = Generator[Yielded, tuple[Message, ...], "Outcome"]
+Steps: TypeAlias = Generator[Yielded, tuple[Message, ...], GroupAck]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a script ended: ``version`` is what was committed, 0 if nothing was."""
+
+    what: str
+    update_id: str
+    version: int = 0
+    payload: int = 0
+    excluded: tuple[str, ...] = ()
+    error: WavebusError | None = None
+
+
+@dataclass(slots=True)
+class Request:
+    """One request, from the first time it was asked."""
+
+    message: Message
+    msg_id: int
+    asked_ms: float
+    answered_ms: float | None = None
+    answer: Message | None = None
+    sent: int = 0
+
+
+class SimTrainer:
+    """One trainer on the bus; one script at a time.
+
+    Attributes:
+        window: the pause that the trainer was told of and has not asked to end, and
+            the epoch in which it was told.
+        requests: all that was ever asked, in order.
+        outcomes: how the scripts ended.
+        on_told: called with every answer, as it arrives.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        network: MemoryNetwork,
+        scheduler: Scheduler,
+        boot: int,
+        group: str = "policy",
+        resend_ms: float = 1000.0,
+        lease_ms: int = 10_000,
+        timeout_ms: int = 60_000,
+        depth: int = 2,
+        link_config: LinkConfig | None = None,
+        on_told: Callable[[Message], None] = lambda _answer: None,
+    ) -> None:
+        self.name = name
+        self.boot = boot
+        self.group = group
+        self.lease_ms = lease_ms
+        self.timeout_ms = timeout_ms
+        self.depth = depth
+        self.alive = True
+        self.window: tuple[str, int] | None = None
+        self.requests: list[Request] = []
+        self.outcomes: list[Outcome] = []
+        self.on_told = on_told
+        self._scheduler = scheduler
+        self._resend_ms = resend_ms
+        self._held: tuple[str, int] | None = None
+        self._script: Script | None = None
+        self._waiting: dict[int, Request] = {}
+        self._batch: list[Request] = []
+        self._timer: Handle | None = None
+        self._count = itertools.count(1)
+        self._transfers = itertools.count(1)
+        self._open = False
+        self.peer = Peer(
+            name=name,
+            group=group,
+            boot=boot,
+            transport=network.client(route_of(name, boot)),
+            scheduler=scheduler,
+            join=lambda: Join("trainer", "sim", 1, None),
+            beat=lambda: Heartbeat("running", 0, 0, ""),
+            on_message=self._on_message,
+            on_state=self._on_state,
+            link_config=link_config,
+        )
+
+    @property
+    def route(self) -> bytes:
+        """The network's name of this life."""
+        return route_of(self.name, self.boot)
+
+    @property
+    def joined(self) -> bool:
+        return self.peer.link.state is LinkState.JOINED
+
+    @property
+    def busy(self) -> bool:
+        """Whether a script runs."""
+        return self._script is not None
+
+    @property
+    def waiting(self) -> list[Request]:
+        """What is asked and not yet answered."""
+        return list(self._waiting.values())
+
+    def start(self) -> None:
+        """Begin to join."""
+        self.peer.start()
+
+    def kill(self) -> None:
+        """The process is gone."""
+        self.peer.kill()
+        self._end_of_life()
+
+    def leave(self, reason: str = "closed") -> None:
+        """Leave the bus in order, and end."""
+        self.peer.close(reason)
+        self._end_of_life()
+
+    # -- scripts ----------------------------------------------------------------
+
+    def run(self, script: Script) -> None:
+        """Begin a script; :attr:`outcomes` has its end."""
+        assert self._script is None, f"{self.name} runs a script already"
+        self._script = script
+        self._advance(None)
+
+    def update(
+        self,
+        payload: int,
+        *,
+        tensors: Sequence[str] = TENSORS,
+        chunk_bytes: int = 16,
+        mode: PauseMode = "keep",
+        think_ms: float = 0.0,
+    ) -> Script:
+        """A whole update: weights named ``payload``, in chunks, with a pause around it.
+
+        ``think_ms`` is what the trainer takes between two steps.
+        """
+        update_id = self.new_update_id()
+        manifest = make_manifest(tensors, chunk_bytes=chunk_bytes)
+        try:
+            armed = yield from self._armed(update_id, payload, manifest)
+            if think_ms:
+                yield think_ms
+            try:
+                yield from self._pause(update_id, mode)
+            except WavebusError:
+                yield from self._undo(update_id, resume=False)
+                raise
+            try:
+                done = yield from self._load(update_id, payload, manifest, armed, think_ms)
+            except WavebusError:
+                yield from self._undo(update_id, resume=True)
+                raise
+            yield from self._resume(update_id)
+        except WavebusError as error:
+            return Outcome("update", update_id, error=error)
+        return Outcome("update", update_id, done.version, payload, done.excluded)
+
+    def pause(self, *, hold_ms: float = 100.0, mode: PauseMode = "keep") -> Script:
+        """A pause for so long, and a resume."""
+        update_id = self.new_update_id()
+        try:
+            yield from self._pause(update_id, mode)
+            if hold_ms:
+                yield hold_ms
+            yield from self._resume(update_id)
+        except WavebusError as error:
+            return Outcome("pause", update_id, error=error)
+        return Outcome("pause", update_id)
+
+    def ask(self, *messages: Message) -> Script:
+        """These requests, all at once."""
+        answers = yield messages
+        for answer in answers:
+            if isinstance(answer, Nack):
+                return Outcome("ask", "", error=refusal(answer))
+        return Outcome("ask", "")
+
+    def new_update_id(self) -> str:
+        return f"u{next(self._count)}-{self.boot:x}"
+
+    # -- parts of scripts -----------------------------------------------------------
+
+    def _armed(
+        self, update_id: str, payload: int, manifest: Manifest
+    ) -> Steps:
+        if not self._open:
+            yield from self._reopen()
+        arm = make_arm(update_id, manifest, label=f"p{payload}")
+        try:
+            return (yield from self._step(arm))
+        except Refused as refused:
+            if refused.code is not NackCode.TRANSFER_CLOSED:
+                raise
+        yield from self._reopen()
+        return (yield from self._step(arm))
+
+    def _reopen(self) -> Steps:
+        self._open = False
+        params = f"{self.boot:x}-{next(self._transfers)}".encode()
+        done = yield from self._step(TransferInit("sim", params))
+        self._open = True
+        return done
+
+    def _load(
+        self,
+        update_id: str,
+        payload: int,
+        manifest: Manifest,
+        armed: GroupAck,
+        think_ms: float,
+    ) -> Steps:
+        yield from self._step(UpdateStart(update_id))
+        for first in range(0, manifest.chunks, self.depth):
+            numbers = range(first, min(first + self.depth, manifest.chunks))
+            if think_ms:
+                yield think_ms
+            self._check_window(update_id)
+            answers = yield tuple(make_chunk(update_id, manifest, k, payload) for k in numbers)
+            for answer in answers:
+                _checked(answer)
+        yield from self._step(UpdateFinish(update_id))
+        return (yield from self._step(Commit(update_id, armed.version, f"p{payload}")))
+
+    def _pause(self, update_id: str, mode: PauseMode) -> Steps:
+        ask = PauseLocal(update_id, mode, True, self.lease_ms, self.timeout_ms)
+        done = yield from self._step(ask)
+        self._held = (update_id, self.peer.link.epoch)
+        return done
+
+    def _resume(self, update_id: str) -> Steps:
+        try:
+            return (yield from self._step(Resume(update_id)))
+        finally:
+            self._held = None
+
+    def _undo(self, update_id: str, *, resume: bool) -> Generator[Yielded, tuple[Message, ...]]:
+        """What fails here, the broker mends."""
+        try:
+            yield from self._step(Abort(update_id, "the trainer gave up"))
+        except Refused:
+            pass
+        if resume:
+            try:
+                yield from self._resume(update_id)
+            except Refused:
+                pass
+
+    def _step(self, message: Message) -> Steps:
+        self._check_window(getattr(message, "update_id", ""))
+        (answer,) = yield (message,)
+        return _checked(answer)
+
+    def _check_window(self, update_id: str) -> None:
+        if self._held is not None and self._held[1] != self.peer.link.epoch:
+            self._held = None
+            raise UpdateFailed(make_nack(NackCode.FENCED, step="update", update_id=update_id))
+
+    # -- asking -----------------------------------------------------------------
+
+    def _advance(self, answers: tuple[Message, ...] | None) -> None:
+        script = self._script
+        assert script is not None
+        refused = self.peer.link.refusal if self.peer.link.state is LinkState.REFUSED else None
+        try:
+            if refused is not None:
+                yielded = script.throw(refusal(refused))
+            elif answers is None:
+                yielded = next(script)
+            else:
+                yielded = script.send(answers)
+        except StopIteration as stop:
+            self._script = None
+            self.outcomes.append(stop.value)
+            return
+        except WavebusError as error:
+            self._script = None
+            self.outcomes.append(Outcome("refused", "", error=error))
+            return
+        if isinstance(yielded, float | int):
+            self._set(yielded, lambda: self._advance(()))
+            return
+        now_ms = self._scheduler.now_ms()
+        self._batch = [Request(m, self.peer.new_id(), now_ms) for m in yielded]
+        self._waiting = {each.msg_id: each for each in self._batch}
+        self.requests += self._batch
+        for each in self._batch:
+            if isinstance(each.message, Resume):
+                self.window = None
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        """Send until answered. The broker knows the id, and does nothing twice."""
+        if self.peer.link.state is LinkState.REFUSED:
+            self._waiting = {}
+            self._advance(())
+            return
+        if self.joined:
+            for each in self._waiting.values():
+                each.sent += 1
+                self.peer.send(each.message, msg_id=each.msg_id)
+        self._set(self._resend_ms, self._send_waiting)
+
+    def _set(self, after_ms: float, callback: Callable[[], None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._scheduler.call_at(self._scheduler.now_ms() + after_ms, callback)
+
+    def _on_message(self, envelope: Envelope, message: Message) -> None:
+        request = self._waiting.get(envelope.reply_to)
+        if request is None:
+            return
+        if isinstance(message, Nack) and message.code in (NackCode.STALE, NackCode.NOT_JOINED):
+            return
+        del self._waiting[envelope.reply_to]
+        request.answer = message
+        request.answered_ms = self._scheduler.now_ms()
+        if isinstance(message, GroupAck) and message.step is Step.PAUSE_GLOBAL:
+            self.window = (message.update_id, self.peer.link.epoch)
+        self.on_told(message)
+        if not self._waiting:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._advance(tuple(each.answer for each in self._batch if each.answer is not None))
+
+    def _on_state(self, state: LinkState) -> None:
+        if state is not LinkState.JOINED:
+            self.window = None  # it may have been replaced; the next epoch tells
+
+    def _end_of_life(self) -> None:
+        self.alive = False
+        self.window = None
+        self._script = None
+        self._waiting = {}
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def make_manifest(tensors: Sequence[str] = TENSORS, *, chunk_bytes: int = 16) -> Manifest:
+    """The manifest of a simulated model: every tensor has 16 bytes."""
+    metas = [TensorMeta(name, "float32", (4,)) for name in tensors]
+    return Manifest.plan(metas, chunk_bytes=chunk_bytes)
+
+
+def make_arm(update_id: str, manifest: Manifest, *, version: int = 0, label: str = "") -> Arm:
+    """ARM with this manifest."""
+    return Arm(
+        update_id,
+        version,
+        label,
+        "sim",
+        manifest.names,
+        manifest.dtypes,
+        manifest.shapes,
+        manifest.chunk_ends,
+        manifest.digest(),
+    )
+
+
+def make_chunk(update_id: str, manifest: Manifest, seq: int, payload: int) -> WeightChunkMeta:
+    """One chunk; its handle says which weights it carries."""
+    metas = manifest.chunk(seq)
+    return WeightChunkMeta(
+        update_id,
+        seq,
+        tuple(m.name for m in metas),
+        tuple(m.dtype for m in metas),
+        tuple(m.shape for m in metas),
+        tuple(m.size_bytes for m in metas),
+        str(payload).encode(),
+    )
+
+
+def make_nack(
+    code: NackCode, *, step: str = "", update_id: str = "", chunk: int = 0, detail: str = "made up"
+) -> Nack:
+    """A NACK with the rest left empty."""
+    return Nack(code, step, update_id, chunk, detail, "", "", "", "", 0)
+
+
+def _checked(answer: Message) -> GroupAck:
+    if isinstance(answer, Nack):
+        raise refusal(answer)
+    assert isinstance(answer, GroupAck)
+    return answer

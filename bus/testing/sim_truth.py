@@ -1,0 +1,242 @@
+"""What is true inside a simulated engine, whatever anybody says of it.
+
+It knows no protocol. It is told of every engine call when the call is made and when
+it returns or fails, and raises :class:`TruthError` as soon as an engine is made to do
+what must never be done: resumed without a completed pause, loaded while it generates,
+a chunk loaded twice, committed half-loaded, generating with mixed weights.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bus.errors import EngineError
+from bus.messages import NackCode
+from bus.protocol.calls import (
+    Call,
+    CallAbortRequests,
+    CallArm,
+    CallCommit,
+    CallFinish,
+    CallLoad,
+    CallOpenTransfer,
+    CallPause,
+    CallReceive,
+    CallRestore,
+    CallResume,
+    CallStart,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bus.manifest import Manifest
+
+
+class TruthError(AssertionError):
+    """An engine was made to do what must never be done."""
+
+
+class Truth:
+    """One engine's state on its device.
+
+    Attributes:
+        running: it may generate. True from the moment a resume is called.
+        idle: a pause has returned, and nothing has been resumed since.
+        weights: per tensor, the payload that was loaded into it last.
+        version: what it serves; changes when a commit returns.
+        loaded: chunks loaded since the last start, in order.
+        broken: an update broke off after a load.
+        in_flight: requests held.
+    """
+
+    def __init__(self, name: str, tensors: Iterable[str], *, version: int = 0) -> None:
+        self.name = name
+        self.running = True
+        self.idle = False
+        self.weights = dict.fromkeys(tensors, version)
+        self.version = version
+        self.manifest: Manifest | None = None
+        self.loaded: list[int] = []
+        self.broken = False
+        self.in_flight = 0
+        self.pauses = 0
+        self.resumes = 0
+        self.commits: list[int] = []
+        self.aborted_requests = 0
+        self.transfer: tuple[str, bytes] | None = None
+        self._started = False
+        self._finished = False
+        self._load_begun = False
+        self._staged: tuple[int, int] | None = None  # chunk, payload
+        self._call: Call | None = None
+
+    @property
+    def mixed(self) -> bool:
+        """Whether its tensors hold weights of more than one update."""
+        return len(set(self.weights.values())) > 1
+
+    def begin(self, call: Call) -> None:
+        """A call is made."""
+        if self._call is not None:
+            self._refuse(f"{call} is called while {self._call} runs")
+        self._call = call
+        match call:
+            case CallPause():
+                if not self.running:
+                    self._refuse("paused twice")
+            case CallResume():
+                if not self.idle:
+                    self._refuse("resumed without a completed pause")
+                if self.mixed or self.broken or self._started:
+                    self._refuse(f"resumed with mixed weights {self.weights}")
+                self.idle = False
+                self.running = True
+            case CallOpenTransfer() | CallAbortRequests():
+                pass
+            case CallArm(manifest):
+                self._check_manifest(manifest)
+            case CallStart(recover):
+                self._need_idle("an update is started")
+                if recover is not self.broken:
+                    self._refuse(f"start_update(recover={recover}), but broken is {self.broken}")
+            case CallReceive(chunk, backend, tensors, handle):
+                self._receive(call)
+            case CallLoad(chunk):
+                self._begin_load(chunk)
+            case CallRestore():
+                if self._load_begun:
+                    self._refuse("restored after a load: the old weights are gone")
+            case CallFinish():
+                self._need_idle("an update is finished")
+                if self.manifest is None or len(self.loaded) != self.manifest.chunks:
+                    self._refuse(f"finished with chunks {self.loaded}")
+            case CallCommit(version):
+                self._begin_commit(version)
+
+    def end(self, call: Call) -> None:
+        """The call has returned."""
+        self._call = None
+        match call:
+            case CallPause():
+                self.running = False
+                self.idle = True
+                self.pauses += 1
+            case CallResume():
+                self.resumes += 1
+            case CallOpenTransfer(backend, params):
+                self.transfer = (backend, params)
+            case CallArm(manifest):
+                self.manifest = manifest
+            case CallStart():
+                self._started = True
+                self._finished = self._load_begun = False
+                self.loaded = []
+                self._staged = None
+            case CallReceive() | CallLoad():
+                self._end_chunk(call)
+            case CallRestore():
+                self._started = False
+            case CallFinish():
+                self._finished = True
+            case CallCommit(version):
+                self.version = version
+                self.commits.append(version)
+                self.broken = False
+                self._started = self._finished = self._load_begun = False
+            case CallAbortRequests():
+                self.aborted_requests += self.in_flight
+                self.in_flight = 0
+                self._break_off()
+
+    def fail(self, call: Call) -> None:
+        """The call has raised."""
+        self._call = None
+        match call:
+            case CallResume():
+                self.running = False
+                self.idle = True
+            case CallStart():
+                self._load_begun = True  # half started
+                self._started = True
+                self.loaded = []
+            case CallRestore() | CallAbortRequests():
+                self._break_off()
+            case CallOpenTransfer():
+                self.transfer = None
+            case _:
+                pass
+
+    def refusal(self, call: Call) -> EngineError | None:
+        """What the engine itself has against a call: a manifest that does not fit."""
+        if isinstance(call, CallArm):
+            unknown = [name for name in call.manifest.names if name not in self.weights]
+            if unknown:
+                return EngineError(
+                    "the model has no such tensor",
+                    code=NackCode.MANIFEST_REFUSED,
+                    tensor=unknown[0],
+                )
+            missing = [name for name in self.weights if name not in call.manifest.names]
+            if missing:
+                return EngineError(
+                    "the manifest lacks it", code=NackCode.MANIFEST_REFUSED, tensor=missing[0]
+                )
+        return None
+
+    # -- inside ---------------------------------------------------------------
+
+    def _receive(self, call: CallReceive) -> None:
+        self._need_idle("a chunk is received")
+        if not self._started or self.manifest is None:
+            self._refuse("a chunk comes before the start")
+        elif call.chunk != len(self.loaded):
+            self._refuse(f"chunk {call.chunk} is received after {self.loaded}")
+        elif call.tensors != self.manifest.chunk(call.chunk):
+            self._refuse(f"chunk {call.chunk} is not the one of the manifest")
+
+    def _begin_load(self, chunk: int) -> None:
+        self._need_idle("a chunk is loaded")
+        if self._staged is None or self._staged[0] != chunk:
+            self._refuse(f"chunk {chunk} is loaded, staged is {self._staged}")
+            return
+        if chunk in self.loaded or chunk != len(self.loaded):
+            self._refuse(f"chunk {chunk} is loaded after {self.loaded}")
+        self._load_begun = True
+        assert self.manifest is not None
+        self.weights[self.manifest.chunk(chunk)[0].name] = self._staged[1]
+
+    def _end_chunk(self, call: CallReceive | CallLoad) -> None:
+        assert self.manifest is not None
+        if isinstance(call, CallReceive):
+            self._staged = (call.chunk, int(call.handle))
+            return
+        assert self._staged is not None
+        for meta in self.manifest.chunk(call.chunk):
+            self.weights[meta.name] = self._staged[1]
+        self._staged = None
+        self.loaded.append(call.chunk)
+
+    def _begin_commit(self, version: int) -> None:
+        self._need_idle("an update is committed")
+        if not self._finished:
+            self._refuse("committed before it was finished")
+        if self.mixed:
+            self._refuse(f"committed with mixed weights {self.weights}")
+        if version <= self.version:
+            self._refuse(f"version {version} after {self.version}")
+
+    def _break_off(self) -> None:
+        self.broken = True
+        self._started = self._finished = self._load_begun = False
+
+    def _check_manifest(self, manifest: Manifest) -> None:
+        if self._started and not self.broken:
+            self._refuse(f"a manifest of {manifest.chunks} chunks in the middle of an update")
+
+    def _need_idle(self, what: str) -> None:
+        if self.running or not self.idle:
+            self._refuse(f"{what} while it may generate")
+
+    def _refuse(self, what: str) -> None:
+        raise TruthError(f"{self.name}: {what}")

@@ -1,0 +1,253 @@
+"""A whole group in simulated time: one broker, engines, trainers, and a bad network.
+
+Deterministic: one seed, one course of events. After every event the world calls its
+``checks``, so that an invariant is looked at continuously and not only at the end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import TYPE_CHECKING, Final
+
+from bus.messages import Message
+from bus.protocol.broker import BrokerConfig
+from bus.protocol.engine_pause import EnginePauseState
+from bus.protocol.engine_update import EngineUpdateState
+from bus.protocol.link import LinkConfig
+from bus.protocol.pause import PauseState
+from bus.protocol.update import UpdateState
+from bus.runtime.broker import BrokerServer
+from bus.runtime.memory import Faults, MemoryNetwork
+from bus.testing.clock import SimScheduler
+from bus.testing.sim_engine import Behaviour, SimEngine
+from bus.testing.sim_trainer import SimTrainer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from bus.protocol.group import Group
+
+GROUP: Final = "policy"
+FAST_BROKER: Final = BrokerConfig(
+    heartbeat_ms=500, peer_timeout_ms=2000, retry_ms=300, step_timeout_ms=20_000
+)
+FAST_LINK: Final = LinkConfig(retry_ms=300, patience_ms=8000)
+
+
+class SimWorld:
+    """See the module.
+
+    Args:
+        seed: of the network's faults and of the engines' durations.
+        faults: of the network.
+        config: the broker's times.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        faults: Faults | None = None,
+        config: BrokerConfig = FAST_BROKER,
+        link_config: LinkConfig = FAST_LINK,
+    ) -> None:
+        self.scheduler = SimScheduler()
+        self.network = MemoryNetwork(self.scheduler, seed=seed, faults=faults)
+        self.config = config
+        self.link_config = link_config
+        self.engines: dict[str, SimEngine] = {}
+        self.trainers: dict[str, SimTrainer] = {}
+        self.checks: list[Callable[[], None]] = []
+        self.on_engine: list[Callable[[SimEngine], None]] = []
+        self.on_told: list[Callable[[SimTrainer, Message], None]] = []
+        self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
+        self._boots = itertools.count(1)
+        self.broker = self._new_broker()
+
+    # -- who is there -------------------------------------------------------------
+
+    @property
+    def now_ms(self) -> float:
+        return self.scheduler.now_ms()
+
+    @property
+    def group(self) -> Group | None:
+        """The broker's view of the group; None before anybody has joined."""
+        return self.broker.machine.groups.get(GROUP)
+
+    @property
+    def held(self) -> Group:
+        """The same, when it must be there."""
+        group = self.group
+        assert group is not None, "nobody has joined"
+        return group
+
+    @property
+    def alive(self) -> list[SimEngine]:
+        """Engines whose process lives."""
+        return [engine for engine in self.engines.values() if engine.alive]
+
+    def add_dp_group(self, size: int, *, behaviour: Behaviour | None = None) -> list[SimEngine]:
+        """A DP group of so many ranks, named ``e0``, ``e1``, … in the order of coming."""
+        first = len(self.engines)
+        dp_group = f"dp{first}" if size > 1 else ""
+        return [
+            self.add_engine(
+                f"e{first + rank}",
+                dp_group=dp_group,
+                dp_rank=rank,
+                dp_size=size,
+                behaviour=behaviour,
+            )
+            for rank in range(size)
+        ]
+
+    def add_engine(
+        self,
+        name: str,
+        *,
+        dp_group: str = "",
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        version: int = 0,
+        behaviour: Behaviour | None = None,
+    ) -> SimEngine:
+        """One engine; it begins to join."""
+        engine = SimEngine(
+            name,
+            network=self.network,
+            scheduler=self.scheduler,
+            boot=next(self._boots),
+            group=GROUP,
+            dp_group=dp_group,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            version=version,
+            seed=self._random.randrange(2**32),
+            behaviour=behaviour,
+            link_config=self.link_config,
+        )
+        self.engines[name] = engine
+        for each in self.on_engine:
+            each(engine)
+        engine.start()
+        return engine
+
+    def add_trainer(self, name: str = "trainer", *, lease_ms: int = 6000) -> SimTrainer:
+        """A trainer; it begins to join. One that had the name is forgotten."""
+        trainer = SimTrainer(
+            name,
+            network=self.network,
+            scheduler=self.scheduler,
+            boot=next(self._boots),
+            group=GROUP,
+            resend_ms=500.0,
+            lease_ms=lease_ms,
+            link_config=self.link_config,
+            on_told=lambda answer: self._told(trainer, answer),
+        )
+        self.trainers[name] = trainer
+        trainer.start()
+        return trainer
+
+    def restart_engine(self, name: str) -> SimEngine:
+        """The engine is killed, if it lives, and another life of it begins from nothing."""
+        old = self.engines[name]
+        if old.alive:
+            old.kill()
+        return self.add_engine(
+            name,
+            dp_group=old.dp_group,
+            dp_rank=old.dp_rank,
+            dp_size=old.dp_size,
+            behaviour=old.behaviour,
+        )
+
+    def restart_broker(self) -> None:
+        """The broker is gone at once, and a new one, knowing nothing, takes its address."""
+        self.broker.close()
+        self.broker = self._new_broker()
+
+    def heal(self) -> None:
+        """From now on the network is honest, every link passes frames, calls succeed."""
+        self.network.faults = Faults(delay_ms=1.0)
+        for route in [each.route for each in self.engines.values()]:
+            self.network.heal(route)
+        for route in [each.route for each in self.trainers.values()]:
+            self.network.heal(route)
+        for engine in self.engines.values():
+            engine.behaviour.fail_rate.clear()
+            engine.behaviour.fail_next.clear()
+            for kind in list(engine.behaviour.hold):
+                engine.release(kind)
+
+    # -- time -------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Look at every invariant, now."""
+        for check in self.checks:
+            check()
+
+    def run_for(self, duration_ms: float) -> None:
+        """Let so much time pass."""
+        until_ms = self.now_ms + duration_ms
+        self.run_until(lambda: False, within_ms=duration_ms)
+        assert self.now_ms == until_ms
+
+    def run_until(self, condition: Callable[[], bool], *, within_ms: float = 60_000.0) -> bool:
+        """Run until the condition holds; False if it does not within the time."""
+
+        def looked() -> bool:
+            self.check()
+            return condition()
+
+        return self.scheduler.run_until(looked, within_ms=within_ms)
+
+    def settle(self, *, within_ms: float = 60_000.0) -> bool:
+        """Deliver until quiet: everybody alive has joined, nobody waits for anything."""
+        return self.run_until(self.quiet, within_ms=within_ms)
+
+    def quiet(self) -> bool:
+        """Whether nothing is under way any more."""
+        if any(trainer.alive and trainer.busy for trainer in self.trainers.values()):
+            return False
+        group = self.group
+        if group is not None and (
+            group.pause.state is not PauseState.RUNNING
+            or group.update.state is not UpdateState.IDLE
+        ):
+            return False
+        return all(
+            engine.joined and engine.running_call is None and is_at_rest(engine)
+            for engine in self.alive
+        )
+
+    def joined(self, names: Iterable[str] | None = None) -> bool:
+        """Whether these engines (all that live) are members of the group at the broker."""
+        group = self.group
+        wanted = [each.name for each in self.alive] if names is None else list(names)
+        return group is not None and all(
+            name in group.roster.ready() and self.engines[name].joined for name in wanted
+        )
+
+    # -- inside -------------------------------------------------------------------
+
+    def _new_broker(self) -> BrokerServer:
+        broker = BrokerServer(self.network.server(), self.scheduler, self.config)
+        broker.start()
+        return broker
+
+    def _told(self, trainer: SimTrainer, answer: Message) -> None:
+        for each in self.on_told:
+            each(trainer, answer)
+
+
+def is_at_rest(engine: SimEngine) -> bool:
+    """It runs with nothing armed, or it is quarantined."""
+    session = engine.session
+    if session.update.state is not EngineUpdateState.NONE:
+        return False
+    if session.update.partial:
+        return True
+    return session.pause.state is EnginePauseState.RUNNING

@@ -1,0 +1,223 @@
+"""The guarantees of a group as checks after every event, and a count of what was reached.
+
+A test that holds invariants over runs in which nothing happened proves nothing. So a
+:class:`Watch` counts the states that matter, and the test asserts the counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from bus.messages import Ack, GroupAck, Message, Nack, NackCode, Step
+from bus.protocol.engine_pause import EnginePauseState
+from bus.protocol.pause import PauseState
+from bus.protocol.update import UpdateState
+from bus.testing.sim_truth import TruthError
+
+if TYPE_CHECKING:
+    from bus.protocol.group import Group
+    from bus.testing.sim_engine import SimEngine
+    from bus.testing.sim_trainer import SimTrainer
+    from bus.testing.sim_world import SimWorld
+
+
+class Watch:
+    """Checks a world after every event.
+
+    Attributes:
+        reach: how often each state that matters was reached.
+        lost_ranks: DP groups that lost a rank; what is left of them does not run as one.
+    """
+
+    def __init__(self, world: SimWorld, reach: Counter[str] | None = None) -> None:
+        self.world = world
+        self.reach: Counter[str] = Counter() if reach is None else reach
+        self.lost_ranks: set[str] = set()
+        self._pause = PauseState.RUNNING
+        self._update = UpdateState.IDLE
+        self._group: Group | None = None
+        self._round: dict[str, int] = {}  # engines of the pause last made, and their boots
+        self._round_id = ""
+        self._paused_round: set[str] = set()
+        self._versions: dict[int, int] = {}  # by boot
+        self._commits: dict[int, int] = {}  # by boot: commits counted
+        self._payloads: dict[int, set[int]] = {}  # version -> payloads committed under it
+        self._seen: Counter[tuple[int, str]] = Counter()
+        world.checks.append(self.check)
+        world.on_told.append(self._told)
+
+    def check(self) -> None:
+        """Raise :class:`TruthError` if an invariant does not hold now."""
+        group = self.world.group
+        if group is not self._group:
+            self._group = group
+            self._pause, self._update = PauseState.RUNNING, UpdateState.IDLE
+            self._round = {}
+        for engine in self.world.engines.values():
+            self._check_engine(engine)
+        if group is None:
+            return
+        self._check_pause(group)
+        self._check_window(group)
+        self._count(group)
+
+    def check_end(self) -> None:
+        """After :meth:`SimWorld.settle`: nobody was forgotten."""
+        for trainer in self.world.trainers.values():
+            if trainer.alive and trainer.waiting:
+                raise TruthError(f"{trainer.name} was never answered: {trainer.waiting}")
+        for engine in self.world.alive:
+            if engine.session.update.partial:
+                self.reach["quarantined at the end"] += 1
+                if engine.truth.running:
+                    raise TruthError(f"{engine.name} is quarantined and runs")
+            elif not engine.truth.running:
+                raise TruthError(
+                    f"{engine.name} was left {engine.session.phase} "
+                    f"(pause {engine.session.pause.update_id})"
+                )
+        self._check_dp_groups()
+
+    # -- the invariants -------------------------------------------------------------
+
+    def _check_engine(self, engine: SimEngine) -> None:
+        truth = engine.truth
+        if truth.running and engine.alive and truth.mixed:
+            raise TruthError(f"{engine.name} generates with mixed weights {truth.weights}")
+        if not engine.alive:
+            return
+        if engine.session.version != truth.version:
+            raise TruthError(
+                f"{engine.name} says version {engine.session.version}, serves {truth.version}"
+            )
+        before = self._versions.get(engine.boot, truth.version)
+        commits = len(truth.commits)
+        if truth.version < before:
+            raise TruthError(f"{engine.name} fell from version {before} to {truth.version}")
+        if truth.version != before and commits == self._commits.get(engine.boot, 0):
+            raise TruthError(f"{engine.name} is at version {truth.version} without a commit")
+        if commits != self._commits.get(engine.boot, 0):
+            payload = next(iter(truth.weights.values()))
+            known = self._payloads.setdefault(truth.version, set())
+            known.add(payload)
+            self.reach["engine committed"] += 1
+        self._versions[engine.boot] = truth.version
+        self._commits[engine.boot] = commits
+
+    def check_versions(self) -> None:
+        """One version is one set of weights (as long as one broker lives)."""
+        for version, payloads in self._payloads.items():
+            if len(payloads) > 1:
+                raise TruthError(f"version {version} is weights {sorted(payloads)}")
+
+    def _check_pause(self, group: Group) -> None:
+        state = group.pause.state
+        if state is PauseState.PAUSED:
+            for name in group.pause.members:
+                self._need_idle(group, name, "the group is called paused")
+        if state is PauseState.PAUSED and self._pause is not PauseState.PAUSED:
+            self.reach["all paused"] += 1
+            self._round_id = group.pause.update_id
+            self._round = {
+                name: self.world.engines[name].boot
+                for name in group.pause.members
+                if name in self.world.engines
+            }
+        if state is PauseState.RESUMING and self._pause is not PauseState.RESUMING:
+            for name in group.pause.members:
+                self._need_idle(group, name, "a resume is asked")
+            if self._pause is not PauseState.PAUSED:
+                self.reach["recovered forward"] += 1
+        if state is PauseState.GLOBAL and self._pause is not PauseState.GLOBAL:
+            for name in group.pause.members:
+                self._need_asked(group, name)
+        self._pause = state
+
+    def _check_window(self, group: Group) -> None:
+        """A trainer that was told of a pause, and still holds the group, holds it truly."""
+        for trainer in self.world.trainers.values():
+            if trainer.window is None or group.holder is None:
+                continue
+            update_id, epoch = trainer.window
+            current = group.holder.boot == trainer.boot and group.epoch == epoch
+            if not current or update_id != self._round_id:
+                continue
+            if group.pause.update_id != update_id:
+                raise TruthError(f"{trainer.name} holds {update_id}, the bus does not")
+            for name in self._round:
+                if name in group.pause.members:
+                    self._need_idle(group, name, f"{trainer.name} was told that it is paused")
+
+    def _need_idle(self, group: Group, name: str, why: str) -> None:
+        engine = self._member(group, name)
+        if engine is None or engine.lease_ran_out:
+            return
+        if not engine.truth.idle or engine.truth.running:
+            raise TruthError(f"{why}, and {name} is {engine.session.phase}")
+
+    def _need_asked(self, group: Group, name: str) -> None:
+        engine = self._member(group, name)
+        if engine is None or engine.pause_failed or engine.lease_ran_out:
+            return
+        asked = engine.paused_locally == group.pause.update_id
+        if not asked or engine.session.pause.state is EnginePauseState.RUNNING:
+            raise TruthError(f"phase 2 is asked, and {name} has not done phase 1")
+
+    def _member(self, group: Group, name: str) -> SimEngine | None:
+        """The engine, unless it is another life than the one that the bus knows."""
+        engine = self.world.engines.get(name)
+        peer = group.roster.engines.get(name)
+        if engine is None or peer is None or not engine.alive or engine.boot != peer.boot:
+            return None
+        return engine
+
+    def _check_dp_groups(self) -> None:
+        """At rest, a DP group runs as one or stands as one, unless it lost a rank."""
+        by_group: dict[str, list[SimEngine]] = {}
+        for engine in self.world.alive:
+            by_group.setdefault(engine.dp_group, []).append(engine)
+        for dp_group, ranks in by_group.items():
+            whole = len(ranks) == ranks[0].dp_size
+            leased = any(note.event == "lease_expired" for r in ranks for note in r.notes)
+            lost = dp_group in self.lost_ranks
+            if whole and not leased and not lost and len({r.truth.running for r in ranks}) > 1:
+                phases = {r.name: r.session.phase for r in ranks}
+                raise TruthError(f"DP group {dp_group} runs in part: {phases}")
+
+    # -- what was reached -------------------------------------------------------------
+
+    def _count(self, group: Group) -> None:
+        update = group.update.state
+        if update is not self._update:
+            self.reach[f"update {update.value}"] += 1
+            if self._update is UpdateState.COMMITTING:
+                self.reach["committed"] += 1
+        self._update = update
+
+    def _told(self, trainer: SimTrainer, answer: Message) -> None:
+        if isinstance(answer, GroupAck) and answer.step is Step.PAUSE_GLOBAL:
+            self.reach["told paused"] += 1
+        if isinstance(answer, Nack):
+            self.reach[f"refused {answer.code.value}"] += 1
+
+    def count_end(self) -> None:
+        """Add up what the engines saw."""
+        reach = self.reach
+        for engine in self.world.engines.values():
+            for note in engine.notes:
+                if note.event == "lease_expired":
+                    reach["lease expired"] += 1
+            for sent in engine.sent:
+                if isinstance(sent, Nack) and sent.code is NackCode.FENCED:
+                    reach["engine fenced"] += 1
+                if isinstance(sent, Ack) and sent.outcome:
+                    reach[f"abort {sent.outcome}"] += 1
+        for trainer in self.world.trainers.values():
+            for request in trainer.requests:
+                if request.sent > 1 and request.answer is not None:
+                    reach["asked again and answered"] += 1
+                if request.answer is not None:
+                    reach["answered"] += 1
+        for key, count in self.world.network.counts.items():
+            reach[f"frames {key}"] += count

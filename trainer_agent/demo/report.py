@@ -1,0 +1,141 @@
+"""What the demo shows: a progress line, a table, a picture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+mpl.use("Agg")  # no display is needed, nor looked for
+from matplotlib import pyplot as plt
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+    from trainer_agent.demo.run import DemoResult
+
+
+class ProgressLine:
+    """Steps, reward and version on stderr while the demo runs."""
+
+    def __init__(self, total: int) -> None:
+        self.console = Console(stderr=True, highlight=False)
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=30),
+            TextColumn("step {task.completed:>3.0f}"),
+            TextColumn("reward [green]{task.fields[reward]:.2f}[/]"),
+            TextColumn("greedy [bold green]{task.fields[greedy]:.2f}[/]"),
+            TextColumn("weights [cyan]v{task.fields[version]}[/]"),
+            TextColumn("lost {task.fields[lost]}"),
+            TimeElapsedColumn(),
+            console=self.console,
+        )
+        self._task = self._progress.add_task(
+            "", total=total, reward=0.0, greedy=0.0, version=0, lost=0
+        )
+
+    def __enter__(self) -> ProgressLine:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """One line above the bar."""
+        self._progress.console.print(f"[dim]{text}[/]")
+
+    def update(self, result: DemoResult, version: int) -> None:
+        """Where the run stands."""
+        self._progress.update(
+            self._task,
+            completed=result.steps,
+            reward=result.train_rewards[-1] if result.train_rewards else 0.0,
+            greedy=result.reward_last,
+            version=version,
+            lost=result.requests_lost,
+        )
+
+
+def table(result: DemoResult) -> Table:
+    """The figures of a run."""
+    shown = Table(title="wavebus demo", title_justify="left", show_header=False, min_width=60)
+    shown.add_column(style="bold")
+    shown.add_column()
+    per_version = sorted(result.tokens_by_version.values())
+    shown.add_row("greedy reward", f"{result.reward_first:.3f} → {result.reward_last:.3f}")
+    shown.add_row(
+        "weight updates",
+        f"{len(result.reports)}, {result.interrupted} of them in the middle of requests",
+    )
+    shown.add_row(
+        "pause per update", f"p50 {result.pause_ms(0.5):.1f} ms, p99 {result.pause_ms(0.99):.1f} ms"
+    )
+    shown.add_row("requests", f"{result.requests}, {result.requests_lost} lost")
+    if per_version:
+        middle = per_version[len(per_version) // 2]
+        shown.add_row(
+            "tokens per version",
+            f"median {middle}, from {per_version[0]} to {per_version[-1]}, "
+            f"over {len(per_version)} versions",
+        )
+    shown.add_row("engines", f"{result.options.engines} × {result.options.engine}")
+    shown.add_row("time", f"{result.seconds:.0f} s, {result.steps} optimizer steps")
+    return shown
+
+
+def picture(result: DemoResult, path: Path) -> None:
+    """Reward over optimizer steps, with every update marked."""
+    figure, axes = plt.subplots(figsize=(9, 4.5), dpi=120, layout="constrained")
+    steps = range(1, len(result.train_rewards) + 1)
+    axes.plot(steps, result.train_rewards, color="#9ab", linewidth=1, label="rollouts (sampled)")
+    axes.plot(
+        [step for step, _ in result.greedy],
+        [reward for _, reward in result.greedy],
+        color="#176",
+        marker="o",
+        markersize=4,
+        linewidth=2,
+        label="held out (greedy, through the engines)",
+    )
+    if result.update_steps:
+        hit = [
+            step
+            for step, report in zip(result.update_steps, result.reports, strict=True)
+            if report.interrupted
+        ]
+        axes.vlines(
+            result.update_steps, -0.06, -0.02, color="#c63", linewidth=0.6, label="weight update"
+        )
+        axes.vlines(
+            hit, -0.12, -0.08, color="#36c", linewidth=0.6, label="… in the middle of requests"
+        )
+    axes.set_ylim(-0.14, 1.04)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("reward")
+    sent = f"{len(result.reports)} weight updates" if result.reports else "no weights sent"
+    axes.set_title(
+        f"GRPO on {result.options.engines} {result.options.engine} engines: {sent}, "
+        f"pause p50 {result.pause_ms(0.5):.0f} ms, {result.requests_lost} requests lost",
+        loc="left",
+        fontsize=10,
+    )
+    axes.grid(alpha=0.25)
+    axes.legend(loc="upper left", fontsize=8, frameon=False)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def show(result: DemoResult, picture_path: Path) -> None:
+    """Print the table, and where the picture is."""
+    Console(highlight=False).print(table(result), f"picture: {picture_path}")
