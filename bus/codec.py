@@ -136,12 +136,24 @@ def _map_entries(data: bytes) -> int:
 
 
 def _read(data: bytes) -> Any:
-    """Untyped reading, bounded by the data's own size."""
+    """Untyped reading, bounded by the data's own size; lenient, since it only names a fault.
+
+    Raises:
+        DecodeError: a field that nobody declared holds what can't be read at all.
+    """
     unpacker = msgpack.Unpacker(
-        max_buffer_size=len(data), strict_map_key=True, object_pairs_hook=_Pairs
+        max_buffer_size=len(data),
+        strict_map_key=False,
+        unicode_errors="replace",
+        object_pairs_hook=_Pairs,
     )
     unpacker.feed(data)
-    return unpacker.unpack()
+    try:
+        return unpacker.unpack()
+    except (ValueError, RecursionError, msgpack.UnpackException) as error:
+        raise DecodeError(
+            NackCode.MALFORMED, "", f"a field too many, which can't be read: {error}"
+        ) from error
 
 
 class _Pairs(list[tuple[str, Any]]):

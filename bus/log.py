@@ -7,6 +7,7 @@ happened, fields follow; durations end in ``_ms``.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -21,15 +22,36 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 _FIRST: Final = ("peer", "group", "update_id", "epoch")
 
 
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    level: str = "warning"  # a library says no more than this, unless it is told to
+    json: bool | None = None
+
+
+_settings = _Settings()
+
+
 def configure(*, level: str = "info", json: bool | None = None) -> None:
-    """Set up logging for this process. ``json=None``: JSON unless stderr is a terminal."""
-    as_json = not sys.stderr.isatty() if json is None else json
+    """Set up wavebus's logging in this process, and nobody else's.
+
+    ``json=None``: JSON unless stderr is a terminal. Loggers made before are not changed.
+    """
+    global _settings  # noqa: PLW0603 - one per process, like stderr
+    _settings = _Settings(level, json)
+
+
+def logger(**fields: object) -> structlog.typing.FilteringBoundLogger:
+    """A logger that puts ``fields`` on every line."""
+    as_json = not sys.stderr.isatty() if _settings.json is None else _settings.json
     renderer: Any = (
         structlog.processors.JSONRenderer()
         if as_json
-        else structlog.dev.ConsoleRenderer(sort_keys=False, pad_event_to=16)
+        else structlog.dev.ConsoleRenderer(
+            sort_keys=False, pad_event_to=16, colors=sys.stderr.isatty()
+        )
     )
-    structlog.configure(
+    bound: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
+        structlog.PrintLogger(sys.stderr),
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -37,15 +59,9 @@ def configure(*, level: str = "info", json: bool | None = None) -> None:
             structlog.processors.format_exc_info,
             renderer,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        wrapper_class=structlog.make_filtering_bound_logger(_settings.level),
         cache_logger_on_first_use=True,
-    )
-
-
-def logger(**fields: object) -> structlog.typing.FilteringBoundLogger:
-    """A logger that puts ``fields`` on every line."""
-    bound: structlog.typing.FilteringBoundLogger = structlog.get_logger(**fields)
+    ).bind(**fields)
     return bound
 
 

@@ -42,7 +42,7 @@ from bus.settings import DEFAULT_BROKER
 from sidecar.engine import Chunk, Engine, EngineInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable
+    from collections.abc import Iterable
     from types import TracebackType
 
     from bus.runtime.base import ClientTransport, Scheduler
@@ -96,11 +96,16 @@ class Sidecar:
         self._link_config = link_config
         self._peer: Peer | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # what watches
-        self._calls: set[asyncio.Task[None]] = set()  # the engine call under way
+        self._under_way: asyncio.Task[None] | None = None  # the engine call; one at a time
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def start(self) -> None:
+        """Start the engine and begin to join; return once the engine takes requests."""
         self.info = await self.engine.start()
         try:
             self.session = EngineSession(version=await self.engine.version())
@@ -121,12 +126,11 @@ class Sidecar:
                 link_config=self._link_config,
             )
             self._peer.start()
-            self._spawn(self._watch_engine(), self._tasks)
-            self._spawn(self._watch_load(), self._tasks)
+            self._tasks.add(asyncio.create_task(self._watch_engine()))
+            self._tasks.add(asyncio.create_task(self._watch_load()))
         except BaseException:
             await self.engine.close()
             raise
-        return self
 
     async def __aexit__(
         self,
@@ -175,12 +179,13 @@ class Sidecar:
         with anyio.CancelScope(shield=True):
             if not self.death:
                 with anyio.move_on_after(CLOSE_PATIENCE_S):
-                    await asyncio.gather(*self._calls, return_exceptions=True)
+                    await asyncio.gather(*self._calls(), return_exceptions=True)
                     if self.session.phase == "paused":
                         await self.engine.resume()
-            for task in self._tasks | self._calls:
+            tasks = [*self._tasks, *self._calls()]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks, *self._calls, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             self._ended.set()
             await self.engine.close()
 
@@ -243,13 +248,12 @@ class Sidecar:
             elif isinstance(effect, Note):
                 peer.note(effect)
             else:
-                self._spawn(self._call(effect), self._calls)
+                self._under_way = asyncio.create_task(self._call(effect))
         peer.arm()
 
-    def _spawn(self, coroutine: Coroutine[None, None, None], tasks: set[asyncio.Task[None]]) -> None:
-        task = asyncio.create_task(coroutine)
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+    def _calls(self) -> list[asyncio.Task[None]]:
+        """The engine call under way, if there is one."""
+        return [self._under_way] if self._under_way is not None else []
 
     async def _call(self, call: Call) -> None:
         """Run one engine call and give its result to the machine."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import click
 
@@ -17,13 +16,15 @@ from bus.commands.options import (
     run_until_stopped,
 )
 from bus.errors import UsageError
+from bus.ids import check_name
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from sidecar.engine import Engine
 
 
-@dataclass(frozen=True, slots=True)
-class Embedded:
+class Embedded(TypedDict):
     """The options of an embedded engine."""
 
     model: Path | None
@@ -105,7 +106,7 @@ def sidecar(
     log_level: str,
     log_format: str,
     command: tuple[str, ...],
-    **embedded: object,
+    **embedded: Unpack[Embedded],
 ) -> None:
     """Put one engine on the bus, and serve it until it dies, SIGINT or SIGTERM.
 
@@ -121,8 +122,10 @@ def sidecar(
     Exits with 4 when the engine dies.
     """
     configure_log(log_level, log_format)
-    options = Embedded(**embedded)  # type: ignore[arg-type] - click has checked them
-    made = _engine(engine, attach, command, options, boot_timeout_s)
+    for option, value in (("--name", name), ("--group", group), ("--dp-group", dp_group)):
+        if value is not None:
+            check_name(value, option)
+    made = _engine(engine, attach, command, embedded, boot_timeout_s)
 
     async def serve(stop: asyncio.Event) -> None:
         from sidecar.agent import Sidecar  # noqa: PLC0415 - after --help
@@ -140,9 +143,9 @@ def sidecar(
     run_until_stopped(serve)
 
 
-async def _until(work: object, stop: asyncio.Event) -> None:
+async def _until(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
     """Await ``work``, but no longer than until ``stop``; its error is raised."""
-    task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+    task = asyncio.create_task(work)
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -183,7 +186,7 @@ def _engine(
         from sidecar.vllm_http import VllmHttpEngine  # noqa: PLC0415
 
         return VllmHttpEngine(attach)
-    if embedded.model is None:
+    if embedded["model"] is None:
         raise UsageError(
             "--model: the embedded engine needs a checkpoint folder (config.json and "
             "model.safetensors of a Qwen3 model); `wavebus demo` makes its own"
@@ -192,12 +195,12 @@ def _engine(
 
     from sidecar.embedded.engine import EmbeddedEngine  # noqa: PLC0415
 
-    torch.set_num_threads(embedded.threads)
+    torch.set_num_threads(embedded["threads"])
     return EmbeddedEngine(
-        embedded.model,
-        host=embedded.host,
-        port=embedded.port,
-        max_num_seqs=embedded.max_num_seqs,
-        max_model_len=embedded.max_model_len,
-        dtype=embedded.dtype,
+        embedded["model"],
+        host=embedded["host"],
+        port=embedded["port"],
+        max_num_seqs=embedded["max_num_seqs"],
+        max_model_len=embedded["max_model_len"],
+        dtype=embedded["dtype"],
     )

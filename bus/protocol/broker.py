@@ -213,8 +213,9 @@ class Broker:
                 step_timeout_ms=self.config.step_timeout_ms,
                 min_lease_ms=self.config.peer_timeout_ms * LEASE_PER_PEER_TIMEOUT,
             )
-        # An engine that outlived an earlier broker knows how far the fencing had come.
-        group.epoch = max(group.epoch, envelope.epoch)
+        # A peer that outlived an earlier broker knows how far the fencing had come.
+        if peer.role == "engine" or group.holder is None:
+            group.epoch = max(group.epoch, envelope.epoch)
         if peer.role == "trainer":
             refused = group.hold(peer, now_ms)
             if refused is not None:

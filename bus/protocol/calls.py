@@ -156,6 +156,9 @@ class CallQueue:
         """Run it when those before it have ended."""
         self._jobs.append(Job(call, reply_to))
 
+    def __contains__(self, call: Call) -> bool:
+        return any(job.call == call for job in self._jobs)
+
     def running(self) -> Call | None:
         """The call that runs, or is about to."""
         return self._jobs[0].call if self._jobs else None
@@ -167,9 +170,10 @@ class CallQueue:
         return job
 
     def drop_waiting(self) -> None:
-        """Those that don't run yet will not."""
-        while self._jobs and not self._jobs[-1].issued:
-            self._jobs.pop()
+        """An update's calls that don't run yet will not; a pause or resume still does."""
+        self._jobs = deque(
+            job for job in self._jobs if job.issued or isinstance(job.call, CallPause | CallResume)
+        )
 
     def issue(self, now_ms: float) -> list[Call]:
         """The call that is to be made now, if any."""

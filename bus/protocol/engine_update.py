@@ -113,7 +113,7 @@ class EngineUpdate:
         if self._transfer == (message.backend, message.params):
             return [ack(msg_id, Step.TRANSFER_INIT, "")]
         opening = CallOpenTransfer(message.backend, message.params)
-        if self._queue.running() != opening:
+        if opening not in self._queue:
             self._queue.add(opening, msg_id)
         return []
 
@@ -171,11 +171,13 @@ class EngineUpdate:
         if self.state is not _S.LOADING:
             raise wrong_state(f"the update is {self.state.value}, not loading")
         assert self._manifest is not None
-        if message.chunk != self._taken or message.chunk >= self._manifest.chunks:
+        if message.chunk >= self._manifest.chunks:
             raise wrong_state(
                 f"chunk {message.chunk}, expected {self._taken} of {self._manifest.chunks}",
                 "chunk",
             )
+        if message.chunk > self._taken:  # one was lost on its way: both are asked again
+            return []
         check_chunk(self._manifest, message)
         self._taken += 1
         tensors = self._manifest.chunk(message.chunk)

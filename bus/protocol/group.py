@@ -86,7 +86,8 @@ class Group:
         self.update = UpdateMachine()
         self._manifest: Manifest | None = None
         self._last_resumed = ""
-        self._pause_epoch = 0  # of the holder who asked for the pause under way
+        self._granted = 0  # the epoch that the holder was given; engines may know of a later one
+        self._orphaned = False  # who asked for the pause under way is gone
         self._versions_given = 0
         self._requests = Requests()
 
@@ -106,6 +107,7 @@ class Group:
             )
         if old is None:
             self.epoch += 1
+            self._granted = self.epoch
             self._requests = Requests()
         self.holder = trainer
         return None
@@ -113,6 +115,7 @@ class Group:
     def released(self, reason: str, now_ms: float) -> list[Effect]:
         """The holder is gone: recover forward, so that engines generate again."""
         self.holder = None
+        self._orphaned = True
         self._requests = Requests()
         failure = Failure(NackCode.CANCELLED, reason)
         self.pause.fail(failure)
@@ -159,7 +162,7 @@ class Group:
             raise Declined(
                 Failure(NackCode.FORBIDDEN, f"{trainer.name} does not hold group {self.name}")
             )
-        if epoch != self.epoch:
+        if not self._granted <= epoch <= self.epoch:
             raise Declined(
                 Failure(
                     NackCode.FENCED,
@@ -236,7 +239,7 @@ class Group:
             )
         members = self.roster.members()
         self.roster.check_whole(members)
-        self._pause_epoch = self.epoch
+        self._orphaned = False
         fields = {"mode": message.mode, "engines": len(members)}
         return [
             self._note("pause_asked", message.update_id, "info", fields),
@@ -262,7 +265,7 @@ class Group:
         if state is PauseState.RESUMING:
             self._requests.ask((Step.RESUME, 0), msg_id)
             return []
-        instructions = self.pause.resume(now_ms, stay=frozenset(self.roster.quarantined))
+        instructions = self.pause.resume(now_ms, stay=self.roster.staying())
         return self._run(msg_id, Step.RESUME, instructions, now_ms)
 
     def _arm(self, msg_id: int, message: Arm, now_ms: float) -> list[Effect]:
@@ -289,10 +292,12 @@ class Group:
         self._need_update(UpdateState.LOADING, message.update_id)
         assert self._manifest is not None
         asked = self.update.chunks_asked
-        if message.chunk >= self._manifest.chunks or message.chunk > asked:
+        if message.chunk >= self._manifest.chunks:
             raise wrong_state(
                 f"chunk {message.chunk}, expected {asked} of {self._manifest.chunks}", "chunk"
             )
+        if message.chunk > asked:  # the one before was lost on its way: both are asked again
+            return []
         if message.chunk < asked:
             if message.chunk not in self.update.chunks:
                 return self._answer_now(msg_id, Step.CHUNK, message.update_id)
@@ -337,7 +342,8 @@ class Group:
         peer.version = beat.version
         peer.in_flight = beat.in_flight
         self.version = max(self.version, beat.version)
-        if beat.phase == "paused" and self.pause.state is PauseState.RUNNING:
+        running = self.pause.state is PauseState.RUNNING
+        if beat.phase == "paused" and running and peer.name not in self.roster.staying():
             stray: Message = Resume(beat.update_id)
         elif beat.phase in ("armed", "updating") and self.update.state is UpdateState.IDLE:
             stray = Abort(beat.update_id, "the bus knows nothing of this update")
@@ -376,10 +382,18 @@ class Group:
             if nack.update_id == self.pause.update_id:
                 effects += self._obey(self.pause.refused(name, failure, now_ms), now_ms)
         elif nack.update_id == self.update.update_id:
-            effects += self._obey(self.update.refused(name, failure, now_ms), now_ms)
-            if name in self.update.excluded:
-                self.roster.quarantine(name, failure.detail)
+            # While all undo what they can, only an ABORT that is refused is news.
+            if self.update.state is not UpdateState.ABORTING or nack.step == Step.ABORT:
+                effects += self._exclude(name, failure, now_ms)
         return effects + self._settle(now_ms)
+
+    def _exclude(self, name: str, failure: Failure, now_ms: float) -> list[Effect]:
+        """An engine can't go on with the update: who falls out for it may hold a part."""
+        before = set(self.update.excluded)
+        effects = self._obey(self.update.refused(name, failure, now_ms), now_ms)
+        for each in self.update.excluded.keys() - before:
+            self.roster.quarantine(each, failure.detail)
+        return effects
 
     # -- time -----------------------------------------------------------------
 
@@ -421,7 +435,7 @@ class Group:
             if current.step in PAUSE_STEPS:
                 effects += self._obey(self.pause.lost(name, failure, now_ms), now_ms)
             else:
-                effects += self._obey(self.update.refused(name, failure, now_ms), now_ms)
+                effects += self._exclude(name, failure, now_ms)
         return effects + self._settle(now_ms)
 
     # -- obeying the machines -------------------------------------------------
@@ -476,6 +490,8 @@ class Group:
         event = "pause_failed" if in_pause else "update_failed"
         effects: list[Effect] = [self._note(event, update_id, "warning", fields)]
         keys = [(step, failed.chunk)]
+        if in_pause and self.pause.state is PauseState.RUNNING:  # no engine is left
+            keys = [key for key in self._requests.keys() if key[0] in PAUSE_STEPS]
         if step is Step.ABORT:
             self.roster.given_up(self.update.partial, self.update.update_id)
             aborted = self._group_ack(Step.ABORT, update_id)
@@ -489,8 +505,7 @@ class Group:
     def _settle(self, now_ms: float) -> list[Effect]:
         """What follows by itself: a group without its trainer resumes; joiners come in."""
         idle = self.update.state is UpdateState.IDLE
-        orphan = self.holder is None or self._pause_epoch != self._hold_epoch
-        if orphan and idle and self.pause.state is PauseState.PAUSED:
+        if self._orphaned and idle and self.pause.state is PauseState.PAUSED:
             return self._obey(self.pause.resume(now_ms, stay=self.roster.staying()), now_ms)
         if not self._busy() and self.roster.admit_late():
             return self._serve_waiters(now_ms)

@@ -77,6 +77,7 @@ class Link:
         self.refusal: Nack | None = None
         self._join = join
         self._beat = beat
+        self._commanded = False  # an engine: it hears of later epochs, a trainer has its own
         self._broker_boot = 0
         self._last_seq = 0
         self._next_ms = 0.0
@@ -104,6 +105,9 @@ class Link:
             return self._welcome(envelope, message, now_ms)
         if isinstance(message, HeartbeatAck):
             self.version = message.version
+            if self._commanded:
+                # It tells a broker that comes after this one how far the fencing had come.
+                self.epoch = max(self.epoch, envelope.epoch)
             return []
         if isinstance(message, Nack):
             return self._nack(message, now_ms)
@@ -136,7 +140,9 @@ class Link:
 
     def _ask(self, now_ms: float) -> list[Effect]:
         self._next_ms = now_ms + self.config.retry_ms
-        return [Send(self._join(), group=self.group, epoch=self.epoch)]
+        join = self._join()
+        self._commanded = join.role == "engine"
+        return [Send(join, group=self.group, epoch=self.epoch)]
 
     def _welcome(self, envelope: Envelope, welcome: Welcome, now_ms: float) -> list[Effect]:
         if self.state is not LinkState.JOINING:

@@ -8,7 +8,8 @@
     GLOBAL     ALL_GLOBAL         PAUSED     (the trainer hears: paused)
     GLOBAL     ALL_GLOBAL_FAILED  RESUMING   RESUME of every rank: recovered forward
     PAUSED     RESUME_ASKED       RESUMING   RESUME of every rank
-    RESUMING   ALL_RESUMED        RUNNING    (the trainer hears: resumed)
+    RESUMING   ALL_RESUMED        RUNNING    (the trainer hears: resumed; or, after a
+                                             failure, why there was no pause)
     LOCAL, GLOBAL, PAUSED, RESUMING
                EMPTIED            RUNNING    nothing: no engine is left
 
@@ -179,15 +180,14 @@ class PauseMachine:
             done.in_flight = max(done.in_flight, self._in_flight)
             return [StepDone(Step.PAUSE_GLOBAL, done)]
         if self.state is PauseState.GLOBAL:
-            assert self.failure is not None
             self._go(PauseEvent.ALL_GLOBAL_FAILED)
             self.deadline_ms = None
-            return [
-                StepFailed(Step.PAUSE_GLOBAL, self.failure),
-                *self._ask(Step.RESUME, Resume(self.update_id), now_ms),
-            ]
+            return self._ask(Step.RESUME, Resume(self.update_id), now_ms)
         self._go(PauseEvent.ALL_RESUMED)
         self.members.clear()
+        if self.failure is not None:
+            failed = StepFailed(Step.PAUSE_GLOBAL, self.failure)
+            return [failed, StepDone(Step.RESUME, done)]
         return [StepDone(Step.RESUME, done)]
 
     def _emptied(self) -> list[Instruction]:

@@ -29,9 +29,9 @@ Invariants:
 - FINISH is asked only when every chunk of the manifest is applied on every engine
   that is left, COMMIT only when all have finished.
 - From the first chunk on, an engine that fails or is lost falls out of the update
-  (it is told to ABORT, and quarantines itself if it loaded anything) and the
-  others go on: giving up would leave them all half-loaded. The trainer reads the
-  names in ``excluded``.
+  with all ranks of its DP group (they are told to ABORT, and quarantine themselves
+  if they loaded anything) and the others go on: giving up would leave them all
+  half-loaded. The trainer reads the names in ``excluded``.
 """
 
 from __future__ import annotations
@@ -212,16 +212,17 @@ class UpdateMachine:
             return self.give_up(failure, now_ms)
         if self.state in (_S.ARMING, _S.STARTING):
             return self.give_up(failure, now_ms)
-        abort = Ask(Abort(self.update_id, failure.detail[:4096]), (name,))
-        told: list[Instruction] = [] if self.state is _S.ABORTING else [abort]
-        return [*told, *self._exclude([name], failure)]
+        if self.state is _S.ABORTING:
+            return self._exclude([name], failure)
+        gone = self._dp_group_of(name)
+        abort = Ask(Abort(self.update_id, failure.detail[:4096]), tuple(gone))
+        return [abort, *self._exclude(gone, failure)]
 
     def lost(self, name: str, failure: Failure) -> list[Instruction]:
         """An engine is gone, and with it all ranks of its DP group."""
         if name not in self.members or self.state is _S.IDLE:
             return []
-        dp_group = self.members[name]
-        return self._exclude([n for n, g in self.members.items() if g == dp_group], failure)
+        return self._exclude(self._dp_group_of(name), failure)
 
     @property
     def all_applied(self) -> bool:
@@ -233,6 +234,10 @@ class UpdateMachine:
         return [*([self.round] if self.round else []), *self.chunks.values()]
 
     # -- inside ---------------------------------------------------------------
+
+    def _dp_group_of(self, name: str) -> list[str]:
+        """All ranks in the update that fall out with this one."""
+        return [n for n, g in self.members.items() if g == self.members[name]]
 
     def _begin(self, event: UpdateEvent, update_id: str, members: dict[str, str]) -> None:
         self._go(event)

@@ -124,9 +124,11 @@ class Peer:
         """One timer, set to the earliest of the link's and the owner's deadlines."""
         if self._closed:
             return
-        times = [self.link.next_deadline_ms(), self._next_deadline_ms()]
-        due_ms = min((t for t in times if t is not None), default=float("inf"))
-        if due_ms >= self._armed_ms:
+        due_ms = self.link.next_deadline_ms()
+        own_ms = self._next_deadline_ms()
+        if due_ms is None or (own_ms is not None and own_ms < due_ms):
+            due_ms = own_ms
+        if due_ms is None or due_ms >= self._armed_ms:
             return
         if self._timer is not None:
             self._timer.cancel()

@@ -29,6 +29,10 @@ MAX_PEERS: Final = 16_384
 _MAX_RECV_BYTES: Final = 2 * MAX_FRAME_BYTES
 _BATCH: Final = 512
 _QUEUE: Final = 10_000
+# As plain numbers: the flags' own arithmetic takes as long as a small send.
+_NOBLOCK: Final = int(zmq.NOBLOCK)
+_NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+_POLLIN: Final = int(zmq.POLLIN)
 
 
 def _context() -> zmq.Context[zmq.Socket[bytes]]:
@@ -56,6 +60,7 @@ class _Readable(ABC):
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._looking = False
+        self._draining = False
         self._closed = False
 
     def watch(self) -> None:
@@ -63,19 +68,33 @@ class _Readable(ABC):
         self.look_again()
 
     def look_again(self) -> None:
-        """Drain soon: events may be there that the descriptor will not tell of."""
-        if not self._looking and not self._closed:
+        """Drain soon: events may be there that the descriptor will not tell of.
+
+        While draining this needs nothing: a drain ends only when nothing is left.
+        """
+        if not (self._looking or self._draining or self._closed):
             self._looking = True
             self._loop.call_soon(self._look)
 
     def _look(self) -> None:
         self._looking = False
-        if not self._closed:
+        if not self._closed and self.socket.getsockopt(zmq.EVENTS) & _POLLIN:
             self.drain()
 
-    @abstractmethod
     def drain(self) -> None:
         """Take what is there, without blocking."""
+        emptied = False
+        self._draining = True
+        try:
+            emptied = self.take()
+        finally:
+            self._draining = False
+            if not emptied:
+                self.look_again()
+
+    @abstractmethod
+    def take(self) -> bool:
+        """Take a batch; True if then nothing was left."""
 
     def close(self) -> None:
         if not self._closed:
@@ -110,30 +129,30 @@ class ZmqServer(_Readable):
         self._on_frame = on_frame
         self.watch()
 
-    def drain(self) -> None:
+    def take(self) -> bool:
         assert self._on_frame is not None
         recv, on_frame, socket = self.socket.recv, self._on_frame, self.socket
         for _ in range(_BATCH):
             try:
-                route = recv(zmq.NOBLOCK)
+                route = recv(_NOBLOCK)
             except zmq.Again:
-                return
-            frame = recv(zmq.NOBLOCK) if socket.getsockopt(zmq.RCVMORE) else b""
+                return True
+            frame = recv(_NOBLOCK) if socket.getsockopt(zmq.RCVMORE) else b""
             while socket.getsockopt(zmq.RCVMORE):  # not ours: more parts than a frame has
-                recv(zmq.NOBLOCK)
+                recv(_NOBLOCK)
                 frame = b""
             on_frame(route, frame)
             if self._closed:
-                return
-        self.look_again()
+                return True
+        return False
 
     def send(self, routes: Iterable[bytes], frame: bytes) -> list[bytes]:
         send = self.socket.send
         unreachable: list[bytes] = []
         for route in routes:
             try:
-                send(route, zmq.SNDMORE | zmq.NOBLOCK)
-                send(frame, zmq.NOBLOCK)
+                send(route, _NOBLOCK_MORE)
+                send(frame, _NOBLOCK)
             except zmq.ZMQError as error:
                 if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                     raise
@@ -170,25 +189,25 @@ class ZmqClient(_Readable):
         self._on_frame = on_frame
         self.watch()
 
-    def drain(self) -> None:
+    def take(self) -> bool:
         assert self._on_frame is not None
         recv, on_frame = self.socket.recv, self._on_frame
         for _ in range(_BATCH):
             try:
-                frame = recv(zmq.NOBLOCK)
+                frame = recv(_NOBLOCK)
             except zmq.Again:
-                return
+                return True
             while self.socket.getsockopt(zmq.RCVMORE):
-                recv(zmq.NOBLOCK)
+                recv(_NOBLOCK)
                 frame = b""
             on_frame(frame)
             if self._closed:
-                return
-        self.look_again()
+                return True
+        return False
 
     def send(self, frame: bytes) -> bool:
         try:
-            self.socket.send(frame, zmq.NOBLOCK)
+            self.socket.send(frame, _NOBLOCK)
         except zmq.Again:
             return False
         finally:

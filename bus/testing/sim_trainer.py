@@ -8,6 +8,7 @@ in the middle aborts and resumes.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -82,6 +83,7 @@ class SimTrainer:
             the epoch in which it was told.
         requests: all that was ever asked, in order.
         outcomes: how the scripts ended.
+        nacks: every NACK that came, by its code.
         on_told: called with every answer, as it arrives.
     """
 
@@ -110,6 +112,7 @@ class SimTrainer:
         self.window: tuple[str, int] | None = None
         self.requests: list[Request] = []
         self.outcomes: list[Outcome] = []
+        self.nacks: Counter[NackCode] = Counter()
         self.on_told = on_told
         self._scheduler = scheduler
         self._resend_ms = resend_ms
@@ -360,6 +363,8 @@ class SimTrainer:
         self._timer = self._scheduler.call_at(self._scheduler.now_ms() + after_ms, callback)
 
     def _on_message(self, envelope: Envelope, message: Message) -> None:
+        if isinstance(message, Nack):
+            self.nacks[message.code] += 1
         request = self._waiting.get(envelope.reply_to)
         if request is None:
             return

@@ -219,9 +219,22 @@ class SimWorld:
         ):
             return False
         return all(
-            engine.joined and engine.running_call is None and is_at_rest(engine)
+            engine.joined and engine.running_call is None and self.at_rest(engine)
             for engine in self.alive
         )
+
+    def at_rest(self, engine: SimEngine) -> bool:
+        """It runs with nothing armed, or it is quarantined, or stands with a rank that is."""
+        session = engine.session
+        if session.update.state is EngineUpdateState.ARMED:
+            return session.update.partial  # what is armed may be armed anew
+        if session.update.state is not EngineUpdateState.NONE:
+            return False
+        if session.update.partial or session.pause.state is EnginePauseState.RUNNING:
+            return True
+        group = self.group
+        staying = group.roster.staying() if group is not None else frozenset()
+        return session.phase == "paused" and engine.name in staying
 
     def joined(self, names: Iterable[str] | None = None) -> bool:
         """Whether these engines (all that live) are members of the group at the broker."""
@@ -242,12 +255,3 @@ class SimWorld:
         for each in self.on_told:
             each(trainer, answer)
 
-
-def is_at_rest(engine: SimEngine) -> bool:
-    """It runs with nothing armed, or it is quarantined."""
-    session = engine.session
-    if session.update.state is not EngineUpdateState.NONE:
-        return False
-    if session.update.partial:
-        return True
-    return session.pause.state is EnginePauseState.RUNNING

@@ -72,7 +72,7 @@ class Watch:
                 self.reach["quarantined at the end"] += 1
                 if engine.truth.running:
                     raise TruthError(f"{engine.name} is quarantined and runs")
-            elif not engine.truth.running:
+            elif not engine.truth.running and not self.world.at_rest(engine):
                 raise TruthError(
                     f"{engine.name} was left {engine.session.phase} "
                     f"(pause {engine.session.pause.update_id})"
@@ -214,6 +214,8 @@ class Watch:
                 if isinstance(sent, Ack) and sent.outcome:
                     reach[f"abort {sent.outcome}"] += 1
         for trainer in self.world.trainers.values():
+            for code, count in trainer.nacks.items():
+                reach[f"nack {code.value}"] += count
             for request in trainer.requests:
                 if request.sent > 1 and request.answer is not None:
                     reach["asked again and answered"] += 1

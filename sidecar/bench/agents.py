@@ -1,0 +1,97 @@
+"""The engines' side of the bus: N real sidecars in one process, their engines stubbed out.
+
+``python -m sidecar.bench.agents ADDRESS GROUP ENGINES LOOP``; until stdin ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from typing import TYPE_CHECKING, cast
+
+import bus.log
+from bus.runtime import loop
+from bus.runtime.lines import answer, commands
+from sidecar.agent import Sidecar
+from sidecar.engine import Chunk, EngineInfo
+
+if TYPE_CHECKING:
+    from bus.manifest import Manifest
+    from bus.messages import PauseMode
+    from bus.runtime.loop import LoopChoice
+
+
+class StubEngine:
+    """Implements :class:`sidecar.engine.Engine`; every call returns at once."""
+
+    async def start(self) -> EngineInfo:
+        return EngineInfo("stub", "wavebus bench", "none", 0, 1, 1, ("shm",), "")
+
+    async def close(self) -> None:
+        pass
+
+    async def died(self) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    async def in_flight(self) -> int:
+        return 0
+
+    async def version(self) -> int:
+        return 0
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        pass
+
+    async def resume(self) -> None:
+        pass
+
+    async def abort_requests(self) -> int:
+        return 0
+
+    async def open_transfer(self, backend: str, params: bytes) -> None:
+        pass
+
+    async def arm(self, manifest: Manifest) -> None:
+        pass
+
+    async def start_update(self, *, recover: bool) -> None:
+        pass
+
+    async def receive(self, chunk: Chunk) -> None:
+        pass
+
+    async def load(self, seq: int) -> None:
+        pass
+
+    async def restore(self) -> None:
+        pass
+
+    async def finish_update(self) -> None:
+        pass
+
+    async def commit(self, version: int) -> None:
+        pass
+
+
+async def serve(broker: str, group: str, engines: int) -> None:
+    """Join all of them."""
+    async with contextlib.AsyncExitStack() as stack:
+        sidecars = [
+            Sidecar(StubEngine(), broker=broker, group=group, name=f"engine-{index}")
+            for index in range(engines)
+        ]
+        for sidecar in sidecars:
+            await stack.enter_async_context(sidecar)
+        for sidecar in sidecars:
+            await sidecar.joined()
+        answer(ready=True)
+        async for _ in commands():
+            pass
+
+
+if __name__ == "__main__":
+    bus.log.configure(level="warning", json=True)
+    address, group_name, count, kind = sys.argv[1:]
+    loop.run(serve(address, group_name, int(count)), loop=cast("LoopChoice", kind))

@@ -1,0 +1,135 @@
+"""``wavebus bench``: figures of the bus on this host."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from bus.errors import UsageError
+from bus.runtime import loop as event_loop
+
+if TYPE_CHECKING:
+    from bus.runtime.loop import LoopChoice
+
+_NEEDS: Final = ("aiohttp", "fastapi", "uvicorn", "httptools", "torch")
+
+
+@click.group()
+def bench() -> None:
+    """Measure the bus on this host."""
+
+
+@bench.command()
+@click.option(
+    "--engines",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Engines in the group.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=100,
+    show_default=True,
+    help="Pause-and-resume rounds of each kind.",
+)
+@click.option(
+    "--loop",
+    type=click.Choice(["auto", "asyncio", "uvloop"]),
+    default="auto",
+    show_default=True,
+    help="The event loop of all processes; auto is uvloop where it is installed.",
+)
+@click.option(
+    "--scale", is_flag=True, help="Also the bus's rounds with 8, 64, 256 and 1,024 engines."
+)
+@click.option(
+    "--idle",
+    is_flag=True,
+    help="Also the broker's memory and heartbeat CPU with 1,024 idle engines (10 s).",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def control(
+    *, engines: int, rounds: int, loop: LoopChoice, scale: bool, idle: bool, as_json: bool
+) -> None:
+    """A group's pause and resume: over the bus, over HTTP, and over bare ZeroMQ.
+
+    The three alternate in one run; only their ratios mean something on a busy host.
+    """
+    missing = [name for name in _NEEDS if find_spec(name) is None]
+    if missing:
+        raise click.UsageError(
+            f"this bench needs {', '.join(missing)}: pip install 'wavebus[bench,trainer]'"
+        )
+    try:
+        kind = event_loop.chosen(loop)
+        figures = event_loop.run(
+            _until_told(engines, rounds, kind, scale=scale, idle=idle), loop=kind
+        )
+    except UsageError as error:
+        raise click.UsageError(str(error)) from error
+    except asyncio.CancelledError:
+        sys.exit(128 + signal.SIGTERM)
+    click.echo(json.dumps(figures) if as_json else _table(figures))
+
+
+async def _until_told(
+    engines: int, rounds: int, loop: LoopChoice, *, scale: bool, idle: bool
+) -> dict[str, Any]:
+    """Measure, and clean up on SIGTERM as on Ctrl-C."""
+    this = asyncio.current_task()
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+    return await _measure(engines, rounds, loop, scale=scale, idle=idle)
+
+
+async def _measure(
+    engines: int, rounds: int, loop: LoopChoice, *, scale: bool, idle: bool
+) -> dict[str, Any]:
+    from sidecar.bench import control as measuring  # noqa: PLC0415 - it needs the bench's extra
+
+    def say(text: str) -> None:
+        click.echo(text, err=True)
+
+    found = measuring.figures(await measuring.compare(engines, rounds, loop, say))
+    found["loop"] = loop
+    if scale:
+        found["growth"] = await measuring.scale(rounds, loop, say)
+    if idle:
+        found |= await measuring.idle(loop, say)
+    return found
+
+
+def _table(figures: dict[str, Any]) -> str:
+    """The same for people."""
+    rows = [
+        ("", "p50 of a round", "bus is"),
+        ("bus", f"{figures['bus_p50_ms']:.2f} ms", ""),
+        ("http", f"{figures['http_p50_ms']:.2f} ms", f"{figures['ratio_http']:.2f} x"),
+        ("raw zmq", f"{figures['raw_p50_ms']:.2f} ms", f"{figures['ratio_raw']:.2f} x"),
+    ]
+    lines = [
+        f"{figures['engines']} engines, {figures['rounds']} rounds of each, {figures['loop']}",
+        "",
+        *(f"{name:<10}{took:>16}{ratio:>10}".rstrip() for name, took, ratio in rows),
+        "",
+        "CPU per engine and round: broker "
+        f"{figures['broker_cpu_us_per_engine_round']:.0f} us, HTTP client "
+        f"{figures['http_cpu_us_per_engine_round']:.0f} us",
+    ]
+    if "growth" in figures:
+        growth = ", ".join(f"{count}: {took:.2f} ms" for count, took in figures["growth"].items())
+        lines.append(f"bus, by engines: {growth}")
+    if "broker_rss_mb_1024" in figures:
+        lines.append(
+            f"1024 idle engines: broker {figures['broker_rss_mb_1024']:.0f} MB, heartbeats "
+            f"{figures['heartbeat_core_share_1024']:.1%} of a core"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,182 @@
+"""How fast the bus pauses and resumes a group, beside what peers do and what is possible.
+
+Rounds of three kinds alternate in one run, so that whatever else the host does falls
+on all of them alike:
+
+- **bus**: a trainer's ``async with agent.paused(mode="keep")`` over a broker process and
+  a process of N real sidecars: PAUSE_LOCAL, PAUSE_GLOBAL, RESUME, each acked by all.
+- **http**: concurrent posts to ``/pause``, then ``/resume``, of N endpoints in a process.
+- **raw**: bare ZeroMQ with as many messages of the same size as the bus sends.
+
+All processes that have an event loop have the same kind. CPU of the broker is its own
+word (STATUS, before the first and after the last round) less what it spends in as much
+time with the engines idle, which is measured first; CPU of HTTP is that of the client's
+process during its rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from sidecar.bench.posts import HttpGroup
+from sidecar.bench.processes import Worker, raise_file_limit, worker
+from sidecar.bench.raw import RawRouter
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from bus.runtime.loop import LoopChoice
+
+    Progress = Callable[[str], None]
+
+GROUP: Final = "bench"
+SCALE: Final = (8, 64, 256, 1024)
+IDLE_ENGINES: Final = 1024
+IDLE_S: Final = 10.0
+_CALM_S: Final = 2.0
+_WARM_ROUNDS: Final = 10
+_SAY_EVERY: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Durations of all rounds, in ms, and CPU seconds of all of a kind."""
+
+    engines: int
+    bus_ms: list[float]
+    http_ms: list[float]
+    raw_ms: list[float]
+    broker_cpu_s: float
+    http_cpu_s: float
+
+
+def figures(samples: Samples) -> dict[str, Any]:
+    """The JSON's fields: medians, and ratios of just these."""
+    bus_ms, http_ms, raw_ms = (
+        round(statistics.median(times), 3)
+        for times in (samples.bus_ms, samples.http_ms, samples.raw_ms)
+    )
+    engine_rounds = samples.engines * len(samples.bus_ms)
+    return {
+        "engines": samples.engines,
+        "rounds": len(samples.bus_ms),
+        "bus_p50_ms": bus_ms,
+        "http_p50_ms": http_ms,
+        "raw_p50_ms": raw_ms,
+        "ratio_http": round(bus_ms / http_ms, 3),
+        "ratio_raw": round(bus_ms / raw_ms, 3),
+        "broker_cpu_us_per_engine_round": round(samples.broker_cpu_s / engine_rounds * 1e6, 1),
+        "http_cpu_us_per_engine_round": round(samples.http_cpu_s / engine_rounds * 1e6, 1),
+    }
+
+
+async def compare(engines: int, rounds: int, loop: LoopChoice, say: Progress) -> Samples:
+    """Alternate rounds of the three kinds.
+
+    Raises:
+        UsageError: the system allows too few open files.
+        BenchBroken: a process died.
+    """
+    raise_file_limit(engines)
+    say(f"{engines} engines: starting")
+    async with contextlib.AsyncExitStack() as stack:
+        trainer = await stack.enter_async_context(_bus(engines, loop))
+        endpoints = await stack.enter_async_context(
+            worker("sidecar.bench.endpoints", engines, loop)
+        )
+        http = await stack.enter_async_context(HttpGroup((await endpoints.answer())["ports"]))
+        raw = stack.enter_context(RawRouter())
+        dealers = await stack.enter_async_context(
+            worker("sidecar.bench.raw", raw.address, engines)
+        )
+        await dealers.answer()
+        raw.welcome(engines)
+        for _ in range(_WARM_ROUNDS):
+            await _bus_round(trainer)
+            await http.round_ms()
+            raw.round_ms()
+        idle_share = await _idle_share(trainer, _CALM_S)
+        bus_ms: list[float] = []
+        http_ms: list[float] = []
+        raw_ms: list[float] = []
+        http.cpu_s = 0.0
+        before = await trainer.ask("status")
+        for index in range(1, rounds + 1):
+            bus_ms.append(await _bus_round(trainer))
+            http_ms.append(await http.round_ms())
+            raw_ms.append(raw.round_ms())
+            if index % _SAY_EVERY == 0:
+                say(f"{engines} engines: round {index} of {rounds}")
+        after = await trainer.ask("status")
+    wall_s = after["uptime_s"] - before["uptime_s"]
+    cpu_s = after["cpu_s"] - before["cpu_s"] - idle_share * wall_s
+    return Samples(engines, bus_ms, http_ms, raw_ms, max(cpu_s, 0.0), http.cpu_s)
+
+
+async def scale(rounds: int, loop: LoopChoice, say: Progress) -> dict[str, float]:
+    """The bus's median round in ms, by the number of engines."""
+    raise_file_limit(max(SCALE))
+    growth: dict[str, float] = {}
+    for engines in SCALE:
+        say(f"scale: {engines} engines")
+        async with _bus(engines, loop) as trainer:
+            for _ in range(_WARM_ROUNDS):
+                await _bus_round(trainer)
+            times = [await _bus_round(trainer) for _ in range(rounds)]
+        growth[str(engines)] = round(statistics.median(times), 3)
+    return growth
+
+
+async def idle(loop: LoopChoice, say: Progress) -> dict[str, float]:
+    """What the broker takes when nothing happens but heartbeats, one per second and engine."""
+    raise_file_limit(IDLE_ENGINES)
+    say(f"idle: {IDLE_ENGINES} engines")
+    async with _bus(IDLE_ENGINES, loop) as trainer:
+        await asyncio.sleep(_CALM_S)
+        share = await _idle_share(trainer, IDLE_S)
+        status = await trainer.ask("status")
+    return {
+        "broker_rss_mb_1024": round(status["rss_bytes"] / 1e6, 1),
+        "heartbeat_core_share_1024": round(share, 4),
+    }
+
+
+@contextlib.asynccontextmanager
+async def _bus(engines: int, loop: LoopChoice) -> AsyncIterator[Worker]:
+    """A broker, N sidecars that have joined, and the trainer that holds them."""
+    async with (
+        worker("sidecar.bench.broker", loop) as broker,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        address = (await broker.answer())["address"]
+        agents = await stack.enter_async_context(
+            worker("sidecar.bench.agents", address, GROUP, engines, loop)
+        )
+        await agents.answer()
+        # By name: the two roles never import each other.
+        trainer = await stack.enter_async_context(
+            worker("trainer_agent.bench", address, GROUP, engines, loop)
+        )
+        await trainer.answer()
+        yield trainer
+
+
+async def _bus_round(trainer: Worker) -> float:
+    took_ms: float = (await trainer.ask("round"))["round_ms"]
+    return took_ms
+
+
+async def _idle_share(trainer: Worker, for_s: float) -> float:
+    """How much of a core the broker takes while nothing is asked of it."""
+    before = await trainer.ask("status")
+    since_s = time.monotonic()
+    await asyncio.sleep(for_s)
+    took_s = time.monotonic() - since_s
+    after = await trainer.ask("status")
+    share: float = (after["cpu_s"] - before["cpu_s"]) / took_s
+    return share

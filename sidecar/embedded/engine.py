@@ -1,0 +1,283 @@
+"""The embedded engine: a small real inference engine, in this process, on the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from bus.errors import EngineDead, EngineError, UsageError
+from bus.messages import NackCode
+from sidecar.embedded.config import read_config
+from sidecar.embedded.core import EngineCore
+from sidecar.embedded.generation import Generation
+from sidecar.embedded.model import Qwen3
+from sidecar.embedded.requests import Delta, Request
+from sidecar.embedded.server import DataPlane
+from sidecar.embedded.updates import Updater
+from sidecar.embedded.weights import load_folder
+from sidecar.engine import EngineInfo
+from sidecar.transfer import available_backends
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+
+    from bus.manifest import Manifest
+    from bus.messages import PauseMode
+    from sidecar.embedded.sampling import SamplingParams
+    from sidecar.engine import Chunk
+
+T = TypeVar("T")
+
+SOFTWARE: Final = "wavebus-embedded 0.1"
+DEFAULT_MAX_LEN: Final = 2048
+
+
+class EmbeddedEngine:
+    """Implements :class:`sidecar.engine.Engine`, and serves requests itself.
+
+    Args:
+        model: a folder with ``config.json`` and ``*.safetensors`` of a Qwen3 model.
+        host: where the HTTP data plane listens; None serves no HTTP.
+        port: 0 takes any free one; :class:`EngineInfo` has the endpoint.
+        max_num_seqs: sequences that may run at once; others wait.
+        max_model_len: tokens of one sequence, prompt and output. The model's own
+            limit by default, and at most 2048 unless asked for.
+        dtype: ``float32``, ``bfloat16``, or ``auto`` for the checkpoint's.
+        served_model_name: what ``/v1/models`` says; the folder's path by default.
+
+    Use it from one event loop. Cancelling a call does not call off what it asked:
+    as with vLLM, the engine still does it.
+
+    Raises:
+        UsageError: the folder or an option can't be used.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        host: str | None = "127.0.0.1",
+        port: int = 0,
+        max_num_seqs: int = 64,
+        max_model_len: int | None = None,
+        dtype: str = "auto",
+        served_model_name: str | None = None,
+    ) -> None:
+        self._folder = Path(model)
+        self._config = read_config(self._folder, dtype)
+        self.max_num_seqs = max_num_seqs
+        if max_num_seqs < 1:
+            raise UsageError(f"max_num_seqs={max_num_seqs}: must be at least 1")
+        longest = self._config.max_positions
+        if max_model_len is not None and not 1 < max_model_len <= longest:
+            raise UsageError(f"max_model_len={max_model_len}: must be 2 to {longest}")
+        self.max_model_len = max_model_len or min(longest, DEFAULT_MAX_LEN)
+        self.vocab_size = self._config.vocab_size
+        self.model_name = served_model_name or str(model)
+        self._server = DataPlane(self, host, port) if host is not None else None
+        self._generations: dict[str, Generation] = {}
+        self._requests = 0
+        self._core: EngineCore | None = None
+        self._updater: Updater | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._death: asyncio.Future[str] | None = None
+        self._closed = False
+        # Receivers may be tied to the thread that opened them.
+        self._transport_thread = ThreadPoolExecutor(1, thread_name_prefix="wavebus-receive")
+
+    # Life
+
+    async def start(self) -> EngineInfo:
+        self._loop = asyncio.get_running_loop()
+        self._death = self._loop.create_future()
+        self._core = await asyncio.to_thread(self._boot)
+        self._updater = Updater(self._core)
+        self._core.start()
+        endpoint = ""
+        if self._server:
+            try:
+                endpoint = await self._server.start()
+            except OSError as error:
+                await self.close()
+                raise EngineError(f"can't listen for requests: {error}") from error
+        return EngineInfo(
+            kind="embedded",
+            software=SOFTWARE,
+            model=self.model_name,
+            dp_rank=0,
+            dp_size=1,
+            workers=1,
+            backends=available_backends(),
+            endpoint=endpoint,
+        )
+
+    async def close(self) -> None:
+        """End what runs with the tokens it has, and let everything go."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._core is not None:
+            await asyncio.to_thread(self._core.stop)
+        if self._server:
+            await self._server.close()
+        if self._updater is not None and self._loop is not None:
+            await self._loop.run_in_executor(self._transport_thread, self._updater.close)
+        self._transport_thread.shutdown(wait=False)
+
+    async def died(self) -> str:
+        if self._death is None:
+            raise EngineError("the engine is not started")
+        return await asyncio.shield(self._death)
+
+    @property
+    def alive(self) -> bool:
+        """Started, not closed, not crashed."""
+        return self._death is not None and not self._closed and not self._death.done()
+
+    async def in_flight(self) -> int:
+        return len(self._generations)
+
+    async def version(self) -> int:
+        return self._started().version
+
+    # Requests
+
+    def generate(
+        self, token_ids: Sequence[int], params: SamplingParams, *, stream: bool = True
+    ) -> Generation:
+        """Begin a request at once; iterate over the result for its deltas.
+
+        With ``stream`` each choice says every token as it comes, otherwise all of
+        them at its end. :func:`sidecar.embedded.protocol.check_request` says what
+        is a valid request; this trusts the caller.
+
+        Raises:
+            EngineDead: the engine is gone.
+        """
+        core = self._started()
+        self._requests += 1
+        request_id = str(self._requests)
+        room = self.max_model_len - len(token_ids)
+        request = Request(
+            id=request_id,
+            prompt=tuple(token_ids),
+            params=params,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            eos_token_ids=self._config.eos_token_ids,
+            stream=stream,
+        )
+        core.submit(request)
+        generation = Generation(request_id, params.n, self._abort_request)
+        self._generations[request_id] = generation
+        return generation
+
+    # Control
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        await _answer(self._started().pause(mode, clear_cache=clear_cache))
+
+    async def resume(self) -> None:
+        core, updater = self._started(), self._update()
+
+        def run() -> None:
+            updater.require_whole()
+            core.resume()
+
+        await _answer(core.call(run))
+
+    async def abort_requests(self) -> int:
+        return await _answer(self._started().abort_all())
+
+    async def open_transfer(self, backend: str, params: bytes) -> None:
+        await self._transport(lambda: self._update().open_transfer(backend, params))
+
+    async def arm(self, manifest: Manifest) -> None:
+        self._started()
+        self._update().arm(manifest)
+
+    async def start_update(self, *, recover: bool) -> None:
+        updater = self._update()
+        await _answer(self._started().call(lambda: updater.start(recover=recover)))
+
+    async def receive(self, chunk: Chunk) -> None:
+        await self._transport(lambda: self._update().receive(chunk))
+
+    async def load(self, seq: int) -> None:
+        updater = self._update()
+        await _answer(self._started().call(lambda: updater.load(seq)))
+
+    async def restore(self) -> None:
+        await _answer(self._started().call(self._update().restore))
+
+    async def finish_update(self) -> None:
+        await _answer(self._started().call(self._update().finish))
+
+    async def commit(self, version: int) -> None:
+        updater = self._update()
+        await _answer(self._started().call(lambda: updater.commit(version)))
+
+    # Inside
+
+    def _boot(self) -> EngineCore:
+        model = Qwen3(self._config, slots=self.max_num_seqs, max_len=self.max_model_len)
+        load_folder(model.layout, model.parameters, self._folder)
+        return EngineCore(
+            model,
+            slots=self.max_num_seqs,
+            publish=lambda deltas: self._in_loop(lambda: self._dispatch(deltas)),
+            died=lambda reason: self._in_loop(lambda: self._bury(reason)),
+        )
+
+    def _started(self) -> EngineCore:
+        if self._closed:
+            raise EngineDead("the engine is closed")
+        if self._core is None:
+            raise EngineError("the engine is not started", code=NackCode.WRONG_STATE)
+        if self._death is not None and self._death.done():
+            raise EngineDead(self._death.result())
+        return self._core
+
+    def _update(self) -> Updater:
+        self._started()
+        assert self._updater is not None, "made together with the core"
+        return self._updater
+
+    async def _transport(self, action: Callable[[], None]) -> None:
+        """Run ``action`` in the thread of the receiver, which may block on the other end."""
+        self._started()
+        loop = asyncio.get_running_loop()
+        await asyncio.shield(loop.run_in_executor(self._transport_thread, action))
+
+    def _in_loop(self, action: Callable[[], None]) -> None:
+        """From the core's thread into the loop; a loop that is closed has nobody to tell."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(action)
+
+    def _dispatch(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            generation = self._generations.get(delta.request_id)
+            if generation is not None:
+                generation.push(delta)
+                if generation.done.is_set():
+                    del self._generations[delta.request_id]
+
+    def _bury(self, reason: str) -> None:
+        if self._death is not None and not self._death.done():
+            self._death.set_result(reason)
+        for generation in self._generations.values():
+            generation.fail(EngineDead(reason))
+        self._generations.clear()
+
+    def _abort_request(self, request_id: str) -> None:
+        if self.alive and self._core is not None:
+            self._core.abort(request_id)
+
+
+async def _answer(future: Future[T]) -> T:
+    """Wait for the core; shielded, since cancelling the wait must not cancel the call."""
+    return await asyncio.shield(asyncio.wrap_future(future))

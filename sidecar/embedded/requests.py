@@ -1,0 +1,135 @@
+"""A request on its way through the core, and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from sidecar.embedded.sampling import SamplingParams, choice_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+Publish: TypeAlias = "Callable[[list[Delta]], None]"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Output tokens ``start`` to ``end`` (exclusive) were sampled under ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one choice of a request has to say: new tokens, or its end, or both.
+
+    ``logprobs`` runs beside ``token_ids``, or is None when none were asked for.
+    ``finish_reason`` and ``weight_versions`` (over the whole output) come with the
+    last delta of a choice. ``stop_reason`` is the token of ``stop_token_ids`` that
+    ended it; None for the model's own end, and for any other.
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    weight_versions: tuple[VersionSpan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt and its parameters.
+
+    ``stream`` asks for a delta per token, otherwise one comes at the end.
+    ``seed`` is the caller's, or drawn for it. ``max_tokens`` is already cut to
+    what the model's length leaves.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    eos_token_ids: tuple[int, ...]
+    stream: bool
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One choice of a request: its tokens, prompt first, and where each version began."""
+
+    request: Request
+    index: int
+    seed: int
+    tokens: list[int]
+    logprobs: list[float] = field(default_factory=list)
+    version_starts: list[tuple[int, int]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens with which the model itself ends, where the request heeds them."""
+        return () if self.request.params.ignore_eos else self.request.eos_token_ids
+
+    @property
+    def banned(self) -> tuple[int, ...]:
+        """Tokens that may not be sampled yet: ends, until ``min_tokens`` are there."""
+        if self.output_len >= self.request.params.min_tokens:
+            return ()
+        return (*self.request.params.stop_token_ids, *self.ends)
+
+    def append(self, token: int, logprob: float | None, version: int) -> None:
+        """Take a sampled token, and see whether it was the last."""
+        starts = self.version_starts
+        if not starts or starts[-1][0] != version:
+            starts.append((version, self.output_len))
+        self.tokens.append(token)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        params = self.request.params
+        if token in self.ends:
+            self.finish_reason = "stop"
+        elif token in params.stop_token_ids:
+            self.finish_reason, self.stop_reason = "stop", token
+        elif self.output_len >= self.request.max_tokens:
+            self.finish_reason = "length"
+
+    def spans(self) -> tuple[VersionSpan, ...]:
+        """Contiguous, over the whole output; none where there is no output."""
+        ends = [start for _, start in self.version_starts[1:]] + [self.output_len]
+        return tuple(
+            VersionSpan(version, start, end)
+            for (version, start), end in zip(self.version_starts, ends, strict=False)
+        )
+
+    def delta(self, fresh: int) -> Delta:
+        """The last ``fresh`` tokens, or, of a request that doesn't stream, all of them."""
+        count = fresh if self.request.stream else self.output_len
+        wanted = self.request.params.logprobs is not None
+        return Delta(
+            self.request.id,
+            self.index,
+            tuple(self.tokens[len(self.tokens) - count :]),
+            tuple(self.logprobs[len(self.logprobs) - count :]) if wanted else None,
+            self.finish_reason,
+            self.stop_reason,
+            self.spans() if self.finish_reason else (),
+        )
+
+
+def sequences_of(request: Request) -> list[Sequence]:
+    return [
+        Sequence(request, index, choice_seed(request.seed, index), list(request.prompt))
+        for index in range(request.params.n)
+    ]

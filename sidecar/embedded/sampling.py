@@ -1,0 +1,161 @@
+"""From logits to tokens.
+
+Randomness is counter-based: a choice's ``k``-th token depends on its seed, its
+index, ``k`` and its logits, and on nothing else. So a request with a seed gives
+the same tokens in whatever company it runs, and a request that is frozen, or
+recomputed, goes on as if nothing had been.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+    from torch import Tensor
+
+# Below this temperature the likeliest token is taken, as vLLM does.
+GREEDY_BELOW: Final = 1e-5
+_MASK64: Final = (1 << 64) - 1
+# The constants of SplitMix64 (Steele, Lea and Flood, 2014).
+_STEP: Final = 0x9E3779B97F4A7C15
+_MIX: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_LAST_SHIFT: Final = 31
+_UNIFORM_BITS: Final = 48
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens, and when to stop. Names and meanings are vLLM's.
+
+    ``top_k`` 0 or -1 takes the whole vocabulary. ``n`` choices share a prompt.
+    ``max_tokens`` None: up to the model's length. ``seed`` None: a random one.
+    Until ``min_tokens`` no end is sampled.
+
+    ``logprobs`` None gives none, 0 or 1 the sampled token's. They are vLLM's
+    default, *raw* log-probabilities: of the model's own distribution, before
+    temperature, ``top_k`` and ``top_p``. At temperature 1 without either they are
+    also those of the distribution that was sampled from; otherwise they are not.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The 64-bit seed of choice ``index`` of a request."""
+    return _scramble((_scramble(seed & _MASK64) + index) & _MASK64)
+
+
+class SamplingBatch:
+    """The parameters of one batch as tensors; made again when its rows change.
+
+    Args:
+        params: of each row.
+        seeds: of each row, from :func:`choice_seed`.
+        vocab_size: tokens there are.
+    """
+
+    def __init__(
+        self, params: Sequence[SamplingParams], seeds: Sequence[int], vocab_size: int
+    ) -> None:
+        drawn = [row for row, p in enumerate(params) if not p.greedy]
+        cut = [row for row in drawn if _cuts(params[row], vocab_size)]
+        self._drawn = torch.tensor(drawn, dtype=torch.long)
+        self._temperature = torch.tensor([params[row].temperature for row in drawn])[:, None]
+        self._seeds = np.array([seeds[row] for row in drawn], dtype=np.uint64)
+        self._cut = torch.tensor([drawn.index(row) for row in cut], dtype=torch.long)
+        self._top_k = torch.tensor(
+            [k if 0 < (k := params[row].top_k) < vocab_size else vocab_size for row in cut]
+        )[:, None]
+        # Above any sum of probabilities where top_p cuts nothing.
+        self._top_p = torch.tensor([p if (p := params[row].top_p) < 1 else 2.0 for row in cut])[
+            :, None
+        ]
+        self.wants_logprobs = any(p.logprobs is not None for p in params)
+
+    def sample(self, logits: Tensor, counts: Sequence[int]) -> list[int]:
+        """One token per row of ``logits`` [n, vocab]; ``counts`` tokens each row has so far."""
+        tokens = logits.argmax(-1)
+        if len(self._drawn):
+            everyone = len(self._drawn) == len(tokens)
+            scores = logits if everyone else logits[self._drawn]
+            probs = torch.softmax(scores / self._temperature, dim=-1)
+            if len(self._cut):
+                probs[self._cut] = _cut(probs[self._cut], self._top_k, self._top_p)
+            count = np.asarray(counts, dtype=np.uint64)
+            uniform = uniforms(self._seeds, count if everyone else count[self._drawn.numpy()])
+            tokens[self._drawn] = _draw(probs, torch.from_numpy(uniform))
+        chosen: list[int] = tokens.tolist()
+        return chosen
+
+
+def raw_logprobs(logits: Tensor, tokens: Sequence[int]) -> list[float]:
+    """Log-probability of each row's token in the model's own distribution."""
+    index = torch.tensor(tokens)[:, None]
+    picked = logits.gather(1, index).squeeze(1) - logits.logsumexp(-1)
+    values: list[float] = picked.tolist()
+    return values
+
+
+def uniforms(
+    seeds: npt.NDArray[np.uint64], counts: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.float64]:
+    """A number in [0, 1) for every (seed, count): SplitMix64's ``count``-th output."""
+    state = seeds + (counts + np.uint64(1)) * np.uint64(_STEP)
+    for shift, factor in _MIX:
+        state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
+    state ^= state >> np.uint64(_LAST_SHIFT)
+    return (state >> np.uint64(64 - _UNIFORM_BITS)).astype(np.float64) * 2.0**-_UNIFORM_BITS
+
+
+def _scramble(value: int) -> int:
+    """One output of SplitMix64, in plain integers."""
+    state = (value + _STEP) & _MASK64
+    for shift, factor in _MIX:
+        state = ((state ^ (state >> shift)) * factor) & _MASK64
+    return state ^ (state >> _LAST_SHIFT)
+
+
+def _cuts(params: SamplingParams, vocab_size: int) -> bool:
+    return params.top_p < 1 or 0 < params.top_k < vocab_size
+
+
+def _cut(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Zero what top-k leaves out, then what top-p leaves out of the rest; not renormalised."""
+    ranked, order = probs.sort(dim=-1, descending=True, stable=True)
+    ranked = ranked.masked_fill(torch.arange(probs.shape[-1]) >= top_k, 0.0)
+    ranked /= ranked.sum(-1, keepdim=True)
+    before = ranked.cumsum(-1) - ranked
+    kept = ranked.masked_fill(before >= top_p, 0.0)
+    return torch.zeros_like(probs).scatter_(-1, order, kept)
+
+
+def _draw(probs: Tensor, uniform: Tensor) -> Tensor:
+    """The token at which the running sum of ``probs`` passes ``uniform`` of the whole.
+
+    In double precision, so that a token of probability zero has no width. Logits
+    that are not numbers give the last token: garbage in, but no crash.
+    """
+    sums = probs.double().cumsum(-1)
+    target = uniform[:, None] * sums[:, -1:]
+    drawn = torch.searchsorted(sums, target, right=True).squeeze(1)
+    return drawn.clamp_(max=probs.shape[-1] - 1)

@@ -1,0 +1,177 @@
+"""The HTTP data plane of an embedded engine; the same routes as a served vLLM.
+
+==================================  ==========================================
+``POST /inference/v1/generate``     tokens in, tokens out; see ``protocol.py``
+``GET /health``                     200 while the engine lives, else 503
+``GET /v1/models``                  what it serves
+``GET /load``                       requests it holds, as ``server_load``
+==================================  ==========================================
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+from aiohttp import web
+
+from bus.errors import EngineError
+from sidecar.embedded.protocol import (
+    BadRequest,
+    check_request,
+    decode_request,
+    encode_chunk,
+    encode_response,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiohttp.typedefs import Handler
+
+    from sidecar.embedded.generation import Generation
+    from sidecar.embedded.sampling import SamplingParams
+
+MAX_BODY_BYTES: Final = 16 * 1024 * 1024
+# How long responses that are under way may take to leave when the server closes.
+SHUTDOWN_S: Final = 1.0
+
+
+class Served(Protocol):
+    """What the data plane needs of an engine."""
+
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    model_name: str
+
+    @property
+    def alive(self) -> bool: ...
+
+    async def in_flight(self) -> int: ...
+
+    def generate(
+        self, token_ids: Sequence[int], params: SamplingParams, *, stream: bool
+    ) -> Generation: ...
+
+
+class DataPlane:
+    """Serves one engine over HTTP, in the engine's event loop.
+
+    Args:
+        engine: whose requests to take.
+        host: address to listen on.
+        port: 0 takes any free one.
+    """
+
+    def __init__(self, engine: Served, host: str, port: int) -> None:
+        self._engine = engine
+        self._host = host
+        self._port = port
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> str:
+        """Listen; return the base URL."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/load", self._load)
+        # A handler is cancelled when its client goes away, and aborts its request.
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
+        )
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._host, self._port).start()
+        host, port = self._runner.addresses[0][:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        body = decode_request(await http.read())
+        engine = self._engine
+        params = check_request(
+            body,
+            vocab_size=engine.vocab_size,
+            max_model_len=engine.max_model_len,
+            max_num_seqs=engine.max_num_seqs,
+            model=engine.model_name,
+        )
+        request_id = body.request_id or secrets.token_hex(16)
+        generation = engine.generate(body.token_ids, params, stream=bool(body.stream))
+        try:
+            if body.stream:
+                return await _stream(http, generation, request_id)
+            outputs = await generation.outputs()
+        finally:
+            generation.abort()
+        answer = encode_response(
+            outputs,
+            request_id=request_id,
+            model=engine.model_name,
+            prompt_len=len(body.token_ids),
+        )
+        return web.Response(body=answer, content_type="application/json")
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self._engine.alive else 503)
+
+    async def _models(self, _: web.Request) -> web.Response:
+        card = {
+            "id": self._engine.model_name,
+            "object": "model",
+            "owned_by": "wavebus",
+            "root": self._engine.model_name,
+            "max_model_len": self._engine.max_model_len,
+        }
+        return web.json_response({"object": "list", "data": [card]})
+
+    async def _load(self, _: web.Request) -> web.Response:
+        return web.json_response({"server_load": await self._engine.in_flight()})
+
+
+async def _stream(http: web.Request, generation: Generation, request_id: str) -> web.StreamResponse:
+    """Server-sent events: one per delta, those that are ready together in one write."""
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    )
+    await response.prepare(http)
+    try:
+        while deltas := await generation.ready():
+            await response.write(
+                b"".join(encode_chunk(delta, request_id=request_id) for delta in deltas)
+            )
+    except EngineError as error:
+        # The status line is long gone: the error is an event of its own, as in vLLM.
+        await response.write(b"data: " + _error_body(500, str(error)) + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except BadRequest as error:
+        return _error(400, str(error), error.field)
+    except EngineError as error:
+        return _error(503, str(error))
+    except web.HTTPException as error:
+        return _error(error.status, error.text or error.reason)
+
+
+def _error(status: int, message: str, param: str = "") -> web.Response:
+    body = _error_body(status, message, param)
+    return web.Response(status=status, body=body, content_type="application/json")
+
+
+def _error_body(status: int, message: str, param: str = "") -> bytes:
+    """The shape in which vLLM says that something is wrong."""
+    kind = "BadRequestError" if 400 <= status < 500 else "InternalServerError"  # noqa: PLR2004
+    error = {"message": message, "type": kind, "param": param or None, "code": status}
+    return msgspec.json.encode({"error": error})

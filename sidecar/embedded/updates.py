@@ -1,0 +1,170 @@
+"""A weight update of the embedded engine, step by step.
+
+::
+
+    state      call                  next       what happens
+    IDLE       start                 LOADING    the armed manifest is the one to load
+    any        start, recover        LOADING    same, whatever an earlier update left
+    LOADING    receive               LOADING    the chunk's tensors are staged
+    LOADING    load                  LOADING    they are copied into the parameters
+    LOADING    restore, none loaded  IDLE       the old weights were never touched
+    LOADING    finish, all loaded    FINISHED
+    FINISHED   commit                IDLE       the engine serves the new version
+
+Opening a transport and arming change no state and may come at any time. Anything
+else is refused with code ``wrong_state`` and changes nothing.
+
+From the first load of an update to its commit the parameters are *foreign*: not those
+of the version that the engine says it serves. There is no way back from that, so if
+the update breaks off, a whole one, started with ``recover``, is the only way out.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from bus.errors import EngineError
+from bus.messages import NackCode
+from sidecar.embedded.weights import check_manifest, load_tensors
+from sidecar.transfer import make_receiver
+
+if TYPE_CHECKING:
+    import torch
+
+    from bus.manifest import Manifest
+    from sidecar.embedded.core import EngineCore
+    from sidecar.engine import Chunk
+    from sidecar.transfer import Receiver
+
+
+class UpdateState(StrEnum):
+    IDLE = "idle"
+    LOADING = "loading"
+    FINISHED = "finished"
+
+
+class Updater:
+    """The update machine of one core.
+
+    :meth:`open_transfer`, :meth:`receive` and :meth:`close` may block on the other
+    end and run outside the core's thread, one at a time; :meth:`arm` runs anywhere;
+    the others run in the core's thread.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._layout = core.model.layout
+        self._state = UpdateState.IDLE
+        self._armed: Manifest | None = None
+        self._manifest: Manifest | None = None
+        self._loaded: set[int] = set()
+        self._foreign = False
+        self._backend = ""
+        self._receiver: Receiver | None = None
+        self._staged_seq: int | None = None
+        self._staged: list[tuple[str, torch.Tensor]] = []
+
+    def open_transfer(self, backend: str, params: bytes) -> None:
+        receiver = make_receiver(backend)
+        receiver.open(params)
+        self.close()
+        self._backend, self._receiver = backend, receiver
+
+    def close(self) -> None:
+        """Let the transport go, and what it has staged."""
+        self._unstage()
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    def arm(self, manifest: Manifest) -> None:
+        self._armed = None
+        check_manifest(self._layout, manifest)
+        self._armed = manifest
+
+    def start(self, *, recover: bool) -> None:
+        self._core.require_paused("an update")
+        if self._armed is None:
+            raise _wrong_state("no manifest is armed")
+        if not recover and self._state is not UpdateState.IDLE:
+            hint = "; only a whole update with recover frees the engine" if self._foreign else ""
+            raise _wrong_state(f"an earlier update is still {self._state.value}{hint}")
+        self._unstage()
+        self._manifest, self._armed = self._armed, None
+        self._loaded.clear()
+        self._state = UpdateState.LOADING
+
+    def receive(self, chunk: Chunk) -> None:
+        manifest = self._loading("receive")
+        if chunk.seq >= manifest.chunks or chunk.tensors != manifest.chunk(chunk.seq):
+            raise _wrong_state(f"chunk {chunk.seq} is not the armed manifest's")
+        if chunk.seq in self._loaded:
+            raise _wrong_state(f"chunk {chunk.seq} is loaded already")
+        if self._staged_seq not in (None, chunk.seq):
+            raise _wrong_state(f"chunk {self._staged_seq} is received and not loaded yet")
+        if self._receiver is None or chunk.backend != self._backend:
+            raise _wrong_state(f"no {chunk.backend} transport is open")
+        self._unstage()
+        self._staged = self._receiver.receive(chunk.tensors, chunk.handle)
+        self._staged_seq = chunk.seq
+
+    def load(self, seq: int) -> None:
+        self._loading("load")
+        self._core.require_paused("load")
+        if self._staged_seq != seq:
+            raise _wrong_state(f"chunk {seq} is not received")
+        self._foreign = True
+        load_tensors(self._layout, self._core.model.parameters, self._staged)
+        self._loaded.add(seq)
+        self._unstage()
+
+    def restore(self) -> None:
+        self._loading("restore")
+        if self._foreign:
+            raise _wrong_state("restore after a load: only a whole update frees the engine")
+        self._unstage()
+        self._state = UpdateState.IDLE
+
+    def finish(self) -> None:
+        manifest = self._loading("finish")
+        self._core.require_paused("finish")
+        missing = manifest.chunks - len(self._loaded)
+        if missing:
+            raise _wrong_state(f"{missing} of {manifest.chunks} chunks are not loaded")
+        self._state = UpdateState.FINISHED
+
+    def commit(self, version: int) -> None:
+        if self._state is not UpdateState.FINISHED:
+            raise _wrong_state(f"commit while the update is {self._state.value}")
+        if version <= self._core.version:
+            raise _wrong_state(f"version {version} does not follow {self._core.version}")
+        self._core.version = version
+        self._foreign = False
+        self._state = UpdateState.IDLE
+
+    def require_whole(self) -> None:
+        """Refuse to serve while an update is open.
+
+        Raises:
+            EngineError: code ``wrong_state``.
+        """
+        if self._state is not UpdateState.IDLE:
+            mixed = ", with weights that are not the version's" if self._foreign else ""
+            raise _wrong_state(f"resume while an update is {self._state.value}{mixed}")
+
+    def _loading(self, what: str) -> Manifest:
+        if self._state is not UpdateState.LOADING or self._manifest is None:
+            raise _wrong_state(f"{what} while the update is {self._state.value}")
+        return self._manifest
+
+    def _unstage(self) -> None:
+        """Give what is staged back to the receiver."""
+        self._staged = []
+        if self._staged_seq is not None and self._receiver is not None:
+            self._receiver.release()
+        self._staged_seq = None
+
+
+def _wrong_state(detail: str) -> EngineError:
+    return EngineError(detail, code=NackCode.WRONG_STATE)

@@ -1,0 +1,193 @@
+"""From Hugging Face tensor names to the model's parameters, and the manifest check.
+
+The model keeps q, k and v of a layer in one parameter, and gate and up in another,
+as vLLM does. A tensor that arrives under its Hugging Face name is therefore often
+a part of a parameter: a range of its rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
+
+from bus.errors import EngineError, UsageError
+from bus.manifest import Manifest, TensorMeta
+from bus.messages import NackCode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from sidecar.embedded.config import ModelConfig
+
+# Computed from the configuration, yet found in some checkpoints: taken and ignored.
+_DERIVED_SUFFIX = ".rotary_emb.inv_freq"
+_TIED_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where a tensor goes: rows ``row`` to ``row + shape[0]`` of ``parameter``."""
+
+    parameter: str
+    row: int
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Every parameter's shape, and every tensor's place in them.
+
+    ``optional`` are tensors that may be sent and are not loaded: with tied
+    embeddings the output layer is the embedding.
+    """
+
+    dtype: str
+    parameters: Mapping[str, tuple[int, ...]]
+    parts: Mapping[str, Part]
+    optional: Mapping[str, tuple[int, ...]]
+
+    def ignored(self, name: str) -> bool:
+        return name in self.optional or name.endswith(_DERIVED_SUFFIX)
+
+
+def layout_of(config: ModelConfig) -> Layout:
+    """The layout of the decoder in :mod:`sidecar.embedded.model`."""
+    hidden, dim = config.hidden_size, config.head_dim
+    query, kv = config.num_heads * dim, config.num_kv_heads * dim
+    inner = config.intermediate_size
+    vocab = (config.vocab_size, hidden)
+    parameters: dict[str, tuple[int, ...]] = {}
+    parts: dict[str, Part] = {}
+
+    def whole(name: str, shape: tuple[int, ...]) -> None:
+        parameters[name] = shape
+        parts[name] = Part(name, 0, shape)
+
+    def fused(prefix: str, parameter: str, rows: dict[str, int]) -> None:
+        row = 0
+        for projection, count in rows.items():
+            name = f"{prefix}.{projection}.weight"
+            parts[name] = Part(f"{prefix}.{parameter}.weight", row, (count, hidden))
+            row += count
+        parameters[f"{prefix}.{parameter}.weight"] = (row, hidden)
+
+    whole("model.embed_tokens.weight", vocab)
+    for index in range(config.num_layers):
+        layer = f"model.layers.{index}"
+        whole(f"{layer}.input_layernorm.weight", (hidden,))
+        fused(f"{layer}.self_attn", "qkv_proj", {"q_proj": query, "k_proj": kv, "v_proj": kv})
+        whole(f"{layer}.self_attn.q_norm.weight", (dim,))
+        whole(f"{layer}.self_attn.k_norm.weight", (dim,))
+        whole(f"{layer}.self_attn.o_proj.weight", (hidden, query))
+        whole(f"{layer}.post_attention_layernorm.weight", (hidden,))
+        fused(f"{layer}.mlp", "gate_up_proj", {"gate_proj": inner, "up_proj": inner})
+        whole(f"{layer}.mlp.down_proj.weight", (hidden, inner))
+    whole("model.norm.weight", (hidden,))
+    if not config.tied:
+        whole(_TIED_HEAD, vocab)
+    optional = {_TIED_HEAD: vocab} if config.tied else {}
+    return Layout(config.dtype, parameters, parts, optional)
+
+
+def check_manifest(layout: Layout, manifest: Manifest) -> None:
+    """Check that ``manifest`` is one whole update of the model; load nothing.
+
+    First every tensor by itself, then the elements that each parameter would get.
+
+    Raises:
+        EngineError: code ``manifest_refused``, with the tensor at fault.
+    """
+    filled: Counter[str] = Counter()
+    for meta in manifest.tensors():
+        _check_tensor(layout, meta)
+        if not layout.ignored(meta.name):
+            part = layout.parts[meta.name]
+            filled[part.parameter] += part.elements
+    sent = frozenset(manifest.names)
+    for parameter, shape in layout.parameters.items():
+        if filled[parameter] != math.prod(shape):
+            raise _incomplete(layout, parameter, filled[parameter], sent)
+
+
+def load_tensors(
+    layout: Layout,
+    parameters: Mapping[str, torch.Tensor],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> None:
+    """Copy tensors, in the shapes of ``layout``, into their places in ``parameters``."""
+    with torch.inference_mode():
+        for name, tensor in tensors:
+            if not layout.ignored(name):
+                part = layout.parts[name]
+                parameters[part.parameter].narrow(0, part.row, part.shape[0]).copy_(tensor)
+
+
+def load_folder(layout: Layout, parameters: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Fill ``parameters`` from the ``*.safetensors`` files of ``folder``, whatever their dtype.
+
+    Raises:
+        UsageError: the folder has no such file, or they don't hold this model.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UsageError(f"model={folder}: no *.safetensors in it")
+    metas: list[TensorMeta] = []
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - no mapping: it has no iterator
+                shape = tuple(tensors.get_slice(name).get_shape())
+                metas.append(TensorMeta(name, layout.dtype, shape))
+    try:
+        check_manifest(layout, Manifest.plan(metas, chunk_bytes=1))
+    except (EngineError, ValueError) as error:
+        raise UsageError(f"model={folder}: {error}") from error
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            names = list(tensors.keys())
+            load_tensors(layout, parameters, ((name, tensors.get_tensor(name)) for name in names))
+
+
+def _check_tensor(layout: Layout, meta: TensorMeta) -> None:
+    if meta.name.endswith(_DERIVED_SUFFIX):
+        return
+    part = layout.parts.get(meta.name)
+    shape = part.shape if part else layout.optional.get(meta.name)
+    if shape is None:
+        hint = ""
+        if meta.name in layout.parameters:
+            sources = ", ".join(n for n, p in layout.parts.items() if p.parameter == meta.name)
+            hint = f" (send its parts: {sources})"
+        raise _refused(meta.name, f"the model has no tensor {meta.name}{hint}")
+    if meta.shape != shape:
+        raise _refused(meta.name, f"{meta.name} has shape {meta.shape}, the model needs {shape}")
+    if meta.dtype != layout.dtype:
+        raise _refused(
+            meta.name, f"{meta.name} has dtype {meta.dtype}, the model's is {layout.dtype}"
+        )
+
+
+def _incomplete(layout: Layout, parameter: str, elements: int, sent: frozenset[str]) -> EngineError:
+    parts = [name for name, part in layout.parts.items() if part.parameter == parameter]
+    missing = [name for name in parts if name not in sent]
+    if len(parts) == 1:
+        return _refused(parameter, f"{parameter} is missing: an update covers every parameter")
+    total = math.prod(layout.parameters[parameter])
+    return _refused(
+        missing[0],
+        f"{parameter} would get {elements} of its {total} elements: "
+        f"missing {', '.join(missing)} of its parts {', '.join(parts)}",
+    )
+
+
+def _refused(tensor: str, detail: str) -> EngineError:
+    return EngineError(detail, code=NackCode.MANIFEST_REFUSED, tensor=tensor)

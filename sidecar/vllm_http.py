@@ -1,0 +1,348 @@
+"""Drive a vLLM API server through its RL routes.
+
+Those routes are not covered by the server's API key (vLLM 0.32 guards only ``/v1``
+and ``/inference``), so they belong on loopback: a sidecar runs beside its server.
+
+No call has a read timeout: a pause ends when the engine is idle, and a call that was
+given up here would still be pending there. Deadlines are the business of whoever
+calls; only connecting, and the questions that a live server answers at once, are
+bounded here.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+import aiohttp
+import anyio
+
+from bus.errors import EngineDead, EngineError, UsageError
+from sidecar.engine import Chunk, EngineInfo, Manifest, PauseMode
+from sidecar.transfer import available_backends
+from sidecar.vllm_inprocess import parse_version
+from sidecar.vllm_plugin.client import PluginClient, engine_error
+from sidecar.vllm_plugin.compat import BACKEND, BACKEND_OPTION, check_version
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from sidecar.supervise import SupervisedServer
+
+__all__ = ["VllmHttpEngine", "is_loopback"]
+
+CONNECT_S: Final = 5.0
+ANSWER_S: Final = 10.0
+HEALTH_PERIOD_S: Final = 1.0
+REFUSALS_TO_DIE: Final = 3
+NOT_FOUND: Final = 404
+SERVER_ERROR: Final = 500
+UNAVAILABLE: Final = 503
+
+# Both count requests of every route, per engine; a frozen request is running or waiting.
+_GAUGE = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} ([0-9.eE+]+)$", re.MULTILINE)
+
+
+class VllmHttpEngine:
+    """An API server as a :class:`sidecar.engine.Engine`.
+
+    Args:
+        base_url: such as ``http://127.0.0.1:8000``; a path prefix is kept. With
+            ``server``, its own URL.
+        server: a server that this adapter starts, and stops when it is closed.
+        ready_timeout_s: how long :meth:`start` waits for ``/health``.
+        allow_remote: take a URL that is not on loopback.
+
+    Raises:
+        UsageError: neither or both of ``base_url`` and ``server``; not an HTTP URL; or
+            not on loopback.
+    """
+
+    def __init__(
+        self,
+        base_url: str = "",
+        *,
+        server: SupervisedServer | None = None,
+        ready_timeout_s: float = 600.0,
+        allow_remote: bool = False,
+    ) -> None:
+        if bool(base_url) == (server is not None):
+            raise UsageError("give either base_url or server")
+        self._url = (server.base_url if server is not None else base_url).rstrip("/")
+        parts = urlsplit(self._url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"base_url={base_url!r}: expected such as http://127.0.0.1:8000")
+        if not allow_remote and not is_loopback(parts.hostname):
+            raise UsageError(
+                f"{parts.hostname} is not a loopback address, and the server's API key does "
+                "not cover its RL routes: whoever reaches it can pause it and replace its "
+                "weights. Run the sidecar beside the server, bound to 127.0.0.1, or pass "
+                "allow_remote=True on a network that only you can reach"
+            )
+        self._server = server
+        self._ready_timeout_s = ready_timeout_s
+        self._plugin = PluginClient(_Doors(self))
+        self._session: aiohttp.ClientSession | None = None
+
+    async def start(self) -> EngineInfo:
+        """Start the server if it is ours; wait for it; check that it can be driven.
+
+        Raises:
+            EngineError: it isn't healthy in time, is too old, or lacks the RL routes or
+                the backend; the text says how to start it.
+            EngineDead: a server that we started ended.
+        """
+        if self._server is not None:
+            await self._server.start()
+        if self._session is None:
+            # A limit of connections would let waiting calls hold back a resume.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            )
+        await self._wait_until_healthy()
+        version = str((await self._ask("/version"))["version"])
+        check_version(version)
+        config = await self._config()
+        # Asked before any call of the backend: another backend would fail on ours.
+        transfer = config.get("weight_transfer_config") or {}
+        if transfer.get("backend") != BACKEND:
+            found = repr(transfer["backend"]) if transfer else "no backend"
+            raise EngineError(
+                f"the server at {self._url} transfers weights with {found}: "
+                f"start it with {BACKEND_OPTION}"
+            )
+        await self._plugin.hello()
+        return _info(config, version, self._url)
+
+    async def close(self) -> None:
+        """Close the connection, and stop the server if we started it."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+        if self._server is not None:
+            await self._server.stop()
+
+    async def died(self) -> str:
+        """Return when the server is gone: it ended, says so itself, or nothing listens.
+
+        A server that is slow to answer is busy, not dead.
+        """
+        if self._server is not None:
+            return await self._server.exited()
+        refusals = 0
+        while True:
+            try:
+                status = await self._health()
+            except aiohttp.ClientConnectorError as error:
+                refusals += 1
+                if refusals >= REFUSALS_TO_DIE:
+                    return f"nothing listens at {self._url}: {error.os_error.strerror or error}"
+            except (aiohttp.ClientError, TimeoutError):
+                refusals = 0
+            else:
+                refusals = 0
+                if status == UNAVAILABLE:
+                    return f"the server at {self._url} says that its engine is dead (/health 503)"
+            await anyio.sleep(HEALTH_PERIOD_S)
+
+    async def in_flight(self) -> int:
+        """Running and waiting requests of every route, from ``/metrics``.
+
+        ``/load`` counts only some routes, and nothing without an option of its own. The
+        gauges hold through a pause, and follow an abort in it (seen on 0.32).
+        """
+        async with self._answer("GET", "/metrics", timeout_s=ANSWER_S) as response:
+            found = _GAUGE.findall(await response.text())
+        if not found:
+            raise EngineError(
+                f"{self._url}/metrics has no request counts: start the server without "
+                "--disable-log-stats"
+            )
+        return int(sum(map(float, found)))
+
+    async def version(self) -> int:
+        return parse_version(str((await self._ask("/weight_info"))["weight_version"]))
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        query = {"mode": mode, "clear_cache": "true" if clear_cache else "false"}
+        await self.post("/pause", query=query)
+
+    async def resume(self) -> None:
+        await self.post("/resume")
+
+    async def abort_requests(self) -> int:
+        answer = await self.post("/abort_requests", {})
+        return int(answer["aborted"])
+
+    async def open_transfer(self, backend: str, params: bytes) -> None:
+        await self._plugin.open_transfer(backend, params)
+
+    async def arm(self, manifest: Manifest) -> None:
+        await self._plugin.arm(manifest)
+
+    async def start_update(self, *, recover: bool) -> None:
+        await self._plugin.start_update(recover=recover)
+
+    async def receive(self, chunk: Chunk) -> None:
+        await self._plugin.receive(chunk)
+
+    async def load(self, seq: int) -> None:
+        await self._plugin.load(seq)
+
+    async def restore(self) -> None:
+        await self._plugin.restore()
+
+    async def finish_update(self) -> None:
+        await self._plugin.finish_update()
+
+    async def commit(self, version: int) -> None:
+        await self.post("/update_weight_version", {"new_version": str(version)})
+
+    # -- HTTP --------------------------------------------------------------------------
+
+    async def post(
+        self, path: str, body: Any = None, *, query: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        """One RL call, however long it takes.
+
+        Raises:
+            EngineDead: the connection was refused or broke.
+            EngineError: what the server, or the plugin inside it, said.
+        """
+        async with self._answer("POST", path, body=body, query=query) as response:
+            answer: dict[str, Any] = await response.json()
+            return answer
+
+    async def _ask(self, path: str) -> dict[str, Any]:
+        async with self._answer("GET", path, timeout_s=ANSWER_S) as response:
+            answer: dict[str, Any] = await response.json()
+            return answer
+
+    @asynccontextmanager
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        query: dict[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
+        try:
+            async with self._open_session().request(
+                method, self._url + path, json=body, params=query, timeout=timeout
+            ) as response:
+                if not response.ok:
+                    raise _refused(path, response.status, await response.text())
+                yield response
+        except TimeoutError as error:
+            raise EngineError(f"{self._url}{path}: no answer in {timeout_s} s") from error
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            raise EngineDead(f"{self._url}{path}: {error or type(error).__name__}") from error
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise EngineError("start() comes first")
+        return self._session
+
+    async def _health(self) -> int:
+        timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
+        async with self._open_session().get(f"{self._url}/health", timeout=timeout) as response:
+            return response.status
+
+    async def _wait_until_healthy(self) -> None:
+        last = "nothing was heard"
+        with anyio.move_on_after(self._ready_timeout_s):
+            while True:
+                try:
+                    status = await self._health()
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    last = str(error) or type(error).__name__
+                else:
+                    if status < SERVER_ERROR:
+                        return
+                    last = f"/health answers {status}"
+                await anyio.sleep(HEALTH_PERIOD_S / 2)
+        raise EngineError(
+            f"no healthy server at {self._url} within {self._ready_timeout_s:g} s: {last}"
+        )
+
+    async def _config(self) -> dict[str, Any]:
+        """The server's whole configuration; the first time it takes seconds to gather.
+
+        One of the routes that come with the RL routes, so its absence says the same.
+        """
+        async with self._answer("GET", "/server_info?config_format=json") as response:
+            config: dict[str, Any] = (await response.json())["vllm_config"]
+            return config
+
+
+class _Doors:
+    """:class:`sidecar.vllm_plugin.client.Doors` of an API server."""
+
+    def __init__(self, engine: VllmHttpEngine) -> None:
+        self._engine = engine
+
+    async def init_weight_transfer(self, info: dict[str, Any]) -> None:
+        await self._engine.post("/init_weight_transfer_engine", {"init_info": info})
+
+    async def start_weight_update(self) -> None:
+        await self._engine.post("/start_weight_update")
+
+    async def update_weights(self, info: dict[str, Any]) -> None:
+        await self._engine.post("/update_weights", {"update_info": info})
+
+    async def finish_weight_update(self) -> None:
+        await self._engine.post("/finish_weight_update")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody from outside this machine can reach ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _refused(path: str, status: int, text: str) -> EngineError:
+    if status == NOT_FOUND:
+        return EngineError(
+            f"the server has no {path}: start the server with VLLM_SERVER_DEV_MODE=1 "
+            "(it brings the RL routes), bound to 127.0.0.1"
+        )
+    if "EngineDeadError" in text or "EngineCore encountered an issue" in text:
+        return EngineDead(f"{path}: the server's engine is dead")
+    error = engine_error(text)
+    return (
+        error
+        if error.tensor or error.detail != text
+        else EngineError(f"{path} answered {status}: {text[:2000]}")
+    )
+
+
+def _info(config: dict[str, Any], version: str, url: str) -> EngineInfo:
+    parallel = config["parallel_config"]
+    if parallel.get("data_parallel_hybrid_lb"):
+        raise EngineError(
+            "--data-parallel-hybrid-lb puts several ranks of a DP group behind one server; "
+            "use --data-parallel-external-lb, with one sidecar per rank"
+        )
+    external = bool(parallel["data_parallel_external_lb"])
+    world, dp_size = int(parallel["world_size"]), int(parallel["data_parallel_size"])
+    return EngineInfo(
+        kind="vllm-http",
+        software=f"vllm {version}",
+        model=str(config["model_config"]["model"]),
+        dp_rank=int(parallel["data_parallel_rank"]) if external else 0,
+        dp_size=dp_size if external else 1,
+        workers=world * (1 if external else dp_size),
+        backends=available_backends(),
+        endpoint=url,
+    )

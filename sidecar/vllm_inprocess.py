@@ -1,0 +1,173 @@
+"""Drive a vLLM engine that lives in this process: an ``AsyncLLM``.
+
+The caller builds the ``AsyncLLM`` with ``weight_transfer_config`` backend
+``wavebus`` and keeps it: requests go to it directly, and closing the adapter leaves
+it running.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+
+from bus.errors import EngineDead, EngineError
+from sidecar.engine import Chunk, EngineInfo, Manifest, PauseMode
+from sidecar.transfer import available_backends
+from sidecar.vllm_plugin.client import PluginClient, engine_error
+from sidecar.vllm_plugin.compat import BACKEND, BACKEND_OPTION, check_version
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+__all__ = ["VllmEngine", "parse_version"]
+
+DEATH_CHECK_S: Final = 0.5
+
+
+class VllmEngine:
+    """An ``AsyncLLM`` as a :class:`sidecar.engine.Engine`."""
+
+    def __init__(self, async_llm: Any) -> None:
+        self._llm = async_llm
+        self._plugin = PluginClient(_Doors(async_llm))
+
+    async def start(self) -> EngineInfo:
+        """Check that this engine can be driven.
+
+        Raises:
+            EngineError: the vLLM is too old, or the engine was built without the backend
+                ``wavebus``; the text says what to change.
+        """
+        import vllm  # noqa: PLC0415 - whoever has an AsyncLLM has vLLM; nobody else needs it
+
+        check_version(vllm.__version__)
+        config = self._llm.vllm_config
+        transfer = config.weight_transfer_config
+        if transfer is None or transfer.backend != BACKEND:
+            found = "no weight_transfer_config" if transfer is None else repr(transfer.backend)
+            raise EngineError(
+                f"the AsyncLLM was built with {found}: pass "
+                f"weight_transfer_config={{'backend': {BACKEND!r}}} to AsyncEngineArgs "
+                f"(served: {BACKEND_OPTION})"
+            )
+        await self._plugin.hello()
+        parallel = config.parallel_config
+        if parallel.data_parallel_hybrid_lb:
+            raise EngineError(
+                "data_parallel_hybrid_lb puts several ranks of a DP group behind one client; "
+                "use data_parallel_external_lb, with one sidecar per rank"
+            )
+        # Behind an internal load balancer one client pauses all ranks: a DP group of one.
+        external = bool(parallel.data_parallel_external_lb)
+        return EngineInfo(
+            kind="vllm",
+            software=f"vllm {vllm.__version__}",
+            model=str(config.model_config.model),
+            dp_rank=parallel.data_parallel_rank if external else 0,
+            dp_size=parallel.data_parallel_size if external else 1,
+            workers=parallel.world_size * (1 if external else parallel.data_parallel_size),
+            backends=available_backends(),
+            endpoint="",
+        )
+
+    async def close(self) -> None:
+        """Nothing to do: the engine is the caller's."""
+
+    async def died(self) -> str:
+        while not self._llm.errored:  # noqa: ASYNC110 - vLLM offers a flag and no event
+            await anyio.sleep(DEATH_CHECK_S)
+        return "vLLM's engine core is dead"
+
+    async def in_flight(self) -> int:
+        return len(self._llm.output_processor.request_states)
+
+    async def version(self) -> int:
+        return parse_version(await _call(self._llm.get_weight_version()))
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        await _call(self._llm.pause_generation(mode=mode, clear_cache=clear_cache))
+
+    async def resume(self) -> None:
+        await _call(self._llm.resume_generation())
+
+    async def abort_requests(self) -> int:
+        processor = self._llm.output_processor
+        requests = [*processor.request_states]
+        if requests:
+            everything = [*requests, *processor.parent_requests]
+            await _call(self._llm.abort(everything, internal=True))
+        return len(requests)
+
+    async def open_transfer(self, backend: str, params: bytes) -> None:
+        await self._plugin.open_transfer(backend, params)
+
+    async def arm(self, manifest: Manifest) -> None:
+        await self._plugin.arm(manifest)
+
+    async def start_update(self, *, recover: bool) -> None:
+        await self._plugin.start_update(recover=recover)
+
+    async def receive(self, chunk: Chunk) -> None:
+        await self._plugin.receive(chunk)
+
+    async def load(self, seq: int) -> None:
+        await self._plugin.load(seq)
+
+    async def restore(self) -> None:
+        await self._plugin.restore()
+
+    async def finish_update(self) -> None:
+        await self._plugin.finish_update()
+
+    async def commit(self, version: int) -> None:
+        await _call(self._llm.update_weight_version(str(version)))
+
+
+def parse_version(text: str) -> int:
+    """Our version in vLLM's free text; 0 for one that is not ours, such as ``default``."""
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
+class _Doors:
+    """:class:`sidecar.vllm_plugin.client.Doors` of an ``AsyncLLM``."""
+
+    def __init__(self, async_llm: Any) -> None:
+        self._llm = async_llm
+
+    async def init_weight_transfer(self, info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import (  # noqa: PLC0415 - see start()
+            WeightTransferInitRequest,
+        )
+
+        await _call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(info)))
+
+    async def start_weight_update(self) -> None:
+        await _call(self._llm.start_weight_update())
+
+    async def update_weights(self, info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import (  # noqa: PLC0415 - see start()
+            WeightTransferUpdateRequest,
+        )
+
+        await _call(self._llm.update_weights(WeightTransferUpdateRequest(info)))
+
+    async def finish_weight_update(self) -> None:
+        await _call(self._llm.finish_weight_update())
+
+
+async def _call(call: Awaitable[Any]) -> Any:
+    """Await a call of vLLM's, and name its failure.
+
+    Raises:
+        EngineDead: the engine core is gone.
+        EngineError: what vLLM, or the plugin inside it, said.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415 - see start()
+
+    try:
+        return await call
+    except EngineDeadError as error:
+        raise EngineDead(f"vLLM: {error}") from error
+    except Exception as error:
+        raise engine_error(str(error) or type(error).__name__) from error

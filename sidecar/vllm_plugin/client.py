@@ -1,0 +1,113 @@
+"""The order of vLLM's calls in an update, the same in process and over HTTP."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from bus.errors import EngineError
+from bus.messages import NackCode
+from sidecar.vllm_plugin import wire
+
+if TYPE_CHECKING:
+    from bus.manifest import Manifest
+    from sidecar.engine import Chunk
+
+
+class Doors(Protocol):
+    """vLLM's calls for weight transfer, raising :class:`EngineError` when they fail."""
+
+    async def init_weight_transfer(self, info: dict[str, Any]) -> None: ...
+
+    async def start_weight_update(self) -> None: ...
+
+    async def update_weights(self, info: dict[str, Any]) -> None: ...
+
+    async def finish_weight_update(self) -> None: ...
+
+
+class PluginClient:
+    """Drives the plugin of one engine; the update half of :class:`sidecar.engine.Engine`.
+
+    It remembers nothing: whether an update session is open is asked of the workers,
+    so that a restarted sidecar, or one whose call was cancelled, recovers as well.
+    And it asks before every call that vLLM would refuse, because a refusal by all
+    workers at once spoils the executor's later answers (:mod:`sidecar.vllm_plugin.ranks`).
+    """
+
+    def __init__(self, doors: Doors) -> None:
+        self._doors = doors
+
+    async def hello(self) -> None:
+        """Is the plugin there, and does it speak our protocol?"""
+        await self._perform(wire.Hello(wire.PROTOCOL))
+
+    async def open_transfer(self, backend: str, params: bytes) -> None:
+        await self._perform(wire.Open(backend, params))
+
+    async def arm(self, manifest: Manifest) -> None:
+        await self._perform(
+            wire.ArmManifest(manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends)
+        )
+
+    async def start_update(self, *, recover: bool) -> None:
+        """Open a session. ``recover``: through a whole one first, which puts vLLM's own
+        bookkeeping in order after a load that broke off (the model's weights are then
+        undefined until every chunk is loaded)."""
+        if recover:
+            await self.restore()
+        await self._expect(active=False)
+        await self._doors.start_weight_update()
+        await self._perform(wire.Settle())
+
+    async def receive(self, chunk: Chunk) -> None:
+        await self._perform(
+            wire.Receive(
+                chunk.seq,
+                chunk.backend,
+                tuple(meta.name for meta in chunk.tensors),
+                tuple(meta.dtype for meta in chunk.tensors),
+                tuple(meta.shape for meta in chunk.tensors),
+                chunk.handle,
+            )
+        )
+
+    async def load(self, seq: int) -> None:
+        await self._expect(active=True)
+        await self._doors.update_weights(wire.encode(wire.Load(seq)))
+        await self._perform(wire.Settle())
+
+    async def restore(self) -> None:
+        """Close the session; opened first if it isn't. Layers that are not complete get their
+        old weights back: without a load, all of them."""
+        if not await self._active():
+            await self._doors.start_weight_update()
+        await self._perform(wire.Discard())
+        await self.finish_update()
+
+    async def finish_update(self) -> None:
+        await self._expect(active=True)
+        await self._doors.finish_weight_update()
+        await self._perform(wire.Settle())
+
+    async def _active(self) -> bool:
+        try:
+            await self._expect(active=True)
+        except EngineError as error:
+            if error.code is NackCode.WRONG_STATE:
+                return False
+            raise
+        return True
+
+    async def _expect(self, *, active: bool) -> None:
+        await self._perform(wire.Expect(active))
+
+    async def _perform(self, operation: wire.InitOp) -> None:
+        await self._doors.init_weight_transfer(wire.encode(operation))
+
+
+def engine_error(text: str) -> EngineError:
+    """The error inside the text of a failed vLLM call."""
+    failure = wire.find_failure(text)
+    if failure is not None:
+        return EngineError(failure.detail, code=failure.code, tensor=failure.tensor)
+    return EngineError(text)

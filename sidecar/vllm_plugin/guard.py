@@ -1,0 +1,87 @@
+"""Stands between a sidecar and the server it started. A program, not a module to import.
+
+    python guard.py PARENT_PID GRACE_S COMMAND...
+
+It runs the command in a process group of its own and leaves nothing of that group
+behind, whoever dies first:
+
+* The sidecar dies, even by SIGKILL: the kernel tells the guard (PR_SET_PDEATHSIG),
+  which ends the group.
+* The guard gets SIGTERM or SIGINT: it passes it to the group, and after the grace
+  SIGKILL.
+* The command ends by itself: stragglers of its group are killed.
+* The guard is killed: the kernel kills the command (PR_SET_PDEATHSIG again).
+
+It exits as the command did; with 128 + n where a signal n ended that.
+It uses the standard library alone and runs by its path, under any Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+PR_SET_PDEATHSIG = 1
+ARGUMENTS = 3
+
+
+def die_with_parent(signum: int) -> None:
+    """Have the kernel send this process ``signum`` when its parent's thread ends. Linux only."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signum, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def main(arguments: list[str]) -> int:
+    parent, grace_s, command = int(arguments[0]), float(arguments[1]), arguments[2:]
+    stop = threading.Event()
+    received: list[int] = []
+
+    def note(signum: int, _frame: object) -> None:
+        received.append(signum)
+        stop.set()
+
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, note)
+    die_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:
+        return 128 + signal.SIGTERM  # it died before the kernel was told to watch it
+    try:
+        child = subprocess.Popen(  # noqa: S603 - the user's own command
+            command,
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(signal.SIGKILL),  # noqa: PLW1509 - one thread here
+        )
+    except OSError as error:
+        sys.stderr.write(f"can't start {command[0]}: {error.strerror}\n")
+        return 127
+
+    def watch() -> None:
+        child.wait()
+        stop.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    stop.wait()
+    if child.poll() is None:
+        _kill_group(child.pid, received[0] if received else signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(grace_s)
+    _kill_group(child.pid, signal.SIGKILL)
+    code = child.wait()
+    return code if code >= 0 else 128 - code
+
+
+def _kill_group(group: int, signum: int) -> None:
+    # Gone already, or only processes of it that are being reaped.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signum)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) <= ARGUMENTS:
+        sys.exit("usage: guard.py PARENT_PID GRACE_S COMMAND...")
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,372 @@
+"""Does this manifest fill this model, exactly? Answered before anything is loaded.
+
+vLLM checks nothing beforehand: an update without ``k_proj`` (half of a fused
+parameter) finishes without an error and serves tokens of neither version, a tensor
+of another dtype is cast silently, one with too many rows is cut, and an unknown
+name fails in the middle of the load and takes the engine down.
+
+So a second model of the same configuration and shard is built on the meta device,
+once, and the manifest is loaded into it chunk by chunk through vLLM's own loader,
+as meta tensors. A dispatch mode sees every write and its source. Then every element
+of every parameter must have been written, by one tensor, and every tensor must have
+been used up. On pipeline, tensor or expert shards a worker sees its own part; the
+workers then merge which tensors were used by anyone.
+
+Built from a private copy of the configuration: layers enter themselves in the
+compilation config's ``static_forward_context``, and rotary embeddings in a module
+wide cache; neither may learn of this model. It holds no weights (8 B parameters
+take some MB of Python objects).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bus.errors import EngineError
+from bus.messages import NackCode
+from sidecar.vllm_plugin import ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bus.manifest import Manifest, TensorMeta
+
+# What part of a storage a view covers: offset, sizes, strides (in elements).
+Region: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+def quiet_loading() -> AbstractContextManager[None]:
+    """Let a chunk be loaded by itself: some models want all tensors in one call.
+
+    vLLM's own backends load chunks in the same context (``nccl_engine.py``, 0.32);
+    where it doesn't exist, there is no such check either.
+    """
+    try:
+        from vllm.model_executor.model_loader import (  # noqa: PLC0415 - only inside a worker
+            mtp_validation,
+        )
+    except ImportError:
+        return nullcontext()
+    manager: AbstractContextManager[None] = mtp_validation.disable_mtp_completeness_check()
+    return manager
+
+
+def tied_head(vllm_config: Any, model: torch.nn.Module) -> str:
+    """The tensor to keep from the loader: an output head tied to the embeddings.
+
+    vLLM 0.32 skips it by itself, but fails when the embeddings are not in the same
+    chunk (``models/utils.py``). It also ties a head that was equal to the embeddings
+    in its checkpoint, whatever the configuration says. Empty where nothing is tied.
+    """
+    config = vllm_config.model_config.hf_text_config
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    shared = any(
+        len(names) > 1 and any(name.endswith("lm_head.weight") for name in names)
+        for names in owners.values()
+    )
+    return "lm_head.weight" if tied or shared else ""
+
+
+class ManifestChecker:
+    """Checks manifests against the model of one worker. The meta model is kept."""
+
+    def __init__(self, vllm_config: Any, tied_head: str) -> None:
+        self._vllm_config = vllm_config
+        self._tied_head = tied_head
+        self._model: torch.nn.Module | None = None
+
+    def check(self, manifest: Manifest) -> None:
+        """Refuse what would not fill the model. A collective of the engine's workers.
+
+        Raises:
+            EngineError: code ``manifest_refused``, with ``tensor`` and the reason.
+        """
+        problem: Exception | None = None
+        used = torch.zeros(len(manifest.names), dtype=torch.uint8)
+        try:
+            trace = self._load(manifest)
+            self._check_parameters(manifest, trace)
+            used[list(trace.used)] = 1
+        except Exception as error:  # noqa: BLE001 - raised below: the peers wait in between
+            problem = error
+        merged = ranks.any_rank(used)
+        if problem is not None:
+            raise problem
+        self._check_unused(manifest, merged)
+
+    # -- loading -----------------------------------------------------------------------
+
+    def _load(self, manifest: Manifest) -> _Trace:
+        if self._model is None:
+            self._model = build_meta_model(self._vllm_config)
+        model = self._model
+        names = {_storage(p): n for n, p in model.named_parameters()}
+        sources = [
+            torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")
+            for meta in manifest.tensors()
+        ]
+        trace = _Trace(
+            manifest=manifest,
+            parameters=dict(model.named_parameters()),
+            destinations=names,
+            sources={_storage(source): index for index, source in enumerate(sources)},
+            exact_dtype=self._vllm_config.quant_config is None,
+        )
+        start = 0
+        for end in manifest.chunk_ends:
+            try:
+                with trace, quiet_loading(), torch.no_grad():
+                    feed = trace.feed(sources, start, end, self._tied_head)
+                    model.load_weights(feed)  # type: ignore[operator]
+            except EngineError:
+                raise
+            except Exception as error:
+                raise _loader_refusal(trace.current, error) from error
+            start = end
+        return trace
+
+    # -- judging -----------------------------------------------------------------------
+
+    def _check_parameters(self, manifest: Manifest, trace: _Trace) -> None:
+        given = set(manifest.names)
+        for name, parameter in trace.parameters.items():
+            expected = int(getattr(parameter, "weight_loader_numel", parameter.numel()))
+            written = trace.written(name)
+            if written >= expected or self._may_lack(name, written):
+                continue
+            missing = self._missing_name(name, given)
+            share = f"{written} of {expected} elements" if written else "nothing"
+            raise refused(missing, f"missing: the manifest fills {share} of the model's {name}")
+        parallel = self._vllm_config.parallel_config
+        whole = parallel.world_size == 1
+        for index in sorted(trace.used):
+            meta = trace.metas[index]
+            if whole and not trace.derived(index) and trace.read(index) < meta_numel(meta):
+                raise refused(
+                    meta.name,
+                    f"misshapen: of shape {list(meta.shape)} the model takes only "
+                    f"{trace.read(index)} of {meta_numel(meta)} elements",
+                )
+            if not whole and ranks.speaks_for_all() and not trace.read_to_end(index):
+                raise refused(
+                    meta.name,
+                    f"misshapen: the last shard ends before the end of shape {list(meta.shape)}",
+                )
+
+    def _check_unused(self, manifest: Manifest, used: torch.Tensor) -> None:
+        for index, meta in enumerate(manifest.tensors()):
+            if not used[index] and not self._may_ignore(meta, manifest):
+                raise refused(
+                    meta.name, "unknown: the model has no place for it and would drop it silently"
+                )
+
+    def _may_lack(self, parameter: str, written: int) -> bool:
+        """A tied head is never loaded; scales of quantised weights may be computed."""
+        quantised = self._vllm_config.quant_config is not None
+        return not written and (
+            parameter == self._tied_head or (quantised and "scale" in parameter)
+        )
+
+    def _may_ignore(self, meta: TensorMeta, manifest: Manifest) -> bool:
+        """Tensors that a trainer has and a model rightly doesn't take."""
+        if meta.name == self._tied_head:
+            embeddings = [m for m in manifest.tensors() if m.name.endswith("embed_tokens.weight")]
+            return any((m.shape, m.dtype) == (meta.shape, meta.dtype) for m in embeddings)
+        parallel = self._vllm_config.parallel_config
+        elsewhere = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
+        return "rotary_emb.inv_freq" in meta.name or (elsewhere and ".experts." in meta.name)
+
+    def _missing_name(self, parameter: str, given: set[str]) -> str:
+        """The trainer's name of what is missing: a part of a fused parameter by its own name."""
+        packed: dict[str, list[str]] = getattr(self._model, "packed_modules_mapping", {})
+        for fused, parts in packed.items():
+            if f".{fused}." in parameter:
+                names = [parameter.replace(f".{fused}.", f".{part}.") for part in parts]
+                return next((n for n in names if n not in given), parameter)
+        return parameter
+
+
+@dataclass(eq=False)
+class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees each write into a parameter, and which tensor of the manifest it came from."""
+
+    manifest: Manifest
+    parameters: dict[str, torch.nn.Parameter]
+    destinations: dict[int, str]
+    sources: dict[int, int]
+    exact_dtype: bool
+    used: set[int] = field(default_factory=set)
+    metas: tuple[TensorMeta, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.metas = tuple(self.manifest.tensors())
+        self._at = 0
+        self._writes: dict[str, dict[Region, int]] = {}
+        self._reads: dict[int, set[Region]] = {}
+        self._derived: set[int] = set()
+
+    @property
+    def current(self) -> TensorMeta:
+        """The tensor that was handed out last."""
+        return self.metas[self._at]
+
+    def feed(
+        self, sources: list[torch.Tensor], start: int, end: int, without: str
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(start, end):
+            self._at = index
+            if self.metas[index].name != without:
+                yield self.metas[index].name, sources[index]
+
+    def written(self, parameter: str) -> int:
+        """How many of its elements were written."""
+        return sum(map(_numel, self._writes.get(parameter, ())))
+
+    def read(self, index: int) -> int:
+        """How many elements of a tensor of the manifest were read."""
+        return sum(map(_numel, self._reads.get(index, ())))
+
+    def read_to_end(self, index: int) -> bool:
+        last = meta_numel(self.metas[index]) - 1
+        return self.derived(index) or any(_last(r) == last for r in self._reads.get(index, ()))
+
+    def derived(self, index: int) -> bool:
+        """Whether the loader computed something from it first, so that reads can't be counted."""
+        return index in self._derived
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _READ_SCALAR and args[0].is_meta:
+            # A loader reads a scalar parameter by its value, which meta has none of.
+            self._derived.add(self._at)
+            return torch.zeros((), dtype=args[0].dtype).item()
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            self._note(args[0], args[1])
+        elif func in _FILLS:
+            self._note(args[0], None)
+        return result
+
+    def _note(self, target: torch.Tensor, source: torch.Tensor | None) -> None:
+        parameter = self.destinations.get(_storage(target))
+        if parameter is None:
+            return
+        index = self._at
+        if source is not None:
+            known = self.sources.get(_storage(source))
+            if known is None:
+                self._derived.add(index)
+            else:
+                index = known
+                self._reads.setdefault(index, set()).add(_region(source))
+            meta = self.metas[index]
+            dtype = str(target.dtype).removeprefix("torch.")
+            if self.exact_dtype and meta.dtype != dtype:
+                raise refused(
+                    meta.name,
+                    f"dtype {meta.dtype}, but the model's {parameter} is {dtype}; vLLM would "
+                    "cast it silently: cast it in the trainer",
+                )
+        self.used.add(index)
+        regions = self._writes.setdefault(parameter, {})
+        owner = regions.setdefault(_region(target), index)
+        if owner != index:
+            raise refused(
+                self.metas[index].name,
+                f"fills the same part of {parameter} as {self.metas[owner].name}",
+            )
+
+
+_READ_SCALAR = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - what .item() becomes
+_FILLS = frozenset(
+    {
+        torch.ops.aten.fill_.Scalar,
+        torch.ops.aten.fill_.Tensor,
+        torch.ops.aten.zero_.default,
+    }
+)
+
+
+def build_meta_model(vllm_config: Any) -> torch.nn.Module:
+    """The worker's model once more, without memory and unknown to the serving one."""
+    from vllm.config import CompilationMode  # noqa: PLC0415 - only inside a worker
+    from vllm.model_executor.model_loader.utils import initialize_model  # noqa: PLC0415
+    from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: PLC0415
+
+    compilation = copy.copy(vllm_config.compilation_config)
+    compilation.mode = CompilationMode.NONE
+    compilation.static_forward_context = {}
+    compilation.static_all_moe_layers = []
+    compilation.enabled_custom_ops = Counter()
+    compilation.disabled_custom_ops = Counter()
+    private = copy.copy(vllm_config)
+    private.compilation_config = compilation
+    with (
+        _kept_rotary_cache(),
+        set_default_torch_dtype(private.model_config.dtype),
+        torch.device("meta"),
+    ):
+        model: torch.nn.Module = initialize_model(private, model_config=private.model_config)
+    return model
+
+
+@contextmanager
+def _kept_rotary_cache() -> Iterator[None]:
+    """Take out of the cache of rotary embeddings what is put in meanwhile."""
+    from vllm.model_executor.layers import rotary_embedding  # noqa: PLC0415 - only in a worker
+
+    cache: dict[Any, Any] = rotary_embedding._ROPE_DICT  # noqa: SLF001 - there is no other door
+    before = set(cache)
+    try:
+        yield
+    finally:
+        for key in set(cache) - before:
+            del cache[key]
+
+
+def refused(tensor: str, reason: str) -> EngineError:
+    """``reason`` as an error that names the tensor, in its text as well."""
+    return EngineError(f"{tensor}: {reason}", code=NackCode.MANIFEST_REFUSED, tensor=tensor)
+
+
+def _loader_refusal(meta: TensorMeta, error: Exception) -> EngineError:
+    """What the loader's own exception means: a name it lacks, or a shape that doesn't fit."""
+    # vLLM appends the names of all parameters there are.
+    said = str(error).partition(". The available")[0]
+    text = f"{type(error).__name__}: {said}".rstrip(": ")
+    unknown = isinstance(error, KeyError) or "no module or parameter named" in str(error)
+    if unknown:
+        return refused(meta.name, f"unknown: the model has no such tensor ({text})")
+    return refused(meta.name, f"misshapen: shape {list(meta.shape)} doesn't fit the model ({text})")
+
+
+def meta_numel(meta: TensorMeta) -> int:
+    return torch.Size(meta.shape).numel()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Identity of the memory behind a tensor or view; meta tensors have no address."""
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch has no public one
+
+
+def _region(tensor: torch.Tensor) -> Region:
+    return int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+
+
+def _numel(region: Region) -> int:
+    return torch.Size(region[1]).numel()
+
+
+def _last(region: Region) -> int:
+    offset, sizes, strides = region
+    return offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))

@@ -1,0 +1,165 @@
+"""Operations that travel inside vLLM's own calls, and how a failure travels back.
+
+vLLM gives a weight transfer backend two dicts: ``init_info`` (any time) and
+``update_info`` (only between start and finish). Each carries one key, ``wavebus``,
+with an operation in MessagePack, in base64: in process the dict crosses vLLM's
+MessagePack codec, over HTTP it is JSON, and one text form passes both. Decoding is
+strict: unknown operations, unknown fields and wrong types are refused.
+
+Everything but :class:`Load` goes through ``init_info``: vLLM ends the update
+session of a worker whose ``update_weights`` raised, and refuses that call outside
+of one, while receiving must be possible without a pause.
+
+vLLM's calls return nothing to the caller, and an exception arrives as its text,
+wrapped in more text. So a :class:`Failure` is put at the end of the text between
+marks, in the URL-safe base64: no quoting changes that, and neither does vLLM when it
+blanks out what looks like a file path in the text of an HTTP error (0.32).
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from bus.messages import (  # noqa: TC001 - msgspec reads them when it decodes
+    Blob,
+    Count,
+    Counts,
+    Dtypes,
+    NackCode,
+    Shapes,
+    ShortText,
+    TensorNames,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+KEY: Final = "wavebus"
+PROTOCOL: Final = 1
+MAX_PAYLOAD_CHARS: Final = 32 * 1024 * 1024
+DETAIL_CHARS: Final = 2000
+TENSOR_CHARS: Final = 512
+
+_MARK = re.compile(r"\[wavebus:([A-Za-z0-9_=-]+)\]")
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
+    """Do both sides speak the same protocol? Changes nothing."""
+
+    protocol: Count
+
+
+class Expect(msgspec.Struct, frozen=True, tag="expect", forbid_unknown_fields=True):
+    """Fail unless an update session is open (or not) in every worker. Changes nothing."""
+
+    active: bool
+
+
+class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
+    """Open the transport; one that is open is replaced."""
+
+    backend: ShortText
+    params: Blob
+
+
+class ArmManifest(msgspec.Struct, frozen=True, tag="arm", forbid_unknown_fields=True):
+    """Check a manifest against the model."""
+
+    names: TensorNames
+    dtypes: Dtypes
+    shapes: Shapes
+    chunk_ends: Counts
+
+
+class Receive(msgspec.Struct, frozen=True, tag="receive", forbid_unknown_fields=True):
+    """Fetch one chunk into staging."""
+
+    seq: Count
+    backend: ShortText
+    names: TensorNames
+    dtypes: Dtypes
+    shapes: Shapes
+    handle: Blob
+
+
+class Settle(msgspec.Struct, frozen=True, tag="settle", forbid_unknown_fields=True):
+    """Raise what the last start, load or finish failed with, if it did."""
+
+
+class Discard(msgspec.Struct, frozen=True, tag="discard", forbid_unknown_fields=True):
+    """Forget what was loaded into layers that are not complete; they keep their old weights."""
+
+
+class Load(msgspec.Struct, frozen=True, tag="load", forbid_unknown_fields=True):
+    """Load the staged chunk into the model. The one operation of ``update_info``."""
+
+    seq: Count
+
+
+InitOp: TypeAlias = Hello | Expect | Open | ArmManifest | Receive | Settle | Discard
+T = TypeVar("T")
+
+
+def encode(operation: InitOp | Load) -> dict[str, str]:
+    """The dict that carries an operation."""
+    return {KEY: base64.b64encode(msgspec.msgpack.encode(operation)).decode()}
+
+
+def decode(info: Mapping[str, Any], type_: Any) -> Any:
+    """The operation in a dict, one of ``type_``.
+
+    Raises:
+        ValueError: says what is wrong with it.
+    """
+    payload = info.get(KEY)
+    if set(info) != {KEY} or not isinstance(payload, str):
+        raise ValueError(
+            f"expected one key {KEY!r} with a string, got {sorted(map(str, info))}: "
+            "this engine's weights are updated through wavebus"
+        )
+    if len(payload) > MAX_PAYLOAD_CHARS:
+        raise ValueError(f"payload of {len(payload)} characters, at most {MAX_PAYLOAD_CHARS}")
+    blob = base64.b64decode(payload, validate=True)
+    return msgspec.msgpack.decode(blob, type=type_)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong in a worker."""
+
+    code: NackCode
+    detail: Annotated[str, Meta(max_length=DETAIL_CHARS)]
+    tensor: Annotated[str, Meta(max_length=TENSOR_CHARS)] = ""
+
+    def clipped(self) -> Failure:
+        """The same within the bounds of the wire."""
+        return Failure(self.code, self.detail[:DETAIL_CHARS], self.tensor[:TENSOR_CHARS])
+
+    def to_bytes(self) -> bytes:
+        return msgspec.msgpack.encode(self.clipped())
+
+    @classmethod
+    def from_bytes(cls, blob: bytes) -> Failure:
+        return msgspec.msgpack.decode(blob, type=cls)
+
+    def to_text(self) -> str:
+        """For an exception: readable, and found again by :func:`find_failure`."""
+        mark = base64.urlsafe_b64encode(self.to_bytes()).decode()
+        return f"{self.detail} [wavebus:{mark}]"
+
+
+def find_failure(text: str) -> Failure | None:
+    """The failure inside the text of an exception or of an HTTP answer, if there is one."""
+    found = _MARK.search(text)
+    if found is None:
+        return None
+    try:
+        return Failure.from_bytes(base64.urlsafe_b64decode(found[1]))
+    except (ValueError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,275 @@
+"""The weight transfer engine inside each vLLM worker.
+
+vLLM calls it with dicts that carry the operations of :mod:`sidecar.vllm_plugin.wire`.
+Receiving, loading and committing are apart: ``receive`` copies a chunk into staging
+on the worker's device and lets the transport's buffers go; ``load`` hands the
+staged tensors to the model. The copy is not a luxury: vLLM's layerwise reload
+keeps the tensors of a layer that is not complete yet until a later chunk completes
+it, so views of a transport's buffers would be overwritten under it.
+
+**What never raises, and why.** ``start_weight_update``, ``update_weights`` and
+``finish_weight_update`` keep a failure for the next ``settle`` operation, instead of
+raising it: a worker whose ``update_weights`` raised has left its update session while
+its peers have not (``gpu_worker.py``), and a failure of any worker but the last
+spoils the executor's answers (:mod:`sidecar.vllm_plugin.ranks`). So the session is
+open in all workers of an engine or in none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from bus.errors import EngineError
+from bus.manifest import Manifest, TensorMeta
+from bus.messages import NackCode
+from sidecar.transfer import make_receiver
+from sidecar.vllm_plugin import ranks, wire
+from sidecar.vllm_plugin.cpu import CpuRepacking
+from sidecar.vllm_plugin.manifest_check import ManifestChecker, quiet_loading, tied_head
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sidecar.transfer import Receiver
+
+__all__ = ["WavebusWeightTransferEngine"]
+
+logger = init_logger("vllm.wavebus")
+
+
+class WorkerRefusal(Exception):  # noqa: N818 - it is an answer; its text carries a Failure
+    """What the last worker raises for all of them."""
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """``init_info`` as it came: decoded where a failure can be agreed on."""
+
+    raw: dict[str, Any]
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """``update_info`` as it came."""
+
+    raw: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    seq: int
+    tensors: list[tuple[str, torch.Tensor]]
+
+
+class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
+    """Dispatches each update to a receiver; checks manifests; loads."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._tied_head = tied_head(vllm_config, model)
+        self._checker = ManifestChecker(vllm_config, self._tied_head)
+        self._repacking = CpuRepacking(model, device)
+        self._armed: Manifest | None = None
+        self._backend = ""
+        self._receiver: Receiver | None = None
+        self._staged: _Staged | None = None
+        self._active = False
+        self._failure: wire.Failure | None = None
+
+    # -- doors of vLLM ---------------------------------------------------------------
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
+        return InitInfo(init_dict)
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
+        return UpdateInfo(update_dict)
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Carry one operation out; the outcome is that of all workers together.
+
+        Raises:
+            WorkerRefusal: in the last worker, with a :class:`wire.Failure` in its text.
+        """
+        failure = ranks.agree(_attempt(lambda: self._perform(init_info.raw)))
+        if failure is not None and ranks.speaks_for_all():
+            raise WorkerRefusal(failure.to_text())
+
+    def start_weight_update(self) -> None:
+        """Put the model into loading format: its parameters are on meta from here on."""
+        self._staged = self._failure = None
+        self._repacking.before_start()
+        self._keep(_attempt(lambda: initialize_layerwise_reload(self.model)))
+        self._active = True
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load the staged chunk. Own method, since vLLM's synchronizes a CPU, which fails."""
+        self._keep(_attempt(lambda: self.receive_weights(self.parse_update_info(update_info))))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        load: wire.Load = wire.decode(update_info.raw, wire.Load)
+        staged, self._staged = self._staged, None
+        if staged is None or staged.seq != load.seq:
+            found = "nothing" if staged is None else f"chunk {staged.seq}"
+            raise EngineError(f"load of chunk {load.seq}, but {found} is staged")
+        with quiet_loading(), torch.no_grad():
+            self.model.load_weights((n, t) for n, t in staged.tensors if n != self._tied_head)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def finish_weight_update(self) -> None:
+        """Post-process what was loaded; layers without any load get their old weights back."""
+        self._staged = self._failure = None
+        self._keep(_attempt(self._finish))
+        self._active = False
+
+    def _finish(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._repacking.after_finish()
+
+    def shutdown(self) -> None:
+        self._staged = None
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    # -- operations ------------------------------------------------------------------
+
+    def _perform(self, raw: dict[str, Any]) -> None:
+        operation: wire.InitOp = wire.decode(raw, wire.InitOp)
+        match operation:
+            case wire.Hello(protocol=protocol):
+                _check_protocol(protocol)
+            case wire.Expect(active=active):
+                self._expect(active)
+            case wire.Open(backend=backend, params=params):
+                self._open(backend, params)
+            case wire.ArmManifest():
+                self._arm(operation)
+            case wire.Receive():
+                self._receive(operation)
+            case wire.Discard():
+                self._discard()
+            case wire.Settle():
+                self._settle()
+
+    def _expect(self, active: bool) -> None:
+        if active != self._active:
+            state = "open" if self._active else "not open"
+            raise EngineError(f"the update session is {state}", code=NackCode.WRONG_STATE)
+
+    def _settle(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise EngineError(failure.detail, code=failure.code, tensor=failure.tensor)
+
+    def _discard(self) -> None:
+        """Empty the layers' buffers: with them, a tensor that can't be loaded would be tried
+        again by every finish, and fail it for good."""
+        self._staged = None
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.loaded_weights = []
+                info.load_numel = 0
+
+    def _open(self, backend: str, params: bytes) -> None:
+        if self._receiver is None or backend != self._backend:
+            fresh = make_receiver(backend)
+            self.shutdown()
+            self._receiver, self._backend = fresh, backend
+        self._receiver.open(params)
+
+    def _arm(self, operation: wire.ArmManifest) -> None:
+        self._armed = None
+        try:
+            manifest = Manifest(
+                operation.names, operation.dtypes, operation.shapes, operation.chunk_ends
+            )
+        except ValueError as error:
+            raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
+        self._checker.check(manifest)
+        self._armed = manifest
+
+    def _receive(self, operation: wire.Receive) -> None:
+        self._staged = None
+        columns = zip(operation.names, operation.dtypes, operation.shapes, strict=False)
+        metas = tuple(TensorMeta(*column) for column in columns)
+        if self._armed is None:
+            raise EngineError("receive before a manifest was armed", code=NackCode.WRONG_STATE)
+        if operation.seq >= self._armed.chunks or metas != self._armed.chunk(operation.seq):
+            raise EngineError(
+                f"chunk {operation.seq} is not the one of the armed manifest",
+                code=NackCode.TRANSFER_FAILED,
+            )
+        if self._receiver is None or operation.backend != self._backend:
+            raise EngineError(
+                f"transport {operation.backend!r} is not open in this worker",
+                code=NackCode.TRANSFER_FAILED,
+            )
+        received = self._receiver.receive(metas, operation.handle)
+        try:
+            self._staged = _Staged(operation.seq, self._stage(metas, received))
+        finally:
+            self._receiver.release()
+
+    def _stage(
+        self, metas: tuple[TensorMeta, ...], received: list[tuple[str, torch.Tensor]]
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Own copies on the worker's device, once they are what the manifest says."""
+        found = tuple(
+            TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor in received
+        )
+        if found != metas:
+            at = next((m.name for m, f in zip(metas, found, strict=False) if m != f), "")
+            raise EngineError(
+                f"transport {self._backend!r} delivered other tensors than announced",
+                code=NackCode.TRANSFER_FAILED,
+                tensor=at,
+            )
+        return [(name, tensor.to(self.device, copy=True)) for name, tensor in received]
+
+    def _keep(self, failure: wire.Failure | None) -> None:
+        """Keep the first failure for the next ``settle``."""
+        self._failure = self._failure or failure
+
+
+def _check_protocol(theirs: int) -> None:
+    if theirs != wire.PROTOCOL:
+        raise EngineError(
+            f"the sidecar speaks plugin protocol {theirs}, the wavebus inside vLLM "
+            f"{wire.PROTOCOL}: install one version of wavebus for both"
+        )
+
+
+def _attempt(action: Callable[[], None]) -> wire.Failure | None:
+    """Do it; return how it failed, so that it can be agreed on before anyone raises."""
+    try:
+        action()
+    except EngineError as error:
+        return wire.Failure(error.code, error.detail, error.tensor).clipped()
+    except Exception as error:
+        # The caller gets the text; where in vLLM it happened stands only here.
+        logger.warning("wavebus: an operation failed", exc_info=True)
+        return wire.Failure(
+            NackCode.ENGINE_FAILED, f"{type(error).__name__}: {error}".rstrip(": ")
+        ).clipped()
+    return None

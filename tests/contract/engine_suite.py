@@ -1,0 +1,503 @@
+"""What every engine adapter must do, whatever engine is behind it.
+
+A subclass of :class:`EngineContract` brings one engine, as an :class:`EngineUnderTest`,
+which also says how coroutines run.
+The suite leaves the engine running and whole after each test, but with other weights
+and a higher version than before: so one engine may serve all tests of a class, where
+booting it takes long. ``under_test.weights`` are always the ones it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+
+from bus.errors import EngineError
+from bus.manifest import Manifest, TensorMeta
+from bus.messages import NackCode
+from sidecar.engine import Chunk, Engine, PauseMode
+from trainer_agent.transfer import make_sender
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
+
+    import torch
+    from torch import Tensor
+
+PROMPT = (5, 9, 77, 31, 12)
+OTHER_PROMPT = (40, 3, 18)
+MANY_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What a request gave. ``weight_versions`` are (version, start, end) over ``tokens``."""
+
+    tokens: list[int]
+    finish_reason: str
+    weight_versions: list[tuple[int, int, int]]
+
+
+class Watch:
+    """Counts a request's tokens as they arrive, so that tests can wait for the k-th."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._changed = asyncio.Condition()
+
+    async def note(self, fresh: int) -> None:
+        """The adapter under test says that ``fresh`` more tokens have arrived."""
+        async with self._changed:
+            self.count += fresh
+            self._changed.notify_all()
+
+    async def reached(self, count: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.count >= count)
+
+
+class EngineUnderTest(Protocol):
+    """One engine, with what the suite needs around it.
+
+    Attributes:
+        engine: the adapter, started.
+        weights: all tensors that it serves at first, by their Hugging Face names. The
+            suite replaces them as it updates the engine.
+        version: what it serves as; the suite keeps it, too.
+        long_tokens: output length that gives time to act in the middle of a request.
+        late_tokens: how many tokens of one request may still be on their way to the
+            caller when a pause returns.
+        quiet_s: seconds without a token that count as silence: many steps' worth.
+        wait_s: seconds after which a test gives up waiting.
+    """
+
+    engine: Engine
+    weights: Mapping[str, Tensor]
+    version: int
+    long_tokens: int
+    late_tokens: int
+    quiet_s: float
+    wait_s: float
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine to its end, in the event loop that the engine lives in."""
+
+    async def generate(
+        self, prompt: Sequence[int], max_tokens: int, *, watch: Watch | None = None
+    ) -> Generated:
+        """Greedy, past any end of sequence; streams, and tells ``watch`` of tokens at once."""
+
+    def reference(
+        self, weights: Mapping[str, Tensor], prompt: Sequence[int], count: int
+    ) -> list[int]:
+        """The greedy tokens that ``weights`` give, by other code than the engine's."""
+
+    def other_weights(self, seed: int) -> dict[str, Tensor]:
+        """Another full set, in the same order, whose greedy tokens differ."""
+
+
+def contract(
+    test: Callable[[Any, EngineUnderTest], Coroutine[Any, Any, None]],
+) -> Callable[[Any, EngineUnderTest], None]:
+    """Let a class run this coroutine its own way, bounded in time."""
+
+    @functools.wraps(test)
+    def run(self: EngineContract, under_test: EngineUnderTest) -> None:
+        under_test.run(asyncio.wait_for(test(self, under_test), under_test.wait_s))
+
+    return run
+
+
+def manifest_of(weights: Mapping[str, torch.Tensor], *, chunk_bytes: int = MANY_BYTES) -> Manifest:
+    """A manifest of these tensors in their order."""
+    metas = [
+        TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in weights.items()
+    ]
+    return Manifest.plan(metas, chunk_bytes=chunk_bytes)
+
+
+class Push:
+    """The trainer's side of an update, by hand: one step of the engine at a time."""
+
+    def __init__(
+        self, under_test: EngineUnderTest, weights: Mapping[str, Tensor], manifest: Manifest
+    ) -> None:
+        self.under_test = under_test
+        self.weights = weights
+        self.manifest = manifest
+        self._sender = make_sender("shm")
+
+    async def open(self) -> None:
+        room = max(
+            self._sender.packed_bytes([meta.size_bytes for meta in self.manifest.chunk(seq)])
+            for seq in range(self.manifest.chunks)
+        )
+        params = self._sender.open(room)
+        await self.under_test.engine.open_transfer("shm", params)
+        self._sender.opened()
+
+    async def begin(self, *, recover: bool = False) -> None:
+        """Open, arm and start."""
+        await self.open()
+        await self.under_test.engine.arm(self.manifest)
+        await self.under_test.engine.start_update(recover=recover)
+
+    async def chunk(self, seq: int) -> None:
+        """Send, receive and load one chunk."""
+        tensors = self.manifest.chunk(seq)
+        handle = self._sender.put(seq, [self.weights[meta.name] for meta in tensors])
+        await self.under_test.engine.receive(Chunk(seq, "shm", tensors, handle))
+        await self.under_test.engine.load(seq)
+        self._sender.taken(seq)
+
+    async def end(self) -> None:
+        """Finish and commit under the next version."""
+        await self.under_test.engine.finish_update()
+        version = self.under_test.version + 1
+        await self.under_test.engine.commit(version)
+        self.under_test.version = version
+        self.under_test.weights = self.weights
+
+    async def whole(self, *, recover: bool = False) -> None:
+        await self.begin(recover=recover)
+        for seq in range(self.manifest.chunks):
+            await self.chunk(seq)
+        await self.end()
+        self.close()
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+class EngineContract:
+    """The suite. A subclass, or its module, has a fixture ``under_test``."""
+
+    # Generation
+
+    @contract
+    async def test_greedy_tokens_are_those_of_the_reference(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """What is generated is the plain computation's, with the version it came from."""
+        result = await under_test.generate(PROMPT, 24)
+        assert result.tokens == under_test.reference(under_test.weights, PROMPT, 24)
+        assert result.finish_reason == "length"
+        assert result.weight_versions == [(under_test.version, 0, 24)]
+        assert await under_test.engine.version() == under_test.version
+
+    @contract
+    async def test_requests_in_flight_are_counted(self, under_test: EngineUnderTest) -> None:
+        """A frozen request counts; one that has ended doesn't."""
+        assert await under_test.engine.in_flight() == 0
+        request, _ = await _paused_in_the_middle(under_test, "keep", clear_cache=False)
+        assert await under_test.engine.in_flight() == 1
+        await under_test.engine.resume()
+        await request
+        assert await under_test.engine.in_flight() == 0
+
+    # Pause and resume
+
+    @contract
+    async def test_keep_freezes_a_request_until_the_resume(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """No token comes while paused, and the request ends with all it asked for."""
+        request, watch = await _paused_in_the_middle(under_test, "keep", clear_cache=False)
+        await _assert_quiet(under_test, watch)
+        assert not request.done()
+        await under_test.engine.resume()
+        result = await request
+        assert result.finish_reason == "length"
+        assert len(result.tokens) == under_test.long_tokens
+        assert result.tokens == under_test.reference(
+            under_test.weights, PROMPT, under_test.long_tokens
+        )
+
+    @contract
+    async def test_a_cleared_cache_changes_no_token_while_the_weights_stay(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """Recomputing what a kept request has gives what it would have given."""
+        request, _ = await _paused_in_the_middle(under_test, "keep", clear_cache=True)
+        await under_test.engine.resume()
+        result = await request
+        assert result.tokens == under_test.reference(
+            under_test.weights, PROMPT, under_test.long_tokens
+        )
+
+    @contract
+    async def test_a_request_that_comes_while_paused_is_served_after_the_resume(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """It waits, and loses nothing by it."""
+        await under_test.engine.pause("keep", clear_cache=True)
+        watch = Watch()
+        request = asyncio.create_task(under_test.generate(OTHER_PROMPT, 8, watch=watch))
+        await _assert_quiet(under_test, watch)
+        assert watch.count == 0
+        await under_test.engine.resume()
+        result = await request
+        assert result.tokens == under_test.reference(under_test.weights, OTHER_PROMPT, 8)
+
+    @contract
+    async def test_wait_lets_a_running_request_end_first(self, under_test: EngineUnderTest) -> None:
+        """The pause returns when the request has all its tokens; a new one waits."""
+        running, watch = await _running(under_test)
+        pause = asyncio.create_task(under_test.engine.pause("wait", clear_cache=True))
+        await pause
+        result = await running
+        assert result.finish_reason == "length"
+        assert len(result.tokens) == watch.count == under_test.long_tokens
+        later_watch = Watch()
+        later = asyncio.create_task(under_test.generate(OTHER_PROMPT, 8, watch=later_watch))
+        await _assert_quiet(under_test, later_watch)
+        assert later_watch.count == 0
+        await under_test.engine.resume()
+        assert len((await later).tokens) == 8
+
+    @contract
+    async def test_abort_ends_requests_with_the_tokens_they_have(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """They are the first of those it would have given."""
+        request, watch = await _paused_in_the_middle(under_test, "abort", clear_cache=True)
+        result = await request
+        assert result.finish_reason == "abort"
+        assert 0 < len(result.tokens) < under_test.long_tokens
+        assert len(result.tokens) == watch.count
+        expected = under_test.reference(under_test.weights, PROMPT, len(result.tokens))
+        assert result.tokens == expected
+        await under_test.engine.resume()
+        assert len((await under_test.generate(PROMPT, 4)).tokens) == 4
+
+    @contract
+    async def test_requests_can_be_aborted_while_paused(self, under_test: EngineUnderTest) -> None:
+        """As a quarantined engine must: its requests end, it stays paused."""
+        request, _ = await _paused_in_the_middle(under_test, "keep", clear_cache=False)
+        assert await under_test.engine.abort_requests() == 1
+        assert (await request).finish_reason == "abort"
+        assert await under_test.engine.in_flight() == 0
+        await under_test.engine.resume()
+
+    @contract
+    async def test_pauses_follow_each_other(self, under_test: EngineUnderTest) -> None:
+        """One request lives through several of them, whatever becomes of its cache."""
+        request, watch = await _running(under_test)
+        for clear_cache in (False, True, False):
+            await under_test.engine.pause("keep", clear_cache=clear_cache)
+            target = watch.count + 2
+            await under_test.engine.resume()
+            await watch.reached(target)
+        result = await request
+        assert result.tokens == under_test.reference(
+            under_test.weights, PROMPT, under_test.long_tokens
+        )
+
+    # Updates
+
+    @contract
+    async def test_an_update_in_the_middle_of_a_request(self, under_test: EngineUnderTest) -> None:
+        """The request ends whole, its tokens know their versions; new ones see new weights."""
+        before = under_test.version
+        request, watch = await _paused_in_the_middle(under_test, "keep", clear_cache=True)
+        old, new = under_test.weights, under_test.other_weights(11)
+        await Push(under_test, new, manifest_of(new)).whole()
+        await _assert_quiet(under_test, watch)
+        await under_test.engine.resume()
+        fresh = await under_test.generate(OTHER_PROMPT, 24)
+        result = await request
+        assert fresh.tokens == under_test.reference(new, OTHER_PROMPT, 24)
+        assert fresh.weight_versions == [(before + 1, 0, 24)]
+        assert await under_test.engine.version() == before + 1
+
+        total = under_test.long_tokens
+        assert len(result.tokens) == total
+        first, second = result.weight_versions
+        assert first[0] == before
+        assert second[0] == before + 1
+        assert (first[1], second[1], second[2]) == (0, first[2], total)
+        cut = first[2]
+        assert result.tokens[:cut] == under_test.reference(old, PROMPT, cut)
+        # With the cache cleared, the rest is what the new weights say after those tokens.
+        so_far = (*PROMPT, *result.tokens[:cut])
+        assert result.tokens[cut:] == under_test.reference(new, so_far, total - cut)
+
+    @contract
+    async def test_a_kept_cache_lets_a_request_end_whole_after_an_update(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """Old keys and values under new weights: no reference, but every token is there."""
+        before = under_test.version
+        request, _ = await _paused_in_the_middle(under_test, "keep", clear_cache=False)
+        new = under_test.other_weights(12)
+        await Push(under_test, new, manifest_of(new)).whole()
+        await under_test.engine.resume()
+        result = await request
+        assert result.finish_reason == "length"
+        assert len(result.tokens) == under_test.long_tokens
+        assert [version for version, _, _ in result.weight_versions] == [before, before + 1]
+
+    @pytest.mark.parametrize("chunks", ["one", "seven", "each tensor"])
+    def test_an_update_in_any_number_of_chunks(
+        self, under_test: EngineUnderTest, chunks: str
+    ) -> None:
+        """How the tensors are cut into chunks changes nothing."""
+        new = under_test.other_weights(13)
+        manifest = _cut(manifest_of(new), chunks)
+
+        async def scenario() -> None:
+            await under_test.engine.pause("keep", clear_cache=True)
+            await Push(under_test, new, manifest).whole()
+            await under_test.engine.resume()
+            result = await under_test.generate(PROMPT, 16)
+            assert result.tokens == under_test.reference(new, PROMPT, 16)
+
+        under_test.run(asyncio.wait_for(scenario(), under_test.wait_s))
+
+    @pytest.mark.parametrize(
+        "fault", ["unknown", "missing", "misshapen", "wrong dtype", "half fused"]
+    )
+    def test_a_manifest_that_does_not_fit_is_refused(
+        self, under_test: EngineUnderTest, fault: str
+    ) -> None:
+        """At arm, by the tensor's name; the old weights serve on."""
+        manifest, tensors = _spoilt(manifest_of(under_test.weights), fault)
+
+        async def scenario() -> None:
+            push = Push(under_test, under_test.weights, manifest)
+            await push.open()
+            with pytest.raises(EngineError) as refused:
+                await under_test.engine.arm(manifest)
+            push.close()
+            assert refused.value.code is NackCode.MANIFEST_REFUSED
+            assert refused.value.tensor in tensors
+            assert any(tensor in refused.value.detail for tensor in tensors)
+            result = await under_test.generate(PROMPT, 8)
+            assert result.tokens == under_test.reference(under_test.weights, PROMPT, 8)
+            assert result.weight_versions == [(under_test.version, 0, 8)]
+
+        under_test.run(asyncio.wait_for(scenario(), under_test.wait_s))
+
+    @contract
+    async def test_arming_disturbs_no_request(self, under_test: EngineUnderTest) -> None:
+        """The engine generates on while it checks a manifest."""
+        request, _ = await _running(under_test)
+        new = under_test.other_weights(14)
+        push = Push(under_test, new, manifest_of(new))
+        await push.open()
+        await under_test.engine.arm(push.manifest)
+        push.close()
+        result = await request
+        assert result.tokens == under_test.reference(
+            under_test.weights, PROMPT, under_test.long_tokens
+        )
+
+    @contract
+    async def test_a_started_update_that_loaded_nothing_is_restored(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """The old weights are back, under the old version, and another update can follow."""
+        new = under_test.other_weights(15)
+        push = Push(under_test, new, manifest_of(new))
+        await under_test.engine.pause("keep", clear_cache=True)
+        await push.begin()
+        await under_test.engine.restore()
+        push.close()
+        await under_test.engine.resume()
+        result = await under_test.generate(PROMPT, 16)
+        assert result.tokens == under_test.reference(under_test.weights, PROMPT, 16)
+        assert result.weight_versions == [(under_test.version, 0, 16)]
+
+        await under_test.engine.pause("keep", clear_cache=True)
+        await Push(under_test, new, manifest_of(new)).whole()
+        await under_test.engine.resume()
+        result = await under_test.generate(PROMPT, 16)
+        assert result.tokens == under_test.reference(new, PROMPT, 16)
+
+    @contract
+    async def test_a_whole_update_recovers_a_partly_loaded_engine(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """Nothing is left of the update that broke off."""
+        broken_off = under_test.other_weights(16)
+        new = under_test.other_weights(17)
+        await under_test.engine.pause("keep", clear_cache=True)
+        push = Push(under_test, broken_off, _cut(manifest_of(broken_off), "seven"))
+        await push.begin()
+        for seq in range(3):
+            await push.chunk(seq)
+        push.close()
+        await Push(under_test, new, _cut(manifest_of(new), "seven")).whole(recover=True)
+        await under_test.engine.resume()
+        result = await under_test.generate(PROMPT, 24)
+        assert result.tokens == under_test.reference(new, PROMPT, 24)
+        assert result.weight_versions == [(under_test.version, 0, 24)]
+
+    @contract
+    async def test_a_missing_backend_is_named(self, under_test: EngineUnderTest) -> None:
+        """Whoever reads the refusal knows which one to install or to choose."""
+        with pytest.raises(EngineError, match="pigeons") as refused:
+            await under_test.engine.open_transfer("pigeons", b"")
+        assert refused.value.code is NackCode.BACKEND_MISSING
+
+
+async def _running(under_test: EngineUnderTest) -> tuple[asyncio.Task[Generated], Watch]:
+    """A long request that has its first tokens."""
+    watch = Watch()
+    request = asyncio.create_task(under_test.generate(PROMPT, under_test.long_tokens, watch=watch))
+    await watch.reached(4)
+    return request, watch
+
+
+async def _paused_in_the_middle(
+    under_test: EngineUnderTest, mode: PauseMode, *, clear_cache: bool
+) -> tuple[asyncio.Task[Generated], Watch]:
+    request, watch = await _running(under_test)
+    await under_test.engine.pause(mode, clear_cache=clear_cache)
+    assert watch.count < under_test.long_tokens, "raise long_tokens: the request has ended"
+    return request, watch
+
+
+async def _assert_quiet(under_test: EngineUnderTest, watch: Watch) -> None:
+    """No token is made: at most those that were under way arrive."""
+    expected = watch.count + under_test.late_tokens
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(watch.reached(expected + 1), under_test.quiet_s)
+
+
+def _cut(manifest: Manifest, chunks: str) -> Manifest:
+    """The same tensors in ``one`` chunk, in ``seven``, or in one for ``each tensor``."""
+    count = len(manifest.names)
+    pieces = {"one": 1, "seven": 7, "each tensor": count}[chunks]
+    ends = tuple(count * (piece + 1) // pieces for piece in range(pieces))
+    return replace(manifest, chunk_ends=ends)
+
+
+def _spoilt(manifest: Manifest, fault: str) -> tuple[Manifest, set[str]]:
+    """A manifest with one fault, and the names by which it may be called."""
+    metas = list(manifest.tensors())
+    layer = "model.layers.1.self_attn"
+    name = f"{layer}.k_proj.weight" if fault == "half fused" else f"{layer}.o_proj.weight"
+    place = manifest.names.index(name)
+    meta = metas[place]
+    names = {name}
+    if fault == "unknown":
+        metas[place] = replace(meta, name=f"{layer}.x_proj.weight")
+        names = {f"{layer}.x_proj.weight"}
+    elif fault == "missing":
+        del metas[place]
+    elif fault == "misshapen":
+        metas[place] = replace(meta, shape=(meta.shape[0] // 2, *meta.shape[1:]))
+    elif fault == "wrong dtype":
+        metas[place] = replace(meta, dtype="float16")
+    else:
+        # k_proj comes alone: whatever is named, it is of this one fused parameter.
+        parts = {f"{layer}.{part}_proj.weight" for part in ("q", "v")}
+        metas = [m for m in metas if m.name not in parts]
+        names = {*parts, f"{layer}.qkv_proj.weight"}
+    return Manifest.plan(metas, chunk_bytes=MANY_BYTES), names

@@ -1,0 +1,75 @@
+"""The embedded engine keeps the engine contract."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sidecar.embedded.engine import EmbeddedEngine
+from sidecar.embedded.sampling import SamplingParams
+from tests.contract.engine_suite import EngineContract, Generated, Watch
+from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from sidecar.engine import Engine
+
+
+class Embedded:
+    """An embedded engine under test, asked in process."""
+
+    long_tokens = 400
+    late_tokens = 0
+    quiet_s = 0.15
+    wait_s = 30.0
+
+    def __init__(self, checkpoint: Checkpoint, runner: asyncio.Runner) -> None:
+        self._runner = runner
+        self.checkpoint = checkpoint
+        self.weights: Mapping[str, Tensor] = checkpoint.weights
+        self.version = 0
+        self.engine: Engine = EmbeddedEngine(checkpoint.folder, host=None, max_num_seqs=8)
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        self._runner.run(work)
+
+    async def generate(
+        self, prompt: Sequence[int], max_tokens: int, *, watch: Watch | None = None
+    ) -> Generated:
+        assert isinstance(self.engine, EmbeddedEngine)
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        tokens: list[int] = []
+        async for delta in self.engine.generate(prompt, params):
+            tokens += delta.token_ids
+            if watch is not None:
+                await watch.note(len(delta.token_ids))
+        spans = [(span.version, span.start, span.end) for span in delta.weight_versions]
+        return Generated(tokens, str(delta.finish_reason), spans)
+
+    def reference(
+        self, weights: Mapping[str, Tensor], prompt: Sequence[int], count: int
+    ) -> list[int]:
+        return self.checkpoint.greedy(weights, prompt, count)
+
+    def other_weights(self, seed: int) -> dict[str, Tensor]:
+        return perturbed(self.weights, seed)
+
+
+@pytest.fixture(scope="module")
+def under_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
+    """One engine for all tests, as a slow one would be."""
+    with asyncio.Runner() as runner:
+        checkpoint = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), seed=1)
+        embedded = Embedded(checkpoint, runner)
+        runner.run(embedded.engine.start())
+        yield embedded
+        runner.run(embedded.engine.close())
+
+
+class TestEmbeddedEngine(EngineContract):
+    """In process, without HTTP."""

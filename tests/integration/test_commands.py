@@ -1,0 +1,153 @@
+"""The commands as a user types them: output, exit codes, bad input, a clean stop."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.procs import run_wavebus, wavebus
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.integration.conftest import Bus
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_broker_and_sidecar_stop_when_asked(bus: Bus, number: signal.Signals) -> None:
+    """Both end in order on Ctrl-C and SIGTERM, with exit code 0, and the sidecar says goodbye."""
+    sidecar = bus.sidecar("e0")
+    assert sidecar.stop(number) == 0
+    bus.broker.wait_event("peer_left", peer="e0")
+    assert bus.broker.stop(number) == 0
+    bus.broker.wait_event("broker_stopped")
+
+
+def test_status_shows_what_is_there(bus: Bus) -> None:
+    """The table names engines; --json has the same as one object; an unknown group is refused."""
+    bus.sidecar("e0", "--group", "policy")
+    table = run_wavebus("status", "--broker", bus.address)
+    assert table.returncode == 0, table.stderr
+    assert "e0" in table.stdout
+    assert "group policy" in table.stdout
+    whole = json.loads(run_wavebus("status", "--broker", bus.address, "--json").stdout)
+    assert [e["name"] for e in whole["groups"][0]["engines"]] == ["e0"]
+    other = run_wavebus("status", "--broker", bus.address, "--group", "nobody")
+    assert other.returncode == 2
+    assert "policy" in other.stderr
+
+
+def test_status_without_a_broker() -> None:
+    """Exit code 3 says that no broker answers, and the text what to do."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        answer = run_wavebus("status", "--broker", address, "--timeout-s", "0.5")
+    assert answer.returncode == 3
+    assert "wavebus broker" in answer.stderr
+
+
+def test_broker_on_a_port_in_use(bus: Bus) -> None:
+    """A second broker on the same port is a usage error that names the address."""
+    answer = run_wavebus("broker", "--listen", bus.address)
+    assert answer.returncode == 2
+    assert bus.address in answer.stderr
+
+
+def test_name_taken(bus: Bus, checkpoint: object) -> None:
+    """A second sidecar of the same name is refused with the holder named; the first serves on."""
+    bus.sidecar("e0")
+    second = bus.add(
+        wavebus(
+            "sidecar", "--broker", bus.address, "--name", "e0", "--model",
+            str(bus.checkpoint.folder),
+        )
+    )
+    assert second.wait() == 1
+    assert any("name_taken" in line and "--name" in line for line in second.text), second.text
+    assert "e0" in run_wavebus("status", "--broker", bus.address).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("broker", "--listen", "nonsense"), "nonsense"),
+        (("broker", "--listen", "tcp://0.0.0.0:7799"), "--insecure"),
+        (("broker", "--peer-timeout-ms", "100"), "--peer-timeout-ms"),
+        (("broker", "--heartbeat-ms", "x"), "--heartbeat-ms"),
+        (("sidecar",), "--model"),
+        (("sidecar", "--engine", "vllm"), "--attach"),
+        (("sidecar", "--model", "/nowhere"), "/nowhere"),
+        (("sidecar", "--attach", "http://10.1.2.3:8000"), "loopback"),
+        (("sidecar", "--attach", "http://127.0.0.1:1", "--", "python"), "--attach"),
+        (("sidecar", "--model", ".", "--name", "a b"), "--name="),
+        (("status", "--nope"), "--nope"),
+        (("demo", "--updates", "0"), "--updates"),
+        (("demo", "--updates", "3", "--withhold-weights"), "--withhold-weights"),
+        (("demo", "--picture", "/nowhere/at/all.png"), "--picture"),
+        (("nonsense",), "nonsense"),
+        (("--config", "/nowhere.toml", "status"), "/nowhere.toml"),
+    ],
+)
+def test_wrong_usage(arguments: tuple[str, ...], word: str) -> None:
+    """Wrong usage exits with 2, names the option, and prints no traceback."""
+    answer = run_wavebus(*arguments)
+    assert answer.returncode == 2, answer.stderr
+    assert word in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize("command", ["broker", "sidecar", "status", "demo", "doctor", "bench"])
+def test_help(command: str) -> None:
+    """Every command has a help text, and prints it quickly, without torch."""
+    answer = run_wavebus(command, "--help")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.startswith("Usage: ")
+
+
+def test_settings_come_from_file_then_environment_then_flags(bus: Bus, tmp_path: Path) -> None:
+    """Each beats the one before it; an unknown key of the file is named."""
+    file = tmp_path / "wavebus.toml"
+    dead = "tcp://127.0.0.1:9"
+
+    def status(text: str, *flags: str, env: dict[str, str] | None = None) -> int:
+        file.write_text(text)
+        return run_wavebus(
+            "--config", str(file), "status", "--timeout-s", "0.7", *flags, env=env
+        ).returncode
+
+    assert status(f'broker = "{bus.address}"') == 0
+    assert status(f'[status]\nbroker = "{bus.address}"') == 0
+    assert status(f'broker = "{bus.address}"', env={"WAVEBUS_BROKER": dead}) == 3
+    assert status("", "--broker", bus.address, env={"WAVEBUS_BROKER": dead}) == 0
+    assert status('[status]\nbrokr = "x"') == 2
+
+
+def test_doctor_prints_what_to_do(bus: Bus) -> None:
+    """It finds the broker, shared memory and the clock; --json has a hint for each problem."""
+    answer = run_wavebus("doctor", "--broker", bus.address, "--json", timeout_s=240)
+    report = json.loads(answer.stdout)
+    assert report["ok"] is (answer.returncode == 0)
+    checks = {check["name"]: check for check in report["checks"]}
+    assert checks["broker"]["state"] == "ok"
+    assert {"python", "packages", "clock", "shared memory", "vllm"} <= checks.keys()
+    assert all(c["hint"] for c in checks.values() if c["state"] in ("warn", "fail"))
+
+
+def test_demo_runs_a_few_updates(tmp_path: Path) -> None:
+    """The demo trains, updates its engines in the middle of requests, and draws a picture."""
+    picture = tmp_path / "demo.png"
+    answer = run_wavebus(
+        "demo", "--updates", "6", "--json", "--picture", str(picture), timeout_s=170
+    )
+    assert answer.returncode == 0, answer.stderr
+    result = json.loads(answer.stdout)
+    assert result["updates"] == 6
+    assert result["requests_lost"] == 0
+    assert result["interrupted"] >= 1
+    assert result["pause_ms_p99"] >= result["pause_ms_p50"] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")

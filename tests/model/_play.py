@@ -1,0 +1,309 @@
+"""Schedules: what happens to a group, drawn by hypothesis, played in simulated time."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+
+from bus.messages import Commit, Message, Resume, UpdateStart
+from bus.protocol.calls import (
+    Call,
+    CallArm,
+    CallCommit,
+    CallFinish,
+    CallLoad,
+    CallOpenTransfer,
+    CallPause,
+    CallReceive,
+    CallRestore,
+    CallResume,
+    CallStart,
+)
+from bus.runtime.memory import Faults
+from bus.testing.sim_engine import Behaviour, SimEngine
+from bus.testing.sim_world import SimWorld
+from bus.testing.watch import Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bus.testing.sim_trainer import SimTrainer
+
+CALLS: Final[tuple[type[Call], ...]] = (
+    CallPause,
+    CallLoad,
+    CallReceive,
+    CallArm,
+    CallStart,
+    CallFinish,
+    CallCommit,
+    CallResume,
+    CallOpenTransfer,
+    CallRestore,
+)
+# Longer than a lease, a missed peer, a refused name and a pause's time together.
+SETTLE_MS: Final = 120_000.0
+
+
+def model_settings(examples: int) -> settings:
+    """Repeatable and without a deadline. ``WAVEBUS_SHRINK=1`` makes a failure small."""
+    phases = [Phase.explicit, Phase.generate]
+    if os.environ.get("WAVEBUS_SHRINK"):
+        phases += [Phase.shrink]
+    return settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@dataclass(frozen=True)
+class Action:
+    """After ``wait_ms``, something happens to the engine ``index`` (modulo their number)."""
+
+    wait_ms: int
+    what: str
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``sizes`` are those of the DP groups; ``faults`` the network's, in percent and ms."""
+
+    seed: int
+    sizes: tuple[int, ...]
+    drop: int
+    duplicate: int
+    jitter_ms: int
+    reorder: bool
+    slow_ms: int
+    fail: int
+    actions: tuple[Action, ...] = field(default=())
+
+
+def schedules(
+    kinds: Sequence[str], *, most: int = 8, fail: int = 6, longest_ms: int = 900
+) -> st.SearchStrategy[Schedule]:
+    """Schedules of these actions."""
+    waits = st.one_of(st.integers(0, 60), st.integers(0, longest_ms))
+    actions = st.builds(Action, waits, st.sampled_from(kinds), st.integers(0, 5))
+    return st.builds(
+        Schedule,
+        seed=st.integers(0, 2**16),
+        sizes=st.sampled_from(
+            [(1,), (1, 1), (2,), (1, 2), (3,), (2, 2), (1, 1, 1), (1, 3), (2, 1, 3), (1,) * 6]
+        ),
+        drop=st.sampled_from([0, 0, 2, 10]),
+        duplicate=st.sampled_from([0, 5, 20]),
+        jitter_ms=st.sampled_from([0, 5, 40]),
+        reorder=st.booleans(),
+        slow_ms=st.sampled_from([5, 40, 200]),
+        fail=st.integers(0, fail),
+        actions=st.lists(actions, min_size=2, max_size=most).map(tuple),
+    )
+
+
+class Play:
+    """One schedule, played."""
+
+    def __init__(self, schedule: Schedule, reach: Counter[str]) -> None:
+        self.schedule = schedule
+        self.reach = reach
+        faults = Faults(
+            drop=schedule.drop / 100,
+            duplicate=schedule.duplicate / 100,
+            delay_ms=1.0,
+            jitter_ms=float(schedule.jitter_ms),
+            reorder=schedule.reorder,
+        )
+        self.world = SimWorld(seed=schedule.seed, faults=faults)
+        self.watch = Watch(self.world, reach)
+        self.payload = 0
+        self.brokers = 1
+        for size in schedule.sizes:
+            rate = dict.fromkeys(CALLS, schedule.fail / 100)
+            for engine in self.world.add_dp_group(size):
+                engine.behaviour = Behaviour(max_ms=float(schedule.slow_ms), fail_rate=dict(rate))
+        self.trainer = self.world.add_trainer()
+
+    def run(self) -> None:
+        """Play it all, heal the world, and see that it comes back to its best."""
+        self.world.run_until(lambda: self.trainer.joined and self.world.joined(), within_ms=4000)
+        for action in self.schedule.actions:
+            self.world.run_for(action.wait_ms)
+            self.act(action)
+        self.end()
+
+    def act(self, action: Action) -> None:
+        """One action; one that makes no sense now does nothing."""
+        engine = self._engine(action.index)
+        getattr(self, action.what)(engine, action.index)
+
+    def end(self) -> None:
+        """Heal; bring the dead back; all that was asked is answered, all run again."""
+        world = self.world
+        world.heal()
+        for name, engine in list(world.engines.items()):
+            if not engine.alive:
+                world.restart_engine(name)
+        if not self.trainer.alive:
+            self.new_trainer(None, 0)
+        settled = world.settle(within_ms=SETTLE_MS)
+        assert settled, f"not at rest after {SETTLE_MS} ms: {self.story()}"
+        self.watch.check_end()
+        self.last_update()
+        self.watch.count_end()
+        if self.brokers == 1:
+            self.watch.check_versions()
+
+    def last_update(self) -> None:
+        """A whole update frees whoever is quarantined; afterwards all serve one version."""
+        world = self.world
+        if not self.trainer.joined:
+            assert world.run_until(lambda: self.trainer.joined, within_ms=SETTLE_MS), self.story()
+        assert world.run_until(world.joined, within_ms=SETTLE_MS), self.story()
+        was_quarantined = [e for e in world.alive if e.session.update.partial]
+        self.update(None, 0)
+        assert world.settle(within_ms=SETTLE_MS), self.story()
+        outcome = self.trainer.outcomes[-1]
+        assert outcome.error is None, f"{outcome}: {self.story()}"
+        assert not outcome.excluded, self.story()
+        for engine in world.alive:
+            assert engine.truth.running, self.story()
+            assert engine.truth.version == outcome.version, self.story()
+            assert set(engine.truth.weights.values()) == {self.payload}, self.story()
+        self.reach["freed by a whole update"] += len(was_quarantined)
+
+    # -- actions ------------------------------------------------------------------
+
+    def update(self, _engine: SimEngine | None, index: int) -> None:
+        if self.trainer.alive and not self.trainer.busy:
+            self.payload += 1
+            think_ms = 30.0 * index
+            self.trainer.run(self.trainer.update(self.payload, think_ms=think_ms))
+
+    def pause(self, _engine: SimEngine | None, index: int) -> None:
+        if self.trainer.alive and not self.trainer.busy:
+            self.trainer.run(self.trainer.pause(hold_ms=100.0 * index))
+
+    def kill(self, engine: SimEngine | None, _index: int) -> None:
+        if engine is not None and engine.alive:
+            self._lost_rank(engine)
+            self._phase("engine killed", engine)
+            engine.kill()
+
+    def restart(self, engine: SimEngine | None, _index: int) -> None:
+        if engine is not None:
+            self._lost_rank(engine)
+            self.world.restart_engine(engine.name)
+            self.reach["engine restarted"] += 1
+
+    def leave(self, engine: SimEngine | None, _index: int) -> None:
+        if engine is not None and engine.alive:
+            self._lost_rank(engine)
+            engine.leave()
+
+    def cut(self, engine: SimEngine | None, _index: int) -> None:
+        if engine is not None:
+            self._lost_rank(engine)
+            self._phase("engine cut", engine)
+            self.world.network.cut(engine.route)
+
+    def heal(self, engine: SimEngine | None, _index: int) -> None:
+        if engine is not None:
+            self.world.network.heal(engine.route)
+
+    def fail(self, engine: SimEngine | None, index: int) -> None:
+        if engine is not None:
+            engine.behaviour.fail_next.add(CALLS[(index + self.schedule.seed) % len(CALLS)])
+
+    def slow(self, engine: SimEngine | None, index: int) -> None:
+        if engine is not None:
+            engine.behaviour.slow_ms[CALLS[(index + self.schedule.seed) % len(CALLS)]] = 1500.0
+
+    def kill_trainer(self, _engine: SimEngine | None, _index: int) -> None:
+        if self.trainer.alive:
+            self._trainer_phase("trainer killed")
+            self.trainer.kill()
+
+    def leave_trainer(self, _engine: SimEngine | None, _index: int) -> None:
+        if self.trainer.alive:
+            self.trainer.leave()
+
+    def new_trainer(self, _engine: SimEngine | None, index: int) -> None:
+        """A new life of the trainer, under its own name or another one."""
+        if self.trainer.alive:
+            return
+        self.trainer = self.world.add_trainer("trainer" if index % 2 else f"trainer{index}")
+        self.reach["trainer restarted"] += 1
+
+    def cut_trainer(self, _engine: SimEngine | None, _index: int) -> None:
+        self._trainer_phase("trainer cut")
+        self.world.network.cut(self.trainer.route)
+
+    def heal_trainer(self, _engine: SimEngine | None, _index: int) -> None:
+        self.world.network.heal(self.trainer.route)
+
+    def restart_broker(self, _engine: SimEngine | None, _index: int) -> None:
+        self.world.restart_broker()
+        self.brokers += 1
+        self.reach["broker restarted"] += 1
+
+    def forge(self, _engine: SimEngine | None, index: int) -> None:
+        """A command of an older epoch, as of a trainer that was replaced."""
+        group = self.world.group
+        trainer = self.trainer
+        if group is None or not trainer.alive or not trainer.joined or group.epoch < 1:
+            return
+        ids = (group.pause.update_id, group.update.update_id)
+        message: Message = (
+            Resume(ids[0]),
+            UpdateStart(ids[1]),
+            Commit(ids[1], group.update.version, ""),
+        )[index % 3]
+        peer = trainer.peer
+        peer._transmit(message, peer.new_id(), 0, group.epoch - 1)
+        self.reach["forged"] += 1
+
+    # -- inside -------------------------------------------------------------------
+
+    def story(self) -> str:
+        """Where everybody stands, for a failure's text."""
+        group = self.world.held
+        engines = {
+            e.name: (e.alive, e.joined, e.session.phase, e.session.update.state.value)
+            for e in self.world.engines.values()
+        }
+        waiting = [r.message for r in self.trainer.waiting]
+        return (
+            f"{self.schedule}\npause {group.pause.state} {group.pause.update_id}, "
+            f"update {group.update.state}, epoch {group.epoch}, holder {group.holder}, "
+            f"engines {engines}, trainer {self.trainer.peer.link.state} waits for {waiting}, "
+            f"quarantined {group.roster.quarantined}"
+        )
+
+    def _engine(self, index: int) -> SimEngine | None:
+        engines = list(self.world.engines.values())
+        return engines[index % len(engines)] if engines else None
+
+    def _lost_rank(self, engine: SimEngine) -> None:
+        for each in self.world.alive:
+            if each.dp_group == engine.dp_group:
+                self.watch.lost_ranks.add(each.dp_group)
+
+    def _phase(self, what: str, engine: SimEngine) -> None:
+        self.reach[f"{what} while {engine.session.phase}"] += 1
+
+    def _trainer_phase(self, what: str) -> None:
+        group = self.world.group
+        if group is not None:
+            self.reach[f"{what} in pause {group.pause.state.value}"] += 1
+            self.reach[f"{what} in update {group.update.state.value}"] += 1

@@ -1,0 +1,222 @@
+"""Small Qwen3 checkpoints with random weights, and the plainest way to run them.
+
+The reference below knows nothing of fused parameters, slots or batches: it computes
+one sequence from Hugging Face tensors, in float32. Engines are measured against it,
+and it against transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional as F  # noqa: N812 - torch's own custom
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+# Keys and values of each layer, [kv_heads, time, head_dim]; None before the first token.
+Past: TypeAlias = "list[tuple[Tensor, Tensor] | None]"
+
+LAYER_TENSORS = (
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+)
+HEAD_DIM = 32
+ROPE_THETA = 10000.0
+RMS_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder that an engine can load, its sizes, and all of its weights in float32."""
+
+    folder: Path
+    weights: dict[str, Tensor]
+    layers: int
+    heads: int
+    kv_heads: int
+    tie: bool
+
+    def forward(
+        self, weights: Mapping[str, Tensor], tokens: Sequence[int], past: Past | None = None
+    ) -> tuple[Tensor, Past]:
+        """Logits [vocab] after the last of ``tokens``, and keys and values of all so far."""
+        past = past or [None] * self.layers
+        begin = past[0][0].shape[1] if past[0] is not None else 0
+        places = torch.arange(begin, begin + len(tokens))
+        kept: Past = []
+        x = weights["model.embed_tokens.weight"][torch.tensor(tokens)]
+        for index in range(self.layers):
+            prefix = f"model.layers.{index}."
+            layer = {name: weights[prefix + name] for name in LAYER_TENSORS}
+            attended, kv = self._attend(layer, x, places, past[index])
+            kept.append(kv)
+            x = x + attended
+            normed = _rms(x, layer["post_attention_layernorm.weight"])
+            gate = F.silu(normed @ layer["mlp.gate_proj.weight"].T)
+            up = normed @ layer["mlp.up_proj.weight"].T
+            x = x + (gate * up) @ layer["mlp.down_proj.weight"].T
+        head = weights["model.embed_tokens.weight" if self.tie else "lm_head.weight"]
+        return head @ _rms(x[-1], weights["model.norm.weight"]), kept
+
+    def greedy(self, weights: Mapping[str, Tensor], prompt: Sequence[int], count: int) -> list[int]:
+        """The likeliest ``count`` tokens after ``prompt``; no end is heeded."""
+        logits, past = self.forward(weights, prompt)
+        tokens = [int(logits.argmax())]
+        while len(tokens) < count:
+            logits, past = self.forward(weights, tokens[-1:], past)
+            tokens.append(int(logits.argmax()))
+        return tokens
+
+    def _attend(
+        self,
+        layer: Mapping[str, Tensor],
+        x: Tensor,
+        places: Tensor,
+        past: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        time = len(x)
+        normed = _rms(x, layer["input_layernorm.weight"])
+        query = (normed @ layer["self_attn.q_proj.weight"].T).view(time, self.heads, HEAD_DIM)
+        key = (normed @ layer["self_attn.k_proj.weight"].T).view(time, self.kv_heads, HEAD_DIM)
+        value = (normed @ layer["self_attn.v_proj.weight"].T).view(time, self.kv_heads, HEAD_DIM)
+        query = _rotate(_rms(query, layer["self_attn.q_norm.weight"]).transpose(0, 1), places)
+        key = _rotate(_rms(key, layer["self_attn.k_norm.weight"]).transpose(0, 1), places)
+        value = value.transpose(0, 1)
+        if past is not None:
+            key, value = torch.cat((past[0], key), dim=1), torch.cat((past[1], value), dim=1)
+        share = self.heads // self.kv_heads
+        scores = query @ key.repeat_interleave(share, 0).transpose(1, 2) * HEAD_DIM**-0.5
+        hidden = torch.arange(key.shape[1]) > places[:, None]
+        weighted = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        mixed = weighted @ value.repeat_interleave(share, 0)
+        out = mixed.transpose(0, 1).reshape(time, -1) @ layer["self_attn.o_proj.weight"].T
+        return out, (key, value)
+
+
+def make_checkpoint(
+    folder: Path,
+    seed: int,
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    vocab: int = 128,
+    tie: bool = False,
+    max_positions: int = 512,
+    dtype: str = "float32",
+    eos_token_id: int = 2,
+) -> Checkpoint:
+    """Write ``config.json`` and ``model.safetensors`` into ``folder``.
+
+    ``hidden`` must be a multiple of 32, the width of a head, and ``vocab`` of 64, as
+    vLLM wants it on CPUs. Two query heads share a KV head.
+    """
+    heads = hidden // HEAD_DIM
+    kv_heads = max(heads // 2, 1)
+    shapes = _shapes(layers, hidden, vocab, heads, kv_heads, tie=tie)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {name: _random(name, shape, generator) for name, shape in shapes.items()}
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": max_positions,
+        "rope_theta": ROPE_THETA,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+        "rms_norm_eps": RMS_EPS,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "tie_word_embeddings": tie,
+        "bos_token_id": 1,
+        "eos_token_id": eos_token_id,
+        "dtype": dtype,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    stored = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return Checkpoint(folder, weights, layers, heads, kv_heads, tie)
+
+
+def perturbed(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Another full set of weights: each matrix turned halfway towards a fresh random one."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: (weight + _random(name, tuple(weight.shape), generator)) * 0.5**0.5
+        for name, weight in weights.items()
+    }
+
+
+def _shapes(
+    layers: int, hidden: int, vocab: int, heads: int, kv_heads: int, *, tie: bool
+) -> dict[str, tuple[int, ...]]:
+    """Hugging Face names and shapes, in the order of a state dict."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    of_layer: tuple[tuple[int, ...], ...] = (
+        (heads * HEAD_DIM, hidden),
+        (kv_heads * HEAD_DIM, hidden),
+        (kv_heads * HEAD_DIM, hidden),
+        (hidden, heads * HEAD_DIM),
+        (HEAD_DIM,),
+        (HEAD_DIM,),
+        (2 * hidden, hidden),
+        (2 * hidden, hidden),
+        (hidden, 2 * hidden),
+        (hidden,),
+        (hidden,),
+    )
+    for index in range(layers):
+        for name, shape in zip(LAYER_TENSORS, of_layer, strict=True):
+            shapes[f"model.layers.{index}.{name}"] = shape
+    shapes["model.norm.weight"] = (hidden,)
+    if not tie:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    return shapes
+
+
+def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Layers outweigh the embedding, and attention is sharp: greedy output varies."""
+    drawn = torch.randn(shape, generator=generator)
+    if len(shape) == 1:
+        return (1 + 0.1 * drawn) * (3.0 if name.endswith("q_norm.weight") else 1.0)
+    if name == "model.embed_tokens.weight":
+        return drawn * 0.1
+    gain = 2.0 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+    return drawn * (gain / math.sqrt(shape[1]))
+
+
+def _rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + RMS_EPS) * weight
+
+
+def _rotate(x: Tensor, places: Tensor) -> Tensor:
+    """Rotary positions over the halves of the last axis of [heads, time, head_dim]."""
+    speed = ROPE_THETA ** (-torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
+    angle = places[:, None].float() * speed
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,153 @@
+"""Real processes of wavebus, as a user starts them, followed by their JSON logs.
+
+Tests wait for what a log says has happened, and never for time to pass.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from signal import SIGTERM, Signals
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 60.0
+
+
+class Proc:
+    """One process. ``stderr`` is read as JSON log lines; other lines are kept as text."""
+
+    def __init__(self, *argv: str, env: dict[str, str] | None = None, cwd: Path = ROOT) -> None:
+        self.argv = argv
+        self.process = subprocess.Popen(
+            argv,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                "WAVEBUS_LOG_FORMAT": "json",
+                **(env or {}),
+            },
+        )
+        self.events: list[dict[str, Any]] = []
+        self.text: list[str] = []
+        self._fresh: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._seen = 0
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+        self._reader.join()
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def first_line(self) -> str:
+        """The first line of stdout."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        assert line, f"no output from {self.argv}: {self.all_text()}"
+        return line
+
+    def wait_event(self, event: str, timeout_s: float = PATIENCE_S, **fields: object) -> dict[str, Any]:
+        """The next log line of this event whose fields agree; lines are looked at once."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            while self._seen < len(self.events):
+                line = self.events[self._seen]
+                self._seen += 1
+                if line.get("event") == event and all(
+                    line.get(key) == value for key, value in fields.items()
+                ):
+                    return line
+            left_s = deadline - time.monotonic()
+            fresh: dict[str, Any] | None = None
+            if left_s > 0:
+                try:
+                    fresh = self._fresh.get(timeout=left_s)
+                except queue.Empty:
+                    pass
+                else:
+                    if fresh is not None:
+                        self.events.append(fresh)
+                        continue
+            raise AssertionError(f"no {event} {fields} from {self.argv[-6:]}:\n{self.all_text()}")
+
+    def signal(self, number: Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+    def stop(self, number: Signals = SIGTERM) -> int:
+        """Ask it to stop; return its exit code."""
+        self.signal(number)
+        return self.process.wait(PATIENCE_S)
+
+    def wait(self) -> int:
+        return self.process.wait(PATIENCE_S)
+
+    def all_text(self) -> str:
+        """What it has logged so far, for a failing test's message."""
+        return "\n".join([*(json.dumps(e) for e in self.events[-30:]), *self.text[-30:]])
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            try:
+                parsed = json.loads(line)
+            except ValueError:
+                self.text.append(line.rstrip())
+                continue
+            if isinstance(parsed, dict):
+                self._fresh.put(parsed)
+        self._fresh.put(None)
+
+
+def wavebus(*arguments: str, env: dict[str, str] | None = None) -> Proc:
+    """A command of wavebus."""
+    return Proc(sys.executable, "-m", "bus.cli", *arguments, env=env)
+
+
+def run_wavebus(
+    *arguments: str, env: dict[str, str] | None = None, cwd: Path = ROOT, timeout_s: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """A command of wavebus, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "bus.cli", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=timeout_s,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},
+    )

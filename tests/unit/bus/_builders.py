@@ -1,0 +1,130 @@
+"""Small makers that several tests of the protocol share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from bus.messages import (
+    WIRE_MAJOR,
+    WIRE_MINOR,
+    WIRE_NAMES,
+    Ack,
+    EngineFacts,
+    Envelope,
+    Join,
+    Message,
+    Nack,
+    NackCode,
+    Phase,
+    Step,
+)
+from bus.codec import encode_body
+from bus.protocol.effects import Send
+from bus.protocol.instructions import Failure
+from bus.protocol.membership import Peer
+
+M = TypeVar("M", bound=Message)
+
+LOST = Failure(NackCode.PEER_LOST, "it was not heard", peer="e0")
+
+
+def messages(effects: Iterable[object]) -> list[Message]:
+    """What is sent, without to whom."""
+    return [each.message for each in effects if isinstance(each, Send)]
+
+
+def only(effects: Iterable[object], kind: type[M]) -> M:
+    """The one message of this kind that is sent."""
+    found = [each for each in messages(effects) if isinstance(each, kind)]
+    assert len(found) == 1, f"{len(found)} of {kind.__name__} in {list(effects)}"
+    return found[0]
+
+
+def nack_in(effects: Iterable[object]) -> Nack:
+    """The one NACK that is sent."""
+    return only(effects, Nack)
+
+
+def ack(step: Step, update_id: str = "u1", chunk: int = 0, *, outcome: str = "") -> Ack:
+    """An engine's ack."""
+    return Ack(step, update_id, chunk, 1, 2.0, outcome)
+
+
+def facts(
+    *,
+    dp_group: str = "dp0",
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    version: int = 0,
+    phase: Phase = "running",
+) -> EngineFacts:
+    """What an engine joins with."""
+    return EngineFacts(
+        "sim", "sim 1", "m", dp_group, dp_rank, dp_size, 1, ("sim",), "", version, phase, ""
+    )
+
+
+def engine_join(
+    *,
+    dp_group: str = "dp0",
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    version: int = 0,
+    phase: Phase = "running",
+) -> Join:
+    """An engine's JOIN."""
+    return Join(
+        "engine",
+        "host",
+        7,
+        facts(dp_group=dp_group, dp_rank=dp_rank, dp_size=dp_size, version=version, phase=phase),
+    )
+
+
+TRAINER_JOIN = Join("trainer", "host", 8, None)
+
+
+def peer(name: str, engine: EngineFacts | None = None, *, boot: int = 1) -> Peer:
+    """A peer as the broker knows it."""
+    return Peer(
+        name,
+        "engine" if engine else "trainer",
+        "policy",
+        name.encode(),
+        boot,
+        "host",
+        7,
+        0,
+        0.0,
+        engine,
+        engine.phase if engine else "running",
+        engine.version if engine else 0,
+    )
+
+
+def envelope(
+    message: Message,
+    sender: str,
+    *,
+    boot: int = 1,
+    seq: int = 1,
+    msg_id: int = 1,
+    reply_to: int = 0,
+    epoch: int = 0,
+    group: str = "policy",
+) -> Envelope:
+    """The envelope of a message."""
+    return Envelope(
+        WIRE_MAJOR,
+        WIRE_MINOR,
+        WIRE_NAMES[type(message)],
+        msg_id,
+        reply_to,
+        sender,
+        boot,
+        group,
+        epoch,
+        seq,
+        encode_body(message),
+    )

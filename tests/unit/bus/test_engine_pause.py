@@ -1,0 +1,211 @@
+"""One engine's pause: a resume only after a pause has returned, and only one."""
+
+from __future__ import annotations
+
+import pytest
+
+from bus.messages import Ack, Nack, NackCode, PauseGlobal, PauseLocal, Resume, Step
+from bus.protocol.calls import CallPause, CallQueue, CallResume, Job
+from bus.protocol.engine_pause import EnginePause, EnginePauseState
+from bus.protocol.instructions import Failure
+from bus.protocol.refusal import Declined
+from tests.unit.bus._builders import messages, only
+
+BROKEN = Failure(NackCode.ENGINE_FAILED, "it broke")
+_S = EnginePauseState
+
+
+class Driver:
+    """The machine with its queue, as a session drives them."""
+
+    def __init__(self) -> None:
+        self.queue = CallQueue()
+        self.pause = EnginePause(self.queue)
+        self.calls: list[object] = []
+
+    def local(self, update_id: str = "u1", msg_id: int = 1, lease_ms: int = 5000) -> list[object]:
+        message = PauseLocal(update_id, "keep", True, lease_ms, 60_000)
+        return self._issue(self.pause.local(msg_id, message))
+
+    def globally(self, update_id: str = "u1", msg_id: int = 2) -> list[object]:
+        return self._issue(self.pause.globally(msg_id, PauseGlobal(update_id)))
+
+    def resume(self, update_id: str = "u1", msg_id: int = 3) -> list[object]:
+        return self._issue(self.pause.resume(msg_id, Resume(update_id)))
+
+    def returned(self) -> list[object]:
+        job = self._end()
+        if isinstance(job.call, CallPause):
+            return self._issue(self.pause.pause_returned(4.0))
+        return self._issue(self.pause.resume_returned(job, 4.0))
+
+    def failed(self) -> list[object]:
+        job = self._end()
+        if isinstance(job.call, CallPause):
+            return self._issue(self.pause.pause_failed(job, BROKEN))
+        return self._issue(self.pause.resume_failed(job, BROKEN))
+
+    def to(self, state: EnginePauseState) -> Driver:
+        """Bring it there the long way."""
+        if state is not _S.RUNNING:
+            self.local()
+        if state in (_S.PAUSED, _S.RESUMING):
+            self.returned()
+        if state is _S.RESUMING:
+            self.resume()
+        assert self.pause.state is state
+        return self
+
+    def _end(self) -> Job:
+        call = self.queue.running()
+        assert call is not None
+        return self.queue.end(call)
+
+    def _issue(self, effects: list[object]) -> list[object]:
+        self.calls += self.queue.issue(0.0)
+        return effects
+
+
+def test_a_pause_is_acked_twice_when_issued_and_when_it_has_returned() -> None:
+    """Phase 1 at once; phase 2 by the return of the call, and not before."""
+    driver = Driver()
+    assert only(driver.local(), Ack).step is Step.PAUSE_LOCAL
+    assert driver.calls == [CallPause("keep", True)]
+    assert driver.globally() == []
+    acked = only(driver.returned(), Ack)
+    assert (acked.step, acked.update_id) == (Step.PAUSE_GLOBAL, "u1")
+    assert driver.pause.state is _S.PAUSED
+
+
+def test_a_phase_two_that_comes_after_the_return_is_acked_at_once() -> None:
+    """The engine is idle already."""
+    driver = Driver().to(_S.PAUSED)
+    assert only(driver.globally(), Ack).step is Step.PAUSE_GLOBAL
+
+
+@pytest.mark.parametrize("state", EnginePauseState)
+def test_a_doubled_pause_local_calls_nothing(state: EnginePauseState) -> None:
+    """It is acked again; the engine is called once."""
+    driver = Driver().to(state)
+    before = list(driver.calls)
+    effects = driver.local(msg_id=9)
+    if state is _S.RUNNING:
+        assert len(driver.calls) == 1
+    else:
+        assert driver.calls == before
+    assert bool(messages(effects)) is (state is not _S.RESUMING)
+
+
+@pytest.mark.parametrize("state", EnginePauseState)
+@pytest.mark.parametrize("update_id", ["u1", "u0"])
+def test_pause_global_is_for_the_pause_under_way(state: EnginePauseState, update_id: str) -> None:
+    """In any other state, or for another pause, it is refused and changes nothing."""
+    driver = Driver().to(state)
+    calls = list(driver.calls)
+    if update_id == "u1" and state in (_S.PAUSING, _S.PAUSED):
+        driver.globally(update_id)
+    else:
+        with pytest.raises(Declined) as declined:
+            driver.globally(update_id)
+        assert declined.value.failure.code is NackCode.WRONG_STATE
+    assert driver.pause.state is state
+    assert driver.calls == calls
+
+
+@pytest.mark.parametrize("state", EnginePauseState)
+@pytest.mark.parametrize("update_id", ["u1", "u0"])
+def test_resume_is_for_the_pause_under_way(state: EnginePauseState, update_id: str) -> None:
+    """Only a completed pause of this id is resumed; a pending one remembers it."""
+    driver = Driver().to(state)
+    calls = list(driver.calls)
+    if state is _S.RUNNING or update_id == "u0":
+        with pytest.raises(Declined):
+            driver.resume(update_id)
+        assert driver.pause.state is state
+        assert driver.calls == calls
+        return
+    driver.resume(update_id)
+    resumes = [call for call in driver.calls if isinstance(call, CallResume)]
+    assert len(resumes) == (0 if state is _S.PAUSING else 1)
+
+
+def test_a_resume_that_comes_too_early_waits_for_the_pause() -> None:
+    """No engine gets a resume without a completed pause."""
+    driver = Driver().to(_S.PAUSING)
+    driver.globally()
+    assert driver.resume() == []
+    assert driver.calls == [CallPause("keep", True)]
+    assert only(driver.returned(), Ack).step is Step.PAUSE_GLOBAL
+    assert driver.calls[1:] == [CallResume()]
+    assert only(driver.returned(), Ack).step is Step.RESUME
+    assert driver.pause.state is _S.RUNNING
+
+
+def test_a_doubled_resume_calls_once_and_is_acked_again() -> None:
+    """While it runs and after it has returned."""
+    driver = Driver().to(_S.RESUMING)
+    assert driver.resume(msg_id=8) == []
+    driver.returned()
+    again = only(driver.resume(msg_id=9), Ack)
+    assert again.step is Step.RESUME
+    assert driver.calls.count(CallResume()) == 1
+
+
+def test_a_pause_that_fails_leaves_the_engine_running() -> None:
+    """Whoever waits for phase 2 hears why; the next pause is a new call."""
+    driver = Driver().to(_S.PAUSING)
+    driver.globally(msg_id=22)
+    driver.resume()
+    effects = driver.failed()
+    nack = only(effects, Nack)
+    assert (nack.step, nack.code) == (Step.PAUSE_GLOBAL, NackCode.ENGINE_FAILED)
+    assert driver.pause.state is _S.RUNNING
+    driver.local("u2")
+    driver.returned()
+    assert CallResume() not in driver.calls
+
+
+def test_a_resume_that_fails_leaves_the_engine_paused() -> None:
+    """It may be resumed again."""
+    driver = Driver().to(_S.RESUMING)
+    assert only(driver.failed(), Nack).step is Step.RESUME
+    assert driver.pause.state is _S.PAUSED
+    driver.resume(msg_id=7)
+    assert driver.calls.count(CallResume()) == 2
+
+
+def test_a_pause_during_a_resume_follows_it() -> None:
+    """Two calls never overlap, and the second pause is a new one."""
+    driver = Driver().to(_S.RESUMING)
+    assert driver.local("u2") == []
+    acks = [each for each in messages(driver.returned()) if isinstance(each, Ack)]
+    assert [(each.step, each.update_id) for each in acks] == [
+        (Step.RESUME, "u1"),
+        (Step.PAUSE_LOCAL, "u2"),
+    ]
+    assert driver.pause.state is _S.PAUSING
+
+
+def test_a_pause_during_a_resume_that_fails_takes_the_old_pause_over() -> None:
+    """The engine is paused already: no second call."""
+    driver = Driver().to(_S.RESUMING)
+    driver.local("u2")
+    driver.failed()
+    assert driver.pause.state is _S.PAUSED
+    assert driver.pause.update_id == "u2"
+    assert [type(call) for call in driver.calls] == [CallPause, CallResume]
+
+
+@pytest.mark.parametrize("state", [_S.PAUSING, _S.PAUSED])
+def test_a_pause_left_behind_is_taken_over_by_the_next(state: EnginePauseState) -> None:
+    """What was to follow the old one does not."""
+    driver = Driver().to(state)
+    if state is _S.PAUSING:
+        driver.globally("u1", msg_id=2)
+        driver.resume("u1")
+    driver.local("u2", msg_id=5, lease_ms=7000)
+    assert driver.pause.lease_ms == 7000.0
+    if state is _S.PAUSING:
+        assert driver.returned() == []
+    assert only(driver.globally("u2"), Ack).update_id == "u2"
+    assert [type(call) for call in driver.calls] == [CallPause]

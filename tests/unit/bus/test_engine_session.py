@@ -1,0 +1,282 @@
+"""The sidecar's machine: pause and update composed, fenced, and resumed by its lease."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bus.messages import (
+    Abort,
+    Ack,
+    Heartbeat,
+    Nack,
+    NackCode,
+    PauseGlobal,
+    PauseLocal,
+    Resume,
+    Step,
+    TransferInit,
+    UpdateFinish,
+    UpdateStart,
+)
+from bus.protocol.calls import (
+    Call,
+    CallAbortRequests,
+    CallArm,
+    CallPause,
+    CallRestore,
+    CallResume,
+    SessionEffect,
+)
+from bus.protocol.effects import Note, Send
+from bus.protocol.engine_pause import EnginePauseState
+from bus.protocol.engine_session import EngineSession
+from bus.protocol.instructions import Failure
+from bus.testing.sim_trainer import make_arm, make_chunk, make_manifest
+from tests.unit.bus._builders import nack_in, only
+
+if TYPE_CHECKING:
+    from bus.messages import Message
+
+MANIFEST = make_manifest(("a", "b"))
+PAUSE = PauseLocal("u1", "keep", True, 5_000, 60_000)
+
+
+class Driver:
+    """A session whose calls return when the test says so."""
+
+    def __init__(self) -> None:
+        self.session = EngineSession(version=3)
+        self.running: Call | None = None
+        self.calls: list[Call] = []
+        self.id = 0
+
+    def command(self, message: Message, *, epoch: int = 1) -> list[SessionEffect]:
+        self.id += 1
+        return self.take(self.session.command(self.id, epoch, message, 0.0))
+
+    def returned(self, *, in_flight: int | None = None) -> list[SessionEffect]:
+        call, self.running = self.running, None
+        assert call is not None
+        return self.take(self.session.done(call, 10.0, in_flight=in_flight))
+
+    def failed(self) -> list[SessionEffect]:
+        call, self.running = self.running, None
+        assert call is not None
+        failure = Failure(NackCode.ENGINE_FAILED, "it broke")
+        return self.take(self.session.failed(call, failure, 10.0))
+
+    def tick(self, heard_ms: float, now_ms: float) -> list[SessionEffect]:
+        return self.take(self.session.tick(heard_ms, now_ms))
+
+    def take(self, effects: list[SessionEffect]) -> list[SessionEffect]:
+        for effect in effects:
+            if not isinstance(effect, Send | Note):
+                assert self.running is None, "two calls at a time"
+                self.running = effect
+                self.calls.append(effect)
+        return effects
+
+    def paused(self) -> Driver:
+        self.command(PAUSE)
+        self.returned()
+        return self
+
+    def armed(self) -> Driver:
+        self.command(TransferInit("sim", b""))
+        self.returned()
+        self.command(make_arm("u1", MANIFEST, version=4))
+        self.returned()
+        return self
+
+    def started(self) -> Driver:
+        self.armed().paused()
+        self.command(UpdateStart("u1"))
+        self.returned()
+        return self
+
+    def loaded(self, chunks: int = 1) -> Driver:
+        self.started()
+        for k in range(chunks):
+            self.command(make_chunk("u1", MANIFEST, k, 1))
+            self.returned()
+            self.returned()
+        return self
+
+
+def test_acks_come_before_the_call_they_stand_for() -> None:
+    """Phase 1 is acked when the call is issued, in one go."""
+    effects = Driver().command(PAUSE)
+    assert isinstance(effects[0], Send)
+    assert effects[1] == CallPause("keep", True)
+
+
+def test_an_older_epoch_changes_nothing() -> None:
+    """Whatever it asks, it hears that it is fenced, and no call is made."""
+    driver = Driver()
+    driver.command(TransferInit("sim", b""), epoch=5)
+    driver.returned()
+    for message in (PAUSE, Resume("u1"), make_arm("u1", MANIFEST, version=4), Abort("u1", "")):
+        nack = nack_in(driver.command(message, epoch=4))
+        assert (nack.code, nack.field) == (NackCode.FENCED, "epoch")
+    assert len(driver.calls) == 1
+    assert driver.session.phase == "running"
+    assert driver.session.epoch == 5
+    driver.command(PAUSE, epoch=5)
+    driver.returned()
+    assert driver.session.phase == "paused"
+
+
+def test_a_newer_epoch_is_taken_over() -> None:
+    """Its commands are obeyed, and the one before it is old from then on."""
+    driver = Driver()
+    driver.command(PAUSE, epoch=2)
+    driver.command(PauseGlobal("u1"), epoch=7)
+    assert driver.session.epoch == 7
+    assert nack_in(driver.command(Resume("u1"), epoch=2)).code is NackCode.FENCED
+
+
+def test_what_is_no_command_is_forbidden() -> None:
+    """An engine takes commands and nothing else."""
+    nack = nack_in(Driver().command(Heartbeat("running", 0, 0, "")))
+    assert (nack.code, nack.field) == (NackCode.FORBIDDEN, "kind")
+
+
+def test_a_refusal_names_the_step_and_the_chunk() -> None:
+    """So that the broker knows what is off."""
+    driver = Driver().started()
+    bad = make_chunk("u1", MANIFEST, 1, 1)
+    object.__setattr__(bad, "chunk", 5)
+    nack = nack_in(driver.command(bad))
+    assert (nack.step, nack.update_id, nack.chunk) == (Step.CHUNK, "u1", 5)
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 2])
+def test_no_resume_while_weights_may_be_mixed(chunks: int) -> None:
+    """From the start to the commit, RESUME is refused and calls nothing."""
+    driver = Driver().loaded(chunks) if chunks else Driver().started()
+    calls = list(driver.calls)
+    assert nack_in(driver.command(Resume("u1"))).code is NackCode.WRONG_STATE
+    if chunks == 2:
+        driver.command(UpdateFinish("u1"))
+        driver.returned()
+        assert nack_in(driver.command(Resume("u1"))).code is NackCode.WRONG_STATE
+        calls = list(driver.calls)
+    assert driver.calls == calls
+    assert driver.session.pause.state is EnginePauseState.PAUSED
+
+
+def test_a_quarantined_engine_is_not_resumed() -> None:
+    """Aborted with a part loaded, it stays paused whoever asks."""
+    driver = Driver().loaded()
+    driver.command(Abort("u1", ""))
+    driver.returned()
+    assert driver.session.phase == "quarantined"
+    assert nack_in(driver.command(Resume("u1"))).code is NackCode.WRONG_STATE
+    assert CallResume() not in driver.calls
+
+
+@pytest.mark.parametrize(
+    ("build", "phase", "shown_id"),
+    [
+        (lambda d: d, "running", ""),
+        (lambda d: d.armed(), "armed", "u1"),
+        (lambda d: d.paused(), "paused", "u1"),
+        (lambda d: d.armed().paused(), "paused", "u1"),
+        (lambda d: d.started(), "updating", "u1"),
+        (lambda d: d.loaded(), "updating", "u1"),
+    ],
+)
+def test_the_phase_is_one_word_with_its_id(build: object, phase: str, shown_id: str) -> None:
+    """What heartbeats and the status show."""
+    assert callable(build)
+    driver = build(Driver())
+    assert (driver.session.phase, driver.session.shown_id) == (phase, shown_id)
+
+
+def test_the_number_of_requests_travels_in_the_ack() -> None:
+    """As the engine told it when its pause returned."""
+    driver = Driver()
+    driver.command(PAUSE)
+    driver.command(PauseGlobal("u1"))
+    acked = only(driver.returned(in_flight=6), Ack)
+    assert (acked.step, acked.in_flight, acked.duration_ms) == (Step.PAUSE_GLOBAL, 6, 10.0)
+
+
+def test_the_lease_runs_from_when_the_broker_was_last_heard() -> None:
+    """Not a moment earlier than due; and then the engine resumes by itself, once."""
+    driver = Driver().paused()
+    assert driver.session.next_deadline_ms(100.0) == 5_100.0
+    assert driver.tick(100.0, 5_099.0) == []
+    effects = driver.tick(100.0, 5_100.0)
+    assert [each.event for each in effects if isinstance(each, Note)] == ["lease_expired"]
+    assert driver.calls[-1] == CallResume()
+    assert driver.session.next_deadline_ms(100.0) is None
+    driver.returned()
+    assert driver.session.phase == "running"
+    assert driver.tick(100.0, 99_999.0) == []
+
+
+@pytest.mark.parametrize("build", [lambda d: d, lambda d: d.armed()])
+def test_without_a_pause_there_is_no_lease(build: object) -> None:
+    """An engine that runs, armed or not, needs nobody."""
+    assert callable(build)
+    driver = build(Driver())
+    assert driver.session.next_deadline_ms(0.0) is None
+    assert driver.tick(0.0, 10**9) == []
+
+
+def test_an_engine_that_is_only_armed_resumes_the_old_version() -> None:
+    """The update is given up with the lease."""
+    driver = Driver().armed().paused()
+    driver.tick(0.0, 5_000.0)
+    assert driver.calls[-1] == CallResume()
+    driver.returned()
+    assert driver.session.phase == "running"
+    assert driver.session.version == 3
+
+
+def test_an_engine_that_started_and_loaded_nothing_is_restored_then_resumes() -> None:
+    """In this order."""
+    driver = Driver().started()
+    driver.tick(0.0, 5_000.0)
+    assert driver.calls[-1] == CallRestore()
+    driver.returned()
+    assert driver.session.phase == "paused"
+    driver.tick(0.0, 5_001.0)
+    assert driver.calls[-1] == CallResume()
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_an_engine_that_loaded_a_part_stays_paused_when_its_lease_ends(chunks: int) -> None:
+    """Quarantined: its requests are ended, and it never serves mixed weights."""
+    driver = Driver().loaded(chunks)
+    driver.tick(0.0, 5_000.0)
+    assert driver.calls[-1] == CallAbortRequests()
+    driver.returned()
+    assert driver.session.phase == "quarantined"
+    assert driver.session.next_deadline_ms(0.0) is None
+    assert driver.tick(0.0, 10**9) == []
+
+
+def test_a_call_under_way_holds_the_lease() -> None:
+    """Nothing is decided in the place of a call that is pending."""
+    driver = Driver().loaded()
+    driver.command(make_chunk("u1", MANIFEST, 1, 1))
+    assert driver.session.next_deadline_ms(0.0) is None
+    assert driver.tick(0.0, 10**9) == []
+
+
+def test_a_pause_behind_an_arm_that_is_refused_is_still_made() -> None:
+    """Two things that have nothing to do with each other."""
+    driver = Driver()
+    driver.command(TransferInit("sim", b""))
+    driver.returned()
+    driver.command(make_arm("u1", MANIFEST, version=4))
+    assert only(driver.command(PauseLocal("u2", "keep", True, 5_000, 60_000)), Ack)
+    assert isinstance(driver.running, CallArm)
+    assert only(driver.failed(), Nack).step is Step.ARM
+    assert isinstance(driver.running, CallPause)
+    driver.returned()
+    assert driver.session.phase == "paused"

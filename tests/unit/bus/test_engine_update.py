@@ -1,0 +1,552 @@
+"""One engine's update: each chunk once and in order, finished before it is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bus.messages import (
+    Abort,
+    Ack,
+    Commit,
+    Nack,
+    NackCode,
+    Step,
+    TransferInit,
+    UpdateFinish,
+    UpdateStart,
+)
+from bus.protocol.calls import (
+    Call,
+    CallAbortRequests,
+    CallArm,
+    CallCommit,
+    CallFinish,
+    CallLoad,
+    CallOpenTransfer,
+    CallPause,
+    CallQueue,
+    CallReceive,
+    CallRestore,
+    CallStart,
+    SessionEffect,
+)
+from bus.protocol.engine_update import MIXED, EngineUpdate, EngineUpdateState
+from bus.protocol.instructions import Failure
+from bus.protocol.refusal import Declined
+from bus.testing.sim_trainer import make_arm, make_chunk, make_manifest
+from tests.unit.bus._builders import messages, only
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MANIFEST = make_manifest(("a", "b", "c"))
+CHUNKS = MANIFEST.chunks
+BROKEN = Failure(NackCode.TRANSFER_FAILED, "it broke", tensor="b")
+_S = EngineUpdateState
+
+
+class Driver:
+    """The machine with its queue; calls return when the test says so."""
+
+    def __init__(self, *, version: int = 3, opened: bool = True) -> None:
+        self.queue = CallQueue()
+        self.update = EngineUpdate(self.queue, version)
+        self.calls: list[Call] = []
+        if opened:
+            self.open()
+            self.returned()
+            self.calls.clear()
+
+    def open(self, params: bytes = b"p", msg_id: int = 1) -> list[SessionEffect]:
+        return self.issue(self.update.open(msg_id, TransferInit("sim", params)))
+
+    def arm(self, update_id: str = "u1", version: int = 4) -> list[SessionEffect]:
+        return self.issue(self.update.arm(2, make_arm(update_id, MANIFEST, version=version)))
+
+    def start(self, update_id: str = "u1", *, paused: bool = True) -> list[SessionEffect]:
+        return self.issue(self.update.start(3, UpdateStart(update_id), paused=paused))
+
+    def chunk(self, number: int, update_id: str = "u1") -> list[SessionEffect]:
+        return self.issue(self.update.chunk(10 + number, make_chunk(update_id, MANIFEST, number, 1)))
+
+    def finish(self, update_id: str = "u1") -> list[SessionEffect]:
+        return self.issue(self.update.finish(4, UpdateFinish(update_id)))
+
+    def commit(self, update_id: str = "u1", version: int = 4) -> list[SessionEffect]:
+        return self.issue(self.update.commit(5, Commit(update_id, version, "")))
+
+    def abort(self, update_id: str = "u1") -> list[SessionEffect]:
+        return self.issue(self.update.abort(6, Abort(update_id, "")))
+
+    def returned(self) -> list[SessionEffect]:
+        call = self.queue.running()
+        assert call is not None
+        return self.issue(self.update.done(self.queue.end(call), 2.0))
+
+    def failed(self) -> list[SessionEffect]:
+        call = self.queue.running()
+        assert call is not None
+        return self.issue(self.update.failed(self.queue.end(call), BROKEN))
+
+    def issue(self, effects: Iterable[SessionEffect]) -> list[SessionEffect]:
+        for call in self.queue.issue(0.0):
+            self.update.issued(call)
+            self.calls.append(call)
+        return list(effects)
+
+    def to(self, state: EngineUpdateState) -> Driver:
+        """Bring it there the long way; in LOADING every chunk is applied."""
+        order = [
+            (_S.ARMING, self.arm),
+            (_S.ARMED, self.returned),
+            (_S.STARTING, self.start),
+            (_S.LOADING, self._load),
+            (_S.FINISHING, self.finish),
+            (_S.FINISHED, self.returned),
+            (_S.COMMITTING, self.commit),
+        ]
+        if state is _S.ABORTING:
+            self.to(_S.LOADING)
+            self.abort()
+        elif state is not _S.NONE:
+            for reached, step in order:
+                step()
+                if reached is state:
+                    break
+        assert self.update.state is state
+        return self
+
+    def _load(self) -> None:
+        self.returned()
+        for k in range(CHUNKS):
+            self.chunk(k)
+            self.returned()
+            self.returned()
+
+
+def outcome(effects: Iterable[SessionEffect]) -> str:
+    """What an ABORT found."""
+    acked = only(effects, Ack)
+    assert acked.step is Step.ABORT
+    return acked.outcome
+
+
+def test_an_update_from_the_first_step_to_the_last() -> None:
+    """Each command is one engine call, acked by its return; a chunk is two calls."""
+    driver = Driver().to(_S.COMMITTING)
+    assert only(driver.returned(), Ack).step is Step.COMMIT
+    assert [type(call) for call in driver.calls] == [
+        CallArm,
+        CallStart,
+        *[CallReceive, CallLoad] * CHUNKS,
+        CallFinish,
+        CallCommit,
+    ]
+    assert driver.update.version == 4
+    assert not driver.update.mixed
+
+
+COMMANDS: dict[str, Callable[[Driver], object]] = {
+    "open": lambda d: d.open(b"other"),
+    "arm": lambda d: d.arm(),
+    "arm another": lambda d: d.arm("u2", 5),
+    "start": lambda d: d.start(),
+    "chunk": lambda d: d.chunk(0),
+    "finish": lambda d: d.finish(),
+    "commit": lambda d: d.commit(),
+    "abort": lambda d: d.abort(),
+}
+# In which states a command does something new; and in which it is an old one, answered
+# again or dropped. In all others it is refused.
+NEW = {
+    "open": {_S.NONE, _S.ARMING, _S.ARMED},
+    "arm": {_S.NONE},
+    "arm another": {_S.NONE, _S.ARMED},
+    "start": {_S.ARMED},
+    "chunk": set[EngineUpdateState](),
+    "finish": {_S.LOADING},
+    "commit": {_S.FINISHED},
+    "abort": set(_S) - {_S.NONE, _S.COMMITTING, _S.ABORTING},
+}
+OLD = {
+    "open": set[EngineUpdateState](),
+    "arm": set(_S) - {_S.NONE},
+    "arm another": set[EngineUpdateState](),
+    "start": MIXED,
+    "chunk": {_S.LOADING, _S.FINISHING, _S.FINISHED, _S.COMMITTING, _S.ABORTING},
+    "finish": {_S.FINISHING, _S.FINISHED, _S.COMMITTING},
+    "commit": {_S.COMMITTING},
+    "abort": {_S.NONE, _S.ABORTING},
+}
+
+
+@pytest.mark.parametrize(("state", "command"), list(product(EngineUpdateState, COMMANDS)))
+def test_every_command_in_every_state(state: EngineUpdateState, command: str) -> None:
+    """New, old or refused; what is refused or old calls nothing and moves nothing."""
+    driver = Driver().to(state)
+    calls, waiting = list(driver.calls), len(driver.queue)
+    if state in NEW[command]:
+        COMMANDS[command](driver)
+        moved = driver.update.state is not state or len(driver.queue) != waiting
+        assert moved or driver.update._abort_asked is not None
+        return
+    if state in OLD[command]:
+        COMMANDS[command](driver)
+    else:
+        with pytest.raises(Declined) as declined:
+            COMMANDS[command](driver)
+        assert declined.value.failure.code is NackCode.WRONG_STATE
+    assert driver.update.state is state
+    assert driver.calls == calls
+    assert len(driver.queue) == waiting
+
+
+@pytest.mark.parametrize("command", ["start", "chunk", "finish", "commit"])
+def test_a_command_of_another_update_is_refused(command: str) -> None:
+    """It names the field; nothing moves."""
+    driver = Driver().to(_S.LOADING)
+    ask: dict[str, Callable[[], object]] = {
+        "start": lambda: driver.start("u0"),
+        "chunk": lambda: driver.chunk(0, "u0"),
+        "finish": lambda: driver.finish("u0"),
+        "commit": lambda: driver.commit("u0"),
+    }
+    with pytest.raises(Declined) as declined:
+        ask[command]()
+    assert declined.value.failure.field == "update_id"
+    assert driver.update.state is _S.LOADING
+
+
+def test_a_transport_is_opened_once_however_often_it_is_asked() -> None:
+    """While it opens, while it waits behind another call, and when it is open."""
+    driver = Driver(opened=False)
+    driver.open()
+    driver.open()
+    assert driver.calls == [CallOpenTransfer("sim", b"p")]
+    assert only(driver.returned(), Ack).step is Step.TRANSFER_INIT
+    assert only(driver.open(), Ack).step is Step.TRANSFER_INIT
+    assert len(driver.calls) == 1
+    driver.arm()
+    driver.open(b"q")
+    driver.open(b"q")
+    driver.returned()
+    driver.returned()
+    assert driver.calls[2:] == [CallOpenTransfer("sim", b"q")]
+
+
+def test_without_an_open_transport_nothing_is_armed() -> None:
+    """The code tells the trainer to open it."""
+    driver = Driver(opened=False)
+    with pytest.raises(Declined) as declined:
+        driver.arm()
+    assert declined.value.failure.code is NackCode.TRANSFER_CLOSED
+    assert driver.update.state is _S.NONE
+    driver.open()
+    driver.failed()
+    with pytest.raises(Declined):
+        driver.arm()
+
+
+@pytest.mark.parametrize("version", [0, 2, 3])
+def test_a_version_that_does_not_grow_is_not_armed(version: int) -> None:
+    """Versions only grow."""
+    driver = Driver(version=3)
+    with pytest.raises(Declined) as declined:
+        driver.arm(version=version)
+    assert declined.value.failure.field == "version"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("digest", "0" * 64),
+        ("dtypes", ("float32", "float32")),
+        ("dtypes", ("float32", "float32", "complex9")),
+        ("shapes", ((4,), (4,))),
+        ("names", ("a", "b", "b")),
+        ("chunk_ends", (1, 1, 3)),
+        ("chunk_ends", (1, 2)),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(field: str, value: object) -> None:
+    """By name, and nothing is armed."""
+    driver = Driver()
+    message = make_arm("u1", MANIFEST, version=4)
+    object.__setattr__(message, field, value)
+    with pytest.raises(Declined) as declined:
+        driver.update.arm(2, message)
+    assert declined.value.failure.code is NackCode.MANIFEST_REFUSED
+    assert declined.value.failure.field == field
+    assert driver.update.state is _S.NONE
+    assert len(driver.queue) == 0
+
+
+def test_an_engine_that_refuses_the_manifest_names_the_tensor() -> None:
+    """And is as it was; the same may be armed again."""
+    driver = Driver().to(_S.ARMING)
+    nack = only(driver.failed(), Nack)
+    assert (nack.step, nack.tensor) == (Step.ARM, "b")
+    assert driver.update.state is _S.NONE
+    driver.arm()
+    assert [type(call) for call in driver.calls] == [CallArm, CallArm]
+
+
+def test_an_update_does_not_start_while_the_engine_runs() -> None:
+    """It needs a completed pause."""
+    driver = Driver().to(_S.ARMED)
+    with pytest.raises(Declined):
+        driver.start(paused=False)
+    assert driver.update.state is _S.ARMED
+
+
+def test_chunks_are_loaded_once_and_in_order() -> None:
+    """Doubled ones are acked again, early ones wait to be asked again, old ones are old."""
+    driver = Driver().to(_S.STARTING)
+    driver.returned()
+    assert driver.chunk(1) == []
+    driver.chunk(0)
+    driver.chunk(1)
+    assert driver.chunk(0) == []
+    for _ in range(4):
+        driver.returned()
+    again = only(driver.chunk(0), Ack)
+    assert (again.step, again.chunk) == (Step.CHUNK, 0)
+    loads = [call for call in driver.calls if isinstance(call, CallLoad)]
+    assert loads == [CallLoad(0), CallLoad(1)]
+
+
+@pytest.mark.parametrize("field", ["names", "dtypes", "shapes", "sizes_bytes"])
+def test_a_chunk_that_is_not_the_planned_one_is_refused_by_field(field: str) -> None:
+    """It is not taken, and the right one still may be."""
+    driver = Driver().to(_S.STARTING)
+    driver.returned()
+    message = make_chunk("u1", MANIFEST, 0, 1)
+    changed = {"names": ("z",), "dtypes": ("int8",), "shapes": ((5,),), "sizes_bytes": (17,)}
+    object.__setattr__(message, field, changed[field])
+    with pytest.raises(Declined) as declined:
+        driver.update.chunk(9, message)
+    assert declined.value.failure.code is NackCode.MANIFEST_REFUSED
+    assert declined.value.failure.field == field
+    driver.chunk(0)
+    assert isinstance(driver.calls[-1], CallReceive)
+
+
+def test_a_chunk_that_the_manifest_does_not_have_is_refused() -> None:
+    """The field is named."""
+    driver = Driver().to(_S.LOADING)
+    message = make_chunk("u1", MANIFEST, 0, 1)
+    object.__setattr__(message, "chunk", CHUNKS)
+    with pytest.raises(Declined) as declined:
+        driver.update.chunk(9, message)
+    assert declined.value.failure.field == "chunk"
+
+
+@pytest.mark.parametrize("applied", range(CHUNKS))
+def test_finish_needs_every_chunk(applied: int) -> None:
+    """One that is received but not loaded is not applied."""
+    driver = Driver().to(_S.STARTING)
+    driver.returned()
+    for k in range(applied):
+        driver.chunk(k)
+        driver.returned()
+        driver.returned()
+    driver.chunk(applied)
+    driver.returned()
+    with pytest.raises(Declined):
+        driver.finish()
+    assert driver.update.state is _S.LOADING
+
+
+def test_commit_needs_the_version_that_was_armed() -> None:
+    """Another one is refused; the version stays."""
+    driver = Driver().to(_S.FINISHED)
+    with pytest.raises(Declined) as declined:
+        driver.commit(version=9)
+    assert declined.value.failure.field == "version"
+    assert driver.update.version == 3
+
+
+def test_the_version_changes_when_the_commit_has_returned() -> None:
+    """Not when it is asked; and a doubled COMMIT is acked again."""
+    driver = Driver().to(_S.COMMITTING)
+    assert driver.update.version == 3
+    driver.returned()
+    assert driver.update.version == 4
+    assert only(driver.commit(), Ack).step is Step.COMMIT
+    assert sum(isinstance(call, CallCommit) for call in driver.calls) == 1
+
+
+def test_a_finish_or_a_commit_that_fails_may_be_tried_again() -> None:
+    """Each goes back one step."""
+    driver = Driver().to(_S.FINISHING)
+    assert only(driver.failed(), Nack).step is Step.FINISH
+    assert driver.update.state is _S.LOADING
+    driver.finish()
+    driver.returned()
+    driver.commit()
+    assert only(driver.failed(), Nack).step is Step.COMMIT
+    assert driver.update.state is _S.FINISHED
+    assert driver.update.version == 3
+
+
+def test_a_chunk_that_fails_to_arrive_drops_those_behind_it() -> None:
+    """Nothing was loaded of it; it is refused with its number."""
+    driver = Driver().to(_S.STARTING)
+    driver.returned()
+    driver.chunk(0)
+    driver.chunk(1)
+    nack = only(driver.failed(), Nack)
+    assert (nack.step, nack.chunk, nack.code) == (Step.CHUNK, 0, NackCode.TRANSFER_FAILED)
+    assert len(driver.queue) == 0
+    assert outcome([*driver.abort(), *driver.returned()]) == "restored"
+
+
+@pytest.mark.parametrize("state", [_S.NONE, _S.ARMED])
+def test_an_abort_before_the_start_touches_nothing(state: EngineUpdateState) -> None:
+    """No call is made."""
+    driver = Driver().to(state)
+    calls = list(driver.calls)
+    assert outcome(driver.abort()) == "untouched"
+    assert driver.calls == calls
+    assert driver.update.state is _S.NONE
+    assert not driver.update.mixed
+
+
+def test_an_abort_after_the_start_and_before_a_load_restores() -> None:
+    """The old weights are whole: the engine may serve them."""
+    driver = Driver().to(_S.STARTING)
+    driver.returned()
+    assert driver.abort() == []
+    assert driver.calls[-1] == CallRestore()
+    assert driver.update.mixed
+    assert outcome(driver.returned()) == "restored"
+    assert not driver.update.mixed
+
+
+@pytest.mark.parametrize("state", [_S.LOADING, _S.FINISHED])
+def test_an_abort_after_a_load_quarantines(state: EngineUpdateState) -> None:
+    """Requests are ended with the tokens they have; only a whole update ends it."""
+    driver = Driver().to(state)
+    driver.abort()
+    assert driver.calls[-1] == CallAbortRequests()
+    assert outcome(driver.returned()) == "partial"
+    assert driver.update.mixed
+    assert driver.update.state is _S.NONE
+    assert outcome(driver.abort()) == "partial"
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [(_S.ARMING, "untouched"), (_S.STARTING, "restored"), (_S.FINISHING, "partial")],
+)
+def test_an_abort_waits_for_the_call_under_way(state: EngineUpdateState, expected: str) -> None:
+    """A call can't be taken back: what it leaves behind decides."""
+    driver = Driver().to(state)
+    assert driver.abort() == []
+    effects = driver.returned()
+    if expected != "untouched":
+        effects += driver.returned()
+    acks = [each for each in messages(effects) if isinstance(each, Ack)]
+    assert [each.outcome for each in acks if each.step is Step.ABORT] == [expected]
+    assert driver.update.state is _S.NONE
+
+
+def test_an_abort_while_a_chunk_is_received_finds_nothing_loaded() -> None:
+    """Its load, which was to follow, does not."""
+    driver = Driver().to(_S.STARTING)
+    driver.returned()
+    driver.chunk(0)
+    assert driver.abort() == []
+    driver.returned()
+    assert driver.calls[-1] == CallRestore()
+    assert outcome(driver.returned()) == "restored"
+
+
+def test_an_abort_while_a_chunk_is_loaded_finds_it_loaded() -> None:
+    """Half a load is a load."""
+    driver = Driver().to(_S.STARTING)
+    driver.returned()
+    driver.chunk(0)
+    driver.returned()
+    assert driver.abort() == []
+    driver.failed()
+    assert driver.calls[-1] == CallAbortRequests()
+    assert outcome(driver.returned()) == "partial"
+
+
+def test_an_abort_of_an_arm_that_fails_finds_nothing() -> None:
+    """The update ended by itself."""
+    driver = Driver().to(_S.ARMING)
+    driver.abort()
+    effects = messages(driver.failed())
+    assert [type(each) for each in effects] == [Nack, Ack]
+    assert driver.update.state is _S.NONE
+
+
+def test_a_start_that_fails_is_not_to_be_trusted() -> None:
+    """Half started counts as loaded."""
+    driver = Driver().to(_S.STARTING)
+    assert only(driver.failed(), Nack).step is Step.START
+    driver.abort()
+    assert outcome(driver.returned()) == "partial"
+
+
+@pytest.mark.parametrize("state", [_S.STARTING, _S.LOADING])
+def test_an_undoing_that_fails_quarantines(state: EngineUpdateState) -> None:
+    """Only a whole update brings this engine back."""
+    driver = Driver().to(state)
+    if state is _S.STARTING:
+        driver.returned()
+    driver.abort()
+    assert outcome(driver.failed()) == "partial"
+    assert driver.update.partial
+
+
+def test_a_quarantined_engine_is_told_to_recover_and_freed_by_the_commit() -> None:
+    """And by nothing before it, another abort least of all."""
+    driver = Driver().to(_S.LOADING)
+    driver.abort()
+    driver.returned()
+    driver.arm("u2")
+    driver.returned()
+    driver.start("u2")
+    assert driver.calls[-1] == CallStart(recover=True)
+    driver.returned()
+    assert outcome(driver.abort("u2")) == "partial"
+    driver.arm("u3")
+    driver.returned()
+    driver.start("u3")
+    driver.returned()
+    for k in range(CHUNKS):
+        driver.chunk(k, "u3")
+        driver.returned()
+        driver.returned()
+    driver.finish("u3")
+    driver.returned()
+    assert driver.update.mixed
+    driver.commit("u3")
+    driver.returned()
+    assert not driver.update.mixed
+
+
+def test_a_pause_that_waits_behind_an_arm_outlives_its_failure() -> None:
+    """It was acked as issued: dropping it would leave the engine pausing for ever."""
+    driver = Driver().to(_S.ARMING)
+    pause = CallPause("keep", True)
+    driver.queue.add(pause, 7)
+    driver.failed()
+    assert driver.calls[-1] is pause
+
+
+def test_a_pause_that_waits_behind_an_arm_outlives_its_abort() -> None:
+    """The same for an update that is given up."""
+    driver = Driver().to(_S.ARMING)
+    pause = CallPause("keep", True)
+    driver.queue.add(pause, 7)
+    driver.abort()
+    driver.returned()
+    assert driver.calls[-1] is pause

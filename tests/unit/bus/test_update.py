@@ -1,0 +1,328 @@
+"""The broker's update machine: every state and every event, and its invariants."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bus.messages import (
+    Abort,
+    Commit,
+    NackCode,
+    Step,
+    TransferInit,
+    UpdateFinish,
+    UpdateStart,
+)
+from bus.protocol.instructions import Ask, Failure, IllegalTransition, StepDone, StepFailed
+from bus.protocol.update import TRANSITIONS, UNSAFE, UpdateEvent, UpdateMachine, UpdateState
+from bus.testing.sim_trainer import make_arm, make_chunk, make_manifest
+from tests.unit.bus._builders import LOST, ack
+
+if TYPE_CHECKING:
+    from bus.protocol.update import Instruction
+
+MEMBERS = {"e0": "e0", "e1": "dp1", "e2": "dp1"}
+MANIFEST = make_manifest(("a", "b", "c"))
+CHUNKS = MANIFEST.chunks
+ARM = make_arm("u1", MANIFEST, version=4, label="step 4")
+REFUSED = Failure(NackCode.ENGINE_FAILED, "no", peer="e1", tensor="b")
+STATES = list(UpdateState)
+_S = UpdateState
+
+
+def machine(state: UpdateState) -> UpdateMachine:
+    """A machine that was brought to this state the long way."""
+    update = UpdateMachine()
+    if state is _S.IDLE:
+        return update
+    if state is _S.OPENING:
+        update.open(TransferInit("sim", b""), MEMBERS, 0.0)
+        return update
+    update.arm(ARM, MEMBERS, 0.0)
+    if state is _S.ARMING:
+        return update
+    if state is _S.ABORTING:
+        update.give_up(LOST, 1.0)
+        return update
+    all_ack(update, Step.ARM)
+    if state is _S.ARMED:
+        return update
+    update.start(UpdateStart("u1"), 1.0)
+    if state is _S.STARTING:
+        return update
+    all_ack(update, Step.START)
+    if state is _S.LOADING:
+        return update
+    for k in range(CHUNKS):
+        update.chunk(make_chunk("u1", MANIFEST, k, 1), 2.0)
+        all_ack(update, Step.CHUNK, k)
+    update.finish(UpdateFinish("u1"), 3.0)
+    if state is _S.FINISHING:
+        return update
+    all_ack(update, Step.FINISH)
+    if state is _S.FINISHED:
+        return update
+    update.commit(Commit("u1", 4, ""), 4.0)
+    assert update.state is _S.COMMITTING
+    return update
+
+
+def all_ack(
+    update: UpdateMachine, step: Step, chunk: int = 0, *, outcome: str = ""
+) -> list[Instruction]:
+    """Everybody acks; what came of it."""
+    said: list[Instruction] = []
+    for name in list(update.members):
+        said += update.acked(name, ack(step, update.update_id, chunk, outcome=outcome), 1.0)
+    return said
+
+
+def snapshot(update: UpdateMachine) -> tuple[object, ...]:
+    """Everything that a refused event must leave alone."""
+    return (
+        update.state,
+        update.update_id,
+        update.version,
+        dict(update.members),
+        dict(update.excluded),
+        frozenset(update.partial),
+        frozenset(update.round.waiting) if update.round else None,
+        {k: frozenset(r.waiting) for k, r in update.chunks.items()},
+        update.chunks_asked,
+        update.failure,
+    )
+
+
+@pytest.mark.parametrize(("state", "event"), list(product(UpdateState, UpdateEvent)))
+def test_the_table_says_what_follows_and_refuses_the_rest(
+    state: UpdateState, event: UpdateEvent
+) -> None:
+    """An event that the table does not have in a state raises, and the state stays."""
+    update = UpdateMachine()
+    update.state = state
+    following = TRANSITIONS.get((state, event))
+    if following is not None:
+        update._go(event)
+        assert update.state is following
+        return
+    with pytest.raises(IllegalTransition, match=event.value):
+        update._go(event)
+    assert update.state is state
+
+
+COMMANDS = {
+    "open": lambda u: u.open(TransferInit("sim", b"x"), {"e9": "e9"}, 9.0),
+    "arm": lambda u: u.arm(make_arm("u2", MANIFEST, version=9), {"e9": "e9"}, 9.0),
+    "start": lambda u: u.start(UpdateStart("u1"), 9.0),
+    "chunk": lambda u: u.chunk(make_chunk("u1", MANIFEST, u.chunks_asked % CHUNKS, 1), 9.0),
+    "finish": lambda u: u.finish(UpdateFinish("u1"), 9.0),
+    "commit": lambda u: u.commit(Commit("u1", 4, ""), 9.0),
+    "give_up": lambda u: u.give_up(LOST, 9.0),
+}
+ALLOWED = {
+    "open": {_S.IDLE},
+    "arm": {_S.IDLE},
+    "start": {_S.ARMED},
+    "chunk": {_S.LOADING},
+    "finish": set[UpdateState](),  # LOADING, but only with every chunk applied
+    "commit": {_S.FINISHED},
+    "give_up": set(STATES) - {_S.IDLE, _S.COMMITTING, _S.ABORTING},
+}
+
+
+@pytest.mark.parametrize(("state", "command"), list(product(UpdateState, COMMANDS)))
+def test_a_command_out_of_its_turn_is_illegal_and_changes_nothing(
+    state: UpdateState, command: str
+) -> None:
+    """Every command in every state: it is in its turn, or it raises and leaves no trace."""
+    update = machine(state)
+    before = snapshot(update)
+    if state in ALLOWED[command]:
+        COMMANDS[command](update)
+        assert snapshot(update) != before
+        return
+    with pytest.raises(IllegalTransition):
+        COMMANDS[command](update)
+    assert snapshot(update) == before
+
+
+@pytest.mark.parametrize(("state", "step"), list(product(UpdateState, Step)))
+def test_an_ack_that_is_not_awaited_changes_nothing(state: UpdateState, step: Step) -> None:
+    """Of another update, from a stranger, of a step that nobody waits for, or doubled."""
+    update = machine(state)
+    before = snapshot(update)
+    own = update.update_id
+    assert update.acked("e0", ack(step, "u0"), 1.0) == []
+    assert update.acked("stranger", ack(step, own, 7), 1.0) == []
+    awaited = update.round.step if update.round else None
+    if step is not awaited:
+        assert update.acked("e0", ack(step, own, 7), 1.0) == []
+        assert snapshot(update) == before
+        return
+    update.acked("e0", ack(step, own), 1.0)
+    before = snapshot(update)
+    assert update.acked("e0", ack(step, own), 1.0) == []
+    assert snapshot(update) == before
+
+
+def test_the_steps_follow_each_other_and_each_is_told_once() -> None:
+    """Arm, start, chunks, finish, commit; the trainer hears of each when all have done it."""
+    told: list[Step] = []
+    update = UpdateMachine()
+    update.arm(ARM, MEMBERS, 0.0)
+    for step, ask in (
+        (Step.ARM, lambda: update.start(UpdateStart("u1"), 1.0)),
+        (Step.START, lambda: update.chunk(make_chunk("u1", MANIFEST, 0, 1), 1.0)),
+    ):
+        told += [each.step for each in all_ack(update, step) if isinstance(each, StepDone)]
+        ask()
+    for k in range(CHUNKS):
+        if k:
+            update.chunk(make_chunk("u1", MANIFEST, k, 1), 1.0)
+        done = all_ack(update, Step.CHUNK, k)
+        told += [each.step for each in done if isinstance(each, StepDone)]
+    update.finish(UpdateFinish("u1"), 1.0)
+    told += [each.step for each in all_ack(update, Step.FINISH) if isinstance(each, StepDone)]
+    update.commit(Commit("u1", 4, ""), 1.0)
+    told += [each.step for each in all_ack(update, Step.COMMIT) if isinstance(each, StepDone)]
+    assert told == [Step.ARM, Step.START, *[Step.CHUNK] * CHUNKS, Step.FINISH, Step.COMMIT]
+    assert update.state is _S.IDLE
+
+
+def test_one_refusal_at_arm_gives_the_update_up_on_every_engine() -> None:
+    """Nothing is armed anywhere when the trainer hears who refused which tensor."""
+    update = machine(_S.ARMING)
+    update.acked("e0", ack(Step.ARM), 1.0)
+    (ask,) = update.refused("e1", REFUSED, 1.0)
+    assert ask == Ask(Abort("u1", "no"), ("e0", "e1", "e2"))
+    assert update.state is _S.ABORTING
+    (failed,) = all_ack(update, Step.ABORT, outcome="untouched")
+    assert failed == StepFailed(Step.ABORT, REFUSED)
+    assert update.state is _S.IDLE
+
+
+@pytest.mark.parametrize("state", [_S.LOADING, _S.FINISHING, _S.FINISHED, _S.COMMITTING])
+def test_an_engine_that_fails_later_falls_out_with_its_dp_group(state: UpdateState) -> None:
+    """Its ranks are told to abort; the others go on."""
+    update = machine(state)
+    ask, *_ = update.refused("e1", REFUSED, 1.0)
+    assert ask == Ask(Abort("u1", "no"), ("e1", "e2"))
+    assert set(update.members) == {"e0"}
+    assert set(update.excluded) == {"e1", "e2"}
+    assert update.state is state
+
+
+@pytest.mark.parametrize("state", [s for s in UpdateState if s is not _S.IDLE])
+def test_an_engine_that_is_lost_is_not_waited_for(state: UpdateState) -> None:
+    """The update goes on without its DP group, and says so."""
+    update = machine(state)
+    awaited = update.round.step if update.round else None
+    if awaited is not None:
+        update.acked("e0", ack(awaited, update.update_id), 1.0)
+    said = update.lost("e2", LOST)
+    assert set(update.members) == {"e0"}
+    assert set(update.excluded) == {"e1", "e2"}
+    if awaited is not None:
+        assert len(said) == 1
+        assert isinstance(said[0], StepFailed if state is _S.ABORTING else StepDone)
+
+
+@pytest.mark.parametrize("state", [s for s in UpdateState if s is not _S.IDLE])
+def test_with_nobody_left_the_update_is_over(state: UpdateState) -> None:
+    """Whoever waits for a step hears why; the machine takes the next update."""
+    update = machine(state)
+    awaited = update.round.step if update.round else None
+    if state is _S.LOADING:
+        update.chunk(make_chunk("u1", MANIFEST, 0, 1), 2.0)
+    update.lost("e0", LOST)
+    said = update.lost("e1", LOST)
+    assert update.state is _S.IDLE
+    assert update.rounds() == []
+    steps = [each.step for each in said if isinstance(each, StepFailed)]
+    expected = [awaited] if awaited else []
+    assert steps == ([Step.CHUNK] if state is _S.LOADING else expected)
+
+
+@pytest.mark.parametrize("state", UpdateState)
+def test_a_stranger_changes_nothing(state: UpdateState) -> None:
+    """Who takes no part can neither fail nor be lost."""
+    update = machine(state)
+    before = snapshot(update)
+    assert update.refused("stranger", REFUSED, 1.0) == []
+    assert update.lost("stranger", LOST) == []
+    assert snapshot(update) == before
+
+
+def test_a_failed_open_leaves_nothing_behind() -> None:
+    """There is nothing to abort: the trainer opens again."""
+    update = machine(_S.OPENING)
+    (failed,) = update.refused("e1", REFUSED, 1.0)
+    assert failed == StepFailed(Step.TRANSFER_INIT, REFUSED)
+    assert update.state is _S.IDLE
+    assert update.acked("e0", ack(Step.TRANSFER_INIT, ""), 2.0) == []
+
+
+def test_chunks_may_overlap_and_are_told_one_by_one() -> None:
+    """Two under way: each is applied when every engine has applied it, in any order."""
+    update = machine(_S.LOADING)
+    update.chunk(make_chunk("u1", MANIFEST, 0, 1), 2.0)
+    update.chunk(make_chunk("u1", MANIFEST, 1, 1), 2.0)
+    assert not update.all_applied
+    (second,) = all_ack(update, Step.CHUNK, 1)
+    (first,) = all_ack(update, Step.CHUNK, 0)
+    assert isinstance(first, StepDone)
+    assert isinstance(second, StepDone)
+    assert (second.chunk, first.chunk) == (1, 0)
+
+
+@pytest.mark.parametrize("number", [1, 2, 7])
+def test_a_chunk_out_of_order_is_illegal(number: int) -> None:
+    """The next one, or none."""
+    update = machine(_S.LOADING)
+    before = snapshot(update)
+    chunk = make_chunk("u1", MANIFEST, min(number, CHUNKS - 1), 1)
+    with pytest.raises(IllegalTransition):
+        update.chunk(chunk, 2.0)
+    assert snapshot(update) == before
+
+
+@pytest.mark.parametrize("applied", range(CHUNKS))
+def test_finish_before_the_last_chunk_is_illegal(applied: int) -> None:
+    """Every chunk of the manifest must be applied everywhere first."""
+    update = machine(_S.LOADING)
+    for k in range(applied):
+        update.chunk(make_chunk("u1", MANIFEST, k, 1), 2.0)
+        all_ack(update, Step.CHUNK, k)
+    update.chunk(make_chunk("u1", MANIFEST, applied, 1), 2.0)
+    update.acked("e0", ack(Step.CHUNK, "u1", applied), 2.0)
+    with pytest.raises(IllegalTransition):
+        update.finish(UpdateFinish("u1"), 3.0)
+    assert update.state is _S.LOADING
+
+
+def test_what_was_loaded_when_it_was_given_up_is_remembered() -> None:
+    """Engines that say partial are those to be quarantined."""
+    update = machine(_S.LOADING)
+    update.give_up(LOST, 5.0)
+    update.acked("e0", ack(Step.ABORT, outcome="restored"), 6.0)
+    update.acked("e1", ack(Step.ABORT, outcome="partial"), 6.0)
+    (failed,) = update.acked("e2", ack(Step.ABORT, outcome="untouched"), 6.0)
+    assert isinstance(failed, StepFailed)
+    assert update.partial == {"e1"}
+
+
+def test_a_refused_abort_leaves_the_others_aborting() -> None:
+    """Only the one that refused is not waited for any more."""
+    update = machine(_S.ABORTING)
+    assert update.refused("e1", REFUSED, 6.0) == []
+    assert set(update.members) == {"e0", "e2"}
+    assert update.state is _S.ABORTING
+
+
+def test_weights_may_differ_from_the_start_to_the_commit() -> None:
+    """In these states nobody may resume."""
+    safe = {_S.IDLE, _S.OPENING, _S.ARMING, _S.ARMED}
+    assert set(UpdateState) - safe == UNSAFE

@@ -1,0 +1,149 @@
+"""What the HTTP adapter says of servers that it can't drive, and of those that are gone."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+
+from bus.errors import EngineDead, EngineError, UsageError
+from sidecar.vllm_http import VllmHttpEngine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.7:8000", "http://example.org", "http://[2001::1]"])
+def test_only_loopback(url: str) -> None:
+    """Unless asked for: the API key does not cover the RL routes."""
+    with pytest.raises(UsageError, match="API key"):
+        VllmHttpEngine(url)
+    VllmHttpEngine(url, allow_remote=True)
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://127.0.0.1"])
+def test_urls_that_are_none(url: str) -> None:
+    """Refused before anything is tried."""
+    with pytest.raises(UsageError):
+        VllmHttpEngine(url)
+
+
+class Server:
+    """Answers as an API server would: which of its routes it has is up to the test."""
+
+    def __init__(self, **routes: Any) -> None:
+        self.routes: dict[str, Any] = {"health": None, **routes}
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        name = request.path.strip("/")
+        if name not in self.routes:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        content = self.routes[name]
+        if isinstance(content, web.HTTPException):
+            raise content
+        if isinstance(content, asyncio.Event):
+            await content.wait()
+        return web.json_response(content if isinstance(content, dict) else {})
+
+
+@asynccontextmanager
+async def serving(server: Server) -> AsyncIterator[tuple[VllmHttpEngine, web.AppRunner]]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", server.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    engine = VllmHttpEngine(f"http://127.0.0.1:{port}", ready_timeout_s=2)
+    try:
+        yield engine, runner
+    finally:
+        await engine.close()
+        await runner.cleanup()
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 30))
+
+
+def config(backend: str | None) -> dict[str, Any]:
+    transfer = None if backend is None else {"backend": backend}
+    return {"vllm_config": {"weight_transfer_config": transfer}}
+
+
+@pytest.mark.parametrize(
+    ("routes", "text"),
+    [
+        ({"version": {"version": "0.27.1"}}, "vLLM 0.27.1 is not supported"),
+        ({"version": {"version": "0.32.0"}}, "VLLM_SERVER_DEV_MODE=1"),
+        (
+            {"version": {"version": "0.32.0"}, "server_info": config(None)},
+            r"no backend: start it with --weight-transfer-config",
+        ),
+        ({"version": {"version": "0.32.0"}, "server_info": config("nccl")}, "'nccl'"),
+        ({"health": web.HTTPServiceUnavailable()}, "no healthy server"),
+    ],
+)
+def test_servers_that_cannot_be_driven(routes: dict[str, Any], text: str) -> None:
+    """The text says how to start one that can."""
+
+    async def scenario() -> None:
+        async with serving(Server(**routes)) as (engine, _):
+            with pytest.raises(EngineError, match=text):
+                await engine.start()
+
+    run(scenario())
+
+
+def test_a_call_has_no_read_timeout_and_ends_with_the_server() -> None:
+    """A pause that takes long is no failure; one whose server goes away is."""
+    forever = asyncio.Event()
+
+    async def scenario() -> None:
+        async with serving(Server(pause=forever)) as (engine, runner):
+            with pytest.raises(EngineError):
+                await engine.start()
+            pause = asyncio.create_task(engine.pause("keep", clear_cache=True))
+            done, _ = await asyncio.wait([pause], timeout=0.2)
+            assert not done
+            await runner.cleanup()
+            with pytest.raises(EngineDead):
+                await pause
+
+    run(scenario())
+
+
+def test_death_is_told_from_being_busy() -> None:
+    """Slow is busy. Not listening is dead, and so is who says so."""
+
+    async def scenario() -> None:
+        server = Server()
+        async with serving(server) as (engine, runner):
+            with pytest.raises(EngineError):
+                await engine.start()
+            death = asyncio.create_task(engine.died())
+            server.routes["health"] = asyncio.Event()
+            done, _ = await asyncio.wait([death], timeout=2.5)
+            assert not done
+            await runner.cleanup()
+            assert "nothing listens" in await death
+
+    run(scenario())
+
+
+def test_a_server_may_say_that_its_engine_is_dead() -> None:
+    """vLLM's /health answers 503 then."""
+
+    async def scenario() -> None:
+        server = Server()
+        async with serving(server) as (engine, _):
+            with pytest.raises(EngineError):
+                await engine.start()
+            server.routes["health"] = web.HTTPServiceUnavailable()
+            assert "503" in await engine.died()
+
+    run(scenario())

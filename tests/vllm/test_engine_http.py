@@ -1,0 +1,288 @@
+"""A supervised API server under the bus: the engine contract over HTTP, and the data plane."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import anyio
+import pytest
+
+from bus.errors import EngineError
+from bus.messages import NackCode
+from sidecar.supervise import SupervisedServer
+from sidecar.vllm_http import VllmHttpEngine
+from sidecar.vllm_inprocess import parse_version
+from tests.contract.engine_suite import EngineContract, Generated, Watch
+from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
+from tests.vllm._vllm import (
+    MAX_POSITIONS,
+    Oracle,
+    Trainer,
+    boot_environment,
+    require_vllm,
+    server_argv,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from sidecar.engine import Engine
+
+require_vllm()
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+
+
+class Served:
+    """An API server under test, asked through its token-in, token-out route."""
+
+    long_tokens = 150
+    late_tokens = 8
+    quiet_s = 0.3
+    wait_s = 120.0
+
+    def __init__(
+        self, server: SupervisedServer, checkpoint: Checkpoint, runner: asyncio.Runner
+    ) -> None:
+        self.server = server
+        self.engine: Engine = VllmHttpEngine(server=server)
+        self.checkpoint = checkpoint
+        self.oracle = Oracle(checkpoint.folder)
+        self.weights: Mapping[str, Tensor] = checkpoint.weights
+        self.version = 0
+        self._runner = runner
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        self._runner.run(work)
+
+    async def generate(
+        self, prompt: Sequence[int], max_tokens: int, *, watch: Watch | None = None
+    ) -> Generated:
+        body = {
+            "token_ids": list(prompt),
+            "sampling_params": {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True},
+            "stream": True,
+        }
+        tokens: list[int] = []
+        choice: dict[str, Any] = {}
+        url = f"{self.server.base_url}/inference/v1/generate"
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(url, json=body, raise_for_status=True) as response,
+        ):
+            async for line in response.content:
+                event = line.decode().strip().removeprefix("data: ")
+                if not event or event == "[DONE]":
+                    continue
+                [choice] = json.loads(event)["choices"]
+                tokens += choice["token_ids"]
+                if watch is not None:
+                    await watch.note(len(choice["token_ids"]))
+        spans = [
+            (parse_version(s["version"]), s["start"], s["end"]) for s in choice["weight_versions"]
+        ]
+        return Generated(tokens, choice["finish_reason"], spans)
+
+    def reference(
+        self, weights: Mapping[str, Tensor], prompt: Sequence[int], count: int
+    ) -> list[int]:
+        return self.checkpoint.greedy(weights, prompt, count)
+
+    def other_weights(self, seed: int) -> dict[str, Tensor]:
+        return perturbed(self.weights, seed)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {**os.environ, **boot_environment(tmp_path_factory.mktemp("plugin"))}
+
+
+@pytest.fixture(scope="module")
+def under_test(
+    tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
+) -> Iterator[Served]:
+    """One server for the module, of a checkpoint without a tokenizer."""
+    folder = tmp_path_factory.mktemp("vllm")
+    checkpoint = make_checkpoint(folder / "model", seed=1, max_positions=MAX_POSITIONS)
+    with asyncio.Runner() as runner:
+        server = SupervisedServer(server_argv(checkpoint.folder), env=environment)
+        served = Served(server, checkpoint, runner)
+        info = runner.run(served.engine.start())
+        assert (info.kind, info.endpoint, info.workers) == ("vllm-http", server.base_url, 1)
+        try:
+            yield served
+        finally:
+            runner.run(served.engine.close())
+
+
+class TestContract(EngineContract):
+    """The contract that every engine adapter keeps."""
+
+
+def test_live_update_matches_transformers(under_test: Served) -> None:
+    """Two requests are running, one streamed and one not; both end whole, split by version."""
+    new, version = under_test.other_weights(51), under_test.version
+
+    async def scenario() -> None:
+        old = under_test.weights
+        watch = Watch()
+        streamed = asyncio.create_task(under_test.generate((1, 2, 3), 200, watch=watch))
+        body = {
+            "token_ids": [4, 5, 6],
+            "sampling_params": {"temperature": 0.0, "max_tokens": 200, "ignore_eos": True},
+        }
+        url = f"{under_test.server.base_url}/inference/v1/generate"
+        async with aiohttp.ClientSession() as session:
+            at_once = asyncio.create_task(session.post(url, json=body))
+            await watch.reached(20)
+            await Trainer(under_test.engine).paused_update(new, version + 1)
+            async with await at_once as response:
+                [choice] = (await response.json())["choices"]
+        result = await streamed
+        whole = Generated(
+            choice["token_ids"],
+            choice["finish_reason"],
+            [
+                (parse_version(s["version"]), s["start"], s["end"])
+                for s in choice["weight_versions"]
+            ],
+        )
+        for got, prompt in ((result, (1, 2, 3)), (whole, (4, 5, 6))):
+            assert (len(got.tokens), got.finish_reason) == (200, "length")
+            (first, start, cut), (second, again, end) = got.weight_versions
+            assert (first, second, start, again, end) == (version, version + 1, 0, cut, 200)
+            assert got.tokens[:cut] == under_test.oracle.greedy(old, cut, prompt)
+            so_far = (*prompt, *got.tokens[:cut])
+            assert got.tokens[cut:] == under_test.oracle.greedy(new, 200 - cut, so_far)
+        under_test.weights, under_test.version = new, version + 1
+
+    under_test.run(scenario())
+
+
+def test_a_second_adapter_attaches_to_a_running_server(under_test: Served) -> None:
+    """And lets it run on when it is closed."""
+
+    async def scenario() -> None:
+        attached = VllmHttpEngine(under_test.server.base_url)
+        info = await attached.start()
+        assert info.software.startswith("vllm ")
+        assert await attached.version() == under_test.version
+        await attached.close()
+        assert await under_test.engine.version() == under_test.version
+
+    under_test.run(scenario())
+
+
+# The server dies here: this test stays the last one that uses it.
+def test_death_is_reported_and_nothing_is_left(under_test: Served) -> None:
+    """The API server is killed; its engine core and workers go with it."""
+
+    async def scenario() -> None:
+        guard = under_test.server.pid
+        [api_server] = children(guard)
+        family = [api_server, *descendants(api_server)]
+        assert len(family) >= 3
+        death = asyncio.create_task(under_test.engine.died())
+        os.kill(api_server, signal.SIGKILL)
+        assert "exit code 137" in await asyncio.wait_for(death, 60)
+        await gone(family)
+        with pytest.raises(EngineError) as failed:
+            await under_test.engine.version()
+        assert failed.value.code is NackCode.ENGINE_DEAD
+
+    under_test.run(scenario())
+
+
+def test_a_server_that_cannot_boot_says_why(environment: dict[str, str], tmp_path: Path) -> None:
+    """Its exit code and last lines are in the error."""
+
+    async def scenario() -> None:
+        server = SupervisedServer(server_argv(tmp_path / "no-such-model"), env=environment)
+        with pytest.raises(EngineError, match="no-such-model") as failed:
+            await server.start()
+        assert failed.value.code is NackCode.ENGINE_DEAD
+        assert "exit code 1" in failed.value.detail
+
+    asyncio.run(scenario())
+
+
+SUPERVISOR = """
+import asyncio, sys
+from sidecar.supervise import SupervisedServer
+
+async def main():
+    server = SupervisedServer(sys.argv[1:])
+    start = asyncio.create_task(server.start())
+    await asyncio.sleep(0)
+    print(server.pid, flush=True)
+    await start
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_supervisor_takes_its_server_along(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    """SIGKILL, while a real server boots and has started its engine core."""
+    make_checkpoint(tmp_path / "model", seed=1)
+
+    async def scenario() -> None:
+        supervisor = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            SUPERVISOR,
+            *server_argv(tmp_path / "model"),
+            env=environment,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert supervisor.stdout is not None
+        assert supervisor.stderr is not None
+        guard = int(await supervisor.stdout.readline())
+        async for line in supervisor.stderr:
+            if b"EngineCore pid=" in line:
+                break
+        family = [guard, *descendants(guard)]
+        assert len(family) >= 3
+        supervisor.kill()
+        await supervisor.wait()
+        await gone(family)
+
+    asyncio.run(asyncio.wait_for(scenario(), 200))
+
+
+def children(pid: int) -> list[int]:
+    """Of all threads of a process, from /proc."""
+    tasks = Path(f"/proc/{pid}/task")
+    return [
+        int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+def descendants(pid: int) -> list[int]:
+    own = children(pid)
+    return own + [below for child in own for below in descendants(child)]
+
+
+async def gone(pids: list[int]) -> None:
+    """Wait until none of the processes runs; fails after a while."""
+    with anyio.fail_after(60):
+        while any(_runs(pid) for pid in pids):  # noqa: ASYNC110 - the kernel offers no event
+            await anyio.sleep(0.1)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"

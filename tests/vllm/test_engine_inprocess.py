@@ -1,0 +1,326 @@
+"""An ``AsyncLLM`` under the bus: the engine contract, the oracle, refusals, recovery."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bus.errors import EngineError
+from bus.manifest import Manifest
+from bus.messages import NackCode
+from sidecar.engine import Chunk
+from sidecar.vllm_inprocess import VllmEngine, parse_version
+from tests.contract.engine_suite import EngineContract, Generated, Watch
+from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
+from tests.vllm._vllm import (
+    MAX_POSITIONS,
+    Oracle,
+    Trainer,
+    async_llm,
+    boot_environment,
+    engine_args,
+    generate,
+    plan,
+    require_vllm,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from sidecar.engine import Engine
+
+require_vllm()
+# vLLM's own imports warn of what they deprecate.
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+
+
+class InProcess:
+    """An ``AsyncLLM`` under test."""
+
+    long_tokens = 150
+    late_tokens = 8
+    quiet_s = 0.3
+    wait_s = 120.0
+
+    def __init__(self, llm: Any, checkpoint: Checkpoint, runner: asyncio.Runner) -> None:
+        self.llm = llm
+        self.engine: Engine = VllmEngine(llm)
+        self.checkpoint = checkpoint
+        self.oracle = Oracle(checkpoint.folder)
+        self.weights: Mapping[str, Tensor] = checkpoint.weights
+        self.version = 0
+        self._runner = runner
+        self._names = itertools.count()
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        self._runner.run(work)
+
+    async def generate(
+        self, prompt: Sequence[int], max_tokens: int, *, watch: Watch | None = None
+    ) -> Generated:
+        note = watch.note if watch is not None else None
+        last = await generate(self.llm, f"r{next(self._names)}", max_tokens, prompt, note)
+        spans = [(parse_version(s.version), s.start, s.end) for s in last.weight_versions]
+        return Generated(list(last.token_ids), last.finish_reason, spans)
+
+    def reference(
+        self, weights: Mapping[str, Tensor], prompt: Sequence[int], count: int
+    ) -> list[int]:
+        return self.checkpoint.greedy(weights, prompt, count)
+
+    def other_weights(self, seed: int) -> dict[str, Tensor]:
+        return perturbed(self.weights, seed)
+
+    async def assert_serves(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Greedy tokens and their version are those of transformers with these weights."""
+        result = await self.generate((5, 17, 99, 3, 42, 7), 24)
+        assert result.tokens == self.oracle.greedy(weights, 24)
+        assert result.weight_versions == [(version, 0, 24)]
+        self.weights, self.version = weights, version
+
+
+@pytest.fixture(scope="module")
+def under_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
+    """One engine for the module: booting takes longer than all tests together."""
+    folder = tmp_path_factory.mktemp("vllm")
+    checkpoint = make_checkpoint(folder / "model", seed=1, max_positions=MAX_POSITIONS)
+    with asyncio.Runner() as runner:
+        booted = async_llm(boot_environment(folder), engine_args(checkpoint.folder))
+        llm = runner.run(booted.__aenter__())
+        try:
+            tested = InProcess(llm, checkpoint, runner)
+            info = runner.run(tested.engine.start())
+            assert (info.kind, info.dp_rank, info.dp_size, info.workers) == ("vllm", 0, 1, 1)
+            yield tested
+        finally:
+            runner.run(booted.__aexit__(None, None, None))
+
+
+class TestContract(EngineContract):
+    """The contract that every engine adapter keeps."""
+
+
+def test_live_update_matches_transformers(under_test: InProcess) -> None:
+    """Updated in the middle of a request, whose tokens are all there, split by version."""
+    new = under_test.other_weights(31)
+    version = under_test.version
+
+    async def scenario() -> None:
+        old = under_test.weights
+        watch = Watch()
+        request = asyncio.create_task(under_test.generate((1, 2, 3), 400, watch=watch))
+        await watch.reached(20)
+        await Trainer(under_test.engine).paused_update(new, version + 1)
+        result = await request
+        assert len(result.tokens) == 400
+        assert result.finish_reason == "length"
+        (_, _, cut), _ = result.weight_versions
+        assert result.tokens[:cut] == under_test.oracle.greedy(old, cut, (1, 2, 3))
+        so_far = (1, 2, 3, *result.tokens[:cut])
+        assert result.tokens[cut:] == under_test.oracle.greedy(new, 400 - cut, so_far)
+        await under_test.assert_serves(new, version + 1)
+
+    under_test.run(scenario())
+
+
+def _without(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {n: t for n, t in weights.items() if n != name}
+
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "tensor", "reason"),
+    [
+        (lambda w: _without(w, K_PROJ), K_PROJ, "missing"),
+        (lambda w: _without(w, "model.norm.weight"), "model.norm.weight", "missing"),
+        # What vLLM's loaders let pass: a bias that no layer has, rows too many.
+        (
+            lambda w: {**w, "model.layers.0.self_attn.k_proj.bias": w[K_PROJ][:, 0]},
+            "model.layers.0.self_attn.k_proj.bias",
+            "no place",
+        ),
+        (lambda w: {**w, K_PROJ: w[K_PROJ].repeat(2, 1)}, K_PROJ, "takes only"),
+        (lambda w: {**w, "lm_head.weight": w["lm_head.weight"][1:]}, "lm_head.weight", "shape"),
+        (
+            lambda w: {**w, "model.norm.weight": w["model.norm.weight"].sum()},
+            "model.norm.weight",
+            "shape",
+        ),
+        (
+            lambda w: {**w, "model.layers.9.mlp.down_proj.weight": w[K_PROJ]},
+            "model.layers.9.mlp.down_proj.weight",
+            "no such tensor",
+        ),
+        (lambda w: {**w, K_PROJ: w[K_PROJ].bfloat16()}, K_PROJ, "bfloat16"),
+    ],
+)
+def test_manifests_that_vllm_would_take(
+    under_test: InProcess, spoil: Any, tensor: str, reason: str
+) -> None:
+    """Each names its tensor; the old weights serve on."""
+
+    async def scenario() -> None:
+        with pytest.raises(EngineError, match=reason) as refused:
+            await under_test.engine.arm(plan(spoil(under_test.weights)))
+        assert refused.value.code is NackCode.MANIFEST_REFUSED
+        assert refused.value.tensor == tensor
+        await under_test.assert_serves(under_test.weights, under_test.version)
+
+    under_test.run(scenario())
+
+
+def test_two_tensors_for_one_place_are_refused(under_test: InProcess) -> None:
+    """Element counts alone would not tell them from a whole parameter."""
+    engine = under_test.engine
+    good = plan(under_test.weights)
+    names = tuple(
+        "model.layers.1.self_attn.qkv_proj.weight" if n == K_PROJ else n for n in good.names
+    )
+    manifest = Manifest(names, good.dtypes, good.shapes, good.chunk_ends)
+
+    async def scenario() -> None:
+        with pytest.raises(EngineError) as refused:
+            await engine.arm(manifest)
+        assert refused.value.code is NackCode.MANIFEST_REFUSED
+
+    under_test.run(scenario())
+
+
+def test_failed_receive_is_restored(under_test: InProcess) -> None:
+    """The transport lost the chunk; nothing is loaded, and the old weights come back."""
+    new = under_test.other_weights(32)
+    manifest = plan(new)
+    engine, version = under_test.engine, under_test.version
+
+    async def scenario() -> None:
+        trainer = Trainer(engine)
+        await trainer.connect()
+        await engine.arm(manifest)
+        await engine.pause("keep", clear_cache=True)
+        await engine.start_update(recover=False)
+        good = trainer.chunk(manifest, 0, new)
+        with pytest.raises(EngineError) as failed:
+            await engine.receive(Chunk(0, "shm", good.tensors, b"\xc1"))
+        assert failed.value.code is NackCode.TRANSFER_FAILED
+        await engine.restore()
+        await engine.resume()
+        await under_test.assert_serves(under_test.weights, version)
+        await trainer.paused_update(new, version + 1)
+        await under_test.assert_serves(new, version + 1)
+
+    under_test.run(scenario())
+
+
+def test_failed_load_is_recovered_by_a_whole_update(under_test: InProcess) -> None:
+    """vLLM's loader broke off in the middle of a chunk."""
+    lost, new = under_test.other_weights(33), under_test.other_weights(34)
+    manifest = plan(lost)
+    engine, version = under_test.engine, under_test.version
+
+    async def scenario() -> None:
+        faulty = Trainer(engine, "faulty")
+        await faulty.connect()
+        await engine.arm(manifest)
+        await engine.pause("keep", clear_cache=True)
+        await engine.start_update(recover=False)
+        with pytest.raises(EngineError, match="poisoned on purpose"):
+            await faulty.load(manifest, 0, lost)
+        # Whatever is tried next says what is wrong, and breaks nothing further.
+        with pytest.raises(EngineError, match="nothing is staged"):
+            await engine.load(1)
+        with pytest.raises(EngineError, match="session is open"):
+            await engine.start_update(recover=False)
+        faulty.close()
+        await Trainer(engine).update(new, version + 1, recover=True)
+        await engine.resume()
+        await under_test.assert_serves(new, version + 1)
+
+    under_test.run(scenario())
+
+
+def test_a_restarted_sidecar_recovers_what_the_last_one_left(under_test: InProcess) -> None:
+    """A new adapter knows nothing of the open session, and asks the workers."""
+    lost, new = under_test.other_weights(35), under_test.other_weights(36)
+    manifest = plan(lost)
+    version = under_test.version
+
+    async def scenario() -> None:
+        trainer = Trainer(under_test.engine)
+        await trainer.connect()
+        await under_test.engine.arm(manifest)
+        await under_test.engine.pause("keep", clear_cache=True)
+        await under_test.engine.start_update(recover=False)
+        await trainer.load(manifest, 0, lost)
+        trainer.close()
+
+        under_test.engine = VllmEngine(under_test.llm)
+        await under_test.engine.start()
+        await Trainer(under_test.engine).update(new, version + 1, recover=True)
+        await under_test.engine.resume()
+        await under_test.assert_serves(new, version + 1)
+
+    under_test.run(scenario())
+
+
+def test_a_failed_load_before_any_other_leaves_the_session_usable(under_test: InProcess) -> None:
+    """A load without its receive changes nothing: the update goes on and is exact."""
+    new = under_test.other_weights(37)
+    manifest = plan(new)
+    engine, version = under_test.engine, under_test.version
+
+    async def scenario() -> None:
+        trainer = Trainer(engine)
+        await trainer.connect()
+        await engine.arm(manifest)
+        await engine.pause("keep", clear_cache=True)
+        await engine.start_update(recover=False)
+        with pytest.raises(EngineError, match="nothing is staged"):
+            await engine.load(0)
+        for seq in range(manifest.chunks):
+            await trainer.load(manifest, seq, new)
+        await engine.finish_update()
+        await engine.commit(version + 1)
+        await engine.resume()
+        await under_test.assert_serves(new, version + 1)
+
+    under_test.run(scenario())
+
+
+def test_an_unarmed_chunk_is_refused(under_test: InProcess) -> None:
+    """What arrives must be what was checked."""
+    good = plan(under_test.weights)
+
+    async def scenario() -> None:
+        trainer = Trainer(under_test.engine)
+        await trainer.connect()
+        await under_test.engine.arm(good)
+        chunk = trainer.chunk(good, 0, under_test.weights)
+        with pytest.raises(EngineError, match="not the one of the armed manifest"):
+            await under_test.engine.receive(Chunk(0, "shm", chunk.tensors[:-1], chunk.handle))
+        trainer.close()
+
+    under_test.run(scenario())
+
+
+# The engine dies here: this test stays the last one of the module.
+def test_death_is_reported(under_test: InProcess) -> None:
+    """An update that arrives nowhere: the engine core is killed."""
+
+    async def scenario() -> None:
+        engine = under_test.engine
+        death = asyncio.create_task(engine.died())
+        for process in under_test.llm.engine_core.resources.engine_manager.processes:
+            process.kill()
+        assert "dead" in await asyncio.wait_for(death, 60)
+        with pytest.raises(EngineError) as failed:
+            await engine.version()
+        assert failed.value.code is NackCode.ENGINE_DEAD
+
+    under_test.run(scenario())

@@ -1,0 +1,155 @@
+"""Two tensor parallel workers, experts, a tied head: what the plugin adds on top of vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bus.errors import EngineError
+from bus.messages import NackCode
+from sidecar.vllm_inprocess import VllmEngine
+from tests.support.checkpoints import perturbed
+from tests.vllm._vllm import (
+    Oracle,
+    Trainer,
+    async_llm,
+    boot_environment,
+    engine_args,
+    generate,
+    make_moe,
+    plan,
+    require_vllm,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterator
+
+    from torch import Tensor
+
+require_vllm()
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
+
+
+class Sharded:
+    """One engine of two workers, its trainer's weights, and the oracle."""
+
+    def __init__(self, llm: Any, oracle: Oracle, runner: asyncio.Runner) -> None:
+        self.llm = llm
+        self.engine = VllmEngine(llm)
+        self.oracle = oracle
+        self.weights = oracle.names()
+        self._runner = runner
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        self._runner.run(work)
+
+    async def assert_serves(self, weights: dict[str, Tensor]) -> None:
+        last = await generate(self.llm, f"r{id(weights)}", 24)
+        assert list(last.token_ids) == self.oracle.greedy(weights, 24)
+        self.weights = weights
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sharded]:
+    folder = tmp_path_factory.mktemp("vllm")
+    model = make_moe(folder / "model", seed=1)
+    with asyncio.Runner() as runner:
+        booted = async_llm(boot_environment(folder), engine_args(model, tensor_parallel_size=2))
+        llm = runner.run(booted.__aenter__())
+        try:
+            tested = Sharded(llm, Oracle(model), runner)
+            assert runner.run(tested.engine.start()).workers == 2
+            yield tested
+        finally:
+            runner.run(booted.__aexit__(None, None, None))
+
+
+def _per_expert(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As checkpoints and most trainers name them: one tensor per expert and projection."""
+    split: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        if name.endswith("experts.gate_up_proj"):
+            prefix = name.removesuffix("gate_up_proj")
+            for index, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                split[f"{prefix}{index}.gate_proj.weight"] = gate.contiguous()
+                split[f"{prefix}{index}.up_proj.weight"] = up.contiguous()
+        elif name.endswith("experts.down_proj"):
+            for index, down in enumerate(tensor):
+                split[f"{name.removesuffix('down_proj')}{index}.down_proj.weight"] = down
+        else:
+            split[name] = tensor
+    return split
+
+
+def test_update_of_experts_and_a_tied_head(sharded: Sharded) -> None:
+    """vLLM on a CPU leaves the packed head and the experts stale; ours are exact, with the
+    experts fused or one by one, and with the tied head in the manifest or not."""
+
+    async def scenario() -> None:
+        trainer = Trainer(sharded.engine)
+        await sharded.assert_serves(sharded.weights)
+        fused = perturbed(sharded.weights, 41)
+        await trainer.paused_update(fused, 1)
+        await sharded.assert_serves(fused)
+
+        single = perturbed(sharded.weights, 42)
+        head = {"lm_head.weight": single["model.embed_tokens.weight"]}
+        await trainer.paused_update({**_per_expert(single), **head}, 2)
+        await sharded.assert_serves(single)
+
+    sharded.run(scenario())
+
+
+def test_refusals_name_the_tensor_and_spoil_no_later_answer(sharded: Sharded) -> None:
+    """Every worker refuses, and one answers: vLLM's executor would hand the other's refusal
+    to the next call."""
+    good = _per_expert(sharded.weights)
+    bad: list[tuple[dict[str, Tensor], str]] = [
+        ({n: t for n, t in good.items() if n != K_PROJ}, K_PROJ),
+        ({**good, K_PROJ: good[K_PROJ].repeat(2, 1)}, K_PROJ),
+        ({**good, K_PROJ: good[K_PROJ][:-2]}, K_PROJ),
+        ({**good, EXPERT.replace(".3.", ".4."): good[EXPERT]}, EXPERT.replace(".3.", ".4.")),
+        ({**good, EXPERT: good[EXPERT].repeat(2, 1)}, EXPERT),
+        ({**good, "lm_head.weight": good[K_PROJ]}, "lm_head.weight"),
+    ]
+
+    async def scenario() -> None:
+        for weights, tensor in bad:
+            with pytest.raises(EngineError) as refused:
+                await sharded.engine.arm(plan(weights))
+            assert (refused.value.code, refused.value.tensor) == (
+                NackCode.MANIFEST_REFUSED,
+                tensor,
+            )
+            assert await sharded.engine.version() >= 0
+            await sharded.engine.arm(plan(good))
+        await sharded.assert_serves(sharded.weights)
+
+    sharded.run(scenario())
+
+
+def test_failed_load_is_recovered_on_every_worker(sharded: Sharded) -> None:
+    """The failure is one for both, and so is the session."""
+    new = perturbed(sharded.weights, 43)
+    manifest = plan(new)
+
+    async def scenario() -> None:
+        faulty = Trainer(sharded.engine, "faulty")
+        await faulty.connect()
+        await sharded.engine.arm(manifest)
+        await sharded.engine.pause("keep", clear_cache=True)
+        await sharded.engine.start_update(recover=False)
+        with pytest.raises(EngineError, match="poisoned on purpose"):
+            await faulty.load(manifest, manifest.chunks - 1, new)
+        faulty.close()
+        await Trainer(sharded.engine).update(new, 3, recover=True)
+        await sharded.engine.resume()
+        await sharded.assert_serves(new)
+
+    sharded.run(scenario())
