@@ -10,6 +10,7 @@ the body read a second time, with msgpack's own bounded reader, to name it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import types
 from typing import Any, Final, Union, get_args, get_origin, get_type_hints
@@ -41,7 +42,13 @@ def _field_count(cls: type) -> int:
 
 def _nested(cls: type) -> bool:
     """Whether any field holds a dataclass, whose own map has to be counted too."""
-    return any(_dataclass_in(hint) for hint in get_type_hints(cls).values())
+    return any(_inner_classes(cls).values())
+
+
+@functools.cache
+def _inner_classes(cls: type) -> dict[str, type | None]:
+    """Every field, and the dataclass in it if there is one."""
+    return {name: _dataclass_in(hint) for name, hint in get_type_hints(cls).items()}
 
 
 def _dataclass_in(hint: Any) -> type | None:
@@ -56,6 +63,8 @@ def _dataclass_in(hint: Any) -> type | None:
     return None
 
 
+_FIXMAP: Final = 0x80  # how MessagePack's maps begin
+_MAP16: Final = 0xDE
 _ENVELOPE_FIELDS: Final = _field_count(Envelope)
 _BODIES: Final[dict[str, tuple[Any, int, bool, type[Message]]]] = {
     name: (msgspec.msgpack.Decoder(cls).decode, _field_count(cls), _nested(cls), cls)
@@ -128,9 +137,9 @@ def decode_body(envelope: Envelope) -> Message:
 def _map_entries(data: bytes) -> int:
     """The number of entries that a MessagePack map announces in its first bytes."""
     head = data[0]
-    if head & 0xF0 == 0x80:  # fixmap
+    if head & 0xF0 == _FIXMAP:
         return head & 0x0F
-    if head == 0xDE:  # map 16
+    if head == _MAP16:
         return int.from_bytes(data[1:3], "big")
     return int.from_bytes(data[1:5], "big")  # map 32; anything else failed to decode
 
@@ -177,11 +186,11 @@ def _check_nested(value: Any, cls: type, path: str) -> None:
     """Every map inside has exactly the fields of its dataclass."""
     if not isinstance(value, _Pairs):
         return
-    hints = get_type_hints(cls)
-    if len(value) != len(hints):
+    fields = _inner_classes(cls)
+    if len(value) != len(fields):
         raise _extra_field(value, cls, path)
     for key, inner in value:
-        inner_cls = _dataclass_in(hints[key])
+        inner_cls = fields[key]
         if inner_cls is None:
             continue
         for item in inner if type(inner) is list else [inner]:

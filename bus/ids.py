@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
-import socket
 
 from bus.errors import UsageError
 
@@ -20,12 +18,6 @@ def new_boot() -> int:
 def new_update_id(boot: int, count: int) -> str:
     """The ``count``-th pause or update of the trainer process ``boot``."""
     return f"u{count}-{boot & 0xFFFFFF:06x}"
-
-
-def default_name(role: str) -> str:
-    """A readable peer name that two processes will not share: role, host, pid."""
-    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname().split(".")[0]) or "host"
-    return f"{role}-{host}-{os.getpid()}"[:128]
 
 
 def check_name(value: str, option: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Self
 import anyio
 
 from bus.errors import BusClosed, EngineError, refusal
-from bus.ids import check_name, default_name, new_boot
+from bus.ids import check_name, new_boot
 from bus.messages import EngineFacts, Envelope, Heartbeat, Join, Message, NackCode
 from bus.protocol.calls import (
     COMMANDS,
@@ -36,7 +36,7 @@ from bus.protocol.engine_session import EngineSession
 from bus.protocol.instructions import Failure
 from bus.protocol.link import LinkConfig, LinkState
 from bus.runtime.aio import AsyncioScheduler
-from bus.runtime.peer import HOST, PID, Peer, route_of
+from bus.runtime.peer import HOST, PID, Peer, default_name, route_of
 from bus.runtime.zmq_transport import ZmqClient
 from bus.settings import DEFAULT_BROKER
 from sidecar.engine import Chunk, Engine, EngineInfo
@@ -269,7 +269,7 @@ class Sidecar:
             }
             self._peer.note(Note("engine_call_failed", "warning", fields))
             self._perform(self.session.failed(call, failure, self._peer.now_ms()))
-        except Exception as error:  # noqa: BLE001 - an adapter's defect is the engine's failure
+        except Exception as error:
             self._peer.log.exception("engine_call_broke", call=type(call).__name__)
             failure = Failure(NackCode.ENGINE_FAILED, f"{type(error).__name__}: {error}")
             self._perform(self.session.failed(call, failure, self._peer.now_ms()))
@@ -319,5 +319,3 @@ class Sidecar:
             with contextlib.suppress(EngineError):
                 self.session.pause.in_flight = await self.engine.in_flight()
             await anyio.sleep(self._peer.link.heartbeat_ms / 1000)
-
-

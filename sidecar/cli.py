@@ -48,7 +48,9 @@ class Embedded(TypedDict):
     help="This engine's name on the bus; unique.  [default: from host and pid]",
 )
 @click.option(
-    "--dp-group", envvar="WAVEBUS_DP_GROUP", help="The DP group it is a rank of.  [default: its name]"
+    "--dp-group",
+    envvar="WAVEBUS_DP_GROUP",
+    help="The DP group it is a rank of.  [default: its name]",
 )
 @click.option(
     "--engine",
@@ -63,7 +65,9 @@ class Embedded(TypedDict):
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Embedded: folder of a Qwen3 checkpoint (config.json, model.safetensors).",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Embedded: serve requests there.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Embedded: serve requests there."
+)
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
@@ -72,7 +76,10 @@ class Embedded(TypedDict):
     help="Embedded: on this port; 0 takes any free one.",
 )
 @click.option(
-    "--max-num-seqs", type=click.IntRange(1), default=64, show_default=True,
+    "--max-num-seqs",
+    type=click.IntRange(1),
+    default=64,
+    show_default=True,
     help="Embedded: sequences at once.",
 )
 @click.option("--max-model-len", type=click.IntRange(2), help="Embedded: tokens of a sequence.")

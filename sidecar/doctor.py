@@ -104,7 +104,12 @@ def _vllm() -> list[Check]:
     if reason:
         return [Check("vllm", "fail", f"{name} {number}", reason)]
     tested = "" if number.startswith(TESTED) else f"; tested is {TESTED}"
-    return [Check("vllm", "ok", f"{name} {number}{tested}"), _plugin(), _backend(), *_cpu_build(name)]
+    return [
+        Check("vllm", "ok", f"{name} {number}{tested}"),
+        _plugin(),
+        _backend(),
+        *_cpu_build(name),
+    ]
 
 
 def _vllm_version() -> tuple[str, str] | None:

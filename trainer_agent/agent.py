@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final, Self, TypeVar
 import anyio
 
 from bus.errors import BusClosed, BusTimeout, Refused, UpdateFailed, UsageError, refusal
-from bus.ids import check_name, default_name, new_boot, new_update_id
-from bus.manifest import Manifest
+from bus.ids import check_name, new_boot, new_update_id
 from bus.messages import (
     Abort,
     Arm,
@@ -36,7 +35,7 @@ from bus.messages import (
 )
 from bus.protocol.link import LinkConfig, LinkState
 from bus.runtime.aio import AsyncioScheduler
-from bus.runtime.peer import HOST, PID, Peer, route_of
+from bus.runtime.peer import HOST, PID, Peer, default_name, route_of
 from bus.runtime.zmq_transport import ZmqClient
 from bus.settings import DEFAULT_BROKER
 from trainer_agent.report import UpdateReport
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from types import TracebackType
 
+    from bus.manifest import Manifest
     from bus.runtime.base import ClientTransport
 
 M = TypeVar("M", bound=Message)

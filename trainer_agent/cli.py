@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 @click.option(
     "--engines", type=click.IntRange(1, 16), default=None, help="How many.  [default: 2; vllm: 1]"
 )
-@click.option(
-    "--updates", type=click.IntRange(1), help="Stop after so many weight updates."
-)
+@click.option("--updates", type=click.IntRange(1), help="Stop after so many weight updates.")
 @click.option(
     "--seconds",
     type=click.FloatRange(1),

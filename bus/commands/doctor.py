@@ -9,22 +9,21 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Final, Literal, TypeAlias
 
 import click
-import zmq
 
 from bus.commands.options import broker_option, json_option
 from bus.errors import BusTimeout, UsageError, WavebusError
 from bus.runtime.loop import chosen, run
 from bus.runtime.query import fetch_status
-from bus.runtime.zmq_transport import ZmqServer
+from bus.runtime.zmq_transport import ZmqServer, library_version
 
 State: TypeAlias = Literal["ok", "note", "warn", "fail"]
+ENOUGH_FILES: Final = 4096
 _MARKS: Final[dict[str, str]] = {"ok": "✓", "note": "·", "warn": "!", "fail": "✗"}
 _COLOURS: Final[dict[str, str]] = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "red"}
 
@@ -101,8 +100,6 @@ def bus_checks(options: Options) -> list[Check]:
 
 def _python() -> Check:
     found = platform.python_version()
-    if sys.version_info < (3, 11):  # pragma: no cover - the package does not install there
-        return Check("python", "fail", found, "install Python 3.11 or later")
     return Check("python", "ok", f"{found} on {platform.system()} {platform.machine()}")
 
 
@@ -113,7 +110,7 @@ def _packages() -> Check:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             return Check("packages", "fail", f"{package} is missing", f"pip install {package}")
-    return Check("packages", "ok", f"{', '.join(found)}, libzmq {zmq.zmq_version()}")
+    return Check("packages", "ok", f"{', '.join(found)}, libzmq {library_version()}")
 
 
 def _loop() -> Check:
@@ -151,7 +148,7 @@ def _files() -> Check:
     import resource  # noqa: PLC0415 - not on every system
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < 4096:
+    if soft < ENOUGH_FILES:
         return Check(
             "file descriptors",
             "warn",
@@ -177,7 +174,9 @@ def _broker(address: str) -> Check:
     try:
         run(_bind(address))
     except UsageError as error:
-        return Check("broker", "warn", f"nobody answers, and {error}", "another program has the port")
+        return Check(
+            "broker", "warn", f"nobody answers, and {error}", "another program has the port"
+        )
     return Check("broker", "note", f"none at {address}; the port is free", "wavebus broker")
 
 

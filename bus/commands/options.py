@@ -57,9 +57,7 @@ def log_options(command: F) -> F:
 
 def configure_log(log_level: str, log_format: str) -> None:
     """Set up logging as the options say."""
-    bus.log.configure(
-        level=log_level, json=None if log_format == "auto" else log_format == "json"
-    )
+    bus.log.configure(level=log_level, json=None if log_format == "auto" else log_format == "json")
 
 
 def run_until_stopped(

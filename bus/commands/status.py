@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from bus.commands.options import broker_option, json_option
 from bus.errors import UsageError
-from bus.messages import Status
 from bus.runtime.loop import run
 from bus.runtime.query import fetch_status
+
+if TYPE_CHECKING:
+    from bus.messages import Status
 
 
 @click.command()
@@ -44,10 +47,8 @@ def status(broker: str, group: str | None, timeout_s: float, as_json: bool) -> N
 
 
 def _table(address: str, answer: Status) -> str:
-    lines = [
-        f"broker {address}: up {answer.uptime_s:.0f} s, {answer.peers} peers, "
-        f"{answer.cpu_s:.1f} s of CPU, {answer.rss_bytes / 1e6:.0f} MB"
-    ]
+    used = f"{answer.cpu_s:.1f} s of CPU, {answer.rss_bytes / 1e6:.0f} MB"
+    lines = [f"broker {address}: up {answer.uptime_s:.0f} s, {answer.peers} peers, {used}"]
     if not answer.groups:
         lines.append("no group yet: no sidecar and no trainer has joined")
     for group in answer.groups:

@@ -101,7 +101,12 @@ class Broker:
             Note(
                 "bad_frame",
                 "warning",
-                {"peer": name, "code": error.code.value, "field": error.field, "detail": str(error)},
+                {
+                    "peer": name,
+                    "code": error.code.value,
+                    "field": error.field,
+                    "detail": str(error),
+                },
             ),
             self._nack((route,), reply_to, Failure(error.code, error.detail, field=error.field)),
         ]
@@ -136,9 +141,7 @@ class Broker:
             return group.command(peer, envelope.id, envelope.epoch, message, now_ms)
         return self._forbidden(peer, envelope)
 
-    def _join(
-        self, route: bytes, envelope: Envelope, join: Join, now_ms: float
-    ) -> list[Effect]:
+    def _join(self, route: bytes, envelope: Envelope, join: Join, now_ms: float) -> list[Effect]:
         known = self.peers.by_name.get(envelope.sender)
         if known is not None and known.boot == envelope.boot and envelope.seq <= known.last_seq:
             return []  # an old copy of a join that was answered
@@ -241,7 +244,8 @@ class Broker:
 
     def _forbidden(self, peer: Peer, envelope: Envelope) -> list[Effect]:
         failure = Failure(
-            NackCode.FORBIDDEN, f"a peer of role {peer.role} does not send {envelope.kind}",
+            NackCode.FORBIDDEN,
+            f"a peer of role {peer.role} does not send {envelope.kind}",
             field="kind",
         )
         note = {"peer": peer.name, "kind": envelope.kind}
@@ -298,9 +302,7 @@ class Broker:
             cpu_s=0.0,
             rss_bytes=0,
             peers=len(self.peers),
-            groups=tuple(
-                self.groups[name].status(now_ms) for name in sorted(self.groups)
-            ),
+            groups=tuple(self.groups[name].status(now_ms) for name in sorted(self.groups)),
         )
 
     def _nack(

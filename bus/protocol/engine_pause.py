@@ -20,11 +20,14 @@ acked again and call nothing.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from bus.messages import PauseGlobal, PauseLocal, Resume, Step
 from bus.protocol.calls import CallPause, CallQueue, CallResume, Job, SessionEffect, ack, nack
-from bus.protocol.instructions import Failure
 from bus.protocol.refusal import wrong_state
+
+if TYPE_CHECKING:
+    from bus.protocol.instructions import Failure
 
 
 class EnginePauseState(StrEnum):

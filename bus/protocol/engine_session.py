@@ -106,7 +106,7 @@ class EngineSession:
             chunk = getattr(message, "chunk", 0)
             return [nack(msg_id, step, declined.failure, update_id, chunk)]
 
-    def _command(self, msg_id: int, message: Message) -> list[SessionEffect]:  # noqa: PLR0911
+    def _command(self, msg_id: int, message: Message) -> list[SessionEffect]:
         match message:
             case PauseLocal():
                 return self.pause.local(msg_id, message)
@@ -139,7 +139,9 @@ class EngineSession:
                     Failure(NackCode.FORBIDDEN, "an engine does not take this", field="kind")
                 )
 
-    def done(self, call: Call, now_ms: float, *, in_flight: int | None = None) -> list[SessionEffect]:
+    def done(
+        self, call: Call, now_ms: float, *, in_flight: int | None = None
+    ) -> list[SessionEffect]:
         """The running engine call has returned; ``in_flight`` requests are held now."""
         if in_flight is not None:
             self.pause.in_flight = in_flight

@@ -172,7 +172,7 @@ class Group:
                 )
             )
 
-    def _command(self, msg_id: int, message: Message, now_ms: float) -> list[Effect]:  # noqa: PLR0911
+    def _command(self, msg_id: int, message: Message, now_ms: float) -> list[Effect]:
         match message:
             case PauseLocal():
                 return self._pause(msg_id, message, now_ms)
@@ -243,9 +243,7 @@ class Group:
         fields = {"mode": message.mode, "engines": len(members)}
         return [
             self._note("pause_asked", message.update_id, "info", fields),
-            *self._run(
-                msg_id, Step.PAUSE_GLOBAL, self.pause.ask(message, members, now_ms), now_ms
-            ),
+            *self._run(msg_id, Step.PAUSE_GLOBAL, self.pause.ask(message, members, now_ms), now_ms),
         ]
 
     def _resume(self, msg_id: int, message: Resume, now_ms: float) -> list[Effect]:
@@ -490,13 +488,11 @@ class Group:
         event = "pause_failed" if in_pause else "update_failed"
         effects: list[Effect] = [self._note(event, update_id, "warning", fields)]
         keys = [(step, failed.chunk)]
-        if in_pause and self.pause.state is PauseState.RUNNING:  # no engine is left
-            keys = [key for key in self._requests.keys() if key[0] in PAUSE_STEPS]
         if step is Step.ABORT:
             self.roster.given_up(self.update.partial, self.update.update_id)
             aborted = self._group_ack(Step.ABORT, update_id)
             effects += self._tell(self._requests.answer((Step.ABORT, 0), aborted))
-            keys = [key for key in self._requests.keys() if key[0] not in PAUSE_STEPS]
+            keys = [key for key in self._requests.steps() if key[0] not in PAUSE_STEPS]
         for key in keys:
             nack = failed_nack(failure, key[0].value, update_id, key[1])
             effects += self._tell(self._requests.answer(key, nack))
@@ -575,12 +571,8 @@ class Group:
     def _group_ack(self, step: Step, update_id: str) -> GroupAck:
         """An answer for what was done before, or needed nothing done."""
         engines, excluded = len(self.roster.engines), tuple(self.update.excluded)
-        return GroupAck(
-            step, update_id, self.version, engines, excluded, 0, "", 0.0, 0.0, 0.0
-        )
+        return GroupAck(step, update_id, self.version, engines, excluded, 0, "", 0.0, 0.0, 0.0)
 
-    def _note(
-        self, event: str, update_id: str, level: str, fields: Mapping[str, object]
-    ) -> Note:
+    def _note(self, event: str, update_id: str, level: str, fields: Mapping[str, object]) -> Note:
         common = {"group": self.name, "update_id": update_id, "epoch": self.epoch}
         return Note(event, level, {**common, **fields})

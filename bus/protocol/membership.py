@@ -18,7 +18,7 @@ takes its name back as soon as the old one has left or has not been heard for
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from bus.errors import UsageError
 from bus.ids import check_name
@@ -67,6 +67,13 @@ class Peer:
         )
 
 
+_Rank: TypeAlias = tuple[str, str, int]  # group, DP group, rank
+
+
+def _rank(group: str, facts: EngineFacts) -> _Rank:
+    return group, facts.dp_group, facts.dp_rank
+
+
 class Membership:
     """The peers by name, and by route."""
 
@@ -74,6 +81,7 @@ class Membership:
         self.peer_timeout_ms = peer_timeout_ms
         self.by_name: dict[str, Peer] = {}
         self.by_route: dict[bytes, Peer] = {}
+        self._by_rank: dict[_Rank, Peer] = {}
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self.by_name.values())
@@ -90,7 +98,7 @@ class Membership:
             return refused
         old = self.by_name.get(name)
         if old is not None:
-            self.by_route.pop(old.route, None)
+            self.remove(old)
         peer = Peer(
             name=name,
             role=join.role,
@@ -108,6 +116,8 @@ class Membership:
             peer.version = join.engine.version
         self.by_name[name] = peer
         self.by_route[route] = peer
+        if join.engine is not None:
+            self._by_rank[_rank(group, join.engine)] = peer
         return peer
 
     def _refuse(
@@ -147,23 +157,16 @@ class Membership:
         """Two engines can't be the same rank of one DP group."""
         if join.engine is None:
             return None
-        for other in self.by_name.values():
-            facts = other.facts
-            if (
-                facts is not None
-                and other.name != name
-                and other.group == group
-                and facts.dp_group == join.engine.dp_group
-                and facts.dp_rank == join.engine.dp_rank
-            ):
-                return Failure(
-                    NackCode.NAME_TAKEN,
-                    f"rank {facts.dp_rank} of DP group {facts.dp_group} is {other.name}",
-                    field="engine.dp_rank",
-                    peer=other.name,
-                    hint="give every DP group its own --dp-group, every rank its own --dp-rank",
-                )
-        return None
+        other = self._by_rank.get(_rank(group, join.engine))
+        if other is None or other.name == name:
+            return None
+        return Failure(
+            NackCode.NAME_TAKEN,
+            f"rank {join.engine.dp_rank} of DP group {join.engine.dp_group} is {other.name}",
+            field="engine.dp_rank",
+            peer=other.name,
+            hint="give every DP group its own --dp-group, every rank its own --dp-rank",
+        )
 
     def remove(self, peer: Peer) -> None:
         """Forget a peer (a newer one under its name stays)."""
@@ -171,6 +174,8 @@ class Membership:
             del self.by_name[peer.name]
         if self.by_route.get(peer.route) is peer:
             del self.by_route[peer.route]
+        if peer.facts is not None and self._by_rank.get(_rank(peer.group, peer.facts)) is peer:
+            del self._by_rank[_rank(peer.group, peer.facts)]
 
     def silent(self, now_ms: float) -> list[Peer]:
         """Peers not heard for too long."""

@@ -30,8 +30,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bus.messages import NackCode, PauseGlobal, PauseLocal, Resume, Step
-from bus.protocol.round import Round
 from bus.protocol.instructions import Ask, Failure, IllegalTransition, StepDone, StepFailed
+from bus.protocol.round import Round
 
 if TYPE_CHECKING:
     from bus.messages import Ack
@@ -191,12 +191,14 @@ class PauseMachine:
         return [StepDone(Step.RESUME, done)]
 
     def _emptied(self) -> list[Instruction]:
-        step = Step.RESUME if self.state is PauseState.RESUMING else Step.PAUSE_GLOBAL
+        # Of a pause that failed both are awaited: the pause, and a resume asked too early.
+        made = self.failure is None
+        steps = (Step.RESUME,) if made else (Step.PAUSE_GLOBAL, Step.RESUME)
         self._go(PauseEvent.EMPTIED)
         self.round = None
         self.deadline_ms = None
         failure = self.failure or Failure(NackCode.EMPTY_GROUP, "no engine is left in the pause")
-        return [StepFailed(step, failure)]
+        return [StepFailed(step, failure) for step in steps]
 
     def _ask(
         self, step: Step, message: PauseLocal | PauseGlobal | Resume, now_ms: float

@@ -6,7 +6,7 @@ from bus.messages import NackCode
 from bus.protocol.instructions import Failure
 
 
-class Declined(Exception):  # noqa: N818 - an answer, not an error of ours
+class Declined(Exception):
     """Carries why."""
 
     def __init__(self, failure: Failure) -> None:

@@ -40,7 +40,7 @@ class Requests:
         """This request waits for that step."""
         self._asked.setdefault(key, []).append(msg_id)
 
-    def keys(self) -> list[Key]:
+    def steps(self) -> list[Key]:
         """The steps that are waited for."""
         return list(self._asked)
 

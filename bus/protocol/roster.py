@@ -105,8 +105,12 @@ class Roster:
         """The quarantined ones with all ranks of their DP groups, which run or stand as one."""
         if not self.quarantined:
             return frozenset()
-        groups = {p.facts.dp_group for n, p in self.engines.items() if n in self.quarantined and p.facts}
-        return frozenset(n for n, p in self.engines.items() if p.facts and p.facts.dp_group in groups)
+        groups = {
+            p.facts.dp_group for n, p in self.engines.items() if n in self.quarantined and p.facts
+        }
+        return frozenset(
+            n for n, p in self.engines.items() if p.facts and p.facts.dp_group in groups
+        )
 
     def quarantine(self, name: str, reason: str) -> None:
         """An engine may hold a part of an update."""

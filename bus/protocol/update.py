@@ -45,7 +45,6 @@ from bus.messages import (
     Arm,
     Commit,
     Message,
-    NackCode,
     Step,
     TransferInit,
     UpdateFinish,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
 
 HOST = socket.gethostname()[:256]
 PID = os.getpid()
+
+
+def default_name(role: str) -> str:
+    """A readable peer name that two processes will not share: role, host, pid."""
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", HOST.split(".")[0]) or "host"
+    return f"{role}-{host}-{PID}"[:128]
 
 
 def route_of(name: str, boot: int) -> bytes:

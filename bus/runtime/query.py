@@ -9,7 +9,7 @@ import anyio
 
 from bus import codec
 from bus.errors import BusTimeout, DecodeError, refusal
-from bus.ids import default_name, new_boot
+from bus.ids import new_boot
 from bus.messages import (
     WIRE_MAJOR,
     WIRE_MINOR,
@@ -19,7 +19,7 @@ from bus.messages import (
     Status,
     StatusRequest,
 )
-from bus.runtime.peer import route_of
+from bus.runtime.peer import default_name, route_of
 from bus.runtime.zmq_transport import ZmqClient
 
 _RESEND_S: Final = 0.2

@@ -47,9 +47,6 @@ def _harden(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RECV_BYTES)
     socket.setsockopt(zmq.SNDHWM, _QUEUE)
     socket.setsockopt(zmq.RCVHWM, _QUEUE)
-    # Half-open connections end by themselves, below the bus's own heartbeats.
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6_000)
 
 
 class _Readable(ABC):
@@ -177,6 +174,11 @@ class ZmqClient(_Readable):
         socket.setsockopt(zmq.IMMEDIATE, 1)  # don't queue for a broker that isn't there
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        # Half-open connections end by themselves, below the bus's own heartbeats: the
+        # client asks, and by the TTL in its question the broker knows when to let go.
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5_000)
+        socket.setsockopt(zmq.HEARTBEAT_TTL, 15_000)
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
@@ -222,3 +224,8 @@ def _explain(address: str, error: zmq.ZMQError) -> str:
             f"{address}`); choose another port"
         )
     return f"{address}: {error.strerror}; an address looks like tcp://127.0.0.1:7710"
+
+
+def library_version() -> str:
+    """The version of the ZeroMQ library itself."""
+    return zmq.zmq_version()

@@ -178,9 +178,7 @@ class SimEngine:
 
     def _beat(self) -> Heartbeat:
         session = self.session
-        return Heartbeat(
-            session.phase, session.version, session.pause.in_flight, session.shown_id
-        )
+        return Heartbeat(session.phase, session.version, session.pause.in_flight, session.shown_id)
 
     def _next_deadline_ms(self) -> float | None:
         return self.session.next_deadline_ms(self.peer.link.last_heard_ms)

@@ -237,9 +237,7 @@ class SimTrainer:
 
     # -- parts of scripts -----------------------------------------------------------
 
-    def _armed(
-        self, update_id: str, payload: int, manifest: Manifest
-    ) -> Steps:
+    def _armed(self, update_id: str, payload: int, manifest: Manifest) -> Steps:
         if not self._open:
             yield from self._reopen()
         arm = make_arm(update_id, manifest, label=f"p{payload}")

@@ -10,7 +10,6 @@ import itertools
 import random
 from typing import TYPE_CHECKING, Final
 
-from bus.messages import Message
 from bus.protocol.broker import BrokerConfig
 from bus.protocol.engine_pause import EnginePauseState
 from bus.protocol.engine_update import EngineUpdateState
@@ -26,6 +25,7 @@ from bus.testing.sim_trainer import SimTrainer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from bus.messages import Message
     from bus.protocol.group import Group
 
 GROUP: Final = "policy"
@@ -232,9 +232,9 @@ class SimWorld:
             return False
         if session.update.partial or session.pause.state is EnginePauseState.RUNNING:
             return True
-        group = self.group
-        staying = group.roster.staying() if group is not None else frozenset()
-        return session.phase == "paused" and engine.name in staying
+        return session.phase == "paused" and any(
+            each.dp_group == engine.dp_group and each.session.update.partial for each in self.alive
+        )
 
     def joined(self, names: Iterable[str] | None = None) -> bool:
         """Whether these engines (all that live) are members of the group at the broker."""
@@ -254,4 +254,3 @@ class SimWorld:
     def _told(self, trainer: SimTrainer, answer: Message) -> None:
         for each in self.on_told:
             each(trainer, answer)
-

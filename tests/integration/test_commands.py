@@ -63,7 +63,12 @@ def test_name_taken(bus: Bus, checkpoint: object) -> None:
     bus.sidecar("e0")
     second = bus.add(
         wavebus(
-            "sidecar", "--broker", bus.address, "--name", "e0", "--model",
+            "sidecar",
+            "--broker",
+            bus.address,
+            "--name",
+            "e0",
+            "--model",
             str(bus.checkpoint.folder),
         )
     )

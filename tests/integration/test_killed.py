@@ -12,12 +12,12 @@ import pytest
 from safetensors.torch import load_file
 
 from bus.errors import PauseFailed
-from bus.messages import EngineView
 from bus.runtime.query import fetch_status
 from tests.support.procs import ROOT, Proc
 from trainer_agent import SyncTrainerAgent, TrainerAgent
 
 if TYPE_CHECKING:
+    from bus.messages import EngineView
     from tests.integration.conftest import Bus
 
 LEASE_MS = 8000

@@ -75,7 +75,9 @@ class Proc:
         assert line, f"no output from {self.argv}: {self.all_text()}"
         return line
 
-    def wait_event(self, event: str, timeout_s: float = PATIENCE_S, **fields: object) -> dict[str, Any]:
+    def wait_event(
+        self, event: str, timeout_s: float = PATIENCE_S, **fields: object
+    ) -> dict[str, Any]:
         """The next log line of this event whose fields agree; lines are looked at once."""
         deadline = time.monotonic() + timeout_s
         while True:

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias
 
 from bus.errors import WavebusError
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import TracebackType
 
 EngineKind: TypeAlias = Literal["embedded", "vllm"]
@@ -67,7 +67,13 @@ class Processes:
             return
         server = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
         self._start(
-            name, *options, "--", *server, "--model", str(checkpoint), *_VLLM_ARGS,
+            name,
+            *options,
+            "--",
+            *server,
+            "--model",
+            str(checkpoint),
+            *_VLLM_ARGS,
             environment=_VLLM_CPU_ENV,
         )
 
@@ -126,4 +132,3 @@ class Processes:
             )
         self._running.append((name, process))
         return process
-

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import matplotlib as mpl
 from rich.console import Console
@@ -39,7 +39,7 @@ class ProgressLine:
             "", total=total, reward=0.0, greedy=0.0, version=0, lost=0
         )
 
-    def __enter__(self) -> ProgressLine:
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 

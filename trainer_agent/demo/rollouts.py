@@ -11,7 +11,7 @@ import queue
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import aiohttp
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _ROUTE: Final = "/inference/v1/generate"
 _PATIENCE_S: Final = 120.0
+IDLE_S: Final = 2.0
 
 
 @dataclass(slots=True)
@@ -34,6 +35,7 @@ class Counts:
     requests: int = 0
     lost: int = 0
     left_out: int = 0
+    why_lost: Counter[str] = field(default_factory=Counter)
     tokens_by_version: Counter[int] = field(default_factory=Counter)
 
 
@@ -61,7 +63,7 @@ class RolloutPool:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
 
-    def __enter__(self) -> RolloutPool:
+    def __enter__(self) -> Self:
         self._thread.start()
         self._ready.wait()
         return self
@@ -111,7 +113,10 @@ class RolloutPool:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        # A connection that the server closes at the moment of its reuse loses a request:
+        # let go of idle ones before servers do (after 5 s, vLLM's).
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             self._session = session
             self._ready.set()
             streams = [
@@ -169,18 +174,24 @@ class RolloutPool:
                 if response.status >= 400:  # noqa: PLR2004 - HTTP's border of errors
                     raise WavebusError(f"{endpoint}: {response.status}: {await response.text()}")
                 answer = await response.json()
-        except (aiohttp.ClientError, TimeoutError):
-            self.counts.lost += 1
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self._lost(f"{type(error).__name__}: {error}")
             return []
-        rollouts = [r for r in map(lambda c: self._rollout(prompt, c), answer["choices"]) if r]
-        if len(rollouts) < n:
-            self.counts.lost += 1
-        return rollouts
+        rollouts = [self._rollout(prompt, choice) for choice in answer["choices"]]
+        whole = [rollout for rollout in rollouts if rollout is not None]
+        if len(whole) < n:
+            reasons = Counter(choice["finish_reason"] for choice in answer["choices"])
+            self._lost(f"{len(whole)} of {n} sequences whole; they ended by {dict(reasons)}")
+        return whole
+
+    def _lost(self, why: str) -> None:
+        self.counts.lost += 1
+        self.counts.why_lost[why] += 1
 
     def _rollout(self, prompt: tuple[int, ...], choice: dict[str, Any]) -> Rollout | None:
         ids = tuple(choice["token_ids"])
-        ended = choice["finish_reason"] == "stop" or len(ids) == task.MAX_TOKENS
-        if not ended or choice["finish_reason"] not in ("stop", "length"):
+        whole = {"stop": len(ids) > 0, "length": len(ids) == task.MAX_TOKENS}
+        if not whole.get(choice["finish_reason"], False):
             return None
         versions = tuple(_versions(choice.get("weight_versions") or (), len(ids)))
         self.counts.tokens_by_version.update(versions)

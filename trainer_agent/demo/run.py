@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -69,9 +69,7 @@ class DemoResult:
     def pause_ms(self, quantile: float) -> float:
         """Of the time from the first PAUSE_LOCAL to the last engine resumed."""
         times = sorted(report.paused_ms for report in self.reports)
-        if len(times) < 2:
-            return times[0] if times else 0.0
-        return statistics.quantiles(times, n=100, method="inclusive")[round(quantile * 100) - 1]
+        return times[math.ceil(quantile * len(times)) - 1] if times else 0.0
 
     def as_json(self) -> dict[str, object]:
         """The object that ``--json`` prints."""
@@ -131,6 +129,8 @@ def run_demo(
                 with pool:
                     _train(agent, learner, pool, processes, result, progress, started)
                     result.requests_lost = pool.counts.lost
+                    for why, times in pool.counts.why_lost.most_common(5):
+                        say(f"lost {times} × {why}")
                     result.requests = pool.counts.requests
                     result.tokens_by_version = dict(sorted(pool.counts.tokens_by_version.items()))
             processes.check()
@@ -138,7 +138,7 @@ def run_demo(
     return result
 
 
-class _Enough(Exception):  # noqa: N818 - not an error
+class _Enough(Exception):
     """The run has made all the updates it was asked for."""
 
 
@@ -189,6 +189,7 @@ def _train(
             break
         processes.check()
         result.steps = learner.steps
+        result.requests_lost = pool.counts.lost
         result.train_rewards.append(stats.reward)
         if learner.steps % EVAL_EVERY_STEPS == 0:
             result.reward_last = pool.greedy_reward()

@@ -18,7 +18,7 @@ def test_a_request_waits_until_its_step_is_answered() -> None:
     requests.ask((Step.CHUNK, 3), 4)
     assert requests.waits(1)
     assert not requests.waits(9)
-    assert requests.keys() == [(Step.ARM, 0), (Step.CHUNK, 3)]
+    assert requests.steps() == [(Step.ARM, 0), (Step.CHUNK, 3)]
     assert requests.answer((Step.ARM, 0), ANSWER) == [(1, ANSWER), (2, ANSWER)]
     assert requests.answer((Step.ARM, 0), ANSWER) == []
     assert not requests.waits(1)

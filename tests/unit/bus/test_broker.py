@@ -1,0 +1,680 @@
+"""The broker as one machine: who may say what, in which order, and how often."""
+
+from __future__ import annotations
+
+import pytest
+
+from bus.messages import (
+    Abort,
+    Ack,
+    Arm,
+    Commit,
+    GroupAck,
+    GroupView,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Leave,
+    Message,
+    Nack,
+    NackCode,
+    PauseGlobal,
+    PauseLocal,
+    Resume,
+    Status,
+    StatusRequest,
+    Step,
+    TransferInit,
+    UpdateFinish,
+    UpdateStart,
+    WaitEngines,
+    WeightChunkMeta,
+    Welcome,
+)
+from bus.protocol.broker import Broker, BrokerConfig
+from bus.protocol.effects import Effect, Note, Send
+from bus.testing.sim_trainer import make_arm, make_chunk, make_manifest, make_nack
+from tests.unit.bus._builders import (
+    TRAINER_JOIN,
+    engine_join,
+    envelope,
+    messages,
+    nack_in,
+    only,
+)
+
+CONFIG = BrokerConfig(
+    heartbeat_ms=1000, peer_timeout_ms=5000, retry_ms=1000, step_timeout_ms=30_000
+)
+MANIFEST = make_manifest(("a", "b"))
+PAUSE = PauseLocal("u1", "keep", True, 10_000, 60_000)
+BEAT = Heartbeat("running", 0, 0, "")
+OBSERVER = Join("observer", "h", 1, None)
+
+
+class Bench:
+    """A broker, and whoever speaks to it, one frame at a time."""
+
+    def __init__(self) -> None:
+        self.broker = Broker(CONFIG)
+        self.now_ms = 0.0
+        self.seq: dict[str, int] = {}
+        self.epoch = 0
+        self.id = 100
+
+    def say(
+        self,
+        sender: str,
+        message: Message,
+        *,
+        boot: int = 1,
+        seq: int | None = None,
+        msg_id: int | None = None,
+        epoch: int | None = None,
+        group: str = "policy",
+    ) -> list[Effect]:
+        """One frame; its number and id are new unless they are given."""
+        self.seq[sender] = self.seq.get(sender, 0) + 1 if seq is None else seq
+        self.id += 1
+        told = envelope(
+            message,
+            sender,
+            boot=boot,
+            seq=self.seq[sender],
+            msg_id=self.id if msg_id is None else msg_id,
+            epoch=self.epoch if epoch is None else epoch,
+            group=group,
+        )
+        return self.broker.receive(f"{sender}#{boot}".encode(), told, message, self.now_ms)
+
+    def engine(self, name: str, *, dp_group: str = "", rank: int = 0, size: int = 1) -> list[Effect]:
+        what = engine_join(dp_group=dp_group or name, dp_rank=rank, dp_size=size)
+        return self.say(name, what)
+
+    def trainer(self, name: str = "t", *, boot: int = 1) -> list[Effect]:
+        effects = self.say(name, TRAINER_JOIN, boot=boot)
+        self.epoch = self.broker.groups["policy"].epoch
+        return effects
+
+    def ack(self, name: str, step: Step, update_id: str = "u1", chunk: int = 0) -> list[Effect]:
+        return self.say(name, Ack(step, update_id, chunk, 0, 1.0, ""))
+
+    def all_ack(self, step: Step, update_id: str = "u1", chunk: int = 0) -> list[Effect]:
+        effects: list[Effect] = []
+        for name in sorted(self.broker.groups["policy"].roster.engines):
+            effects += self.ack(name, step, update_id, chunk)
+        return effects
+
+    def paused(self) -> Bench:
+        """Two engines, a trainer, and a completed pause u1."""
+        self.engine("e0")
+        self.engine("e1")
+        self.trainer()
+        self.say("t", PAUSE, msg_id=1)
+        self.all_ack(Step.PAUSE_LOCAL)
+        told = only(self.all_ack(Step.PAUSE_GLOBAL), GroupAck)
+        assert told.step is Step.PAUSE_GLOBAL
+        return self
+
+    def loading(self) -> Bench:
+        """Two engines paused, with an update u1 that takes chunks."""
+        self.paused()
+        self.say("t", make_arm("u1", MANIFEST))
+        self.all_ack(Step.ARM)
+        self.say("t", UpdateStart("u1"))
+        self.all_ack(Step.START)
+        return self
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+# -- coming and going ---------------------------------------------------------------
+
+
+def test_a_join_is_welcomed_with_what_the_peer_needs(bench: Bench) -> None:
+    """How often to beat, when it is missed, and, for a trainer, its epoch."""
+    effects = bench.engine("e0")
+    welcome = only(effects, Welcome)
+    assert (welcome.heartbeat_ms, welcome.peer_timeout_ms) == (1000, 5000)
+    sent = [each for each in bench.trainer() if isinstance(each, Send)]
+    assert [(each.epoch, each.reply_to != 0) for each in sent] == [(1, True)]
+
+
+def test_a_refused_join_leaves_no_trace(bench: Bench) -> None:
+    """And says when to try again."""
+    nack = nack_in(bench.say("e0", Join("engine", "h", 1, None)))
+    assert (nack.code, nack.field, nack.retry_after_ms) == (NackCode.MALFORMED, "engine", 1000)
+    assert not bench.broker.groups
+    assert not len(bench.broker.peers)
+
+
+def test_the_same_boot_joins_again(bench: Bench) -> None:
+    """The peer reconnected: it is welcomed, and is one peer."""
+    bench.engine("e0")
+    effects = bench.engine("e0")
+    assert only(effects, Welcome)
+    assert [each.event for each in effects if isinstance(each, Note)] == ["peer_rejoined"]
+    assert len(bench.broker.peers) == 1
+
+
+def test_an_old_copy_of_a_join_changes_nothing(bench: Bench) -> None:
+    """Not even a second welcome."""
+    bench.engine("e0")
+    assert bench.say("e0", engine_join(dp_group="e0"), seq=1) == []
+
+
+def test_a_name_that_is_taken_is_refused_until_its_holder_is_missed(bench: Bench) -> None:
+    """Its first life has not been heard for peer_timeout_ms: then the second is let in."""
+    bench.engine("e0")
+    bench.now_ms = 4900.0
+    nack = nack_in(bench.say("e0", engine_join(dp_group="e0"), boot=2))
+    assert (nack.code, nack.field) == (NackCode.NAME_TAKEN, "sender")
+    bench.now_ms = 5000.0
+    assert not [each for each in bench.broker.tick(5000.0) if isinstance(each, Note)]
+    bench.now_ms = 5600.0
+    lost = [each.event for each in bench.broker.tick(5600.0) if isinstance(each, Note)]
+    assert lost == ["peer_lost"]
+    assert only(bench.say("e0", engine_join(dp_group="e0"), boot=2), Welcome)
+    nack = nack_in(bench.say("e0", engine_join(dp_group="e0"), boot=1))
+    assert nack.code is NackCode.NAME_TAKEN
+
+
+def test_a_name_is_free_at_once_when_its_holder_leaves(bench: Bench) -> None:
+    """No wait for who goes in order."""
+    bench.engine("e0")
+    bench.say("e0", Leave("bye"))
+    assert only(bench.say("e0", engine_join(dp_group="e0"), boot=2), Welcome)
+
+
+def test_a_group_that_is_held_is_refused(bench: Bench) -> None:
+    """The refusal names the holder; the group stays its own, epoch and all."""
+    bench.trainer("t")
+    nack = nack_in(bench.say("t2", TRAINER_JOIN, boot=2, epoch=9))
+    assert (nack.code, nack.field, nack.peer) == (NackCode.GROUP_HELD, "group", "t")
+    group = bench.broker.groups["policy"]
+    assert group.epoch == 1
+    assert group.holder is not None
+    assert group.holder.name == "t"
+    assert nack_in(bench.say("t2", PAUSE, boot=2)).code is NackCode.NOT_JOINED
+
+
+def test_every_new_holder_gets_a_new_epoch_and_a_returning_one_keeps_it(bench: Bench) -> None:
+    """The same boot that joins again has not been replaced."""
+    bench.trainer("t")
+    bench.trainer("t")
+    assert bench.epoch == 1
+    bench.say("t", Leave(""))
+    bench.trainer("t2")
+    assert bench.epoch == 2
+
+
+def test_an_epoch_that_an_engine_outlived_a_broker_with_is_not_undercut(bench: Bench) -> None:
+    """Whether the trainer or the engine comes first, both understand each other."""
+    bench.say("e0", engine_join(dp_group="e0"), epoch=6)
+    bench.trainer("t")
+    assert bench.epoch == 7
+    other = Bench()
+    other.trainer("t")
+    other.say("e0", engine_join(dp_group="e0"), epoch=6)
+    asked = other.say("t", PAUSE, epoch=1)
+    sent = [each for each in asked if isinstance(each, Send)]
+    assert [(type(each.message), each.epoch) for each in sent] == [(PauseLocal, 6)]
+
+
+def test_a_heartbeat_is_answered_with_the_version_and_the_epoch(bench: Bench) -> None:
+    """So that peers know that the broker lives."""
+    bench.engine("e0")
+    bench.trainer()
+    (sent,) = [each for each in bench.say("e0", BEAT) if isinstance(each, Send)]
+    assert isinstance(sent.message, HeartbeatAck)
+    assert sent.epoch == 1
+
+
+def test_a_peer_that_beats_is_not_missed(bench: Bench) -> None:
+    """Any frame of its is a sign of life."""
+    bench.engine("e0")
+    for now_ms in range(0, 20_000, 1000):
+        bench.now_ms = float(now_ms)
+        bench.say("e0", BEAT)
+        assert not [each for each in bench.broker.tick(bench.now_ms) if isinstance(each, Note)]
+    bench.now_ms = 26_000.0
+    assert [type(each) for each in bench.broker.tick(bench.now_ms)] == [Note]
+
+
+# -- who may say what ---------------------------------------------------------------
+
+ALL: dict[str, Message] = {
+    "WELCOME": Welcome(1, 1, 0),
+    "HEARTBEAT_ACK": HeartbeatAck(0),
+    "PAUSE_LOCAL": PAUSE,
+    "PAUSE_GLOBAL": PauseGlobal("u1"),
+    "RESUME": Resume("u1"),
+    "TRANSFER_INIT": TransferInit("sim", b""),
+    "ARM": make_arm("u1", MANIFEST),
+    "UPDATE_START": UpdateStart("u1"),
+    "WEIGHT_CHUNK_META": make_chunk("u1", MANIFEST, 0, 1),
+    "UPDATE_FINISH": UpdateFinish("u1"),
+    "COMMIT": Commit("u1", 1, ""),
+    "ABORT": Abort("u1", ""),
+    "WAIT_ENGINES": WaitEngines(1, 10),
+    "GROUP_VIEW": GroupView((), 0),
+    "STATUS": Status("b", 0.0, 0.0, 0, 0, ()),
+    "ACK": Ack(Step.ARM, "u1", 0, 0, 0.0, ""),
+    "GROUP_ACK": GroupAck(Step.ARM, "u1", 0, 0, (), 0, "", 0.0, 0.0, 0.0),
+}
+MAY = {
+    "engine": {"ACK"},
+    "observer": set[str](),
+    "trainer": {
+        "PAUSE_LOCAL",
+        "RESUME",
+        "TRANSFER_INIT",
+        "ARM",
+        "UPDATE_START",
+        "WEIGHT_CHUNK_META",
+        "UPDATE_FINISH",
+        "COMMIT",
+        "ABORT",
+        "WAIT_ENGINES",
+    },
+}
+
+
+@pytest.mark.parametrize("role", MAY)
+@pytest.mark.parametrize("kind", ALL)
+def test_a_role_may_send_only_its_verbs(bench: Bench, role: str, kind: str) -> None:
+    """Everything else is forbidden by name, and reaches no engine."""
+    bench.engine("e0")
+    bench.trainer("t")
+    bench.say("o", OBSERVER)
+    sender = {"engine": "e0", "trainer": "t", "observer": "o"}[role]
+    effects = bench.say(sender, ALL[kind])
+    if kind in MAY[role]:
+        assert not any(
+            isinstance(each, Nack) and each.code is NackCode.FORBIDDEN for each in messages(effects)
+        )
+        return
+    nack = nack_in(effects)
+    assert (nack.code, nack.field) == (NackCode.FORBIDDEN, "kind")
+    routes = [each.routes for each in effects if isinstance(each, Send)]
+    assert routes == [(f"{sender}#1".encode(),)]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_who_has_not_joined_is_told_to(bench: Bench, kind: str) -> None:
+    """Whatever it sends changes nothing."""
+    nack = nack_in(bench.say("stranger", ALL[kind]))
+    assert (nack.code, nack.field) == (NackCode.NOT_JOINED, "sender")
+    assert not bench.broker.groups
+
+
+def test_a_strangers_nack_or_farewell_is_not_answered(bench: Bench) -> None:
+    """Two brokers must not refuse each other's refusals for ever."""
+    assert bench.say("stranger", make_nack(NackCode.STALE)) == []
+    assert bench.say("stranger", Leave("")) == []
+
+
+def test_anybody_may_ask_for_the_status(bench: Bench) -> None:
+    """Also who has not joined."""
+    bench.engine("e0")
+    for sender in ("stranger", "e0"):
+        status = only(bench.say(sender, StatusRequest()), Status)
+        assert (status.peers, [group.name for group in status.groups]) == (1, ["policy"])
+
+
+def test_another_life_on_the_route_of_a_member_is_a_stranger(bench: Bench) -> None:
+    """Name, boot and route belong together."""
+    bench.engine("e0")
+    bench.trainer()
+    told = envelope(PAUSE, "t", boot=2, seq=50, epoch=1)
+    nack = nack_in(bench.broker.receive(b"t#1", told, PAUSE, 0.0))
+    assert nack.code is NackCode.NOT_JOINED
+
+
+# -- in which order, and how often ------------------------------------------------------
+
+
+@pytest.mark.parametrize("back", [0, 1, 2])
+def test_a_frame_that_is_old_or_doubled_changes_nothing(bench: Bench, back: int) -> None:
+    """It is called stale, whatever it says, and does not even count as a sign of life."""
+    bench.engine("e0")
+    bench.trainer()
+    bench.now_ms = 100.0
+    last = bench.seq["t"]
+    nack = nack_in(bench.say("t", PAUSE, seq=last - back))
+    assert (nack.code, nack.field) == (NackCode.STALE, "seq")
+    assert bench.broker.groups["policy"].pause.state == "running"
+    assert bench.broker.peers.by_name["t"].last_heard_ms == 0.0
+
+
+def test_a_stale_refusal_is_not_refused(bench: Bench) -> None:
+    """Or it would go back and forth."""
+    bench.engine("e0")
+    assert bench.say("e0", make_nack(NackCode.STALE), seq=1) == []
+
+
+def test_a_command_asked_again_is_answered_the_same_and_done_once(bench: Bench) -> None:
+    """While it waits it goes on waiting; answered, it gets the same answer, every time."""
+    bench.engine("e0")
+    bench.trainer()
+    asked = bench.say("t", PAUSE, msg_id=1)
+    assert only(asked, PauseLocal)
+    assert bench.say("t", PAUSE, msg_id=1) == []
+    bench.all_ack(Step.PAUSE_LOCAL)
+    first = only(bench.all_ack(Step.PAUSE_GLOBAL), GroupAck)
+    for _ in range(3):
+        again = bench.say("t", PAUSE, msg_id=1)
+        assert [each.message for each in again if isinstance(each, Send)] == [first]
+    refusal = nack_in(bench.say("t", Resume("u9"), msg_id=2))
+    assert nack_in(bench.say("t", Resume("u9"), msg_id=2)) == refusal
+
+
+def test_an_answer_of_one_holder_is_not_given_to_the_next(bench: Bench) -> None:
+    """Ids are counted anew in every process."""
+    bench.paused()
+    bench.say("t", Leave(""))
+    bench.all_ack(Step.RESUME)
+    bench.trainer("t2")
+    assert only(bench.say("t2", PAUSE, msg_id=1), PauseLocal)
+
+
+@pytest.mark.parametrize(
+    "message", [Resume("u1"), UpdateStart("u1"), make_arm("u1", MANIFEST), Abort("u1", "")]
+)
+@pytest.mark.parametrize("wrong", [-1, 1])
+def test_another_epoch_is_fenced_and_changes_nothing(
+    bench: Bench, message: Message, wrong: int
+) -> None:
+    """Older ones of who was replaced, and newer ones that nobody gave."""
+    bench.paused()
+    nack = nack_in(bench.say("t", message, epoch=bench.epoch + wrong))
+    assert (nack.code, nack.field) == (NackCode.FENCED, "epoch")
+    group = bench.broker.groups["policy"]
+    assert (group.pause.state, group.update.state) == ("paused", "idle")
+
+
+def test_a_trainer_that_was_replaced_does_not_command(bench: Bench) -> None:
+    """It has to join again, and then hears that the group is held."""
+    bench.paused()
+    bench.now_ms = 6000.0
+    bench.say("e0", BEAT)
+    bench.say("e1", BEAT)
+    bench.broker.tick(bench.now_ms)
+    bench.trainer("t2", boot=2)
+    assert nack_in(bench.say("t", Resume("u1"))).code is NackCode.NOT_JOINED
+    assert nack_in(bench.say("t", TRAINER_JOIN)).code is NackCode.GROUP_HELD
+
+
+def test_engines_that_do_not_answer_are_asked_again_and_the_others_are_not(bench: Bench) -> None:
+    """Every retry_ms, the same message."""
+    bench.engine("e0")
+    bench.engine("e1")
+    bench.trainer()
+    bench.say("t", PAUSE)
+    bench.ack("e0", Step.PAUSE_LOCAL)
+    assert messages(bench.broker.tick(999.0)) == []
+    for now_ms in (1000.0, 2000.0):
+        (again,) = [each for each in bench.broker.tick(now_ms) if isinstance(each, Send)]
+        assert (again.message, again.routes) == (PAUSE, (b"e1#1",))
+    assert bench.broker.next_deadline_ms() <= 3000.0
+
+
+@pytest.mark.parametrize("start_ms", [0.0, 0.1, 123.456, 1e7 / 3])
+def test_the_deadline_is_always_ahead(bench: Bench, start_ms: float) -> None:
+    """A timer set to it must not fire for nothing, whatever the fractions."""
+    bench.now_ms = start_ms
+    bench.engine("e0")
+    bench.trainer()
+    bench.say("t", PAUSE)
+    for _ in range(20):
+        due_ms = bench.broker.next_deadline_ms()
+        bench.say("e0", BEAT)
+        bench.say("t", BEAT)
+        bench.now_ms = due_ms
+        bench.broker.tick(due_ms)
+        assert bench.broker.next_deadline_ms() > due_ms
+
+
+# -- the steps, in their order ------------------------------------------------------------
+
+
+def test_a_lease_shorter_than_a_missed_peer_is_refused(bench: Bench) -> None:
+    """An engine could run again while its group still counts it as paused."""
+    bench.engine("e0")
+    bench.trainer()
+    nack = nack_in(bench.say("t", PauseLocal("u1", "keep", True, 9_999, 60_000)))
+    assert (nack.code, nack.field) == (NackCode.MALFORMED, "lease_ms")
+    assert only(bench.say("t", PauseLocal("u1", "keep", True, 10_000, 60_000)), PauseLocal)
+
+
+def test_a_dp_group_that_lacks_ranks_is_not_paused(bench: Bench) -> None:
+    """A pause of some ranks would wedge them; nobody is asked anything."""
+    bench.engine("r0", dp_group="dp", rank=0, size=2)
+    bench.engine("e0")
+    bench.trainer()
+    effects = bench.say("t", PAUSE)
+    assert nack_in(effects).code is NackCode.WRONG_STATE
+    assert "DP group dp has 1 of 2" in nack_in(effects).detail
+    assert not [each for each in messages(effects) if isinstance(each, PauseLocal)]
+    bench.engine("r1", dp_group="dp", rank=1, size=2)
+    assert only(bench.say("t", PAUSE), PauseLocal)
+
+
+def test_a_second_pause_waits_for_the_first(bench: Bench) -> None:
+    """It is refused, with what is under way."""
+    bench.paused()
+    nack = nack_in(bench.say("t", PauseLocal("u2", "keep", True, 10_000, 60_000)))
+    assert nack.code is NackCode.WRONG_STATE
+    assert "u1" in nack.detail
+
+
+def test_a_resume_is_of_the_pause_under_way(bench: Bench) -> None:
+    """And one that is over may be asked again."""
+    bench.paused()
+    assert nack_in(bench.say("t", Resume("u9"))).field == "update_id"
+    assert only(bench.say("t", Resume("u1")), Resume)
+    assert only(bench.all_ack(Step.RESUME), GroupAck).step is Step.RESUME
+    assert only(bench.say("t", Resume("u1")), GroupAck).step is Step.RESUME
+    assert nack_in(bench.say("t", Resume("u0"))).code is NackCode.WRONG_STATE
+
+
+def test_a_resume_asked_twice_is_asked_of_the_engines_once(bench: Bench) -> None:
+    """Both callers hear of it."""
+    bench.paused()
+    bench.say("t", Resume("u1"), msg_id=7)
+    assert bench.say("t", Resume("u1"), msg_id=8) == []
+    told = [each for each in bench.all_ack(Step.RESUME) if isinstance(each, Send)]
+    assert sorted(each.reply_to for each in told) == [7, 8]
+
+
+def test_an_update_starts_in_a_pause(bench: Bench) -> None:
+    """Armed, but running: refused."""
+    bench.engine("e0")
+    bench.trainer()
+    bench.say("t", make_arm("u1", MANIFEST))
+    bench.all_ack(Step.ARM)
+    nack = nack_in(bench.say("t", UpdateStart("u1")))
+    assert nack.code is NackCode.WRONG_STATE
+    assert "pause" in nack.detail
+
+
+def test_the_bus_gives_the_version(bench: Bench) -> None:
+    """One more than the highest that anybody serves or was given."""
+    bench.say("e0", engine_join(dp_group="e0", version=7))
+    bench.trainer()
+    assert only(bench.say("t", make_arm("u1", MANIFEST)), Arm).version == 8
+    bench.all_ack(Step.ARM)
+    bench.say("t", Abort("u1", ""))
+    bench.all_ack(Step.ABORT)
+    assert only(bench.say("t", make_arm("u2", MANIFEST)), Arm).version == 9
+
+
+def test_one_refusal_at_arm_cancels_and_names_engine_and_tensor(bench: Bench) -> None:
+    """The trainer hears it when nothing is armed any more anywhere."""
+    bench.engine("e0")
+    bench.engine("e1")
+    bench.trainer()
+    bench.say("t", make_arm("u1", MANIFEST), msg_id=1)
+    bench.ack("e0", Step.ARM)
+    refusal = Nack(NackCode.MANIFEST_REFUSED, "arm", "u1", 0, "no such", "", "", "b", "", 0)
+    effects = bench.say("e1", refusal)
+    assert {route for each in effects if isinstance(each, Send) for route in each.routes} == {
+        b"e0#1",
+        b"e1#1",
+    }
+    assert only(effects, Abort)
+    nack = nack_in(bench.all_ack(Step.ABORT))
+    assert (nack.code, nack.peer, nack.tensor) == (NackCode.MANIFEST_REFUSED, "e1", "b")
+    assert bench.broker.groups["policy"].update.state == "idle"
+
+
+@pytest.mark.parametrize("field", ["digest", "names", "dtypes", "shapes", "chunk_ends"])
+def test_a_manifest_that_contradicts_itself_reaches_no_engine(bench: Bench, field: str) -> None:
+    """The broker names the field."""
+    bench.engine("e0")
+    bench.trainer()
+    arm = make_arm("u1", MANIFEST)
+    wrong = {"digest": "0", "names": ("a", "a"), "dtypes": ("x", "y"), "shapes": ((1,),)}
+    object.__setattr__(arm, field, wrong.get(field, (9,)))
+    effects = bench.say("t", arm)
+    assert nack_in(effects).code is NackCode.MANIFEST_REFUSED
+    assert nack_in(effects).field == field
+    assert not [each for each in messages(effects) if isinstance(each, Arm)]
+
+
+def test_chunks_are_taken_in_order_and_once(bench: Bench) -> None:
+    """An early one waits to be asked again, a doubled one is answered, one too many refused."""
+    bench.loading()
+    early = make_chunk("u1", MANIFEST, 1, 1)
+    assert bench.say("t", early, msg_id=50) == []
+    first = make_chunk("u1", MANIFEST, 0, 1)
+    assert only(bench.say("t", first, msg_id=51), WeightChunkMeta)
+    assert messages(bench.say("t", first, msg_id=52)) == []
+    assert only(bench.say("t", early, msg_id=50), WeightChunkMeta)
+    told = [each.reply_to for each in bench.all_ack(Step.CHUNK, chunk=0) if isinstance(each, Send)]
+    assert sorted(told) == [51, 52]
+    assert only(bench.say("t", first, msg_id=53), GroupAck).step is Step.CHUNK
+    beyond = make_chunk("u1", MANIFEST, 1, 1)
+    object.__setattr__(beyond, "chunk", 2)
+    assert nack_in(bench.say("t", beyond)).field == "chunk"
+
+
+def test_a_chunk_that_is_not_the_planned_one_reaches_no_engine(bench: Bench) -> None:
+    """It is refused by its field."""
+    bench.loading()
+    chunk = make_chunk("u1", MANIFEST, 0, 1)
+    object.__setattr__(chunk, "names", ("b",))
+    effects = bench.say("t", chunk)
+    assert (nack_in(effects).code, nack_in(effects).field) == (NackCode.MANIFEST_REFUSED, "names")
+    assert not [each for each in messages(effects) if isinstance(each, WeightChunkMeta)]
+
+
+def test_finish_waits_for_the_last_chunk_on_the_last_engine(bench: Bench) -> None:
+    """Before, it is refused and changes nothing."""
+    bench.loading()
+    for k in range(MANIFEST.chunks):
+        assert nack_in(bench.say("t", UpdateFinish("u1"))).code is NackCode.WRONG_STATE
+        bench.say("t", make_chunk("u1", MANIFEST, k, 1))
+        bench.ack("e0", Step.CHUNK, chunk=k)
+        assert nack_in(bench.say("t", UpdateFinish("u1"))).code is NackCode.WRONG_STATE
+        bench.ack("e1", Step.CHUNK, chunk=k)
+    assert only(bench.say("t", UpdateFinish("u1")), UpdateFinish)
+
+
+def finished(bench: Bench) -> None:
+    bench.loading()
+    for k in range(MANIFEST.chunks):
+        bench.say("t", make_chunk("u1", MANIFEST, k, 1))
+        bench.all_ack(Step.CHUNK, chunk=k)
+    bench.say("t", UpdateFinish("u1"))
+    bench.all_ack(Step.FINISH)
+
+
+def test_commit_is_of_the_version_that_was_given(bench: Bench) -> None:
+    """And the group serves it when the last engine has committed."""
+    finished(bench)
+    assert nack_in(bench.say("t", Commit("u1", 2, ""))).field == "version"
+    assert nack_in(bench.say("t", Commit("u9", 1, ""))).field == "update_id"
+    assert only(bench.say("t", Commit("u1", 1, "")), Commit)
+    bench.ack("e0", Step.COMMIT)
+    assert bench.broker.groups["policy"].version == 0
+    assert only(bench.ack("e1", Step.COMMIT), GroupAck).version == 1
+    assert bench.broker.groups["policy"].version == 1
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 2])
+def test_no_resume_in_the_middle_of_an_update(bench: Bench, chunks: int) -> None:
+    """From the start to the commit it is refused, and no engine hears of it."""
+    bench.loading()
+    for k in range(chunks):
+        bench.say("t", make_chunk("u1", MANIFEST, k, 1))
+        bench.all_ack(Step.CHUNK, chunk=k)
+    effects = bench.say("t", Resume("u1"))
+    assert nack_in(effects).code is NackCode.WRONG_STATE
+    assert not [each for each in messages(effects) if isinstance(each, Resume)]
+
+
+def test_no_abort_in_the_middle_of_a_commit(bench: Bench) -> None:
+    """Some engine may serve the version already."""
+    finished(bench)
+    bench.say("t", Commit("u1", 1, ""))
+    assert nack_in(bench.say("t", Abort("u1", ""))).code is NackCode.WRONG_STATE
+
+
+def test_an_abort_of_what_is_not_there_is_answered(bench: Bench) -> None:
+    """There is nothing to undo."""
+    bench.paused()
+    assert only(bench.say("t", Abort("u9", "")), GroupAck).step is Step.ABORT
+
+
+# -- strays -------------------------------------------------------------------------------
+
+
+def test_an_engine_left_paused_is_resumed(bench: Bench) -> None:
+    """Its heartbeat says so, and the group knows of no pause."""
+    bench.engine("e0")
+    resume = only(bench.say("e0", Heartbeat("paused", 0, 0, "u0")), Resume)
+    assert resume.update_id == "u0"
+
+
+@pytest.mark.parametrize("phase", ["armed", "updating"])
+def test_an_engine_left_in_an_update_is_told_to_abort(bench: Bench, phase: str) -> None:
+    """The group knows of no update."""
+    bench.engine("e0")
+    beat = Heartbeat("armed" if phase == "armed" else "updating", 0, 0, "u0")
+    assert only(bench.say("e0", beat), Abort).update_id == "u0"
+
+
+def test_an_engine_of_the_pause_under_way_is_no_stray(bench: Bench) -> None:
+    """Nor is a quarantined one, ever."""
+    bench.paused()
+    for phase in ("paused", "quarantined"):
+        beat = Heartbeat("paused" if phase == "paused" else "quarantined", 0, 0, "u1")
+        assert not [each for each in messages(bench.say("e0", beat)) if isinstance(each, Resume)]
+
+
+# -- waiting for engines ----------------------------------------------------------------
+
+
+def test_waiting_for_engines_ends_when_enough_are_there(bench: Bench) -> None:
+    """With a view of them."""
+    bench.trainer()
+    bench.say("t", WaitEngines(2, 1000))
+    assert not [each for each in messages(bench.engine("e0")) if isinstance(each, GroupView)]
+    view = only(bench.engine("e1"), GroupView)
+    assert [each.name for each in view.engines] == ["e0", "e1"]
+
+
+def test_waiting_for_engines_ends_in_time(bench: Bench) -> None:
+    """With the names of those that are there."""
+    bench.trainer()
+    bench.engine("e0")
+    bench.say("t", WaitEngines(2, 1000))
+    assert messages(bench.broker.tick(999.0)) == []
+    nack = nack_in(bench.broker.tick(1000.0))
+    assert nack.code is NackCode.TIMEOUT
+    assert "e0" in nack.detail
+    assert bench.broker.next_deadline_ms() > 1000.0
