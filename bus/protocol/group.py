@@ -413,6 +413,8 @@ class Group:
 
     def next_deadline_ms(self) -> float | None:
         """When :meth:`tick` has something to do, at the latest."""
+        if not (self._busy() or self._requests.waiters):
+            return None  # as between updates, with every heartbeat
         times = [each.resent_ms + self.retry_ms for each in self._rounds() if each.waiting]
         times += [deadline for _, deadline in self._requests.waiters.values()]
         if self.pause.deadline_ms is not None:
@@ -546,9 +548,8 @@ class Group:
     def _serve_waiters(self, now_ms: float) -> list[Effect]:
         effects: list[Effect] = []
         for msg_id, (wait, _) in list(self._requests.waiters.items()):
-            ready = self.roster.ready()
-            if len(ready) >= wait.count:
-                view = GroupView(self.roster.views(now_ms, ready), self.version)
+            if self.roster.ready_count() >= wait.count:
+                view = GroupView(self.roster.views(now_ms, self.roster.ready()), self.version)
                 effects += self._tell(self._requests.answer_ids([msg_id], view))
         return effects
 

@@ -100,14 +100,14 @@ class Link:
         return True
 
     def receive(self, envelope: Envelope, message: Message, now_ms: float) -> list[Effect]:
-        """A frame that concerns the membership; anything else changes nothing."""
+        """A frame that concerns the membership; any other only tells an engine the epoch."""
+        if self._commanded and envelope.group == self.group:
+            # It tells a broker that comes after this one how far the fencing had come.
+            self.epoch = max(self.epoch, envelope.epoch)
         if isinstance(message, Welcome):
             return self._welcome(envelope, message, now_ms)
         if isinstance(message, HeartbeatAck):
             self.version = message.version
-            if self._commanded:
-                # It tells a broker that comes after this one how far the fencing had come.
-                self.epoch = max(self.epoch, envelope.epoch)
             return []
         if isinstance(message, Nack):
             return self._nack(message, now_ms)

@@ -53,6 +53,10 @@ class Roster:
         """Those that take part in what begins now, by name."""
         return sorted(name for name in self.engines if name not in self._late)
 
+    def ready_count(self) -> int:
+        """How many those are."""
+        return len(self.engines) - len(self._late)
+
     def members(self) -> dict[str, str]:
         """The same with their DP groups.
 

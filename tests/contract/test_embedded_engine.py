@@ -9,6 +9,7 @@ import pytest
 
 from sidecar.embedded.engine import EmbeddedEngine
 from sidecar.embedded.sampling import SamplingParams
+from tests.contract.bus_suite import BusContract
 from tests.contract.engine_suite import EngineContract, Generated, Watch
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 
@@ -73,3 +74,7 @@ def under_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
 
 class TestEmbeddedEngine(EngineContract):
     """In process, without HTTP."""
+
+
+class TestEmbeddedOnTheBus(BusContract):
+    """Broker, sidecar and trainer around it."""

@@ -261,11 +261,12 @@ def test_a_killed_supervisor_takes_its_server_along(
 
 
 def children(pid: int) -> list[int]:
-    """Of all threads of a process, from /proc."""
-    tasks = Path(f"/proc/{pid}/task")
-    return [
-        int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()
-    ]
+    """Of all threads of a process, from /proc; none if it is gone meanwhile."""
+    try:
+        tasks = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except FileNotFoundError:
+        return []
+    return [int(child) for task in tasks for child in task.split()]
 
 
 def descendants(pid: int) -> list[int]:

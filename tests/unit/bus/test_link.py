@@ -15,6 +15,7 @@ from bus.messages import (
     Leave,
     Message,
     NackCode,
+    Resume,
     Role,
     Step,
     Welcome,
@@ -173,6 +174,8 @@ def test_an_engine_hears_of_later_epochs_and_a_trainer_keeps_its_own() -> None:
     assert engine.link.epoch == 4
     engine.say(HeartbeatAck(0), 5.0, epoch=2)
     assert engine.link.epoch == 4
+    engine.say(Resume("u1"), 5.0, epoch=6)
+    assert engine.link.epoch == 6
     trainer = Driver("trainer").to(_S.JOINED)
     trainer.say(HeartbeatAck(0), 5.0, epoch=4)
     assert trainer.link.epoch == 1

@@ -1,0 +1,260 @@
+"""What the whole bus must do with an engine: broker, sidecar and trainer over real sockets.
+
+The counterpart of :mod:`tests.contract.engine_suite` one floor up, over the same
+:class:`EngineUnderTest`: the trainer says only ``update_weights``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from bus.errors import ManifestRefused, Refused, UsageError
+from bus.messages import NackCode
+from bus.protocol.broker import BrokerConfig
+from bus.runtime.aio import AsyncioScheduler
+from bus.runtime.broker import BrokerServer
+from bus.runtime.zmq_transport import ZmqServer
+from sidecar import Sidecar
+from sidecar.engine import Engine, EngineInfo
+from sidecar.transfer import available_backends
+from tests.contract.engine_suite import PROMPT, EngineUnderTest, Watch, contract
+from trainer_agent import TrainerAgent
+from trainer_agent.sources import meta_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from torch import Tensor
+
+LEASE_MS = 20_000
+
+
+class Borrowed:
+    """An engine that is started already, and lives on: for a sidecar that comes and goes."""
+
+    def __init__(self, under_test: EngineUnderTest) -> None:
+        self._engine = under_test.engine
+
+    async def start(self) -> EngineInfo:
+        return EngineInfo("borrowed", "test", "model", 0, 1, 1, available_backends(), "")
+
+    async def close(self) -> None:
+        """The suite's fixture closes it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A bus with one engine on it."""
+
+    agent: TrainerAgent
+    server: BrokerServer
+    address: str
+
+
+@contextlib.asynccontextmanager
+async def whole_bus(under_test: EngineUnderTest, **options: Any) -> AsyncIterator[Whole]:
+    """Broker, sidecar and trainer agent around the engine."""
+    transport = ZmqServer("tcp://127.0.0.1:*")
+    server = BrokerServer(transport, AsyncioScheduler(), BrokerConfig())
+    server.start()
+    engine = cast("Engine", Borrowed(under_test))
+    options = {"lease_ms": LEASE_MS, **options}
+    try:
+        async with (
+            Sidecar(engine, broker=transport.address, name="engine"),
+            TrainerAgent(transport.address, name="trainer", **options) as agent,
+        ):
+            await agent.wait_for_engines(1)
+            yield Whole(agent, server, transport.address)
+    finally:
+        server.close()
+
+
+def spoilt(weights: dict[str, Tensor], fault: str) -> tuple[dict[str, Tensor], str]:
+    """The weights with one fault, and a word of the name that must be told."""
+    layer = "model.layers.0.self_attn"
+    if fault == "unknown":
+        return {**weights, f"{layer}.x_proj.weight": weights[f"{layer}.o_proj.weight"]}, "x_proj"
+    broken = dict(weights)
+    if fault == "missing":
+        del broken[f"{layer}.o_proj.weight"]
+        return broken, "o_proj"
+    if fault == "misshapen":
+        broken[f"{layer}.o_proj.weight"] = broken[f"{layer}.o_proj.weight"].T[1:].contiguous()
+        return broken, "o_proj"
+    if fault == "wrong dtype":
+        broken[f"{layer}.o_proj.weight"] = broken[f"{layer}.o_proj.weight"].half()
+        return broken, "o_proj"
+    del broken[f"{layer}.q_proj.weight"], broken[f"{layer}.v_proj.weight"]
+    return broken, "proj"
+
+
+class BusContract:
+    """The suite. A subclass, or its module, has a fixture ``under_test``."""
+
+    @contract
+    async def test_update_weights_in_the_middle_of_a_request(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """One call: the request ends whole, and new ones get the new weights' greedy tokens."""
+        async with whole_bus(under_test) as bus:
+            watch = Watch()
+            request = asyncio.create_task(
+                under_test.generate(PROMPT, under_test.long_tokens, watch=watch)
+            )
+            await watch.reached(4)
+            before = under_test.version
+            new = under_test.other_weights(31)
+            version = await bus.agent.update_weights(new, label="step 1")
+            under_test.version, under_test.weights = version, new
+            report = bus.agent.last_update
+            assert report is not None
+            assert (report.version, report.label, report.engines) == (version, "step 1", 1)
+            assert version > before
+            assert report.interrupted == 1
+            assert report.paused_ms > 0
+            fresh = await under_test.generate(PROMPT, 16)
+            assert fresh.tokens == under_test.reference(new, PROMPT, 16)
+            assert fresh.weight_versions == [(version, 0, 16)]
+            result = await request
+            assert result.finish_reason == "length"
+            assert len(result.tokens) == under_test.long_tokens
+            assert [v for v, _, _ in result.weight_versions] == [before, version]
+
+    @contract
+    async def test_many_small_chunks(self, under_test: EngineUnderTest) -> None:
+        """A small byte budget makes many chunks, two of them under way at a time."""
+        async with whole_bus(under_test, chunk_bytes=20_000) as bus:
+            new = under_test.other_weights(32)
+            version = await bus.agent.update_weights(new)
+            under_test.version, under_test.weights = version, new
+            report = bus.agent.last_update
+            assert report is not None
+            assert report.chunks > 4
+            result = await under_test.generate(PROMPT, 16)
+            assert result.tokens == under_test.reference(new, PROMPT, 16)
+
+    @pytest.mark.parametrize(
+        "fault", ["unknown", "missing", "misshapen", "wrong dtype", "half fused"]
+    )
+    def test_bad_tensors_are_refused_before_anything_is_loaded(
+        self, under_test: EngineUnderTest, fault: str
+    ) -> None:
+        """The error names engine and tensor; nothing was paused, and the old weights serve."""
+
+        async def scenario() -> None:
+            async with whole_bus(under_test) as bus:
+                bad, word = spoilt(dict(under_test.weights), fault)
+                with pytest.raises(ManifestRefused) as refused:
+                    await bus.agent.update_weights(bad)
+                nack = refused.value.nack
+                assert nack.peer == "engine"
+                assert word in nack.tensor
+                status = await bus.agent.status()
+                assert (status.groups[0].pause, status.groups[0].update) == ("running", "idle")
+                result = await under_test.generate(PROMPT, 8)
+                assert result.tokens == under_test.reference(under_test.weights, PROMPT, 8)
+                assert result.weight_versions == [(under_test.version, 0, 8)]
+                # The way is free for a good one.
+                version = await bus.agent.update_weights(dict(under_test.weights))
+                under_test.version = version
+
+        under_test.run(asyncio.wait_for(scenario(), under_test.wait_s))
+
+    @contract
+    async def test_an_update_inside_a_pause_of_the_trainers_own(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """``paused`` holds the engine over the update, and lets it go at its end."""
+        async with whole_bus(under_test) as bus:
+            new = under_test.other_weights(33)
+            async with bus.agent.paused(mode="keep", clear_cache=True):
+                watch = Watch()
+                request = asyncio.create_task(under_test.generate(PROMPT, 8, watch=watch))
+                version = await bus.agent.update_weights(new)
+                under_test.version, under_test.weights = version, new
+                assert watch.count == 0
+            assert (await request).tokens == under_test.reference(new, PROMPT, 8)
+            with pytest.raises(Refused) as caught:
+                await bus.agent._resume("u0")
+            assert caught.value.code is NackCode.WRONG_STATE
+
+    @contract
+    async def test_a_source_that_breaks_off_leaves_the_engine_quarantined(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """It serves nobody half-loaded; its requests end; the next whole update frees it."""
+        async with whole_bus(under_test, chunk_bytes=20_000) as bus:
+            watch = Watch()
+            request = asyncio.create_task(
+                under_test.generate(PROMPT, under_test.long_tokens, watch=watch)
+            )
+            await watch.reached(4)
+            new = under_test.other_weights(34)
+            with pytest.raises(UsageError, match="ended before"):
+                await bus.agent.update_weights(BreaksOff(new, after=len(new) // 2))
+            result = await request
+            assert result.finish_reason == "abort"
+            assert 0 < len(result.tokens) < under_test.long_tokens
+            assert "engine" in bus.server.machine.groups["policy"].roster.quarantined
+            waiting = asyncio.create_task(under_test.generate(PROMPT, 8, watch=(quiet := Watch())))
+            version = await bus.agent.update_weights(new)
+            assert quiet.count == 0 or (await waiting).weight_versions == [(version, 0, 8)]
+            under_test.version, under_test.weights = version, new
+            assert (await waiting).tokens == under_test.reference(new, PROMPT, 8)
+            assert not bus.server.machine.groups["policy"].roster.quarantined
+
+    @contract
+    async def test_a_source_that_breaks_off_at_once_changes_nothing(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """Nothing was loaded: the old weights are restored, and requests go on."""
+        async with whole_bus(under_test) as bus:
+            watch = Watch()
+            request = asyncio.create_task(
+                under_test.generate(PROMPT, under_test.long_tokens, watch=watch)
+            )
+            await watch.reached(4)
+            with pytest.raises(UsageError, match="ended before"):
+                await bus.agent.update_weights(BreaksOff(under_test.other_weights(35), after=0))
+            result = await request
+            assert result.finish_reason == "length"
+            expected = under_test.reference(under_test.weights, PROMPT, under_test.long_tokens)
+            assert result.tokens == expected
+
+    @contract
+    async def test_wait_and_abort_over_the_bus(self, under_test: EngineUnderTest) -> None:
+        """``wait`` lets a running request end first; ``abort`` ends it with what it has."""
+        async with whole_bus(under_test) as bus:
+            for mode, reason in (("wait", "length"), ("abort", "abort")):
+                watch = Watch()
+                request = asyncio.create_task(
+                    under_test.generate(PROMPT, under_test.long_tokens, watch=watch)
+                )
+                await watch.reached(4)
+                async with bus.agent.paused(mode=cast("Any", mode)):
+                    result = await request
+                assert result.finish_reason == reason
+                assert (len(result.tokens) == under_test.long_tokens) is (mode == "wait")
+
+
+class BreaksOff:
+    """A source that promises all tensors and ends after a few."""
+
+    def __init__(self, weights: dict[str, Tensor], after: int) -> None:
+        self._weights = weights
+        self._after = after
+
+    def metadata(self) -> list[Any]:
+        return [meta_of(name, tensor) for name, tensor in self._weights.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(list(self._weights.items())[: self._after])
