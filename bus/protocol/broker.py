@@ -20,8 +20,10 @@ from bus.messages import (
     Message,
     Nack,
     NackCode,
+    Phase,
     Status,
     StatusRequest,
+    Step,
     Welcome,
 )
 from bus.protocol.effects import Effect, Note, Send
@@ -36,6 +38,16 @@ BROKER_NAME: Final = "broker"
 # A pause must outlive what the bus needs to miss a peer, or an engine could run
 # again while its group still counts it as paused.
 LEASE_PER_PEER_TIMEOUT: Final = 2
+
+_PHASE_AFTER: Final[dict[Step, Phase]] = {
+    Step.PAUSE_LOCAL: "pausing",
+    Step.PAUSE_GLOBAL: "paused",
+    Step.RESUME: "running",
+    Step.START: "updating",
+    Step.COMMIT: "paused",
+}
+# What an ABORT found; an engine that was untouched is where it was.
+_PHASE_FOUND: Final[dict[str, Phase]] = {"partial": "quarantined", "restored": "paused"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +101,10 @@ class Broker:
         peer.last_heard_ms = now_ms
         if type(message) is Ack:
             if peer.role == "engine":
+                # Between heartbeats, acks tell where an engine stands.
+                peer.phase = _PHASE_AFTER.get(message.step, peer.phase)
+                if message.outcome in _PHASE_FOUND:
+                    peer.phase = _PHASE_FOUND[message.outcome]
                 return self.groups[peer.group].acked(peer.name, message, now_ms)
             return self._forbidden(peer, envelope)
         return self._from_peer(peer, envelope, message, now_ms)
@@ -271,8 +287,12 @@ class Broker:
 
     def next_deadline_ms(self) -> float:
         """When :meth:`tick` is due."""
-        times = [group.next_deadline_ms() for group in self.groups.values()]
-        return min([self._sweep_ms, *(t for t in times if t is not None)])
+        due_ms = self._sweep_ms
+        for group in self.groups.values():
+            group_ms = group.next_deadline_ms()
+            if group_ms is not None and group_ms < due_ms:
+                due_ms = group_ms
+        return due_ms
 
     def _gone(self, peer: Peer, event: str, reason: str, now_ms: float) -> list[Effect]:
         self.peers.remove(peer)

@@ -6,13 +6,13 @@ import dataclasses
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import bus.log
 from bus import codec
 from bus.errors import DecodeError
 from bus.ids import new_boot
-from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, Status
+from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, HeartbeatAck, Status
 from bus.protocol.broker import BROKER_NAME, Broker, BrokerConfig
 from bus.protocol.effects import Effect, Note, Send
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.runtime.base import Handle, Scheduler, ServerTransport
+
+# Heartbeats within this time are answered by one frame, encoded once and sent in one
+# go: with a thousand peers, most of a heartbeat's cost is waking up to answer it.
+_ACKS_WAIT_MS: Final = 50.0
 
 
 class BrokerServer:
@@ -39,6 +43,8 @@ class BrokerServer:
         self._seq = 0
         self._timer: Handle | None = None
         self._armed_ms = float("inf")
+        self._acks: dict[tuple[HeartbeatAck, str, int], list[bytes]] = {}
+        self._acks_timer: Handle | None = None
 
     def start(self) -> None:
         """Begin to serve."""
@@ -47,8 +53,9 @@ class BrokerServer:
 
     def close(self) -> None:
         """Stop serving; peers keep what they have, and look for a broker."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._acks_timer):
+            if timer is not None:
+                timer.cancel()
         self._transport.close()
 
     def _on_frame(self, route: bytes, frame: bytes) -> None:
@@ -72,11 +79,30 @@ class BrokerServer:
 
     def _perform(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Send):
-                self._send(effect)
-            else:
+            if not isinstance(effect, Send):
                 bus.log.write(self._log, effect)
+            elif isinstance(effect.message, HeartbeatAck):
+                self._acknowledge(effect.message, effect)
+            else:
+                self._send_acks()  # nothing overtakes them
+                self._send(effect)
         self._arm()
+
+    def _acknowledge(self, ack: HeartbeatAck, send: Send) -> None:
+        """Answer a heartbeat, soon."""
+        self._acks.setdefault((ack, send.group, send.epoch), []).extend(send.routes)
+        if self._acks_timer is None:
+            due_ms = self._scheduler.now_ms() + _ACKS_WAIT_MS
+            self._acks_timer = self._scheduler.call_at(due_ms, self._send_acks)
+
+    def _send_acks(self) -> None:
+        if self._acks_timer is None:
+            return
+        self._acks_timer.cancel()
+        self._acks_timer = None
+        waiting, self._acks = self._acks, {}
+        for (ack, group, epoch), routes in waiting.items():
+            self._send(Send(ack, tuple(routes), 0, group, epoch))
 
     def _send(self, send: Send) -> None:
         message = send.message

@@ -134,7 +134,7 @@ class ZmqServer(_Readable):
                 route = recv(_NOBLOCK)
             except zmq.Again:
                 return True
-            frame = recv(_NOBLOCK) if socket.getsockopt(zmq.RCVMORE) else b""
+            frame = recv(_NOBLOCK)  # a route never comes alone
             while socket.getsockopt(zmq.RCVMORE):  # not ours: more parts than a frame has
                 recv(_NOBLOCK)
                 frame = b""

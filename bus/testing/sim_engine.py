@@ -106,6 +106,7 @@ class SimEngine:
         self.notes: list[Note] = []
         self.calls: list[Call] = []
         self.running_call: Call | None = None
+        self.joins = 0
         self.paused_locally = ""  # the pause that it has acked phase 1 of
         self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
         self._scheduler = scheduler
@@ -119,6 +120,7 @@ class SimEngine:
             join=self._join,
             beat=self._beat,
             on_message=self._on_message,
+            on_state=self._on_state,
             on_tick=self._on_tick,
             next_deadline_ms=self._next_deadline_ms,
             link_config=link_config,
@@ -199,6 +201,9 @@ class SimEngine:
             )
         self.highest_epoch = max(self.highest_epoch, envelope.epoch)
         self._perform(effects)
+
+    def _on_state(self, state: LinkState) -> None:
+        self.joins += state is LinkState.JOINED
 
     def _on_tick(self, now_ms: float) -> None:
         self._perform(self.session.tick(self.peer.link.last_heard_ms, now_ms))

@@ -59,7 +59,7 @@ class SimWorld:
         self.engines: dict[str, SimEngine] = {}
         self.trainers: dict[str, SimTrainer] = {}
         self.checks: list[Callable[[], None]] = []
-        self.on_engine: list[Callable[[SimEngine], None]] = []
+        self.forgotten: set[int] = set()  # boots of those whose name has a later life
         self.on_told: list[Callable[[SimTrainer, Message], None]] = []
         self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
         self._boots = itertools.count(1)
@@ -114,7 +114,32 @@ class SimWorld:
         behaviour: Behaviour | None = None,
     ) -> SimEngine:
         """One engine; it begins to join."""
-        engine = SimEngine(
+        engine = self.make_engine(
+            name,
+            dp_group=dp_group,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            version=version,
+            behaviour=behaviour,
+        )
+        if name in self.engines:
+            self.forgotten.add(self.engines[name].boot)
+        self.engines[name] = engine
+        engine.start()
+        return engine
+
+    def make_engine(
+        self,
+        name: str,
+        *,
+        dp_group: str = "",
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        version: int = 0,
+        behaviour: Behaviour | None = None,
+    ) -> SimEngine:
+        """An engine that has not begun to join, and is nobody's concern but the caller's."""
+        return SimEngine(
             name,
             network=self.network,
             scheduler=self.scheduler,
@@ -128,14 +153,18 @@ class SimWorld:
             behaviour=behaviour,
             link_config=self.link_config,
         )
-        self.engines[name] = engine
-        for each in self.on_engine:
-            each(engine)
-        engine.start()
-        return engine
 
     def add_trainer(self, name: str = "trainer", *, lease_ms: int = 6000) -> SimTrainer:
         """A trainer; it begins to join. One that had the name is forgotten."""
+        trainer = self.make_trainer(name, lease_ms=lease_ms)
+        if name in self.trainers:
+            self.forgotten.add(self.trainers[name].boot)
+        self.trainers[name] = trainer
+        trainer.start()
+        return trainer
+
+    def make_trainer(self, name: str, *, lease_ms: int = 6000) -> SimTrainer:
+        """A trainer that has not begun to join."""
         trainer = SimTrainer(
             name,
             network=self.network,
@@ -147,8 +176,6 @@ class SimWorld:
             link_config=self.link_config,
             on_told=lambda answer: self._told(trainer, answer),
         )
-        self.trainers[name] = trainer
-        trainer.start()
         return trainer
 
     def restart_engine(self, name: str) -> SimEngine:

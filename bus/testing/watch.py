@@ -17,6 +17,7 @@ from bus.testing.sim_truth import TruthError
 
 if TYPE_CHECKING:
     from bus.protocol.group import Group
+    from bus.protocol.membership import Peer
     from bus.testing.sim_engine import SimEngine
     from bus.testing.sim_trainer import SimTrainer
     from bus.testing.sim_world import SimWorld
@@ -37,6 +38,9 @@ class Watch:
         self._pause = PauseState.RUNNING
         self._update = UpdateState.IDLE
         self._group: Group | None = None
+        self._peers: dict[str, Peer] = {}
+        self._holder: Peer | None = None
+        self._epoch = 0
         self._round: dict[str, int] = {}  # engines of the pause last made, and their boots
         self._round_id = ""
         self._paused_round: set[str] = set()
@@ -54,10 +58,12 @@ class Watch:
             self._group = group
             self._pause, self._update = PauseState.RUNNING, UpdateState.IDLE
             self._round = {}
+            self._peers, self._holder, self._epoch = {}, None, 0
         for engine in self.world.engines.values():
             self._check_engine(engine)
         if group is None:
             return
+        self._check_members(group)
         self._check_pause(group)
         self._check_window(group)
         self._count(group)
@@ -110,6 +116,37 @@ class Watch:
         for version, payloads in self._payloads.items():
             if len(payloads) > 1:
                 raise TruthError(f"version {version} is weights {sorted(payloads)}")
+
+    def _check_members(self, group: Group) -> None:
+        """One name is one process, one group has one holder, and epochs only grow."""
+        peers = self.world.broker.machine.peers.by_name
+        silent_ms = self.world.config.peer_timeout_ms
+        for name, old in self._peers.items():
+            new = peers.get(name)
+            if new is not None and new.boot == old.boot:
+                continue
+            if new is not None:
+                raise TruthError(f"{name} became another process, {old.boot} to {new.boot}")
+            if self.world.now_ms - old.last_heard_ms < silent_ms and not self._left(old):
+                raise TruthError(f"{name} was dropped, and was heard just now")
+            self.reach["peer gone"] += 1
+        self._peers = dict(peers)
+        holder = group.holder
+        if group.epoch < self._epoch:
+            raise TruthError(f"the epoch fell from {self._epoch} to {group.epoch}")
+        if holder is not None and (self._holder is None or holder.boot != self._holder.boot):
+            if self._holder is not None:
+                raise TruthError(f"{holder.name} took the group from {self._holder.name}")
+            if group.epoch == self._epoch:
+                raise TruthError(f"{holder.name} holds the group with an old epoch")
+            self.reach["group taken"] += 1
+        self._holder, self._epoch = holder, group.epoch
+
+    def _left(self, peer: Peer) -> bool:
+        """Whether that life said that it goes."""
+        boots = {each.boot for each in (*self.world.engines.values(), *self.world.trainers.values())
+                 if not each.alive}
+        return peer.boot in boots or peer.boot in self.world.forgotten
 
     def _check_pause(self, group: Group) -> None:
         state = group.pause.state
@@ -205,6 +242,7 @@ class Watch:
         """Add up what the engines saw."""
         reach = self.reach
         for engine in self.world.engines.values():
+            reach["engine rejoined"] += max(0, engine.joins - 1)
             for note in engine.notes:
                 if note.event == "lease_expired":
                     reach["lease expired"] += 1

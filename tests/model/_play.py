@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -10,7 +11,20 @@ from typing import TYPE_CHECKING, Final
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from bus.messages import Commit, Message, Resume, UpdateStart
+from bus import codec
+from bus.messages import (
+    WIRE_MAJOR,
+    WIRE_MINOR,
+    WIRE_NAMES,
+    Abort,
+    Commit,
+    Envelope,
+    Message,
+    NackCode,
+    PauseLocal,
+    Resume,
+    UpdateStart,
+)
 from bus.protocol.calls import (
     Call,
     CallArm,
@@ -26,7 +40,7 @@ from bus.protocol.calls import (
 )
 from bus.runtime.memory import Faults
 from bus.testing.sim_engine import Behaviour, SimEngine
-from bus.testing.sim_world import SimWorld
+from bus.testing.sim_world import GROUP, SimWorld
 from bus.testing.watch import Watch
 
 if TYPE_CHECKING:
@@ -145,6 +159,9 @@ class Play:
     def act(self, action: Action) -> None:
         """One action; one that makes no sense now does nothing."""
         engine = self._engine(action.index)
+        if action.what.startswith("at "):
+            self._wait_for(action.what.removeprefix("at "))
+            return
         getattr(self, action.what)(engine, action.index)
 
     def end(self) -> None:
@@ -154,11 +171,12 @@ class Play:
         for name, engine in list(world.engines.items()):
             if not engine.alive:
                 world.restart_engine(name)
-        if not self.trainer.alive:
-            self.new_trainer(None, 0)
         settled = world.settle(within_ms=SETTLE_MS)
         assert settled, f"not at rest after {SETTLE_MS} ms: {self.story()}"
         self.watch.check_end()
+        if not self.trainer.alive:
+            self.reach["at rest without a trainer"] += 1
+            self.new_trainer(None, 0)
         self.last_update()
         self.watch.count_end()
         if self.brokers == 1:
@@ -273,6 +291,67 @@ class Play:
         peer._transmit(message, peer.new_id(), 0, group.epoch - 1)
         self.reach["forged"] += 1
 
+    def silence(self, _engine: SimEngine | None, _index: int) -> None:
+        """No engine hears the broker for longer than any lease; then all do."""
+        routes = [each.route for each in self.world.alive]
+        for each in self.world.alive:
+            self._lost_rank(each)
+            self.world.network.cut(each.route)
+        self.world.run_for(7500.0)
+        for route in routes:
+            self.world.network.heal(route)
+
+    def twin(self, engine: SimEngine | None, _index: int) -> None:
+        """Another process under the name of an engine tries to come in for a while."""
+        if engine is None:
+            return
+        twin = self.world.make_engine(
+            engine.name, dp_group=engine.dp_group, dp_rank=engine.dp_rank, dp_size=engine.dp_size
+        )
+        twin.start()
+        self.world.run_for(1000.0)
+        self.reach["twin kept out"] += not twin.joined
+        self.world.forgotten.add(twin.boot)
+        twin.leave()
+
+    def rival(self, _engine: SimEngine | None, _index: int) -> None:
+        """Another trainer wants the group for a while."""
+        rival = self.world.make_trainer("rival")
+        rival.start()
+        self.world.run_for(1000.0)
+        self.reach["rival kept out"] += rival.nacks[NackCode.GROUP_HELD] > 0
+        self.world.forgotten.add(rival.boot)
+        rival.leave()
+
+    def ghost(self, engine: SimEngine | None, index: int) -> None:
+        """A broker of before, which still lives somewhere, commands an engine."""
+        if engine is None or not engine.alive or engine.highest_epoch < 1:
+            return
+        session = engine.session
+        message: Message = (
+            Resume(session.pause.update_id),
+            Abort(session.update.update_id, "a ghost"),
+            Commit(session.update.update_id, session.version + 1, ""),
+            PauseLocal("u0-ghost", "abort", True, 10_000, 10_000),
+        )[index % 4]
+        frame = codec.encode(
+            Envelope(
+                WIRE_MAJOR,
+                WIRE_MINOR,
+                WIRE_NAMES[type(message)],
+                1,
+                0,
+                "broker",
+                999,
+                GROUP,
+                engine.highest_epoch - 1,
+                10**9 + len(engine.commands),
+                codec.encode_body(message),
+            )
+        )
+        self.world.network.to_client(engine.route, frame)
+        self.reach["ghost"] += 1
+
     # -- inside -------------------------------------------------------------------
 
     def story(self) -> str:
@@ -289,6 +368,17 @@ class Play:
             f"engines {engines}, trainer {self.trainer.peer.link.state} waits for {waiting}, "
             f"quarantined {group.roster.quarantined}"
         )
+
+    def _wait_for(self, where: str) -> None:
+        """Until the group is there, or for a second."""
+        kind, state = where.split()
+
+        def there() -> bool:
+            group = self.world.group
+            return group is not None and getattr(group, kind).state == state
+
+        if self.world.run_until(there, within_ms=1000.0):
+            self.reach[f"stopped at {where}"] += 1
 
     def _engine(self, index: int) -> SimEngine | None:
         engines = list(self.world.engines.values())
@@ -307,3 +397,11 @@ class Play:
         if group is not None:
             self.reach[f"{what} in pause {group.pause.state.value}"] += 1
             self.reach[f"{what} in update {group.update.state.value}"] += 1
+
+
+def reached(reach: Counter[str], least: dict[str, int]) -> None:
+    """The states that matter were reached, or the model proves nothing."""
+    missing = {key: (reach[key], count) for key, count in least.items() if reach[key] < count}
+    if os.environ.get("WAVEBUS_REACH"):
+        sys.stderr.write(f"{ {key: reach[key] for key in least} }\n")
+    assert not missing, f"reached too seldom (found, least): {missing}"

@@ -233,7 +233,7 @@ def test_a_killed_supervisor_takes_its_server_along(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     """SIGKILL, while a real server boots and has started its engine core."""
-    make_checkpoint(tmp_path / "model", seed=1)
+    make_checkpoint(tmp_path / "model", seed=1, max_positions=MAX_POSITIONS)
 
     async def scenario() -> None:
         supervisor = await asyncio.create_subprocess_exec(
@@ -248,9 +248,8 @@ def test_a_killed_supervisor_takes_its_server_along(
         assert supervisor.stdout is not None
         assert supervisor.stderr is not None
         guard = int(await supervisor.stdout.readline())
-        async for line in supervisor.stderr:
-            if b"EngineCore pid=" in line:
-                break
+        while b"EngineCore pid=" not in (line := await supervisor.stderr.readline()):
+            assert line, "the server ended before its engine core was there"
         family = [guard, *descendants(guard)]
         assert len(family) >= 3
         supervisor.kill()

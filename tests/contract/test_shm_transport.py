@@ -1,0 +1,166 @@
+"""The two ends of the shared memory transport."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from bus.errors import EngineError, UsageError
+from bus.messages import NackCode
+from bus.transfer import SHM_FOLDER, SHM_PREFIX, ShmChunk, ShmInit, pack
+from sidecar.transfer import available_backends as receivers
+from sidecar.transfer import make_receiver
+from trainer_agent.sources import meta_of
+from trainer_agent.transfer import available_backends as senders
+from trainer_agent.transfer import make_sender
+from trainer_agent.transfer.shm import ShmSender, sweep
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from bus.manifest import TensorMeta
+
+TENSORS: dict[str, torch.Tensor] = {
+    "float32": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+    "bfloat16": torch.arange(7, dtype=torch.bfloat16),
+    "not contiguous": torch.arange(20, dtype=torch.float64).reshape(4, 5).T,
+    "empty": torch.empty(0, 3),
+    "scalar": torch.tensor(3, dtype=torch.int64),
+    "bool": torch.tensor([True, False, True]),
+    "float8": torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn),
+}
+
+
+def metas() -> tuple[TensorMeta, ...]:
+    return tuple(meta_of(name, tensor) for name, tensor in TENSORS.items())
+
+
+def room() -> int:
+    return ShmSender().packed_bytes([meta.size_bytes for meta in metas()])
+
+
+@pytest.fixture
+def sender() -> Iterator[ShmSender]:
+    made = ShmSender()
+    yield made
+    made.close()
+
+
+def segments() -> list[str]:
+    return [p.name for p in Path(SHM_FOLDER).glob(f"{SHM_PREFIX}{os.getpid()}-*")]
+
+
+def test_both_sides_have_the_same_backends() -> None:
+    """What a trainer can send by, an engine can receive by."""
+    assert senders() == receivers()
+    with pytest.raises(UsageError, match="shm"):
+        make_sender("carrier pigeon")
+    with pytest.raises(EngineError) as missing:
+        make_receiver("carrier pigeon")
+    assert missing.value.code is NackCode.BACKEND_MISSING
+
+
+def test_tensors_of_every_kind_arrive(sender: ShmSender) -> None:
+    """Mixed dtypes, an empty tensor, a scalar and one that is not contiguous, bit for bit."""
+    receiver = make_receiver("shm")
+    receiver.open(sender.open(room()))
+    sender.opened()
+    for seq in range(4):  # more chunks than segments: they are used again
+        handle = sender.put(seq, list(TENSORS.values()))
+        received = dict(receiver.receive(metas(), handle))
+        assert list(received) == list(TENSORS)
+        for name, tensor in TENSORS.items():
+            assert received[name].dtype == tensor.dtype
+            assert received[name].shape == tensor.shape
+            raw = received[name].contiguous().flatten().view(torch.uint8)
+            assert torch.equal(raw, tensor.contiguous().flatten().view(torch.uint8))
+        receiver.release()
+    receiver.close()
+
+
+def test_names_are_gone_as_soon_as_everybody_has_them(sender: ShmSender) -> None:
+    """So nothing is left behind, whoever is killed; the memory serves on."""
+    receiver = make_receiver("shm")
+    params = sender.open(room())
+    assert len(segments()) == 2
+    receiver.open(params)
+    sender.opened()
+    assert segments() == []
+    handle = sender.put(0, list(TENSORS.values()))
+    assert torch.equal(receiver.receive(metas(), handle)[0][1], TENSORS["float32"])
+
+
+def test_opening_again_replaces_the_ring(sender: ShmSender) -> None:
+    """An engine that joined late gets a ring that it can still open."""
+    sender.open(64)
+    sender.opened()
+    receiver = make_receiver("shm")
+    receiver.open(sender.open(room()))
+    handle = sender.put(0, list(TENSORS.values()))
+    assert torch.equal(receiver.receive(metas(), handle)[0][1], TENSORS["float32"])
+    sender.close()
+    assert segments() == []
+
+
+def _leave_one_behind(queue: multiprocessing.Queue[Sequence[str]]) -> None:
+    sender = ShmSender()
+    sender.open(64)
+    queue.put(segments())
+    queue.close()
+    queue.join_thread()
+    os.kill(os.getpid(), 9)
+
+
+def test_segments_of_a_killed_trainer_are_swept(sender: ShmSender) -> None:
+    """Those whose owner is gone are removed by the next trainer; a living one's are not."""
+    context = multiprocessing.get_context("spawn")
+    queue: multiprocessing.Queue[Sequence[str]] = context.Queue()
+    process = context.Process(target=_leave_one_behind, args=(queue,))
+    process.start()
+    left = queue.get(timeout=60)
+    process.join()
+    sender.open(64)
+    own = segments()
+    assert not any((Path(SHM_FOLDER) / name).exists() for name in left)
+    assert sweep() == []
+    assert sorted(segments()) == sorted(own)
+
+
+@pytest.mark.parametrize(
+    ("params", "word"),
+    [
+        (b"", "ShmInit"),
+        (b"\xc1", "ShmInit"),
+        (pack(ShmInit(("wavebus-not-there",), 64)), "one host"),
+        (pack({"segments": ["../etc/passwd"], "segment_bytes": 64}), "segments"),
+        (pack({"segments": ["wavebus-../x"], "segment_bytes": 64}), "segments"),
+        (pack({"segments": [], "segment_bytes": 64}), "segments"),
+        (pack({"segments": ["wavebus-x"], "segment_bytes": 0}), "segment_bytes"),
+    ],
+)
+def test_bad_params_are_refused(params: bytes, word: str) -> None:
+    """The blob is typed and bounded, and a name can't leave the folder."""
+    with pytest.raises(EngineError, match=word) as refused:
+        make_receiver("shm").open(params)
+    assert refused.value.code is NackCode.TRANSFER_FAILED
+
+
+def test_bad_handles_are_refused(sender: ShmSender) -> None:
+    """A handle that points outside the ring or a segment names what is wrong."""
+    receiver = make_receiver("shm")
+    receiver.open(sender.open(room()))
+    meta = meta_of("w", torch.zeros(4))
+    for handle, word in (
+        (ShmChunk(2, (0,)), "segment 2"),
+        (ShmChunk(0, ()), "0 offsets"),
+        (ShmChunk(0, (1 << 40,)), "ends at byte"),
+    ):
+        with pytest.raises(EngineError, match=word):
+            receiver.receive((meta,), pack(handle))
+    with pytest.raises(EngineError, match="ShmChunk"):
+        receiver.receive((meta,), b"\x90")

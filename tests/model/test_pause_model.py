@@ -1,0 +1,68 @@
+"""The two-phase pause, over bad networks and with everybody dying: paused is true,
+a half-made pause is recovered forward, and nobody is left behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+
+from tests.model._play import Play, Schedule, model_settings, reached, schedules
+
+KINDS = [
+    "pause",
+    "pause",
+    "pause",
+    "at pause local",
+    "at pause global",
+    "at pause global",
+    "at pause paused",
+    "at pause resuming",
+    "kill",
+    "restart",
+    "leave",
+    "cut",
+    "heal",
+    "fail",
+    "slow",
+    "kill_trainer",
+    "new_trainer",
+    "cut_trainer",
+    "heal_trainer",
+    "silence",
+    "forge",
+    "ghost",
+]
+
+
+def test_the_pause_is_true_and_recovered_forward() -> None:
+    """Every invariant after every event, in every schedule; and the states were reached."""
+    reach: Counter[str] = Counter()
+
+    @model_settings(300)
+    @given(schedules(KINDS))
+    def play(schedule: Schedule) -> None:
+        Play(schedule, reach).run()
+
+    play()
+    reached(
+        reach,
+        {
+            "all paused": 300,
+            "told paused": 300,
+            "recovered forward": 20,
+            "stopped at pause local": 20,
+            "stopped at pause global": 40,
+            "stopped at pause paused": 20,
+            "stopped at pause resuming": 10,
+            "lease expired": 10,
+            "asked again and answered": 40,
+            "frames dropped": 500,
+            "frames duplicated": 500,
+            "engine restarted": 30,
+            "trainer restarted": 10,
+            "engine fenced": 10,
+            "nack fenced": 10,
+            "at rest without a trainer": 20,
+        },
+    )

@@ -1,0 +1,71 @@
+"""The weight update, with engines that fail and die in the middle of it: never mixed
+weights, each chunk once and in order, versions that only grow."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+
+from tests.model._play import Play, Schedule, model_settings, reached, schedules
+
+KINDS = [
+    "update",
+    "update",
+    "update",
+    "at update opening",
+    "at update arming",
+    "at update armed",
+    "at update starting",
+    "at update loading",
+    "at update loading",
+    "at update finishing",
+    "at update finished",
+    "at update committing",
+    "kill",
+    "restart",
+    "cut",
+    "heal",
+    "fail",
+    "fail",
+    "slow",
+    "kill_trainer",
+    "leave_trainer",
+    "new_trainer",
+    "silence",
+    "forge",
+    "ghost",
+]
+
+
+def test_weights_are_never_mixed_and_versions_only_grow() -> None:
+    """Every invariant after every event, in every schedule; and the states were reached."""
+    reach: Counter[str] = Counter()
+
+    @model_settings(300)
+    @given(schedules(KINDS, most=9))
+    def play(schedule: Schedule) -> None:
+        Play(schedule, reach).run()
+
+    play()
+    reached(
+        reach,
+        {
+            "committed": 300,
+            "engine committed": 600,
+            "quarantined at the end": 20,
+            "freed by a whole update": 20,
+            "abort partial": 30,
+            "abort restored": 10,
+            "abort untouched": 30,
+            "stopped at update arming": 10,
+            "stopped at update loading": 20,
+            "stopped at update finished": 10,
+            "stopped at update committing": 5,
+            "asked again and answered": 60,
+            "lease expired": 5,
+            "refused engine_failed": 10,
+            "frames dropped": 500,
+            "frames duplicated": 500,
+        },
+    )

@@ -1,0 +1,90 @@
+"""The settings file: what stands at its top holds for all, a table for its command."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bus.errors import UsageError
+from bus.settings import load
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OPTIONS = {"broker": None, "group": None, "log_level": None, "run": {"group": None, "name": None}}
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "some.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_the_top_is_for_every_command_that_has_the_option(tmp_path: Path) -> None:
+    """Also for subcommands; options that it lacks are another command's."""
+    path = written(tmp_path, 'broker = "b"\ngroup = "g"\nport = 7\n')
+    assert load(path, "sidecar", OPTIONS) == {
+        "broker": "b",
+        "group": "g",
+        "run": {"group": "g"},
+    }
+
+
+def test_a_table_goes_before_the_top(tmp_path: Path) -> None:
+    """And a subcommand's table before its command's top."""
+    path = written(
+        tmp_path,
+        'group = "g"\n[sidecar]\ngroup = "s"\n[sidecar.run]\ngroup = "r"\nname = "n"\n',
+    )
+    assert load(path, "sidecar", OPTIONS) == {"group": "s", "run": {"group": "r", "name": "n"}}
+
+
+def test_dashes_and_underscores_are_the_same(tmp_path: Path) -> None:
+    """Keys are the long options without their dashes in front."""
+    path = written(tmp_path, '[sidecar]\nlog-level = "debug"\n')
+    assert load(path, "sidecar", OPTIONS)["log_level"] == "debug"
+
+
+def test_another_commands_table_is_not_read(tmp_path: Path) -> None:
+    """What stands there is its own affair."""
+    path = written(tmp_path, "[broker]\nwhatever = 1\n")
+    assert load(path, "sidecar", OPTIONS) == {"run": {}}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[sidecar]\ngruop = 1\n", r"\[sidecar\] has no option 'gruop'"),
+        ("[sidecar.run]\ngruop = 1\n", r"\[sidecar.run\] has no option 'gruop'"),
+        ("[sidecar\n", "some.toml"),
+        ("x = \n", "some.toml"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_name_and_the_key(
+    tmp_path: Path, text: str, told: str
+) -> None:
+    """A typo must not pass in silence."""
+    with pytest.raises(UsageError, match=told):
+        load(written(tmp_path, text), "sidecar", OPTIONS)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    """Missing, a folder, or no text."""
+    with pytest.raises(UsageError, match="No such file"):
+        load(tmp_path / "none.toml", "sidecar", OPTIONS)
+    with pytest.raises(UsageError, match="directory"):
+        load(tmp_path, "sidecar", OPTIONS)
+    (tmp_path / "bad.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match=r"bad\.toml"):
+        load(tmp_path / "bad.toml", "sidecar", OPTIONS)
+
+
+def test_the_default_file_is_read_where_it_is_and_only_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file that nobody asked for is nothing wrong."""
+    monkeypatch.chdir(tmp_path)
+    assert load(None, "sidecar", OPTIONS) == {}
+    (tmp_path / "wavebus.toml").write_text('broker = "here"\n', encoding="utf-8")
+    assert load(None, "sidecar", OPTIONS)["broker"] == "here"
