@@ -28,7 +28,7 @@ from sidecar.vllm_plugin.client import PluginClient, engine_error
 from sidecar.vllm_plugin.compat import BACKEND, BACKEND_OPTION, check_version
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from sidecar.supervise import SupervisedServer
 
@@ -131,8 +131,20 @@ class VllmHttpEngine:
 
         A server that is slow to answer is busy, not dead.
         """
-        if self._server is not None:
-            return await self._server.exited()
+        reasons: list[str] = []
+        async with anyio.create_task_group() as tasks:
+
+            async def first(wait: Callable[[], Awaitable[str]]) -> None:
+                reasons.append(await wait())
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(first, self._silence)
+            if self._server is not None:
+                tasks.start_soon(first, self._server.exited)
+        return reasons[0]
+
+    async def _silence(self) -> str:
+        """Ask for its health until it is dead."""
         refusals = 0
         while True:
             try:

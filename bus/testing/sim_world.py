@@ -267,8 +267,12 @@ class SimWorld:
         """Whether these engines (all that live) are members of the group at the broker."""
         group = self.group
         wanted = [each.name for each in self.alive] if names is None else list(names)
-        return group is not None and all(
-            name in group.roster.ready() and self.engines[name].joined for name in wanted
+        if group is None:
+            return False
+        known = {name: group.roster.engines[name].boot for name in group.roster.ready()}
+        return all(
+            known.get(name) == self.engines[name].boot and self.engines[name].joined
+            for name in wanted
         )
 
     # -- inside -------------------------------------------------------------------

@@ -80,8 +80,9 @@ def tied_head(vllm_config: Any, model: torch.nn.Module) -> str:
 class ManifestChecker:
     """Checks manifests against the model of one worker. The meta model is kept."""
 
-    def __init__(self, vllm_config: Any, tied_head: str) -> None:
+    def __init__(self, vllm_config: Any, serving: torch.nn.Module, tied_head: str) -> None:
         self._vllm_config = vllm_config
+        self._serving = serving
         self._tied_head = tied_head
         self._model: torch.nn.Module | None = None
 
@@ -108,7 +109,7 @@ class ManifestChecker:
 
     def _load(self, manifest: Manifest) -> _Trace:
         if self._model is None:
-            self._model = build_meta_model(self._vllm_config)
+            self._model = build_meta_model(self._vllm_config, self._serving)
         model = self._model
         names = {_storage(p): n for n, p in model.named_parameters()}
         sources = [
@@ -148,7 +149,10 @@ class ManifestChecker:
             share = f"{written} of {expected} elements" if written else "nothing"
             raise refused(missing, f"missing: the manifest fills {share} of the model's {name}")
         parallel = self._vllm_config.parallel_config
-        whole = parallel.world_size == 1
+        # Without expert parallelism, experts are cut across data parallel ranks as well.
+        dp_rank, dp_size = parallel.data_parallel_rank, parallel.data_parallel_size
+        whole = parallel.world_size == 1 and dp_size == 1
+        last = ranks.speaks_for_all() and dp_rank == dp_size - 1
         for index in sorted(trace.used):
             meta = trace.metas[index]
             if whole and not trace.derived(index) and trace.read(index) < meta_numel(meta):
@@ -157,7 +161,7 @@ class ManifestChecker:
                     f"misshapen: of shape {list(meta.shape)} the model takes only "
                     f"{trace.read(index)} of {meta_numel(meta)} elements",
                 )
-            if not whole and ranks.speaks_for_all() and not trace.read_to_end(index):
+            if last and not trace.read_to_end(index):
                 raise refused(
                     meta.name,
                     f"misshapen: the last shard ends before the end of shape {list(meta.shape)}",
@@ -297,8 +301,11 @@ _FILLS = frozenset(
 )
 
 
-def build_meta_model(vllm_config: Any) -> torch.nn.Module:
-    """The worker's model once more, without memory and unknown to the serving one."""
+def build_meta_model(vllm_config: Any, serving: torch.nn.Module) -> torch.nn.Module:
+    """The worker's model once more, without memory and unknown to the serving one.
+
+    Loaders ask tables, such as the map of experts, for values: they are copied to the CPU.
+    """
     from vllm.config import CompilationMode  # noqa: PLC0415 - only inside a worker
     from vllm.model_executor.model_loader.utils import initialize_model  # noqa: PLC0415
     from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: PLC0415
@@ -317,6 +324,12 @@ def build_meta_model(vllm_config: Any) -> torch.nn.Module:
         torch.device("meta"),
     ):
         model: torch.nn.Module = initialize_model(private, model_config=private.model_config)
+    tables = {n: b for n, b in serving.named_buffers() if not (b.is_floating_point() or b.is_meta)}
+    for name, module in model.named_modules():
+        for key in list(module._buffers):  # noqa: SLF001 - the module's own, no child's
+            table = tables.get(f"{name}.{key}")
+            if table is not None:
+                module._buffers[key] = table.cpu()  # noqa: SLF001
     return model
 
 

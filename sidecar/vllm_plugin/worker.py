@@ -51,7 +51,7 @@ __all__ = ["WavebusWeightTransferEngine"]
 logger = init_logger("vllm.wavebus")
 
 
-class WorkerRefusal(Exception):  # noqa: N818 - it is an answer; its text carries a Failure
+class WorkerRefusal(Exception):
     """What the last worker raises for all of them."""
 
 
@@ -85,7 +85,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
         self._tied_head = tied_head(vllm_config, model)
-        self._checker = ManifestChecker(vllm_config, self._tied_head)
+        self._checker = ManifestChecker(vllm_config, model, self._tied_head)
         self._repacking = CpuRepacking(model, device)
         self._armed: Manifest | None = None
         self._backend = ""

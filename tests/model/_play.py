@@ -291,8 +291,9 @@ class Play:
         peer._transmit(message, peer.new_id(), 0, group.epoch - 1)
         self.reach["forged"] += 1
 
-    def silence(self, _engine: SimEngine | None, _index: int) -> None:
-        """No engine hears the broker for longer than any lease; then all do."""
+    def silence(self, _engine: SimEngine | None, index: int) -> None:
+        """In a pause or an update, no engine hears the broker for longer than any lease."""
+        self._wait_for("update loading" if index % 3 == 0 else "pause paused")
         routes = [each.route for each in self.world.alive]
         for each in self.world.alive:
             self._lost_rank(each)
@@ -370,14 +371,16 @@ class Play:
         )
 
     def _wait_for(self, where: str) -> None:
-        """Until the group is there, or for a second."""
+        """Until the group is there, or the script that leads there has ended."""
         kind, state = where.split()
+        getattr(self, kind)(None, 2)
 
         def there() -> bool:
             group = self.world.group
             return group is not None and getattr(group, kind).state == state
 
-        if self.world.run_until(there, within_ms=1000.0):
+        self.world.run_until(lambda: there() or not self.trainer.busy, within_ms=3000.0)
+        if there():
             self.reach[f"stopped at {where}"] += 1
 
     def _engine(self, index: int) -> SimEngine | None:

@@ -9,4 +9,4 @@ import bus.log
 
 @pytest.fixture(autouse=True, scope="session")
 def _quiet_logs() -> None:
-    bus.log.configure(level="error", json=True)
+    bus.log.configure(level="critical", json=True)

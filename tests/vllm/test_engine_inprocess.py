@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from bus.manifest import Manifest
 from bus.messages import NackCode
 from sidecar.engine import Chunk
 from sidecar.vllm_inprocess import VllmEngine, parse_version
+from sidecar.vllm_plugin import wire
 from tests.contract.engine_suite import EngineContract, Generated, Watch
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.vllm._vllm import (
@@ -92,13 +94,16 @@ def under_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
     with asyncio.Runner() as runner:
         booted = async_llm(boot_environment(folder), engine_args(checkpoint.folder))
         llm = runner.run(booted.__aenter__())
+        tested = InProcess(llm, checkpoint, runner)
         try:
-            tested = InProcess(llm, checkpoint, runner)
             info = runner.run(tested.engine.start())
             assert (info.kind, info.dp_rank, info.dp_size, info.workers) == ("vllm", 0, 1, 1)
             yield tested
         finally:
             runner.run(booted.__aexit__(None, None, None))
+            # While warnings are no errors yet: vLLM leaves its sockets to the collector.
+            del tested.llm, tested.engine, llm
+            gc.collect()
 
 
 class TestContract(EngineContract):
@@ -305,6 +310,33 @@ def test_an_unarmed_chunk_is_refused(under_test: InProcess) -> None:
         with pytest.raises(EngineError, match="not the one of the armed manifest"):
             await under_test.engine.receive(Chunk(0, "shm", chunk.tensors[:-1], chunk.handle))
         trainer.close()
+
+    under_test.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("info", "text"),
+    [
+        (wire.encode(wire.Hello(wire.PROTOCOL + 1)), "install one version of wavebus"),
+        ({"master_address": "127.0.0.1", "master_port": 1}, "updated through wavebus"),
+        (wire.encode(wire.Load(0)), "load"),
+    ],
+)
+def test_other_peoples_payloads_are_refused(
+    under_test: InProcess, info: dict[str, Any], text: str
+) -> None:
+    """Another wavebus, another backend, an update at the wrong door: nothing changes."""
+    from vllm.distributed.weight_transfer.base import (  # noqa: PLC0415 - after the boot
+        WeightTransferInitRequest,
+    )
+
+    request = WeightTransferInitRequest(info)
+
+    async def scenario() -> None:
+        with pytest.raises(Exception, match=text) as refused:
+            await under_test.llm.init_weight_transfer_engine(request)
+        assert wire.find_failure(str(refused.value)) is not None
+        await under_test.assert_serves(under_test.weights, under_test.version)
 
     under_test.run(scenario())
 

@@ -1,0 +1,159 @@
+"""Each guarantee, broken on purpose, makes the suite that stands for it fail.
+
+A mutant is a patch: a header that names the guarantee and the suite, then a unified
+diff. It is applied to a copy of the packages, and the suite is run there. A suite that
+passes proves nothing about the guarantee: the mutant has survived, and this test fails.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HERE: Final = Path(__file__).resolve().parent
+ROOT: Final = HERE.parents[1]
+PATCHES: Final = sorted(HERE.glob("*.patch"))
+COPIED: Final = ("bus", "tests/unit/bus", "tests/model", "pyproject.toml")
+AT_ONCE: Final = 2
+LIMIT_S: Final = 90.0
+# Fails the run when anything but the copy is imported.
+GUARD: Final = '''
+from pathlib import Path
+
+
+def pytest_sessionstart():
+    import bus.codec
+    import bus.protocol.pause
+    import bus.testing.sim_world
+
+    here = Path(__file__).resolve().parent
+    for module in (bus.codec, bus.protocol.pause, bus.testing.sim_world):
+        assert here in Path(module.__file__).resolve().parents, module.__file__
+    (here / "guarded").touch()
+'''
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a suite ended in a copy."""
+
+    code: int
+    output: str
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a patch says of itself."""
+
+    breaks: str
+    suite: tuple[str, ...]
+
+
+def header_of(patch: Path) -> Header:
+    fields: dict[str, str] = {}
+    for line in patch.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("# "):
+            break
+        key, _, value = line[2:].partition(": ")
+        fields[key] = value
+    return Header(fields["breaks"], tuple(fields["suite"].split()))
+
+
+SUITES: Final = sorted({header_of(patch).suite for patch in PATCHES})
+
+
+def run_suite(folder: Path, suite: tuple[str, ...], patch: Path | None = None) -> Run:
+    """Copy the packages, break them, and run the suite there."""
+    for name in COPIED:
+        source, target = ROOT / name, folder / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+    if patch is not None:
+        applied = subprocess.run(
+            ["git", "apply", "--whitespace=nowarn", str(patch)],
+            cwd=folder,
+            env={**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if applied.returncode:
+            return Run(-1, f"the patch does not apply any more:\n{applied.stderr}")
+    (folder / "mutant_guard.py").write_text(GUARD, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "mutant_guard"]
+    command += ["-p", "no:cacheprovider", *suite]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Run(-1, f"no end within {LIMIT_S} s")
+    if not (folder / "guarded").exists():
+        return Run(-1, f"the copy was not what was imported:\n{done.stdout}\n{done.stderr}")
+    return Run(done.returncode, f"{done.stdout[-3000:]}\n{done.stderr[-1000:]}")
+
+
+@pytest.fixture(scope="module")
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Run]]]:
+    """What was chosen, begun two at a time; each test waits for its own."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        begun: dict[str, Future[Run]] = {}
+        for item in request.session.items:
+            if not isinstance(item, pytest.Function) or item.path != Path(__file__):
+                continue
+            what = item.callspec.params if hasattr(item, "callspec") else {}
+            folder = tmp_path_factory.mktemp("copy")
+            if "suite" in what:
+                begun[" ".join(what["suite"])] = pool.submit(run_suite, folder, what["suite"])
+            elif "patch" in what:
+                patch = what["patch"]
+                suite = header_of(patch).suite
+                begun[patch.stem] = pool.submit(run_suite, folder, suite, patch)
+        yield begun
+        for future in begun.values():
+            future.cancel()
+
+
+@pytest.mark.parametrize("suite", SUITES, ids=" ".join)
+def test_the_suite_passes_on_what_is_not_broken(
+    runs: dict[str, Future[Run]], suite: tuple[str, ...]
+) -> None:
+    """Or it would kill every mutant, and prove nothing."""
+    run = runs[" ".join(suite)].result()
+    assert run.code == 0, run.output
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
+def test_the_mutant_is_caught(runs: dict[str, Future[Run]], patch: Path) -> None:
+    """The suite that stands for the guarantee fails, by its tests and not by an accident."""
+    run = runs[patch.stem].result()
+    header = header_of(patch)
+    assert run.code != 0, f"survived: {header.breaks}\n{run.output}"
+    assert run.code == 1, f"{' '.join(header.suite)} did not run:\n{run.output}"
+
+
+def test_most_guarantees_stand_in_a_model() -> None:
+    """At least half of the mutants are caught by properties, not by examples."""
+    in_model = [p for p in PATCHES if header_of(p).suite[0].startswith("tests/model/")]
+    assert 2 * len(in_model) >= len(PATCHES) >= 14
