@@ -110,9 +110,14 @@ def wavebus(config: Path | None) -> None:
 
 
 def main() -> None:
-    """Run the command, and turn what goes wrong into one line and an exit code."""
+    """The entry point of the command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command, turning what goes wrong into one line on stderr and an exit code."""
     try:
-        code = wavebus.main(standalone_mode=False)
+        code = wavebus.main(arguments, prog_name="wavebus", standalone_mode=False)
     except click.exceptions.Exit as leaving:
         code = leaving.exit_code
     except click.UsageError as error:
@@ -135,7 +140,7 @@ def main() -> None:
     except BrokenPipeError:  # the reader of our output has gone
         sys.stderr.close()
         code = EXIT_FAILED
-    sys.exit(code if isinstance(code, int) else 0)
+    return code if isinstance(code, int) else 0
 
 
 def _say(error: WavebusError, code: int) -> int:

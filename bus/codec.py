@@ -37,7 +37,7 @@ _PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 
 
 def _field_count(cls: type) -> int:
-    return len(dataclasses.fields(cls))
+    return len(_inner_classes(cls))
 
 
 def _nested(cls: type) -> bool:
@@ -171,7 +171,7 @@ class _Pairs(list[tuple[str, Any]]):
 
 def _extra_field(pairs: _Pairs, cls: type, where: str) -> DecodeError:
     """Name the field that is one too many."""
-    known = {field.name for field in dataclasses.fields(cls)}
+    known = _inner_classes(cls)
     seen: set[str] = set()
     for key, _ in pairs:
         if key not in known:

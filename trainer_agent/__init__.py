@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from trainer_agent.agent import TrainerAgent
-from trainer_agent.report import UpdateReport
-from trainer_agent.sources import WeightSource
-from trainer_agent.sync import SyncTrainerAgent
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from trainer_agent.agent import TrainerAgent
+    from trainer_agent.report import UpdateReport
+    from trainer_agent.sources import WeightSource
+    from trainer_agent.sync import SyncTrainerAgent
 
 __all__ = ["SyncTrainerAgent", "TrainerAgent", "UpdateReport", "WeightSource"]
+
+_HOMES: Final = {
+    "SyncTrainerAgent": "trainer_agent.sync",
+    "TrainerAgent": "trainer_agent.agent",
+    "UpdateReport": "trainer_agent.report",
+    "WeightSource": "trainer_agent.sources",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Late: a command's help text needs no torch."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -82,7 +82,7 @@ class Group:
         self.version = 0
         self.holder: Peer | None = None
         self.roster = Roster(name)
-        self.pause = PauseMachine()
+        self.pause = PauseMachine(self.roster.staying)
         self.update = UpdateMachine()
         self._manifest: Manifest | None = None
         self._last_resumed = ""
@@ -263,7 +263,7 @@ class Group:
         if state is PauseState.RESUMING:
             self._requests.ask((Step.RESUME, 0), msg_id)
             return []
-        instructions = self.pause.resume(now_ms, stay=self.roster.staying())
+        instructions = self.pause.resume(now_ms)
         return self._run(msg_id, Step.RESUME, instructions, now_ms)
 
     def _arm(self, msg_id: int, message: Arm, now_ms: float) -> list[Effect]:
@@ -340,6 +340,7 @@ class Group:
         peer.version = beat.version
         peer.in_flight = beat.in_flight
         self.version = max(self.version, beat.version)
+        self.roster.told(peer.name, beat.phase)
         running = self.pause.state is PauseState.RUNNING
         if beat.phase == "paused" and running and peer.name not in self.roster.staying():
             stray: Message = Resume(beat.update_id)
@@ -376,13 +377,16 @@ class Group:
             "tensor": nack.tensor,
         }
         effects: list[Effect] = [self._note("engine_refused", nack.update_id, "warning", fields)]
+        if nack.code is NackCode.FENCED:  # somebody else's command; ours is asked again
+            return effects
         if nack.step in PAUSE_STEPS:
             if nack.update_id == self.pause.update_id:
                 effects += self._obey(self.pause.refused(name, failure, now_ms), now_ms)
-        elif nack.update_id == self.update.update_id:
+        elif nack.update_id == self.update.update_id and (
             # While all undo what they can, only an ABORT that is refused is news.
-            if self.update.state is not UpdateState.ABORTING or nack.step == Step.ABORT:
-                effects += self._exclude(name, failure, now_ms)
+            self.update.state is not UpdateState.ABORTING or nack.step == Step.ABORT
+        ):
+            effects += self._exclude(name, failure, now_ms)
         return effects + self._settle(now_ms)
 
     def _exclude(self, name: str, failure: Failure, now_ms: float) -> list[Effect]:
@@ -504,7 +508,7 @@ class Group:
         """What follows by itself: a group without its trainer resumes; joiners come in."""
         idle = self.update.state is UpdateState.IDLE
         if self._orphaned and idle and self.pause.state is PauseState.PAUSED:
-            return self._obey(self.pause.resume(now_ms, stay=self.roster.staying()), now_ms)
+            return self._obey(self.pause.resume(now_ms), now_ms)
         if not self._busy() and self.roster.admit_late():
             return self._serve_waiters(now_ms)
         return []

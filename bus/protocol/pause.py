@@ -34,6 +34,8 @@ from bus.protocol.instructions import Ask, Failure, IllegalTransition, StepDone,
 from bus.protocol.round import Round
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bus.messages import Ack
 
 Instruction: TypeAlias = Ask | StepDone | StepFailed
@@ -72,9 +74,13 @@ TRANSITIONS: Final[dict[tuple[PauseState, PauseEvent], PauseState]] = {
 
 
 class PauseMachine:
-    """One group's pause. Methods take what happened and return instructions."""
+    """One group's pause. Methods take what happened and return instructions.
 
-    def __init__(self) -> None:
+    ``staying`` says who is quarantined when a pause is resumed; they remain paused.
+    """
+
+    def __init__(self, staying: Callable[[], frozenset[str]] = frozenset) -> None:
+        self._staying = staying
         self.state = PauseState.RUNNING
         self.update_id = ""
         self.members: dict[str, str] = {}  # engine -> its DP group, of those in this pause
@@ -94,8 +100,8 @@ class PauseMachine:
         self.deadline_ms = now_ms + message.timeout_ms
         return self._ask(Step.PAUSE_LOCAL, message, now_ms)
 
-    def resume(self, now_ms: float, *, stay: frozenset[str] = frozenset()) -> list[Instruction]:
-        """Resume everybody but ``stay``, which remain paused (quarantined).
+    def resume(self, now_ms: float) -> list[Instruction]:
+        """Resume everybody but those who are quarantined.
 
         In a pause that is not complete, this is noted as its failure, and the
         resume comes when it is.
@@ -103,12 +109,7 @@ class PauseMachine:
         if self.state in (PauseState.LOCAL, PauseState.GLOBAL):
             self.fail(Failure(NackCode.CANCELLED, "a resume was asked before the pause was made"))
             return []
-        for name in stay.intersection(self.members):
-            del self.members[name]
-        if not self.members:
-            return self._emptied()
-        self._go(PauseEvent.RESUME_ASKED)
-        return self._ask(Step.RESUME, Resume(self.update_id), now_ms)
+        return self._resume(PauseEvent.RESUME_ASKED, now_ms)
 
     def fail(self, failure: Failure) -> None:
         """Note why the pause under way is not wanted any more; the first reason stays."""
@@ -156,8 +157,8 @@ class PauseMachine:
         waiting = ", ".join(sorted(self.round.waiting)[:8])
         failure = Failure(
             NackCode.TIMEOUT,
-            f"no {self.round.step.value} ack after {now_ms - self.asked_ms:.0f} ms from: {waiting}; "
-            "the pause will be completed and then resumed",
+            f"no {self.round.step.value} ack after {now_ms - self.asked_ms:.0f} ms from: "
+            f"{waiting}; the pause will be completed and then resumed",
             peer=min(self.round.waiting),
         )
         self.fail(failure)
@@ -180,15 +181,22 @@ class PauseMachine:
             done.in_flight = max(done.in_flight, self._in_flight)
             return [StepDone(Step.PAUSE_GLOBAL, done)]
         if self.state is PauseState.GLOBAL:
-            self._go(PauseEvent.ALL_GLOBAL_FAILED)
             self.deadline_ms = None
-            return self._ask(Step.RESUME, Resume(self.update_id), now_ms)
+            return self._resume(PauseEvent.ALL_GLOBAL_FAILED, now_ms)
         self._go(PauseEvent.ALL_RESUMED)
         self.members.clear()
         if self.failure is not None:
             failed = StepFailed(Step.PAUSE_GLOBAL, self.failure)
             return [failed, StepDone(Step.RESUME, done)]
         return [StepDone(Step.RESUME, done)]
+
+    def _resume(self, event: PauseEvent, now_ms: float) -> list[Instruction]:
+        for name in self._staying().intersection(self.members):
+            del self.members[name]
+        if not self.members:
+            return self._emptied()
+        self._go(event)
+        return self._ask(Step.RESUME, Resume(self.update_id), now_ms)
 
     def _emptied(self) -> list[Instruction]:
         # Of a pause that failed both are awaited: the pause, and a resume asked too early.

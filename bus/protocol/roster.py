@@ -11,6 +11,7 @@ from bus.protocol.refusal import Declined, wrong_state
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from bus.messages import Phase
     from bus.protocol.membership import Peer
 
 
@@ -120,6 +121,13 @@ class Roster:
         """An engine may hold a part of an update."""
         if name in self.engines:
             self.quarantined[name] = reason
+
+    def told(self, name: str, phase: Phase) -> None:
+        """An engine's own word on whether it holds a part; while it updates, it has none."""
+        if phase == "quarantined":
+            self.quarantined.setdefault(name, "it holds a part of an update")
+        elif phase != "updating":
+            self.quarantined.pop(name, None)
 
     def given_up(self, names: Iterable[str], update_id: str) -> None:
         """These had loaded a part when the update was given up."""

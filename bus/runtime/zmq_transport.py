@@ -9,7 +9,9 @@ looked at again.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import errno
+import os
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final
 
@@ -35,15 +37,28 @@ _NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _POLLIN: Final = int(zmq.POLLIN)
 
 
+_LINGER_MS: Final = 500
+_contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}  # by process: forks need their own
+
+
 def _context() -> zmq.Context[zmq.Socket[bytes]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-    if context.get(zmq.MAX_SOCKETS) < MAX_PEERS:
+    """This process's context: ours alone, so that it can be ended when the process ends."""
+    context = _contexts.get(os.getpid())
+    if context is None:
+        context = _contexts[os.getpid()] = zmq.Context()
         context.set(zmq.MAX_SOCKETS, MAX_PEERS)
+        atexit.register(_flush, os.getpid())
     return context
 
 
+def _flush(pid: int) -> None:
+    """At exit: let go what was sent last, such as a LEAVE; without this it is lost."""
+    if pid == os.getpid():
+        _contexts.pop(pid).destroy(linger=_LINGER_MS)
+
+
 def _harden(socket: zmq.Socket[bytes]) -> None:
-    socket.setsockopt(zmq.LINGER, 500)
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RECV_BYTES)
     socket.setsockopt(zmq.SNDHWM, _QUEUE)
     socket.setsockopt(zmq.RCVHWM, _QUEUE)

@@ -7,6 +7,7 @@ in the middle aborts and resumes.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Generator
@@ -290,15 +291,11 @@ class SimTrainer:
 
     def _undo(self, update_id: str, *, resume: bool) -> Generator[Yielded, tuple[Message, ...]]:
         """What fails here, the broker mends."""
-        try:
+        with contextlib.suppress(Refused):
             yield from self._step(Abort(update_id, "the trainer gave up"))
-        except Refused:
-            pass
         if resume:
-            try:
+            with contextlib.suppress(Refused):
                 yield from self._resume(update_id)
-            except Refused:
-                pass
 
     def _step(self, message: Message) -> Steps:
         self._check_window(getattr(message, "update_id", ""))

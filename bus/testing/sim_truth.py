@@ -100,7 +100,7 @@ class Truth:
                 self._need_idle("an update is started")
                 if recover is not self.broken:
                     self._refuse(f"start_update(recover={recover}), but broken is {self.broken}")
-            case CallReceive(chunk, backend, tensors, handle):
+            case CallReceive():
                 self._receive(call)
             case CallLoad(chunk):
                 self._begin_load(chunk)

@@ -60,7 +60,7 @@ class SimWorld:
         self.trainers: dict[str, SimTrainer] = {}
         self.checks: list[Callable[[], None]] = []
         self.forgotten: set[int] = set()  # boots of those whose name has a later life
-        self.on_told: list[Callable[[SimTrainer, Message], None]] = []
+        self.on_told: list[Callable[[Message], None]] = []
         self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
         self._boots = itertools.count(1)
         self.broker = self._new_broker()
@@ -165,7 +165,7 @@ class SimWorld:
 
     def make_trainer(self, name: str, *, lease_ms: int = 6000) -> SimTrainer:
         """A trainer that has not begun to join."""
-        trainer = SimTrainer(
+        return SimTrainer(
             name,
             network=self.network,
             scheduler=self.scheduler,
@@ -174,9 +174,8 @@ class SimWorld:
             resend_ms=500.0,
             lease_ms=lease_ms,
             link_config=self.link_config,
-            on_told=lambda answer: self._told(trainer, answer),
+            on_told=self._told,
         )
-        return trainer
 
     def restart_engine(self, name: str) -> SimEngine:
         """The engine is killed, if it lives, and another life of it begins from nothing."""
@@ -253,15 +252,14 @@ class SimWorld:
     def at_rest(self, engine: SimEngine) -> bool:
         """It runs with nothing armed, or it is quarantined, or stands with a rank that is."""
         session = engine.session
-        if session.update.state is EngineUpdateState.ARMED:
-            return session.update.partial  # what is armed may be armed anew
-        if session.update.state is not EngineUpdateState.NONE:
-            return False
-        if session.update.partial or session.pause.state is EnginePauseState.RUNNING:
-            return True
-        return session.phase == "paused" and any(
+        stands = any(
             each.dp_group == engine.dp_group and each.session.update.partial for each in self.alive
         )
+        if session.update.state is EngineUpdateState.ARMED:
+            return stands  # what is armed may be armed anew
+        if session.update.state is not EngineUpdateState.NONE:
+            return False
+        return stands or session.pause.state is EnginePauseState.RUNNING
 
     def joined(self, names: Iterable[str] | None = None) -> bool:
         """Whether these engines (all that live) are members of the group at the broker."""
@@ -282,6 +280,6 @@ class SimWorld:
         broker.start()
         return broker
 
-    def _told(self, trainer: SimTrainer, answer: Message) -> None:
+    def _told(self, answer: Message) -> None:
         for each in self.on_told:
-            each(trainer, answer)
+            each(answer)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from bus.protocol.group import Group
     from bus.protocol.membership import Peer
     from bus.testing.sim_engine import SimEngine
-    from bus.testing.sim_trainer import SimTrainer
     from bus.testing.sim_world import SimWorld
 
 
@@ -144,9 +143,10 @@ class Watch:
 
     def _left(self, peer: Peer) -> bool:
         """Whether that life said that it goes."""
-        boots = {each.boot for each in (*self.world.engines.values(), *self.world.trainers.values())
-                 if not each.alive}
-        return peer.boot in boots or peer.boot in self.world.forgotten
+        world = self.world
+        boots = {each.boot for each in world.engines.values() if not each.alive}
+        boots |= {each.boot for each in world.trainers.values() if not each.alive}
+        return peer.boot in boots or peer.boot in world.forgotten
 
     def _check_pause(self, group: Group) -> None:
         state = group.pause.state
@@ -232,7 +232,7 @@ class Watch:
                 self.reach["committed"] += 1
         self._update = update
 
-    def _told(self, trainer: SimTrainer, answer: Message) -> None:
+    def _told(self, answer: Message) -> None:
         if isinstance(answer, GroupAck) and answer.step is Step.PAUSE_GLOBAL:
             self.reach["told paused"] += 1
         if isinstance(answer, Nack):

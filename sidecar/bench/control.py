@@ -91,9 +91,7 @@ async def compare(engines: int, rounds: int, loop: LoopChoice, say: Progress) ->
         )
         http = await stack.enter_async_context(HttpGroup((await endpoints.answer())["ports"]))
         raw = stack.enter_context(RawRouter())
-        dealers = await stack.enter_async_context(
-            worker("sidecar.bench.raw", raw.address, engines)
-        )
+        dealers = await stack.enter_async_context(worker("sidecar.bench.raw", raw.address, engines))
         await dealers.answer()
         raw.welcome(engines)
         for _ in range(_WARM_ROUNDS):

@@ -24,6 +24,7 @@ KINDS = [
     "cut",
     "heal",
     "fail",
+    "fail_pause",
     "slow",
     "kill_trainer",
     "new_trainer",

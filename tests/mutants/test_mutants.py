@@ -14,7 +14,7 @@ import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
@@ -26,9 +26,10 @@ ROOT: Final = HERE.parents[1]
 PATCHES: Final = sorted(HERE.glob("*.patch"))
 COPIED: Final = ("bus", "tests/unit/bus", "tests/model", "pyproject.toml")
 AT_ONCE: Final = 2
-LIMIT_S: Final = 90.0
+LIMIT_S: Final = 60.0
+SHARE: Final = "0.35"  # of a model's examples
 # Fails the run when anything but the copy is imported.
-GUARD: Final = '''
+GUARD: Final = """
 from pathlib import Path
 
 
@@ -41,7 +42,7 @@ def pytest_sessionstart():
     for module in (bus.codec, bus.protocol.pause, bus.testing.sim_world):
         assert here in Path(module.__file__).resolve().parents, module.__file__
     (here / "guarded").touch()
-'''
+"""
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,12 @@ def run_suite(folder: Path, suite: tuple[str, ...], patch: Path | None = None) -
         done = subprocess.run(
             command,
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(folder),
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "WAVEBUS_MODEL_SHARE": SHARE,
+            },
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
@@ -122,7 +128,7 @@ def runs(
         for item in request.session.items:
             if not isinstance(item, pytest.Function) or item.path != Path(__file__):
                 continue
-            what = item.callspec.params if hasattr(item, "callspec") else {}
+            what: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
             folder = tmp_path_factory.mktemp("copy")
             if "suite" in what:
                 begun[" ".join(what["suite"])] = pool.submit(run_suite, folder, what["suite"])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from bus.codec import encode_body
 from bus.messages import (
     WIRE_MAJOR,
     WIRE_MINOR,
@@ -19,10 +19,12 @@ from bus.messages import (
     Phase,
     Step,
 )
-from bus.codec import encode_body
 from bus.protocol.effects import Send
 from bus.protocol.instructions import Failure
 from bus.protocol.membership import Peer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 M = TypeVar("M", bound=Message)
 

@@ -87,7 +87,9 @@ class Bench:
         )
         return self.broker.receive(f"{sender}#{boot}".encode(), told, message, self.now_ms)
 
-    def engine(self, name: str, *, dp_group: str = "", rank: int = 0, size: int = 1) -> list[Effect]:
+    def engine(
+        self, name: str, *, dp_group: str = "", rank: int = 0, size: int = 1
+    ) -> list[Effect]:
         what = engine_join(dp_group=dp_group or name, dp_rank=rank, dp_size=size)
         return self.say(name, what)
 
@@ -628,6 +630,16 @@ def test_an_abort_of_what_is_not_there_is_answered(bench: Bench) -> None:
     """There is nothing to undo."""
     bench.paused()
     assert only(bench.say("t", Abort("u9", "")), GroupAck).step is Step.ABORT
+
+
+def test_a_command_of_another_broker_that_an_engine_fenced_is_not_ours(bench: Bench) -> None:
+    """The engine stays in the update: what it refused, we had not asked."""
+    bench.loading()
+    bench.say("e0", make_nack(NackCode.FENCED, step="abort", update_id="u1"))
+    bench.say("e0", make_nack(NackCode.FENCED, step="resume", update_id="u1"))
+    group = bench.broker.groups["policy"]
+    assert set(group.update.members) == set(group.pause.members) == {"e0", "e1"}
+    assert not group.roster.quarantined
 
 
 # -- strays -------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bus.messages import PauseGlobal, Step
-from bus.protocol.calls import CallArm, CallLoad, CallPause, CallQueue, CallResume, CallRestore
+from bus.protocol.calls import CallArm, CallLoad, CallPause, CallQueue, CallRestore, CallResume
 from bus.protocol.round import Round
 from bus.testing.sim_trainer import make_manifest
 from tests.unit.bus._builders import ack

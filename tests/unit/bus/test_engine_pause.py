@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from bus.messages import Ack, Nack, NackCode, PauseGlobal, PauseLocal, Resume, Step
@@ -10,6 +12,9 @@ from bus.protocol.engine_pause import EnginePause, EnginePauseState
 from bus.protocol.instructions import Failure
 from bus.protocol.refusal import Declined
 from tests.unit.bus._builders import messages, only
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 BROKEN = Failure(NackCode.ENGINE_FAILED, "it broke")
 _S = EnginePauseState
@@ -61,9 +66,9 @@ class Driver:
         assert call is not None
         return self.queue.end(call)
 
-    def _issue(self, effects: list[object]) -> list[object]:
+    def _issue(self, effects: Iterable[object]) -> list[object]:
         self.calls += self.queue.issue(0.0)
-        return effects
+        return list(effects)
 
 
 def test_a_pause_is_acked_twice_when_issued_and_when_it_has_returned() -> None:

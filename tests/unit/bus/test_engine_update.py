@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -41,7 +40,7 @@ from bus.testing.sim_trainer import make_arm, make_chunk, make_manifest
 from tests.unit.bus._builders import messages, only
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 MANIFEST = make_manifest(("a", "b", "c"))
 CHUNKS = MANIFEST.chunks
@@ -71,7 +70,9 @@ class Driver:
         return self.issue(self.update.start(3, UpdateStart(update_id), paused=paused))
 
     def chunk(self, number: int, update_id: str = "u1") -> list[SessionEffect]:
-        return self.issue(self.update.chunk(10 + number, make_chunk(update_id, MANIFEST, number, 1)))
+        return self.issue(
+            self.update.chunk(10 + number, make_chunk(update_id, MANIFEST, number, 1))
+        )
 
     def finish(self, update_id: str = "u1") -> list[SessionEffect]:
         return self.issue(self.update.finish(4, UpdateFinish(update_id)))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bus.errors import ManifestRefused, PauseFailed, Refused
 from bus.messages import Commit, Message, Nack, NackCode, PauseLocal, Resume, WaitEngines
 from bus.protocol.calls import (
     CallAbortRequests,
@@ -19,12 +20,11 @@ from bus.protocol.calls import (
     CallResume,
     CallStart,
 )
-from bus.errors import ManifestRefused, PauseFailed, Refused
 from bus.protocol.pause import PauseState
 from bus.protocol.update import UpdateState
+from bus.runtime.memory import Faults
 from bus.testing.sim_world import GROUP, SimWorld
 from bus.testing.watch import Watch
-from bus.runtime.memory import Faults
 
 if TYPE_CHECKING:
     from bus.testing.sim_engine import SimEngine
@@ -554,3 +554,16 @@ def test_waiting_for_more_engines_than_come_ends_in_time() -> None:
     assert "1 of 3" in nack.detail
     assert scene.world.group is not None
     assert scene.world.group.name == GROUP
+
+
+def test_a_pause_that_is_recovered_frees_no_quarantined_dp_group() -> None:
+    """Its whole rank stays paused with the one that holds a part."""
+    scene = Scene(2, 1, 1)
+    scene.engine("e0").behaviour.fail_next.add(CallLoad)
+    scene.update()
+    scene.rest()
+    assert scene.running() == {"e2", "e3"}
+    scene.engine("e3").behaviour.fail_next.add(CallPause)
+    scene.pause()
+    assert isinstance(scene.settled().error, PauseFailed)
+    assert scene.running() == {"e2", "e3"}

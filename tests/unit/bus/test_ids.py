@@ -39,7 +39,7 @@ def test_a_name_that_can_be_used_is_returned(name: str) -> None:
 @pytest.mark.parametrize("name", ["", "-a", ".a", "a b", "ä", "x" * 129, "a\x00"])
 def test_a_name_that_cannot_names_the_option(name: str) -> None:
     """And is refused as a message's field too."""
-    with pytest.raises(UsageError, match="^--name="):
+    with pytest.raises(UsageError, match=r"^--name="):
         check_name(name, "--name")
     encoded = msgspec.msgpack.encode(facts(dp_group=name))
     with pytest.raises(msgspec.ValidationError):

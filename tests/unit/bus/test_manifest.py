@@ -75,14 +75,14 @@ def test_a_manifest_that_contradicts_itself_is_refused_by_field(
         "chunk_ends": RIGHT.chunk_ends,
         **change,
     }
-    with pytest.raises(ValueError, match=f"^{field}: .*{told}"):
+    with pytest.raises(ValueError, match=rf"^{field}: .*{told}"):
         Manifest(**fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("metas", [[], [METAS[0], METAS[0]]])
 def test_no_tensors_or_doubled_ones_are_no_plan(metas: list[TensorMeta]) -> None:
     """An update needs something to send, and each of it once."""
-    with pytest.raises(ValueError, match="^names: "):
+    with pytest.raises(ValueError, match=r"^names: "):
         Manifest.plan(metas, chunk_bytes=10)
 
 
@@ -121,5 +121,5 @@ def test_a_backends_blob_survives_and_a_wrong_one_is_refused_by_field() -> None:
         b"\xc1",
         b"",
     ):
-        with pytest.raises(ValueError, match="^ShmInit: "):
+        with pytest.raises(ValueError, match=r"^ShmInit: "):
             unpack(wrong, ShmInit)

@@ -273,13 +273,24 @@ def test_a_pause_that_is_made_has_no_deadline(state: PauseState) -> None:
 def test_quarantined_engines_stay_paused() -> None:
     """They are asked nothing, and the others resume."""
     pause = machine(PauseState.PAUSED)
-    assert pause.resume(5.0, stay=frozenset({"e1", "e2", "e7"})) == [Ask(Resume("u1"), ("e0",))]
+    pause._staying = lambda: frozenset({"e1", "e2", "e7"})
+    assert pause.resume(5.0) == [Ask(Resume("u1"), ("e0",))]
+
+
+def test_quarantined_engines_stay_paused_when_a_pause_is_recovered() -> None:
+    """A pause that failed frees nobody."""
+    pause = machine(PauseState.GLOBAL)
+    pause._staying = lambda: frozenset({"e1", "e2"})
+    pause.fail(LOST)
+    (ask,) = all_ack(pause, Step.PAUSE_GLOBAL)
+    assert ask == Ask(Resume("u1"), ("e0",))
 
 
 def test_with_all_quarantined_nobody_is_resumed() -> None:
     """The caller hears that nobody is left, and the machine is free for the next pause."""
     pause = machine(PauseState.PAUSED)
-    (failed,) = pause.resume(5.0, stay=frozenset(MEMBERS))
+    pause._staying = lambda: frozenset(MEMBERS)
+    (failed,) = pause.resume(5.0)
     assert isinstance(failed, StepFailed)
     assert (failed.step, failed.failure.code) == (Step.RESUME, NackCode.EMPTY_GROUP)
     assert pause.state is PauseState.RUNNING

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bus.messages import Step, WaitEngines
+from bus.messages import NackCode, Step, WaitEngines
 from bus.protocol.requests import ANSWERS_KEPT, Requests
 from bus.testing.sim_trainer import make_nack
-from bus.messages import NackCode
 
 ANSWER = make_nack(NackCode.TIMEOUT)
 

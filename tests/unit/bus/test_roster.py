@@ -99,6 +99,18 @@ def test_an_abort_says_whether_it_left_a_part() -> None:
     assert not engines.aborted("gone", "partial")
 
 
+def test_an_engine_knows_best_whether_it_holds_a_part() -> None:
+    """Its heartbeat goes before what was guessed; in the middle of an update it can't tell."""
+    engines = roster()
+    engines.told("e0", "quarantined")
+    engines.quarantine("r0", "it refused a chunk")
+    engines.told("r0", "updating")
+    assert engines.staying() == {"e0", "r0", "r1"}
+    engines.told("r0", "paused")
+    engines.told("e0", "running")
+    assert engines.staying() == frozenset()
+
+
 def test_one_that_joins_quarantined_is() -> None:
     """And one that joins otherwise is not any more."""
     engines = roster()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from bus.protocol.calls import CallCommit, CallLoad, CallPause, CallResume, CallStart
@@ -14,8 +16,12 @@ def test_timers_run_in_order_and_ties_as_they_were_set() -> None:
     """The clock stands at each timer's time while it runs."""
     clock = SimScheduler()
     seen: list[tuple[str, float]] = []
+
+    def note(name: str) -> None:
+        seen.append((name, clock.now_ms()))
+
     for name, when_ms in (("b", 5.0), ("c", 5.0), ("a", 2.0)):
-        clock.call_at(when_ms, lambda name=name: seen.append((name, clock.now_ms())))
+        clock.call_at(when_ms, partial(note, name))
     clock.run_for(10.0)
     assert seen == [("a", 2.0), ("b", 5.0), ("c", 5.0)]
     assert clock.now_ms() == 10.0
