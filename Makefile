@@ -8,17 +8,21 @@ BIN := $(VENV)/bin
 SOURCES := bus sidecar trainer_agent tests examples
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check lint types layers test-fast test-vllm clean
+.PHONY: demo test check lint types layers test-fast mutants bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/wavebus demo
 
-test: $(VENV)/.vllm check
-	$(BIN)/python -m pytest -q
+test: $(VENV)/.vllm test-fast
+	$(BIN)/python -m pytest -q tests/vllm
 
-# Without vLLM, a few minutes.
-test-fast: $(VENV)/.test check
-	$(BIN)/python -m pytest -q -m "not vllm"
+# Without vLLM: some minutes.
+test-fast: $(VENV)/.test check mutants
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore=tests/vllm --ignore=tests/mutants
+
+# Each guarantee, broken on purpose, must make its suite fail.
+mutants: $(VENV)/.test
+	$(BIN)/python -m pytest -q tests/mutants
 
 check: $(VENV)/.test lint types layers
 
@@ -34,6 +38,10 @@ layers: $(VENV)/.test
 
 $(VENV)/.demo $(VENV)/.test $(VENV)/.vllm: pyproject.toml .ci/setup
 	PYTHON=$(PYTHON) .ci/setup $(patsubst .%,%,$(notdir $@))
+
+bench: $(VENV)/.test
+	$(BIN)/wavebus bench control --engines 64
+	$(BIN)/wavebus bench control --engines 256
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -90,7 +90,7 @@ class _Readable(ABC):
 
     def _look(self) -> None:
         self._looking = False
-        if not self._closed and self.socket.getsockopt(zmq.EVENTS) & _POLLIN:
+        if not self._closed and int(self.socket.getsockopt(zmq.EVENTS)) & _POLLIN:
             self.drain()
 
     def drain(self) -> None:

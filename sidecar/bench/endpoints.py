@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from fastapi.responses import JSONResponse
 from uvicorn.server import ServerState
 
+from bus.messages import PauseMode  # noqa: TC001 - FastAPI reads the annotation
 from bus.runtime import loop
 from bus.runtime.lines import answer, commands
 
@@ -27,11 +28,14 @@ _KEEP_ALIVE_S = 3600
 
 
 def endpoint() -> FastAPI:
-    """What peers post to: vLLM's two routes, with no engine behind them."""
+    """What peers post to: vLLM's two routes, as it declares them, with no engine behind."""
     app = FastAPI(openapi_url=None)
 
     @app.post("/pause")
-    async def pause() -> JSONResponse:
+    async def pause(
+        mode: Annotated[PauseMode, Query()] = "abort",
+        clear_cache: Annotated[bool, Query()] = True,
+    ) -> JSONResponse:
         return JSONResponse({"status": "paused"})
 
     @app.post("/resume")

@@ -19,7 +19,11 @@ class HttpGroup:
 
     def __init__(self, ports: Iterable[int]) -> None:
         bases = [URL(f"http://127.0.0.1:{port}") for port in ports]
-        self._steps = [[base / "pause" for base in bases], [base / "resume" for base in bases]]
+        pause = {"mode": "keep", "clear_cache": "true"}  # what PAUSE_LOCAL carries, too
+        self._steps = [
+            [(base / "pause").with_query(pause) for base in bases],
+            [base / "resume" for base in bases],
+        ]
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3600)
         )
@@ -48,4 +52,4 @@ class HttpGroup:
     async def _post(self, url: URL) -> None:
         async with self._session.post(url) as response:
             response.raise_for_status()
-            await response.read()
+            await response.json()

@@ -28,7 +28,7 @@ TokenId = Annotated[int, Meta(ge=0)]
 Probability = Annotated[float, Meta(gt=0, le=1)]
 
 
-class BadRequest(Exception):  # noqa: N818 - it is HTTP's name
+class BadRequest(Exception):
     """The request can't be served. ``field`` is a path such as ``sampling_params.n``."""
 
     def __init__(self, field: str, detail: str) -> None:

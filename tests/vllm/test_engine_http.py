@@ -19,6 +19,7 @@ from bus.messages import NackCode
 from sidecar.supervise import SupervisedServer
 from sidecar.vllm_http import VllmHttpEngine
 from sidecar.vllm_inprocess import parse_version
+from tests.contract.bus_suite import BusContract
 from tests.contract.engine_suite import EngineContract, Generated, Watch
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.vllm._vllm import (
@@ -44,7 +45,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 class Served:
     """An API server under test, asked through its token-in, token-out route."""
 
-    long_tokens = 400
+    long_tokens = 600
     late_tokens = 8
     quiet_s = 0.3
     wait_s = 120.0
@@ -125,6 +126,10 @@ def under_test(
 
 class TestContract(EngineContract):
     """The contract that every engine adapter keeps."""
+
+
+class TestOnTheBus(BusContract):
+    """Served: broker, sidecar and trainer around a real API server."""
 
 
 def test_live_update_matches_transformers(under_test: Served) -> None:

@@ -15,6 +15,7 @@ from bus.messages import NackCode
 from sidecar.engine import Chunk
 from sidecar.vllm_inprocess import VllmEngine, parse_version
 from sidecar.vllm_plugin import wire
+from tests.contract.bus_suite import BusContract
 from tests.contract.engine_suite import EngineContract, Generated, Watch
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.vllm._vllm import (
@@ -108,6 +109,10 @@ def under_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
 
 class TestContract(EngineContract):
     """The contract that every engine adapter keeps."""
+
+
+class TestOnTheBus(BusContract):
+    """In process: broker, sidecar and trainer around a real AsyncLLM."""
 
 
 def test_live_update_matches_transformers(under_test: InProcess) -> None:
