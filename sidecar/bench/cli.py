@@ -115,14 +115,16 @@ def _table(figures: dict[str, Any]) -> str:
         ("http", f"{figures['http_p50_ms']:.2f} ms", f"{figures['ratio_http']:.2f} x"),
         ("raw zmq", f"{figures['raw_p50_ms']:.2f} ms", f"{figures['ratio_raw']:.2f} x"),
     ]
+    cpu = (
+        f"broker {figures['broker_cpu_us_per_engine_round']:.0f} us, "
+        f"HTTP client {figures['http_cpu_us_per_engine_round']:.0f} us"
+    )
     lines = [
         f"{figures['engines']} engines, {figures['rounds']} rounds of each, {figures['loop']}",
         "",
         *(f"{name:<10}{took:>16}{ratio:>10}".rstrip() for name, took, ratio in rows),
         "",
-        "CPU per engine and round: broker "
-        f"{figures['broker_cpu_us_per_engine_round']:.0f} us, HTTP client "
-        f"{figures['http_cpu_us_per_engine_round']:.0f} us",
+        f"CPU per engine and round: {cpu}",
     ]
     if "growth" in figures:
         growth = ", ".join(f"{count}: {took:.2f} ms" for count, took in figures["growth"].items())

@@ -36,6 +36,7 @@ def endpoint() -> FastAPI:
         mode: Annotated[PauseMode, Query()] = "abort",
         clear_cache: Annotated[bool, Query()] = True,
     ) -> JSONResponse:
+        del mode, clear_cache  # parsed and checked, as vLLM does; there is nothing to pause
         return JSONResponse({"status": "paused"})
 
     @app.post("/resume")

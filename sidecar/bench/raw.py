@@ -127,7 +127,7 @@ def echo(address: str, engines: int) -> None:
             socket.setsockopt(zmq.ROUTING_ID, f"engine-{index}#{_BOOT:x}".encode())
             socket.connect(address)
             socket.send(_HELLO)
-            selector.register(socket.getsockopt(zmq.FD), selectors.EVENT_READ, socket)
+            selector.register(int(socket.getsockopt(zmq.FD)), selectors.EVENT_READ, socket)
             _answer_all(socket, acks)  # nothing yet; but only a reader that looked is told
         selector.register(sys.stdin, selectors.EVENT_READ, None)
         answer(ready=True)

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bus.errors import EngineError
@@ -304,7 +305,8 @@ _FILLS = frozenset(
 def build_meta_model(vllm_config: Any, serving: torch.nn.Module) -> torch.nn.Module:
     """The worker's model once more, without memory and unknown to the serving one.
 
-    Loaders ask tables, such as the map of experts, for values: they are copied to the CPU.
+    Layers and loaders ask integer tables, such as the map of experts, for values: those are
+    made on the CPU, and get the serving model's content.
     """
     from vllm.config import CompilationMode  # noqa: PLC0415 - only inside a worker
     from vllm.model_executor.model_loader.utils import initialize_model  # noqa: PLC0415
@@ -322,6 +324,7 @@ def build_meta_model(vllm_config: Any, serving: torch.nn.Module) -> torch.nn.Mod
         _kept_rotary_cache(),
         set_default_torch_dtype(private.model_config.dtype),
         torch.device("meta"),
+        _TablesOnCpu(),
     ):
         model: torch.nn.Module = initialize_model(private, model_config=private.model_config)
     tables = {n: b for n, b in serving.named_buffers() if not (b.is_floating_point() or b.is_meta)}
@@ -331,6 +334,18 @@ def build_meta_model(vllm_config: Any, serving: torch.nn.Module) -> torch.nn.Mod
             if table is not None:
                 module._buffers[key] = table.cpu()  # noqa: SLF001
     return model
+
+
+class _TablesOnCpu(TorchFunctionMode):
+    """Small integer tables are built with values even where the default device is meta."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        dtype = kwargs.get("dtype")
+        integer = dtype is not None and not dtype.is_floating_point and not dtype.is_complex
+        if func in (torch.full, torch.arange) and integer:
+            kwargs.setdefault("device", "cpu")
+        return func(*args, **kwargs)
 
 
 @contextmanager
