@@ -32,7 +32,7 @@ async def drive(broker: str, group: str, engines: int) -> None:
                 answer(round_ms=(time.perf_counter() - since_s) * 1000)
             else:
                 status = await agent.status()
-                answer(cpu_s=status.cpu_s, rss_bytes=status.rss_bytes, uptime_s=status.uptime_s)
+                answer(cpu_s=status.cpu_s, rss_bytes=status.rss_bytes)
 
 
 if __name__ == "__main__":

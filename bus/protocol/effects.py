@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+import msgspec
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from bus.messages import Message
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send one message to peers, encoded once.
+class Send(msgspec.Struct, frozen=True):
+    """Send one message to peers, encoded once. As with the envelope, one is made per frame.
 
     ``routes`` are the transport's names of the peers; a peer's own machine sends
     to the broker and leaves them empty.

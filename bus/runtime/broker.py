@@ -78,15 +78,18 @@ class BrokerServer:
         self._perform(effects)
 
     def _perform(self, effects: Iterable[Effect]) -> None:
+        notes: list[Note] = []
         for effect in effects:
             if not isinstance(effect, Send):
-                bus.log.write(self._log, effect)
+                notes.append(effect)
             elif isinstance(effect.message, HeartbeatAck):
                 self._acknowledge(effect.message, effect)
             else:
                 self._send_acks()  # nothing overtakes them
                 self._send(effect)
         self._arm()
+        for note in notes:  # nobody waits for these
+            bus.log.write(self._log, note)
 
     def _acknowledge(self, ack: HeartbeatAck, send: Send) -> None:
         """Answer a heartbeat, soon."""

@@ -90,8 +90,12 @@ class _Readable(ABC):
 
     def _look(self) -> None:
         self._looking = False
-        if not self._closed and int(self.socket.getsockopt(zmq.EVENTS)) & _POLLIN:
+        if not self._closed and self._more():
             self.drain()
+
+    def _more(self) -> bool:
+        """Whether a frame is there; cheaper than an attempt that fails."""
+        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
     def drain(self) -> None:
         """Take what is there, without blocking."""
@@ -218,7 +222,7 @@ class ZmqClient(_Readable):
                 recv(_NOBLOCK)
                 frame = b""
             on_frame(frame)
-            if self._closed:
+            if self._closed or not self._more():
                 return True
         return False
 
