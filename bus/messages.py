@@ -53,7 +53,7 @@ MAX_BLOB_BYTES: Final = 4 * 1024 * 1024
 
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 Name: TypeAlias = Annotated[
-    str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")
+    str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*\Z")
 ]
 ShortText: TypeAlias = Annotated[str, Meta(max_length=256)]
 LongText: TypeAlias = Annotated[str, Meta(max_length=4096)]

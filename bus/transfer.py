@@ -21,7 +21,7 @@ SHM_FOLDER: Final = "/dev/shm"  # noqa: S108 - where POSIX shared memory lives o
 SHM_PREFIX: Final = "wavebus-"
 SHM_ALIGN_BYTES: Final = 64
 
-SegmentName = Annotated[str, Meta(max_length=128, pattern=r"^wavebus-[A-Za-z0-9._-]+$")]
+SegmentName = Annotated[str, Meta(max_length=128, pattern=r"^wavebus-[A-Za-z0-9._-]+\Z")]
 Offset = Annotated[int, Meta(ge=0)]
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ Invariants, beside those of :mod:`bus.protocol.engine_pause` and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from bus.messages import (
     Abort,
@@ -49,6 +49,9 @@ from bus.protocol.refusal import Declined, wrong_state
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+# After its lease an engine resumes by itself; if its own resume fails, it tries again.
+LEASE_RETRY_MS: Final = 1000.0
+
 
 class EngineSession:
     """Commands and results of engine calls go in, effects come out."""
@@ -58,6 +61,7 @@ class EngineSession:
         self.pause = EnginePause(self._queue)
         self.update = EngineUpdate(self._queue, version)
         self.epoch = 0
+        self._resume_tried_ms = -LEASE_RETRY_MS
 
     @property
     def version(self) -> int:
@@ -183,6 +187,7 @@ class EngineSession:
         if self.update.state is not EngineUpdateState.NONE:
             effects += self.update.abort(0, Abort(self.update.update_id, "lease expired"))
         if not self.update.mixed:
+            self._resume_tried_ms = now_ms
             self.pause.begin_resume(0)
         return self._with_calls(effects, now_ms)
 
@@ -192,7 +197,8 @@ class EngineSession:
             return None
         if self.update.partial and self.update.state is EngineUpdateState.NONE:
             return None  # quarantined: only a whole update ends this
-        return heard_ms + self.pause.lease_ms
+        again_ms = self._resume_tried_ms + LEASE_RETRY_MS
+        return max(heard_ms + self.pause.lease_ms, again_ms)
 
     def _with_calls(self, effects: Iterable[SessionEffect], now_ms: float) -> list[SessionEffect]:
         """Acks first, then the engine call that is to be made now."""

@@ -81,11 +81,10 @@ class Link:
         self._broker_boot = 0
         self._last_seq = 0
         self._next_ms = 0.0
-        self._give_up_ms = 0.0
+        self._held_ms: float | None = None  # since when name or group is held by another
 
     def start(self, now_ms: float) -> list[Effect]:
         """Ask to be let in."""
-        self._give_up_ms = now_ms + self.config.patience_ms
         return self._ask(now_ms)
 
     def fresh(self, envelope: Envelope, now_ms: float) -> bool:
@@ -128,7 +127,6 @@ class Link:
         silent_ms = now_ms - self.last_heard_ms
         if silent_ms > self.peer_timeout_ms:
             self.state = LinkState.JOINING
-            self._give_up_ms = now_ms + self.config.patience_ms
             note = Note("broker_lost", "warning", {"silent_ms": round(silent_ms)})
             return [note, *self._ask(now_ms)]
         self._next_ms = now_ms + self.heartbeat_ms
@@ -147,6 +145,7 @@ class Link:
     def _welcome(self, envelope: Envelope, welcome: Welcome, now_ms: float) -> list[Effect]:
         if self.state is not LinkState.JOINING:
             return []
+        self._held_ms = None
         self.state = LinkState.JOINED
         self.epoch = envelope.epoch
         self.version = welcome.version
@@ -158,14 +157,15 @@ class Link:
     def _nack(self, nack: Nack, now_ms: float) -> list[Effect]:
         if nack.code is NackCode.NOT_JOINED and self.state is LinkState.JOINED:
             self.state = LinkState.JOINING
-            self._give_up_ms = now_ms + self.config.patience_ms
             return [Note("broker_new", "warning"), *self._ask(now_ms)]
         if self.state is not LinkState.JOINING or nack.code in (
             NackCode.NOT_JOINED,
             NackCode.STALE,
         ):
             return []
-        if nack.code in _WORTH_A_WAIT and now_ms < self._give_up_ms:
+        if self._held_ms is None:
+            self._held_ms = now_ms
+        if nack.code in _WORTH_A_WAIT and now_ms < self._held_ms + self.config.patience_ms:
             return [Note("join_waits", "warning", {"code": nack.code.value, "detail": nack.detail})]
         self.state = LinkState.REFUSED
         self.refusal = nack

@@ -101,6 +101,7 @@ class ManifestChecker:
             used[list(trace.used)] = 1
         except Exception as error:  # noqa: BLE001 - raised below: the peers wait in between
             problem = error
+            used.fill_(1)  # so that no peer finds a tensor unused that it would have used here
         merged = ranks.any_rank(used)
         if problem is not None:
             raise problem

@@ -132,10 +132,12 @@ def test_a_silent_broker_is_missed_and_asked_again() -> None:
 def test_a_name_that_is_held_is_waited_for_so_long(code: NackCode) -> None:
     """Its holder may be dead and not yet missed; after the patience it is final."""
     driver = Driver().to(_S.JOINING)
-    driver.say(make_nack(code), 7_999.0)
+    driver.say(make_nack(code), 100.0)
     assert driver.link.state is _S.JOINING
     assert sent(driver.link.tick(8_000.0)) == [Join]
-    driver.say(make_nack(code), 8_000.0)
+    driver.say(make_nack(code), 8_099.0)
+    assert driver.link.state is _S.JOINING
+    driver.say(make_nack(code), 8_100.0)
     assert driver.link.state is _S.REFUSED
     assert driver.link.refusal is not None
     assert driver.link.refusal.code is code
