@@ -249,7 +249,8 @@ class Sidecar:
                 peer.note(effect)
             else:
                 self._under_way = asyncio.create_task(self._call(effect))
-        peer.arm()
+        if self.session.next_deadline_ms(peer.link.last_heard_ms) is not None:
+            peer.arm()
 
     def _calls(self) -> list[asyncio.Task[None]]:
         """The engine call under way, if there is one."""

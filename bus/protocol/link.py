@@ -36,6 +36,8 @@ from bus.protocol.effects import Effect, Note, Send
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# What Link.receive acts upon; every other message of the broker passes it by.
+LINK_MESSAGES: Final = frozenset({Welcome, HeartbeatAck, Nack})
 _WORTH_A_WAIT: Final = frozenset({NackCode.NAME_TAKEN, NackCode.GROUP_HELD})
 
 

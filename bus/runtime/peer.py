@@ -13,7 +13,7 @@ from bus.errors import DecodeError
 from bus.ids import new_boot
 from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, Message
 from bus.protocol.effects import Effect, Note, Send
-from bus.protocol.link import Link, LinkConfig, LinkState
+from bus.protocol.link import LINK_MESSAGES, Link, LinkConfig, LinkState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -166,12 +166,13 @@ class Peer:
         if not self.link.fresh(envelope, now_ms):
             self.note(Note("stale_frame", "debug", {"kind": envelope.kind, "seq": envelope.seq}))
             return
-        state = self.link.state
-        effects = self.link.receive(envelope, message, now_ms)
-        if effects:
-            self.perform(effects)
-        if self.link.state is not state:
-            self._on_state(self.link.state)
+        if type(message) in LINK_MESSAGES:
+            state = self.link.state
+            effects = self.link.receive(envelope, message, now_ms)
+            if effects:
+                self.perform(effects)
+            if self.link.state is not state:
+                self._on_state(self.link.state)
         self._on_message(envelope, message)
 
     def _transmit(self, message: Message, msg_id: int, reply_to: int, epoch: int) -> None:

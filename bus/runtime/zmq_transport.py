@@ -218,10 +218,7 @@ class ZmqClient(_Readable):
                 frame = recv(_NOBLOCK)
             except zmq.Again:
                 return True
-            while self.socket.getsockopt(zmq.RCVMORE):
-                recv(_NOBLOCK)
-                frame = b""
-            on_frame(frame)
+            on_frame(frame)  # the broker sends frames of one part; others are judged part by part
             if self._closed or not self._more():
                 return True
         return False
