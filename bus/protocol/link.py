@@ -98,13 +98,13 @@ class Link:
             return False
         self._last_seq = envelope.seq
         self.last_heard_ms = now_ms
+        if self._commanded and envelope.group == self.group and envelope.epoch > self.epoch:
+            # An engine tells a broker that comes after this one how far the fencing had come.
+            self.epoch = envelope.epoch
         return True
 
     def receive(self, envelope: Envelope, message: Message, now_ms: float) -> list[Effect]:
-        """A frame that concerns the membership; any other only tells an engine the epoch."""
-        if self._commanded and envelope.group == self.group:
-            # It tells a broker that comes after this one how far the fencing had come.
-            self.epoch = max(self.epoch, envelope.epoch)
+        """A frame that concerns the membership; any other changes nothing."""
         if isinstance(message, Welcome):
             return self._welcome(envelope, message, now_ms)
         if isinstance(message, HeartbeatAck):

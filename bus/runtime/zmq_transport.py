@@ -12,6 +12,7 @@ import asyncio
 import atexit
 import errno
 import os
+import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final
 
@@ -38,6 +39,7 @@ _POLLIN: Final = int(zmq.POLLIN)
 
 
 _LINGER_MS: Final = 500
+_REBIND_S: Final = 1.0
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}  # by process: forks need their own
 
 
@@ -62,6 +64,20 @@ def _harden(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RECV_BYTES)
     socket.setsockopt(zmq.SNDHWM, _QUEUE)
     socket.setsockopt(zmq.RCVHWM, _QUEUE)
+
+
+def _bind(socket: zmq.Socket[bytes], address: str) -> None:
+    """Bind; a socket of ours that was closed just now may hold the port a moment longer."""
+    deadline_s = time.monotonic() + _REBIND_S
+    while True:
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
+                raise
+            time.sleep(_REBIND_S / 20)
+        else:
+            return
 
 
 class _Readable(ABC):
@@ -133,7 +149,7 @@ class ZmqServer(_Readable):
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.BACKLOG, 4096)
         try:
-            socket.bind(address)
+            _bind(socket, address)
         except zmq.ZMQError as error:
             socket.close()
             raise UsageError(_explain(address, error)) from error
