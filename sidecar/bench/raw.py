@@ -9,6 +9,7 @@ command at once. The messages are as many as the bus sends, and real frames of i
 from __future__ import annotations
 
 import selectors
+import signal
 import sys
 import time
 from typing import Final, Self
@@ -117,6 +118,7 @@ class RawRouter:
 
 def echo(address: str, engines: int) -> None:
     """The DEALERs' side: one plain loop, until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as bus.runtime.lines does, and why
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, MAX_PEERS)
     acks = dict(phases())
