@@ -38,6 +38,7 @@ CONNECT_S: Final = 5.0
 ANSWER_S: Final = 10.0
 HEALTH_PERIOD_S: Final = 1.0
 REFUSALS_TO_DIE: Final = 3
+ABORT_SEEN_S: Final = 1.0
 NOT_FOUND: Final = 404
 SERVER_ERROR: Final = 500
 UNAVAILABLE: Final = 503
@@ -116,6 +117,7 @@ class VllmHttpEngine:
                 f"start it with {BACKEND_OPTION}"
             )
         await self._plugin.hello()
+        await self.in_flight()  # fails here rather than later, if nothing is counted
         return _info(config, version, self._url)
 
     async def close(self) -> None:
@@ -165,7 +167,8 @@ class VllmHttpEngine:
         """Running and waiting requests of every route, from ``/metrics``.
 
         ``/load`` counts only some routes, and nothing without an option of its own. The
-        gauges hold through a pause, and follow an abort in it (seen on 0.32).
+        gauges hold through a pause, and follow an abort in it (seen on 0.32); they lag
+        behind the engine by one of its steps.
         """
         async with self._answer("GET", "/metrics", timeout_s=ANSWER_S) as response:
             found = _GAUGE.findall(await response.text())
@@ -187,7 +190,14 @@ class VllmHttpEngine:
         await self.post("/resume")
 
     async def abort_requests(self) -> int:
+        """As in the protocol; returns when ``/metrics`` shows it as well, at most a second later.
+
+        The server answers when it has told its engine, whose next report moves the gauges.
+        """
         answer = await self.post("/abort_requests", {})
+        with anyio.move_on_after(ABORT_SEEN_S):
+            while await self.in_flight():
+                await anyio.sleep(ABORT_SEEN_S / 50)
         return int(answer["aborted"])
 
     async def open_transfer(self, backend: str, params: bytes) -> None:

@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 class Served:
     """An API server under test, asked through its token-in, token-out route."""
 
-    long_tokens = 400
+    long_tokens = 1000
     late_tokens = 8
     quiet_s = 0.3
     wait_s = 120.0

@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 class InProcess:
     """An ``AsyncLLM`` under test."""
 
-    long_tokens = 250
+    long_tokens = 400
     late_tokens = 8
     quiet_s = 0.3
     wait_s = 120.0
