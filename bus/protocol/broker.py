@@ -234,9 +234,9 @@ class Broker:
             )
         # A peer that outlived an earlier broker knows how far the fencing had come.
         if peer.role == "engine" or group.holder is None:
-            group.epoch = max(group.epoch, envelope.epoch)
+            group.holding.epoch = max(group.epoch, envelope.epoch)
         if peer.role == "trainer":
-            refused = group.hold(peer, now_ms)
+            refused = group.holding.take(peer, now_ms)
             if refused is not None:
                 self.peers.remove(peer)
                 return refused

@@ -17,6 +17,7 @@ Methods take what happened, with ``now_ms``, and return effects.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from bus.messages import (
@@ -42,14 +43,13 @@ from bus.messages import (
 )
 from bus.protocol.effects import Effect, Note, Send
 from bus.protocol.engine_update import check_chunk, manifest_of
+from bus.protocol.holding import Holding
 from bus.protocol.instructions import Ask, Failure, StepDone, StepFailed
 from bus.protocol.pause import PauseMachine, PauseState
 from bus.protocol.refusal import Declined, wrong_state
-from bus.protocol.requests import Answer, Requests
 from bus.protocol.roster import Roster
 from bus.protocol.update import UNSAFE, UpdateMachine, UpdateState
 from bus.protocol.wording import (
-    ASKS_FOR,
     DONE_EVENTS,
     PAUSE_STEPS,
     done_ack,
@@ -78,45 +78,32 @@ class Group:
         self.retry_ms = retry_ms
         self.step_timeout_ms = step_timeout_ms
         self.min_lease_ms = min_lease_ms
-        self.epoch = 0
         self.version = 0
-        self.holder: Peer | None = None
+        self.holding = Holding(name)
         self.roster = Roster(name)
         self.pause = PauseMachine(self.roster.staying)
         self.update = UpdateMachine()
         self._manifest: Manifest | None = None
         self._last_resumed = ""
-        self._granted = 0  # the epoch that the holder was given; engines may know of a later one
         self._orphaned = False  # who asked for the pause under way is gone
         self._versions_given = 0
-        self._requests = Requests()
+
+    @property
+    def epoch(self) -> int:
+        """The fencing number of the trainer that holds the group."""
+        return self.holding.epoch
+
+    @property
+    def holder(self) -> Peer | None:
+        """The trainer that holds the group."""
+        return self.holding.trainer
 
     # -- the trainer ----------------------------------------------------------
 
-    def hold(self, trainer: Peer, now_ms: float) -> Failure | None:
-        """A trainer takes the group, with a new epoch; or why it can't."""
-        old = self.holder
-        if old is not None and old.boot != trainer.boot:
-            return Failure(
-                NackCode.GROUP_HELD,
-                f"group {self.name} is held by trainer {old.name} ({old.host}:{old.pid}), "
-                f"heard {now_ms - old.last_heard_ms:.0f} ms ago",
-                field="group",
-                peer=old.name,
-                hint="stop it, or wait until the bus has missed it",
-            )
-        if old is None:
-            self.epoch += 1
-            self._granted = self.epoch
-            self._requests = Requests()
-        self.holder = trainer
-        return None
-
     def released(self, reason: str, now_ms: float) -> list[Effect]:
         """The holder is gone: recover forward, so that engines generate again."""
-        self.holder = None
+        self.holding.release()
         self._orphaned = True
-        self._requests = Requests()
         failure = Failure(NackCode.CANCELLED, reason)
         self.pause.fail(failure)
         effects: list[Effect] = []
@@ -132,45 +119,14 @@ class Group:
         self, trainer: Peer, msg_id: int, epoch: int, message: Message, now_ms: float
     ) -> list[Effect]:
         """A command of a trainer. Asked again under the same id, it is answered again."""
-        if trainer is self.holder:
-            answer = self._requests.answer_of(msg_id)
-            if answer is not None:
-                return self._tell([(msg_id, answer)])
-            if self._requests.waits(msg_id):
-                return []
+        again = self.holding.repeated(trainer, msg_id)
+        if again is not None:
+            return again
         try:
-            self._check_holder(trainer, epoch)
+            self.holding.check(trainer, epoch)
             return self._command(msg_id, message, now_ms)
         except Declined as declined:
-            return self._decline(trainer, msg_id, message, declined.failure)
-
-    def _decline(
-        self, trainer: Peer, msg_id: int, message: Message, failure: Failure
-    ) -> list[Effect]:
-        step = ASKS_FOR.get(type(message), "")
-        nack = failed_nack(failure, step, getattr(message, "update_id", ""))
-        if trainer is self.holder:
-            self._requests.answer_ids([msg_id], nack)
-        fields = {"peer": trainer.name, "code": nack.code.value, "detail": nack.detail}
-        return [
-            self._note("refused", nack.update_id, "warning", fields),
-            Send(nack, (trainer.route,), msg_id, self.name, self.epoch),
-        ]
-
-    def _check_holder(self, trainer: Peer, epoch: int) -> None:
-        if trainer is not self.holder:
-            raise Declined(
-                Failure(NackCode.FORBIDDEN, f"{trainer.name} does not hold group {self.name}")
-            )
-        if not self._granted <= epoch <= self.epoch:
-            raise Declined(
-                Failure(
-                    NackCode.FENCED,
-                    f"epoch {epoch}, the group is at {self.epoch}",
-                    field="epoch",
-                    hint="this trainer was replaced; join again to take the group",
-                )
-            )
+            return self.holding.decline(trainer, msg_id, message, declined.failure)
 
     def _command(self, msg_id: int, message: Message, now_ms: float) -> list[Effect]:
         match message:
@@ -179,16 +135,16 @@ class Group:
             case Resume():
                 return self._resume(msg_id, message, now_ms)
             case WaitEngines():
-                self._requests.waiters[msg_id] = (message, now_ms + message.timeout_ms)
+                self.holding.requests.waiters[msg_id] = (message, now_ms + message.timeout_ms)
                 return self._serve_waiters(now_ms)
             case TransferInit():
-                self._need_update(UpdateState.IDLE)
+                self.update.need(UpdateState.IDLE)
                 opening = self.update.open(message, self.roster.members(), now_ms)
                 return self._run(msg_id, Step.TRANSFER_INIT, opening, now_ms)
             case Arm():
                 return self._arm(msg_id, message, now_ms)
             case UpdateStart():
-                self._need_update(UpdateState.ARMED, message.update_id)
+                self.update.need(UpdateState.ARMED, message.update_id)
                 if self.pause.state is not PauseState.PAUSED:
                     raise wrong_state(
                         f"the group is {self.pause.state.value}; an update starts in a pause",
@@ -198,7 +154,7 @@ class Group:
             case WeightChunkMeta():
                 return self._chunk(msg_id, message, now_ms)
             case UpdateFinish():
-                self._need_update(UpdateState.LOADING, message.update_id)
+                self.update.need(UpdateState.LOADING, message.update_id)
                 if not self.update.all_applied:
                     raise wrong_state(
                         f"{self.update.chunks_asked - len(self.update.chunks)} of "
@@ -207,7 +163,7 @@ class Group:
                     )
                 return self._run(msg_id, Step.FINISH, self.update.finish(message, now_ms), now_ms)
             case Commit():
-                self._need_update(UpdateState.FINISHED, message.update_id)
+                self.update.need(UpdateState.FINISHED, message.update_id)
                 if message.version != self.update.version:
                     raise wrong_state(
                         f"the bus gave this update version {self.update.version}", "version"
@@ -261,33 +217,23 @@ class Group:
                 hint="COMMIT or ABORT it first",
             )
         if state is PauseState.RESUMING:
-            self._requests.ask((Step.RESUME, 0), msg_id)
+            self.holding.requests.ask((Step.RESUME, 0), msg_id)
             return []
         instructions = self.pause.resume(now_ms)
         return self._run(msg_id, Step.RESUME, instructions, now_ms)
 
     def _arm(self, msg_id: int, message: Arm, now_ms: float) -> list[Effect]:
-        self._need_update(UpdateState.IDLE)
+        self.update.need(UpdateState.IDLE)
         manifest = manifest_of(message)
         members = self.roster.members()
         self._manifest = manifest
         version = max(self.version, self._versions_given) + 1
         self._versions_given = version
-        asked = Arm(
-            message.update_id,
-            version,
-            message.label,
-            message.backend,
-            message.names,
-            message.dtypes,
-            message.shapes,
-            message.chunk_ends,
-            message.digest,
-        )
+        asked = replace(message, version=version)
         return self._run(msg_id, Step.ARM, self.update.arm(asked, members, now_ms), now_ms)
 
     def _chunk(self, msg_id: int, message: WeightChunkMeta, now_ms: float) -> list[Effect]:
-        self._need_update(UpdateState.LOADING, message.update_id)
+        self.update.need(UpdateState.LOADING, message.update_id)
         assert self._manifest is not None
         asked = self.update.chunks_asked
         if message.chunk >= self._manifest.chunks:
@@ -299,7 +245,7 @@ class Group:
         if message.chunk < asked:
             if message.chunk not in self.update.chunks:
                 return self._answer_now(msg_id, Step.CHUNK, message.update_id)
-            self._requests.ask((Step.CHUNK, message.chunk), msg_id)
+            self.holding.requests.ask((Step.CHUNK, message.chunk), msg_id)
             return []
         check_chunk(self._manifest, message)
         instructions = self.update.chunk(message, now_ms)
@@ -311,7 +257,7 @@ class Group:
             return self._answer_now(msg_id, Step.ABORT, message.update_id)
         if state is UpdateState.COMMITTING:
             raise wrong_state("the update is being committed")
-        self._requests.ask((Step.ABORT, 0), msg_id)
+        self.holding.requests.ask((Step.ABORT, 0), msg_id)
         if state is UpdateState.ABORTING:
             return []
         failure = Failure(NackCode.CANCELLED, message.reason or "aborted by the trainer")
@@ -408,19 +354,19 @@ class Group:
             elif each.overdue(self.retry_ms, now_ms):
                 effects.append(self._send(each.message, sorted(each.waiting)))
         effects += self._obey(self.pause.expire(now_ms), now_ms)
-        for msg_id, (wait, deadline_ms) in list(self._requests.waiters.items()):
+        for msg_id, (wait, deadline_ms) in list(self.holding.requests.waiters.items()):
             if now_ms >= deadline_ms:
                 failure = self.roster.too_few(wait)
                 nack = failed_nack(failure, "", "")
-                effects += self._tell(self._requests.answer_ids([msg_id], nack))
+                effects += self.holding.answer_ids([msg_id], nack)
         return effects
 
     def next_deadline_ms(self) -> float | None:
         """When :meth:`tick` has something to do, at the latest."""
-        if not (self._busy() or self._requests.waiters):
+        if not (self._busy() or self.holding.requests.waiters):
             return None  # as between updates, with every heartbeat
         times = [each.resent_ms + self.retry_ms for each in self._rounds() if each.waiting]
-        times += [deadline for _, deadline in self._requests.waiters.values()]
+        times += [deadline for _, deadline in self.holding.requests.waiters.values()]
         if self.pause.deadline_ms is not None:
             times.append(self.pause.deadline_ms)
         return min(times, default=None)
@@ -453,7 +399,7 @@ class Group:
         *,
         chunk: int = 0,
     ) -> list[Effect]:
-        self._requests.ask((step, chunk), msg_id)
+        self.holding.requests.ask((step, chunk), msg_id)
         return self._obey(instructions, now_ms)
 
     def _obey(self, instructions: Iterable[Instruction], now_ms: float) -> list[Effect]:
@@ -478,7 +424,7 @@ class Group:
         answer = done_ack(done, self.pause, self.update, self.version, now_ms)
         fields = done_fields(done, answer, self.update)
         note = self._note(DONE_EVENTS[done.step], answer.update_id, "info", fields)
-        return [note, *self._tell(self._requests.answer((done.step, done.chunk), answer))]
+        return [note, *self.holding.answer((done.step, done.chunk), answer)]
 
     def _step_failed(self, failed: StepFailed) -> list[Effect]:
         step, failure = failed.step, failed.failure
@@ -497,11 +443,11 @@ class Group:
         if step is Step.ABORT:
             self.roster.given_up(self.update.partial, self.update.update_id)
             aborted = self._group_ack(Step.ABORT, update_id)
-            effects += self._tell(self._requests.answer((Step.ABORT, 0), aborted))
-            keys = [key for key in self._requests.steps() if key[0] not in PAUSE_STEPS]
+            effects += self.holding.answer((Step.ABORT, 0), aborted)
+            keys = [key for key in self.holding.requests.steps() if key[0] not in PAUSE_STEPS]
         for key in keys:
             nack = failed_nack(failure, key[0].value, update_id, key[1])
-            effects += self._tell(self._requests.answer(key, nack))
+            effects += self.holding.answer(key, nack)
         return effects
 
     def _settle(self, now_ms: float) -> list[Effect]:
@@ -539,22 +485,12 @@ class Group:
             self.pause.state is not PauseState.RUNNING or self.update.state is not UpdateState.IDLE
         )
 
-    def _need_update(self, state: UpdateState, update_id: str = "") -> None:
-        if self.update.state is not state:
-            under_way = f" (update {self.update.update_id})" if self.update.update_id else ""
-            raise wrong_state(
-                f"the update is {self.update.state.value}{under_way}, not {state.value}",
-                hint="one update at a time, its steps in order",
-            )
-        if update_id and update_id != self.update.update_id:
-            raise wrong_state(f"the update under way is {self.update.update_id}", "update_id")
-
     def _serve_waiters(self, now_ms: float) -> list[Effect]:
         effects: list[Effect] = []
-        for msg_id, (wait, _) in list(self._requests.waiters.items()):
+        for msg_id, (wait, _) in list(self.holding.requests.waiters.items()):
             if self.roster.ready_count() >= wait.count:
                 view = GroupView(self.roster.views(now_ms, self.roster.ready()), self.version)
-                effects += self._tell(self._requests.answer_ids([msg_id], view))
+                effects += self.holding.answer_ids([msg_id], view)
         return effects
 
     def _rounds(self) -> list[Round]:
@@ -563,15 +499,9 @@ class Group:
     def _send(self, message: Message, names: Iterable[str]) -> Send:
         return Send(message, self.roster.routes(names), 0, self.name, self.epoch)
 
-    def _tell(self, answers: Iterable[Answer]) -> list[Effect]:
-        if self.holder is None:
-            return []
-        route = (self.holder.route,)
-        return [Send(message, route, msg_id, self.name, self.epoch) for msg_id, message in answers]
-
     def _answer_now(self, msg_id: int, step: Step, update_id: str) -> list[Effect]:
         answer = self._group_ack(step, update_id)
-        return self._tell(self._requests.answer_ids([msg_id], answer))
+        return self.holding.answer_ids([msg_id], answer)
 
     def _group_ack(self, step: Step, update_id: str) -> GroupAck:
         """An answer for what was done before, or needed nothing done."""

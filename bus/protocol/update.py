@@ -52,6 +52,7 @@ from bus.messages import (
     WeightChunkMeta,
 )
 from bus.protocol.instructions import Ask, Failure, IllegalTransition, StepDone, StepFailed
+from bus.protocol.refusal import wrong_state
 from bus.protocol.round import Round
 
 if TYPE_CHECKING:
@@ -136,6 +137,21 @@ class UpdateMachine:
         self.chunks_asked = 0
         self.chunks_planned = 0
         self.failure: Failure | None = None
+
+    def need(self, state: UpdateState, update_id: str = "") -> None:
+        """A command that fits this state, and (if given) this update, only.
+
+        Raises:
+            Declined: the update is elsewhere, or is another one.
+        """
+        if self.state is not state:
+            under_way = f" (update {self.update_id})" if self.update_id else ""
+            raise wrong_state(
+                f"the update is {self.state.value}{under_way}, not {state.value}",
+                hint="one update at a time, its steps in order",
+            )
+        if update_id and update_id != self.update_id:
+            raise wrong_state(f"the update under way is {self.update_id}", "update_id")
 
     # -- what the trainer asks ------------------------------------------------
 
