@@ -96,7 +96,10 @@ class Sidecar:
         self._link_config = link_config
         self._peer: Peer | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # what watches
-        self._under_way: asyncio.Task[None] | None = None  # the engine call; one at a time
+        self._caller: asyncio.Task[None] | None = None  # makes the engine calls, one at a time
+        self._next_call: Call | None = None
+        self._wake: asyncio.Future[None] | None = None  # set while the caller has nothing to do
+        self._closing = False
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()
 
@@ -125,6 +128,7 @@ class Sidecar:
                 next_deadline_ms=self._next_deadline_ms,
                 link_config=self._link_config,
             )
+            self._caller = asyncio.create_task(self._make_calls())
             self._peer.start()
             self._tasks.add(asyncio.create_task(self._watch_engine()))
             self._tasks.add(asyncio.create_task(self._watch_load()))
@@ -179,10 +183,10 @@ class Sidecar:
         with anyio.CancelScope(shield=True):
             if not self.death:
                 with anyio.move_on_after(CLOSE_PATIENCE_S):
-                    await asyncio.gather(*self._calls(), return_exceptions=True)
+                    await self._last_call()
                     if self.session.phase == "paused":
                         await self.engine.resume()
-            tasks = [*self._tasks, *self._calls()]
+            tasks = [*self._tasks, *([self._caller] if self._caller else [])]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -248,16 +252,40 @@ class Sidecar:
             elif isinstance(effect, Note):
                 peer.note(effect)
             else:
-                self._under_way = asyncio.create_task(self._call(effect))
+                assert self._next_call is None, "the machine makes one call at a time"
+                self._next_call = effect
+                self._wake_caller()
         if self.session.next_deadline_ms(peer.link.last_heard_ms) is not None:
             peer.arm()
 
-    def _calls(self) -> list[asyncio.Task[None]]:
-        """The engine call under way, if there is one."""
-        return [self._under_way] if self._under_way is not None else []
+    # -- engine calls -----------------------------------------------------------
 
-    async def _call(self, call: Call) -> None:
-        """Run one engine call and give its result to the machine."""
+    async def _make_calls(self) -> None:
+        """Make the calls that the machine asks for, one after the other."""
+        while True:
+            call, self._next_call = self._next_call, None
+            if call is not None:
+                await self._make(call)
+            elif self._closing:
+                return
+            else:
+                self._wake = asyncio.get_running_loop().create_future()
+                await self._wake
+                self._wake = None
+
+    def _wake_caller(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    async def _last_call(self) -> None:
+        """Return when the call under way, and what follows it, is over."""
+        self._closing = True
+        self._wake_caller()
+        if self._caller is not None:
+            await asyncio.wait([self._caller])
+
+    async def _make(self, call: Call) -> None:
+        """Make one engine call and give its result to the machine."""
         assert self._peer is not None
         try:
             in_flight = await self._do(call)
