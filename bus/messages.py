@@ -12,11 +12,17 @@ wire name           from → to                      effect
 JOIN                peer → broker                  the peer is known and has its facts
 WELCOME             broker → peer                  the join is accepted
 HEARTBEAT           peer → broker                  the peer lives; its present state
+CORE_STATUS         engine → broker                where its core stands: step, wave, phase
 HEARTBEAT_ACK       broker → peer                  the broker lives
 LEAVE               peer → broker                  the peer goes, in order
 PAUSE_LOCAL         trainer → broker → engines     pause, phase 1: schedule nothing new
 PAUSE_GLOBAL        broker → engines               pause, phase 2: idle on the device
 RESUME              trainer → broker → engines     schedule again
+FIRST_REQ           gateway → broker               an idle DP group got a request
+FIRST_REQ_HELD      broker → gateway               it is paused or down; kept, starts later
+START_DP_WAVE       broker → gateway               every rank joins this wave
+WAVE_STARTED        gateway or rank 0 → broker     this wave runs
+WAVE_COMPLETE       gateway or rank 0 → broker     every rank is idle; the next wave is one more
 TRANSFER_INIT       trainer → broker → engines     open the out-of-band transport
 ARM                 trainer → broker → engines     the manifest; engines check it
 UPDATE_START        trainer → broker → engines     get ready to load
@@ -68,8 +74,15 @@ Shape: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=16)]
 Shapes: TypeAlias = Annotated[tuple[Shape, ...], Meta(max_length=MAX_TENSORS)]
 Counts: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_TENSORS)]
 
-Role: TypeAlias = Literal["trainer", "engine", "observer"]
+MAX_REQUEST_IDS: Final = 4096
+RequestIds: TypeAlias = Annotated[tuple[ShortText, ...], Meta(max_length=MAX_REQUEST_IDS)]
+
+Role: TypeAlias = Literal["trainer", "engine", "gateway", "observer"]
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
+# What a `wait` pause becomes at its deadline.
+Escalation: TypeAlias = Literal["keep", "abort"]
+# What an engine's core does, by its status page; empty: it has none.
+CorePhase: TypeAlias = Literal["", "idle", "work", "step", "dummy", "sync", "barrier"]
 # What an engine says of itself, in its heartbeats and when it joins.
 Phase: TypeAlias = Literal[
     "running", "pausing", "paused", "resuming", "armed", "updating", "quarantined"
@@ -124,11 +137,24 @@ class EngineFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayFacts:
+    """The coordinator of one DP group, and where its waves stand when it joins."""
+
+    dp_group: Name
+    dp_size: Annotated[int, Meta(ge=1)]
+    wave: Count
+    running: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Join:
+    """``engine`` or ``gateway`` is set for just that role."""
+
     role: Role
     host: ShortText
     pid: Count
     engine: EngineFacts | None
+    gateway: GatewayFacts | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +175,18 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
+class CoreStatus:
+    """A DP rank's status page, as its sidecar has just read it: what the engine's core
+    does, since when, its steps so far, its wave, and how many requests it has."""
+
+    phase: CorePhase
+    since_ms: float
+    step: Count
+    wave: Count
+    requests: Count
+
+
+@dataclass(frozen=True, slots=True)
 class HeartbeatAck:
     version: Count
 
@@ -163,7 +201,8 @@ class PauseLocal:
     """``lease_ms``: how long an engine stays paused once nobody renews the pause.
 
     ``timeout_ms``: how long the caller waits for the whole pause; the pause goes
-    on and is recovered forward when it passes.
+    on and is recovered forward when it passes. ``wait_ms`` (mode ``wait`` only, 0: no
+    end): when requests still run after it, the pause becomes ``escalate``.
     """
 
     update_id: UpdateId
@@ -171,6 +210,8 @@ class PauseLocal:
     clear_cache: bool
     lease_ms: Count
     timeout_ms: Count
+    wait_ms: Count
+    escalate: Escalation
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +222,49 @@ class PauseGlobal:
 @dataclass(frozen=True, slots=True)
 class Resume:
     update_id: UpdateId
+
+
+@dataclass(frozen=True, slots=True)
+class FirstReq:
+    """Rank ``rank`` of an idle DP group got a request; ``wave`` is the one to start."""
+
+    dp_group: Name
+    rank: Count
+    wave: Count
+
+
+@dataclass(frozen=True, slots=True)
+class FirstReqHeld:
+    """Kept until the DP group may run again; ``reason`` says why not now."""
+
+    dp_group: Name
+    wave: Count
+    reason: ShortText
+
+
+@dataclass(frozen=True, slots=True)
+class StartDpWave:
+    """Every rank but ``excluded`` (none, if it is None) joins the wave, with dummy
+    batches until all are idle."""
+
+    dp_group: Name
+    wave: Count
+    excluded: Count | None
+
+
+@dataclass(frozen=True, slots=True)
+class WaveStarted:
+    """``local``: decided without the broker, which had not answered."""
+
+    dp_group: Name
+    wave: Count
+    local: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WaveComplete:
+    dp_group: Name
+    wave: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +350,26 @@ class EngineView:
     pid: Count
     last_heard_ms: float
     backends: tuple[ShortText, ...]
+    core_phase: CorePhase
+    core_since_ms: float
+    core_step: Count
+    core_wave: Count
+
+
+@dataclass(frozen=True, slots=True)
+class DpGroupView:
+    """``state`` is the wave machine's; ``health`` is ok, slow, wedged or down, and
+    ``diagnosis`` says why in words."""
+
+    name: ShortText
+    state: ShortText
+    wave: Count
+    ranks: Count
+    size: Count
+    first_req: bool
+    gateway: ShortText
+    health: ShortText
+    diagnosis: LongText
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +394,7 @@ class GroupStatus:
     update_id: UpdateId
     waiting_for: Annotated[tuple[ShortText, ...], Meta(max_length=16_384)]
     engines: Annotated[tuple[EngineView, ...], Meta(max_length=16_384)]
+    dp_groups: Annotated[tuple[DpGroupView, ...], Meta(max_length=16_384)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +430,9 @@ class Ack:
 
     ``chunk`` counts only for the step ``chunk``. ``duration_ms`` is what the
     engine took. ``in_flight`` is the number of requests it holds. ``outcome``
-    says what an ABORT found: ``untouched``, ``restored`` or ``partial``.
+    says what an ABORT found: ``untouched``, ``restored`` or ``partial``; and of a
+    ``wait`` pause whether it ``drained``, or was ``escalated``. ``waited_for`` are
+    the requests that a ``wait`` pause still waited for at its deadline.
     """
 
     step: Step
@@ -334,6 +441,7 @@ class Ack:
     in_flight: Count
     duration_ms: float
     outcome: ShortText
+    waited_for: RequestIds
 
 
 class NackCode(StrEnum):
@@ -391,7 +499,8 @@ class GroupAck:
     ``excluded`` names engines that fell out on the way (dead or quarantined).
     ``in_flight`` is summed over the engines; ``slowest`` is who acked last.
     ``paused_ms`` (with ``resume`` only) is the time from the first PAUSE_LOCAL to
-    the last RESUME ack.
+    the last RESUME ack. ``escalated`` names engines whose ``wait`` pause came to its
+    deadline, ``waited_for`` the requests that it waited for until then.
     """
 
     step: Step
@@ -404,17 +513,25 @@ class GroupAck:
     slowest_ms: float
     duration_ms: float
     paused_ms: float
+    escalated: Annotated[tuple[ShortText, ...], Meta(max_length=16_384)]
+    waited_for: RequestIds
 
 
 Message: TypeAlias = (
     Join
     | Welcome
     | Heartbeat
+    | CoreStatus
     | HeartbeatAck
     | Leave
     | PauseLocal
     | PauseGlobal
     | Resume
+    | FirstReq
+    | FirstReqHeld
+    | StartDpWave
+    | WaveStarted
+    | WaveComplete
     | TransferInit
     | Arm
     | UpdateStart
@@ -435,11 +552,17 @@ WIRE_NAMES: Final[dict[type[Message], str]] = {
     Join: "JOIN",
     Welcome: "WELCOME",
     Heartbeat: "HEARTBEAT",
+    CoreStatus: "CORE_STATUS",
     HeartbeatAck: "HEARTBEAT_ACK",
     Leave: "LEAVE",
     PauseLocal: "PAUSE_LOCAL",
     PauseGlobal: "PAUSE_GLOBAL",
     Resume: "RESUME",
+    FirstReq: "FIRST_REQ",
+    FirstReqHeld: "FIRST_REQ_HELD",
+    StartDpWave: "START_DP_WAVE",
+    WaveStarted: "WAVE_STARTED",
+    WaveComplete: "WAVE_COMPLETE",
     TransferInit: "TRANSFER_INIT",
     Arm: "ARM",
     UpdateStart: "UPDATE_START",

@@ -212,7 +212,7 @@ class Sidecar:
             phase=self.session.phase,
             update_id=self.session.shown_id,
         )
-        return Join("engine", HOST, PID, facts)
+        return Join("engine", HOST, PID, facts, None)
 
     def _beat(self) -> Heartbeat:
         session = self.session

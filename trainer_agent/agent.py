@@ -134,7 +134,7 @@ class TrainerAgent:
             boot=boot,
             transport=self._transport or ZmqClient(self.broker, route_of(self.name, boot)),
             scheduler=AsyncioScheduler(),
-            join=lambda: Join("trainer", HOST, PID, None),
+            join=lambda: Join("trainer", HOST, PID, None, None),
             beat=lambda: Heartbeat("running", 0, 0, ""),
             on_message=self._on_message,
             on_state=self._on_state,
@@ -329,7 +329,7 @@ class TrainerAgent:
         return await self._step(arm)
 
     async def _pause(self, update_id: str, mode: PauseMode, *, clear_cache: bool) -> GroupAck:
-        ask = PauseLocal(update_id, mode, clear_cache, self.lease_ms, int(self.timeout_s * 1000))
+        ask = PauseLocal(update_id, mode, clear_cache, self.lease_ms, int(self.timeout_s * 1000), 0, "keep")
         ack = await self._step(ask)
         self._window = (update_id, self._link_epoch())
         return ack

@@ -194,10 +194,12 @@ def ack(
     in_flight: int = 0,
     took_ms: float = 0.0,
     outcome: str = "",
+    waited_for: tuple[str, ...] = (),
 ) -> Send:
     """An engine's ACK."""
+    took_ms = round(took_ms, 3)
     return Send(
-        Ack(step, update_id, chunk, in_flight, round(took_ms, 3), outcome), reply_to=reply_to
+        Ack(step, update_id, chunk, in_flight, took_ms, outcome, waited_for), reply_to=reply_to
     )
 
 

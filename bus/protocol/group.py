@@ -506,7 +506,7 @@ class Group:
     def _group_ack(self, step: Step, update_id: str) -> GroupAck:
         """An answer for what was done before, or needed nothing done."""
         engines, excluded = len(self.roster.engines), tuple(self.update.excluded)
-        return GroupAck(step, update_id, self.version, engines, excluded, 0, "", 0.0, 0.0, 0.0)
+        return GroupAck(step, update_id, self.version, engines, excluded, 0, "", 0.0, 0.0, 0.0, (), ())
 
     def _note(self, event: str, update_id: str, level: str, fields: Mapping[str, object]) -> Note:
         common = {"group": self.name, "update_id": update_id, "epoch": self.epoch}

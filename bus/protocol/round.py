@@ -20,12 +20,14 @@ class Round:
     __slots__ = (
         "asked_ms",
         "engines",
+        "escalated",
         "in_flight",
         "message",
         "resent_ms",
         "slowest",
         "slowest_ms",
         "step",
+        "waited_for",
         "waiting",
     )
 
@@ -39,6 +41,8 @@ class Round:
         self.in_flight = 0
         self.slowest = ""
         self.slowest_ms = 0.0
+        self.escalated: set[str] = set()  # whose `wait` pause came to its deadline,
+        self.waited_for: list[str] = []  # and the requests that it waited for until then
 
     def ack(self, name: str, ack: Ack, now_ms: float) -> bool:
         """Take an engine's ack; False if it was not waited for (a duplicate)."""
@@ -48,6 +52,9 @@ class Round:
         self.in_flight += ack.in_flight
         self.slowest = name
         self.slowest_ms = now_ms - self.asked_ms
+        if ack.waited_for:
+            self.escalated.add(name)
+            self.waited_for += ack.waited_for
         return True
 
     def drop(self, names: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from bus.messages import (
+    MAX_REQUEST_IDS,
     Abort,
     Arm,
     Commit,
@@ -70,6 +71,8 @@ def done_ack(
         slowest_ms=round(current.slowest_ms, 3),
         duration_ms=round(now_ms - since_ms, 3),
         paused_ms=round(now_ms - pause.asked_ms, 3) if step is Step.RESUME else 0.0,
+        escalated=tuple(sorted(current.escalated)),
+        waited_for=tuple(current.waited_for[:MAX_REQUEST_IDS]),
     )
 
 

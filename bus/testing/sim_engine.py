@@ -176,7 +176,7 @@ class SimEngine:
             phase=session.phase,
             update_id=session.shown_id,
         )
-        return Join("engine", "sim", 1, facts)
+        return Join("engine", "sim", 1, facts, None)
 
     def _beat(self) -> Heartbeat:
         session = self.session

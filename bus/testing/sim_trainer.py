@@ -131,7 +131,7 @@ class SimTrainer:
             boot=boot,
             transport=network.client(route_of(name, boot)),
             scheduler=scheduler,
-            join=lambda: Join("trainer", "sim", 1, None),
+            join=lambda: Join("trainer", "sim", 1, None, None),
             beat=lambda: Heartbeat("running", 0, 0, ""),
             on_message=self._on_message,
             on_state=self._on_state,
@@ -278,7 +278,7 @@ class SimTrainer:
         return (yield from self._step(Commit(update_id, armed.version, f"p{payload}")))
 
     def _pause(self, update_id: str, mode: PauseMode) -> Steps:
-        ask = PauseLocal(update_id, mode, True, self.lease_ms, self.timeout_ms)
+        ask = PauseLocal(update_id, mode, True, self.lease_ms, self.timeout_ms, 0, "keep")
         done = yield from self._step(ask)
         self._held = (update_id, self.peer.link.epoch)
         return done

@@ -60,14 +60,14 @@ def _frame(message: Message, *, sender: str, reply_to: int) -> bytes:
 def phases() -> list[tuple[bytes, bytes]]:
     """The frames of a round: each phase's command, and the ack it gets."""
     commands: list[tuple[Message, Step]] = [
-        (PauseLocal(_UPDATE_ID, "keep", True, 30_000, 300_000), Step.PAUSE_LOCAL),
+        (PauseLocal(_UPDATE_ID, "keep", True, 30_000, 300_000, 0, "keep"), Step.PAUSE_LOCAL),
         (PauseGlobal(_UPDATE_ID), Step.PAUSE_GLOBAL),
         (Resume(_UPDATE_ID), Step.RESUME),
     ]
     return [
         (
             _frame(command, sender="broker", reply_to=0),
-            _frame(Ack(step, _UPDATE_ID, 0, 0, 0.123, ""), sender="engine-100", reply_to=1000),
+            _frame(Ack(step, _UPDATE_ID, 0, 0, 0.123, "", ()), sender="engine-100", reply_to=1000),
         )
         for command, step in commands
     ]

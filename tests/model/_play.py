@@ -351,7 +351,7 @@ class Play:
             Resume(session.pause.update_id),
             Abort(session.update.update_id, "a ghost"),
             Commit(session.update.update_id, session.version + 1, ""),
-            PauseLocal("u0-ghost", "abort", True, 10_000, 10_000),
+            PauseLocal("u0-ghost", "abort", True, 10_000, 10_000, 0, "keep"),
         )[index % 4]
         frame = codec.encode(
             Envelope(

@@ -84,7 +84,7 @@ def engine_join(
     )
 
 
-TRAINER_JOIN = Join("trainer", "host", 8, None)
+TRAINER_JOIN = Join("trainer", "host", 8, None, None)
 
 
 def peer(name: str, engine: EngineFacts | None = None, *, boot: int = 1) -> Peer:

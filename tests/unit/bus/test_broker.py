@@ -47,9 +47,9 @@ CONFIG = BrokerConfig(
     heartbeat_ms=1000, peer_timeout_ms=5000, retry_ms=1000, step_timeout_ms=30_000
 )
 MANIFEST = make_manifest(("a", "b"))
-PAUSE = PauseLocal("u1", "keep", True, 10_000, 60_000)
+PAUSE = PauseLocal("u1", "keep", True, 10_000, 60_000, 0, "keep")
 BEAT = Heartbeat("running", 0, 0, "")
-OBSERVER = Join("observer", "h", 1, None)
+OBSERVER = Join("observer", "h", 1, None, None)
 
 
 class Bench:
@@ -99,7 +99,7 @@ class Bench:
         return effects
 
     def ack(self, name: str, step: Step, update_id: str = "u1", chunk: int = 0) -> list[Effect]:
-        return self.say(name, Ack(step, update_id, chunk, 0, 1.0, ""))
+        return self.say(name, Ack(step, update_id, chunk, 0, 1.0, "", ()))
 
     def all_ack(self, step: Step, update_id: str = "u1", chunk: int = 0) -> list[Effect]:
         effects: list[Effect] = []
@@ -147,7 +147,7 @@ def test_a_join_is_welcomed_with_what_the_peer_needs(bench: Bench) -> None:
 
 def test_a_refused_join_leaves_no_trace(bench: Bench) -> None:
     """And says when to try again."""
-    nack = nack_in(bench.say("e0", Join("engine", "h", 1, None)))
+    nack = nack_in(bench.say("e0", Join("engine", "h", 1, None, None)))
     assert (nack.code, nack.field, nack.retry_after_ms) == (NackCode.MALFORMED, "engine", 1000)
     assert not bench.broker.groups
     assert not len(bench.broker.peers)
@@ -264,8 +264,8 @@ ALL: dict[str, Message] = {
     "WAIT_ENGINES": WaitEngines(1, 10),
     "GROUP_VIEW": GroupView((), 0),
     "STATUS": Status("b", 0.0, 0.0, 0, 0, ()),
-    "ACK": Ack(Step.ARM, "u1", 0, 0, 0.0, ""),
-    "GROUP_ACK": GroupAck(Step.ARM, "u1", 0, 0, (), 0, "", 0.0, 0.0, 0.0),
+    "ACK": Ack(Step.ARM, "u1", 0, 0, 0.0, "", ()),
+    "GROUP_ACK": GroupAck(Step.ARM, "u1", 0, 0, (), 0, "", 0.0, 0.0, 0.0, (), ()),
 }
 MAY = {
     "engine": {"ACK"},
@@ -447,9 +447,9 @@ def test_a_lease_shorter_than_a_missed_peer_is_refused(bench: Bench) -> None:
     """An engine could run again while its group still counts it as paused."""
     bench.engine("e0")
     bench.trainer()
-    nack = nack_in(bench.say("t", PauseLocal("u1", "keep", True, 9_999, 60_000)))
+    nack = nack_in(bench.say("t", PauseLocal("u1", "keep", True, 9_999, 60_000, 0, "keep")))
     assert (nack.code, nack.field) == (NackCode.MALFORMED, "lease_ms")
-    assert only(bench.say("t", PauseLocal("u1", "keep", True, 10_000, 60_000)), PauseLocal)
+    assert only(bench.say("t", PauseLocal("u1", "keep", True, 10_000, 60_000, 0, "keep")), PauseLocal)
 
 
 def test_a_dp_group_that_lacks_ranks_is_not_paused(bench: Bench) -> None:
@@ -468,7 +468,7 @@ def test_a_dp_group_that_lacks_ranks_is_not_paused(bench: Bench) -> None:
 def test_a_second_pause_waits_for_the_first(bench: Bench) -> None:
     """It is refused, with what is under way."""
     bench.paused()
-    nack = nack_in(bench.say("t", PauseLocal("u2", "keep", True, 10_000, 60_000)))
+    nack = nack_in(bench.say("t", PauseLocal("u2", "keep", True, 10_000, 60_000, 0, "keep")))
     assert nack.code is NackCode.WRONG_STATE
     assert "u1" in nack.detail
 

@@ -28,8 +28,8 @@ from bus.protocol.effects import Note, Send
 from tests.unit.bus._builders import nack_in
 
 FACTS = EngineFacts("sim", "sim 1", "m", "dp0", 0, 1, 1, ("sim",), "", 0, "running", "")
-JOIN = Join("engine", "host", 7, FACTS)
-PAUSE = PauseLocal("u1", "keep", True, 30_000, 60_000)
+JOIN = Join("engine", "host", 7, FACTS, None)
+PAUSE = PauseLocal("u1", "keep", True, 30_000, 60_000, 0, "keep")
 BEAT = Heartbeat("running", 0, 0, "")
 DEEP = b"\x91" * 5000 + b"\xc0"
 

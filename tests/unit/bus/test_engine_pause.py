@@ -29,7 +29,7 @@ class Driver:
         self.calls: list[object] = []
 
     def local(self, update_id: str = "u1", msg_id: int = 1, lease_ms: int = 5000) -> list[object]:
-        message = PauseLocal(update_id, "keep", True, lease_ms, 60_000)
+        message = PauseLocal(update_id, "keep", True, lease_ms, 60_000, 0, "keep")
         return self._issue(self.pause.local(msg_id, message))
 
     def globally(self, update_id: str = "u1", msg_id: int = 2) -> list[object]:

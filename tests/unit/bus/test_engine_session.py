@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from bus.messages import Message
 
 MANIFEST = make_manifest(("a", "b"))
-PAUSE = PauseLocal("u1", "keep", True, 5_000, 60_000)
+PAUSE = PauseLocal("u1", "keep", True, 5_000, 60_000, 0, "keep")
 
 
 class Driver:
@@ -274,7 +274,7 @@ def test_a_pause_behind_an_arm_that_is_refused_is_still_made() -> None:
     driver.command(TransferInit("sim", b""))
     driver.returned()
     driver.command(make_arm("u1", MANIFEST, version=4))
-    assert only(driver.command(PauseLocal("u2", "keep", True, 5_000, 60_000)), Ack)
+    assert only(driver.command(PauseLocal("u2", "keep", True, 5_000, 60_000, 0, "keep")), Ack)
     assert isinstance(driver.running, CallArm)
     assert only(driver.failed(), Nack).step is Step.ARM
     assert isinstance(driver.running, CallPause)

@@ -174,7 +174,7 @@ def test_a_refusal_at_arm_leaves_nothing_armed_and_all_running() -> None:
 def test_a_lease_that_is_too_short_is_refused() -> None:
     """By the broker, before anybody is asked."""
     scene = Scene(1)
-    assert scene.refused(PauseLocal("u9", "keep", True, 10, 1000)) is NackCode.MALFORMED
+    assert scene.refused(PauseLocal("u9", "keep", True, 10, 1000, 0, "keep")) is NackCode.MALFORMED
     assert scene.engine("e0").commands == []
 
 

@@ -36,7 +36,7 @@ class Driver:
         engine = facts() if role == "engine" else None
         self.link = Link(
             group="policy",
-            join=lambda: Join(role, "h", 1, engine),
+            join=lambda: Join(role, "h", 1, engine, None),
             beat=lambda: Heartbeat("running", 0, 0, ""),
             config=CONFIG,
         )
@@ -78,7 +78,7 @@ EVENTS: dict[str, Message] = {
     "group_held": make_nack(NackCode.GROUP_HELD),
     "final": make_nack(NackCode.MALFORMED),
     "stale": make_nack(NackCode.STALE),
-    "other": Ack(Step.ARM, "u1", 0, 0, 0.0, ""),
+    "other": Ack(Step.ARM, "u1", 0, 0, 0.0, "", ()),
 }
 NEXT = {
     (_S.JOINING, "welcome"): _S.JOINED,

@@ -114,7 +114,7 @@ def test_a_group_must_be_named(role: Role) -> None:
     what = engine_join() if role == "engine" else TRAINER_JOIN
     why = failure_of(join(Membership(5000.0), "p", what, group=""))
     assert (why.code, why.field) == (NackCode.MALFORMED, "group")
-    observer = Join("observer", "h", 1, None)
+    observer = Join("observer", "h", 1, None, None)
     assert peer_of(join(Membership(5000.0), "p", observer, group="")).role == "observer"
 
 
@@ -131,7 +131,7 @@ def test_facts_that_contradict_the_role_are_refused(
     role: Role, engine: EngineFacts | None, field: str
 ) -> None:
     """An engine, and nobody else, joins with its facts; its rank is one of its DP group."""
-    why = failure_of(join(Membership(5000.0), "p", Join(role, "h", 1, engine)))
+    why = failure_of(join(Membership(5000.0), "p", Join(role, "h", 1, engine, None)))
     assert (why.code, why.field) == (NackCode.MALFORMED, field)
 
 

@@ -12,7 +12,7 @@ from bus.protocol.pause import TRANSITIONS, PauseEvent, PauseMachine, PauseState
 from tests.unit.bus._builders import LOST, ack
 
 MEMBERS = {"e0": "e0", "e1": "dp1", "e2": "dp1"}
-ASK = PauseLocal("u1", "keep", True, 30_000, 60_000)
+ASK = PauseLocal("u1", "keep", True, 30_000, 60_000, 0, "keep")
 
 
 def machine(state: PauseState) -> PauseMachine:
@@ -78,7 +78,7 @@ def test_a_second_pause_is_illegal_and_changes_nothing(state: PauseState) -> Non
     pause = machine(state)
     before = snapshot(pause)
     with pytest.raises(IllegalTransition):
-        pause.ask(PauseLocal("u2", "keep", True, 1, 1), {"e9": "e9"}, 9.0)
+        pause.ask(PauseLocal("u2", "keep", True, 1, 1, 0, "keep"), {"e9": "e9"}, 9.0)
     assert snapshot(pause) == before
 
 

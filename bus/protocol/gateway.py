@@ -1,0 +1,215 @@
+"""The coordinator of one DP group: what wakes its idle ranks, with the broker or without.
+
+It stands where vLLM's own coordinator does. Front ends tell it of a first request, cores
+tell it that a wave has started or is over, and it starts cores and tells front ends. It
+asks the broker first, since the broker knows whether the group is paused; a broker that
+does not answer in time is not waited for.
+
+::
+
+    state    event      next     what is done
+    IDLE     FIRST_REQ  ASKED    FIRST_REQ to the broker; with no broker: START, OWED
+    ASKED    ALLOWED    OWED     START_DP_WAVE to all cores
+    ASKED    HELD       HELD
+    ASKED    OVERDUE    OWED     START, decided here
+    OWED     OVERDUE    OWED     START again, later each time: a core may have dropped it
+    HELD     ALLOWED    OWED     START
+    HELD     OVERDUE    HELD     START: paused cores drop it, and a broker may be wrong
+    IDLE, ASKED, OWED, HELD
+             STARTED    RUNNING  START to the others, front ends and the broker are told
+    any      COMPLETE   IDLE     front ends and the broker are told
+
+Events that are not in a state's rows change nothing: a FIRST_REQ while one is under way,
+an answer of the broker that nobody waits for.
+
+Invariants:
+
+- The number grows only by what cores say; it is never made up, since cores adopt a
+  greater one unchecked, and drop a smaller one unsaid.
+- START goes to all cores or to none, and excludes nobody after a FIRST_REQ: the rank
+  that got the request may have given it up by then, and would be missed by the others.
+- Front ends hear "running" only when a core has said so: one that believes it sends no
+  FIRST_REQ. After a FIRST_REQ that did not start a wave they hear "not running" again.
+- A FIRST_REQ stays owed until a core says that its wave runs, or is over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from bus.messages import FirstReq, FirstReqHeld, StartDpWave, WaveComplete, WaveStarted
+from bus.protocol.effects import Note, Send
+
+if TYPE_CHECKING:
+    from bus.messages import Message
+
+BROKER_PATIENCE_MS: Final = 5.0
+RETRY_MS: Final = 20.0
+RETRY_MAX_MS: Final = 250.0
+HELD_RETRY_MS: Final = 1000.0
+# Front ends that came late, or missed one, hear the state at least this often.
+PUBLISH_MS: Final = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class StartCores:
+    """START_DP_WAVE to every core, which is ignored by the excluded rank."""
+
+    wave: int
+    excluded: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Tell every front end."""
+
+    wave: int
+    running: bool
+
+
+GatewayEffect: TypeAlias = StartCores | Publish | Send | Note
+
+
+class GatewayState(StrEnum):
+    IDLE = "idle"
+    ASKED = "asked"
+    OWED = "owed"
+    HELD = "held"
+    RUNNING = "running"
+
+
+_S = GatewayState
+
+
+class Gateway:
+    """One DP group's coordinator. Methods take what happened, and return effects."""
+
+    def __init__(self, dp_group: str) -> None:
+        self.dp_group = dp_group
+        self.state = _S.IDLE
+        self.wave = 0
+        self.rank = 0  # that asked last
+        self.local = False  # the wave under way was decided here
+        self._asked_ms = 0.0
+        self._due_ms: float | None = None
+        self._wait_ms = RETRY_MS
+        self._publish_ms = 0.0
+
+    @property
+    def running(self) -> bool:
+        """Whether a core has said so."""
+        return self.state is _S.RUNNING
+
+    # -- from the DP group ------------------------------------------------------
+
+    def first_req(
+        self, rank: int, wave: int, now_ms: float, *, broker: bool
+    ) -> list[GatewayEffect]:
+        """A front end has a request for an idle group. ``broker``: there is one to ask."""
+        if self.state is not _S.IDLE:
+            # It believes that nothing runs, and so it should, unless something does.
+            return [] if self.running else [self._publish(now_ms)]
+        self.wave = max(self.wave, wave)
+        self.rank = rank
+        self._asked_ms = now_ms
+        self._wait_ms = RETRY_MS
+        if not broker:
+            return [*self._start(now_ms, local=True), self._publish(now_ms)]
+        self.state = _S.ASKED
+        self._due_ms = now_ms + BROKER_PATIENCE_MS
+        return [Send(self._first_req()), self._publish(now_ms)]
+
+    def started(self, wave: int, rank: int, now_ms: float) -> list[GatewayEffect]:
+        """A core says that this wave runs; the others may still have to join it."""
+        if wave < self.wave or (wave == self.wave and self.running):
+            return []
+        self.wave = wave
+        self.state = _S.RUNNING
+        self._due_ms = None
+        took: dict[str, object] = {"dp_group": self.dp_group, "wave": wave, "local": self.local}
+        return [
+            StartCores(wave, rank),
+            self._publish(now_ms),
+            Send(WaveStarted(self.dp_group, wave, self.local)),
+            Note("wave_started", "debug", took),
+        ]
+
+    def complete(self, wave: int, now_ms: float) -> list[GatewayEffect]:
+        """Rank 0 says that every rank is idle."""
+        if wave < self.wave:
+            return []
+        self.wave = wave + 1
+        self.state = _S.IDLE
+        self.local = False
+        self._due_ms = None
+        return [self._publish(now_ms), Send(WaveComplete(self.dp_group, wave))]
+
+    # -- from the broker --------------------------------------------------------
+
+    def heard(self, message: Message, now_ms: float) -> list[GatewayEffect]:
+        """The broker's word; one about another wave is old and changes nothing."""
+        match message:
+            case StartDpWave(_, wave, _) if self.state in (_S.ASKED, _S.HELD):
+                return self._start(now_ms, local=False) if wave == self.wave else []
+            case StartDpWave(_, wave, _) if self.state is _S.IDLE and wave == self.wave:
+                # Kept over a pause, by the broker alone: somebody may still wait.
+                return self._start(now_ms, local=False)
+            case FirstReqHeld(_, wave, _) if self.state is _S.ASKED and wave == self.wave:
+                self.state = _S.HELD
+                self._due_ms = now_ms + HELD_RETRY_MS
+            case _:
+                pass
+        return []
+
+    def joined(self, now_ms: float) -> list[GatewayEffect]:
+        """A broker is there (again): what is held or asked is asked anew."""
+        if self.state not in (_S.ASKED, _S.HELD):
+            return []
+        self.state = _S.ASKED
+        self._due_ms = now_ms + BROKER_PATIENCE_MS
+        return [Send(self._first_req())]
+
+    # -- time -------------------------------------------------------------------
+
+    def tick(self, now_ms: float) -> list[GatewayEffect]:
+        """What is overdue."""
+        effects: list[GatewayEffect] = []
+        if self._due_ms is not None and now_ms >= self._due_ms:
+            if self.state is _S.HELD:
+                self._due_ms = now_ms + HELD_RETRY_MS
+                effects += [StartCores(self.wave), Send(self._first_req())]
+            else:
+                if self.state is _S.ASKED:
+                    effects.append(self._note_local(now_ms))
+                effects += self._start(now_ms, local=self.local or self.state is _S.ASKED)
+        if now_ms >= self._publish_ms:
+            effects.append(self._publish(now_ms))
+        return effects
+
+    def next_deadline_ms(self) -> float:
+        """When :meth:`tick` is due."""
+        return self._publish_ms if self._due_ms is None else min(self._due_ms, self._publish_ms)
+
+    def _start(self, now_ms: float, *, local: bool) -> list[GatewayEffect]:
+        self.state = _S.OWED
+        self.local = local
+        self._due_ms = now_ms + self._wait_ms
+        self._wait_ms = min(self._wait_ms * 2, RETRY_MAX_MS)
+        return [StartCores(self.wave)]
+
+    def _publish(self, now_ms: float) -> Publish:
+        self._publish_ms = now_ms + PUBLISH_MS
+        return Publish(self.wave, self.running)
+
+    def _first_req(self) -> FirstReq:
+        return FirstReq(self.dp_group, self.rank, self.wave)
+
+    def _note_local(self, now_ms: float) -> Note:
+        fields: dict[str, object] = {
+            "dp_group": self.dp_group,
+            "wave": self.wave,
+            "silent_ms": round(now_ms - self._asked_ms, 1),
+        }
+        return Note("first_req_decided_locally", "warning", fields)

@@ -1,0 +1,177 @@
+"""The status page of an engine core: 64 bytes that the core writes at every step.
+
+A core that blocks in a collective answers nobody, so what it does must be readable from
+outside: it writes into a small shared page (a file, on tmpfs if there is one), and its
+sidecar reads that. A write is one ``pack_into`` between two bumps of a counter, a
+microsecond or two and no system call; a reader takes what it got between two equal, even
+counters.
+
+Layout (little endian): magic ``WBCP``, layout version, counter, pid, rank, phase, flags,
+step, wave, since (ns of CLOCK_MONOTONIC, the same clock for all processes of a host),
+waiting, running.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, get_args
+
+from bus.errors import WavebusError
+from bus.messages import CorePhase
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Self
+
+PAGE_BYTES: Final = 64
+_MAGIC: Final = b"WBCP"
+_LAYOUT: Final = 1
+_HEAD: Final = struct.Struct("<4sI")
+_COUNTER: Final = struct.Struct("<Q")
+_COUNTER_AT: Final = _HEAD.size
+_BODY: Final = struct.Struct("<IHBBQQQII")
+_BODY_AT: Final = _COUNTER_AT + _COUNTER.size
+_PHASES: Final[tuple[CorePhase, ...]] = get_args(CorePhase)
+_NUMBER: Final = {phase: number for number, phase in enumerate(_PHASES)}
+_READS: Final = 1000
+
+# Flags.
+LOCALLY_PAUSED: Final = 1  # a pause was asked: nothing new is scheduled
+GLOBALLY_PAUSED: Final = 2  # all ranks have agreed: no START_DP_WAVE is obeyed
+STEPPING: Final = 4  # a wave runs, by this rank's own view
+
+
+@dataclass(frozen=True, slots=True)
+class CoreView:
+    """What a page says. ``since_s`` is on ``time.monotonic()``'s clock."""
+
+    pid: int
+    rank: int
+    phase: CorePhase
+    flags: int
+    step: int
+    wave: int
+    since_s: float
+    waiting: int
+    running: int
+
+    def age_ms(self) -> float:
+        """For how long the core has been in its phase."""
+        return max(0.0, (time.monotonic() - self.since_s) * 1000)
+
+
+class CorePage:
+    """The core's end. ``path`` is made, readable for its owner alone; None keeps the page in
+    this process's memory (see :meth:`view`).
+
+    Numbers set by :meth:`count` are written with the next :meth:`enter`.
+    """
+
+    def __init__(self, path: Path | None, *, rank: int = 0) -> None:
+        self.path = path
+        self._rank = rank
+        self._flags = self._step = self._wave = self._waiting = self._running = 0
+        self._writes = 0
+        if path is None:
+            self._memory = mmap.mmap(-1, PAGE_BYTES)
+        else:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+            try:
+                os.ftruncate(descriptor, PAGE_BYTES)
+                self._memory = mmap.mmap(descriptor, PAGE_BYTES)
+            finally:
+                os.close(descriptor)
+        _HEAD.pack_into(self._memory, 0, _MAGIC, _LAYOUT)
+        self.enter("idle")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def count(
+        self, *, step: int, wave: int, flags: int = 0, waiting: int = 0, running: int = 0
+    ) -> None:
+        """New numbers."""
+        self._step, self._wave, self._flags = step, wave, flags
+        self._waiting, self._running = waiting, running
+
+    def enter(self, phase: CorePhase) -> None:
+        """The core begins to do this, now."""
+        memory = self._memory
+        self._writes += 1
+        _COUNTER.pack_into(memory, _COUNTER_AT, 2 * self._writes - 1)
+        _BODY.pack_into(
+            memory,
+            _BODY_AT,
+            os.getpid(),
+            self._rank,
+            _NUMBER[phase],
+            self._flags,
+            self._step,
+            self._wave,
+            time.monotonic_ns(),
+            self._waiting,
+            self._running,
+        )
+        _COUNTER.pack_into(memory, _COUNTER_AT, 2 * self._writes)
+
+    def view(self) -> CoreView:
+        """What the page says."""
+        return _read(self._memory)
+
+    def close(self) -> None:
+        """Let go, and take the file away."""
+        self._memory.close()
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+
+class NoPage(WavebusError):
+    """There is no status page, or it is none of ours."""
+
+
+class PageReader:
+    """The other end, of a page that may come, go, and come again with a new core."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> CoreView:
+        """What the page says now.
+
+        Raises:
+            NoPage: there is none (yet, or any more), or it has another layout.
+        """
+        try:
+            with self.path.open("rb") as file, _mapped(file.fileno(), self.path) as memory:
+                return _read(memory)
+        except OSError as error:
+            raise NoPage(f"{self.path}: {error.strerror}") from error
+
+
+def _mapped(descriptor: int, path: Path) -> mmap.mmap:
+    if os.fstat(descriptor).st_size < PAGE_BYTES:
+        raise NoPage(f"{path}: shorter than a status page")
+    return mmap.mmap(descriptor, PAGE_BYTES, prot=mmap.PROT_READ)
+
+
+def _read(memory: mmap.mmap) -> CoreView:
+    magic, layout = _HEAD.unpack_from(memory)
+    if magic != _MAGIC or layout != _LAYOUT:
+        raise NoPage(f"not a status page of layout {_LAYOUT} (another version of wavebus?)")
+    for _ in range(_READS):
+        (before,) = _COUNTER.unpack_from(memory, _COUNTER_AT)
+        body = _BODY.unpack_from(memory, _BODY_AT)
+        (after,) = _COUNTER.unpack_from(memory, _COUNTER_AT)
+        if before == after and before % 2 == 0:
+            pid, rank, phase, flags, step, wave, since_ns, waiting, running = body
+            return CoreView(
+                pid, rank, _PHASES[phase], flags, step, wave, since_ns / 1e9, waiting, running
+            )
+    raise NoPage("the page's writer ended in the middle of a write")
