@@ -19,6 +19,9 @@ does not answer in time is not waited for.
              STARTED    RUNNING  START to the others, front ends and the broker are told
     any      COMPLETE   IDLE     front ends and the broker are told
 
+Beside it, READY: cores subscribe, and once all have, they are told so, and again whenever
+one subscribes later. Nothing may come to a core before that: START waits for it.
+
 Events that are not in a state's rows change nothing: a FIRST_REQ while one is under way,
 an answer of the broker that nobody waits for.
 
@@ -31,6 +34,7 @@ Invariants:
 - Front ends hear "running" only when a core has said so: one that believes it sends no
   FIRST_REQ. After a FIRST_REQ that did not start a wave they hear "not running" again.
 - A FIRST_REQ stays owed until a core says that its wave runs, or is over.
+- Cores get no START before READY.
 """
 
 from __future__ import annotations
@@ -69,7 +73,12 @@ class Publish:
     running: bool
 
 
-GatewayEffect: TypeAlias = StartCores | Publish | Send | Note
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """READY to every core: all are there. Those that run ignore it."""
+
+
+GatewayEffect: TypeAlias = StartCores | Publish | Ready | Send | Note
 
 
 class GatewayState(StrEnum):
@@ -84,10 +93,17 @@ _S = GatewayState
 
 
 class Gateway:
-    """One DP group's coordinator. Methods take what happened, and return effects."""
+    """One DP group's coordinator. Methods take what happened, and return effects.
 
-    def __init__(self, dp_group: str) -> None:
+    Args:
+        dp_group: its name on the bus.
+        size: how many cores subscribe before any of them may hear of a wave.
+    """
+
+    def __init__(self, dp_group: str, size: int) -> None:
         self.dp_group = dp_group
+        self.size = size
+        self.cores = 0  # subscriptions; a core that reconnects subscribes anew
         self.state = _S.IDLE
         self.wave = 0
         self.rank = 0  # that asked last
@@ -102,7 +118,25 @@ class Gateway:
         """Whether a core has said so."""
         return self.state is _S.RUNNING
 
+    @property
+    def ready(self) -> bool:
+        """Whether every core has subscribed."""
+        return self.cores >= self.size
+
     # -- from the DP group ------------------------------------------------------
+
+    def core_subscribed(self) -> list[GatewayEffect]:
+        """A core listens; what came before that never reached it."""
+        self.cores += 1
+        if not self.ready:
+            return []
+        if self.cores > self.size:
+            return [Ready()]
+        return [Ready(), Note("cores_ready", fields={"dp_group": self.dp_group})]
+
+    def front_subscribed(self, now_ms: float) -> list[GatewayEffect]:
+        """A front end listens; until it hears where things stand, it believes in wave 0."""
+        return [self._publish(now_ms)]
 
     def first_req(
         self, rank: int, wave: int, now_ms: float, *, broker: bool
@@ -130,7 +164,7 @@ class Gateway:
         self._due_ms = None
         took: dict[str, object] = {"dp_group": self.dp_group, "wave": wave, "local": self.local}
         return [
-            StartCores(wave, rank),
+            *self._start_cores(rank),
             self._publish(now_ms),
             Send(WaveStarted(self.dp_group, wave, self.local)),
             Note("wave_started", "debug", took),
@@ -179,7 +213,7 @@ class Gateway:
         if self._due_ms is not None and now_ms >= self._due_ms:
             if self.state is _S.HELD:
                 self._due_ms = now_ms + HELD_RETRY_MS
-                effects += [StartCores(self.wave), Send(self._first_req())]
+                effects += [*self._start_cores(), Send(self._first_req())]
             else:
                 if self.state is _S.ASKED:
                     effects.append(self._note_local(now_ms))
@@ -197,7 +231,10 @@ class Gateway:
         self.local = local
         self._due_ms = now_ms + self._wait_ms
         self._wait_ms = min(self._wait_ms * 2, RETRY_MAX_MS)
-        return [StartCores(self.wave)]
+        return self._start_cores()
+
+    def _start_cores(self, excluded: int | None = None) -> list[GatewayEffect]:
+        return [StartCores(self.wave, excluded)] if self.ready else []
 
     def _publish(self, now_ms: float) -> Publish:
         self._publish_ms = now_ms + PUBLISH_MS

@@ -80,7 +80,7 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> None:
             return
 
 
-class _Readable(ABC):
+class Readable(ABC):
     """A zmq socket in an asyncio loop."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
@@ -135,7 +135,7 @@ class _Readable(ABC):
             self.socket.close()
 
 
-class ZmqServer(_Readable):
+class ZmqServer(Readable):
     """The broker's ROUTER, bound to ``address`` (``tcp://127.0.0.1:7710``; port ``*`` or 0:
     any free one, see :attr:`address`).
 
@@ -193,7 +193,7 @@ class ZmqServer(_Readable):
         return unreachable
 
 
-class ZmqClient(_Readable):
+class ZmqClient(Readable):
     """A peer's DEALER, connected to the broker at ``address``.
 
     ``route`` must be unique among all peers and all lives of them.
