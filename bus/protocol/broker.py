@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 from bus.messages import (
     Ack,
+    CoreStatus,
     Envelope,
+    FirstReq,
     Heartbeat,
     HeartbeatAck,
     Join,
@@ -24,6 +26,8 @@ from bus.messages import (
     Status,
     StatusRequest,
     Step,
+    WaveComplete,
+    WaveStarted,
     Welcome,
 )
 from bus.protocol.effects import Effect, Note, Send
@@ -38,6 +42,8 @@ BROKER_NAME: Final = "broker"
 # A pause must outlive what the bus needs to miss a peer, or an engine could run
 # again while its group still counts it as paused.
 LEASE_PER_PEER_TIMEOUT: Final = 2
+
+WAVE_WORDS: Final = (FirstReq, WaveStarted, WaveComplete)
 
 _PHASE_AFTER: Final[dict[Step, Phase]] = {
     Step.PAUSE_LOCAL: "pausing",
@@ -144,6 +150,8 @@ class Broker:
             if peer.role == "engine" and group is not None:
                 beat += group.heard(peer, message)
             return beat
+        if isinstance(message, CoreStatus) and peer.role == "engine" and group is not None:
+            return group.waves.core_status(peer, message, now_ms)
         if isinstance(message, Leave):
             return self._gone(peer, "peer_left", message.reason or "left", now_ms)
         if isinstance(message, StatusRequest):
@@ -153,6 +161,8 @@ class Broker:
                 return group.nacked(peer.name, message, now_ms)
             note = {"peer": peer.name, "code": message.code.value, "detail": message.detail}
             return [Note("peer_nack", "warning", note)]
+        if peer.role == "gateway" and group is not None and isinstance(message, WAVE_WORDS):
+            return group.waves.told(peer, envelope.id, message)
         if peer.role == "trainer" and group is not None:
             return group.command(peer, envelope.id, envelope.epoch, message, now_ms)
         return self._forbidden(peer, envelope)
@@ -206,6 +216,8 @@ class Broker:
         ]
         if peer.role == "engine" and group is not None:
             effects += group.joined(peer, now_ms)
+        elif peer.role == "gateway" and group is not None:
+            effects += group.waves.gateway_joined(peer)
         return effects
 
     def _admit(
@@ -305,6 +317,8 @@ class Broker:
         group = self.groups.get(peer.group)
         if group is None:
             return effects
+        if peer.role == "gateway":
+            return effects + group.waves.gateway_lost(peer)
         if peer.role == "engine":
             failure = Failure(NackCode.PEER_LOST, reason, peer.name)
             return effects + group.lost(peer, failure, now_ms)

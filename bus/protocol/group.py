@@ -49,6 +49,7 @@ from bus.protocol.pause import PauseMachine, PauseState
 from bus.protocol.refusal import Declined, wrong_state
 from bus.protocol.roster import Roster
 from bus.protocol.update import UNSAFE, UpdateMachine, UpdateState
+from bus.protocol.waves import Waves
 from bus.protocol.wording import (
     DONE_EVENTS,
     PAUSE_STEPS,
@@ -81,6 +82,7 @@ class Group:
         self.version = 0
         self.holding = Holding(name)
         self.roster = Roster(name)
+        self.waves = Waves(name, lambda: self.epoch)
         self.pause = PauseMachine(self.roster.staying)
         self.update = UpdateMachine()
         self._manifest: Manifest | None = None
@@ -194,8 +196,8 @@ class Group:
                 )
             )
         members = self.roster.members()
-        self.roster.check_whole(members)
         self._orphaned = False
+        self.waves.pause_asked(set(members.values()))
         fields = {"mode": message.mode, "engines": len(members)}
         return [
             self._note("pause_asked", message.update_id, "info", fields),
@@ -270,13 +272,14 @@ class Group:
         in_it = peer.name in self.pause.members or peer.name in self.update.members
         self.roster.add(peer, late=self._busy() and not in_it)
         self.version = max(self.version, peer.version)
-        return self._serve_waiters(now_ms)
+        return self.waves.joined(peer) + self._serve_waiters(now_ms)
 
     def lost(self, peer: Peer, failure: Failure, now_ms: float) -> list[Effect]:
         """An engine is gone: left, silent, or dead."""
         if not self.roster.remove(peer):
             return []
-        effects = self._obey(self.update.lost(peer.name, failure), now_ms)
+        effects = self.waves.lost(peer, failure.detail, now_ms)
+        effects += self._obey(self.update.lost(peer.name, failure), now_ms)
         effects += self._obey(self.pause.lost(peer.name, failure, now_ms), now_ms)
         return effects + self._settle(now_ms)
 
@@ -287,23 +290,41 @@ class Group:
         peer.in_flight = beat.in_flight
         self.version = max(self.version, beat.version)
         self.roster.told(peer.name, beat.phase)
-        running = self.pause.state is PauseState.RUNNING
-        if beat.phase == "paused" and running and peer.name not in self.roster.staying():
-            stray: Message = Resume(beat.update_id)
-        elif beat.phase in ("armed", "updating") and self.update.state is UpdateState.IDLE:
+        effects = self.waves.moved(peer.name, self.pause.members)
+        return effects + self._bring_back(peer, beat)
+
+    def _bring_back(self, peer: Peer, beat: Heartbeat) -> list[Effect]:
+        """What an engine needs that a pause or an update has left behind."""
+        names: Iterable[str] = (peer.name,)
+        stray: Message
+        if beat.phase in ("armed", "updating") and self.update.state is UpdateState.IDLE:
             stray = Abort(beat.update_id, "the bus knows nothing of this update")
+        elif self.pause.state is not PauseState.RUNNING or self.roster.broken(peer.name):
+            return []
+        elif beat.phase == "paused" and peer.name not in self.roster.staying():
+            # Of a DP group, all have paused, or this one would not have; those that
+            # have resumed wait for it.
+            stray = Resume(beat.update_id)
+        elif beat.phase == "pausing" and self.roster.still_pausing(peer.name):
+            names = [name for name in self.roster.mates(peer.name) if name != peer.name]
+            stray = self._complete(beat.update_id)
         else:
             return []
         fields = {"peer": peer.name, "phase": beat.phase}
-        return [
-            self._note("stray", beat.update_id, "warning", fields),
-            Send(stray, (peer.route,), 0, self.name, self.epoch),
-        ]
+        return [self._note("stray", beat.update_id, "warning", fields), self._send(stray, names)]
+
+    def _complete(self, update_id: str) -> PauseLocal:
+        """Half-made: the mates are asked too, so that it completes, and all can resume."""
+        lease_ms, timeout_ms = int(self.min_lease_ms), int(self.step_timeout_ms)
+        return PauseLocal(update_id, "keep", False, lease_ms, timeout_ms, 0, "keep")
 
     def acked(self, name: str, ack: Ack, now_ms: float) -> list[Effect]:
         """An engine's ack: the hot path; until the last one it changes a set and no more."""
         if ack.step in PAUSE_STEPS:
             instructions = self.pause.acked(name, ack, now_ms)
+            if name in self.waves:
+                moved = self.waves.moved(name, self.pause.members)
+                return moved + (self._obey(instructions, now_ms) if instructions else [])
         else:
             if ack.step is Step.ABORT and self.roster.aborted(name, ack.outcome):
                 fields = {"peer": name, "reason": self.roster.quarantined[name]}
@@ -352,7 +373,10 @@ class Group:
             if now_ms - each.asked_ms > self.step_timeout_ms:
                 effects += self._overdue(each, now_ms)
             elif each.overdue(self.retry_ms, now_ms):
-                effects.append(self._send(each.message, sorted(each.waiting)))
+                if each is self.pause.round:
+                    effects += self._obey(self.pause.retry(), now_ms)
+                else:
+                    effects.append(self._send(each.message, sorted(each.waiting)))
         effects += self._obey(self.pause.expire(now_ms), now_ms)
         for msg_id, (wait, deadline_ms) in list(self.holding.requests.waiters.items()):
             if now_ms >= deadline_ms:
@@ -421,7 +445,8 @@ class Group:
             self.roster.committed(self.update.members, self.version)
         elif done.step is Step.RESUME:
             self._last_resumed = self.pause.update_id
-        answer = done_ack(done, self.pause, self.update, self.version, now_ms)
+        left_out = self.roster.left_out()
+        answer = done_ack(done, self.pause, self.update, self.version, left_out, now_ms)
         fields = done_fields(done, answer, self.update)
         note = self._note(DONE_EVENTS[done.step], answer.update_id, "info", fields)
         return [note, *self.holding.answer((done.step, done.chunk), answer)]
@@ -478,6 +503,7 @@ class Group:
             update_id=update_id,
             waiting_for=tuple(sorted({n for each in self._rounds() for n in each.waiting})),
             engines=self.roster.views(now_ms),
+            dp_groups=self.waves.views(),
         )
 
     def _busy(self) -> bool:
@@ -506,7 +532,9 @@ class Group:
     def _group_ack(self, step: Step, update_id: str) -> GroupAck:
         """An answer for what was done before, or needed nothing done."""
         engines, excluded = len(self.roster.engines), tuple(self.update.excluded)
-        return GroupAck(step, update_id, self.version, engines, excluded, 0, "", 0.0, 0.0, 0.0, (), ())
+        return GroupAck(
+            step, update_id, self.version, engines, excluded, 0, "", 0.0, 0.0, 0.0, (), ()
+        )
 
     def _note(self, event: str, update_id: str, level: str, fields: Mapping[str, object]) -> Note:
         common = {"group": self.name, "update_id": update_id, "epoch": self.epoch}

@@ -22,7 +22,16 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from bus.errors import UsageError
 from bus.ids import check_name
-from bus.messages import EngineFacts, EngineView, Join, NackCode, Phase, Role
+from bus.messages import (
+    CoreStatus,
+    EngineFacts,
+    EngineView,
+    GatewayFacts,
+    Join,
+    NackCode,
+    Phase,
+    Role,
+)
 from bus.protocol.instructions import Failure
 
 if TYPE_CHECKING:
@@ -43,6 +52,8 @@ class Peer:
     last_seq: int
     last_heard_ms: float
     facts: EngineFacts | None
+    gateway: GatewayFacts | None = None
+    core: CoreStatus | None = None
     phase: Phase = "running"
     version: int = 0
     in_flight: int = 0
@@ -64,6 +75,10 @@ class Peer:
             pid=self.pid,
             last_heard_ms=round(now_ms - self.last_heard_ms, 1),
             backends=self.facts.backends,
+            core_phase=self.core.phase if self.core else "",
+            core_since_ms=round(self.core.since_ms, 1) if self.core else 0.0,
+            core_step=self.core.step if self.core else 0,
+            core_wave=self.core.wave if self.core else 0,
         )
 
 
@@ -110,6 +125,7 @@ class Membership:
             last_seq=seq,
             last_heard_ms=now_ms,
             facts=join.engine,
+            gateway=join.gateway,
         )
         if join.engine is not None:
             peer.phase = join.engine.phase
@@ -135,6 +151,12 @@ class Membership:
                 "an engine, and nobody else, joins with its facts",
                 field="engine",
             )
+        if (join.role == "gateway") != (join.gateway is not None):
+            return Failure(
+                NackCode.MALFORMED,
+                "a gateway, and nobody else, joins with its DP group",
+                field="gateway",
+            )
         if join.engine is not None and join.engine.dp_rank >= join.engine.dp_size:
             return Failure(
                 NackCode.MALFORMED,
@@ -154,7 +176,9 @@ class Membership:
         )
 
     def _refuse_rank(self, name: str, group: str, join: Join) -> Failure | None:
-        """Two engines can't be the same rank of one DP group."""
+        """Two engines can't be the same rank of one DP group, nor two its gateway."""
+        if join.gateway is not None:
+            return self._refuse_gateway(name, group, join.gateway)
         if join.engine is None:
             return None
         other = self._by_rank.get(_rank(group, join.engine))
@@ -167,6 +191,21 @@ class Membership:
             peer=other.name,
             hint="give every DP group its own --dp-group, every rank its own --dp-rank",
         )
+
+    def _refuse_gateway(self, name: str, group: str, facts: GatewayFacts) -> Failure | None:
+        for other in self.by_name.values():
+            if other.gateway is None or other.group != group or other.name == name:
+                continue
+            if other.gateway.dp_group == facts.dp_group:
+                return Failure(
+                    NackCode.NAME_TAKEN,
+                    f"the gateway of DP group {facts.dp_group} is {other.name}",
+                    field="gateway.dp_group",
+                    peer=other.name,
+                    hint=f"give every DP group its own --dp-group, or wait "
+                    f"{self.peer_timeout_ms:.0f} ms if it is dead",
+                )
+        return None
 
     def remove(self, peer: Peer) -> None:
         """Forget a peer (a newer one under its name stays)."""

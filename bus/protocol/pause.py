@@ -10,6 +10,8 @@
     PAUSED     RESUME_ASKED       RESUMING   RESUME of every rank
     RESUMING   ALL_RESUMED        RUNNING    (the trainer hears: resumed; or, after a
                                              failure, why there was no pause)
+    LOCAL, GLOBAL, RESUMING
+               (a rank refuses)   (same)     it is asked again: its mates wait for it
     LOCAL, GLOBAL, PAUSED, RESUMING
                EMPTIED            RUNNING    nothing: no engine is left
 
@@ -21,7 +23,10 @@ Invariants:
 - A half-made pause is never undone. What goes wrong on the way (an engine lost or
   refusing, the trainer gone, a resume asked too early, time over) is noted as the
   failure; the pause is completed on whoever is left, and then all resume, once.
-- The unit is the DP group: with one rank, all its ranks fall out of the round.
+- The unit is the DP group: with a rank that is lost, all its ranks fall out of the
+  round. A rank that refuses does not: its mates' pauses complete only with its own, so
+  it is asked again until it has paused too, or the caller of :meth:`PauseMachine.lost`
+  gives its DP group up.
 """
 
 from __future__ import annotations
@@ -89,6 +94,8 @@ class PauseMachine:
         self.asked_ms = 0.0
         self.deadline_ms: float | None = None
         self._in_flight = 0
+        self._asked: PauseLocal | None = None
+        self._again: set[str] = set()  # ranks whose pause failed, to be asked once more
 
     def ask(self, message: PauseLocal, members: dict[str, str], now_ms: float) -> list[Instruction]:
         """Phase 1, of every engine in ``members`` (name to DP group) at once."""
@@ -98,6 +105,8 @@ class PauseMachine:
         self.failure = None
         self.asked_ms = now_ms
         self.deadline_ms = now_ms + message.timeout_ms
+        self._asked = message
+        self._again.clear()
         return self._ask(Step.PAUSE_LOCAL, message, now_ms)
 
     def resume(self, now_ms: float) -> list[Instruction]:
@@ -126,9 +135,32 @@ class PauseMachine:
         return self._round_done(now_ms)
 
     def refused(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
-        """An engine can't: it falls out, and the pause fails (or the resume goes on)."""
+        """An engine can't: the pause fails (or the resume goes on). One that steps alone
+        falls out; a rank with mates is asked again, see :meth:`retry`."""
         self.fail(failure)
-        return self.lost(name, failure, now_ms)
+        if name not in self.members:
+            return []
+        if list(self.members.values()).count(self.members[name]) == 1:
+            return self.lost(name, failure, now_ms)
+        if self.state in (PauseState.LOCAL, PauseState.GLOBAL):
+            self._again.add(name)
+            if self.round is not None and self.state is PauseState.GLOBAL:
+                self.round.waiting.add(name)
+        return []
+
+    def retry(self) -> list[Instruction]:
+        """Ask those again who have not answered: all that is overdue, in order."""
+        current = self.round
+        if current is None:
+            return []
+        instructions: list[Instruction] = []
+        again = tuple(sorted(self._again))
+        if again and self._asked is not None:
+            self._again.clear()
+            instructions.append(Ask(self._asked, again))
+        if current.waiting:
+            instructions.append(Ask(current.message, tuple(sorted(current.waiting))))
+        return instructions
 
     def lost(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
         """An engine is gone, and with it all ranks of its DP group."""
@@ -139,6 +171,7 @@ class PauseMachine:
         gone = [n for n, g in self.members.items() if g == dp_group]
         for each in gone:
             del self.members[each]
+        self._again.difference_update(gone)
         if not self.members:
             return self._emptied()
         if self.round is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from bus.messages import EngineView, NackCode, WaitEngines
 from bus.protocol.instructions import Failure
@@ -15,18 +15,25 @@ if TYPE_CHECKING:
     from bus.protocol.membership import Peer
 
 
+# A pause that nobody knows of, pending for more than so many heartbeats, is half-made.
+PENDING_BEATS: Final = 2
+
+
 class Roster:
     """One group's engines by name.
 
     ``late`` ones joined in the middle of a pause or an update, and take part from
     the next one on. ``quarantined`` ones hold a part of an update; they stay paused
-    until a whole one is committed.
+    until a whole one is committed. ``broken`` ones are ranks of a DP group that is not
+    whole: it can't step, and so is neither paused nor updated until it is.
     """
 
     def __init__(self, group: str) -> None:
         self.engines: dict[str, Peer] = {}
         self.quarantined: dict[str, str] = {}  # and why
         self._late: set[str] = set()
+        self._pausing: dict[str, int] = {}  # heartbeats in a row that said so
+        self._broken: set[str] = set()
         self._group = group
         self._had_engines = False
 
@@ -36,6 +43,7 @@ class Roster:
         if late and peer.name not in self.engines:
             self._late.add(peer.name)
         self.engines[peer.name] = peer
+        self._look_at(peer)
         if peer.phase == "quarantined":
             self.quarantined[peer.name] = "joined with a part of an update loaded"
         else:
@@ -47,30 +55,53 @@ class Roster:
             return False
         del self.engines[peer.name]
         self._late.discard(peer.name)
+        self._broken.discard(peer.name)
+        self._pausing.pop(peer.name, None)
+        self._look_at(peer)
         self.quarantined.pop(peer.name, None)
         return True
 
+    def mates(self, name: str) -> list[str]:
+        """All ranks of its DP group that are there, itself among them."""
+        facts = self.engines[name].facts
+        assert facts is not None
+        if facts.dp_size == 1:
+            return [name]
+        return self._ranks(facts.dp_group)
+
+    def broken(self, name: str) -> bool:
+        """Whether it is a rank of a DP group that is not whole."""
+        return name in self._broken
+
+    def left_out(self) -> tuple[str, ...]:
+        """Ranks of DP groups that are not whole."""
+        return tuple(sorted(self._broken))
+
     def ready(self) -> list[str]:
         """Those that take part in what begins now, by name."""
-        return sorted(name for name in self.engines if name not in self._late)
+        out = self._late | self._broken
+        return sorted(name for name in self.engines if name not in out)
 
     def ready_count(self) -> int:
         """How many those are."""
-        return len(self.engines) - len(self._late)
+        return len(self.engines) - len(self._late | self._broken)
 
     def members(self) -> dict[str, str]:
         """The same with their DP groups.
 
         Raises:
-            Declined: there are none.
+            Declined: there are none; names a DP group that lacks ranks.
         """
+        out = self._late | self._broken
         members = {
             name: peer.facts.dp_group
             for name, peer in self.engines.items()
-            if name not in self._late and peer.facts is not None
+            if name not in out and peer.facts is not None
         }
         if members:
             return members
+        if self._broken:
+            raise self._lacks_ranks(min(self._broken))
         if self._had_engines:
             raise Declined(
                 Failure(
@@ -89,23 +120,6 @@ class Roster:
             )
         )
 
-    def check_whole(self, members: dict[str, str]) -> None:
-        """All ranks of a DP group must be alive before any of them is paused.
-
-        Raises:
-            Declined: names the DP group that lacks some.
-        """
-        ranks: dict[str, int] = {}
-        for dp_group in members.values():
-            ranks[dp_group] = ranks.get(dp_group, 0) + 1
-        for name, dp_group in members.items():
-            facts = self.engines[name].facts
-            if facts is not None and ranks[dp_group] < facts.dp_size:
-                raise wrong_state(
-                    f"DP group {dp_group} has {ranks[dp_group]} of {facts.dp_size} ranks",
-                    hint="a pause of some ranks would wedge them; start the others",
-                )
-
     def staying(self) -> frozenset[str]:
         """The quarantined ones with all ranks of their DP groups, which run or stand as one."""
         if not self.quarantined:
@@ -117,6 +131,12 @@ class Roster:
             n for n, p in self.engines.items() if p.facts and p.facts.dp_group in groups
         )
 
+    def still_pausing(self, name: str) -> bool:
+        """A rank whose pause has been pending for some heartbeats, while a mate runs."""
+        return self._pausing.get(name, 0) > PENDING_BEATS and any(
+            self.engines[mate].phase == "running" for mate in self.mates(name)
+        )
+
     def quarantine(self, name: str, reason: str) -> None:
         """An engine may hold a part of an update."""
         if name in self.engines:
@@ -124,6 +144,7 @@ class Roster:
 
     def told(self, name: str, phase: Phase) -> None:
         """An engine's own word on whether it holds a part; while it updates, it has none."""
+        self._pausing[name] = self._pausing.get(name, 0) + 1 if phase == "pausing" else 0
         if phase == "quarantined":
             self.quarantined.setdefault(name, "it holds a part of an update")
         elif phase != "updating":
@@ -166,6 +187,32 @@ class Roster:
             f"{len(self.ready())} of {wait.count} engines joined group {self._group} "
             f"in {wait.timeout_ms} ms: {names}",
             hint="look at the sidecars' logs, and at `wavebus status`",
+        )
+
+    def _ranks(self, dp_group: str) -> list[str]:
+        return sorted(
+            name
+            for name, peer in self.engines.items()
+            if peer.facts is not None and peer.facts.dp_group == dp_group
+        )
+
+    def _look_at(self, peer: Peer) -> None:
+        """A rank came or went: is its DP group whole?"""
+        if peer.facts is None or peer.facts.dp_size == 1:
+            return
+        ranks = self._ranks(peer.facts.dp_group)
+        if len(ranks) < peer.facts.dp_size:
+            self._broken.update(ranks)
+        else:
+            self._broken.difference_update(ranks)
+
+    def _lacks_ranks(self, name: str) -> Declined:
+        facts = self.engines[name].facts
+        assert facts is not None
+        there = len(self._ranks(facts.dp_group))
+        return wrong_state(
+            f"DP group {facts.dp_group} has {there} of {facts.dp_size} ranks",
+            hint="a pause of some ranks would wedge them; start the others",
         )
 
     def routes(self, names: Iterable[str]) -> tuple[bytes, ...]:

@@ -54,9 +54,14 @@ ASKS_FOR: Final[dict[type[Message], Step]] = {
 
 
 def done_ack(
-    done: StepDone, pause: PauseMachine, update: UpdateMachine, version: int, now_ms: float
+    done: StepDone,
+    pause: PauseMachine,
+    update: UpdateMachine,
+    version: int,
+    left_out: tuple[str, ...],
+    now_ms: float,
 ) -> GroupAck:
-    """The trainer's answer when every engine has done a step."""
+    """The trainer's answer when every engine has done a step, but those ``left_out``."""
     step, current = done.step, done.round
     in_pause = step in PAUSE_STEPS
     since_ms = pause.asked_ms if step is Step.PAUSE_GLOBAL else current.asked_ms
@@ -65,7 +70,7 @@ def done_ack(
         update_id=pause.update_id if in_pause else update.update_id,
         version=version if in_pause else update.version,
         engines=current.engines,
-        excluded=() if in_pause else tuple(update.excluded),
+        excluded=left_out if in_pause else tuple({**update.excluded, **dict.fromkeys(left_out)}),
         in_flight=current.in_flight,
         slowest=current.slowest,
         slowest_ms=round(current.slowest_ms, 3),

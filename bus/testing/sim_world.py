@@ -250,11 +250,11 @@ class SimWorld:
         )
 
     def at_rest(self, engine: SimEngine) -> bool:
-        """It runs with nothing armed, or it is quarantined, or stands with a rank that is."""
+        """It runs with nothing armed, or it is quarantined, or stands with a rank that is,
+        or with one that is missing."""
         session = engine.session
-        stands = any(
-            each.dp_group == engine.dp_group and each.session.update.partial for each in self.alive
-        )
+        mates = [each for each in self.alive if each.dp_group == engine.dp_group]
+        stands = len(mates) < engine.dp_size or any(each.session.update.partial for each in mates)
         if session.update.state is EngineUpdateState.ARMED:
             return stands  # what is armed may be armed anew
         if session.update.state is not EngineUpdateState.NONE:
@@ -267,7 +267,12 @@ class SimWorld:
         wanted = [each.name for each in self.alive] if names is None else list(names)
         if group is None:
             return False
-        known = {name: group.roster.engines[name].boot for name in group.roster.ready()}
+        roster = group.roster
+        known = {
+            name: peer.boot
+            for name, peer in roster.engines.items()
+            if name in roster.ready() or roster.broken(name)
+        }
         return all(
             known.get(name) == self.engines[name].boot and self.engines[name].joined
             for name in wanted

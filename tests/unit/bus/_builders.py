@@ -50,7 +50,7 @@ def nack_in(effects: Iterable[object]) -> Nack:
 
 def ack(step: Step, update_id: str = "u1", chunk: int = 0, *, outcome: str = "") -> Ack:
     """An engine's ack."""
-    return Ack(step, update_id, chunk, 1, 2.0, outcome)
+    return Ack(step, update_id, chunk, 1, 2.0, outcome, ())
 
 
 def facts(
@@ -81,6 +81,7 @@ def engine_join(
         "host",
         7,
         facts(dp_group=dp_group, dp_rank=dp_rank, dp_size=dp_size, version=version, phase=phase),
+        None,
     )
 
 
@@ -100,8 +101,8 @@ def peer(name: str, engine: EngineFacts | None = None, *, boot: int = 1) -> Peer
         0,
         0.0,
         engine,
-        engine.phase if engine else "running",
-        engine.version if engine else 0,
+        phase=engine.phase if engine else "running",
+        version=engine.version if engine else 0,
     )
 
 

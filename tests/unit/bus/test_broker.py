@@ -449,13 +449,14 @@ def test_a_lease_shorter_than_a_missed_peer_is_refused(bench: Bench) -> None:
     bench.trainer()
     nack = nack_in(bench.say("t", PauseLocal("u1", "keep", True, 9_999, 60_000, 0, "keep")))
     assert (nack.code, nack.field) == (NackCode.MALFORMED, "lease_ms")
-    assert only(bench.say("t", PauseLocal("u1", "keep", True, 10_000, 60_000, 0, "keep")), PauseLocal)
+    assert only(
+        bench.say("t", PauseLocal("u1", "keep", True, 10_000, 60_000, 0, "keep")), PauseLocal
+    )
 
 
 def test_a_dp_group_that_lacks_ranks_is_not_paused(bench: Bench) -> None:
     """A pause of some ranks would wedge them; nobody is asked anything."""
     bench.engine("r0", dp_group="dp", rank=0, size=2)
-    bench.engine("e0")
     bench.trainer()
     effects = bench.say("t", PAUSE)
     assert nack_in(effects).code is NackCode.WRONG_STATE

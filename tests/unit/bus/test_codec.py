@@ -17,6 +17,7 @@ from bus.messages import (
     WIRE_MINOR,
     EngineFacts,
     Envelope,
+    GatewayFacts,
     Heartbeat,
     Join,
     NackCode,
@@ -28,7 +29,7 @@ from bus.protocol.effects import Note, Send
 from tests.unit.bus._builders import nack_in
 
 FACTS = EngineFacts("sim", "sim 1", "m", "dp0", 0, 1, 1, ("sim",), "", 0, "running", "")
-JOIN = Join("engine", "host", 7, FACTS, None)
+JOIN = Join("engine", "host", 7, FACTS, GatewayFacts("dp0", 2, 3, running=True))
 PAUSE = PauseLocal("u1", "keep", True, 30_000, 60_000, 0, "keep")
 BEAT = Heartbeat("running", 0, 0, "")
 DEEP = b"\x91" * 5000 + b"\xc0"

@@ -175,7 +175,7 @@ def test_mutated_frames_are_read_or_refused_and_nothing_worse() -> None:
     codes: Counter[NackCode] = Counter()
     frames = [encoded(sample(cls)) for cls in WIRE_NAMES]
     rng = random.Random(7)
-    for frame in frames * 300:
+    for frame in frames * 600:
         try:
             codec.decode(mutated(frame, rng))
         except DecodeError as error:

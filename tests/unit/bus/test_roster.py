@@ -68,12 +68,19 @@ def test_an_old_life_is_not_removed_twice() -> None:
 
 
 def test_a_dp_group_that_lacks_a_rank_is_not_whole() -> None:
-    """It is named, with what it has."""
+    """It takes part in nothing until it is; alone in its group, it is named."""
     engines = roster()
-    engines.check_whole(engines.members())
+    assert set(engines.members()) == {"e0", "r0", "r1"}
     engines.remove(engines.engines["r1"])
+    assert set(engines.members()) == {"e0"}
+    assert engines.ready() == ["e0"]
+    assert engines.ready_count() == 1
+    assert engines.broken("r0")
+    engines.remove(engines.engines["e0"])
     with pytest.raises(Declined, match="DP group dp has 1 of 2 ranks"):
-        engines.check_whole(engines.members())
+        engines.members()
+    engines.add(peer("r1", facts(dp_group="dp", dp_rank=1, dp_size=2)), late=False)
+    assert set(engines.members()) == {"r0", "r1"}
 
 
 def test_quarantine_holds_the_whole_dp_group() -> None:

@@ -1,0 +1,161 @@
+"""Why the ranks of a DP group don't step: told from their cores' status pages.
+
+Ranks step in lockstep: in a collective each waits for all. So a rank that stands in one
+for long is not the culprit; who is absent from it, is.
+
+==========  =====================================================================
+health      when
+==========  =====================================================================
+ok          every rank is idle, or has moved within ``slow_ms``
+slow        a rank has stood in a step or a collective for longer, and nobody is
+            absent; or not yet for ``wedged_ms``
+wedged      a rank has stood in a collective for ``wedged_ms``, and another one is
+            not in it (idle, or in another one); or all stand in it for
+            ``stuck_ms``
+down        a rank is gone; the others can't step until all are restarted
+unknown     a rank has no status page: nothing can be told
+==========  =====================================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from bus.messages import CorePhase, CoreStatus
+
+Health: TypeAlias = Literal["ok", "slow", "wedged", "down", "unknown"]
+
+# A rank in one of these waits for the others; `step` and `dummy` meet in the same one.
+_MEETING: Final[dict[CorePhase, str]] = {
+    "step": "forward pass",
+    "dummy": "forward pass",
+    "sync": "all-reduce",
+    "barrier": "resume barrier",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WatchdogConfig:
+    """Times in ms, see the module. A forward pass with a long prompt takes seconds; a
+    collective on a host that still works does not take ``stuck_ms``."""
+
+    slow_ms: float = 2_000.0
+    wedged_ms: float = 10_000.0
+    stuck_ms: float = 60_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """``absent`` names the ranks that the others wait for."""
+
+    health: Health
+    text: str = ""
+    absent: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Report:
+    name: str
+    status: CoreStatus
+    heard_ms: float
+
+    def stands_ms(self, now_ms: float) -> float:
+        return self.status.since_ms + now_ms - self.heard_ms
+
+    def where(self) -> str:
+        return _MEETING.get(self.status.phase, "")
+
+
+class Watchdog:
+    """One DP group's, of ``size`` ranks."""
+
+    def __init__(self, size: int, config: WatchdogConfig | None = None) -> None:
+        self.size = size
+        self.config = config or WatchdogConfig()
+        self._reports: dict[int, _Report] = {}
+        self._lost: dict[int, tuple[str, str, float]] = {}  # name, reason, when
+
+    def report(self, rank: int, name: str, status: CoreStatus, now_ms: float) -> None:
+        """A rank's status page, as its sidecar has just read it."""
+        self._reports[rank] = _Report(name, status, now_ms)
+
+    def lost(self, rank: int, name: str, reason: str, now_ms: float) -> None:
+        """A rank is gone."""
+        self._lost[rank] = (name, reason, now_ms)
+
+    def whole(self) -> None:
+        """All ranks have joined anew; what the old ones said is void."""
+        self._reports.clear()
+        self._lost.clear()
+
+    def diagnose(self, now_ms: float) -> Diagnosis:
+        """How the ranks are, and if they don't step: which is where, who is absent, since when."""
+        if self._lost:
+            return self._down(now_ms)
+        silent = [rank for rank in range(self.size) if not self._has_page(rank)]
+        if silent:
+            return Diagnosis("unknown", f"no status page of rank {_listed(silent)}")
+        return self._stepping(now_ms)
+
+    def _has_page(self, rank: int) -> bool:
+        report = self._reports.get(rank)
+        return report is not None and report.status.phase != ""
+
+    def _down(self, now_ms: float) -> Diagnosis:
+        parts = [
+            f"rank {rank} ({name}) is gone since {_seconds(now_ms - when_ms)}: {reason}"
+            for rank, (name, reason, when_ms) in sorted(self._lost.items())
+        ]
+        text = f"{'; '.join(parts)}; all {self.size} ranks restart together"
+        return Diagnosis("down", text, tuple(sorted(self._lost)))
+
+    def _stepping(self, now_ms: float) -> Diagnosis:
+        limits = self.config
+        standing = {
+            rank: report
+            for rank, report in sorted(self._reports.items())
+            if report.where() and report.stands_ms(now_ms) > limits.slow_ms
+        }
+        if not standing:
+            return Diagnosis("ok")
+        longest_ms = max(report.stands_ms(now_ms) for report in standing.values())
+        absent = self._absent(standing, now_ms)
+        told = [_told(rank, self._reports[rank], now_ms) for rank in standing]
+        if absent:
+            told += [
+                f"{_told(rank, self._reports[rank], now_ms)}: absent"
+                for rank in absent
+                if rank not in standing
+            ]
+        limit_ms = limits.wedged_ms if absent else limits.stuck_ms
+        health: Health = "wedged" if longest_ms > limit_ms else "slow"
+        return Diagnosis(health, "; ".join(told), tuple(absent))
+
+    def _absent(self, standing: dict[int, _Report], now_ms: float) -> list[int]:
+        """Who is not where the first to stand waits for it."""
+        first = max(standing.values(), key=lambda report: report.stands_ms(now_ms))
+        return [
+            rank
+            for rank, report in sorted(self._reports.items())
+            if report.where() != first.where()
+        ]
+
+
+def _told(rank: int, report: _Report, now_ms: float) -> str:
+    status = report.status
+    doing = {"idle": "is idle", "work": "is between steps"}.get(status.phase, "")
+    doing = doing or f"stands in the {report.where()} ({status.phase})"
+    since = _seconds(report.stands_ms(now_ms))
+    return (
+        f"rank {rank} ({report.name}) {doing} since {since}, step {status.step}, wave {status.wave}"
+    )
+
+
+def _seconds(ms: float) -> str:
+    return f"{ms / 1000:.1f} s"
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

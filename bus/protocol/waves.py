@@ -1,0 +1,269 @@
+"""The DP groups of a group: their waves, their gateways, and how their ranks are.
+
+Composes a :class:`~bus.protocol.wave.WaveMachine` and a
+:class:`~bus.protocol.watchdog.Watchdog` per DP group of more than one rank. What the
+pause does to a wave is read off the ranks' phases, which their acks and heartbeats tell
+in order: locally paused from the moment PAUSE_LOCAL is asked, globally when every rank
+is paused, running again when every rank is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from bus.messages import (
+    CoreStatus,
+    DpGroupView,
+    FirstReq,
+    FirstReqHeld,
+    Phase,
+    StartDpWave,
+    WaveComplete,
+    WaveStarted,
+)
+from bus.protocol.effects import Effect, Note, Send
+from bus.protocol.watchdog import Diagnosis, Watchdog, WatchdogConfig
+from bus.protocol.wave import WaveMachine, WaveState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from bus.messages import Message
+    from bus.protocol.membership import Peer
+
+_STILL: Final[frozenset[Phase]] = frozenset({"paused", "updating", "quarantined"})
+_LEVELS: Final = {"ok": "info", "slow": "warning", "unknown": "debug"}
+
+
+class DpGroup:
+    """One DP group: its ranks by number, its gateway if it has one."""
+
+    def __init__(self, name: str, size: int, config: WatchdogConfig) -> None:
+        self.name = name
+        self.size = size
+        self.wave = WaveMachine()
+        self.watchdog = Watchdog(size, config)
+        self.ranks: dict[int, Peer] = {}
+        self.gateway: Peer | None = None
+        self.diagnosis = Diagnosis("unknown")
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank is there."""
+        return len(self.ranks) == self.size
+
+    def still(self) -> bool:
+        """Whether every rank is idle on its device, for good."""
+        return self.whole and all(peer.phase in _STILL for peer in self.ranks.values())
+
+    def moving(self) -> bool:
+        """Whether every rank schedules."""
+        return self.whole and not any(
+            peer.phase in _STILL or peer.phase in ("pausing", "resuming")
+            for peer in self.ranks.values()
+        )
+
+    def view(self) -> DpGroupView:
+        return DpGroupView(
+            name=self.name,
+            state=self.wave.state.value,
+            wave=self.wave.wave,
+            ranks=len(self.ranks),
+            size=self.size,
+            first_req=self.wave.kept,
+            gateway=self.gateway.name if self.gateway else "",
+            health=self.diagnosis.health,
+            diagnosis=self.diagnosis.text[:4096],
+        )
+
+
+class Waves:
+    """All DP groups of more than one rank, of one group. ``epoch`` is the group's."""
+
+    def __init__(
+        self, group: str, epoch: Callable[[], int], config: WatchdogConfig | None = None
+    ) -> None:
+        self.dp_groups: dict[str, DpGroup] = {}
+        self._of: dict[str, DpGroup] = {}  # by rank's name
+        self._group = group
+        self._epoch = epoch
+        self._config = config or WatchdogConfig()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._of
+
+    def of(self, name: str) -> DpGroup | None:
+        """The DP group of a rank; None for an engine that steps alone."""
+        return self._of.get(name)
+
+    # -- membership -------------------------------------------------------------
+
+    def joined(self, peer: Peer) -> list[Effect]:
+        """A rank is there (again)."""
+        facts = peer.facts
+        if facts is None or facts.dp_size == 1:
+            return []
+        group = self._get(facts.dp_group, facts.dp_size)
+        group.ranks[facts.dp_rank] = peer
+        self._of[peer.name] = group
+        effects: list[Effect] = []
+        if group.whole and group.wave.state is WaveState.DOWN:
+            group.wave.whole(_wave_of(group.gateway))
+            group.watchdog.whole()
+            effects.append(self._note("dp_group_up", group, "info", {"ranks": group.size}))
+        return effects + self._review(group, falls_out=True)
+
+    def lost(self, peer: Peer, reason: str, now_ms: float) -> list[Effect]:
+        """A rank is gone: its DP group is down, and restarts as one."""
+        group = self._of.pop(peer.name, None)
+        if group is None or peer.facts is None:
+            return []
+        rank = peer.facts.dp_rank
+        if group.ranks.get(rank) is peer:
+            del group.ranks[rank]
+        was_down = group.wave.state is WaveState.DOWN
+        group.wave.lost()
+        group.watchdog.lost(rank, peer.name, reason, now_ms)
+        if was_down:
+            return []
+        fields = {"rank": rank, "peer": peer.name, "reason": reason, "left": len(group.ranks)}
+        return [self._note("dp_group_down", group, "error", fields)]
+
+    def gateway_joined(self, peer: Peer) -> list[Effect]:
+        """A coordinator is there (again), and tells where its waves stand."""
+        facts = peer.gateway
+        assert facts is not None
+        group = self._get(facts.dp_group, facts.dp_size)
+        group.gateway = peer
+        if group.wave.state is WaveState.DOWN:
+            return []
+        group.wave.wave = max(group.wave.wave, facts.wave)
+        if facts.running:
+            group.wave.started(group.wave.wave)
+        return []
+
+    def gateway_lost(self, peer: Peer) -> list[Effect]:
+        """A coordinator is gone; its cores are woken by nobody now, unless it lives unheard."""
+        for group in self.dp_groups.values():
+            if group.gateway is peer:
+                group.gateway = None
+        return []
+
+    # -- what coordinators and cores say ------------------------------------------
+
+    def told(self, peer: Peer, msg_id: int, message: Message) -> list[Effect]:
+        """A coordinator's word; one of a DP group that is not its own changes nothing."""
+        facts = peer.gateway
+        if facts is None or getattr(message, "dp_group", None) != facts.dp_group:
+            return []
+        group = self.dp_groups[facts.dp_group]
+        match message:
+            case FirstReq(_, rank, wave):
+                return self._first_req(group, peer, msg_id, rank, wave)
+            case WaveStarted(_, wave, local):
+                group.wave.started(wave)
+                fields: dict[str, object] = {"wave": wave, "local": local}
+                return [self._note("wave_started", group, "debug", fields)]
+            case WaveComplete(_, wave):
+                group.wave.complete(wave)
+                return [self._note("wave_complete", group, "debug", {"wave": wave})]
+            case _:
+                return []
+
+    def _first_req(
+        self, group: DpGroup, peer: Peer, msg_id: int, rank: int, wave: int
+    ) -> list[Effect]:
+        fields: dict[str, object] = {"wave": wave, "rank": rank, "state": group.wave.state.value}
+        if group.wave.first_req(wave):
+            note = self._note("first_req", group, "debug", fields)
+            return [self._start(group, peer, msg_id), note]
+        held = FirstReqHeld(group.name, wave, f"DP group is {group.wave.state.value}")
+        return [
+            Send(held, (peer.route,), msg_id, self._group, self._epoch()),
+            self._note("first_req_held", group, "info", fields),
+        ]
+
+    def _start(self, group: DpGroup, gateway: Peer, reply_to: int = 0) -> Send:
+        start = StartDpWave(group.name, group.wave.wave, None)
+        return Send(start, (gateway.route,), reply_to, self._group, self._epoch())
+
+    def core_status(self, peer: Peer, status: CoreStatus, now_ms: float) -> list[Effect]:
+        """A rank's status page."""
+        peer.core = status
+        group = self._of.get(peer.name)
+        if group is None or peer.facts is None:
+            return []
+        group.watchdog.report(peer.facts.dp_rank, peer.name, status, now_ms)
+        if group.gateway is None and group.wave.state is not WaveState.DOWN:
+            # vLLM's own coordinator tells nobody; what its cores do shows it.
+            if status.wave > group.wave.wave:
+                group.wave.complete(status.wave - 1)
+            if status.phase in ("step", "dummy", "sync") and group.wave.state is WaveState.IDLE:
+                group.wave.started(status.wave)
+        return self._diagnose(group, now_ms)
+
+    # -- what the pause does --------------------------------------------------------
+
+    def pause_asked(self, dp_groups: Iterable[str]) -> None:
+        """PAUSE_LOCAL goes to all ranks of these."""
+        for name in dp_groups:
+            if name in self.dp_groups:
+                self.dp_groups[name].wave.pause_asked()
+
+    def moved(self, name: str, pausing: Mapping[str, str]) -> list[Effect]:
+        """A rank's phase may have changed. ``pausing``: who is in the pause under way."""
+        group = self._of.get(name)
+        return self._review(group, falls_out=name not in pausing) if group else []
+
+    def _review(self, group: DpGroup, *, falls_out: bool) -> list[Effect]:
+        state = group.wave.state
+        if state is WaveState.GLOBAL or (state is WaveState.LOCAL and falls_out):
+            if group.moving() and group.wave.resumed() and group.gateway is not None:
+                fields: dict[str, object] = {"wave": group.wave.wave, "kept": True}
+                note = self._note("first_req", group, "debug", fields)
+                return [self._start(group, group.gateway), note]
+        elif state is not WaveState.DOWN and group.still():
+            group.wave.pause_asked()
+            group.wave.paused()
+        return []
+
+    # -- time, status -----------------------------------------------------------------
+
+    def tick(self, now_ms: float) -> list[Effect]:
+        """Look at every DP group; what it is like now is told when it changes."""
+        effects: list[Effect] = []
+        for group in self.dp_groups.values():
+            effects += self._diagnose(group, now_ms)
+        return effects
+
+    def views(self) -> tuple[DpGroupView, ...]:
+        """What a status shows."""
+        return tuple(self.dp_groups[name].view() for name in sorted(self.dp_groups))
+
+    def _diagnose(self, group: DpGroup, now_ms: float) -> list[Effect]:
+        before, now = group.diagnosis, group.watchdog.diagnose(now_ms)
+        group.diagnosis = now
+        if before.health == now.health:
+            return []
+        if now.health == "ok" and before.health == "unknown":
+            return []
+        fields: dict[str, object] = {
+            "diagnosis": now.text,
+            "absent": list(now.absent),
+            "state": group.wave.state.value,
+        }
+        level = _LEVELS.get(now.health, "error")
+        return [self._note(f"dp_group_{now.health}", group, level, fields)]
+
+    def _get(self, name: str, size: int) -> DpGroup:
+        group = self.dp_groups.get(name)
+        if group is None:
+            group = self.dp_groups[name] = DpGroup(name, size, self._config)
+        return group
+
+    def _note(self, event: str, group: DpGroup, level: str, fields: dict[str, object]) -> Note:
+        return Note(event, level, {"group": self._group, "dp_group": group.name, **fields})
+
+
+def _wave_of(gateway: Peer | None) -> int:
+    return gateway.gateway.wave if gateway is not None and gateway.gateway is not None else 0
