@@ -16,16 +16,35 @@ if TYPE_CHECKING:
 DTYPES: Final[dict[str, torch.dtype]] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # What must have this value for the arithmetic of model.py to be the right one.
 _FIXED: Final[dict[str, object]] = {
-    "model_type": "qwen3",
     "hidden_act": "silu",
     "attention_bias": False,
     "use_sliding_window": False,
 }
+_DENSE: Final = "qwen3"
+_MOE: Final = "qwen3_moe"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The experts of a mixture: ``inner`` is their width, ``layers`` are those that have them.
+
+    Each token goes to ``top_k`` of ``count`` experts; with ``norm_top_k`` their shares
+    add up to one.
+    """
+
+    count: int
+    top_k: int
+    inner: int
+    norm_top_k: bool
+    layers: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A Qwen3 decoder: lengths in tokens, widths in elements, ``dtype`` by torch's name."""
+    """A Qwen3 decoder: lengths in tokens, widths in elements, ``dtype`` by torch's name.
+
+    ``experts`` is None for a dense model.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -40,6 +59,7 @@ class ModelConfig:
     tied: bool
     eos_token_ids: tuple[int, ...]
     dtype: str
+    experts: ExpertsConfig | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -58,6 +78,7 @@ def read_config(folder: Path, dtype: str = "auto") -> ModelConfig:
     except (OSError, ValueError) as error:
         raise UsageError(f"model={folder}: can't read {path.name}: {error}") from error
     fields = _Fields(path, raw)
+    kind = fields.one_of("model_type", (_DENSE, _MOE))
     for name, wanted in _FIXED.items():
         fields.fixed(name, wanted)
     hidden_size = fields.integer("hidden_size")
@@ -79,7 +100,29 @@ def read_config(folder: Path, dtype: str = "auto") -> ModelConfig:
         tied=bool(raw.get("tie_word_embeddings", False)),
         eos_token_ids=fields.token_ids("eos_token_id"),
         dtype=fields.dtype() if dtype == "auto" else _known_dtype(dtype),
+        experts=_experts(fields) if kind == _MOE else None,
     )
+
+
+def _experts(fields: _Fields) -> ExpertsConfig | None:
+    """The mixture, or None if no layer has one. Defaults are Hugging Face's."""
+    # Newer versions of transformers write the longer name.
+    name = fields.first_of("num_experts", "num_local_experts")
+    count = fields.integer(name)
+    top_k = fields.integer("num_experts_per_tok")
+    if top_k > count:
+        raise fields.wrong("num_experts_per_tok", f"{top_k} of {count} experts")
+    stride = fields.integer("decoder_sparse_step", default=1)
+    dense = fields.integers("mlp_only_layers")
+    layers = frozenset(
+        index
+        for index in range(fields.integer("num_hidden_layers"))
+        if index not in dense and (index + 1) % stride == 0
+    )
+    if not layers:
+        return None
+    inner = fields.integer("moe_intermediate_size")
+    return ExpertsConfig(count, top_k, inner, fields.flag("norm_topk_prob"), layers)
 
 
 class _Fields:
@@ -99,9 +142,32 @@ class _Fields:
         if value != wanted:
             raise self.wrong(name, f"{value!r} (only {wanted!r})")
 
-    def integer(self, name: str) -> int:
-        value = self._raw.get(name)
+    def one_of(self, name: str, known: tuple[str, ...]) -> str:
+        """The first of ``known`` where the file has none."""
+        value = self._raw.get(name, known[0])
+        if value not in known:
+            raise self.wrong(name, f"{value!r} (only {' and '.join(map(repr, known))})")
+        return str(value)
+
+    def first_of(self, name: str, other: str) -> str:
+        """``other`` where the file has that one alone."""
+        return other if name not in self._raw and other in self._raw else name
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self._raw.get(name, default)
         if not isinstance(value, int) or value < 1:
+            raise self.wrong(name, repr(value))
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        value = self._raw.get(name) or []
+        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
+            raise self.wrong(name, repr(value))
+        return tuple(value)
+
+    def flag(self, name: str) -> bool:
+        value = self._raw.get(name, False)
+        if not isinstance(value, bool):
             raise self.wrong(name, repr(value))
         return value
 

@@ -3,6 +3,10 @@
 The model keeps q, k and v of a layer in one parameter, and gate and up in another,
 as vLLM does. A tensor that arrives under its Hugging Face name is therefore often
 a part of a parameter: a range of its rows.
+
+Where experts are spread over ranks, a rank has the parameters of its own alone. An
+update is checked in whole on every rank all the same, so that all ranks say the same
+of it, and what belongs to another rank's experts is then let pass.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from sidecar.embedded.config import ModelConfig
+    from sidecar.embedded.config import ExpertsConfig, ModelConfig
 
 # Computed from the configuration, yet found in some checkpoints: taken and ignored.
 _DERIVED_SUFFIX = ".rotary_emb.inv_freq"
@@ -48,26 +52,40 @@ class Layout:
     """Every parameter's shape, and every tensor's place in them.
 
     ``optional`` are tensors that may be sent and are not loaded: with tied
-    embeddings the output layer is the embedding.
+    embeddings the output layer is the embedding. ``elsewhere`` are the parameters
+    that other ranks hold.
     """
 
     dtype: str
     parameters: Mapping[str, tuple[int, ...]]
     parts: Mapping[str, Part]
     optional: Mapping[str, tuple[int, ...]]
+    elsewhere: frozenset[str] = frozenset()
+
+    @property
+    def here(self) -> dict[str, tuple[int, ...]]:
+        """The parameters of this rank."""
+        return {n: shape for n, shape in self.parameters.items() if n not in self.elsewhere}
+
+    def loads(self, name: str) -> bool:
+        """Whether the tensor goes into a parameter of this rank."""
+        return not self.ignored(name) and self.parts[name].parameter not in self.elsewhere
 
     def ignored(self, name: str) -> bool:
         return name in self.optional or name.endswith(_DERIVED_SUFFIX)
 
 
-def layout_of(config: ModelConfig) -> Layout:
-    """The layout of the decoder in :mod:`sidecar.embedded.model`."""
+def layout_of(config: ModelConfig, own_experts: range | None = None) -> Layout:
+    """The layout of the decoder in :mod:`sidecar.embedded.model`.
+
+    ``own_experts`` are those of this rank; None: all.
+    """
     hidden, dim = config.hidden_size, config.head_dim
     query, kv = config.num_heads * dim, config.num_kv_heads * dim
-    inner = config.intermediate_size
     vocab = (config.vocab_size, hidden)
     parameters: dict[str, tuple[int, ...]] = {}
     parts: dict[str, Part] = {}
+    elsewhere: set[str] = set()
 
     def whole(name: str, shape: tuple[int, ...]) -> None:
         parameters[name] = shape
@@ -81,6 +99,18 @@ def layout_of(config: ModelConfig) -> Layout:
             row += count
         parameters[f"{prefix}.{parameter}.weight"] = (row, hidden)
 
+    def feed_forward(prefix: str, inner: int) -> None:
+        fused(prefix, "gate_up_proj", {"gate_proj": inner, "up_proj": inner})
+        whole(f"{prefix}.down_proj.weight", (hidden, inner))
+
+    def mixture(prefix: str, experts: ExpertsConfig) -> None:
+        whole(f"{prefix}.gate.weight", (experts.count, hidden))
+        for expert in range(experts.count):
+            before = set(parameters)
+            feed_forward(f"{prefix}.experts.{expert}", experts.inner)
+            if own_experts is not None and expert not in own_experts:
+                elsewhere.update(parameters.keys() - before)
+
     whole("model.embed_tokens.weight", vocab)
     for index in range(config.num_layers):
         layer = f"model.layers.{index}"
@@ -90,13 +120,15 @@ def layout_of(config: ModelConfig) -> Layout:
         whole(f"{layer}.self_attn.k_norm.weight", (dim,))
         whole(f"{layer}.self_attn.o_proj.weight", (hidden, query))
         whole(f"{layer}.post_attention_layernorm.weight", (hidden,))
-        fused(f"{layer}.mlp", "gate_up_proj", {"gate_proj": inner, "up_proj": inner})
-        whole(f"{layer}.mlp.down_proj.weight", (hidden, inner))
+        if config.experts is not None and index in config.experts.layers:
+            mixture(f"{layer}.mlp", config.experts)
+        else:
+            feed_forward(f"{layer}.mlp", config.intermediate_size)
     whole("model.norm.weight", (hidden,))
     if not config.tied:
         whole(_TIED_HEAD, vocab)
     optional = {_TIED_HEAD: vocab} if config.tied else {}
-    return Layout(config.dtype, parameters, parts, optional)
+    return Layout(config.dtype, parameters, parts, optional, frozenset(elsewhere))
 
 
 def check_manifest(layout: Layout, manifest: Manifest) -> None:
@@ -124,10 +156,13 @@ def load_tensors(
     parameters: Mapping[str, torch.Tensor],
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """Copy tensors, in the shapes of ``layout``, into their places in ``parameters``."""
+    """Copy tensors, in the shapes of ``layout``, into their places in ``parameters``.
+
+    Those of other ranks are left out.
+    """
     with torch.inference_mode():
         for name, tensor in tensors:
-            if not layout.ignored(name):
+            if layout.loads(name):
                 part = layout.parts[name]
                 parameters[part.parameter].narrow(0, part.row, part.shape[0]).copy_(tensor)
 
@@ -153,7 +188,7 @@ def load_folder(layout: Layout, parameters: Mapping[str, torch.Tensor], folder: 
         raise UsageError(f"model={folder}: {error}") from error
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            names = list(tensors.keys())
+            names = [name for name in tensors.keys() if layout.loads(name)]  # noqa: SIM118 - same
             load_tensors(layout, parameters, ((name, tensors.get_tensor(name)) for name in names))
 
 

@@ -1,4 +1,5 @@
-"""Small Qwen3 checkpoints with random weights, and the plainest way to run them.
+"""Small Qwen3 checkpoints, dense or with experts, with random weights, and the plainest
+way to run them.
 
 The reference below knows nothing of fused parameters, slots or batches: it computes
 one sequence from Hugging Face tensors, in float32. Engines are measured against it,
@@ -25,19 +26,16 @@ if TYPE_CHECKING:
 # Keys and values of each layer, [kv_heads, time, head_dim]; None before the first token.
 Past: TypeAlias = "list[tuple[Tensor, Tensor] | None]"
 
-LAYER_TENSORS = (
+FEED_FORWARD = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+ATTENTION_TENSORS = (
     "self_attn.q_proj.weight",
     "self_attn.k_proj.weight",
     "self_attn.v_proj.weight",
     "self_attn.o_proj.weight",
     "self_attn.q_norm.weight",
     "self_attn.k_norm.weight",
-    "mlp.gate_proj.weight",
-    "mlp.up_proj.weight",
-    "mlp.down_proj.weight",
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
 )
+NORM_TENSORS = ("input_layernorm.weight", "post_attention_layernorm.weight")
 HEAD_DIM = 32
 ROPE_THETA = 10000.0
 RMS_EPS = 1e-6
@@ -53,6 +51,8 @@ class Checkpoint:
     heads: int
     kv_heads: int
     tie: bool
+    experts: int = 0
+    top_k: int = 0
 
     def forward(
         self, weights: Mapping[str, Tensor], tokens: Sequence[int], past: Past | None = None
@@ -65,14 +65,12 @@ class Checkpoint:
         x = weights["model.embed_tokens.weight"][torch.tensor(tokens)]
         for index in range(self.layers):
             prefix = f"model.layers.{index}."
-            layer = {name: weights[prefix + name] for name in LAYER_TENSORS}
+            layer = {name: weights[prefix + name] for name in (*ATTENTION_TENSORS, *NORM_TENSORS)}
             attended, kv = self._attend(layer, x, places, past[index])
             kept.append(kv)
             x = x + attended
             normed = _rms(x, layer["post_attention_layernorm.weight"])
-            gate = F.silu(normed @ layer["mlp.gate_proj.weight"].T)
-            up = normed @ layer["mlp.up_proj.weight"].T
-            x = x + (gate * up) @ layer["mlp.down_proj.weight"].T
+            x = x + self._feed_forward(weights, f"{prefix}mlp.", normed)
         head = weights["model.embed_tokens.weight" if self.tie else "lm_head.weight"]
         return head @ _rms(x[-1], weights["model.norm.weight"]), kept
 
@@ -84,6 +82,19 @@ class Checkpoint:
             logits, past = self.forward(weights, tokens[-1:], past)
             tokens.append(int(logits.argmax()))
         return tokens
+
+    def _feed_forward(self, weights: Mapping[str, Tensor], prefix: str, x: Tensor) -> Tensor:
+        if not self.experts:
+            return _swiglu(weights, prefix, x)
+        rows: list[Tensor] = []
+        for row in x:
+            share, chosen = (weights[f"{prefix}gate.weight"] @ row).softmax(-1).topk(self.top_k)
+            parts = [
+                part * _swiglu(weights, f"{prefix}experts.{int(expert)}.", row)
+                for part, expert in zip(share / share.sum(), chosen, strict=True)
+            ]
+            rows.append(torch.stack(parts).sum(0))
+        return torch.stack(rows)
 
     def _attend(
         self,
@@ -122,20 +133,24 @@ def make_checkpoint(
     max_positions: int = 512,
     dtype: str = "float32",
     eos_token_id: int = 2,
+    experts: int = 0,
+    top_k: int = 2,
 ) -> Checkpoint:
     """Write ``config.json`` and ``model.safetensors`` into ``folder``.
+
+    With ``experts`` it is a ``qwen3_moe``, each of whose tokens goes to ``top_k`` of them.
 
     ``hidden`` must be a multiple of 32, the width of a head, and ``vocab`` of 64, as
     vLLM wants it on CPUs. Two query heads share a KV head.
     """
     heads = hidden // HEAD_DIM
     kv_heads = max(heads // 2, 1)
-    shapes = _shapes(layers, hidden, vocab, heads, kv_heads, tie=tie)
+    shapes = _shapes(layers, hidden, vocab, heads, kv_heads, tie=tie, experts=experts)
     generator = torch.Generator().manual_seed(seed)
     weights = {name: _random(name, shape, generator) for name, shape in shapes.items()}
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+    config: dict[str, object] = {
+        "architectures": ["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if experts else "qwen3",
         "vocab_size": vocab,
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
@@ -155,11 +170,20 @@ def make_checkpoint(
         "eos_token_id": eos_token_id,
         "dtype": dtype,
     }
+    if experts:
+        config |= {
+            "num_experts": experts,
+            "num_experts_per_tok": top_k,
+            "moe_intermediate_size": hidden,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     stored = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    return Checkpoint(folder, weights, layers, heads, kv_heads, tie)
+    return Checkpoint(folder, weights, layers, heads, kv_heads, tie, experts, top_k)
 
 
 def perturbed(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
@@ -172,26 +196,30 @@ def perturbed(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 
 def _shapes(
-    layers: int, hidden: int, vocab: int, heads: int, kv_heads: int, *, tie: bool
+    layers: int, hidden: int, vocab: int, heads: int, kv_heads: int, *, tie: bool, experts: int
 ) -> dict[str, tuple[int, ...]]:
     """Hugging Face names and shapes, in the order of a state dict."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
-    of_layer: tuple[tuple[int, ...], ...] = (
+    attention: tuple[tuple[int, ...], ...] = (
         (heads * HEAD_DIM, hidden),
         (kv_heads * HEAD_DIM, hidden),
         (kv_heads * HEAD_DIM, hidden),
         (hidden, heads * HEAD_DIM),
         (HEAD_DIM,),
         (HEAD_DIM,),
-        (2 * hidden, hidden),
-        (2 * hidden, hidden),
-        (hidden, 2 * hidden),
-        (hidden,),
-        (hidden,),
     )
     for index in range(layers):
-        for name, shape in zip(LAYER_TENSORS, of_layer, strict=True):
+        for name, shape in zip(ATTENTION_TENSORS, attention, strict=True):
             shapes[f"model.layers.{index}.{name}"] = shape
+        mlp, inner = f"model.layers.{index}.mlp.", hidden if experts else 2 * hidden
+        if experts:
+            shapes[f"{mlp}gate.weight"] = (experts, hidden)
+        for prefix in [f"{mlp}experts.{e}." for e in range(experts)] or [mlp]:
+            down = (hidden, inner)
+            for name, shape in zip(FEED_FORWARD, (down[::-1], down[::-1], down), strict=True):
+                shapes[prefix + name] = shape
+        for name in NORM_TENSORS:
+            shapes[f"model.layers.{index}.{name}"] = (hidden,)
     shapes["model.norm.weight"] = (hidden,)
     if not tie:
         shapes["lm_head.weight"] = (vocab, hidden)
@@ -207,6 +235,11 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
         return drawn * 0.1
     gain = 2.0 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
     return drawn * (gain / math.sqrt(shape[1]))
+
+
+def _swiglu(weights: Mapping[str, Tensor], prefix: str, x: Tensor) -> Tensor:
+    gate, up, down = (weights[prefix + name].T for name in FEED_FORWARD)
+    return (F.silu(x @ gate) * (x @ up)) @ down
 
 
 def _rms(x: Tensor, weight: Tensor) -> Tensor:
