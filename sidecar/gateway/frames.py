@@ -141,7 +141,7 @@ def from_core(parts: Sequence[bytes], size: int) -> CoreReport:
             _optional.decode(items[at]) if at < len(items) else None
             for at in (_COMPLETE_AT, _STARTED_AT)
         )
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadFrame(f"from a core: {error}") from error
     return CoreReport(_checked(rank, size), complete, started)
 
@@ -208,7 +208,7 @@ def from_coordinator_to_front(parts: Sequence[bytes]) -> Standing:
     """
     try:
         _, wave, running = _standing.decode(_only(parts))
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadFrame(f"from the coordinator: {error}") from error
     return Standing(wave, running)
 

@@ -24,12 +24,22 @@ PATIENCE_S = 60.0
 
 
 class Proc:
-    """One process. ``stderr`` is read as JSON log lines; other lines are kept as text."""
+    """One process. ``stderr`` is read as JSON log lines; other lines are kept as text.
 
-    def __init__(self, *argv: str, env: dict[str, str] | None = None, cwd: Path = ROOT) -> None:
+    ``stdin=subprocess.PIPE`` for one that ends with its stdin.
+    """
+
+    def __init__(
+        self,
+        *argv: str,
+        env: dict[str, str] | None = None,
+        cwd: Path = ROOT,
+        stdin: int | None = None,
+    ) -> None:
         self.argv = argv
         self.process = subprocess.Popen(
             argv,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -60,7 +70,7 @@ class Proc:
     ) -> None:
         self.kill()
         self._reader.join()
-        for stream in (self.process.stdout, self.process.stderr):
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None:
                 stream.close()
 

@@ -226,14 +226,16 @@ def test_front_ends_hear_every_second() -> None:
 
 # -- invariants ------------------------------------------------------------------------------
 
+NEAR = st.sampled_from([0, 0, 0, 0, -1, 1])  # of the wave under way
 EVENTS = st.one_of(
     st.tuples(st.just("first_req"), st.integers(0, 1), st.integers(-2, 0), st.booleans()),
-    st.tuples(st.just("allowed"), st.integers(-1, 1)),
-    st.tuples(st.just("held"), st.integers(-1, 1)),
+    st.tuples(st.just("first_req"), st.integers(0, 1), st.just(0), st.just(value=True)),
+    st.tuples(st.just("allowed"), NEAR),
+    st.tuples(st.just("held"), NEAR),
     st.tuples(st.just("started"), st.integers(-1, 1), st.integers(0, 1)),
     st.tuples(st.just("complete"), st.integers(-1, 1)),
     st.tuples(st.just("joined")),
-    st.tuples(st.just("wait"), st.floats(0, 400)),
+    st.tuples(st.just("wait"), st.floats(0, 4) | st.floats(0, 400)),
 )
 reached: Counter[str] = Counter()
 
@@ -307,7 +309,7 @@ class Played:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(EVENTS, max_size=40))
+@given(st.lists(EVENTS, min_size=20, max_size=60))
 def test_whatever_happens_the_invariants_hold(events: list[tuple[object, ...]]) -> None:
     """The number is what cores said, "running" too, and no first request is forgotten."""
     played = Played()
@@ -320,4 +322,4 @@ def test_the_play_reached_what_matters() -> None:
     if not reached:
         pytest.skip("the play ran in another process")
     assert set(reached) == {state.value for state in _S} | {"start"}
-    assert min(reached.values()) > 50
+    assert min(reached.values()) > 20, reached

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -128,14 +129,12 @@ def test_other_frames_of_cores_are_refused(frame: bytes) -> None:
     ],
 )
 @given(st.lists(st.binary(max_size=32), max_size=3))
-def test_noise_is_refused_or_read(
+def test_noise_raises_nothing_else(
     read: Callable[[list[bytes]], object], parts: list[bytes]
 ) -> None:
-    """Whatever comes, nothing but BadFrame is raised."""
-    try:
+    """Whatever comes, it is read or refused."""
+    with contextlib.suppress(BadFrame):
         read(parts)
-    except BadFrame:
-        pass
 
 
 @pytest.mark.parametrize("parts", [[], [b"\x01", b"\x01"], [b"x"], [b""]])

@@ -1,0 +1,238 @@
+"""The gateway process on real sockets, with front ends and cores that are sockets only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from statistics import median
+
+import pytest
+
+from sidecar.gateway import frames
+from tests.support.fake_group import FakeGroup, ready_group
+from tests.support.procs import ROOT, Proc, wavebus
+
+NOWHERE = "tcp://127.0.0.1:9"
+
+
+def test_ready_comes_when_every_core_has_subscribed() -> None:
+    """The second equal subscription counts, and a late one gets its READY as well."""
+    with FakeGroup(3) as group:
+        first, second, third = group.cores
+        first.subscribe()
+        second.subscribe()
+        assert first.input.silent(200)
+        third.subscribe()
+        assert [core.heard() for core in group.cores] == [None, None, None]
+        second.subscribe()
+        assert second.heard() is None
+
+
+def test_no_start_comes_before_ready() -> None:
+    with FakeGroup(2) as group:
+        group.fronts[0].subscribe()
+        group.fronts[0].first_request(0)
+        group.fronts[0].heard_standing(0, running=False)
+        for core in group.cores:
+            core.subscribe()
+        for core in group.cores:
+            assert core.heard() is None
+            core.heard_start(0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_waves_one_after_the_other(rank: int) -> None:
+    with ready_group(2) as group:
+        for wave in range(5):
+            group.run_wave(wave, rank)
+        group.process.stop()
+        group.process.wait_event("gateway_ended")
+        assert not [e for e in group.process.events if e["level"] not in ("info", "debug")]
+
+
+def test_a_start_is_repeated_until_a_core_says_that_the_wave_runs() -> None:
+    """Cores that are paused drop it and say nothing."""
+    with ready_group(2) as group:
+        group.fronts[1].first_request(0)
+        for _ in range(4):
+            for core in group.cores:
+                assert core.heard() == frames.StartWave(0)
+        group.cores[0].report(started=0)
+        group.cores[1].heard_start(0, excluded=0)
+        group.cores[0].drain()
+        assert group.cores[0].input.silent(600)
+
+
+def test_a_request_for_a_wave_that_is_over_starts_the_next() -> None:
+    """Its core says so itself; the others are started, the front ends told."""
+    with ready_group(2) as group:
+        group.run_wave(0)
+        for core in group.cores:
+            core.drain()
+        group.cores[1].report(started=1)
+        assert group.cores[0].heard() == frames.StartWave(1, 1)
+        group.fronts[0].heard_standing(1, running=True)
+
+
+def test_front_ends_hear_now_and_then() -> None:
+    """Also one that came late, and one that believes that something runs."""
+    with ready_group(2) as group:
+        began_s = time.monotonic()
+        group.fronts[0].heard_standing(0, running=False)
+        group.fronts[0].heard_standing(0, running=False)
+        assert time.monotonic() - began_s < 4
+
+
+def test_noise_is_dropped() -> None:
+    with ready_group(2) as group:
+        group.fronts[0].wire.send(b"\xc1noise")
+        group.fronts[0].wire.socket.send_multipart([b"\x01", b"two"])
+        group.cores[0].output.send(b"")
+        group.cores[0].input.send(b"noise")
+        for _ in range(4):
+            group.process.wait_event("bad_frame")
+        group.run_wave(0)
+
+
+def test_the_latency_of_a_start() -> None:
+    """Far below what a front end waits for anything; a wrong wakeup would cost 100 ms."""
+    with ready_group(2) as group:
+        took_ms = []
+        for wave in range(30):
+            group.fronts[0].heard_standing(wave, running=False)
+            began_s = time.perf_counter()
+            group.fronts[0].first_request(wave)
+            group.cores[1].heard_start(wave)
+            took_ms.append((time.perf_counter() - began_s) * 1000)
+            group.cores[0].report(complete=wave)
+        assert median(took_ms) < 5
+
+
+# -- with a broker, and without -----------------------------------------------------------
+
+
+def test_a_broker_that_is_not_there_changes_nothing() -> None:
+    with ready_group(2, "--broker", NOWHERE) as group:
+        group.run_wave(0)
+
+
+def test_a_broker_that_comes_goes_and_comes_back() -> None:
+    """Serving goes on through all of it."""
+    with wavebus("broker", "--listen", "tcp://127.0.0.1:*") as broker:
+        address = broker.first_line()
+        with ready_group(2, "--broker", address) as group:
+            group.process.wait_event("joined")
+            group.run_wave(0)
+            broker.kill()
+            group.run_wave(1)
+            group.run_wave(2, rank=1)
+            with wavebus("broker", "--listen", address):
+                group.process.wait_event("joined")
+                group.run_wave(3)
+            group.run_wave(4)
+
+
+def test_a_broker_that_hangs_is_not_waited_for() -> None:
+    with (
+        wavebus("broker", "--listen", "tcp://127.0.0.1:*") as broker,
+        ready_group(2, "--broker", broker.first_line()) as group,
+    ):
+        group.process.wait_event("joined")
+        broker.signal(signal.SIGSTOP)
+        for wave in range(3):
+            began_s = time.monotonic()
+            group.run_wave(wave)
+            assert time.monotonic() - began_s < 1
+            told = group.process.wait_event("first_req_decided_locally", wave=wave)
+            assert 5 <= told["silent_ms"] < 100
+
+
+# -- its end --------------------------------------------------------------------------------
+
+
+def test_it_ends_when_its_stdin_ends() -> None:
+    with ready_group(2) as group:
+        assert group.process.process.stdin is not None
+        group.process.process.stdin.close()
+        assert group.process.wait() == 0
+
+
+def test_it_ends_with_its_parent_however_that_ends() -> None:
+    """Even where a process that the parent forked keeps the other end of its stdin open."""
+    parent = textwrap.dedent(
+        """
+        import os, subprocess, sys, time
+        gateway = subprocess.Popen(
+            [sys.executable, "-m", "sidecar.gateway", "--dp-group", "g", "--size", "2"],
+            stdin=subprocess.PIPE,
+        )
+        if os.fork() == 0:
+            os.close(1)
+            os.close(2)
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(60)
+        """
+    )
+    with Proc(sys.executable, "-c", parent) as process:
+        process.wait_event("gateway_serves")
+        children = subprocess.run(
+            ["ps", "--ppid", str(process.pid), "-o", "pid="],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        process.signal(signal.SIGKILL)
+        process.wait_event("gateway_ended", timeout_s=5)
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):  # the gateway has gone
+                os.kill(int(child), signal.SIGKILL)
+
+
+def test_ctrl_c_is_not_for_it() -> None:
+    with ready_group(2) as group:
+        group.process.signal(signal.SIGINT)
+        group.run_wave(0)
+        assert group.process.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--size", "0", "--dp-group", "g"], "--size"),
+        (["--size", "2"], "--dp-group"),
+        (["--size", "2", "--dp-group", "a b"], "--dp-group='a b'"),
+        (["--size", "2", "--dp-group", "g", "--host", "192.0.2.1"], "192.0.2.1"),
+        (["--size", "2", "--dp-group", "g", "--broker", "nonsense"], "nonsense"),
+    ],
+)
+def test_a_wrong_option_is_named(arguments: list[str], said: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "sidecar.gateway", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+        timeout=60,
+    )
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_it_imports_neither_torch_nor_vllm() -> None:
+    """It starts in a moment, and is small."""
+    program = (
+        "import sys, sidecar.gateway.__main__; "
+        "print([m for m in ('torch', 'vllm', 'numpy', 'aiohttp') if m in sys.modules])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert ended.stdout.strip() == "[]"
