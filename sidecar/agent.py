@@ -14,13 +14,22 @@ import anyio
 
 from bus.errors import BusClosed, EngineError, refusal
 from bus.ids import check_name, new_boot
-from bus.messages import EngineFacts, Envelope, Heartbeat, Join, Message, NackCode
+from bus.messages import (
+    CoreStatus,
+    EngineFacts,
+    Envelope,
+    Heartbeat,
+    Join,
+    Message,
+    NackCode,
+)
 from bus.protocol.calls import (
     COMMANDS,
     Call,
     CallAbortRequests,
     CallArm,
     CallCommit,
+    CallEscalate,
     CallFinish,
     CallLoad,
     CallOpenTransfer,
@@ -132,6 +141,7 @@ class Sidecar:
             self._peer.start()
             self._tasks.add(asyncio.create_task(self._watch_engine()))
             self._tasks.add(asyncio.create_task(self._watch_load()))
+            self._tasks.add(asyncio.create_task(self._watch_core()))
         except BaseException:
             await self.engine.close()
             raise
@@ -251,6 +261,10 @@ class Sidecar:
                 peer.send(effect.message, reply_to=effect.reply_to)
             elif isinstance(effect, Note):
                 peer.note(effect)
+            elif isinstance(effect, CallEscalate):
+                task = asyncio.create_task(self._escalate(effect))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
             else:
                 assert self._next_call is None, "the machine makes one call at a time"
                 self._next_call = effect
@@ -306,6 +320,21 @@ class Sidecar:
             now_ms = self._peer.now_ms()
             self._perform(self.session.done(call, now_ms, in_flight=in_flight))
 
+    async def _escalate(self, call: CallEscalate) -> None:
+        """Pause a second time, beside the `wait` that still drains."""
+        assert self._peer is not None
+        failure = in_flight = None
+        try:
+            self.session.escalating(await self.engine.request_ids())
+            await self.engine.pause(call.mode, clear_cache=call.clear_cache)
+            in_flight = await self.engine.in_flight()
+        except EngineError as error:
+            failure = Failure(error.code, error.detail)
+            fields: dict[str, object] = {"call": "CallEscalate", "detail": error.detail}
+            self._peer.note(Note("engine_call_failed", "warning", fields))
+        now_ms = self._peer.now_ms()
+        self._perform(self.session.escalation_done(failure, now_ms, in_flight=in_flight))
+
     async def _do(self, call: Call) -> int | None:
         """Make the call; after a pause, how many requests it holds."""
         engine = self.engine
@@ -347,4 +376,16 @@ class Sidecar:
         while True:
             with contextlib.suppress(EngineError):
                 self.session.pause.in_flight = await self.engine.in_flight()
+            await anyio.sleep(self._peer.link.heartbeat_ms / 1000)
+
+    async def _watch_core(self) -> None:
+        """Tell the broker what the engine's core does; the page is there when nothing answers."""
+        assert self._peer is not None
+        while True:
+            view = self.engine.core_view()
+            if view is not None and self._peer.link.state is LinkState.JOINED:
+                requests = view.waiting + view.running
+                since_ms = round(view.age_ms(), 1)
+                status = CoreStatus(view.phase, since_ms, view.step, view.wave, requests)
+                self._peer.send(status)
             await anyio.sleep(self._peer.link.heartbeat_ms / 1000)

@@ -13,8 +13,9 @@ from typing import Protocol, runtime_checkable
 
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import PauseMode
+from sidecar.corepage import CoreView
 
-__all__ = ["Chunk", "Engine", "EngineInfo", "Manifest", "PauseMode", "TensorMeta"]
+__all__ = ["Chunk", "CoreView", "Engine", "EngineInfo", "Manifest", "PauseMode", "TensorMeta"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,12 @@ class Engine(Protocol):
 
     async def in_flight(self) -> int:
         """How many requests it holds (running, waiting or frozen by a pause)."""
+
+    async def request_ids(self) -> tuple[str, ...]:
+        """The ids of those requests, as their clients know them; empty if it can't tell."""
+
+    def core_view(self) -> CoreView | None:
+        """The status page of its core, as it is now; None without one. Never blocks."""
 
     async def version(self) -> int:
         """The weight version it serves; 0 until the first commit."""

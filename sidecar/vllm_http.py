@@ -30,6 +30,7 @@ from sidecar.vllm_plugin.compat import BACKEND, BACKEND_OPTION, check_version
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
+    from sidecar.corepage import CoreView
     from sidecar.supervise import SupervisedServer
 
 __all__ = ["VllmHttpEngine", "is_loopback"]
@@ -178,6 +179,12 @@ class VllmHttpEngine:
                 "--disable-log-stats"
             )
         return int(sum(map(float, found)))
+
+    async def request_ids(self) -> tuple[str, ...]:
+        return ()
+
+    def core_view(self) -> CoreView | None:
+        return None
 
     async def version(self) -> int:
         return parse_version(str((await self._ask("/weight_info"))["weight_version"]))

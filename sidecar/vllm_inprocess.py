@@ -20,6 +20,8 @@ from sidecar.vllm_plugin.compat import BACKEND, BACKEND_OPTION, check_version
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
+    from sidecar.corepage import CoreView
+
 __all__ = ["VllmEngine", "parse_version"]
 
 DEATH_CHECK_S: Final = 0.5
@@ -81,6 +83,12 @@ class VllmEngine:
 
     async def in_flight(self) -> int:
         return len(self._llm.output_processor.request_states)
+
+    async def request_ids(self) -> tuple[str, ...]:
+        return ()
+
+    def core_view(self) -> CoreView | None:
+        return None
 
     async def version(self) -> int:
         return parse_version(await _call(self._llm.get_weight_version()))

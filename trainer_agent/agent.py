@@ -16,6 +16,7 @@ from bus.messages import (
     Commit,
     EngineView,
     Envelope,
+    Escalation,
     GroupAck,
     GroupView,
     Heartbeat,
@@ -38,6 +39,7 @@ from bus.runtime.aio import AsyncioScheduler
 from bus.runtime.peer import HOST, PID, Peer, default_name, route_of
 from bus.runtime.zmq_transport import ZmqClient
 from bus.settings import DEFAULT_BROKER
+from trainer_agent.how import WAIT_S, PauseHow
 from trainer_agent.report import UpdateReport
 from trainer_agent.sources import Weights, as_source
 from trainer_agent.stream import ChunkStream
@@ -195,13 +197,24 @@ class TrainerAgent:
 
     @contextlib.asynccontextmanager
     async def paused(
-        self, *, mode: PauseMode = "keep", clear_cache: bool = True
+        self,
+        *,
+        mode: PauseMode = "keep",
+        clear_cache: bool = True,
+        wait_s: float = WAIT_S,
+        escalate: Escalation = "keep",
     ) -> AsyncIterator[GroupAck]:
         """Keep the group paused for the length of a block.
 
-        ``keep`` freezes requests, ``wait`` lets running ones end, ``abort`` ends all
-        with the tokens they have. ``clear_cache`` has kept requests recompute their
-        KV cache with the weights they find after the pause.
+        Args:
+            mode: ``keep`` freezes requests, ``wait`` lets running ones end, ``abort`` ends
+                all with the tokens they have.
+            clear_cache: kept requests recompute their KV cache with the weights they find
+                after the pause, and no prefix cache is kept.
+            wait_s: how long ``wait`` lets requests run.
+            escalate: what the pause becomes on engines whose requests have not ended by
+                then. The answer names these engines (``escalated``) and their requests
+                (``waited_for``).
 
         Raises:
             PauseFailed: not every engine could be paused; those that were, have resumed.
@@ -209,7 +222,8 @@ class TrainerAgent:
         if self._window is not None:
             raise UsageError("the group is paused already by this agent")
         update_id = self._new_id()
-        ack = await self._pause(update_id, mode, clear_cache=clear_cache)
+        how = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
+        ack = await self._pause(update_id, how)
         try:
             yield ack
         finally:
@@ -223,10 +237,12 @@ class TrainerAgent:
         label: str = "",
         mode: PauseMode = "keep",
         clear_cache: bool = True,
+        wait_s: float = WAIT_S,
+        escalate: Escalation = "keep",
     ) -> int:
         """Send weights to every engine and have them serve them: arm, pause, send, commit,
-        resume. Inside :meth:`paused` the pause is that one's, ``mode`` and
-        ``clear_cache`` too.
+        resume. The pause's arguments are those of :meth:`paused`; inside one, the pause is
+        that one.
 
         Args:
             source: an ``nn.Module``, a state dict, ``(name, tensor)`` pairs, or a
@@ -249,22 +265,21 @@ class TrainerAgent:
             raise UsageError("an update is under way; await it first")
         self._busy = True
         try:
-            return await self._update(source, label, mode, clear_cache=clear_cache)
+            how = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
+            return await self._update(source, label, how)
         finally:
             self._busy = False
 
     # -- one update -------------------------------------------------------------
 
-    async def _update(
-        self, source: Weights, label: str, mode: PauseMode, *, clear_cache: bool
-    ) -> int:
+    async def _update(self, source: Weights, label: str, how: PauseHow) -> int:
         stream = ChunkStream(as_source(source), self._sender, chunk_bytes=self.chunk_bytes)
         update_id = self._new_id()
         await self._open(stream)
         armed = await self._arm(update_id, label, stream)
         held = self._window
         try:
-            pause = None if held else await self._pause(update_id, mode, clear_cache=clear_cache)
+            pause = None if held else await self._pause(update_id, how)
         except BaseException:
             await self._undo(update_id, resume=False)
             raise
@@ -328,8 +343,16 @@ class TrainerAgent:
         await self._reopen(stream)
         return await self._step(arm)
 
-    async def _pause(self, update_id: str, mode: PauseMode, *, clear_cache: bool) -> GroupAck:
-        ask = PauseLocal(update_id, mode, clear_cache, self.lease_ms, int(self.timeout_s * 1000), 0, "keep")
+    async def _pause(self, update_id: str, how: PauseHow) -> GroupAck:
+        ask = PauseLocal(
+            update_id,
+            how.mode,
+            how.clear_cache,
+            self.lease_ms,
+            int(self.timeout_s * 1000),
+            int(how.wait_s * 1000),
+            how.escalate,
+        )
         ack = await self._step(ask)
         self._window = (update_id, self._link_epoch())
         return ack

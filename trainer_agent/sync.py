@@ -13,6 +13,7 @@ from anyio.from_thread import start_blocking_portal
 
 from bus.errors import BusClosed
 from trainer_agent.agent import TrainerAgent
+from trainer_agent.how import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from anyio.from_thread import BlockingPortal
 
-    from bus.messages import EngineView, GroupAck, PauseMode, Status
+    from bus.messages import EngineView, Escalation, GroupAck, PauseMode, Status
     from trainer_agent.report import UpdateReport
     from trainer_agent.sources import Weights
 
@@ -80,18 +81,34 @@ class SyncTrainerAgent:
         label: str = "",
         mode: PauseMode = "keep",
         clear_cache: bool = True,
+        wait_s: float = WAIT_S,
+        escalate: Escalation = "keep",
     ) -> int:
         """See :meth:`TrainerAgent.update_weights`."""
         portal, agent = self._connected()
         return portal.call(
-            lambda: agent.update_weights(source, label=label, mode=mode, clear_cache=clear_cache)
+            lambda: agent.update_weights(
+                source,
+                label=label,
+                mode=mode,
+                clear_cache=clear_cache,
+                wait_s=wait_s,
+                escalate=escalate,
+            )
         )
 
     @contextlib.contextmanager
-    def paused(self, *, mode: PauseMode = "keep", clear_cache: bool = True) -> Iterator[GroupAck]:
+    def paused(
+        self,
+        *,
+        mode: PauseMode = "keep",
+        clear_cache: bool = True,
+        wait_s: float = WAIT_S,
+        escalate: Escalation = "keep",
+    ) -> Iterator[GroupAck]:
         """See :meth:`TrainerAgent.paused`."""
         portal, agent = self._connected()
-        pause = agent.paused(mode=mode, clear_cache=clear_cache)
+        pause = agent.paused(mode=mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
         with portal.wrap_async_context_manager(pause) as ack:
             yield ack
 

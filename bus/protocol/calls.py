@@ -37,6 +37,15 @@ class CallPause:
 
 
 @dataclass(frozen=True, slots=True)
+class CallEscalate:
+    """A second pause, beside the `wait` that still drains: both are awaited. The only call
+    that does not stand in the queue. Before it, ask which requests are waited for."""
+
+    mode: PauseMode
+    clear_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
 class CallResume:
     pass
 
@@ -103,7 +112,7 @@ Call: TypeAlias = (
     | CallCommit
     | CallAbortRequests
 )
-SessionEffect: TypeAlias = Effect | Call
+SessionEffect: TypeAlias = Effect | Call | CallEscalate
 
 COMMAND_STEPS: Final[dict[type[Message], Step]] = {
     PauseLocal: Step.PAUSE_LOCAL,

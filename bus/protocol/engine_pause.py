@@ -4,8 +4,10 @@
 
     state     event            next      engine call, ack
     RUNNING   PAUSE_LOCAL      PAUSING   pause(mode, clear_cache); ack pause_local when issued
-    PAUSING   pause returned   PAUSED    ack pause_global, if it was asked
-    PAUSING   pause failed     RUNNING   nack pause_global
+    PAUSING   wait_ms is over  PAUSING   pause(escalate) too, beside the `wait` that drains
+    PAUSING   pause returned   PAUSED    ack pause_global, if it was asked; of two pauses
+                                         the later return counts
+    PAUSING   pause failed     RUNNING   nack pause_global; of two, if both failed
     PAUSED    RESUME           RESUMING  resume()
     PAUSING   RESUME           PAUSING   remembered: resume() follows the pause's return
     RESUMING  resume returned  RUNNING   ack resume
@@ -20,14 +22,28 @@ acked again and call nothing.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from bus.messages import PauseGlobal, PauseLocal, Resume, Step
-from bus.protocol.calls import CallPause, CallQueue, CallResume, Job, SessionEffect, ack, nack
+from bus.messages import Escalation, PauseGlobal, PauseLocal, Resume, Step
+from bus.protocol.calls import (
+    CallEscalate,
+    CallPause,
+    CallQueue,
+    CallResume,
+    Job,
+    SessionEffect,
+    ack,
+    nack,
+)
 from bus.protocol.refusal import wrong_state
+from bus.protocol.round import ESCALATED
 
 if TYPE_CHECKING:
     from bus.protocol.instructions import Failure
+
+
+# The outcome of a `wait` pause whose requests ended in time.
+DRAINED: Final = "drained"
 
 
 class EnginePauseState(StrEnum):
@@ -50,25 +66,62 @@ class EnginePause:
         self.in_flight = 0
         self._queue = queue
         self._last_resume = ""
+        self._call = CallPause("keep", clear_cache=False)  # the last one made
+        self._escalation: Escalation = "keep"
+        self._escalate_ms: float | None = None  # when a `wait` that still drains becomes that
+        self._pending = 0  # pause calls that have not returned: two after an escalation
+        self._returned = False  # one of them has
+        self._outcome = ""
+        self._waited_for: tuple[str, ...] = ()
         self._global_asked = 0  # id of the PAUSE_GLOBAL that waits for the pause's return
         self._resume_asked: int | None = None  # id of the RESUME that waits for it
         self._next: tuple[int, PauseLocal] | None = None  # waits for the resume's return
 
-    def local(self, msg_id: int, message: PauseLocal) -> list[SessionEffect]:
+    def local(self, msg_id: int, message: PauseLocal, now_ms: float) -> list[SessionEffect]:
         """PAUSE_LOCAL."""
         if self.state is _S.RESUMING:
             self._next = (msg_id, message)
             return []
         self.lease_ms = float(message.lease_ms)
         if self.state is _S.RUNNING:
-            self.state = _S.PAUSING
-            self._queue.add(CallPause(message.mode, message.clear_cache), msg_id)
+            self._begin(msg_id, message, now_ms)
         if message.update_id != self.update_id:
             # A new pause; or one that was left behind, half made, is taken over by this one.
             self.update_id = message.update_id
             self._global_asked = 0
             self._resume_asked = None
         return [ack(msg_id, Step.PAUSE_LOCAL, self.update_id, in_flight=self.in_flight)]
+
+    def _begin(self, msg_id: int, message: PauseLocal, now_ms: float) -> None:
+        self.state = _S.PAUSING
+        self._call = CallPause(message.mode, message.clear_cache)
+        self._pending = 1
+        self._returned = False
+        self._waited_for = ()
+        self._outcome = ""
+        self._escalate_ms = None
+        if message.mode == "wait":
+            self._outcome = DRAINED
+            self._escalation = message.escalate
+            if message.wait_ms:
+                self._escalate_ms = now_ms + message.wait_ms
+        self._queue.add(self._call, msg_id)
+
+    @property
+    def escalate_ms(self) -> float | None:
+        """When :meth:`escalate` is due, if it is to come."""
+        return self._escalate_ms
+
+    def escalate(self) -> list[SessionEffect]:
+        """A `wait` has come to its deadline: pause again, in the mode the caller chose."""
+        self._escalate_ms = None
+        self._pending += 1
+        return [CallEscalate(self._escalation, self._call.clear_cache)]
+
+    def escalated(self, waited_for: tuple[str, ...]) -> None:
+        """The escalation is about to be made; these requests still ran."""
+        self._outcome = ESCALATED
+        self._waited_for = waited_for
 
     def globally(self, msg_id: int, message: PauseGlobal) -> list[SessionEffect]:
         """PAUSE_GLOBAL."""
@@ -103,7 +156,12 @@ class EnginePause:
         self._queue.add(CallResume(), msg_id)
 
     def pause_returned(self, took_ms: float) -> list[SessionEffect]:
-        """The engine is idle on its device."""
+        """A pause call is back; with no other one pending, the engine is idle on its device."""
+        self._pending -= 1
+        self._returned = True
+        self._escalate_ms = None
+        if self._pending:
+            return []
         self.state = _S.PAUSED
         effects: list[SessionEffect] = []
         if self._global_asked:
@@ -114,15 +172,23 @@ class EnginePause:
             self.begin_resume(msg_id)
         return effects
 
-    def pause_failed(self, job: Job, failure: Failure) -> list[SessionEffect]:
-        """The engine could not be paused, and runs."""
+    def pause_failed(self, reply_to: int, failure: Failure) -> list[SessionEffect]:
+        """A pause call raised: the engine could not be paused, and runs. Of two, the other
+        one decides."""
+        self._pending -= 1
+        self._escalate_ms = None
+        if self._pending:
+            return []
+        if self._returned:
+            self._pending += 1
+            return self.pause_returned(0.0)
         self.state = _S.RUNNING
-        reply_to = self._global_asked or job.reply_to
+        reply_to = self._global_asked or reply_to
         self._global_asked = 0
         self._resume_asked = None
         return [nack(reply_to, Step.PAUSE_GLOBAL, failure, self.update_id)]
 
-    def resume_returned(self, job: Job, took_ms: float) -> list[SessionEffect]:
+    def resume_returned(self, job: Job, took_ms: float, now_ms: float) -> list[SessionEffect]:
         """The engine schedules again; a pause that came meanwhile follows."""
         self.state = _S.RUNNING
         self._last_resume = self.update_id
@@ -135,21 +201,27 @@ class EnginePause:
                 took_ms=took_ms,
             )
         ]
-        return effects + self._follow()
+        return effects + self._follow(now_ms)
 
-    def resume_failed(self, job: Job, failure: Failure) -> list[SessionEffect]:
+    def resume_failed(self, job: Job, failure: Failure, now_ms: float) -> list[SessionEffect]:
         """The engine is still paused."""
         self.state = _S.PAUSED
         effects: list[SessionEffect] = [nack(job.reply_to, Step.RESUME, failure, self.update_id)]
-        return effects + self._follow()
+        return effects + self._follow(now_ms)
 
-    def _follow(self) -> list[SessionEffect]:
+    def _follow(self, now_ms: float) -> list[SessionEffect]:
         if self._next is None:
             return []
         (msg_id, message), self._next = self._next, None
-        return self.local(msg_id, message)
+        return self.local(msg_id, message, now_ms)
 
     def _paused_ack(self, msg_id: int, took_ms: float) -> SessionEffect:
         return ack(
-            msg_id, Step.PAUSE_GLOBAL, self.update_id, in_flight=self.in_flight, took_ms=took_ms
+            msg_id,
+            Step.PAUSE_GLOBAL,
+            self.update_id,
+            in_flight=self.in_flight,
+            took_ms=took_ms,
+            outcome=self._outcome,
+            waited_for=self._waited_for,
         )

@@ -103,17 +103,17 @@ class EngineSession:
                     )
                 )
             self.epoch = epoch
-            return self._with_calls(self._command(msg_id, message), now_ms)
+            return self._with_calls(self._command(msg_id, message, now_ms), now_ms)
         except Declined as declined:
             step = COMMAND_STEPS.get(type(message), "")
             update_id = getattr(message, "update_id", "")
             chunk = getattr(message, "chunk", 0)
             return [nack(msg_id, step, declined.failure, update_id, chunk)]
 
-    def _command(self, msg_id: int, message: Message) -> list[SessionEffect]:
+    def _command(self, msg_id: int, message: Message, now_ms: float) -> list[SessionEffect]:
         match message:
             case PauseLocal():
-                return self.pause.local(msg_id, message)
+                return self.pause.local(msg_id, message, now_ms)
             case PauseGlobal():
                 return self.pause.globally(msg_id, message)
             case Resume():
@@ -154,7 +154,7 @@ class EngineSession:
         if isinstance(call, CallPause):
             effects = self.pause.pause_returned(took_ms)
         elif isinstance(call, CallResume):
-            effects = self.pause.resume_returned(job, took_ms)
+            effects = self.pause.resume_returned(job, took_ms, now_ms)
         else:
             effects = self.update.done(job, took_ms)
         return self._with_calls(effects, now_ms)
@@ -163,12 +163,26 @@ class EngineSession:
         """The running engine call has raised."""
         job = self._queue.end(call)
         if isinstance(call, CallPause):
-            effects = self.pause.pause_failed(job, failure)
+            effects = self.pause.pause_failed(job.reply_to, failure)
         elif isinstance(call, CallResume):
-            effects = self.pause.resume_failed(job, failure)
+            effects = self.pause.resume_failed(job, failure, now_ms)
         else:
             effects = self.update.failed(job, failure)
         return self._with_calls(effects, now_ms)
+
+    def escalating(self, waited_for: tuple[str, ...]) -> None:
+        """The escalation asked for is about to be made; these requests still ran."""
+        self.pause.escalated(waited_for)
+
+    def escalation_done(
+        self, failure: Failure | None, now_ms: float, *, in_flight: int | None = None
+    ) -> list[SessionEffect]:
+        """The second pause call has returned, or raised."""
+        if in_flight is not None:
+            self.pause.in_flight = in_flight
+        if failure is None:
+            return self._with_calls(self.pause.pause_returned(0.0), now_ms)
+        return self._with_calls(self.pause.pause_failed(0, failure), now_ms)
 
     # -- time -----------------------------------------------------------------
 
@@ -177,6 +191,9 @@ class EngineSession:
         due_ms = self.next_deadline_ms(heard_ms)
         if due_ms is None or now_ms < due_ms:
             return []
+        if self.pause.escalate_ms is not None:
+            note = Note("wait_is_over", "info", {"update_id": self.pause.update_id})
+            return [note, *self.pause.escalate()]
         effects: list[SessionEffect] = [
             Note(
                 "lease_expired",
@@ -193,6 +210,8 @@ class EngineSession:
 
     def next_deadline_ms(self, heard_ms: float) -> float | None:
         """When :meth:`tick` is due; None while there is no pause that it could end."""
+        if self.pause.escalate_ms is not None:
+            return self.pause.escalate_ms
         if self.pause.state is not EnginePauseState.PAUSED or len(self._queue):
             return None
         if self.update.partial and self.update.state is EngineUpdateState.NONE:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.messages import Ack, Message, Step
+
+
+# The outcome of a `wait` pause that came to its deadline.
+ESCALATED: Final = "escalated"
 
 
 class Round:
@@ -52,7 +56,7 @@ class Round:
         self.in_flight += ack.in_flight
         self.slowest = name
         self.slowest_ms = now_ms - self.asked_ms
-        if ack.waited_for:
+        if ack.outcome == ESCALATED:
             self.escalated.add(name)
             self.waited_for += ack.waited_for
         return True

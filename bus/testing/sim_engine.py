@@ -23,7 +23,14 @@ from bus.messages import (
     NackCode,
     Step,
 )
-from bus.protocol.calls import COMMANDS, Call, CallPause, CallResume, SessionEffect
+from bus.protocol.calls import (
+    COMMANDS,
+    Call,
+    CallEscalate,
+    CallPause,
+    CallResume,
+    SessionEffect,
+)
 from bus.protocol.effects import Note, Send
 from bus.protocol.engine_session import EngineSession
 from bus.protocol.instructions import Failure
@@ -105,6 +112,7 @@ class SimEngine:
         self.sent: list[Ack | Nack] = []
         self.notes: list[Note] = []
         self.calls: list[Call] = []
+        self.escalations: list[CallEscalate] = []
         self.running_call: Call | None = None
         self.joins = 0
         self.paused_locally = ""  # the pause that it has acked phase 1 of
@@ -216,6 +224,8 @@ class SimEngine:
                 if isinstance(effect.message, Ack) and effect.message.step is Step.PAUSE_LOCAL:
                     self.paused_locally = effect.message.update_id
                 self.peer.send(effect.message, reply_to=effect.reply_to)
+            elif isinstance(effect, CallEscalate):
+                self._escalate(effect)
             elif isinstance(effect, Note):
                 self.lease_ran_out = self.lease_ran_out or effect.event == "lease_expired"
                 self.notes.append(effect)
@@ -241,6 +251,23 @@ class SimEngine:
         self._timer = self._scheduler.call_at(
             self._scheduler.now_ms() + took_ms, lambda: self._returned(call)
         )
+
+    def _escalate(self, call: CallEscalate) -> None:
+        """A second pause: with it the one that still drains returns, too."""
+        waiting = self.running_call
+        self.session.escalating(tuple(f"r{number}" for number in range(self.truth.in_flight)))
+        self.escalations.append(call)
+
+        def end() -> None:
+            if not self.alive:
+                return
+            if isinstance(waiting, CallPause) and self.running_call is waiting:
+                if self._timer is not None:
+                    self._timer.cancel()
+                self._returned(waiting)
+            self._perform(self.session.escalation_done(None, self._scheduler.now_ms()))
+
+        self._scheduler.call_at(self._scheduler.now_ms() + self.behaviour.min_ms, end)
 
     def _returned(self, call: Call) -> None:
         self._timer = None

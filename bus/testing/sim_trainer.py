@@ -21,6 +21,7 @@ from bus.messages import (
     Arm,
     Commit,
     Envelope,
+    Escalation,
     GroupAck,
     Heartbeat,
     Join,
@@ -99,6 +100,8 @@ class SimTrainer:
         resend_ms: float = 1000.0,
         lease_ms: int = 10_000,
         timeout_ms: int = 60_000,
+        wait_ms: int = 0,
+        escalate: Escalation = "keep",
         depth: int = 2,
         link_config: LinkConfig | None = None,
         on_told: Callable[[Message], None] = lambda _answer: None,
@@ -108,6 +111,8 @@ class SimTrainer:
         self.group = group
         self.lease_ms = lease_ms
         self.timeout_ms = timeout_ms
+        self.wait_ms = wait_ms
+        self.escalate = escalate
         self.depth = depth
         self.alive = True
         self.window: tuple[str, int] | None = None
@@ -278,7 +283,9 @@ class SimTrainer:
         return (yield from self._step(Commit(update_id, armed.version, f"p{payload}")))
 
     def _pause(self, update_id: str, mode: PauseMode) -> Steps:
-        ask = PauseLocal(update_id, mode, True, self.lease_ms, self.timeout_ms, 0, "keep")
+        ask = PauseLocal(
+            update_id, mode, True, self.lease_ms, self.timeout_ms, self.wait_ms, self.escalate
+        )
         done = yield from self._step(ask)
         self._held = (update_id, self.peer.link.epoch)
         return done

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from bus.manifest import Manifest
     from bus.messages import PauseMode
     from bus.runtime.loop import LoopChoice
+    from sidecar.corepage import CoreView
 
 
 class StubEngine:
@@ -37,6 +38,12 @@ class StubEngine:
 
     async def in_flight(self) -> int:
         return 0
+
+    async def request_ids(self) -> tuple[str, ...]:
+        return ()
+
+    def core_view(self) -> CoreView | None:
+        return None
 
     async def version(self) -> int:
         return 0

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from bus.manifest import Manifest
     from bus.messages import PauseMode
+    from sidecar.corepage import CoreView
     from sidecar.embedded.sampling import SamplingParams
     from sidecar.engine import Chunk
 
@@ -140,6 +141,12 @@ class EmbeddedEngine:
 
     async def in_flight(self) -> int:
         return len(self._generations)
+
+    async def request_ids(self) -> tuple[str, ...]:
+        return tuple(self._generations)
+
+    def core_view(self) -> CoreView | None:
+        return None
 
     async def version(self) -> int:
         return self._started().version

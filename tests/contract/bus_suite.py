@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from bus.messages import Escalation
+
 LEASE_MS = 20_000
 
 
@@ -244,6 +246,31 @@ class BusContract:
                     result = await request
                 assert result.finish_reason == reason
                 assert (len(result.tokens) == under_test.long_tokens) is (mode == "wait")
+
+    @pytest.mark.parametrize("escalate", ["keep", "abort"])
+    @contract
+    async def test_a_wait_that_takes_too_long_escalates(
+        self, under_test: EngineUnderTest, escalate: Escalation
+    ) -> None:
+        """At its deadline the pause becomes what the caller chose, and says whom it waited
+        for; what is kept goes on to its end."""
+        async with whole_bus(under_test) as bus:
+            watch = Watch()
+            request = asyncio.create_task(
+                under_test.generate(PROMPT, under_test.long_tokens, watch=watch)
+            )
+            await watch.reached(4)
+            async with bus.agent.paused(mode="wait", wait_s=0.05, escalate=escalate) as ack:
+                assert len(ack.escalated) == 1
+                known = await under_test.engine.request_ids()
+                if escalate == "keep":
+                    assert ack.waited_for == known
+                    assert not request.done()
+                else:
+                    assert (await request).finish_reason == "abort"
+            result = await request
+            whole = len(result.tokens) == under_test.long_tokens
+            assert whole is (escalate == "keep")
 
 
 class BreaksOff:

@@ -101,13 +101,13 @@ class EngineUnderTest(Protocol):
 
 
 def contract(
-    test: Callable[[Any, EngineUnderTest], Coroutine[Any, Any, None]],
-) -> Callable[[Any, EngineUnderTest], None]:
+    test: Callable[..., Coroutine[Any, Any, None]],
+) -> Callable[..., None]:
     """Let a class run this coroutine its own way, bounded in time."""
 
     @functools.wraps(test)
-    def run(self: EngineContract, under_test: EngineUnderTest) -> None:
-        under_test.run(asyncio.wait_for(test(self, under_test), under_test.wait_s))
+    def run(self: EngineContract, under_test: EngineUnderTest, **params: object) -> None:
+        under_test.run(asyncio.wait_for(test(self, under_test, **params), under_test.wait_s))
 
     return run
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bus.messages import Ack, Nack, NackCode, PauseGlobal, PauseLocal, Resume, Step
-from bus.protocol.calls import CallPause, CallQueue, CallResume, Job
+from bus.protocol.calls import CallEscalate, CallPause, CallQueue, CallResume, Job
 from bus.protocol.engine_pause import EnginePause, EnginePauseState
 from bus.protocol.instructions import Failure
 from bus.protocol.refusal import Declined
@@ -26,11 +26,14 @@ class Driver:
     def __init__(self) -> None:
         self.queue = CallQueue()
         self.pause = EnginePause(self.queue)
+        self.now_ms = 1000.0
         self.calls: list[object] = []
 
     def local(self, update_id: str = "u1", msg_id: int = 1, lease_ms: int = 5000) -> list[object]:
-        message = PauseLocal(update_id, "keep", True, lease_ms, 60_000, 0, "keep")
-        return self._issue(self.pause.local(msg_id, message))
+        return self.ask(PauseLocal(update_id, "keep", True, lease_ms, 60_000, 0, "keep"), msg_id)
+
+    def ask(self, message: PauseLocal, msg_id: int = 1) -> list[object]:
+        return self._issue(self.pause.local(msg_id, message, self.now_ms))
 
     def globally(self, update_id: str = "u1", msg_id: int = 2) -> list[object]:
         return self._issue(self.pause.globally(msg_id, PauseGlobal(update_id)))
@@ -42,13 +45,13 @@ class Driver:
         job = self._end()
         if isinstance(job.call, CallPause):
             return self._issue(self.pause.pause_returned(4.0))
-        return self._issue(self.pause.resume_returned(job, 4.0))
+        return self._issue(self.pause.resume_returned(job, 4.0, self.now_ms))
 
     def failed(self) -> list[object]:
         job = self._end()
         if isinstance(job.call, CallPause):
-            return self._issue(self.pause.pause_failed(job, BROKEN))
-        return self._issue(self.pause.resume_failed(job, BROKEN))
+            return self._issue(self.pause.pause_failed(job.reply_to, BROKEN))
+        return self._issue(self.pause.resume_failed(job, BROKEN, self.now_ms))
 
     def to(self, state: EnginePauseState) -> Driver:
         """Bring it there the long way."""
@@ -214,3 +217,80 @@ def test_a_pause_left_behind_is_taken_over_by_the_next(state: EnginePauseState) 
         assert driver.returned() == []
     assert only(driver.globally("u2"), Ack).update_id == "u2"
     assert [type(call) for call in driver.calls] == [CallPause]
+
+
+WAIT = PauseLocal("u1", "wait", True, 5_000, 60_000, 300, "abort")
+
+
+def test_a_wait_that_drains_in_time_does_not_escalate() -> None:
+    """And says so."""
+    driver = Driver()
+    driver.ask(WAIT)
+    assert driver.pause.escalate_ms == 1300.0
+    driver.globally()
+    done = only(driver.returned(), Ack)
+    assert (done.step, done.outcome, done.waited_for) == (Step.PAUSE_GLOBAL, "drained", ())
+    assert driver.pause.escalate_ms is None
+
+
+@pytest.mark.parametrize("first", ["wait", "escalation"])
+def test_of_two_pauses_the_later_return_counts(first: str) -> None:
+    """An old `wait` may come back while the engine still aborts, and the other way round."""
+    driver = Driver()
+    driver.ask(WAIT)
+    driver.globally()
+    assert driver.pause.escalate() == [CallEscalate("abort", clear_cache=True)]
+    driver.pause.escalated(("r1", "r2"))
+    second = driver.pause.pause_returned
+    assert not (driver.returned() if first == "wait" else second(0.0))
+    assert driver.pause.state is _S.PAUSING
+    done = only(second(0.0) if first == "wait" else driver.returned(), Ack)
+    assert (done.outcome, done.waited_for) == ("escalated", ("r1", "r2"))
+    assert driver.pause.state is _S.PAUSED
+
+
+@pytest.mark.parametrize("first", ["wait", "escalation"])
+def test_of_two_pauses_one_may_fail(first: str) -> None:
+    """The other one has paused the engine."""
+    driver = Driver()
+    driver.ask(WAIT)
+    driver.globally()
+    driver.pause.escalate()
+    if first == "wait":
+        assert not driver.failed()
+        assert only(driver.pause.pause_returned(1.0), Ack).step is Step.PAUSE_GLOBAL
+    else:
+        assert not driver.pause.pause_failed(0, BROKEN)
+        assert only(driver.returned(), Ack).step is Step.PAUSE_GLOBAL
+    assert driver.pause.state is _S.PAUSED
+
+
+def test_of_two_pauses_both_may_fail() -> None:
+    """Then there is none, and the next one may try."""
+    driver = Driver()
+    driver.ask(WAIT)
+    driver.globally()
+    driver.pause.escalate()
+    assert not driver.failed()
+    assert only(driver.pause.pause_failed(0, BROKEN), Nack).code is NackCode.ENGINE_FAILED
+    assert driver.pause.state is _S.RUNNING
+
+
+def test_a_resume_waits_for_both_pauses() -> None:
+    """No engine gets one while a pause is pending."""
+    driver = Driver()
+    driver.ask(WAIT)
+    driver.pause.escalate()
+    driver.resume()
+    driver.returned()
+    assert driver.calls == [CallPause("wait", clear_cache=True)]
+    driver.pause.pause_returned(1.0)
+    driver._issue([])
+    assert driver.calls[-1] == CallResume()
+
+
+def test_without_a_deadline_a_wait_waits() -> None:
+    """Zero says so."""
+    driver = Driver()
+    driver.ask(PauseLocal("u1", "wait", True, 5_000, 60_000, 0, "abort"))
+    assert driver.pause.escalate_ms is None
