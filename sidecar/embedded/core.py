@@ -19,38 +19,38 @@ While paused, new requests wait; in modes ``wait`` and ``keep`` those that had n
 begun wait too. ``clear_cache`` forgets keys and values: requests kept in ``keep``
 are then computed anew, over prompt and output so far, after the resume. Without it
 they go on with the keys and values they had, whatever was loaded meanwhile.
+
+A second pause while a first one drains takes its place, and both return together.
+
+A core that steps together with others is a :class:`sidecar.embedded.parallel.core.LockstepCore`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from bus.errors import EngineDead, EngineError
 from bus.messages import NackCode
-from sidecar.embedded.requests import Delta, Request, Sequence, sequences_of
-from sidecar.embedded.sampling import SamplingBatch, raw_logprobs
+from sidecar.corepage import GLOBALLY_PAUSED, LOCALLY_PAUSED, STEPPING, CorePage
+from sidecar.embedded.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bus.messages import PauseMode
+    from bus.messages import CorePhase, PauseMode
     from sidecar.embedded.model import Qwen3
-    from sidecar.embedded.requests import Publish
+    from sidecar.embedded.requests import Publish, Request
 
 T = TypeVar("T")
 
-# Padded tokens that one step may prefill; a longer prompt goes alone.
-MAX_PREFILL_TOKENS: Final = 4096
-
 
 class EngineCore:
-    """Scheduler, step loop and control calls of one model.
+    """Step loop and control calls of one model.
 
     Args:
         model: its parameters and cache belong to the core's thread from now on.
@@ -58,20 +58,24 @@ class EngineCore:
         publish: called in the core's thread, at most once per step, with what came
             of it, and before the answer of a call that ended requests.
         died: called in the core's thread, once, if it crashes.
+        page: where the core shows what it does; one of its own by default.
     """
 
     def __init__(
-        self, model: Qwen3, *, slots: int, publish: Publish, died: Callable[[str], None]
+        self,
+        model: Qwen3,
+        *,
+        slots: int,
+        publish: Publish,
+        died: Callable[[str], None],
+        page: CorePage | None = None,
     ) -> None:
         self.model = model
         self.version = 0
-        self._slots = slots
-        self._publish = publish
+        self.page = page or CorePage(None)
+        self._scheduler = Scheduler(model, slots=slots, publish=publish)
+        self._steps = 0
         self._died = died
-        self._waiting: deque[Sequence] = deque()
-        # Row i runs in slot i of the cache.
-        self._rows: list[Sequence] = []
-        self._batch: SamplingBatch | None = None
         self._mode: PauseMode | None = None
         self._clear_cache = False
         self._pausing: list[Future[None]] = []
@@ -90,35 +94,39 @@ class EngineCore:
 
     def stop(self) -> None:
         """End every request, then the thread; blocks until it is gone."""
-
-        def leave() -> None:
-            self._abort(lambda _: True)
-            self._stopping = True
-
-        with self._door:
-            if not self._gone:
-                self._inbox.put(leave)
+        self._ask_to_stop()
         self._thread.join()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, wave: int = 0) -> None:
         """Queue a request; its deltas go to ``publish``.
+
+        Args:
+            request: what is asked.
+            wave: the one that the front end believes in, where there are waves.
 
         Raises:
             EngineDead: the core is gone.
         """
-        self._put(lambda: self._waiting.extend(sequences_of(request)))
+
+        def run() -> None:
+            self._scheduler.add(request)
+            self._arrived(wave)
+
+        self._put(run)
 
     def call(self, action: Callable[[], T]) -> Future[T]:
         """Run ``action`` between two steps.
 
         An :class:`EngineError` is the caller's answer; any other error is a defect
-        and ends the core.
+        and ends the core, as does an :class:`EngineDead`.
         """
         future: Future[T] = Future()
 
         def run() -> None:
             try:
                 result = action()
+            except EngineDead:
+                raise
             except EngineError as error:
                 future.set_exception(error)
             else:
@@ -135,8 +143,9 @@ class EngineCore:
             self._mode = mode
             self._clear_cache = self._clear_cache or clear_cache
             if mode == "abort":
-                self._abort(lambda _: True)
+                self._scheduler.abort(lambda _: True)
             self._pausing.append(future)
+            self._pause_asked()
             self._settle_pause()
 
         self._put(run, future)
@@ -154,6 +163,16 @@ class EngineCore:
 
         self._put(run)
 
+    def fail(self, reason: str) -> None:
+        """End as after a crash, for something that happened elsewhere."""
+
+        def run() -> None:
+            raise EngineDead(reason)
+
+        with self._door:
+            if not self._gone:
+                self._inbox.put(run)
+
     # Called in the core's thread, from control calls
 
     def require_paused(self, what: str) -> None:
@@ -163,7 +182,9 @@ class EngineCore:
             EngineError: code ``wrong_state``.
         """
         if self._mode is None or self._pausing:
-            raise _wrong_state(f"{what} needs a paused engine, and this one is not")
+            raise EngineError(
+                f"{what} needs a paused engine, and this one is not", code=NackCode.WRONG_STATE
+            )
 
     def resume(self) -> None:
         """Schedule again, from the next step on.
@@ -173,6 +194,30 @@ class EngineCore:
         """
         self.require_paused("resume")
         self._mode = None
+
+    # What a core in lockstep does differently
+
+    def _arrived(self, wave: int) -> None:
+        """A request came."""
+
+    def _pause_asked(self) -> None:
+        """A pause was asked."""
+
+    def _busy(self) -> bool:
+        """Whether there is a step to make."""
+        return self._may_step()
+
+    def _quiet(self) -> bool:
+        """Whether no step will be made until somebody asks for something."""
+        return not self._may_step()
+
+    def _turn(self) -> None:
+        """Make a step."""
+        self._step()
+
+    def _wave(self) -> tuple[int, bool]:
+        """The wave, and whether it runs, for the status page."""
+        return 0, self._may_step()
 
     # The thread
 
@@ -185,14 +230,26 @@ class EngineCore:
                 future.add_done_callback(self._unanswered.discard)
             self._inbox.put(action)
 
+    def _ask_to_stop(self) -> None:
+        def leave() -> None:
+            self._abort(lambda _: True)
+            self._stopping = True
+
+        with self._door:
+            if not self._gone:
+                self._inbox.put(leave)
+
     def _run(self) -> None:
         try:
             with torch.inference_mode():
                 while not self._stopping:
                     self._serve_inbox()
-                    if self._may_step():
-                        self._step()
+                    if self._busy() and not self._stopping:
+                        self._turn()
                         self._settle_pause()
+        except EngineDead as error:
+            self._leave(str(error))
+            self._died(self._gone)
         except Exception as error:  # noqa: BLE001 - the thread ends, and everyone is told why
             self._leave(f"the engine core crashed: {type(error).__name__}: {error}")
             self._died(self._gone)
@@ -208,135 +265,53 @@ class EngineCore:
 
     def _serve_inbox(self) -> None:
         """Do what was asked; wait for something to be asked when there is no step to make."""
-        while not self._stopping and (not self._inbox.empty() or not self._may_step()):
-            self._inbox.get()()
+        while not self._stopping and (not self._inbox.empty() or not self._busy()):
+            if self._inbox.empty():
+                self._show("idle")
+            action = self._inbox.get()
+            self._show("work")
+            action()
 
     def _may_step(self) -> bool:
+        """Whether a sequence may get a token."""
         if self._mode == "keep":
             return False
-        return bool(self._rows or (self._waiting and self._mode is None))
+        admits = self._mode is None
+        return bool(self._scheduler.running or (admits and self._scheduler.waiting))
 
     def _step(self) -> None:
-        """One token for every running sequence, and for those that begin now."""
-        running = len(self._rows)
-        logits: list[torch.Tensor] = []
-        if running:
-            tokens = [sequence.tokens[-1] for sequence in self._rows]
-            places = [len(sequence.tokens) - 1 for sequence in self._rows]
-            logits.append(self.model.decode(tokens, places))
-        if self._waiting and self._mode is None and running < self._slots:
-            logits.append(self._begin())
-        self._take(torch.cat(logits) if len(logits) > 1 else logits[0])
-
-    def _begin(self) -> torch.Tensor:
-        """Move waiting sequences into free slots; logits [admitted, vocab] for their next token.
-
-        Choices of one request that begin together share one prefill.
-        """
-        owners: list[Sequence] = []
-        owner_slots: list[int] = []
-        owner_of: list[int] = []
-        longest = 0
-        while self._waiting and len(self._rows) < self._slots:
-            sequence = self._waiting[0]
-            if not owners or not _shares_prefill(owners[-1], sequence):
-                longest = max(longest, len(sequence.tokens))
-                if owners and (len(owners) + 1) * longest > MAX_PREFILL_TOKENS:
-                    break
-                owners.append(sequence)
-                owner_slots.append(len(self._rows))
-            owner_of.append(len(owners) - 1)
-            self._rows.append(self._waiting.popleft())
-        self._batch = None
-        logits = self.model.prefill([s.tokens for s in owners], owner_slots)
-        first = len(self._rows) - len(owner_of)
-        for slot, owner in enumerate(owner_of, start=first):
-            if slot != owner_slots[owner]:
-                self.model.kv.move(owner_slots[owner], slot, len(owners[owner].tokens))
-        return logits[owner_of]
-
-    def _take(self, logits: torch.Tensor) -> None:
-        """Sample from ``logits`` [rows, vocab], and let go who has ended."""
-        rows = self._rows
-        if self._batch is None:
-            self._batch = SamplingBatch(
-                [sequence.request.params for sequence in rows],
-                [sequence.seed for sequence in rows],
-                self.model.config.vocab_size,
-            )
-        allowed = _without_banned(logits, rows)
-        tokens = self._batch.sample(allowed, [sequence.output_len for sequence in rows])
-        logprobs: list[float | None] = [None] * len(rows)
-        if self._batch.wants_logprobs:
-            logprobs = list(raw_logprobs(logits, tokens))
-        deltas: list[Delta] = []
-        ended: list[int] = []
-        for row, (sequence, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):
-            wanted = sequence.request.params.logprobs is not None
-            sequence.append(token, logprob if wanted else None, self.version)
-            if sequence.finish_reason:
-                ended.append(row)
-            if sequence.finish_reason or sequence.request.stream:
-                deltas.append(sequence.delta(fresh=1))
-        if ended:
-            self._free(ended)
-        if deltas:
-            self._publish(deltas)
-
-    def _free(self, ended: list[int]) -> None:
-        """Take rows out, and keep the others dense: the last one moves into the gap."""
-        for row in reversed(ended):
-            last = self._rows.pop()
-            if row < len(self._rows):
-                self._rows[row] = last
-                self.model.kv.move(len(self._rows), row, len(last.tokens) - 1)
-        self._batch = None
+        self._steps += 1
+        self._show("step")
+        self._scheduler.step(admit=self._mode is None, version=self.version)
+        self._show("work")
 
     def _settle_pause(self) -> None:
         """Answer pauses, once nothing runs and nothing will."""
-        if not self._pausing or self._may_step():
+        if not self._pausing or not self._quiet():
             return
         if self._clear_cache:
-            self._waiting.extendleft(reversed(self._rows))
-            self._rows.clear()
-            self._batch = None
-            self.model.kv.clear()
+            self._scheduler.forget_cache()
             self._clear_cache = False
         for future in self._pausing:
             future.set_result(None)
         self._pausing.clear()
 
     def _abort(self, chosen: Callable[[Request], bool]) -> int:
-        """End the chosen requests' sequences; how many requests that were."""
-        ended = [row for row, s in enumerate(self._rows) if chosen(s.request)]
-        gone = [self._rows[row] for row in ended]
-        gone += [s for s in self._waiting if chosen(s.request)]
-        self._waiting = deque(s for s in self._waiting if not chosen(s.request))
-        self._free(ended)
-        for sequence in gone:
-            sequence.finish_reason = "abort"
-        if gone:
-            self._publish([sequence.delta(fresh=0) for sequence in gone])
+        count = self._scheduler.abort(chosen)
         self._settle_pause()
-        return len({sequence.request.id for sequence in gone})
+        return count
 
-
-def _shares_prefill(owner: Sequence, sequence: Sequence) -> bool:
-    """Whether both stand at the end of one prompt."""
-    same = owner.request is sequence.request
-    return same and not owner.output_len and not sequence.output_len
-
-
-def _without_banned(logits: torch.Tensor, rows: list[Sequence]) -> torch.Tensor:
-    """``logits`` with what may not be sampled yet at minus infinity."""
-    banned = [(row, token) for row, s in enumerate(rows) for token in s.banned]
-    if not banned:
-        return logits
-    index, tokens = zip(*banned, strict=True)
-    allowed = logits.clone()
-    allowed[torch.tensor(index), torch.tensor(tokens)] = float("-inf")
-    return allowed
-
-
-def _wrong_state(detail: str) -> EngineError:
-    return EngineError(detail, code=NackCode.WRONG_STATE)
+    def _show(self, phase: CorePhase) -> None:
+        """Write the status page."""
+        wave, stepping = self._wave()
+        flags = STEPPING if stepping else 0
+        if self._mode is not None:
+            flags |= LOCALLY_PAUSED if self._pausing else LOCALLY_PAUSED | GLOBALLY_PAUSED
+        self.page.count(
+            step=self._steps,
+            wave=wave,
+            flags=flags,
+            waiting=self._scheduler.waiting,
+            running=self._scheduler.running,
+        )
+        self.page.enter(phase)

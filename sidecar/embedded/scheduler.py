@@ -1,0 +1,179 @@
+"""Who runs, and the step that gives each of them a token. Lives in the core's thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from sidecar.embedded.model import Decode, Prefill
+from sidecar.embedded.requests import Delta, Request, Sequence, sequences_of
+from sidecar.embedded.sampling import SamplingBatch, raw_logprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sidecar.embedded.model import Qwen3
+    from sidecar.embedded.requests import Publish
+
+# Padded tokens that one step may prefill; a longer prompt goes alone.
+MAX_PREFILL_TOKENS: Final = 4096
+
+
+class Scheduler:
+    """The sequences of one model, running and waiting.
+
+    Args:
+        model: its parameters and cache.
+        slots: sequences that may run at once.
+        publish: called with what comes of a step or an abort, at most once for each.
+    """
+
+    def __init__(self, model: Qwen3, *, slots: int, publish: Publish) -> None:
+        self.model = model
+        self._slots = slots
+        self._publish = publish
+        self._waiting: deque[Sequence] = deque()
+        # Row i runs in slot i of the cache.
+        self._rows: list[Sequence] = []
+        self._batch: SamplingBatch | None = None
+
+    @property
+    def running(self) -> int:
+        """Sequences that have begun, frozen ones too unless their cache was forgotten."""
+        return len(self._rows)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        self._waiting.extend(sequences_of(request))
+
+    def step(self, *, admit: bool, version: int) -> None:
+        """One token for every running sequence and, with ``admit``, for those that begin now.
+
+        There must be one. Tokens are marked with ``version``.
+        """
+        decode = prefill = None
+        owner_of: list[int] = []
+        running = len(self._rows)
+        if running:
+            decode = Decode(
+                [sequence.tokens[-1] for sequence in self._rows],
+                [len(sequence.tokens) - 1 for sequence in self._rows],
+            )
+        if admit and self._waiting and running < self._slots:
+            prefill, owner_of = self._begin()
+        logits = self.model.step(decode, prefill)
+        if prefill is not None:
+            logits = self._share(prefill, owner_of, logits, running)
+        self._take(logits, version)
+
+    def forget_cache(self) -> None:
+        """Drop keys and values; running sequences wait to be computed anew, before others."""
+        self._waiting.extendleft(reversed(self._rows))
+        self._rows.clear()
+        self._batch = None
+        self.model.kv.clear()
+
+    def abort(self, chosen: Callable[[Request], bool]) -> int:
+        """End the chosen requests' sequences; how many requests that were."""
+        ended = [row for row, s in enumerate(self._rows) if chosen(s.request)]
+        gone = [self._rows[row] for row in ended]
+        gone += [s for s in self._waiting if chosen(s.request)]
+        self._waiting = deque(s for s in self._waiting if not chosen(s.request))
+        self._free(ended)
+        for sequence in gone:
+            sequence.finish_reason = "abort"
+        if gone:
+            self._publish([sequence.delta(fresh=0) for sequence in gone])
+        return len({sequence.request.id for sequence in gone})
+
+    def _begin(self) -> tuple[Prefill, list[int]]:
+        """Move waiting sequences into free slots: what to prefill, and whose each one's is.
+
+        Choices of one request that begin together share one prefill.
+        """
+        owners: list[Sequence] = []
+        owner_slots: list[int] = []
+        owner_of: list[int] = []
+        longest = 0
+        while self._waiting and len(self._rows) < self._slots:
+            sequence = self._waiting[0]
+            if not owners or not _shares_prefill(owners[-1], sequence):
+                longest = max(longest, len(sequence.tokens))
+                if owners and (len(owners) + 1) * longest > MAX_PREFILL_TOKENS:
+                    break
+                owners.append(sequence)
+                owner_slots.append(len(self._rows))
+            owner_of.append(len(owners) - 1)
+            self._rows.append(self._waiting.popleft())
+        self._batch = None
+        return Prefill([s.tokens for s in owners], owner_slots), owner_of
+
+    def _share(
+        self, prefill: Prefill, owner_of: list[int], logits: torch.Tensor, first: int
+    ) -> torch.Tensor:
+        """Copy prefilled slots to those that share them; logits for each row, [rows, vocab]."""
+        for slot, owner in enumerate(owner_of, start=first):
+            if slot != prefill.slots[owner]:
+                self.model.kv.move(prefill.slots[owner], slot, len(prefill.prompts[owner]))
+        if len(owner_of) == len(prefill.slots):
+            return logits
+        return logits[[*range(first), *(first + owner for owner in owner_of)]]
+
+    def _take(self, logits: torch.Tensor, version: int) -> None:
+        """Sample from ``logits`` [rows, vocab], and let go who has ended."""
+        rows = self._rows
+        if self._batch is None:
+            self._batch = SamplingBatch(
+                [sequence.request.params for sequence in rows],
+                [sequence.seed for sequence in rows],
+                self.model.config.vocab_size,
+            )
+        allowed = _without_banned(logits, rows)
+        tokens = self._batch.sample(allowed, [sequence.output_len for sequence in rows])
+        logprobs: list[float | None] = [None] * len(rows)
+        if self._batch.wants_logprobs:
+            logprobs = list(raw_logprobs(logits, tokens))
+        deltas: list[Delta] = []
+        ended: list[int] = []
+        for row, (sequence, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):
+            wanted = sequence.request.params.logprobs is not None
+            sequence.append(token, logprob if wanted else None, version)
+            if sequence.finish_reason:
+                ended.append(row)
+            if sequence.finish_reason or sequence.request.stream:
+                deltas.append(sequence.delta(fresh=1))
+        if ended:
+            self._free(ended)
+        if deltas:
+            self._publish(deltas)
+
+    def _free(self, ended: list[int]) -> None:
+        """Take rows out, and keep the others dense: the last one moves into the gap."""
+        for row in reversed(ended):
+            last = self._rows.pop()
+            if row < len(self._rows):
+                self._rows[row] = last
+                self.model.kv.move(len(self._rows), row, len(last.tokens) - 1)
+        self._batch = None
+
+
+def _shares_prefill(owner: Sequence, sequence: Sequence) -> bool:
+    """Whether both stand at the end of one prompt."""
+    same = owner.request is sequence.request
+    return same and not owner.output_len and not sequence.output_len
+
+
+def _without_banned(logits: torch.Tensor, rows: list[Sequence]) -> torch.Tensor:
+    """``logits`` with what may not be sampled yet at minus infinity."""
+    banned = [(row, token) for row, s in enumerate(rows) for token in s.banned]
+    if not banned:
+        return logits
+    index, tokens = zip(*banned, strict=True)
+    allowed = logits.clone()
+    allowed[torch.tensor(index), torch.tensor(tokens)] = float("-inf")
+    return allowed
