@@ -24,6 +24,7 @@ from bus.protocol.calls import (
     Call,
     CallAbortRequests,
     CallArm,
+    CallEscalate,
     CallPause,
     CallRestore,
     CallResume,
@@ -72,7 +73,7 @@ class Driver:
 
     def take(self, effects: list[SessionEffect]) -> list[SessionEffect]:
         for effect in effects:
-            if not isinstance(effect, Send | Note):
+            if not isinstance(effect, Send | Note | CallEscalate):
                 assert self.running is None, "two calls at a time"
                 self.running = effect
                 self.calls.append(effect)
