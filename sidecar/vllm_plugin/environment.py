@@ -1,0 +1,86 @@
+"""Environment variables that the plugin reads inside vLLM's processes.
+
+A supervising sidecar sets them for its server; who runs vLLM otherwise sets them for
+every rank of the DP group. Broker, group and DP group are the sidecar's own variables.
+
+======================== ===========================================================
+variable                 meaning
+======================== ===========================================================
+WAVEBUS_DP_COORDINATOR   ``bus``: the gateway stands in for vLLM's DP coordinator;
+                         ``vllm`` (default): it does not
+WAVEBUS_BROKER           the broker that the gateway asks
+WAVEBUS_GROUP            the group on the bus (default ``policy``)
+WAVEBUS_DP_GROUP         the DP group's name on the bus; needed with ``bus``
+WAVEBUS_CORE_GUARD       ``0``: leave vLLM's pause and resume as they are
+WAVEBUS_CORE_PAGES       a folder for the cores' status pages
+WAVEBUS_GATEWAY_PID      set by the plugin: the gateway that this rank started
+======================== ===========================================================
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast
+
+from bus.settings import DEFAULT_BROKER
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+DpCoordinator: TypeAlias = Literal["vllm", "bus"]
+
+DP_COORDINATOR: Final = "WAVEBUS_DP_COORDINATOR"
+BROKER: Final = "WAVEBUS_BROKER"
+GROUP: Final = "WAVEBUS_GROUP"
+DP_GROUP: Final = "WAVEBUS_DP_GROUP"
+CORE_GUARD: Final = "WAVEBUS_CORE_GUARD"
+CORE_PAGES: Final = "WAVEBUS_CORE_PAGES"
+GATEWAY_PID: Final = "WAVEBUS_GATEWAY_PID"
+
+
+@dataclass(frozen=True, slots=True)
+class BusAddress:
+    """Where a gateway belongs on the bus."""
+
+    broker: str
+    group: str
+    dp_group: str
+
+    def variables(self) -> dict[str, str]:
+        """What tells it to a vLLM that is to start a gateway."""
+        return {
+            DP_COORDINATOR: "bus",
+            BROKER: self.broker,
+            GROUP: self.group,
+            DP_GROUP: self.dp_group,
+        }
+
+
+def dp_coordinator(env: Mapping[str, str] = os.environ) -> DpCoordinator:
+    """Who coordinates.
+
+    Raises:
+        ValueError: the variable says something else.
+    """
+    chosen = env.get(DP_COORDINATOR, "vllm")
+    if chosen not in ("vllm", "bus"):
+        raise ValueError(f"{DP_COORDINATOR}={chosen}: it is vllm or bus")
+    return cast("DpCoordinator", chosen)
+
+
+def bus_address(env: Mapping[str, str] = os.environ) -> BusAddress:
+    """Where the gateway belongs.
+
+    Raises:
+        ValueError: the DP group has no name.
+    """
+    dp_group = env.get(DP_GROUP, "")
+    if not dp_group:
+        raise ValueError(
+            f"{DP_COORDINATOR}=bus: {DP_GROUP} is missing; give all ranks of the DP group, "
+            "and their sidecars (--dp-group), the same name"
+        )
+    return BusAddress(
+        broker=env.get(BROKER, DEFAULT_BROKER), group=env.get(GROUP, "policy"), dp_group=dp_group
+    )
