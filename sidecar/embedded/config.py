@@ -36,7 +36,7 @@ class ExpertsConfig:
     top_k: int
     inner: int
     norm_top_k: bool
-    layers: frozenset[int]
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def _experts(fields: _Fields) -> ExpertsConfig | None:
         raise fields.wrong("num_experts_per_tok", f"{top_k} of {count} experts")
     stride = fields.integer("decoder_sparse_step", default=1)
     dense = fields.integers("mlp_only_layers")
-    layers = frozenset(
+    layers = tuple(
         index
         for index in range(fields.integer("num_hidden_layers"))
         if index not in dense and (index + 1) % stride == 0

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.messages import NackCode
+from sidecar.corepage import CorePage
 from sidecar.embedded.config import read_config
 from sidecar.embedded.core import EngineCore
 from sidecar.embedded.generation import Generation
 from sidecar.embedded.model import Qwen3
+from sidecar.embedded.parallel.member import Member
 from sidecar.embedded.requests import Delta, Request
 from sidecar.embedded.server import DataPlane
 from sidecar.embedded.updates import Updater
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from bus.manifest import Manifest
     from bus.messages import PauseMode
     from sidecar.corepage import CoreView
+    from sidecar.embedded.experts import Exchange
+    from sidecar.embedded.parallel.options import DataParallel
     from sidecar.embedded.sampling import SamplingParams
     from sidecar.engine import Chunk
 
@@ -49,6 +54,12 @@ class EmbeddedEngine:
             limit by default, and at most 2048 unless asked for.
         dtype: ``float32``, ``bfloat16``, or ``auto`` for the checkpoint's.
         served_model_name: what ``/v1/models`` says; the folder's path by default.
+        dp: which rank of which data parallel group it is; the model needs experts then.
+            :meth:`start` returns when all ranks are up, and none can be closed or die
+            without the others. A call that pauses or resumes returns when all ranks
+            have been called.
+        core_page: a file for the core's status page (:mod:`sidecar.corepage`), so that
+            other processes can read it, too.
 
     Use it from one event loop. Cancelling a call does not call off what it asked:
     as with vLLM, the engine still does it.
@@ -67,6 +78,8 @@ class EmbeddedEngine:
         max_model_len: int | None = None,
         dtype: str = "auto",
         served_model_name: str | None = None,
+        dp: DataParallel | None = None,
+        core_page: Path | None = None,
     ) -> None:
         self._folder = Path(model)
         self._config = read_config(self._folder, dtype)
@@ -79,6 +92,16 @@ class EmbeddedEngine:
         self.max_model_len = max_model_len or min(longest, DEFAULT_MAX_LEN)
         self.vocab_size = self._config.vocab_size
         self.model_name = served_model_name or str(model)
+        self._dp = dp
+        if dp is not None:
+            experts = self._config.experts.count if self._config.experts else 0
+            if experts < dp.size:
+                raise UsageError(
+                    f"model={model}: a model with {experts} experts can't be spread over "
+                    f"{dp.size} data parallel ranks; start engines of their own"
+                )
+        self._member: Member | None = None
+        self._page = CorePage(core_page, rank=dp.rank if dp else 0)
         self._server = DataPlane(self, host, port) if host is not None else None
         self._generations: dict[str, Generation] = {}
         self._requests = 0
@@ -86,6 +109,7 @@ class EmbeddedEngine:
         self._updater: Updater | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._death: asyncio.Future[str] | None = None
+        self._mourning: asyncio.Task[None] | None = None
         self._closed = False
         # Receivers may be tied to the thread that opened them.
         self._transport_thread = ThreadPoolExecutor(1, thread_name_prefix="wavebus-receive")
@@ -95,22 +119,23 @@ class EmbeddedEngine:
     async def start(self) -> EngineInfo:
         self._loop = asyncio.get_running_loop()
         self._death = self._loop.create_future()
-        self._core = await asyncio.to_thread(self._boot)
-        self._updater = Updater(self._core)
-        self._core.start()
         endpoint = ""
-        if self._server:
-            try:
+        try:
+            await self._boot()
+            if self._server:
                 endpoint = await self._server.start()
-            except OSError as error:
-                await self.close()
-                raise EngineError(f"can't listen for requests: {error}") from error
+        except OSError as error:
+            await self.close()
+            raise EngineError(f"can't listen for requests: {error}") from error
+        except BaseException:
+            await self.close()
+            raise
         return EngineInfo(
             kind="embedded",
             software=SOFTWARE,
             model=self.model_name,
-            dp_rank=0,
-            dp_size=1,
+            dp_rank=self._dp.rank if self._dp else 0,
+            dp_size=self._dp.size if self._dp else 1,
             workers=1,
             backends=available_backends(),
             endpoint=endpoint,
@@ -121,6 +146,8 @@ class EmbeddedEngine:
         if self._closed:
             return
         self._closed = True
+        if self._member is not None:
+            self._member.leave()
         if self._core is not None:
             await asyncio.to_thread(self._core.stop)
         if self._server:
@@ -128,6 +155,8 @@ class EmbeddedEngine:
         if self._updater is not None and self._loop is not None:
             await self._loop.run_in_executor(self._transport_thread, self._updater.close)
         self._transport_thread.shutdown(wait=False)
+        if self._member is not None:
+            await self._member.close()
 
     async def died(self) -> str:
         if self._death is None:
@@ -146,7 +175,7 @@ class EmbeddedEngine:
         return tuple(self._generations)
 
     def core_view(self) -> CoreView | None:
-        return None
+        return None if self._closed else self._page.view()
 
     async def version(self) -> int:
         return self._started().version
@@ -178,7 +207,7 @@ class EmbeddedEngine:
             eos_token_ids=self._config.eos_token_ids,
             stream=stream,
         )
-        core.submit(request)
+        core.submit(request, self._member.request() if self._member else 0)
         generation = Generation(request_id, params.n, self._abort_request)
         self._generations[request_id] = generation
         return generation
@@ -230,15 +259,32 @@ class EmbeddedEngine:
 
     # Inside
 
-    def _boot(self) -> EngineCore:
-        model = Qwen3(self._config, slots=self.max_num_seqs, max_len=self.max_model_len)
-        load_folder(model.layout, model.parameters, self._folder)
-        return EngineCore(
+    async def _boot(self) -> None:
+        """Make the core, and let it run; with ``dp``, together with those of all ranks."""
+        exchange: Exchange | None = None
+        if self._dp is not None:
+            self._member = Member(self._dp, self._lost)
+            exchange = await self._member.join(asdict(self._config))
+        model = await asyncio.to_thread(self._load, exchange)
+        make = self._member.make_core if self._member else EngineCore
+        self._core = make(
             model,
             slots=self.max_num_seqs,
             publish=lambda deltas: self._in_loop(lambda: self._dispatch(deltas)),
-            died=lambda reason: self._in_loop(lambda: self._bury(reason)),
+            died=lambda reason: self._in_loop(lambda: self._core_died(reason)),
+            page=self._page,
         )
+        self._updater = Updater(self._core)
+        if self._member is not None:
+            await self._member.ready()
+        self._core.start()
+
+    def _load(self, exchange: Exchange | None) -> Qwen3:
+        model = Qwen3(
+            self._config, slots=self.max_num_seqs, max_len=self.max_model_len, exchange=exchange
+        )
+        load_folder(model.layout, model.parameters, self._folder)
+        return model
 
     def _started(self) -> EngineCore:
         if self._closed:
@@ -272,6 +318,25 @@ class EmbeddedEngine:
                 generation.push(delta)
                 if generation.done.is_set():
                     del self._generations[delta.request_id]
+
+    def _lost(self, reason: str) -> None:
+        """What the engine can't do without is gone: another rank, or the coordinator."""
+        self._bury(reason)
+        if self._core is not None:
+            self._core.fail(reason)
+
+    def _core_died(self, reason: str) -> None:
+        member = self._member
+        if member is None:
+            self._bury(reason)
+            return
+
+        async def bury() -> None:
+            known = await member.explain(reason)
+            if known is not None:
+                self._bury(known)
+
+        self._mourning = asyncio.create_task(bury())
 
     def _bury(self, reason: str) -> None:
         if self._death is not None and not self._death.done():

@@ -1,0 +1,158 @@
+"""The core of a rank: it steps when its mates do, and pauses when they do.
+
+A pause has two phases. Asked of one rank, that rank schedules nothing new but goes on
+stepping with the others (locally paused). When all ranks find, where they confer, that
+all have been asked and have drained, they stop together (globally paused), and only then
+the pause returns. A resume is a barrier of all ranks, which also finds the requests that
+came meanwhile.
+
+So no order of calls on the ranks can leave one rank in a step that others will not join,
+as long as every rank is asked in the end. In particular:
+
+- A second pause, of a rank that is pausing or paused, asks for no second agreement: ranks
+  may be paused once or several times, in any order.
+- A resume of a rank that is not paused does nothing; it is no barrier, which the others
+  would not join.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+import bus.log
+from bus.errors import EngineDead
+from sidecar.embedded.core import EngineCore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sidecar.corepage import CorePage
+    from sidecar.embedded.model import Qwen3
+    from sidecar.embedded.parallel.group import RankGroup
+    from sidecar.embedded.parallel.waves import Waves
+    from sidecar.embedded.requests import Publish
+    from sidecar.gateway.frames import CoreReport
+
+# A step that waits for others ends only if they come.
+_STOP_PATIENCE_S: Final = 2.0
+
+
+class LockstepCore(EngineCore):
+    """A core that steps together with those of the other ranks.
+
+    Args:
+        group: the way to them; the model's exchange goes over it, too.
+        waves: this rank's view of the waves.
+        report: called in the core's thread with what the coordinator must hear.
+
+    The other arguments are those of :class:`EngineCore`.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3,
+        *,
+        slots: int,
+        publish: Publish,
+        died: Callable[[str], None],
+        page: CorePage,
+        group: RankGroup,
+        waves: Waves,
+        report: Callable[[CoreReport], None],
+    ) -> None:
+        super().__init__(model, slots=slots, publish=publish, died=died, page=page)
+        self._group = group
+        self._waves = waves
+        self._report = report
+        self._log = bus.log.logger(dp_group=group.name, dp_rank=group.rank)
+
+    def start_wave(self, wave: int, excluded: int | None) -> None:
+        """START_DP_WAVE came."""
+
+        def run() -> None:
+            obeyed = self._waves.start(wave, excluded)
+            self._note("start_dp_wave", told=wave, obeyed=obeyed)
+
+        with contextlib.suppress(EngineDead):
+            self._put(run)
+
+    def stop(self) -> None:
+        """End every request, then the thread.
+
+        One that is blocked in a step or in a resume, for want of the others, is left
+        there: it ends with the process.
+        """
+        self._ask_to_stop()
+        self._thread.join(_STOP_PATIENCE_S)
+        if self._thread.is_alive():
+            self._leave("the engine is closed")
+
+    def resume(self) -> None:
+        if not self._waves.paused:
+            return
+        self.require_paused("resume")
+        self._mode = None
+        self._show("barrier")
+        (unfinished,) = self._group.sums(int(self._may_step()))
+        self._waves.resumed(unfinished=unfinished > 0)
+        self._note("resumed", unfinished=unfinished)
+
+    def _arrived(self, wave: int) -> None:
+        self._tell(self._waves.request(wave))
+
+    def _pause_asked(self) -> None:
+        self._waves.pause()
+        self._note("locally_paused", mode=self._mode)
+
+    def _busy(self) -> bool:
+        return self._waves.running or self._may_step()
+
+    def _quiet(self) -> bool:
+        return self._waves.globally_paused
+
+    def _wave(self) -> tuple[int, bool]:
+        return self._waves.number, self._waves.running
+
+    def _turn(self) -> None:
+        waves = self._waves
+        waves.step_begins()
+        first = waves.step == 0
+        if self._may_step():
+            if first:
+                self._note("wave_entered", phase="step")
+            self._step()
+        else:
+            if first:
+                self._note("wave_entered", phase="dummy")
+            self._dummy()
+        if first:
+            self._note("wave_stepped")
+        if waves.step_ended():
+            self._confer()
+
+    def _dummy(self) -> None:
+        self._steps += 1
+        self._show("dummy")
+        self.model.dummy()
+        self._show("work")
+
+    def _confer(self) -> None:
+        waves = self._waves
+        self._show("sync")
+        unfinished, paused = self._group.sums(int(self._may_step()), int(waves.paused))
+        before = waves.agreed
+        report = waves.conferred(unfinished, paused)
+        if waves.agreed and not before:
+            self._note("all_paused")
+        if not waves.running:
+            self._note("globally_paused" if waves.agreed else "wave_complete")
+        self._tell(report)
+        self._show("work")
+
+    def _tell(self, report: CoreReport | None) -> None:
+        if report is not None:
+            self._report(report)
+
+    def _note(self, event: str, **fields: object) -> None:
+        self._log.debug(event, wave=self._waves.number, step=self._waves.step, **fields)

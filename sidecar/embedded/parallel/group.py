@@ -1,0 +1,189 @@
+"""What the ranks of a group do together: gloo collectives, over a store at ``master``.
+
+The process group is made by hand and not as torch's default one, which belongs to
+whoever else is in this process.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import torch
+import torch.distributed
+
+from bus.errors import EngineDead, EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from sidecar.embedded.parallel.options import DataParallel
+
+T = TypeVar("T")
+
+# torch's own types know half of it.
+dist: Final[Any] = torch.distributed
+# Longer than anybody waits: a rank that stays away is found by the watchdog, and one
+# that dies breaks the connection.
+_COLLECTIVE_TIMEOUT: Final = timedelta(hours=24)
+
+
+class Rendezvous:
+    """Where the ranks find each other. Blocks; use it from a thread.
+
+    Raises (from everything):
+        EngineError: the others did not come in time, or are not like this one.
+    """
+
+    def __init__(self, options: DataParallel) -> None:
+        self._options = options
+        host, port = options.address
+        self._store = self._bounded(
+            lambda: dist.TCPStore(
+                host,
+                port,
+                options.size,
+                is_master=options.rank == 0,
+                timeout=timedelta(seconds=options.join_timeout_s),
+                wait_for_workers=False,
+            )
+        )
+
+    def check(self, facts: dict[str, object]) -> None:
+        """Refuse to go on unless rank 0 said the same."""
+        options = self._options
+        if options.rank == 0:
+            self.tell("facts", facts)
+        own: dict[str, object] = json.loads(json.dumps(facts))
+        for name, value in self.ask("facts").items():
+            if own.get(name) != value:
+                raise EngineError(
+                    f"{name} is {own.get(name)!r} on rank {options.rank} of DP group "
+                    f"{options.group}, and {value!r} on rank 0: they must be alike"
+                )
+
+    def tell(self, key: str, value: dict[str, object]) -> None:
+        """Say something, once."""
+        self._bounded(lambda: self._store.set(f"{self._options.group}/{key}", json.dumps(value)))
+
+    def ask(self, key: str) -> dict[str, object]:
+        """Wait until somebody has told it."""
+        told = self._bounded(lambda: self._store.get(f"{self._options.group}/{key}"))
+        value: dict[str, object] = json.loads(told)
+        return value
+
+    def join(self) -> RankGroup:
+        """Wait for all ranks."""
+        options = self._options
+        host, _ = options.address
+        store = dist.PrefixStore(f"{options.group}/gloo", self._store)
+        gloo = dist.ProcessGroupGloo
+
+        def make() -> object:
+            settings = gloo._Options()  # noqa: SLF001 - torch has no other way to choose the device
+            settings._timeout = timedelta(seconds=options.join_timeout_s)  # noqa: SLF001 - same
+            settings._devices = [gloo.create_device(hostname=host)]  # noqa: SLF001 - same
+            return gloo(store, options.rank, options.size, settings)
+
+        return RankGroup(self._bounded(make), options.group, options.rank, options.size)
+
+    def _bounded(self, action: Callable[[], T]) -> T:
+        try:
+            return action()
+        except (RuntimeError, ValueError) as error:
+            options = self._options
+            raise EngineError(
+                f"rank {options.rank} of DP group {options.group} can't meet the others at "
+                f"{options.master}: {_first_line(error)}"
+            ) from error
+
+
+class RankGroup:
+    """One rank's end of the collectives. Each blocks until all ranks have called it.
+
+    Raises (from each):
+        EngineDead: a rank is gone, and with it the group.
+    """
+
+    def __init__(self, gloo: Any, name: str, rank: int, size: int) -> None:
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self._gloo = gloo
+        gloo.set_timeout(_COLLECTIVE_TIMEOUT)
+
+    def sums(self, *numbers: int) -> list[int]:
+        """Each number, added up over the ranks."""
+        total = torch.tensor(numbers)
+        self._wait(lambda: self._gloo.allreduce([total], dist.AllreduceOptions()))
+        summed: list[int] = total.tolist()
+        return summed
+
+    def swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Give ``sent[r]`` rows to rank ``r``, one rank's after another's, and get as many
+        as ``received`` says, in the same order."""
+        given = rows.contiguous()
+        taken = torch.empty((sum(received), *rows.shape[1:]), dtype=rows.dtype)
+        self._wait(
+            lambda: self._gloo.alltoall_base(
+                taken, given, list(received), list(sent), dist.AllToAllOptions()
+            )
+        )
+        return taken
+
+    def _wait(self, begin: Callable[[], Any]) -> None:
+        try:
+            begin().wait()
+        except RuntimeError as error:
+            raise EngineDead(
+                f"rank {self.rank} of DP group {self.name} has lost a mate, and can't step "
+                f"without: {_first_line(error)}"
+            ) from error
+
+
+class GroupExchange:
+    """Experts in blocks over the ranks: rank ``r`` of ``n`` has an ``n``-th of them.
+
+    Implements :class:`sidecar.embedded.experts.Exchange` by three exchanges of all with
+    all: how many rows go where, the rows, and the results.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self._sent: list[int] = []
+        self._received: list[int] = []
+
+    def own(self, experts: int) -> range:
+        return self._block(self._group.rank, experts)
+
+    def dispatch(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[list[int]]]:
+        group, experts = self._group, len(counts)
+        blocks = [self._block(rank, experts) for rank in range(group.size)]
+        own = len(blocks[group.rank])
+        announced = group.swap(
+            torch.tensor(counts), [len(block) for block in blocks], [own] * group.size
+        )
+        of_source: list[list[int]] = announced.view(group.size, own).tolist()
+        self._sent = [sum(counts[block.start : block.stop]) for block in blocks]
+        self._received = [sum(source) for source in of_source]
+        return self._swap(rows, self._sent, self._received), of_source
+
+    def combine(self, results: Tensor) -> Tensor:
+        return self._swap(results, self._received, self._sent)
+
+    def _swap(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        # As bytes, since gloo need not know every dtype.
+        return self._group.swap(rows.view(torch.uint8), sent, received).view(rows.dtype)
+
+    def _block(self, rank: int, experts: int) -> range:
+        size = self._group.size
+        return range(experts * rank // size, experts * (rank + 1) // size)
+
+
+def _first_line(error: Exception) -> str:
+    """Of gloo's or the store's text, which goes on with stack traces and advice."""
+    text = str(error).strip()
+    return text.splitlines()[0].split(". This is typically")[0] if text else type(error).__name__

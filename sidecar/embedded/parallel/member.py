@@ -1,0 +1,237 @@
+"""A rank's front end: its place in the group, and its word with the coordinator.
+
+The front end knows of waves only what the coordinator publishes. When a request comes
+while it believes that nothing runs, it says FIRST_REQ, so that the other ranks join.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import bus.log
+from bus.errors import EngineError
+from bus.runtime.zmq_member import MemberSockets
+from sidecar.embedded.parallel.core import LockstepCore
+from sidecar.embedded.parallel.group import GroupExchange, Rendezvous
+from sidecar.embedded.parallel.lifeline import Lifeline
+from sidecar.embedded.parallel.onephase import OnePhaseCore
+from sidecar.embedded.parallel.waves import Waves
+from sidecar.gateway import frames
+from sidecar.gateway.child import GatewayAddresses, GatewayFailed, GatewayProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+    from typing import Any
+
+    from sidecar.corepage import CorePage
+    from sidecar.embedded.model import Qwen3
+    from sidecar.embedded.parallel.options import DataParallel
+    from sidecar.embedded.requests import Publish
+
+T = TypeVar("T")
+# In which the end of a rank that broke a step is noticed here, too.
+_NOTICE_S: Final = 0.5
+
+
+class Member:
+    """One rank of a group, from :meth:`join` to :meth:`close`; lives in one loop.
+
+    Args:
+        options: which rank of which group.
+        lost: called once, with the reason, when the group can't go on.
+    """
+
+    def __init__(self, options: DataParallel, lost: Callable[[str], None]) -> None:
+        self.options = options
+        self._lost = lost
+        self._loop = asyncio.get_running_loop()
+        self._log = bus.log.logger(dp_group=options.group, dp_rank=options.rank)
+        self._lifeline = Lifeline(options.group, options.rank, options.size, lost)
+        self._gateway: GatewayProcess | None = None
+        self._sockets: MemberSockets | None = None
+        self._core: LockstepCore | None = None
+        self._ready = asyncio.Event()
+        # What the coordinator said last, or FIRST_REQ has made likely.
+        self._wave = 0
+        self._running = False
+
+    async def join(self, facts: dict[str, object]) -> GroupExchange:
+        """Meet the others; ``facts`` must be alike on all ranks.
+
+        Returns:
+            The way of tokens to the experts on other ranks.
+
+        Raises:
+            EngineError: the others did not come, or are not like this one.
+        """
+        options = self.options
+        alike = {**facts, "dp_size": options.size, "sync_interval": options.sync_interval}
+        meeting = await asyncio.to_thread(Rendezvous, options)
+        await asyncio.to_thread(meeting.check, alike)
+        addresses = await self._meet(meeting)
+        self._sockets = MemberSockets(
+            options.rank,
+            front=addresses.front,
+            core_in=addresses.core_in,
+            core_out=addresses.core_out,
+        )
+        self._group = await asyncio.to_thread(meeting.join)
+        return GroupExchange(self._group)
+
+    def make_core(
+        self,
+        model: Qwen3,
+        *,
+        slots: int,
+        publish: Publish,
+        died: Callable[[str], None],
+        page: CorePage,
+    ) -> LockstepCore:
+        """The core of this rank; see :class:`LockstepCore`."""
+        options = self.options
+        kind = OnePhaseCore if options.one_phase_pause else LockstepCore
+        self._core = kind(
+            model,
+            slots=slots,
+            publish=publish,
+            died=died,
+            page=page,
+            group=self._group,
+            waves=Waves(options.rank, options.size, options.sync_interval),
+            report=self._report,
+        )
+        return self._core
+
+    async def ready(self) -> None:
+        """Listen to the coordinator; return when the cores of all ranks do.
+
+        Raises:
+            EngineError: they don't in time.
+        """
+        assert self._sockets is not None
+        self._sockets.listen(on_front=self._on_front, on_core=self._on_core)
+        self._sockets.from_front(frames.SUBSCRIBE)
+        self._sockets.subscribe_core(frames.SUBSCRIBE)
+        await self._bounded(self._ready.wait(), "its coordinator is not ready")
+
+    def request(self) -> int:
+        """A request has been given to the core's queue, or is about to be. The wave it is for."""
+        wave = self._wave
+        if not self._running and self._sockets is not None:
+            self._running = True
+            asked = frames.FirstRequest(self.options.rank, wave)
+            self._sockets.from_front(frames.first_request(asked))
+        return wave
+
+    async def explain(self, reason: str) -> str | None:
+        """Why the core died, in better words than its own if there are any.
+
+        None: another rank is gone, and ``lost`` says which.
+        """
+        try:
+            await asyncio.wait_for(self._lifeline.noticed.wait(), _NOTICE_S)
+        except TimeoutError:
+            self._lifeline.crashed()
+            return reason
+        return None
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one is going to close."""
+        self._lifeline.leave()
+
+    async def close(self) -> None:
+        """Leave the group; the other ranks can't go on without this one."""
+        await self._lifeline.close()
+        if self._sockets is not None:
+            self._sockets.close()
+            self._sockets = None
+        if self._gateway is not None:
+            await asyncio.to_thread(self._gateway.stop)
+
+    # Inside
+
+    async def _meet(self, meeting: Rendezvous) -> GatewayAddresses:
+        """Exchange addresses over the store, and connect the lifelines."""
+        options = self.options
+        if options.rank == 0:
+            addresses = options.gateway or await self._start_gateway()
+            host, port = await self._lifeline.listen(options.address[0])
+            told: dict[str, object] = {
+                "front": addresses.front,
+                "core_in": addresses.core_in,
+                "core_out": addresses.core_out,
+                "host": host,
+                "port": port,
+            }
+            await asyncio.to_thread(meeting.tell, "addresses", told)
+            await self._bounded(self._lifeline.complete(), "not all ranks have come")
+            return addresses
+        told = await asyncio.to_thread(meeting.ask, "addresses")
+        await self._lifeline.connect(str(told["host"]), int(str(told["port"])))
+        return GatewayAddresses(str(told["front"]), str(told["core_in"]), str(told["core_out"]))
+
+    async def _bounded(self, work: Coroutine[Any, Any, T], complaint: str) -> T:
+        options = self.options
+        try:
+            return await asyncio.wait_for(work, options.join_timeout_s)
+        except TimeoutError as error:
+            raise EngineError(
+                f"rank {options.rank} of DP group {options.group}: {complaint} "
+                f"after {options.join_timeout_s:g} s"
+            ) from error
+
+    async def _start_gateway(self) -> GatewayAddresses:
+        options = self.options
+        try:
+            self._gateway = await asyncio.to_thread(
+                GatewayProcess,
+                dp_group=options.group,
+                size=options.size,
+                host=options.address[0],
+                broker=options.broker,
+                group=options.bus_group,
+                on_death=self._gateway_died,
+            )
+        except GatewayFailed as error:
+            raise EngineError(str(error)) from error
+        return self._gateway.addresses
+
+    def _gateway_died(self, code: int) -> None:
+        """From its watcher's thread. Without it the idle ranks would not wake."""
+        reason = f"the gateway of DP group {self.options.group} has ended with exit code {code}"
+        self._in_loop(lambda: self._lost(reason))
+
+    def _on_front(self, parts: list[bytes]) -> None:
+        with self._checked():
+            standing = frames.from_coordinator_to_front(parts)
+            self._wave, self._running = standing.wave, standing.running
+
+    def _on_core(self, parts: list[bytes]) -> None:
+        with self._checked():
+            told = frames.from_coordinator_to_core(parts)
+            if told is None:
+                self._ready.set()
+            elif self._core is not None:
+                self._core.start_wave(told.wave, told.excluded)
+
+    @contextlib.contextmanager
+    def _checked(self) -> Iterator[None]:
+        try:
+            yield
+        except frames.BadFrame as error:
+            self._log.warning("bad_frame", detail=str(error))
+
+    def _report(self, report: frames.CoreReport) -> None:
+        """From the core's thread."""
+
+        def send() -> None:
+            if self._sockets is not None:
+                self._sockets.from_core(frames.report(report))
+
+        self._in_loop(send)
+
+    def _in_loop(self, action: Callable[[], None]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(action)

@@ -1,0 +1,67 @@
+"""What a rank must know of its data parallel group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bus.errors import UsageError
+from bus.ids import check_name
+from sidecar.embedded.parallel.waves import DEFAULT_INTERVAL
+
+if TYPE_CHECKING:
+    from sidecar.gateway.child import GatewayAddresses
+
+_MAX_PORT = 65_535
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallel:
+    """One rank of a data parallel group of embedded engines.
+
+    Args:
+        size: ranks there are; at least 2.
+        rank: this one, from 0.
+        master: ``host:port`` where rank 0 makes the ranks known to each other. The port
+            must be free there.
+        group: the DP group's name on the bus.
+        gateway: its coordinator; asked of rank 0 alone. None: rank 0 starts one.
+        broker: the broker that a gateway which rank 0 starts shall ask; empty: none.
+        bus_group: the group on the bus that the DP group belongs to.
+        sync_interval: steps between two agreements of the ranks; alike on all of them.
+        join_timeout_s: how long the ranks wait for each other at the start.
+        one_phase_pause: for tests alone: pause as it must not be done
+            (:mod:`sidecar.embedded.parallel.onephase`).
+
+    Raises:
+        UsageError: a field can't be used; the text names it.
+    """
+
+    size: int
+    rank: int
+    master: str
+    group: str
+    gateway: GatewayAddresses | None = None
+    broker: str = ""
+    bus_group: str = "policy"
+    sync_interval: int = DEFAULT_INTERVAL
+    join_timeout_s: float = 120.0
+    one_phase_pause: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size < 2:  # noqa: PLR2004 - one rank is no group
+            raise UsageError(f"dp_size={self.size}: a data parallel group has at least 2 ranks")
+        if not 0 <= self.rank < self.size:
+            raise UsageError(f"dp_rank={self.rank}: must be 0 to {self.size - 1}")
+        if self.sync_interval < 1:
+            raise UsageError(f"sync_interval={self.sync_interval}: must be at least 1")
+        check_name(self.group, "dp_group")
+        _ = self.address
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """``master`` in its parts."""
+        host, _, port = self.master.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) <= _MAX_PORT:
+            raise UsageError(f"dp_master={self.master!r}: must be host:port")
+        return host.strip("[]"), int(port)
