@@ -265,6 +265,7 @@ class SimEngine:
                 if self._timer is not None:
                     self._timer.cancel()
                 self._returned(waiting)
+            self.truth.escalated()
             self._perform(self.session.escalation_done(None, self._scheduler.now_ms()))
 
         self._scheduler.call_at(self._scheduler.now_ms() + self.behaviour.min_ms, end)

@@ -167,6 +167,11 @@ class Truth:
             case _:
                 pass
 
+    def escalated(self) -> None:
+        """A second pause, beside one that may have failed, has returned."""
+        self.running = False
+        self.idle = True
+
     def refusal(self, call: Call) -> EngineError | None:
         """What the engine itself has against a call: a manifest that does not fit."""
         if isinstance(call, CallArm):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from bus.protocol.broker import BrokerConfig
 from bus.protocol.engine_pause import EnginePauseState
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from bus.messages import Message
     from bus.protocol.group import Group
+
+E = TypeVar("E", bound=SimEngine)
 
 GROUP: Final = "policy"
 FAST_BROKER: Final = BrokerConfig(
@@ -139,7 +141,35 @@ class SimWorld:
         behaviour: Behaviour | None = None,
     ) -> SimEngine:
         """An engine that has not begun to join, and is nobody's concern but the caller's."""
-        return SimEngine(
+        return self._make(
+            SimEngine,
+            name,
+            dp_group=dp_group,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            version=version,
+            behaviour=behaviour,
+        )
+
+    def add_rank(self, kind: type[E], name: str, dp_group: str, dp_rank: int, dp_size: int) -> E:
+        """An engine of another kind, a rank of a DP group; it begins to join."""
+        engine = self._make(kind, name, dp_group=dp_group, dp_rank=dp_rank, dp_size=dp_size)
+        self.engines[name] = engine
+        engine.start()
+        return engine
+
+    def _make(
+        self,
+        kind: type[E],
+        name: str,
+        *,
+        dp_group: str,
+        dp_rank: int,
+        dp_size: int,
+        version: int = 0,
+        behaviour: Behaviour | None = None,
+    ) -> E:
+        return kind(
             name,
             network=self.network,
             scheduler=self.scheduler,

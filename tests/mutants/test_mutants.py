@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parents[1]
 PATCHES: Final = sorted(HERE.glob("*.patch"))
-COPIED: Final = ("bus", "tests/unit/bus", "tests/model", "pyproject.toml")
+COPIED: Final = ("bus", "sidecar", "tests/unit/bus", "tests/model", "pyproject.toml")
 AT_ONCE: Final = 2
 LIMIT_S: Final = 60.0
 SHARE: Final = "0.35"  # of a model's examples
@@ -37,9 +37,10 @@ def pytest_sessionstart():
     import bus.codec
     import bus.protocol.pause
     import bus.testing.sim_world
+    import sidecar.embedded.parallel.waves as waves
 
     here = Path(__file__).resolve().parent
-    for module in (bus.codec, bus.protocol.pause, bus.testing.sim_world):
+    for module in (bus.codec, bus.protocol.pause, bus.testing.sim_world, waves):
         assert here in Path(module.__file__).resolve().parents, module.__file__
     (here / "guarded").touch()
 """

@@ -1,0 +1,356 @@
+"""A DP group in simulated time: ranks that step in lockstep, front ends, a gateway.
+
+The ranks' waves are the embedded engine's own machine
+(:class:`sidecar.embedded.parallel.waves.Waves`), the coordinator is the real gateway's,
+the sidecars' machines and the broker are the real ones. Made up are the collectives: one
+lasts a moment once every rank is in it, and ranks that wait in different ones wait for
+ever, which is the wedge that must never be.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from bus.messages import GatewayFacts, Heartbeat, Join
+from bus.protocol.calls import Call, CallEscalate, CallPause, CallResume
+from bus.protocol.effects import Note, Send
+from bus.protocol.gateway import Gateway, Publish, Ready, StartCores
+from bus.protocol.link import LinkState
+from bus.runtime.peer import Peer, route_of
+from bus.testing.sim_engine import SimEngine
+from bus.testing.sim_truth import TruthError
+from sidecar.embedded.parallel.waves import Waves
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from bus.messages import Envelope, Message, PauseMode
+    from bus.protocol.gateway import GatewayEffect
+    from bus.runtime.base import Handle
+    from bus.testing.sim_world import SimWorld
+    from sidecar.gateway.frames import CoreReport
+
+HOP_MS: Final = 0.3  # between processes of one host
+STEP_MS: Final = 1.0
+INTERVAL: Final = 4  # of a wave's steps, from one look around to the next
+
+
+@dataclass
+class Request:
+    """Some tokens to be made, on one rank."""
+
+    rank: int
+    tokens: int
+    made: int = 0
+    begun: bool = False
+    ended: str = ""
+
+
+class Meeting:
+    """Where the ranks meet: a collective begins when all are in it."""
+
+    def __init__(self, world: SimWorld, size: int) -> None:
+        self._world = world
+        self._size = size
+        self._there: dict[int, tuple[str, tuple[int, ...], Callable[[list[int]], None]]] = {}
+
+    def arrive(
+        self, rank: int, where: str, numbers: tuple[int, ...], then: Callable[[list[int]], None]
+    ) -> None:
+        """A rank is there; ``then`` gets the numbers of all, added up."""
+        self._there[rank] = (where, numbers, then)
+        if len(self._there) < self._size:
+            return
+        there, self._there = self._there, {}
+        places = {rank: place for rank, (place, _, _) in there.items()}
+        if len(set(places.values())) > 1:
+            raise TruthError(f"wedged: ranks wait in different collectives, {places}")
+        sums = [sum(column) for column in zip(*(n for _, n, _ in there.values()), strict=True)]
+        # In an order that is not the ranks' own.
+        for _, _, each in sorted(there.values(), key=lambda one: -hash((one[0], one[1]))):
+            self._later(STEP_MS, lambda each=each: each(sums))  # type: ignore[misc]
+
+    def _later(self, after_ms: float, action: Callable[[], None]) -> None:
+        self._world.scheduler.call_at(self._world.now_ms + after_ms, action)
+
+
+class Rank(SimEngine):
+    """One rank: its sidecar's machines as in any simulated engine, and a core in lockstep."""
+
+    group: LockstepGroup
+    waves: Waves
+
+    def set_up(self, group: LockstepGroup) -> None:
+        """Join the others of its group."""
+        self.group = group
+        self.waves = Waves(self.dp_rank, self.dp_size, INTERVAL)
+        self.requests: list[Request] = []
+        self.believes_running = False
+        self.believed_wave = 0
+        self.mode: PauseMode | None = None
+        self.pausing: list[Callable[[], None]] = []
+        self.inbox: deque[Callable[[], None]] = deque()
+        self.blocked = ""
+        self.obeyed_paused = 0
+
+    # -- the front end ------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """A client's request."""
+        wave = self.believed_wave
+        if not self.believes_running:
+            self.believes_running = True
+            self.group.later(lambda: self.group.gateway_first_req(self.dp_rank, wave))
+        self.put(lambda: self._add(request, wave))
+
+    def told(self, wave: int, *, running: bool) -> None:
+        """What the gateway publishes."""
+        self.believed_wave, self.believes_running = wave, running
+
+    # -- the core -------------------------------------------------------------------
+
+    def put(self, action: Callable[[], None]) -> None:
+        """Something for the core, which looks into its inbox between steps."""
+        self.group.later(lambda: self._arrived(action))
+
+    def start_wave(self, wave: int, excluded: int | None) -> None:
+        """START_DP_WAVE."""
+        number, paused, agreed = self.waves.number, self.waves.paused, self.waves.agreed
+        self.waves.start(wave, excluded)
+        if excluded == self.dp_rank or wave < number:
+            return
+        if agreed and self.waves.running and not self.may_step() and not self.pausing:
+            raise TruthError(f"{self.name} obeys START_DP_WAVE {wave} while globally paused")
+        if paused and not agreed:
+            self.obeyed_paused += 1
+            if not self.waves.running:
+                raise TruthError(f"{self.name} ignores START_DP_WAVE while locally paused")
+
+    def may_step(self) -> bool:
+        """Whether it has a request that it may run."""
+        if self.mode == "keep":
+            return False
+        return any(not each.ended and (self.mode is None or each.begun) for each in self.requests)
+
+    def _arrived(self, action: Callable[[], None]) -> None:
+        self.inbox.append(action)
+        self.turn()
+
+    def turn(self) -> None:
+        """Serve the inbox, then step, if there is a wave or something to do."""
+        while self.inbox and not self.blocked:
+            self.inbox.popleft()()
+        if self.blocked:
+            return
+        self._settle()
+        if self.waves.running or self.may_step():
+            self.waves.step_begins()
+            working = self.may_step()
+            self._meet("forward", (0,), lambda _: self._stepped(working=working))
+
+    def _stepped(self, *, working: bool) -> None:
+        if working:
+            for each in self.requests:
+                if not each.ended and (self.mode is None or each.begun):
+                    each.begun = True
+                    each.made += 1
+                    if each.made == each.tokens:
+                        each.ended = "length"
+        if self.waves.step_ended():
+            numbers = (int(self.may_step()), int(self.waves.paused))
+            self._meet("sync", numbers, self._conferred)
+        else:
+            self.turn()
+
+    def _conferred(self, sums: list[int]) -> None:
+        report = self.waves.conferred(sums[0], sums[1])
+        self._report(report)
+        self._settle()
+        self.turn()
+
+    def _meet(
+        self, where: str, numbers: tuple[int, ...], then: Callable[[list[int]], None]
+    ) -> None:
+        self.blocked = where
+
+        def released(sums: list[int]) -> None:
+            self.blocked = ""
+            then(sums)
+
+        self.group.meeting.arrive(self.dp_rank, where, numbers, released)
+
+    def _settle(self) -> None:
+        if self.pausing and self.waves.globally_paused and not self.may_step():
+            done, self.pausing = self.pausing, []
+            for each in done:
+                self.group.later(each)
+
+    def _add(self, request: Request, wave: int) -> None:
+        self.requests.append(request)
+        self._report(self.waves.request(wave))
+
+    def _report(self, report: CoreReport | None) -> None:
+        if report is not None:
+            self.group.later(lambda: self.group.gateway_report(report))
+
+    def _pause(self, mode: PauseMode, then: Callable[[], None]) -> None:
+        self.mode = mode
+        if mode == "abort":
+            for each in self.requests:
+                each.ended = each.ended or "abort"
+        self.pausing.append(then)
+        self.waves.pause()
+
+    def _resume(self, then: Callable[[], None]) -> None:
+        if not self.waves.paused:
+            self.group.later(then)
+            return
+        self.mode = None
+
+        def met(sums: list[int]) -> None:
+            self.waves.resumed(unfinished=sums[0] > 0)
+            self.group.later(then)
+            self.turn()
+
+        self._meet("barrier", (int(self.may_step()),), met)
+
+    # -- engine calls, as the sidecar makes them ------------------------------------
+
+    def _begin(self, call: Call) -> None:
+        if not isinstance(call, CallPause | CallResume):
+            super()._begin(call)
+            return
+        self.calls.append(call)
+        self.truth.begin(call)
+        self.running_call = call
+
+        def returned() -> None:
+            if self.alive and self.running_call is call:
+                self._returned(call)
+
+        if type(call) in self.behaviour.fail_next:
+            self.group.later(lambda: self._returned(call))  # which fails it
+        elif isinstance(call, CallPause):
+            self.lease_ran_out = self.pause_failed = False
+            self.put(lambda: self._pause(call.mode, returned))
+        else:
+            self.put(lambda: self._resume(returned))
+
+    def _escalate(self, call: CallEscalate) -> None:
+        self.session.escalating(tuple(str(n) for n, each in enumerate(self.requests) if each.begun))
+        self.escalations.append(call)
+
+        def returned() -> None:
+            if self.alive:
+                self.truth.escalated()
+                self._perform(self.session.escalation_done(None, self._scheduler.now_ms()))
+
+        self.put(lambda: self._pause(call.mode, returned))
+
+
+@dataclass
+class LockstepGroup:
+    """The ranks of one DP group, and its gateway on the bus."""
+
+    world: SimWorld
+    name: str
+    size: int
+    ranks: list[Rank] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    _boots: itertools.count[int] = field(default_factory=lambda: itertools.count(10**6))
+
+    def __post_init__(self) -> None:
+        world = self.world
+        self.meeting = Meeting(world, self.size)
+        self.gateway = Gateway(self.name, self.size)
+        self.local_decisions = 0
+        self.held = 0
+        self._timer: Handle | None = None
+        boot = next(self._boots)
+        self.peer = Peer(
+            name=f"gateway-{self.name}",
+            group="policy",
+            boot=boot,
+            transport=world.network.client(route_of(f"gateway-{self.name}", boot)),
+            scheduler=world.scheduler,
+            join=self._join,
+            beat=lambda: Heartbeat("running", 0, 0, ""),
+            on_message=self._on_message,
+            on_state=self._on_state,
+            link_config=world.link_config,
+        )
+        for rank in range(self.size):
+            engine = world.add_rank(Rank, f"{self.name}-{rank}", self.name, rank, self.size)
+            engine.set_up(self)
+            self.ranks.append(engine)
+            self._perform(self.gateway.core_subscribed())
+        self.peer.start()
+        self._perform(self.gateway.tick(world.now_ms))
+
+    @property
+    def route(self) -> bytes:
+        """The network's name of the gateway."""
+        return route_of(self.peer.name, self.peer.boot)
+
+    def later(self, action: Callable[[], None], after_ms: float = HOP_MS) -> None:
+        """As something that another process of the host hears of."""
+        self.world.scheduler.call_at(self.world.now_ms + after_ms, action)
+
+    def submit(self, rank: int, tokens: int) -> None:
+        """A client asks one rank for so many tokens."""
+        request = Request(rank, tokens)
+        self.requests.append(request)
+        self.ranks[rank].submit(request)
+
+    def gateway_first_req(self, rank: int, wave: int) -> None:
+        broker = self.peer.link.state is LinkState.JOINED
+        self._perform(self.gateway.first_req(rank, wave, self.world.now_ms, broker=broker))
+
+    def gateway_report(self, report: CoreReport) -> None:
+        now_ms = self.world.now_ms
+        if report.complete is not None:
+            self._perform(self.gateway.complete(report.complete, now_ms))
+        if report.started is not None:
+            self._perform(self.gateway.started(report.started, report.rank, now_ms))
+
+    def _join(self) -> Join:
+        facts = GatewayFacts(self.name, self.size, self.gateway.wave, self.gateway.running)
+        return Join("gateway", "sim", 1, None, facts)
+
+    def _on_message(self, _envelope: Envelope, message: Message) -> None:
+        if self.peer.link.state is LinkState.JOINED:
+            self._perform(self.gateway.heard(message, self.world.now_ms))
+
+    def _on_state(self, state: LinkState) -> None:
+        if state is LinkState.JOINED:
+            self._perform(self.gateway.joined(self.world.now_ms))
+
+    def _perform(self, effects: Iterable[GatewayEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case StartCores(wave, excluded):
+                    for rank in self.ranks:
+                        rank.put(lambda r=rank: r.start_wave(wave, excluded))  # type: ignore[misc]
+                case Publish(wave, running):
+                    for rank in self.ranks:
+                        self.later(lambda r=rank: r.told(wave, running=running))  # type: ignore[misc]
+                case Send() if self.peer.link.state is LinkState.JOINED:
+                    self.peer.perform([effect])
+                case Note(event):
+                    self.local_decisions += event == "first_req_decided_locally"
+                case Ready() | Send():
+                    pass
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        due_ms = self.gateway.next_deadline_ms()
+        self._timer = self.world.scheduler.call_at(due_ms, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._perform(self.gateway.tick(self.world.now_ms))
