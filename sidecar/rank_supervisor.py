@@ -1,0 +1,231 @@
+"""All ranks of one DP group on this host: started together, and together started anew.
+
+Each rank is a `wavebus sidecar` of its own, with its engine. A rank that dies leaves its
+mates in collectives that will never end, and a rank cannot rejoin: so when one ends, all
+are ended, and the DP group begins anew with another rendezvous. The broker sees it DOWN,
+and up again when all ranks have joined.
+
+::
+
+    state     event              next      what is done
+    STARTING  (made)             RUNNING   start every rank
+    RUNNING   a rank ends        ENDING    end the others; code 2: give up at once
+    RUNNING   asked to stop      STOPPING  end all, in order
+    ENDING    all have ended     WAITING   the longer, the more often it happened
+    WAITING   time is over       STARTING  with a new rendezvous
+    WAITING   too often in a row (exit)    with the rank's exit code
+    STOPPING  all have ended     (exit)    0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import bus.log
+from bus.errors import EngineError, UsageError, WavebusError
+from bus.messages import NackCode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_GUARD: Final = Path(__file__).with_name("vllm_plugin") / "guard.py"
+_USAGE: Final = 2
+# Longer than a rank's sidecar gives its server: what a rank started is gone with it.
+STOP_GRACE_S: Final = 45.0
+# A DP group that lived for so long starts with a clean sheet.
+CLEAN_AFTER_S: Final = 600.0
+_BACKOFF_S: Final = (0.5, 2.0, 5.0, 15.0, 30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What all ranks have in common.
+
+    Args:
+        dp_group: its name; rank ``r`` is the engine ``dp_group-r``.
+        size: how many ranks.
+        options: options of `wavebus sidecar`, for every rank.
+        command: the command of a vLLM server, without its data parallel options;
+            empty for embedded engines.
+        port: where rank 0 serves requests, the others on the ports after it; 0: any.
+        host: where ranks meet; this host's own address.
+    """
+
+    dp_group: str
+    size: int
+    options: tuple[str, ...]
+    command: tuple[str, ...] = ()
+    port: int = 0
+    host: str = "127.0.0.1"
+
+    def argv(self, rank: int, meeting_port: int) -> list[str]:
+        """The command line of one rank, for the rendezvous at ``meeting_port``."""
+        own = [
+            *("--name", f"{self.dp_group}-{rank}", "--dp-group", self.dp_group),
+            *("--dp-size", str(self.size), "--dp-rank", str(rank)),
+        ]
+        line = [sys.executable, "-m", "bus.cli", "sidecar", *self.options, *own]
+        port = str(self.port + rank)
+        if not self.command:
+            line += ["--dp-master", f"{self.host}:{meeting_port}"]
+            return [*line, "--port", port] if self.port else line
+        vllm = [
+            *("--data-parallel-size", str(self.size), "--data-parallel-rank", str(rank)),
+            *("--data-parallel-address", self.host, "--data-parallel-rpc-port", str(meeting_port)),
+            "--data-parallel-external-lb",
+        ]
+        if self.port:
+            vllm += ["--port", port]
+        return [*line, "--", *self.command, *vllm]
+
+
+def plan_of_server(command: Sequence[str]) -> tuple[tuple[str, ...], int]:
+    """A vLLM server's command without its ``--port``, and that port (0 if there is none).
+
+    Raises:
+        UsageError: it chooses ranks itself, or the port is not a number.
+    """
+    rest: list[str] = []
+    port = "0"
+    words = iter(command)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name.startswith(("--data-parallel", "-dp")):
+            raise UsageError(
+                f"{name}: --dp-size starts all ranks and sets this; leave it out, or start each "
+                "rank with a `wavebus sidecar` of its own"
+            )
+        if name == "--port":
+            port = value if equals else next(words, "")
+        else:
+            rest.append(word)
+    if not port.isdigit():
+        raise UsageError(f"--port {port}: not a number")
+    return tuple(rest), int(port)
+
+
+class RankSupervisor:
+    """Runs a :class:`RankPlan` until it is stopped, or it dies too often.
+
+    Args:
+        plan: see there.
+        restarts: how often in a row the DP group is started anew.
+    """
+
+    def __init__(self, plan: RankPlan, *, restarts: int = 5) -> None:
+        self.plan = plan
+        self.generation = 0
+        self._restarts = restarts
+        self._ranks: list[asyncio.subprocess.Process] = []
+        self._log = bus.log.logger(dp_group=plan.dp_group)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until ``stop``.
+
+        Raises:
+            EngineError: ranks died too often; ``code`` engine_dead.
+            WavebusError: a rank refuses its options.
+        """
+        failures = 0
+        while True:
+            began_s = time.monotonic()
+            await self._start()
+            rank, code = await self._first_to_end(stop)
+            if rank is None:
+                await self._end()
+                self._log.info("dp_group_stopped")
+                return
+            lived_s = time.monotonic() - began_s
+            failures = 1 if lived_s > CLEAN_AFTER_S else failures + 1
+            self._log.error("rank_ended", dp_rank=rank, exit_code=code, generation=self.generation)
+            await self._end()
+            if code == _USAGE:
+                raise WavebusError(f"rank {rank} refused its options; see above")
+            if failures > self._restarts:
+                raise EngineError(
+                    f"DP group {self.plan.dp_group} died {failures} times in a row, last with "
+                    f"rank {rank} (exit code {code})",
+                    code=NackCode.ENGINE_DEAD,
+                )
+            pause_s = _BACKOFF_S[min(failures, len(_BACKOFF_S)) - 1]
+            self._log.warning("dp_group_restarts", in_s=pause_s, failures=failures)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await stop.wait()
+                return
+
+    async def _start(self) -> None:
+        self.generation += 1
+        meeting_port = _free_port(self.plan.host)
+        self._ranks = []
+        for rank in range(self.plan.size):
+            argv = self.plan.argv(rank, meeting_port)
+            # The guard ends the rank when this process dies, even by SIGKILL.
+            guard = [sys.executable, str(_GUARD), str(os.getpid()), str(STOP_GRACE_S)]
+            process = await asyncio.create_subprocess_exec(
+                *guard, *argv, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+            )
+            self._ranks.append(process)
+        pids = [process.pid for process in self._ranks]
+        self._log.info(
+            "dp_group_starts", ranks=self.plan.size, generation=self.generation, pids=pids
+        )
+
+    async def _first_to_end(self, stop: asyncio.Event) -> tuple[int | None, int]:
+        """The first rank that ends, with its code; no rank if all are to stop."""
+        waits = {
+            asyncio.create_task(process.wait()): rank for rank, process in enumerate(self._ranks)
+        }
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            done, _ = await asyncio.wait([*waits, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if stopped in done:
+                return None, 0
+            first = min(done & waits.keys(), key=lambda task: waits[task])
+            return waits[first], first.result()
+        finally:
+            for task in (*waits, stopped):
+                task.cancel()
+
+    async def _end(self) -> None:
+        """SIGTERM to all ranks, SIGKILL after the grace; return when they are gone."""
+        for process in self._ranks:
+            _signal(process, signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_GRACE_S):
+                await asyncio.gather(*(process.wait() for process in self._ranks))
+        for process in self._ranks:
+            _signal(process, signal.SIGKILL)  # and the kernel ends what it guards
+        await asyncio.gather(*(process.wait() for process in self._ranks))
+
+
+def _signal(process: asyncio.subprocess.Process, number: int) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+
+
+def _free_port(host: str) -> int:
+    """A port that nobody listens on now; below the ephemeral range, so that nobody gets it."""
+    for port in range(_FIRST_PORT + os.getpid() % _PORTS, _LAST_PORT):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise EngineError(f"no free port on {host} between {_FIRST_PORT} and {_LAST_PORT}")
+
+
+_FIRST_PORT: Final = 21_000
+_PORTS: Final = 8_000
+_LAST_PORT: Final = 32_000
