@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from sidecar.engine import Engine
+    from sidecar.vllm_plugin.environment import BusAddress, DpCoordinator
 
 
 class Embedded(TypedDict):
@@ -58,6 +60,15 @@ class Embedded(TypedDict):
     default=None,
     help="embedded: the small engine of wavebus itself (default without a COMMAND or --attach); "
     "vllm: needs a COMMAND or --attach.",
+)
+@click.option(
+    "--dp-coordinator",
+    type=click.Choice(["vllm", "bus"]),
+    envvar="WAVEBUS_DP_COORDINATOR",
+    default="vllm",
+    show_default=True,
+    help="vLLM: who wakes the ranks of a data parallel group (mixture of experts, external load "
+    "balancing): vLLM's own coordinator, or a gateway of the bus. Same for all ranks.",
 )
 @click.option("--attach", metavar="URL", help="Use the vLLM server that runs there, on loopback.")
 @click.option(
@@ -108,6 +119,7 @@ def sidecar(
     name: str | None,
     dp_group: str | None,
     engine: str | None,
+    dp_coordinator: DpCoordinator,
     attach: str | None,
     boot_timeout_s: float,
     log_level: str,
@@ -132,7 +144,10 @@ def sidecar(
     for option, value in (("--name", name), ("--group", group), ("--dp-group", dp_group)):
         if value is not None:
             check_name(value, option)
-    made = _engine(engine, attach, command, embedded, boot_timeout_s)
+    coordinate = None
+    if dp_coordinator == "bus" and (command or attach):
+        coordinate = _coordinate(broker, group, dp_group)
+    made = _engine(engine, attach, command, embedded, boot_timeout_s, coordinate)
 
     async def serve(stop: asyncio.Event) -> None:
         from sidecar.agent import Sidecar  # noqa: PLC0415 - after --help
@@ -163,12 +178,21 @@ async def _until(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
     task.result()
 
 
+def _coordinate(broker: str, group: str, dp_group: str | None) -> BusAddress:
+    from sidecar.vllm_plugin.environment import BusAddress  # noqa: PLC0415 - after --help
+
+    if dp_group is None:
+        raise UsageError("--dp-coordinator=bus: give all ranks of the DP group the same --dp-group")
+    return BusAddress(broker=broker, group=group, dp_group=dp_group)
+
+
 def _engine(
     engine: str | None,
     attach: str | None,
     command: tuple[str, ...],
     embedded: Embedded,
     boot_timeout_s: float,
+    coordinate: BusAddress | None,
 ) -> Engine:
     """The engine that the options ask for.
 
@@ -187,12 +211,19 @@ def _engine(
     if command:
         from sidecar.supervise import SupervisedServer  # noqa: PLC0415 - only where it is used
         from sidecar.vllm_http import VllmHttpEngine  # noqa: PLC0415
+        from sidecar.vllm_plugin.environment import DP_COORDINATOR  # noqa: PLC0415
 
-        return VllmHttpEngine(server=SupervisedServer(command, ready_timeout_s=boot_timeout_s))
+        server = SupervisedServer(
+            command,
+            env={**os.environ, DP_COORDINATOR: "bus" if coordinate else "vllm"},
+            ready_timeout_s=boot_timeout_s,
+            coordinate=coordinate,
+        )
+        return VllmHttpEngine(server=server, dp_coordinator="bus" if coordinate else "vllm")
     if attach:
         from sidecar.vllm_http import VllmHttpEngine  # noqa: PLC0415
 
-        return VllmHttpEngine(attach)
+        return VllmHttpEngine(attach, dp_coordinator="bus" if coordinate else "vllm")
     if embedded["model"] is None:
         raise UsageError(
             "--model: the embedded engine needs a checkpoint folder (config.json and "

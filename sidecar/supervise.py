@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -25,12 +27,15 @@ import anyio.to_thread
 
 from bus.errors import EngineDead, EngineError, UsageError
 from sidecar.vllm_http import is_loopback
+from sidecar.vllm_plugin import environment
 from sidecar.vllm_plugin.compat import BACKEND
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import TracebackType
     from typing import Self
+
+    from sidecar.vllm_plugin.environment import BusAddress
 
 __all__ = ["Prepared", "SupervisedServer", "prepare"]
 
@@ -104,6 +109,8 @@ class SupervisedServer:
         env: its environment; this process's if not given.
         ready_timeout_s: how long :meth:`start` waits for it to be healthy.
         grace_s: how long it may take to end after SIGTERM before it is killed.
+        coordinate: where its DP group's gateway belongs, if the bus is to coordinate it;
+            given to every rank, used by rank 0.
         prefix: stands before each line of its output, which goes to our stderr.
 
     Raises:
@@ -118,8 +125,10 @@ class SupervisedServer:
         ready_timeout_s: float = 600.0,
         grace_s: float = 20.0,
         prefix: str = "vllm| ",
+        coordinate: BusAddress | None = None,
     ) -> None:
-        self.prepared = prepare(argv, os.environ if env is None else env)
+        told = {} if coordinate is None else coordinate.variables()
+        self.prepared = prepare(argv, {**(os.environ if env is None else env), **told})
         self.base_url = self.prepared.base_url
         self._ready_timeout_s = ready_timeout_s
         self._grace_s = grace_s
@@ -127,6 +136,7 @@ class SupervisedServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
         self._last: deque[str] = deque(maxlen=LAST_LINES)
+        self._pages = ""  # the folder of its cores' status pages
 
     @property
     def pid(self) -> int:
@@ -142,11 +152,12 @@ class SupervisedServer:
         """
         if self._process is not None:
             raise EngineError("this server was started before")
+        self._pages = tempfile.mkdtemp(prefix="wavebus-cores-", dir=environment.memory_folder())
         guard = Path(__file__).with_name("vllm_plugin") / "guard.py"
         # A thread's end counts as the parent's death: start only from the main thread's loop.
         self._process = process = subprocess.Popen(  # noqa: S603, ASYNC220 - the user's command; forking is quick
             [sys.executable, str(guard), str(os.getpid()), str(self._grace_s), *self.prepared.argv],
-            env=self.prepared.env,
+            env={**self.prepared.env, environment.CORE_PAGES: self._pages},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -198,6 +209,7 @@ class SupervisedServer:
                 await anyio.to_thread.run_sync(process.wait)
         if self._reader is not None:
             self._reader.join(GUARD_EXTRA_S)
+        shutil.rmtree(self._pages, ignore_errors=True)
 
     async def __aenter__(self) -> Self:
         await self.start()

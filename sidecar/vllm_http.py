@@ -23,7 +23,9 @@ import anyio
 from bus.errors import EngineDead, EngineError, UsageError
 from sidecar.engine import Chunk, EngineInfo, Manifest, PauseMode
 from sidecar.transfer import available_backends
+from sidecar.vllm_core import CoreLink
 from sidecar.vllm_inprocess import parse_version
+from sidecar.vllm_plugin import facts
 from sidecar.vllm_plugin.client import PluginClient, engine_error
 from sidecar.vllm_plugin.compat import BACKEND, BACKEND_OPTION, check_version
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
     from sidecar.corepage import CoreView
     from sidecar.supervise import SupervisedServer
+    from sidecar.vllm_plugin.environment import DpCoordinator
 
 __all__ = ["VllmHttpEngine", "is_loopback"]
 
@@ -40,6 +43,7 @@ ANSWER_S: Final = 10.0
 HEALTH_PERIOD_S: Final = 1.0
 REFUSALS_TO_DIE: Final = 3
 ABORT_SEEN_S: Final = 1.0
+REQUEST_IDS_S: Final = 1.0
 NOT_FOUND: Final = 404
 SERVER_ERROR: Final = 500
 UNAVAILABLE: Final = 503
@@ -57,6 +61,8 @@ class VllmHttpEngine:
         server: a server that this adapter starts, and stops when it is closed.
         ready_timeout_s: how long :meth:`start` waits for ``/health``.
         allow_remote: take a URL that is not on loopback.
+        dp_coordinator: ``bus`` insists that the bus coordinates the server's DP group;
+            see :mod:`sidecar.vllm_plugin.environment` for how it comes to.
 
     Raises:
         UsageError: neither or both of ``base_url`` and ``server``; not an HTTP URL; or
@@ -70,6 +76,7 @@ class VllmHttpEngine:
         server: SupervisedServer | None = None,
         ready_timeout_s: float = 600.0,
         allow_remote: bool = False,
+        dp_coordinator: DpCoordinator = "vllm",
     ) -> None:
         if bool(base_url) == (server is not None):
             raise UsageError("give either base_url or server")
@@ -84,6 +91,8 @@ class VllmHttpEngine:
                 "weights. Run the sidecar beside the server, bound to 127.0.0.1, or pass "
                 "allow_remote=True on a network that only you can reach"
             )
+        self._here = is_loopback(parts.hostname)
+        self._core = CoreLink(dp_coordinator)
         self._server = server
         self._ready_timeout_s = ready_timeout_s
         self._plugin = PluginClient(_Doors(self))
@@ -94,7 +103,7 @@ class VllmHttpEngine:
 
         Raises:
             EngineError: it isn't healthy in time, is too old, or lacks the RL routes or
-                the backend; the text says how to start it.
+                the backend, or has another coordinator; the text says how to start it.
             EngineDead: a server that we started ended.
         """
         if self._server is not None:
@@ -119,7 +128,11 @@ class VllmHttpEngine:
             )
         await self._plugin.hello()
         await self.in_flight()  # fails here rather than later, if nothing is counted
-        return _info(config, version, self._url)
+        info = _info(config, version, self._url)
+        self._core.learn(
+            facts.read(await self._ask_workers(facts.ASK_FACTS)), info, here=self._here
+        )
+        return info
 
     async def close(self) -> None:
         """Close the connection, and stop the server if we started it."""
@@ -150,6 +163,7 @@ class VllmHttpEngine:
         """Ask for its health until it is dead."""
         refusals = 0
         while True:
+            self._core.look_after_gateway()
             try:
                 status = await self._health()
             except aiohttp.ClientConnectorError as error:
@@ -181,10 +195,17 @@ class VllmHttpEngine:
         return int(sum(map(float, found)))
 
     async def request_ids(self) -> tuple[str, ...]:
+        """Of the requests that have begun. A core that stands in a collective is not waited
+        for: then there are none to be told."""
+        with anyio.move_on_after(REQUEST_IDS_S):
+            try:
+                return facts.read_requests(await self._ask_workers(facts.ASK_REQUESTS))
+            except EngineError:
+                pass
         return ()
 
     def core_view(self) -> CoreView | None:
-        return None
+        return self._core.view()
 
     async def version(self) -> int:
         return parse_version(str((await self._ask("/weight_info"))["weight_version"]))
@@ -245,6 +266,10 @@ class VllmHttpEngine:
         async with self._answer("POST", path, body=body, query=query) as response:
             answer: dict[str, Any] = await response.json()
             return answer
+
+    async def _ask_workers(self, method: str) -> Any:
+        """What the plugin in each worker answers."""
+        return (await self.post("/collective_rpc", {"method": method})).get("results")
 
     async def _ask(self, path: str) -> dict[str, Any]:
         async with self._answer("GET", path, timeout_s=ANSWER_S) as response:

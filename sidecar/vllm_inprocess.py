@@ -14,6 +14,8 @@ import anyio
 from bus.errors import EngineDead, EngineError
 from sidecar.engine import Chunk, EngineInfo, Manifest, PauseMode
 from sidecar.transfer import available_backends
+from sidecar.vllm_core import CoreLink
+from sidecar.vllm_plugin import facts
 from sidecar.vllm_plugin.client import PluginClient, engine_error
 from sidecar.vllm_plugin.compat import BACKEND, BACKEND_OPTION, check_version
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from sidecar.corepage import CoreView
+    from sidecar.vllm_plugin.environment import DpCoordinator
 
 __all__ = ["VllmEngine", "parse_version"]
 
@@ -28,10 +31,17 @@ DEATH_CHECK_S: Final = 0.5
 
 
 class VllmEngine:
-    """An ``AsyncLLM`` as a :class:`sidecar.engine.Engine`."""
+    """An ``AsyncLLM`` as a :class:`sidecar.engine.Engine`.
 
-    def __init__(self, async_llm: Any) -> None:
+    Args:
+        async_llm: the engine, which stays the caller's.
+        dp_coordinator: ``bus`` insists that the bus coordinates its DP group; see
+            :mod:`sidecar.vllm_plugin.environment` for how it comes to.
+    """
+
+    def __init__(self, async_llm: Any, *, dp_coordinator: DpCoordinator = "vllm") -> None:
         self._llm = async_llm
+        self._core = CoreLink(dp_coordinator)
         self._plugin = PluginClient(_Doors(async_llm))
 
     async def start(self) -> EngineInfo:
@@ -39,7 +49,7 @@ class VllmEngine:
 
         Raises:
             EngineError: the vLLM is too old, or the engine was built without the backend
-                ``wavebus``; the text says what to change.
+                ``wavebus``, or with another coordinator; the text says what to change.
         """
         import vllm  # noqa: PLC0415 - whoever has an AsyncLLM has vLLM; nobody else needs it
 
@@ -62,7 +72,7 @@ class VllmEngine:
             )
         # Behind an internal load balancer one client pauses all ranks: a DP group of one.
         external = bool(parallel.data_parallel_external_lb)
-        return EngineInfo(
+        info = EngineInfo(
             kind="vllm",
             software=f"vllm {vllm.__version__}",
             model=str(config.model_config.model),
@@ -72,12 +82,15 @@ class VllmEngine:
             backends=available_backends(),
             endpoint="",
         )
+        self._core.learn(facts.read(await _call(self._llm.collective_rpc(facts.ASK_FACTS))), info)
+        return info
 
     async def close(self) -> None:
         """Nothing to do: the engine is the caller's."""
 
     async def died(self) -> str:
-        while not self._llm.errored:  # noqa: ASYNC110 - vLLM offers a flag and no event
+        while not self._llm.errored:  # vLLM offers a flag and no event
+            self._core.look_after_gateway()
             await anyio.sleep(DEATH_CHECK_S)
         return "vLLM's engine core is dead"
 
@@ -85,10 +98,11 @@ class VllmEngine:
         return len(self._llm.output_processor.request_states)
 
     async def request_ids(self) -> tuple[str, ...]:
-        return ()
+        states = self._llm.output_processor.request_states.values()
+        return tuple(dict.fromkeys(str(state.external_req_id)[:256] for state in states))
 
     def core_view(self) -> CoreView | None:
-        return None
+        return self._core.view()
 
     async def version(self) -> int:
         return parse_version(await _call(self._llm.get_weight_version()))

@@ -2,7 +2,9 @@
 
 vLLM loads :func:`register` from the entry point group ``vllm.general_plugins`` in
 every process it starts. It registers one weight transfer backend, ``wavebus``,
-chosen at boot with ``--weight-transfer-config '{"backend": "wavebus"}'``.
+chosen at boot with ``--weight-transfer-config '{"backend": "wavebus"}'``; gives engine
+cores a status page, and guards the pause and resume of those in lockstep; and, where
+``WAVEBUS_DP_COORDINATOR=bus`` says so, coordinates data parallel ranks by the bus.
 
 ==================== ==========================================================
 module               what
@@ -11,7 +13,13 @@ module               what
 ``worker``           the weight transfer engine inside each worker
 ``manifest_check``   does this manifest fill this model, exactly?
 ``ranks``            the workers of one engine agree on one outcome
+``facts``            what a sidecar asks of a worker
 ``client``           the order of calls, for both adapters
+``core_page``        the status page inside each engine core
+``core_guard``       holes in the pause and resume of cores in lockstep, closed
+``coordinator``      the gateway in place of vLLM's DP coordinator
+``features``         what must be there before anything of vLLM's is replaced
+``environment``      environment variables
 ``compat``           which vLLM
 ``guard``            the process between a sidecar and the server it started
 ==================== ==========================================================
@@ -22,7 +30,9 @@ Importing this package imports neither vllm nor torch.
 from __future__ import annotations
 
 import logging
+import sys
 
+from sidecar.vllm_plugin import environment
 from sidecar.vllm_plugin.compat import BACKEND, unsupported_reason
 
 __all__ = ["BACKEND", "register"]
@@ -32,18 +42,27 @@ _registered = False
 
 
 def register() -> None:
-    """Make the backend ``wavebus`` known to vLLM; cheap, and harmless when repeated.
+    """Make the plugin known to vLLM; cheap, and harmless when repeated.
 
     The engine's module is named, not imported: only a worker that uses it loads it.
     On a vLLM that is too old nothing is registered and the log says so, since
     raising here would break every other use of vLLM in the environment.
+
+    Raises:
+        RuntimeError: the bus was to coordinate, which it can't do with this vLLM.
     """
     global _registered  # noqa: PLW0603 - vLLM's registry is global and refuses a second entry
     if _registered:
         return
     import vllm  # noqa: PLC0415 - only ever called by vLLM
 
+    try:
+        by_bus = environment.dp_coordinator() == "bus"
+    except ValueError as error:
+        raise RuntimeError(f"wavebus: {error}") from error
     reason = unsupported_reason(vllm.__version__)
+    if reason and by_bus:
+        raise RuntimeError(f"wavebus: {environment.DP_COORDINATOR}=bus: {reason}")
     if reason:
         _log.warning("wavebus: not registered: %s", reason)
         return
@@ -55,3 +74,27 @@ def register() -> None:
         BACKEND, "sidecar.vllm_plugin.worker", "WavebusWeightTransferEngine"
     )
     _registered = True
+    _install(by_bus=by_bus)
+
+
+def _install(*, by_bus: bool) -> None:
+    """Hooks of front ends, cores and workers. Processes that are forked inherit them, and in
+    those vLLM loads no plugin again: a front end has them all."""
+    front_end = "vllm.engine.arg_utils" in sys.modules
+    if front_end or "vllm.v1.engine.core" in sys.modules:
+        from vllm.v1.engine import core  # noqa: PLC0415 - of no use elsewhere, and slow
+
+        from sidecar.vllm_plugin import core_guard, core_page  # noqa: PLC0415
+
+        core_page.install(core)
+        core_guard.install(core)
+    if front_end and by_bus:
+        from sidecar.vllm_plugin import coordinator  # noqa: PLC0415
+
+        coordinator.install()
+    if "vllm.v1.worker.worker_base" in sys.modules:
+        from vllm.v1.worker import worker_base  # noqa: PLC0415
+
+        from sidecar.vllm_plugin import facts  # noqa: PLC0415
+
+        facts.install(worker_base)

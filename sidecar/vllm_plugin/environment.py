@@ -20,7 +20,9 @@ WAVEBUS_GATEWAY_PID      set by the plugin: the gateway that this rank started
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast
 
 from bus.settings import DEFAULT_BROKER
@@ -84,3 +86,9 @@ def bus_address(env: Mapping[str, str] = os.environ) -> BusAddress:
     return BusAddress(
         broker=env.get(BROKER, DEFAULT_BROKER), group=env.get(GROUP, "policy"), dp_group=dp_group
     )
+
+
+def memory_folder() -> Path:
+    """Where small files that are written often belong; folders of our own go in there."""
+    shared = Path("/dev/shm")  # noqa: S108 - see above
+    return shared if shared.is_dir() else Path(tempfile.gettempdir())

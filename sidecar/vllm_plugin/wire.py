@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 KEY: Final = "wavebus"
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 MAX_PAYLOAD_CHARS: Final = 32 * 1024 * 1024
 DETAIL_CHARS: Final = 2000
 TENSOR_CHARS: Final = 512

@@ -1,0 +1,89 @@
+"""What a sidecar knows of the inside of its vLLM: the core's status page, who coordinates.
+
+Asked of the plugin once, when the adapter starts: later the core may answer nobody.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import bus.log
+from bus.errors import EngineError
+from sidecar.corepage import NoPage, PageReader
+from sidecar.vllm_plugin import environment
+
+if TYPE_CHECKING:
+    from sidecar.corepage import CoreView
+    from sidecar.engine import EngineInfo
+    from sidecar.vllm_plugin.environment import DpCoordinator
+    from sidecar.vllm_plugin.facts import Facts
+
+
+class CoreLink:
+    """One engine's. ``wanted``: who was to coordinate its DP group."""
+
+    def __init__(self, wanted: DpCoordinator) -> None:
+        self._wanted = wanted
+        self._page: PageReader | None = None
+        self._gateway_pid = 0
+        self._log = bus.log.logger()
+
+    def learn(self, facts: Facts, info: EngineInfo, *, here: bool = True) -> None:
+        """Take what the plugin says. ``here``: the engine runs on this machine.
+
+        Raises:
+            EngineError: the bus was to coordinate, and doesn't.
+        """
+        if self._wanted == "bus":
+            _refuse_uncoordinated(facts, info)
+        if here:
+            self._page = PageReader(Path(facts.page)) if facts.page else None
+            self._gateway_pid = facts.gateway_pid
+
+    def view(self) -> CoreView | None:
+        """The page as it is now; None without one."""
+        if self._page is None:
+            return None
+        try:
+            return self._page.read()
+        except NoPage:
+            return None
+
+    def look_after_gateway(self) -> None:
+        """Say so, once, when the gateway that this rank started is gone."""
+        if self._gateway_pid and not _alive(self._gateway_pid):
+            self._log.error(
+                "gateway_died",
+                pid=self._gateway_pid,
+                hint="waves that run go on, but an idle DP group may not wake for a request: "
+                "restart all its ranks",
+            )
+            self._gateway_pid = 0
+
+
+def _refuse_uncoordinated(facts: Facts, info: EngineInfo) -> None:
+    if facts.coordinator != "bus":
+        raise EngineError(
+            "--dp-coordinator bus: this vLLM was booted with its own coordinator, which can't be "
+            f"replaced while it runs. Start every rank with {environment.DP_COORDINATOR}=bus, "
+            f"{environment.BROKER}, {environment.GROUP} and {environment.DP_GROUP} in its "
+            "environment, or leave --dp-coordinator out"
+        )
+    if info.dp_size == 1:
+        raise EngineError(
+            "--dp-coordinator bus: this vLLM has one data parallel rank, or one server for all: "
+            "there is nothing to coordinate. Give --data-parallel-size and "
+            "--data-parallel-external-lb, or leave --dp-coordinator out"
+        )
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

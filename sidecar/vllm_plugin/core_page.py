@@ -1,0 +1,185 @@
+"""The status page inside vLLM's engine core: what it does, written where it does it.
+
+Wraps a few methods of ``EngineCoreProc`` and ``DPEngineCoreProc``; all are called on the
+core's one main thread. The page is made by the core's first turn, in a folder of its own
+(:data:`environment.CORE_PAGES`, or else one per user on tmpfs), named by its pid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from sidecar.corepage import GLOBALLY_PAUSED, LOCALLY_PAUSED, STEPPING, CorePage
+from sidecar.vllm_plugin import environment
+from sidecar.vllm_plugin.features import core_gaps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bus.messages import CorePhase
+
+_log = logging.getLogger("vllm.wavebus")
+_SUFFIX: Final = ".page"
+
+
+def pages_folder() -> Path:
+    """Where the cores of this environment keep their pages."""
+    chosen = os.environ.get(environment.CORE_PAGES)
+    if chosen:
+        return Path(chosen)
+    return environment.memory_folder() / f"wavebus-cores-{os.getuid()}"
+
+
+def page_path(pid: int) -> Path:
+    """The page of the core that is this process."""
+    return pages_folder() / f"{pid}{_SUFFIX}"
+
+
+class CoreWatch:
+    """What one core writes of itself."""
+
+    def __init__(self, core: Any) -> None:
+        path = page_path(os.getpid())
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.parent.stat().st_uid != os.getuid():
+            raise PermissionError(f"{path.parent} belongs to somebody else")
+        _remove_stale(path.parent)
+        self.page = CorePage(path, rank=core.engine_index)
+        # The cores' processes end without atexit; this they still run.
+        Finalize(self, self.page.close, exitpriority=0)
+        self.steps = 0
+
+    def count(self, core: Any) -> None:
+        """New numbers, for the next :meth:`enter`."""
+        paused = int(core.scheduler.pause_state) != 0
+        agreed = getattr(core, "ignore_start_dp_wave", paused)
+        stepping = getattr(core, "engines_running", False)
+        running, waiting = core.scheduler.get_request_counts()
+        self.page.count(
+            step=self.steps,
+            wave=getattr(core, "current_wave", 0),
+            flags=LOCALLY_PAUSED * paused | GLOBALLY_PAUSED * agreed | STEPPING * stepping,
+            waiting=waiting,
+            running=running,
+        )
+
+    def enter(self, phase: CorePhase) -> None:
+        self.page.enter(phase)
+
+
+class _Watches:
+    """This process's one watch, made when its core first turns; None where that failed."""
+
+    def __init__(self) -> None:
+        self._watch: CoreWatch | None = None
+        self._tried_in = 0  # the process: forks need their own
+
+    def of(self, core: Any) -> CoreWatch | None:
+        if self._tried_in != os.getpid():
+            self._tried_in = os.getpid()
+            try:
+                self._watch = CoreWatch(core)
+                self._watch.count(core)
+            except Exception as error:  # noqa: BLE001 - the engine runs as well without it
+                self._watch = None
+                _log.warning("wavebus: no status page of this engine core: %s", error)
+        return self._watch
+
+
+_watches = _Watches()
+
+
+def install(core: Any) -> bool:
+    """Wrap the methods of the module ``vllm.v1.engine.core``; False if they aren't there."""
+    if hasattr(core.EngineCoreProc, "wavebus_page"):
+        return True
+    gaps = core_gaps(core)
+    if gaps:
+        _log.warning("wavebus: no status page in this vLLM's engine cores: %s", "; ".join(gaps))
+        return False
+    plain, lockstep = core.EngineCoreProc, core.DPEngineCoreProc
+    _wrap(plain, "_process_input_queue", _input_queue)
+    _wrap(plain, "_handle_client_request", _client_request)
+    _wrap(plain, "_process_engine_step", _engine_step)
+    _wrap(lockstep, "execute_dummy_batch", _dummy_batch)
+    _wrap(lockstep, "_has_global_unfinished_reqs", _sync)
+    _wrap(lockstep, "resume_scheduler", _barrier)
+    plain.wavebus_page = True
+    return True
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any) -> Any:
+        watch = _watches.of(self)
+        return original(self, *args) if watch is None else around(watch, original, self, *args)
+
+    setattr(owner, name, wrapped)
+
+
+def _input_queue(watch: CoreWatch, original: Callable[..., Any], core: Any) -> None:
+    watch.count(core)
+    watch.enter("work" if core.has_work() else "idle")
+    original(core)
+    watch.count(core)
+    watch.enter("work")
+
+
+def _client_request(
+    watch: CoreWatch, original: Callable[..., Any], core: Any, request_type: Any, request: Any
+) -> None:
+    """Other than steps, this is what takes a core's time: calls on its workers, for one."""
+    watch.enter("work")
+    original(core, request_type, request)
+    watch.count(core)
+    watch.enter("work" if core.has_work() else "idle")
+
+
+def _engine_step(watch: CoreWatch, original: Callable[..., Any], core: Any) -> Any:
+    watch.enter("step")
+    executed = original(core)
+    if not hasattr(core, "step_counter"):  # in lockstep, _sync counts
+        watch.steps += bool(executed)
+    watch.enter("work")
+    return executed
+
+
+def _dummy_batch(watch: CoreWatch, original: Callable[..., Any], core: Any) -> Any:
+    watch.enter("dummy")
+    result = original(core)
+    watch.enter("work")
+    return result
+
+
+def _sync(watch: CoreWatch, original: Callable[..., Any], core: Any, local_unfinished: bool) -> Any:
+    watch.steps += 1
+    watch.count(core)
+    watch.enter("sync")
+    result = original(core, local_unfinished)
+    watch.enter("work")
+    return result
+
+
+def _barrier(watch: CoreWatch, original: Callable[..., Any], core: Any) -> Any:
+    watch.enter("barrier")
+    try:
+        return original(core)
+    finally:
+        watch.count(core)
+        watch.enter("work")
+
+
+def _remove_stale(folder: Path) -> None:
+    """Pages whose cores were killed."""
+    for path in folder.glob(f"*{_SUFFIX}"):
+        if path.stem.isdigit() and not Path(f"/proc/{path.stem}").exists():
+            with contextlib.suppress(OSError):
+                path.unlink()

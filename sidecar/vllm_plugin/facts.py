@@ -1,0 +1,86 @@
+"""What a sidecar asks of a worker by vLLM's ``collective_rpc``: two methods, by name.
+
+The plugin adds them to vLLM's ``WorkerBase``. Answers are plain dicts and lists, which
+pass vLLM's codec and JSON alike.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from bus.errors import EngineError
+from bus.messages import MAX_REQUEST_IDS, Count, ShortText
+from sidecar.vllm_plugin import environment
+from sidecar.vllm_plugin.core_page import page_path
+
+ASK_FACTS: Final = "wavebus_facts"
+ASK_REQUESTS: Final = "wavebus_requests"
+_MAX_PATH: Final = 4096
+# What vLLM hangs on to every request's id, to tell equal ones apart.
+_TAIL: Final = re.compile(r"-[0-9a-f]{8}\Z")
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """``page``: the core's status page, empty without one; ``gateway_pid``: of the gateway
+    that this rank started, 0 if it started none."""
+
+    coordinator: environment.DpCoordinator
+    dp_group: ShortText
+    gateway_pid: Count
+    core_pid: Count
+    page: Annotated[str, Meta(max_length=_MAX_PATH)]
+
+
+def read(answer: Any) -> Facts:
+    """The facts in the answer of ``collective_rpc``: a list with one entry per worker.
+
+    Raises:
+        EngineError: they are not there, or none of ours.
+    """
+    try:
+        return msgspec.convert(answer[0], Facts)
+    except (msgspec.ValidationError, IndexError, KeyError, TypeError) as error:
+        raise EngineError(f"the plugin inside vLLM answered {answer!r:.200}: {error}") from error
+
+
+def read_requests(answer: Any) -> tuple[str, ...]:
+    """The ids in the answer of ``collective_rpc``; empty if there are none to be read."""
+    try:
+        return msgspec.convert(answer[0], tuple[ShortText, ...])
+    except (msgspec.ValidationError, IndexError, KeyError, TypeError):
+        return ()
+
+
+def install(worker_base: Any) -> None:
+    """Add the methods to ``WorkerBase`` of the module ``vllm.v1.worker.worker_base``."""
+    setattr(worker_base.WorkerBase, ASK_FACTS, _facts)
+    setattr(worker_base.WorkerBase, ASK_REQUESTS, _requests)
+
+
+def _facts(_worker: Any) -> dict[str, Any]:
+    # A worker is a process of its own, a child of the core; or a part of the core.
+    core_pid = next((pid for pid in (os.getpid(), os.getppid()) if page_path(pid).exists()), 0)
+    gateway = os.environ.get(environment.GATEWAY_PID, "0")
+    facts: dict[str, Any] = msgspec.to_builtins(
+        Facts(
+            coordinator=environment.dp_coordinator(),
+            dp_group=os.environ.get(environment.DP_GROUP, "")[:256],
+            gateway_pid=int(gateway) if gateway.isdigit() else 0,
+            core_pid=core_pid,
+            page=str(page_path(core_pid)) if core_pid else "",
+        )
+    )
+    return facts
+
+
+def _requests(worker: Any) -> list[str]:
+    """Ids of the requests that have begun, as their clients gave them."""
+    requests: dict[str, Any] = getattr(worker.model_runner, "requests", {})
+    keep = os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") == "1"
+    ids = [name if keep else _TAIL.sub("", name) for name in list(requests)[:MAX_REQUEST_IDS]]
+    return [name[:256] for name in ids]
