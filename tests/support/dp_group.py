@@ -41,6 +41,7 @@ class Request:
         self.tokens: list[int] = []
         self._answer = answer
         self._news = asyncio.Event()
+        answer.add_done_callback(lambda _: self._news.set())
 
     def push(self, token: int) -> None:
         self.tokens.append(token)
@@ -51,6 +52,17 @@ class Request:
         while len(self.tokens) < count:
             self._news.clear()
             await self._news.wait()
+
+    async def arrivals(self) -> AsyncIterator[int]:
+        """How many tokens more have come, again and again, to the end."""
+        seen = 0
+        while not (self.done and seen == len(self.tokens)):
+            if seen == len(self.tokens):
+                self._news.clear()
+                await self._news.wait()
+            fresh = len(self.tokens) - seen
+            seen += fresh
+            yield fresh
 
     async def end(self) -> list[int]:
         """All its tokens, at its end by length."""
