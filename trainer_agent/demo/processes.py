@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 EngineKind: TypeAlias = Literal["embedded", "vllm"]
+DpCoordinator: TypeAlias = Literal["vllm", "bus"]
 
 _STOP_S: Final = 15.0
 # What a server of a tiny model on a CPU needs; a GPU server needs none of it.
@@ -59,9 +60,24 @@ class Processes:
             raise WavebusError(f"the broker did not start: {self.last_words('broker')}")
         return address
 
-    def sidecar(self, name: str, kind: EngineKind, broker: str, checkpoint: Path) -> None:
-        """Start a sidecar and its engine; it joins when the engine is up."""
-        options = ("sidecar", "--broker", broker, "--name", name)
+    def sidecar(
+        self,
+        name: str,
+        kind: EngineKind,
+        broker: str,
+        checkpoint: Path,
+        *,
+        dp_size: int = 1,
+        dp_coordinator: DpCoordinator = "vllm",
+    ) -> None:
+        """Start a sidecar and its engine, or those of all ranks of a DP group; they join
+        when the engines are up."""
+        options: tuple[str, ...] = ("sidecar", "--broker", broker)
+        if dp_size > 1:
+            options += ("--dp-group", name, "--dp-size", str(dp_size))
+            options += ("--dp-coordinator", dp_coordinator)
+        else:
+            options += ("--name", name)
         if kind == "embedded":
             self._start(name, *options, "--engine", "embedded", "--model", str(checkpoint))
             return

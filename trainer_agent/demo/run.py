@@ -15,7 +15,7 @@ from bus.errors import Refused
 from bus.messages import NackCode
 from trainer_agent.demo.grpo import GrpoConfig, GrpoLearner
 from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
-from trainer_agent.demo.processes import EngineKind, Processes
+from trainer_agent.demo.processes import DpCoordinator, EngineKind, Processes
 from trainer_agent.demo.rollouts import RolloutPool
 from trainer_agent.sync import SyncTrainerAgent
 
@@ -27,15 +27,22 @@ if TYPE_CHECKING:
 
 GROUP: Final = "policy"
 EVAL_EVERY_STEPS: Final = 25
+EXPERTS: Final = 4
 BOOT_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the command asks for. ``updates`` and ``steps`` bound the run, ``seconds`` too."""
+    """What the command asks for. ``updates`` and ``steps`` bound the run, ``seconds`` too.
+
+    With ``dp_size`` above 1 each of the ``engines`` is a DP group of so many ranks, and the
+    policy is a mixture of experts.
+    """
 
     engine: EngineKind = "embedded"
     engines: int = 2
+    dp_size: int = 1
+    dp_coordinator: DpCoordinator = "vllm"
     steps: int = 320
     updates: int | None = None
     seconds: float = 150.0
@@ -62,6 +69,11 @@ class DemoResult:
     tokens_by_version: dict[int, int] = field(default_factory=dict)
 
     @property
+    def endpoints(self) -> int:
+        """Engines on the bus: every rank of a DP group is one."""
+        return self.options.engines * self.options.dp_size
+
+    @property
     def interrupted(self) -> int:
         """Updates that found a request running."""
         return sum(report.interrupted > 0 for report in self.reports)
@@ -75,7 +87,8 @@ class DemoResult:
         """The object that ``--json`` prints."""
         return {
             "engine": self.options.engine,
-            "engines": self.options.engines,
+            "engines": self.endpoints,
+            "dp_size": self.options.dp_size,
             "reward_first": round(self.reward_first, 4),
             "reward_last": round(self.reward_last, 4),
             "steps": self.steps,
@@ -104,7 +117,8 @@ def run_demo(
     started = time.monotonic()
     torch.set_num_threads(1)
     config = GrpoConfig(seed=options.seed)
-    policy = Policy(PolicyConfig(), seed=options.seed)
+    shape = PolicyConfig(experts=EXPERTS) if options.dp_size > 1 else PolicyConfig()
+    policy = Policy(shape, seed=options.seed)
     learner = GrpoLearner(policy, config)
     result = DemoResult(options)
     with tempfile.TemporaryDirectory(prefix="wavebus-demo-") as name:
@@ -115,9 +129,16 @@ def run_demo(
             say(f"broker at {address}; logs in {folder}")
             names = [f"engine-{i}" for i in range(options.engines)]
             for each in names:
-                processes.sidecar(each, options.engine, address, folder / "checkpoint")
+                processes.sidecar(
+                    each,
+                    options.engine,
+                    address,
+                    folder / "checkpoint",
+                    dp_size=options.dp_size,
+                    dp_coordinator=options.dp_coordinator,
+                )
             with SyncTrainerAgent(address, group=GROUP, name="trainer") as agent:
-                engines = _wait(agent, processes, options.engines)
+                engines = _wait(agent, processes, result.endpoints)
                 say(", ".join(f"{e.name}: {e.software} at {e.endpoint}" for e in engines))
                 pool = RolloutPool(
                     [e.endpoint for e in engines],

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WIDE = PolicyConfig(vocab_size=32, hidden_size=96, num_heads=4, num_kv_heads=2, num_layers=3)
+MIXED = PolicyConfig(experts=4)
 
 
-@pytest.mark.parametrize("cfg", [PolicyConfig(), WIDE])
+@pytest.mark.parametrize("cfg", [PolicyConfig(), WIDE, MIXED])
 def test_transformers_computes_the_same_logits(cfg: PolicyConfig, tmp_path: Path) -> None:
     """A saved checkpoint loads into HF's Qwen3 with every name matched and equal logits."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -24,7 +25,8 @@ def test_transformers_computes_the_same_logits(cfg: PolicyConfig, tmp_path: Path
         for weight in policy.parameters():
             weight.mul_(1 + 0.3 * torch.randn(weight.shape))
     save_checkpoint(policy, tmp_path)
-    other, info = transformers.Qwen3ForCausalLM.from_pretrained(
+    kind = transformers.Qwen3MoeForCausalLM if cfg.experts else transformers.Qwen3ForCausalLM
+    other, info = kind.from_pretrained(
         tmp_path, output_loading_info=True, attn_implementation="eager"
     )
     assert not info["missing_keys"]
