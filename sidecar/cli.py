@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
 
 import click
 
@@ -22,8 +22,13 @@ from bus.ids import check_name
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from sidecar.embedded.parallel.options import DataParallel
     from sidecar.engine import Engine
     from sidecar.vllm_plugin.environment import BusAddress, DpCoordinator
+
+# For tests alone: ranks of the embedded engine pause as they must not. No option of the
+# command, since nobody should choose it.
+ONE_PHASE_PAUSE: Final = "WAVEBUS_TEST_ONE_PHASE_PAUSE"
 
 
 class Embedded(TypedDict):
@@ -36,6 +41,10 @@ class Embedded(TypedDict):
     max_model_len: int | None
     dtype: str
     threads: int
+    dp_size: int
+    dp_rank: int | None
+    dp_master: str | None
+    core_page: Path | None
 
 
 @click.command(
@@ -74,7 +83,7 @@ class Embedded(TypedDict):
 @click.option(
     "--model",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Embedded: folder of a Qwen3 checkpoint (config.json, model.safetensors).",
+    help="Embedded: folder of a Qwen3 or Qwen3-MoE checkpoint (config.json, *.safetensors).",
 )
 @click.option(
     "--host", default="127.0.0.1", show_default=True, help="Embedded: serve requests there."
@@ -103,6 +112,24 @@ class Embedded(TypedDict):
 )
 @click.option(
     "--threads", type=click.IntRange(1), default=1, show_default=True, help="Embedded: of torch."
+)
+@click.option(
+    "--dp-size",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Embedded: ranks of its data parallel group, which share the model's experts.",
+)
+@click.option("--dp-rank", type=click.IntRange(0), help="Embedded: which of them it is.")
+@click.option(
+    "--dp-master",
+    metavar="HOST:PORT",
+    help="Embedded: where the ranks meet; a free port on rank 0's host, the same for all.",
+)
+@click.option(
+    "--core-page",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Embedded: keep the core's status page in this file.",
 )
 @click.option(
     "--boot-timeout-s",
@@ -137,6 +164,9 @@ def sidecar(
       wavebus sidecar --group policy --attach http://127.0.0.1:8000
     The embedded engine:
       wavebus sidecar --group policy --engine embedded --model ./checkpoint
+    One of two data parallel ranks of it:
+      wavebus sidecar --engine embedded --model ./moe --dp-group moe --dp-size 2 \\
+          --dp-rank 0 --dp-master 127.0.0.1:29500
 
     Exits with 4 when the engine dies.
     """
@@ -147,7 +177,10 @@ def sidecar(
     coordinate = None
     if dp_coordinator == "bus" and (command or attach):
         coordinate = _coordinate(broker, group, dp_group)
-    made = _engine(engine, attach, command, embedded, boot_timeout_s, coordinate)
+    if command or attach or engine == "vllm":
+        made = _vllm(engine, attach, command, embedded, boot_timeout_s, coordinate)
+    else:
+        made = _embedded(embedded, broker, group, dp_group)
 
     async def serve(stop: asyncio.Event) -> None:
         from sidecar.agent import Sidecar  # noqa: PLC0415 - after --help
@@ -186,7 +219,7 @@ def _coordinate(broker: str, group: str, dp_group: str | None) -> BusAddress:
     return BusAddress(broker=broker, group=group, dp_group=dp_group)
 
 
-def _engine(
+def _vllm(
     engine: str | None,
     attach: str | None,
     command: tuple[str, ...],
@@ -194,7 +227,7 @@ def _engine(
     boot_timeout_s: float,
     coordinate: BusAddress | None,
 ) -> Engine:
-    """The engine that the options ask for.
+    """The vLLM engine that the options ask for.
 
     Raises:
         UsageError: they contradict each other, or lack something.
@@ -203,6 +236,10 @@ def _engine(
         raise UsageError("--attach: a COMMAND starts a server, --attach uses one; give one of them")
     if engine == "embedded" and (command or attach):
         raise UsageError("--engine=embedded: it takes neither a COMMAND nor --attach")
+    if embedded["dp_size"] > 1 or (embedded["dp_rank"], embedded["dp_master"]) != (None, None):
+        raise UsageError(
+            "--dp-size, --dp-rank, --dp-master: of the embedded engine; vLLM has its own options"
+        )
     if engine == "vllm" and not (command or attach):
         raise UsageError(
             "--engine=vllm: give --attach URL, or the server's command after --, such as "
@@ -220,10 +257,18 @@ def _engine(
             coordinate=coordinate,
         )
         return VllmHttpEngine(server=server, dp_coordinator="bus" if coordinate else "vllm")
-    if attach:
-        from sidecar.vllm_http import VllmHttpEngine  # noqa: PLC0415
+    from sidecar.vllm_http import VllmHttpEngine  # noqa: PLC0415
 
-        return VllmHttpEngine(attach, dp_coordinator="bus" if coordinate else "vllm")
+    assert attach is not None
+    return VllmHttpEngine(attach, dp_coordinator="bus" if coordinate else "vllm")
+
+
+def _embedded(embedded: Embedded, broker: str, group: str, dp_group: str | None) -> Engine:
+    """The embedded engine that the options ask for.
+
+    Raises:
+        UsageError: they contradict each other, or lack something.
+    """
     if embedded["model"] is None:
         raise UsageError(
             "--model: the embedded engine needs a checkpoint folder (config.json and "
@@ -241,4 +286,39 @@ def _engine(
         max_num_seqs=embedded["max_num_seqs"],
         max_model_len=embedded["max_model_len"],
         dtype=embedded["dtype"],
+        dp=_data_parallel(embedded, broker, group, dp_group),
+        core_page=embedded["core_page"],
+    )
+
+
+def _data_parallel(
+    embedded: Embedded, broker: str, group: str, dp_group: str | None
+) -> DataParallel | None:
+    """Which rank of which data parallel group; None for an engine of its own.
+
+    Raises:
+        UsageError: an option is missing, or too much.
+    """
+    rank, master = embedded["dp_rank"], embedded["dp_master"]
+    if embedded["dp_size"] == 1:
+        for option, value in (("--dp-rank", rank), ("--dp-master", master)):
+            if value is not None:
+                raise UsageError(f"{option}: it needs --dp-size, of at least 2")
+        return None
+    for option, needed in (("--dp-rank", rank), ("--dp-master", master), ("--dp-group", dp_group)):
+        if needed is None:
+            raise UsageError(f"{option}: a rank of a data parallel group needs it")
+    from sidecar.embedded.parallel.options import DataParallel  # noqa: PLC0415 - after --help
+
+    assert rank is not None
+    assert master is not None
+    assert dp_group is not None
+    return DataParallel(
+        embedded["dp_size"],
+        rank,
+        master,
+        dp_group,
+        broker=broker,
+        bus_group=group,
+        one_phase_pause=os.environ.get(ONE_PHASE_PAUSE) == "1",
     )

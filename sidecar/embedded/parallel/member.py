@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import bus.log
@@ -68,8 +70,8 @@ class Member:
         """
         options = self.options
         alike = {**facts, "dp_size": options.size, "sync_interval": options.sync_interval}
-        meeting = await asyncio.to_thread(Rendezvous, options)
-        await asyncio.to_thread(meeting.check, alike)
+        meeting = await _blocking(lambda: Rendezvous(options))
+        await _blocking(lambda: meeting.check(alike))
         addresses = await self._meet(meeting)
         self._sockets = MemberSockets(
             options.rank,
@@ -77,7 +79,7 @@ class Member:
             core_in=addresses.core_in,
             core_out=addresses.core_out,
         )
-        self._group = await asyncio.to_thread(meeting.join)
+        self._group = await _blocking(meeting.join)
         return GroupExchange(self._group)
 
     def make_core(
@@ -165,10 +167,10 @@ class Member:
                 "host": host,
                 "port": port,
             }
-            await asyncio.to_thread(meeting.tell, "addresses", told)
+            await _blocking(lambda: meeting.tell("addresses", told))
             await self._bounded(self._lifeline.complete(), "not all ranks have come")
             return addresses
-        told = await asyncio.to_thread(meeting.ask, "addresses")
+        told = await _blocking(lambda: meeting.ask("addresses"))
         await self._lifeline.connect(str(told["host"]), int(str(told["port"])))
         return GatewayAddresses(str(told["front"]), str(told["core_in"]), str(told["core_out"]))
 
@@ -235,3 +237,20 @@ class Member:
     def _in_loop(self, action: Callable[[], None]) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(action)
+
+
+async def _blocking(action: Callable[[], T]) -> T:
+    """Run what may wait long for other ranks in a thread that holds up no end of the process."""
+    loop = asyncio.get_running_loop()
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = action()
+        except BaseException as error:  # noqa: BLE001 - the waiting task raises it
+            answer.set_exception(error)
+        else:
+            answer.set_result(result)
+
+    threading.Thread(target=run, name="wavebus-meet", daemon=True).start()
+    return await asyncio.shield(asyncio.wrap_future(answer, loop=loop))
