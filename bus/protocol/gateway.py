@@ -8,15 +8,18 @@ does not answer in time is not waited for.
 ::
 
     state    event      next     what is done
-    IDLE     FIRST_REQ  ASKED    FIRST_REQ to the broker; with no broker: START, OWED
-    ASKED    ALLOWED    OWED     START_DP_WAVE to all cores
+    IDLE     FIRST_REQ  ASKED    FIRST_REQ to the broker
+    IDLE     ALONE      OWED     a first request, and no broker: START_DP_WAVE to all cores
+    IDLE     ALLOWED    OWED     START: the broker alone has kept one over a pause
+    ASKED    ALLOWED    OWED     START
     ASKED    HELD       HELD
     ASKED    OVERDUE    OWED     START, decided here
+    ASKED    JOINED     ASKED    FIRST_REQ to the new broker
     OWED     OVERDUE    OWED     START again, later each time: a core may have dropped it
     HELD     ALLOWED    OWED     START
     HELD     OVERDUE    HELD     START: paused cores drop it, and a broker may be wrong
-    IDLE, ASKED, OWED, HELD
-             STARTED    RUNNING  START to the others, front ends and the broker are told
+    HELD     JOINED     ASKED    FIRST_REQ to the new broker
+    any      STARTED    RUNNING  START to the others, front ends and the broker are told
     any      COMPLETE   IDLE     front ends and the broker are told
 
 Beside it, READY: cores subscribe, and once all have, they are told so, and again whenever
@@ -89,7 +92,34 @@ class GatewayState(StrEnum):
     RUNNING = "running"
 
 
-_S = GatewayState
+class GatewayEvent(StrEnum):
+    FIRST_REQ = "first_req"
+    ALONE = "alone"
+    ALLOWED = "allowed"
+    HELD = "held"
+    OVERDUE = "overdue"
+    JOINED = "joined"
+    STARTED = "started"
+    COMPLETE = "complete"
+
+
+_S, _E = GatewayState, GatewayEvent
+
+TRANSITIONS: Final[dict[tuple[GatewayState, GatewayEvent], GatewayState]] = {
+    (_S.IDLE, _E.FIRST_REQ): _S.ASKED,
+    (_S.IDLE, _E.ALONE): _S.OWED,
+    (_S.IDLE, _E.ALLOWED): _S.OWED,
+    (_S.ASKED, _E.ALLOWED): _S.OWED,
+    (_S.ASKED, _E.HELD): _S.HELD,
+    (_S.ASKED, _E.OVERDUE): _S.OWED,
+    (_S.ASKED, _E.JOINED): _S.ASKED,
+    (_S.OWED, _E.OVERDUE): _S.OWED,
+    (_S.HELD, _E.ALLOWED): _S.OWED,
+    (_S.HELD, _E.OVERDUE): _S.HELD,
+    (_S.HELD, _E.JOINED): _S.ASKED,
+    **{(state, _E.STARTED): _S.RUNNING for state in GatewayState},
+    **{(state, _E.COMPLETE): _S.IDLE for state in GatewayState},
+}
 
 
 class Gateway:
@@ -142,7 +172,7 @@ class Gateway:
         self, rank: int, wave: int, now_ms: float, *, broker: bool
     ) -> list[GatewayEffect]:
         """A front end has a request for an idle group. ``broker``: there is one to ask."""
-        if self.state is not _S.IDLE:
+        if not self._go(_E.FIRST_REQ if broker else _E.ALONE):
             # It believes that nothing runs, and so it should, unless something does.
             return [] if self.running else [self._publish(now_ms)]
         self.wave = max(self.wave, wave)
@@ -151,7 +181,6 @@ class Gateway:
         self._wait_ms = RETRY_MS
         if not broker:
             return [*self._start(now_ms, local=True), self._publish(now_ms)]
-        self.state = _S.ASKED
         self._due_ms = now_ms + BROKER_PATIENCE_MS
         return [Send(self._first_req()), self._publish(now_ms)]
 
@@ -159,8 +188,8 @@ class Gateway:
         """A core says that this wave runs; the others may still have to join it."""
         if wave < self.wave or (wave == self.wave and self.running):
             return []
+        self._go(_E.STARTED)
         self.wave = wave
-        self.state = _S.RUNNING
         self._due_ms = None
         took: dict[str, object] = {"dp_group": self.dp_group, "wave": wave, "local": self.local}
         return [
@@ -174,8 +203,8 @@ class Gateway:
         """Rank 0 says that every rank is idle."""
         if wave < self.wave:
             return []
+        self._go(_E.COMPLETE)
         self.wave = wave + 1
-        self.state = _S.IDLE
         self.local = False
         self._due_ms = None
         return [self._publish(now_ms), Send(WaveComplete(self.dp_group, wave))]
@@ -185,13 +214,9 @@ class Gateway:
     def heard(self, message: Message, now_ms: float) -> list[GatewayEffect]:
         """The broker's word; one about another wave is old and changes nothing."""
         match message:
-            case StartDpWave(_, wave, _) if self.state in (_S.ASKED, _S.HELD):
-                return self._start(now_ms, local=False) if wave == self.wave else []
-            case StartDpWave(_, wave, _) if self.state is _S.IDLE and wave == self.wave:
-                # Kept over a pause, by the broker alone: somebody may still wait.
-                return self._start(now_ms, local=False)
-            case FirstReqHeld(_, wave, _) if self.state is _S.ASKED and wave == self.wave:
-                self.state = _S.HELD
+            case StartDpWave(_, wave, _) if wave == self.wave:
+                return self._start(now_ms, local=False) if self._go(_E.ALLOWED) else []
+            case FirstReqHeld(_, wave, _) if wave == self.wave and self._go(_E.HELD):
                 self._due_ms = now_ms + HELD_RETRY_MS
             case _:
                 pass
@@ -199,9 +224,8 @@ class Gateway:
 
     def joined(self, now_ms: float) -> list[GatewayEffect]:
         """A broker is there (again): what is held or asked is asked anew."""
-        if self.state not in (_S.ASKED, _S.HELD):
+        if not self._go(_E.JOINED):
             return []
-        self.state = _S.ASKED
         self._due_ms = now_ms + BROKER_PATIENCE_MS
         return [Send(self._first_req())]
 
@@ -211,13 +235,15 @@ class Gateway:
         """What is overdue."""
         effects: list[GatewayEffect] = []
         if self._due_ms is not None and now_ms >= self._due_ms:
+            asked = self.state is _S.ASKED
+            self._go(_E.OVERDUE)
             if self.state is _S.HELD:
                 self._due_ms = now_ms + HELD_RETRY_MS
                 effects += [*self._start_cores(), Send(self._first_req())]
             else:
-                if self.state is _S.ASKED:
+                if asked:
                     effects.append(self._note_local(now_ms))
-                effects += self._start(now_ms, local=self.local or self.state is _S.ASKED)
+                effects += self._start(now_ms, local=self.local or asked)
         if now_ms >= self._publish_ms:
             effects.append(self._publish(now_ms))
         return effects
@@ -226,8 +252,15 @@ class Gateway:
         """When :meth:`tick` is due."""
         return self._publish_ms if self._due_ms is None else min(self._due_ms, self._publish_ms)
 
+    def _go(self, event: GatewayEvent) -> bool:
+        """Whether the event stands in the state's rows; others change nothing."""
+        following = TRANSITIONS.get((self.state, event))
+        if following is None:
+            return False
+        self.state = following
+        return True
+
     def _start(self, now_ms: float, *, local: bool) -> list[GatewayEffect]:
-        self.state = _S.OWED
         self.local = local
         self._due_ms = now_ms + self._wait_ms
         self._wait_ms = min(self._wait_ms * 2, RETRY_MAX_MS)

@@ -378,6 +378,7 @@ class Group:
                 else:
                     effects.append(self._send(each.message, sorted(each.waiting)))
         effects += self._obey(self.pause.expire(now_ms), now_ms)
+        effects += self.waves.tick(now_ms)
         for msg_id, (wait, deadline_ms) in list(self.holding.requests.waiters.items()):
             if now_ms >= deadline_ms:
                 failure = self.roster.too_few(wait)

@@ -13,7 +13,7 @@ wedged      a rank has stood in a collective for ``wedged_ms``, and another one 
             not in it (idle, or in another one); or all stand in it for
             ``stuck_ms``
 down        a rank is gone; the others can't step until all are restarted
-unknown     a rank has no status page: nothing can be told
+unknown     a rank has no status page, or has not told what it says for ``silent_ms``
 ==========  =====================================================================
 """
 
@@ -39,8 +39,10 @@ _MEETING: Final[dict[CorePhase, str]] = {
 @dataclass(frozen=True, slots=True)
 class WatchdogConfig:
     """Times in ms, see the module. A forward pass with a long prompt takes seconds; a
-    collective on a host that still works does not take ``stuck_ms``."""
+    collective on a host that still works does not take ``stuck_ms``. Pages come as
+    heartbeats do; one that is old says nothing of the present."""
 
+    silent_ms: float = 5_000.0
     slow_ms: float = 2_000.0
     wedged_ms: float = 10_000.0
     stuck_ms: float = 60_000.0
@@ -94,9 +96,16 @@ class Watchdog:
         """How the ranks are, and if they don't step: which is where, who is absent, since when."""
         if self._lost:
             return self._down(now_ms)
-        silent = [rank for rank in range(self.size) if not self._has_page(rank)]
+        without = [rank for rank in range(self.size) if not self._has_page(rank)]
+        if without:
+            return Diagnosis("unknown", f"no status page of rank {_listed(without)}")
+        silent = [
+            f"rank {rank} ({report.name}) has told nothing for {_seconds(now_ms - report.heard_ms)}"
+            for rank, report in sorted(self._reports.items())
+            if now_ms - report.heard_ms > self.config.silent_ms
+        ]
         if silent:
-            return Diagnosis("unknown", f"no status page of rank {_listed(silent)}")
+            return Diagnosis("unknown", "; ".join(silent))
         return self._stepping(now_ms)
 
     def _has_page(self, rank: int) -> bool:

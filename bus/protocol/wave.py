@@ -137,6 +137,13 @@ class WaveMachine:
         self._go(_E.COMPLETE)
         self.wave = wave + 1
 
+    def mirror(self, wave: int, *, running: bool) -> None:
+        """Where a coordinator's waves stand: it may have told of them while nobody heard."""
+        if running:
+            self.started(wave)
+        elif wave > self.wave:
+            self.complete(wave - 1)
+
     def pause_asked(self) -> None:
         """PAUSE_LOCAL was sent to all its ranks."""
         if self.state is not _S.DOWN:
@@ -162,11 +169,11 @@ class WaveMachine:
         self._go(_E.LOST)
         self.kept = False
 
-    def whole(self, wave: int = 0) -> None:
+    def whole(self) -> None:
         """All ranks are there again, in a new life that counts its waves anew."""
         if self.state is _S.DOWN:
             self._go(_E.WHOLE)
-            self.wave = wave
+            self.wave = 0
 
     def _go(self, event: WaveEvent) -> None:
         following = TRANSITIONS.get((self.state, event))

@@ -9,6 +9,7 @@ is paused, running again when every rank is.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from bus.messages import (
@@ -45,6 +46,7 @@ class DpGroup:
         self.watchdog = Watchdog(size, config)
         self.ranks: dict[int, Peer] = {}
         self.gateway: Peer | None = None
+        self.gateway_boot = 0  # of the last one, which may be gone
         self.diagnosis = Diagnosis("unknown")
 
     @property
@@ -108,8 +110,9 @@ class Waves:
         self._of[peer.name] = group
         effects: list[Effect] = []
         if group.whole and group.wave.state is WaveState.DOWN:
-            group.wave.whole(_wave_of(group.gateway))
+            self._mirror_anew(group)
             group.watchdog.whole()
+            group.diagnosis = Diagnosis("unknown")
             effects.append(self._note("dp_group_up", group, "info", {"ranks": group.size}))
         return effects + self._review(group, falls_out=True)
 
@@ -124,6 +127,7 @@ class Waves:
         was_down = group.wave.state is WaveState.DOWN
         group.wave.lost()
         group.watchdog.lost(rank, peer.name, reason, now_ms)
+        group.diagnosis = group.watchdog.diagnose(now_ms)
         if was_down:
             return []
         fields = {"rank": rank, "peer": peer.name, "reason": reason, "left": len(group.ranks)}
@@ -134,12 +138,10 @@ class Waves:
         facts = peer.gateway
         assert facts is not None
         group = self._get(facts.dp_group, facts.dp_size)
-        group.gateway = peer
-        if group.wave.state is WaveState.DOWN:
-            return []
-        group.wave.wave = max(group.wave.wave, facts.wave)
-        if facts.running:
-            group.wave.started(group.wave.wave)
+        if group.gateway_boot not in (0, peer.boot):
+            group.wave.wave = 0  # another life of the DP group, with a coordinator of its own
+        group.gateway, group.gateway_boot = peer, peer.boot
+        group.wave.mirror(facts.wave, running=facts.running)
         return []
 
     def gateway_lost(self, peer: Peer) -> list[Effect]:
@@ -159,12 +161,15 @@ class Waves:
         group = self.dp_groups[facts.dp_group]
         match message:
             case FirstReq(_, rank, wave):
+                peer.gateway = replace(facts, wave=wave, running=False)
                 return self._first_req(group, peer, msg_id, rank, wave)
             case WaveStarted(_, wave, local):
+                peer.gateway = replace(facts, wave=wave, running=True)
                 group.wave.started(wave)
                 fields: dict[str, object] = {"wave": wave, "local": local}
                 return [self._note("wave_started", group, "debug", fields)]
             case WaveComplete(_, wave):
+                peer.gateway = replace(facts, wave=wave + 1, running=False)
                 group.wave.complete(wave)
                 return [self._note("wave_complete", group, "debug", {"wave": wave})]
             case _:
@@ -217,14 +222,19 @@ class Waves:
 
     def _review(self, group: DpGroup, *, falls_out: bool) -> list[Effect]:
         state = group.wave.state
-        if state is WaveState.GLOBAL or (state is WaveState.LOCAL and falls_out):
-            if group.moving() and group.wave.resumed() and group.gateway is not None:
-                fields: dict[str, object] = {"wave": group.wave.wave, "kept": True}
-                note = self._note("first_req", group, "debug", fields)
-                return [self._start(group, group.gateway), note]
-        elif state is not WaveState.DOWN and group.still():
-            group.wave.pause_asked()
-            group.wave.paused()
+        if group.still():
+            if state is not WaveState.GLOBAL:
+                group.wave.pause_asked()
+                group.wave.paused()
+        elif (
+            (state is WaveState.GLOBAL or (state is WaveState.LOCAL and falls_out))
+            and group.moving()
+            and group.wave.resumed()
+            and group.gateway is not None
+        ):
+            fields: dict[str, object] = {"wave": group.wave.wave, "kept": True}
+            note = self._note("first_req", group, "debug", fields)
+            return [self._start(group, group.gateway), note]
         return []
 
     # -- time, status -----------------------------------------------------------------
@@ -259,11 +269,14 @@ class Waves:
         group = self.dp_groups.get(name)
         if group is None:
             group = self.dp_groups[name] = DpGroup(name, size, self._config)
+        group.size = group.watchdog.size = size  # a new life may be larger, or smaller
         return group
+
+    def _mirror_anew(self, group: DpGroup) -> None:
+        told = group.gateway.gateway if group.gateway is not None else None
+        group.wave.whole()
+        if told is not None:
+            group.wave.mirror(told.wave, running=told.running)
 
     def _note(self, event: str, group: DpGroup, level: str, fields: dict[str, object]) -> Note:
         return Note(event, level, {"group": self._group, "dp_group": group.name, **fields})
-
-
-def _wave_of(gateway: Peer | None) -> int:
-    return gateway.gateway.wave if gateway is not None and gateway.gateway is not None else 0
