@@ -74,10 +74,10 @@ class Embedded(TypedDict):
     "--dp-coordinator",
     type=click.Choice(["vllm", "bus"]),
     envvar="WAVEBUS_DP_COORDINATOR",
-    default="vllm",
-    show_default=True,
-    help="vLLM: who wakes the ranks of a data parallel group (mixture of experts, external load "
-    "balancing): vLLM's own coordinator, or a gateway of the bus. Same for all ranks.",
+    default=None,
+    help="Who wakes the idle ranks of a data parallel group: vLLM's own coordinator (embedded: a "
+    "gateway that asks nobody), or a gateway that asks the broker. Same for all ranks.  "
+    "[default: vllm; embedded: bus]",
 )
 @click.option("--attach", metavar="URL", help="Use the vLLM server that runs there, on loopback.")
 @click.option(
@@ -118,13 +118,21 @@ class Embedded(TypedDict):
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Embedded: ranks of its data parallel group, which share the model's experts.",
+    help="Ranks of a data parallel group, which share the model's experts. Without --dp-rank all "
+    "of them are started here, and started anew together when one dies.",
 )
-@click.option("--dp-rank", type=click.IntRange(0), help="Embedded: which of them it is.")
+@click.option("--dp-rank", type=click.IntRange(0), help="Embedded: start this rank alone.")
 @click.option(
     "--dp-master",
     metavar="HOST:PORT",
     help="Embedded: where the ranks meet; a free port on rank 0's host, the same for all.",
+)
+@click.option(
+    "--restarts",
+    type=click.IntRange(0),
+    default=5,
+    show_default=True,
+    help="With --dp-size: how often in a row the ranks are started anew.",
 )
 @click.option(
     "--core-page",
@@ -140,15 +148,18 @@ class Embedded(TypedDict):
 )
 @log_options
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
 def sidecar(
+    ctx: click.Context,
     broker: str,
     group: str,
     name: str | None,
     dp_group: str | None,
     engine: str | None,
-    dp_coordinator: DpCoordinator,
+    dp_coordinator: DpCoordinator | None,
     attach: str | None,
     boot_timeout_s: float,
+    restarts: int,
     log_level: str,
     log_format: str,
     command: tuple[str, ...],
@@ -164,9 +175,9 @@ def sidecar(
       wavebus sidecar --group policy --attach http://127.0.0.1:8000
     The embedded engine:
       wavebus sidecar --group policy --engine embedded --model ./checkpoint
-    One of two data parallel ranks of it:
-      wavebus sidecar --engine embedded --model ./moe --dp-group moe --dp-size 2 \\
-          --dp-rank 0 --dp-master 127.0.0.1:29500
+    All ranks of a data parallel group on this host, restarted as one when one dies:
+      wavebus sidecar --group policy --dp-size 2 --dp-coordinator bus -- \\
+          python -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-30B-A3B
 
     Exits with 4 when the engine dies.
     """
@@ -174,13 +185,17 @@ def sidecar(
     for option, value in (("--name", name), ("--group", group), ("--dp-group", dp_group)):
         if value is not None:
             check_name(value, option)
+    if embedded["dp_size"] > 1 and embedded["dp_rank"] is None:
+        _all_ranks(ctx, name, dp_group, attach, command, embedded, restarts)
+        return
     coordinate = None
     if dp_coordinator == "bus" and (command or attach):
         coordinate = _coordinate(broker, group, dp_group)
     if command or attach or engine == "vllm":
         made = _vllm(engine, attach, command, embedded, boot_timeout_s, coordinate)
     else:
-        made = _embedded(embedded, broker, group, dp_group)
+        asked = "" if dp_coordinator == "vllm" else broker
+        made = _embedded(embedded, asked, group, dp_group)
 
     async def serve(stop: asyncio.Event) -> None:
         from sidecar.agent import Sidecar  # noqa: PLC0415 - after --help
@@ -211,6 +226,61 @@ async def _until(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
     task.result()
 
 
+def _all_ranks(
+    ctx: click.Context,
+    name: str | None,
+    dp_group: str | None,
+    attach: str | None,
+    command: tuple[str, ...],
+    embedded: Embedded,
+    restarts: int,
+) -> None:
+    """Start every rank, with the options that were given here.
+
+    Raises:
+        UsageError: an option is one rank's alone.
+    """
+    from bus.runtime.peer import default_name  # noqa: PLC0415 - after --help
+    from sidecar.rank_supervisor import (  # noqa: PLC0415
+        RankPlan,
+        RankSupervisor,
+        plan_of_server,
+    )
+
+    for option, value in (
+        ("--attach", attach),
+        ("--name", name),
+        ("--dp-master", embedded["dp_master"]),
+        ("--core-page", embedded["core_page"]),
+    ):
+        if value is not None:
+            raise UsageError(f"{option}: of one rank; with it, give --dp-rank, too")
+    server, port = plan_of_server(command)
+    plan = RankPlan(
+        dp_group=dp_group or default_name("dp"),
+        size=embedded["dp_size"],
+        options=_given(ctx, _OF_THE_SUPERVISOR),
+        command=server,
+        port=port or embedded["port"],
+    )
+    run_until_stopped(RankSupervisor(plan, restarts=restarts).run)
+
+
+# Options that each rank gets anew, or that are none of its concern.
+_OF_THE_SUPERVISOR = frozenset({"dp_group", "dp_size", "port", "restarts", "command"})
+
+
+def _given(ctx: click.Context, without: frozenset[str]) -> tuple[str, ...]:
+    """The command's options as they came, wherever from, to be given to another process."""
+    words: list[str] = []
+    for param in ctx.command.params:
+        value = ctx.params.get(str(param.name))
+        if value is None or param.name in without or value == param.get_default(ctx):
+            continue
+        words += [param.opts[0], str(value)]
+    return tuple(words)
+
+
 def _coordinate(broker: str, group: str, dp_group: str | None) -> BusAddress:
     from sidecar.vllm_plugin.environment import BusAddress  # noqa: PLC0415 - after --help
 
@@ -238,7 +308,8 @@ def _vllm(
         raise UsageError("--engine=embedded: it takes neither a COMMAND nor --attach")
     if embedded["dp_size"] > 1 or (embedded["dp_rank"], embedded["dp_master"]) != (None, None):
         raise UsageError(
-            "--dp-size, --dp-rank, --dp-master: of the embedded engine; vLLM has its own options"
+            "--dp-rank, --dp-master: of the embedded engine; one rank of vLLM is a server with "
+            "vLLM's own options (--data-parallel-rank and so on)"
         )
     if engine == "vllm" and not (command or attach):
         raise UsageError(

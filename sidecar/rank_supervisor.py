@@ -28,7 +28,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Final
 
 import bus.log
 from bus.errors import EngineError, UsageError, WavebusError
@@ -69,13 +69,11 @@ class RankPlan:
 
     def argv(self, rank: int, meeting_port: int) -> list[str]:
         """The command line of one rank, for the rendezvous at ``meeting_port``."""
-        own = [
-            *("--name", f"{self.dp_group}-{rank}", "--dp-group", self.dp_group),
-            *("--dp-size", str(self.size), "--dp-rank", str(rank)),
-        ]
+        own = ["--name", f"{self.dp_group}-{rank}", "--dp-group", self.dp_group]
         line = [sys.executable, "-m", "bus.cli", "sidecar", *self.options, *own]
         port = str(self.port + rank)
         if not self.command:
+            line += ["--dp-size", str(self.size), "--dp-rank", str(rank)]
             line += ["--dp-master", f"{self.host}:{meeting_port}"]
             return [*line, "--port", port] if self.port else line
         vllm = [
@@ -119,12 +117,16 @@ class RankSupervisor:
     Args:
         plan: see there.
         restarts: how often in a row the DP group is started anew.
+        output: where ranks write; this process's own stdout and stderr if not given.
     """
 
-    def __init__(self, plan: RankPlan, *, restarts: int = 5) -> None:
+    def __init__(
+        self, plan: RankPlan, *, restarts: int = 5, output: IO[bytes] | None = None
+    ) -> None:
         self.plan = plan
         self.generation = 0
         self._restarts = restarts
+        self._output = output
         self._ranks: list[asyncio.subprocess.Process] = []
         self._log = bus.log.logger(dp_group=plan.dp_group)
 
@@ -172,7 +174,12 @@ class RankSupervisor:
             # The guard ends the rank when this process dies, even by SIGKILL.
             guard = [sys.executable, str(_GUARD), str(os.getpid()), str(STOP_GRACE_S)]
             process = await asyncio.create_subprocess_exec(
-                *guard, *argv, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+                *guard,
+                *argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                start_new_session=True,
             )
             self._ranks.append(process)
         pids = [process.pid for process in self._ranks]

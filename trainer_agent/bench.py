@@ -1,14 +1,16 @@
-"""The trainer of ``wavebus bench control``: a process that pauses and resumes on command.
+"""The trainer of the benches: a process that pauses and resumes on command.
 
-``python -m trainer_agent.bench ADDRESS GROUP ENGINES LOOP``; then, by lines on stdin,
-``round`` (answered with how long it took) and ``status`` (with the broker's own figures).
+``python -m trainer_agent.bench ADDRESS GROUP ENGINES LOOP``; says where its engines take
+requests, and then, by lines on stdin, answers ``round`` with how long a pause and the
+resume after it took together (``pause_ms``: the pause alone), and ``status`` with the
+broker's own figures.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import bus.log
 from bus.runtime import loop
@@ -19,17 +21,22 @@ if TYPE_CHECKING:
     from bus.runtime.loop import LoopChoice
 
 
+# Engines that are real may load for long.
+BOOT_S: Final = 600.0
+
+
 async def drive(broker: str, group: str, engines: int) -> None:
     """Hold the group and do what is asked, until stdin ends."""
     async with TrainerAgent(broker, group=group) as agent:
-        await agent.wait_for_engines(engines, timeout_s=60.0)
-        answer(ready=True)
+        views = await agent.wait_for_engines(engines, timeout_s=BOOT_S)
+        answer(endpoints=[view.endpoint for view in views])
         async for command in commands():
             if command == "round":
                 since_s = time.perf_counter()
                 async with agent.paused(mode="keep"):
-                    pass
-                answer(round_ms=(time.perf_counter() - since_s) * 1000)
+                    paused_s = time.perf_counter()
+                took_s = time.perf_counter() - since_s
+                answer(round_ms=took_s * 1000, pause_ms=(paused_s - since_s) * 1000)
             else:
                 status = await agent.status()
                 answer(cpu_s=status.cpu_s, rss_bytes=status.rss_bytes)

@@ -1,0 +1,195 @@
+"""What the bus adds to a DP group: to its first request, and to its pause.
+
+Two DP groups of the same model stand side by side and are asked in turn, so that whatever
+else the host does falls on both alike:
+
+- **direct**: woken by a coordinator that asks nobody (vLLM's own; embedded: a gateway
+  without a broker), and paused by concurrent posts to the engines themselves.
+- **bus**: woken by a gateway that asks the broker first, and paused over the bus.
+
+The posts go to the same engines as the bus's pauses, again in turn. Embedded engines have
+no route for a pause, so for them only the first request is compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+import aiohttp
+
+from sidecar.bench.processes import BenchBroken, Worker, worker
+from sidecar.rank_supervisor import RankPlan, RankSupervisor
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from bus.runtime.loop import LoopChoice
+
+    Progress = Callable[[str], None]
+
+EngineKind: TypeAlias = Literal["embedded", "vllm"]
+EXPERTS: Final = 4
+# After a request, ranks step on until they next look around: idle is some steps away.
+IDLE_S: Final = 0.3
+_WARM_ROUNDS: Final = 5
+_BOOT_S: Final = 600.0
+_REQUEST: Final = {
+    "token_ids": [1, 3, 4, 5],
+    "sampling_params": {"max_tokens": 1, "temperature": 0.0},
+}
+_SERVER: Final = (
+    *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+    *("--skip-tokenizer-init", "--enforce-eager", "--max-num-seqs=8", "--max-model-len=256"),
+)
+
+
+async def measure(
+    kind: EngineKind,
+    dp_size: int,
+    rounds: int,
+    loop: LoopChoice,
+    say: Progress,
+    *,
+    server_options: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Medians, in ms, and what the bus adds.
+
+    Args:
+        server_options: for vLLM servers, such as ``--dtype=float32`` on a CPU.
+
+    Raises:
+        BenchBroken: a process died.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wavebus-bench-")))
+        checkpoint = folder / "checkpoint"
+        # By name: the two roles never import each other.
+        await _run("trainer_agent.demo.make_checkpoint", checkpoint, EXPERTS)
+        broker = await stack.enter_async_context(worker("sidecar.bench.broker", loop))
+        address = (await broker.answer())["address"]
+        groups: dict[str, Worker] = {}
+        endpoints: dict[str, list[str]] = {}
+        say(f"starting two DP groups of {dp_size} {kind} engines")
+        for name in ("direct", "bus"):
+            # The embedded gateway of the direct group is told of a broker that isn't there.
+            plan = RankPlan(
+                dp_group=name,
+                size=dp_size,
+                options=_options(kind, name, address, checkpoint),
+                command=(*_SERVER, "--model", str(checkpoint), *server_options)
+                if kind == "vllm"
+                else (),
+            )
+            log = stack.enter_context((folder / f"{name}.log").open("w+b"))
+            await stack.enter_async_context(_running(plan, log))
+        for name in ("direct", "bus"):
+            trainer = await stack.enter_async_context(
+                worker("trainer_agent.bench", address, name, dp_size, loop)
+            )
+            groups[name] = trainer
+            endpoints[name] = (await trainer.answer())["endpoints"]
+        say("measuring first requests")
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        found = await _first_requests(session, endpoints, rounds)
+        if kind == "vllm":
+            say("measuring pauses")
+            found |= await _pauses(session, groups["bus"], endpoints["bus"], rounds)
+        return {"engine": kind, "dp_size": dp_size, "rounds": rounds, **found}
+
+
+async def _first_requests(
+    session: aiohttp.ClientSession, endpoints: dict[str, list[str]], rounds: int
+) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in endpoints}
+    for index in range(-_WARM_ROUNDS, rounds):
+        for name, urls in endpoints.items():
+            await asyncio.sleep(IDLE_S)
+            since_s = time.perf_counter()
+            await _post(session, urls[index % len(urls)] + "/inference/v1/generate", json=_REQUEST)
+            if index >= 0:
+                times[name].append((time.perf_counter() - since_s) * 1000)
+    direct, bus = statistics.median(times["direct"]), statistics.median(times["bus"])
+    return {
+        "first_request_direct_ms": round(direct, 3),
+        "first_request_bus_ms": round(bus, 3),
+        "first_request_more_ms": round(bus - direct, 3),
+    }
+
+
+async def _pauses(
+    session: aiohttp.ClientSession, trainer: Worker, endpoints: list[str], rounds: int
+) -> dict[str, float]:
+    direct: list[float] = []
+    bus: list[float] = []
+    for index in range(-_WARM_ROUNDS, rounds):
+        await asyncio.sleep(IDLE_S)
+        since_s = time.perf_counter()
+        await _all(session, endpoints, "/pause", {"mode": "keep", "clear_cache": "true"})
+        took_ms = (time.perf_counter() - since_s) * 1000
+        await _all(session, endpoints, "/resume", {})
+        await asyncio.sleep(IDLE_S)
+        told = await trainer.ask("round")
+        if index >= 0:
+            direct.append(took_ms)
+            bus.append(told["pause_ms"])
+    direct_ms, bus_ms = statistics.median(direct), statistics.median(bus)
+    return {
+        "pause_direct_ms": round(direct_ms, 3),
+        "pause_bus_ms": round(bus_ms, 3),
+        "pause_more_ms": round(bus_ms - direct_ms, 3),
+    }
+
+
+async def _all(
+    session: aiohttp.ClientSession, endpoints: list[str], route: str, params: dict[str, str]
+) -> None:
+    await asyncio.gather(*(_post(session, url + route, params=params) for url in endpoints))
+
+
+async def _post(session: aiohttp.ClientSession, url: str, **how: Any) -> None:
+    async with session.post(url, **how) as response:
+        await response.read()
+        response.raise_for_status()
+
+
+def _options(kind: EngineKind, name: str, address: str, checkpoint: Path) -> tuple[str, ...]:
+    common = ("--broker", address, "--group", name, "--log-format", "json")
+    coordinator = ("--dp-coordinator", "bus" if name == "bus" else "vllm")
+    if kind == "vllm":
+        return (*common, *coordinator)
+    return (*common, *coordinator, "--engine", "embedded", "--model", str(checkpoint))
+
+
+@contextlib.asynccontextmanager
+async def _running(plan: RankPlan, log: IO[bytes]) -> AsyncIterator[None]:
+    """The DP group, for the length of a block; a rank that dies ends it."""
+    stop = asyncio.Event()
+    this = asyncio.current_task()
+    assert this is not None
+    run = asyncio.create_task(RankSupervisor(plan, restarts=0, output=log).run(stop))
+    run.add_done_callback(lambda _: None if stop.is_set() else this.cancel())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not run.done():
+            raise
+        log.seek(0)
+        tail = log.read()[-3000:].decode(errors="replace")
+        raise BenchBroken(f"DP group {plan.dp_group}: {run.exception()}\n{tail}") from None
+    finally:
+        stop.set()
+        with contextlib.suppress(Exception):
+            await run
+
+
+async def _run(module: str, *args: object) -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", module, *map(str, args))
+    if await process.wait():
+        raise BenchBroken(f"{module} ended with code {process.returncode}")
