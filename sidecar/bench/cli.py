@@ -15,7 +15,10 @@ from bus.errors import UsageError
 from bus.runtime import loop as event_loop
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from bus.runtime.loop import LoopChoice
+    from sidecar.bench.pause import EngineKind
 
 _NEEDS: Final = ("aiohttp", "fastapi", "uvicorn", "httptools", "torch")
 
@@ -63,31 +66,84 @@ def control(
 
     The three alternate in one run; only their ratios mean something on a busy host.
     """
-    missing = [name for name in _NEEDS if find_spec(name) is None]
+    _need(*_NEEDS)
+    try:
+        kind = event_loop.chosen(loop)
+    except UsageError as error:
+        raise click.UsageError(str(error)) from error
+    figures = _run(_measure(engines, rounds, kind, scale=scale, idle=idle), kind)
+    click.echo(json.dumps(figures) if as_json else _table(figures))
+
+
+@bench.command()
+@click.option(
+    "--engine",
+    type=click.Choice(["embedded", "vllm"]),
+    default="embedded",
+    show_default=True,
+    help="vllm: real servers; pauses are compared, too.",
+)
+@click.option(
+    "--dp-size",
+    type=click.IntRange(2, 8),
+    default=2,
+    show_default=True,
+    help="Ranks of each DP group.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(1), default=40, show_default=True, help="Rounds of each kind."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def pause(*, engine: EngineKind, dp_size: int, rounds: int, as_json: bool) -> None:
+    """What the bus adds to a DP group: to its first request, and to its pause.
+
+    Two DP groups side by side, one of them on the bus, measured in turn.
+    """
+    _need(*_NEEDS, *(("vllm",) if engine == "vllm" else ()))
+    from sidecar.bench import pause as measuring  # noqa: PLC0415 - it needs the bench's extra
+
+    kind = event_loop.chosen("auto")
+    figures = _run(measuring.measure(engine, dp_size, rounds, kind, _say), kind)
+    click.echo(json.dumps(figures) if as_json else _pause_table(figures))
+
+
+def _pause_table(figures: dict[str, Any]) -> str:
+    rows = [f"{figures['engine']}, {figures['dp_size']} ranks, {figures['rounds']} rounds of each"]
+    for what, name in (("first request", "first_request"), ("pause", "pause")):
+        if f"{name}_direct_ms" in figures:
+            direct, bus = figures[f"{name}_direct_ms"], figures[f"{name}_bus_ms"]
+            more = figures[f"{name}_more_ms"]
+            rows.append(f"{what:<14} direct {direct:8.2f} ms  bus {bus:8.2f} ms  {more:+.2f} ms")
+    return "\n".join(rows)
+
+
+def _need(*modules: str) -> None:
+    missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise click.UsageError(
             f"this bench needs {', '.join(missing)}: pip install 'wavebus[bench,trainer]'"
         )
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _run(measuring: Coroutine[Any, Any, dict[str, Any]], loop: LoopChoice) -> dict[str, Any]:
+    """Measure, and clean up on SIGTERM as on Ctrl-C."""
+
+    async def until_told() -> dict[str, Any]:
+        this = asyncio.current_task()
+        assert this is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+        return await measuring
+
     try:
-        kind = event_loop.chosen(loop)
-        figures = event_loop.run(
-            _until_told(engines, rounds, kind, scale=scale, idle=idle), loop=kind
-        )
+        return event_loop.run(until_told(), loop=loop)
     except UsageError as error:
         raise click.UsageError(str(error)) from error
     except asyncio.CancelledError:
         sys.exit(128 + signal.SIGTERM)
-    click.echo(json.dumps(figures) if as_json else _table(figures))
-
-
-async def _until_told(
-    engines: int, rounds: int, loop: LoopChoice, *, scale: bool, idle: bool
-) -> dict[str, Any]:
-    """Measure, and clean up on SIGTERM as on Ctrl-C."""
-    this = asyncio.current_task()
-    assert this is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
-    return await _measure(engines, rounds, loop, scale=scale, idle=idle)
 
 
 async def _measure(
@@ -95,15 +151,12 @@ async def _measure(
 ) -> dict[str, Any]:
     from sidecar.bench import control as measuring  # noqa: PLC0415 - it needs the bench's extra
 
-    def say(text: str) -> None:
-        click.echo(text, err=True)
-
-    found = measuring.figures(await measuring.compare(engines, rounds, loop, say))
+    found = measuring.figures(await measuring.compare(engines, rounds, loop, _say))
     found["loop"] = loop
     if scale:
-        found["growth"] = await measuring.scale(rounds, loop, say)
+        found["growth"] = await measuring.scale(rounds, loop, _say)
     if idle:
-        found |= await measuring.idle(loop, say)
+        found |= await measuring.idle(loop, _say)
     return found
 
 
