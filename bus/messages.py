@@ -424,9 +424,8 @@ class Step(StrEnum):
     ABORT = "abort"
 
 
-@dataclass(frozen=True, slots=True)
-class Ack:
-    """An engine has done ``step``.
+class Ack(msgspec.Struct, frozen=True):
+    """An engine has done ``step``. No dataclass, for the reason that the envelope is none.
 
     ``chunk`` counts only for the step ``chunk``. ``duration_ms`` is what the
     engine took. ``in_flight`` is the number of requests it holds. ``outcome``

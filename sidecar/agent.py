@@ -238,10 +238,11 @@ class Sidecar:
 
     def _on_message(self, envelope: Envelope, message: Message) -> None:
         assert self._peer is not None
-        if self._peer.link.state is not LinkState.JOINED or not envelope.group:
+        link = self._peer.link
+        if link.state is not LinkState.JOINED or not envelope.group:
             return
         if type(message) in COMMANDS:
-            now_ms = self._peer.now_ms()
+            now_ms = link.last_heard_ms  # when this came
             self._perform(self.session.command(envelope.id, envelope.epoch, message, now_ms))
 
     def _on_state(self, state: LinkState) -> None:
@@ -269,8 +270,9 @@ class Sidecar:
                 assert self._next_call is None, "the machine makes one call at a time"
                 self._next_call = effect
                 self._wake_caller()
-        if self.session.next_deadline_ms(peer.link.last_heard_ms) is not None:
-            peer.arm()
+        due_ms = self.session.next_deadline_ms(peer.link.last_heard_ms)
+        if due_ms is not None:
+            peer.arm_by(due_ms)
 
     # -- engine calls -----------------------------------------------------------
 

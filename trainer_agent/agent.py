@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 import anyio
@@ -227,7 +228,7 @@ class TrainerAgent:
         try:
             yield ack
         finally:
-            with anyio.CancelScope(shield=True), anyio.move_on_after(_CLEANUP_S):
+            with anyio.move_on_after(_CLEANUP_S, shield=True):
                 await self._resume(update_id)
 
     async def update_weights(
@@ -366,7 +367,7 @@ class TrainerAgent:
     async def _undo(self, update_id: str, *, resume: bool) -> None:
         """Give the update up, and let the engines go on. What fails here, the broker mends:
         it aborts and resumes for a trainer that is gone."""
-        with anyio.CancelScope(shield=True), anyio.move_on_after(_CLEANUP_S):
+        with anyio.move_on_after(_CLEANUP_S, shield=True):
             with contextlib.suppress(Refused, BusTimeout, BusClosed):
                 await self._step(Abort(update_id, "the trainer gave up"))
             if resume:
@@ -401,16 +402,17 @@ class TrainerAgent:
         msg_id = peer.new_id()
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._answers[msg_id] = future
+        until_s = time.monotonic() + timeout_s
         try:
-            with anyio.fail_after(timeout_s):
-                while not future.done():
-                    if peer.link.state is LinkState.REFUSED and peer.link.refusal is not None:
-                        raise refusal(peer.link.refusal)
-                    if peer.link.state is LinkState.JOINED:
-                        peer.send(message, msg_id=msg_id)
-                    await asyncio.wait([future], timeout=_RESEND_S)
-        except TimeoutError:
-            raise BusTimeout(await self._explain(message, timeout_s)) from None
+            while not future.done():
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    raise BusTimeout(await self._explain(message, timeout_s))
+                if peer.link.state is LinkState.REFUSED and peer.link.refusal is not None:
+                    raise refusal(peer.link.refusal)
+                if peer.link.state is LinkState.JOINED:
+                    peer.send(message, msg_id=msg_id)
+                await asyncio.wait([future], timeout=min(_RESEND_S, left_s))
         finally:
             del self._answers[msg_id]
         answer = future.result()

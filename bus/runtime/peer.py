@@ -129,13 +129,13 @@ class Peer:
 
     def arm(self) -> None:
         """One timer, set to the earliest of the link's and the owner's deadlines."""
-        if self._closed:
-            return
-        due_ms = self.link.next_deadline_ms()
-        own_ms = self._next_deadline_ms()
-        if due_ms is None or (own_ms is not None and own_ms < due_ms):
-            due_ms = own_ms
-        if due_ms is None or due_ms >= self._armed_ms:
+        for due_ms in (self.link.next_deadline_ms(), self._next_deadline_ms()):
+            if due_ms is not None:
+                self.arm_by(due_ms)
+
+    def arm_by(self, due_ms: float) -> None:
+        """Set the timer to ``due_ms``, unless it is set to an earlier moment."""
+        if self._closed or due_ms >= self._armed_ms:
             return
         if self._timer is not None:
             self._timer.cancel()

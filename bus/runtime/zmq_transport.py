@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final
 
 import zmq
+import zmq.backend
 
 from bus.errors import UsageError
 from bus.messages import MAX_FRAME_BYTES
@@ -36,7 +37,10 @@ _QUEUE: Final = 10_000
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _POLLIN: Final = int(zmq.POLLIN)
-
+_EVENTS: Final = int(zmq.EVENTS)
+_RCVMORE: Final = int(zmq.RCVMORE)
+# Past pyzmq's look at options that we never use, which takes as long as the send itself.
+_send: Final = zmq.backend.Socket.send
 
 _LINGER_MS: Final = 500
 _REBIND_S: Final = 1.0
@@ -87,8 +91,7 @@ class Readable(ABC):
         self.socket = socket
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(socket.getsockopt(zmq.FD))
-        self._looking = False
-        self._draining = False
+        self._draining = False  # or about to
         self._closed = False
 
     def watch(self) -> None:
@@ -96,25 +99,22 @@ class Readable(ABC):
         self.look_again()
 
     def look_again(self) -> None:
-        """Drain soon: events may be there that the descriptor will not tell of.
+        """Drain soon if events are there: the descriptor may not tell of them.
 
         While draining this needs nothing: a drain ends only when nothing is left.
         """
-        if not (self._looking or self._draining or self._closed):
-            self._looking = True
-            self._loop.call_soon(self._look)
-
-    def _look(self) -> None:
-        self._looking = False
-        if not self._closed and self._more():
-            self.drain()
+        if not (self._draining or self._closed) and self._more():
+            self._draining = True
+            self._loop.call_soon(self.drain)
 
     def _more(self) -> bool:
         """Whether a frame is there; cheaper than an attempt that fails."""
-        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & _POLLIN)
+        return int(self.socket.getsockopt(_EVENTS)) & _POLLIN != 0
 
     def drain(self) -> None:
         """Take what is there, without blocking."""
+        if self._closed:
+            return
         emptied = False
         self._draining = True
         try:
@@ -170,7 +170,7 @@ class ZmqServer(Readable):
             except zmq.Again:
                 return True
             frame = recv(_NOBLOCK)  # a route never comes alone
-            while socket.getsockopt(zmq.RCVMORE):  # not ours: more parts than a frame has
+            while socket.getsockopt(_RCVMORE):  # not ours: more parts than a frame has
                 recv(_NOBLOCK)
                 frame = b""
             on_frame(route, frame)
@@ -179,12 +179,12 @@ class ZmqServer(Readable):
         return False
 
     def send(self, routes: Iterable[bytes], frame: bytes) -> list[bytes]:
-        send = self.socket.send
+        socket = self.socket
         unreachable: list[bytes] = []
         for route in routes:
             try:
-                send(route, _NOBLOCK_MORE)
-                send(frame, _NOBLOCK)
+                _send(socket, route, _NOBLOCK_MORE)
+                _send(socket, frame, _NOBLOCK)
             except zmq.ZMQError as error:
                 if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                     raise
@@ -241,7 +241,7 @@ class ZmqClient(Readable):
 
     def send(self, frame: bytes) -> bool:
         try:
-            self.socket.send(frame, _NOBLOCK)
+            _send(self.socket, frame, _NOBLOCK)
         except zmq.Again:
             return False
         finally:
