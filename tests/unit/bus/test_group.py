@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bus.errors import ManifestRefused, PauseFailed, Refused
-from bus.messages import Commit, Message, Nack, NackCode, PauseLocal, Resume, WaitEngines
+from bus.messages import (
+    Commit,
+    GroupAck,
+    Message,
+    Nack,
+    NackCode,
+    PauseGlobal,
+    PauseLocal,
+    Resume,
+    WaitEngines,
+)
 from bus.protocol.calls import (
     CallAbortRequests,
     CallArm,
@@ -187,6 +197,25 @@ def test_a_dp_group_without_all_its_ranks_is_not_paused() -> None:
     assert scene.settled().error is None
     assert scene.engine("e0").truth.pauses == 0
     assert scene.engine("e2").truth.pauses == 1
+    answers = [request.answer for request in scene.trainer.requests]
+    assert [answer.excluded for answer in answers if isinstance(answer, GroupAck)] == [("e0",)] * 2
+
+
+def test_an_update_goes_on_without_a_dp_group_that_is_not_whole() -> None:
+    """It is named in what the trainer reads, and takes part again when it is whole."""
+    scene = Scene(2, 1)
+    scene.engine("e1").leave()
+    scene.world.run_for(10.0)
+    scene.update()
+    outcome = scene.settled()
+    assert (outcome.version, outcome.excluded) == (1, ("e0",))
+    assert scene.versions() == {"e0": 0, "e2": 1}
+    scene.world.restart_engine("e1")
+    assert scene.world.run_until(scene.world.joined)
+    scene.update(8)
+    outcome = scene.settled()
+    assert outcome.excluded == ()
+    assert scene.versions() == dict.fromkeys(("e0", "e1", "e2"), outcome.version)
 
 
 @pytest.mark.parametrize("state", [PauseState.GLOBAL, PauseState.PAUSED, UpdateState.LOADING])
@@ -390,6 +419,123 @@ def test_an_engine_that_cannot_pause_fails_the_pause() -> None:
     assert isinstance(outcome.error, PauseFailed)
     assert scene.running() == {"e0", "e1"}
     assert (scene.engine("e0").truth.pauses, scene.engine("e0").truth.resumes) == (1, 1)
+
+
+def commands(engine: SimEngine) -> list[type[Message]]:
+    return [type(command) for command in engine.commands]
+
+
+def pauses_called(engine: SimEngine) -> int:
+    return sum(isinstance(call, CallPause) for call in engine.calls)
+
+
+def test_a_rank_that_refuses_its_pause_is_asked_again_while_its_mates_wait() -> None:
+    """Both phases again, for it alone; then all resume, once, and the caller hears why."""
+    scene = Scene(2, 1)
+    scene.engine("e1").behaviour.fail_next.add(CallPause)
+    scene.engine("e0").behaviour.hold.add(CallPause)  # as a mate's pause is: until both agree
+    scene.pause()
+    assert scene.world.run_until(lambda: scene.engine("e1").truth.idle)
+    assert commands(scene.engine("e1")) == [PauseLocal, PauseGlobal, PauseLocal, PauseGlobal]
+    assert Resume not in commands(scene.engine("e0"))
+    assert Resume not in commands(scene.engine("e2"))
+    assert scene.world.held.pause.state is PauseState.GLOBAL
+    scene.engine("e0").release(CallPause)
+    outcome = scene.settled()
+    assert isinstance(outcome.error, PauseFailed)
+    assert (outcome.error.code, outcome.error.nack.peer) == (NackCode.ENGINE_FAILED, "e1")
+    assert "on purpose" in outcome.error.nack.detail
+    assert scene.reach["recovered forward"] == 1
+    assert scene.running() == {"e0", "e1", "e2"}
+    for engine in scene.world.alive:
+        assert (engine.truth.pauses, engine.truth.resumes) == (1, 1)
+        assert commands(engine).count(Resume) == 1
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_rank_may_refuse_more_than_once(times: int) -> None:
+    """Each time it is asked again, and what it said first is the reason."""
+    scene = Scene(2)
+    refusing = scene.engine("e1")
+    refusing.behaviour.fail_rate[CallPause] = 1.0
+    scene.pause()
+    assert scene.world.run_until(lambda: pauses_called(refusing) == times)
+    refusing.behaviour.fail_rate.clear()
+    refusing.behaviour.fail_next.add(CallPause)  # the call under way
+    outcome = scene.settled()
+    assert code_of(outcome) is NackCode.ENGINE_FAILED
+    assert pauses_called(refusing) == times + 1
+    assert (refusing.truth.pauses, refusing.truth.resumes) == (1, 1)
+    assert scene.running() == {"e0", "e1"}
+
+
+def test_a_rank_that_refuses_for_too_long_gives_its_dp_group_up() -> None:
+    """For longer than a step may take: the others resume, and the caller hears of it."""
+    scene = Scene(2, 1)
+    scene.engine("e1").behaviour.fail_rate[CallPause] = 1.0
+    scene.pause()
+    within_ms = scene.world.config.step_timeout_ms + 3000.0
+    began_ms = scene.world.now_ms
+    assert scene.world.run_until(lambda: not scene.trainer.busy, within_ms=within_ms)
+    assert scene.world.now_ms - began_ms > scene.world.config.step_timeout_ms
+    error = scene.trainer.outcomes[-1].error
+    assert isinstance(error, PauseFailed)
+    assert (error.code, error.nack.peer) == (NackCode.ENGINE_FAILED, "e1")
+    assert scene.world.held.pause.state is PauseState.RUNNING
+    assert "e2" in scene.running()
+    assert scene.engine("e2").truth.resumes == 1
+    scene.engine("e1").behaviour.fail_rate.clear()
+    scene.rest()
+    assert scene.running() == {"e0", "e1", "e2"}
+    scene.update()
+    assert scene.settled().error is None
+
+
+@pytest.mark.parametrize("restart", [True, False])
+def test_a_half_made_pause_is_found_by_heartbeats_completed_and_resumed(restart: bool) -> None:
+    """One rank's pause is pending, its mate runs and knows of none: nobody else will ask it."""
+    scene = Scene(2, 1)
+    one, mate = scene.engine("e0"), scene.engine("e1")
+    one.behaviour.hold.add(CallPause)  # as it does, until its mate is asked too
+    if restart:
+        scene.world.network.cut(mate.route)
+        scene.pause()
+        assert scene.world.run_until(lambda: isinstance(one.running_call, CallPause))
+        scene.trainer.kill()
+        scene.world.restart_broker()
+        scene.world.network.heal(mate.route)
+    else:
+        mate.behaviour.fail_rate[CallPause] = 1.0
+        scene.pause()
+        within_ms = scene.world.config.step_timeout_ms + 3000.0
+        assert scene.world.run_until(lambda: not scene.trainer.busy, within_ms=within_ms)
+        mate.behaviour.fail_rate.clear()
+    asked = len(mate.commands)
+    assert scene.world.run_until(lambda: mate.truth.idle, within_ms=6000.0)
+    assert type(mate.commands[asked]) is PauseLocal
+    assert Resume not in commands(one)
+    assert one.session.phase == "pausing"
+    one.release(CallPause)
+    scene.rest()
+    assert scene.running() == {"e0", "e1", "e2"}
+    assert (one.truth.pauses, one.truth.resumes) == (1, 1)
+    assert (mate.truth.pauses, mate.truth.resumes) == (1, 1)
+
+
+def test_a_pause_that_is_under_way_is_not_taken_for_a_half_made_one() -> None:
+    """The group knows of it: it is completed by asking again, not by another pause."""
+    scene = Scene(2)
+    scene.engine("e0").behaviour.hold.add(CallPause)
+    scene.engine("e1").behaviour.fail_rate[CallPause] = 1.0
+    scene.pause()
+    scene.world.run_for(5000.0)
+    ids = {each.update_id for each in scene.engine("e1").commands if isinstance(each, PauseLocal)}
+    assert len(ids) == 1
+    asked = [each for each in scene.engine("e0").commands if isinstance(each, PauseLocal)]
+    assert len(asked) == 1
+    scene.world.heal()
+    scene.rest()
+    assert scene.running() == {"e0", "e1"}
 
 
 def test_a_resume_that_fails_is_tried_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -294,6 +295,105 @@ def test_with_all_quarantined_nobody_is_resumed() -> None:
     assert isinstance(failed, StepFailed)
     assert (failed.step, failed.failure.code) == (Step.RESUME, NackCode.EMPTY_GROUP)
     assert pause.state is PauseState.RUNNING
+
+
+CANNOT = Failure(NackCode.ENGINE_FAILED, "out of memory", peer="e1")
+
+
+def test_a_rank_with_mates_that_refuses_in_phase_one_is_asked_again() -> None:
+    """It stays in the round, since its mates' pauses complete only with its own."""
+    pause = machine(PauseState.LOCAL)
+    pause.acked("e1", ack(Step.PAUSE_LOCAL), 1.0)
+    assert pause.refused("e1", CANNOT, 2.0) == []
+    assert pause.members == MEMBERS
+    again, waiting = pause.retry()
+    assert again == Ask(ASK, ("e1",))
+    assert waiting == Ask(ASK, ("e0", "e2"))
+    assert pause.retry() == [waiting]
+
+
+def test_a_rank_with_mates_that_refuses_in_phase_two_is_asked_both_phases_again() -> None:
+    """In their order, and it alone; a mate that has paused is not asked twice."""
+    pause = machine(PauseState.GLOBAL)
+    pause.acked("e2", ack(Step.PAUSE_GLOBAL), 2.0)
+    assert pause.refused("e1", CANNOT, 3.0) == []
+    pause.acked("e0", ack(Step.PAUSE_GLOBAL), 4.0)
+    assert pause.state is PauseState.GLOBAL
+    assert pause.retry() == [Ask(ASK, ("e1",)), Ask(PauseGlobal("u1"), ("e1",))]
+    assert pause.retry() == [Ask(PauseGlobal("u1"), ("e1",))]
+
+
+def test_a_rank_that_refuses_late_is_waited_for_again() -> None:
+    """What it acked before, it has taken back."""
+    pause = machine(PauseState.GLOBAL)
+    pause.acked("e1", ack(Step.PAUSE_GLOBAL), 2.0)
+    pause.refused("e1", CANNOT, 3.0)
+    pause.acked("e0", ack(Step.PAUSE_GLOBAL), 4.0)
+    assert pause.acked("e2", ack(Step.PAUSE_GLOBAL), 4.0) == []
+    assert pause.acked("e1", ack(Step.PAUSE_GLOBAL), 5.0) != []
+
+
+def test_a_pause_that_a_rank_refused_is_completed_then_resumed_once_and_has_failed() -> None:
+    """Every rank has paused in the end, this one too; the caller hears its first reason."""
+    pause = machine(PauseState.GLOBAL)
+    for attempt in range(3):
+        pause.refused("e1", replace(CANNOT, detail=f"attempt {attempt}"), 2.0)
+        assert pause.retry()[0] == Ask(ASK, ("e1",))
+        assert pause.acked("e1", ack(Step.PAUSE_LOCAL), 3.0) == []
+    (ask,) = all_ack(pause, Step.PAUSE_GLOBAL)
+    assert ask == Ask(Resume("u1"), ("e0", "e1", "e2"))
+    failed, resumed = all_ack(pause, Step.RESUME)
+    assert failed == StepFailed(Step.PAUSE_GLOBAL, replace(CANNOT, detail="attempt 0"))
+    assert isinstance(resumed, StepDone)
+    assert pause.state is PauseState.RUNNING
+
+
+@pytest.mark.parametrize("state", [PauseState.LOCAL, PauseState.GLOBAL])
+def test_an_engine_alone_that_refuses_falls_out(state: PauseState) -> None:
+    """Nobody waits for it: the others go on, and it is asked nothing more."""
+    pause = machine(state)
+    assert pause.refused("e0", replace(CANNOT, peer="e0"), 2.0) == []
+    assert pause.members == {"e1": "dp1", "e2": "dp1"}
+    assert all("e0" not in ask.names for ask in pause.retry() if isinstance(ask, Ask))
+
+
+def test_a_rank_that_is_given_up_takes_its_mates_along_and_is_asked_no_more() -> None:
+    """It has refused for too long: the others are completed and resumed without them."""
+    pause = machine(PauseState.GLOBAL)
+    pause.acked("e0", ack(Step.PAUSE_GLOBAL), 2.0)
+    pause.refused("e1", CANNOT, 3.0)
+    (ask,) = pause.lost("e1", Failure(NackCode.TIMEOUT, "too long", peer="e1"), 9.0)
+    assert ask == Ask(Resume("u1"), ("e0",))
+    assert pause.retry() == [Ask(Resume("u1"), ("e0",))]
+    failed, _ = pause.acked("e0", ack(Step.RESUME), 10.0)
+    assert failed == StepFailed(Step.PAUSE_GLOBAL, CANNOT)
+
+
+def test_a_refusal_of_one_pause_is_not_asked_again_in_the_next() -> None:
+    """What was still to be repeated ends with its pause."""
+    pause = machine(PauseState.GLOBAL)
+    pause.refused("e1", CANNOT, 2.0)
+    all_ack(pause, Step.PAUSE_GLOBAL)
+    all_ack(pause, Step.RESUME)
+    pause.ask(replace(ASK, update_id="u2"), MEMBERS, 9.0)
+    assert pause.retry() == [Ask(replace(ASK, update_id="u2"), ("e0", "e1", "e2"))]
+
+
+def test_a_rank_that_refuses_to_resume_is_asked_to_resume_again() -> None:
+    """It is paused, and its mates wait for it in the same barrier."""
+    pause = machine(PauseState.RESUMING)
+    for name in ("e0", "e2"):
+        pause.acked(name, ack(Step.RESUME), 6.0)
+    assert pause.refused("e1", CANNOT, 7.0) == []
+    assert pause.retry() == [Ask(Resume("u1"), ("e1",))]
+    (done,) = pause.acked("e1", ack(Step.RESUME), 8.0)
+    assert isinstance(done, StepDone)
+
+
+@pytest.mark.parametrize("state", [PauseState.RUNNING, PauseState.PAUSED])
+def test_nobody_is_asked_again_when_nothing_is_asked(state: PauseState) -> None:
+    """There is no round."""
+    assert machine(state).retry() == []
 
 
 def test_in_flight_requests_are_those_of_the_fuller_phase() -> None:

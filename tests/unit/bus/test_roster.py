@@ -6,7 +6,7 @@ import pytest
 
 from bus.messages import NackCode, WaitEngines
 from bus.protocol.refusal import Declined
-from bus.protocol.roster import Roster
+from bus.protocol.roster import PENDING_BEATS, Roster
 from tests.unit.bus._builders import facts, peer
 
 
@@ -81,6 +81,70 @@ def test_a_dp_group_that_lacks_a_rank_is_not_whole() -> None:
         engines.members()
     engines.add(peer("r1", facts(dp_group="dp", dp_rank=1, dp_size=2)), late=False)
     assert set(engines.members()) == {"r0", "r1"}
+
+
+def test_who_is_left_out_is_known_by_name() -> None:
+    """All ranks that are there, of each DP group that lacks one; engines alone never are."""
+    engines = roster()
+    assert engines.left_out() == ()
+    for rank in (0, 2):
+        engines.add(peer(f"s{rank}", facts(dp_group="s", dp_rank=rank, dp_size=3)), late=False)
+    engines.remove(engines.engines["r0"])
+    assert engines.left_out() == ("r1", "s0", "s2")
+    assert not engines.broken("e0")
+    engines.add(peer("s1", facts(dp_group="s", dp_rank=1, dp_size=3)), late=False)
+    assert engines.left_out() == ("r1",)
+    assert engines.ready() == ["e0", "s0", "s1", "s2"]
+    engines.remove(engines.engines["r1"])
+    assert engines.left_out() == ()
+
+
+def test_mates_are_the_ranks_that_are_there() -> None:
+    """Itself among them; an engine alone has none but itself."""
+    engines = roster()
+    assert engines.mates("r1") == ["r0", "r1"]
+    assert engines.mates("e0") == ["e0"]
+    engines.remove(engines.engines["r0"])
+    assert engines.mates("r1") == ["r1"]
+
+
+def test_a_pause_that_is_pending_for_some_beats_while_a_mate_runs_is_half_made() -> None:
+    """Not at once: a pause that somebody asked completes by itself."""
+    engines = roster()
+    engines.engines["r1"].phase = "pausing"
+    for _ in range(PENDING_BEATS):
+        engines.told("r1", "pausing")
+        assert not engines.still_pausing("r1")
+    engines.told("r1", "pausing")
+    assert engines.still_pausing("r1")
+    engines.engines["r0"].phase = "paused"
+    assert not engines.still_pausing("r1")  # nobody runs: it completes
+    engines.engines["r0"].phase = "running"
+    engines.told("r1", "running")
+    engines.told("r1", "pausing")
+    assert not engines.still_pausing("r1")  # in a row
+
+
+def test_an_engine_alone_is_never_half_paused() -> None:
+    """It waits for nobody."""
+    engines = roster()
+    engines.engines["e0"].phase = "pausing"
+    for _ in range(10):
+        engines.told("e0", "pausing")
+    assert not engines.still_pausing("e0")
+
+
+def test_beats_are_counted_anew_in_another_life() -> None:
+    """What the one before said is nothing of this one's."""
+    engines = roster()
+    for _ in range(PENDING_BEATS + 1):
+        engines.told("r1", "pausing")
+    assert engines.still_pausing("r1")
+    engines.remove(engines.engines["r1"])
+    what = facts(dp_group="dp", dp_rank=1, dp_size=2, phase="pausing")
+    engines.add(peer("r1", what, boot=2), late=False)
+    engines.told("r1", "pausing")
+    assert not engines.still_pausing("r1")
 
 
 def test_quarantine_holds_the_whole_dp_group() -> None:

@@ -496,6 +496,27 @@ def test_the_new_gateway_may_come_last(bench: Bench) -> None:
     assert starts(bench.say("gw", FirstReq("moe", 0, 0))) == [StartDpWave("moe", 0, None)]
 
 
+def test_the_number_of_a_coordinator_that_died_unheard_is_not_kept(bench: Bench) -> None:
+    """The ranks are there anew before it is missed; the next one counts from the beginning."""
+    bench.moe()
+    bench.say("gw", WaveComplete("moe", 8))
+    for name in ("r0", "r1"):
+        bench.say(name, Leave(""))
+        bench._boot[name] = 2
+    bench.rank("r0", 0)
+    bench.rank("r1", 1)
+    assert nack_in(bench.say("gw", gateway_join(), boot=2)).code is NackCode.NAME_TAKEN
+    bench.now_ms = 6000.0
+    bench.all_say(("r0", "r1"), Heartbeat("running", 0, 0, ""))
+    bench.tick(6000.0)
+    bench.say("gw", gateway_join(), boot=2)
+    assert bench.view().wave == 0
+    assert starts(bench.say("gw", FirstReq("moe", 0, 0))) == [StartDpWave("moe", 0, None)]
+    bench.say("gw", WaveStarted("moe", 0, local=False))
+    bench.say("gw", WaveComplete("moe", 0))
+    assert (bench.view().state, bench.view().wave) == ("idle", 1)
+
+
 def test_a_rank_that_was_missed_and_lives_does_not_make_the_number_fall(bench: Bench) -> None:
     """Its sidecar was cut off for a while: the group and its gateway are the same."""
     bench.moe()
