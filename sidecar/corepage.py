@@ -1,14 +1,16 @@
-"""The status page of an engine core: 64 bytes that the core writes at every step.
+"""The status page of an engine core: 128 bytes that the core writes at every step.
 
 A core that blocks in a collective answers nobody, so what it does must be readable from
 outside: it writes into a small shared page (a file, on tmpfs if there is one), and its
-sidecar reads that. A write is one ``pack_into`` between two bumps of a counter, a
-microsecond or two and no system call; a reader takes what it got between two equal, even
-counters.
+sidecar reads that. A write is two ``pack_into``, a microsecond or two and no system call:
+first the one of two slots that readers don't look at, then a counter whose last bit says
+which slot is good. So a writer that is interrupted in the middle (by a thread that wants
+the GIL, for milliseconds) keeps no reader waiting; a reader tries again only if two whole
+writes passed under it.
 
-Layout (little endian): magic ``WBCP``, layout version, counter, pid, rank, phase, flags,
-step, wave, since (ns of CLOCK_MONOTONIC, the same clock for all processes of a host),
-waiting, running.
+Layout: magic ``WBCP``, layout version, counter, and twice: pid, rank, phase, flags, step,
+wave, since (ns of CLOCK_MONOTONIC, the same clock for all processes of a host), waiting,
+running.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
-PAGE_BYTES: Final = 64
+PAGE_BYTES: Final = 128
 _MAGIC: Final = b"WBCP"
-_LAYOUT: Final = 1
+_LAYOUT: Final = 2
 _HEAD: Final = struct.Struct("<4sI")
-_COUNTER: Final = struct.Struct("<Q")
+_COUNTER: Final = struct.Struct("@Q")  # native: written by one store, not byte by byte
 _COUNTER_AT: Final = _HEAD.size
 _BODY: Final = struct.Struct("<IHBBQQQII")
-_BODY_AT: Final = _COUNTER_AT + _COUNTER.size
+_SLOTS_AT: Final = (_COUNTER_AT + _COUNTER.size, _COUNTER_AT + _COUNTER.size + _BODY.size)
 _PHASES: Final[tuple[CorePhase, ...]] = get_args(CorePhase)
 _NUMBER: Final = {phase: number for number, phase in enumerate(_PHASES)}
 _READS: Final = 1000
@@ -79,7 +81,9 @@ class CorePage:
         if path is None:
             self._memory = mmap.mmap(-1, PAGE_BYTES)
         else:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+            # A new file: one that is truncated under a reader would kill it (SIGBUS).
+            path.unlink(missing_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             try:
                 os.ftruncate(descriptor, PAGE_BYTES)
                 self._memory = mmap.mmap(descriptor, PAGE_BYTES)
@@ -105,10 +109,9 @@ class CorePage:
         """The core begins to do this, now."""
         memory = self._memory
         self._writes += 1
-        _COUNTER.pack_into(memory, _COUNTER_AT, 2 * self._writes - 1)
         _BODY.pack_into(
             memory,
-            _BODY_AT,
+            _SLOTS_AT[self._writes % 2],
             os.getpid(),
             self._rank,
             _NUMBER[phase],
@@ -119,7 +122,7 @@ class CorePage:
             self._waiting,
             self._running,
         )
-        _COUNTER.pack_into(memory, _COUNTER_AT, 2 * self._writes)
+        _COUNTER.pack_into(memory, _COUNTER_AT, self._writes)
 
     def view(self) -> CoreView:
         """What the page says."""
@@ -167,11 +170,11 @@ def _read(memory: mmap.mmap) -> CoreView:
         raise NoPage(f"not a status page of layout {_LAYOUT} (another version of wavebus?)")
     for _ in range(_READS):
         (before,) = _COUNTER.unpack_from(memory, _COUNTER_AT)
-        body = _BODY.unpack_from(memory, _BODY_AT)
+        body = _BODY.unpack_from(memory, _SLOTS_AT[before % 2])
         (after,) = _COUNTER.unpack_from(memory, _COUNTER_AT)
-        if before == after and before % 2 == 0:
+        if before == after:
             pid, rank, phase, flags, step, wave, since_ns, waiting, running = body
             return CoreView(
                 pid, rank, _PHASES[phase], flags, step, wave, since_ns / 1e9, waiting, running
             )
-    raise NoPage("the page's writer ended in the middle of a write")
+    raise NoPage("the page is written faster than it can be read")

@@ -1,0 +1,117 @@
+"""The status page of an engine core: what is written is read, from outside and at any time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sidecar.corepage import (
+    GLOBALLY_PAUSED,
+    LOCALLY_PAUSED,
+    PAGE_BYTES,
+    CorePage,
+    NoPage,
+    PageReader,
+)
+from tests.support.procs import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bus.messages import CorePhase
+
+PHASES: tuple[CorePhase, ...] = ("idle", "work", "step", "dummy", "sync", "barrier")
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    with CorePage(tmp_path / "page", rank=3) as page:
+        for number, phase in enumerate(PHASES):
+            flags = LOCALLY_PAUSED | GLOBALLY_PAUSED
+            page.count(step=number, wave=7, flags=flags, waiting=2, running=1)
+            page.enter(phase)
+            view = PageReader(tmp_path / "page").read()
+            assert view == page.view()
+            assert (view.rank, view.phase, view.step, view.wave) == (3, phase, number, 7)
+            assert (view.flags, view.waiting, view.running) == (flags, 2, 1)
+            assert 0 <= view.age_ms() < 1000
+    assert not (tmp_path / "page").exists()
+
+
+def test_a_page_is_its_owners(tmp_path: Path) -> None:
+    with CorePage(tmp_path / "page"):
+        assert (tmp_path / "page").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("content", [None, b"", b"WBCP", b"x" * PAGE_BYTES])
+def test_what_is_no_page(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "page").write_bytes(content)
+    with pytest.raises(NoPage):
+        PageReader(tmp_path / "page").read()
+
+
+def test_a_new_core_takes_the_page_over(tmp_path: Path) -> None:
+    """What the last one left, ended or not, is gone."""
+    reader = PageReader(tmp_path / "page")
+    first = CorePage(tmp_path / "page", rank=1)
+    first.count(step=9, wave=9)
+    first.enter("step")
+    with CorePage(tmp_path / "page", rank=1):
+        assert (reader.read().phase, reader.read().step) == ("idle", 0)
+
+
+def test_it_can_be_read_at_any_time(tmp_path: Path) -> None:
+    """The writer writes as fast as it can, and threads of its own take the GIL from it in the
+    middle; each view is whole: all its numbers are of one write."""
+    program = f"""
+import threading
+from pathlib import Path
+from sidecar.corepage import CorePage
+
+def spin():
+    while True:
+        sum(range(1000))
+
+for _ in range(3):
+    threading.Thread(target=spin, daemon=True).start()
+page = CorePage(Path({str(tmp_path / "page")!r}))
+number = 0
+print("begun", flush=True)
+while True:
+    number += 1
+    page.count(step=number, wave=number, waiting=number, running=number)
+    page.enter("step")
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT
+    ) as writer:
+        try:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            reader = PageReader(tmp_path / "page")
+            seen = set()
+            deadline_s = time.monotonic() + 1.5
+            while time.monotonic() < deadline_s:
+                view = reader.read()
+                assert view.step == view.wave == view.waiting == view.running
+                seen.add(view.step)
+            assert len(seen) > 10
+        finally:
+            writer.kill()
+
+
+def test_a_write_costs_microseconds(tmp_path: Path) -> None:
+    """A core makes several at each step."""
+    with CorePage(tmp_path / "page") as page:
+        best_s = 1.0
+        for _ in range(5):
+            began_s = time.perf_counter()
+            for number in range(1000):
+                page.count(step=number, wave=0)
+                page.enter("step")
+            best_s = min(best_s, time.perf_counter() - began_s)
+        assert best_s / 1000 < 20e-6
