@@ -51,6 +51,12 @@ def bench() -> None:
     help="The event loop of all processes; auto is uvloop where it is installed.",
 )
 @click.option(
+    "--access-log/--no-access-log",
+    default=True,
+    show_default=True,
+    help="HTTP endpoints log each request, as vLLM's do by default.",
+)
+@click.option(
     "--scale", is_flag=True, help="Also the bus's rounds with 8, 64, 256 and 1,024 engines."
 )
 @click.option(
@@ -60,7 +66,14 @@ def bench() -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def control(
-    *, engines: int, rounds: int, loop: LoopChoice, scale: bool, idle: bool, as_json: bool
+    *,
+    engines: int,
+    rounds: int,
+    loop: LoopChoice,
+    access_log: bool,
+    scale: bool,
+    idle: bool,
+    as_json: bool,
 ) -> None:
     """A group's pause and resume: over the bus, over HTTP, and over bare ZeroMQ.
 
@@ -71,7 +84,9 @@ def control(
         kind = event_loop.chosen(loop)
     except UsageError as error:
         raise click.UsageError(str(error)) from error
-    figures = _run(_measure(engines, rounds, kind, scale=scale, idle=idle), kind)
+    figures = _run(
+        _measure(engines, rounds, kind, access_log=access_log, scale=scale, idle=idle), kind
+    )
     click.echo(json.dumps(figures) if as_json else _table(figures))
 
 
@@ -147,12 +162,12 @@ def _run(measuring: Coroutine[Any, Any, dict[str, Any]], loop: LoopChoice) -> di
 
 
 async def _measure(
-    engines: int, rounds: int, loop: LoopChoice, *, scale: bool, idle: bool
+    engines: int, rounds: int, loop: LoopChoice, *, access_log: bool, scale: bool, idle: bool
 ) -> dict[str, Any]:
     from sidecar.bench import control as measuring  # noqa: PLC0415 - it needs the bench's extra
 
-    found = measuring.figures(await measuring.compare(engines, rounds, loop, _say))
-    found["loop"] = loop
+    samples = await measuring.compare(engines, rounds, loop, _say, access_log=access_log)
+    found = {**measuring.figures(samples), "loop": loop, "http_access_log": access_log}
     if scale:
         found["growth"] = await measuring.scale(rounds, loop, _say)
     if idle:

@@ -77,8 +77,11 @@ def figures(samples: Samples) -> dict[str, Any]:
     }
 
 
-async def compare(engines: int, rounds: int, loop: LoopChoice, say: Progress) -> Samples:
-    """Alternate rounds of the three kinds.
+async def compare(
+    engines: int, rounds: int, loop: LoopChoice, say: Progress, *, access_log: bool = True
+) -> Samples:
+    """Alternate rounds of the three kinds. ``access_log``: endpoints log each request, as
+    vLLM's do by default.
 
     Raises:
         UsageError: the system allows too few open files.
@@ -89,7 +92,7 @@ async def compare(engines: int, rounds: int, loop: LoopChoice, say: Progress) ->
     async with contextlib.AsyncExitStack() as stack:
         trainer = await stack.enter_async_context(_bus(engines, loop))
         endpoints = await stack.enter_async_context(
-            worker("sidecar.bench.endpoints", engines, loop)
+            worker("sidecar.bench.endpoints", engines, loop, int(access_log))
         )
         http = await stack.enter_async_context(HttpGroup((await endpoints.answer())["ports"]))
         raw = stack.enter_context(RawRouter())

@@ -1,27 +1,30 @@
 """The engines' side over HTTP: N FastAPI apps on N ports in one process.
 
-``python -m sidecar.bench.endpoints ENGINES LOOP``; until stdin ends. Each is served
-by uvicorn's own protocol over httptools, with every log off and nothing else in it.
-One thing that N ``uvicorn.Server`` objects would do is left out, in favour of HTTP:
-each would wake this process ten times per second.
+``python -m sidecar.bench.endpoints ENGINES LOOP ACCESS_LOG``; until stdin ends. Each is a
+``uvicorn.Server`` as a vLLM server has it: httptools, and with ACCESS_LOG 1 its line per
+request, which is on unless the user turns it off.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
+import socket
 import sys
 from typing import TYPE_CHECKING, Annotated, cast
 
 import uvicorn
 from fastapi import FastAPI, Query
 from fastapi.responses import JSONResponse
-from uvicorn.server import ServerState
 
 from bus.messages import PauseMode  # noqa: TC001 - FastAPI reads the annotation
 from bus.runtime import loop
 from bus.runtime.lines import answer, commands
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from bus.runtime.loop import LoopChoice
 
 _KEEP_ALIVE_S = 3600
@@ -46,41 +49,49 @@ def endpoint() -> FastAPI:
     return app
 
 
-async def listen() -> tuple[asyncio.Server, int]:
-    """Serve one endpoint on a free port."""
-    config = uvicorn.Config(
+async def serve(engines: int, *, access_log: bool) -> None:
+    """Serve all of them, each by a ``uvicorn.Server`` of its own, on a free port."""
+    servers: list[uvicorn.Server] = []
+    running: list[asyncio.Task[None]] = []
+    ports: list[int] = []
+    for _ in range(engines):
+        listening = socket.create_server(("127.0.0.1", 0))
+        ports.append(listening.getsockname()[1])
+        server: uvicorn.Server = Quiet(_config(access_log=access_log))
+        servers.append(server)
+        running.append(asyncio.create_task(server.serve(sockets=[listening])))
+    answer(ports=ports)
+    async for _ in commands():
+        pass
+    for server in servers:
+        server.should_exit = True
+    await asyncio.gather(*running)
+
+
+class Quiet(uvicorn.Server):
+    """One of many in a process: it leaves the process's signals alone."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _config(*, access_log: bool) -> uvicorn.Config:
+    """uvicorn as it comes; its log goes to stderr, since stdout carries this process's words."""
+    log_config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    for handler in log_config["handlers"].values():
+        handler["stream"] = "ext://sys.stderr"
+    return uvicorn.Config(
         endpoint(),
         http="httptools",
         ws="none",
         lifespan="off",
-        log_config=None,
-        log_level="critical",
-        access_log=False,
+        log_config=log_config,
+        access_log=access_log,
         timeout_keep_alive=_KEEP_ALIVE_S,
     )
-    config.load()
-    state = ServerState()
-
-    def protocol() -> asyncio.Protocol:
-        made: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
-            config=config, server_state=state, app_state={}
-        )
-        return made
-
-    server = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0)
-    return server, server.sockets[0].getsockname()[1]
-
-
-async def serve(engines: int) -> None:
-    """Serve all of them."""
-    listening = [await listen() for _ in range(engines)]
-    answer(ports=[port for _, port in listening])
-    async for _ in commands():
-        pass
-    for server, _ in listening:
-        server.close()
 
 
 if __name__ == "__main__":
-    count, kind = sys.argv[1:]
-    loop.run(serve(int(count)), loop=cast("LoopChoice", kind))
+    count, kind, log = sys.argv[1:]
+    loop.run(serve(int(count), access_log=log == "1"), loop=cast("LoopChoice", kind))
