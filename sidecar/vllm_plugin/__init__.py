@@ -19,6 +19,7 @@ module               what
 ``core_guard``       holes in the pause and resume of cores in lockstep, closed
 ``coordinator``      the gateway in place of vLLM's DP coordinator
 ``features``         what must be there before anything of vLLM's is replaced
+``cpu_experts``      collectives that vLLM's CPU build lacks
 ``environment``      environment variables
 ``compat``           which vLLM
 ``guard``            the process between a sidecar and the server it started
@@ -92,6 +93,12 @@ def _install(*, by_bus: bool) -> None:
         from sidecar.vllm_plugin import coordinator  # noqa: PLC0415
 
         coordinator.install()
+    from vllm.platforms import current_platform  # noqa: PLC0415 - vLLM has chosen it by now
+
+    if current_platform.is_cpu():
+        from sidecar.vllm_plugin import cpu_experts  # noqa: PLC0415
+
+        cpu_experts.install()
     if "vllm.v1.worker.worker_base" in sys.modules:
         from vllm.v1.worker import worker_base  # noqa: PLC0415
 
