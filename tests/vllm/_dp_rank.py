@@ -1,0 +1,134 @@
+"""One rank of a data parallel group: an ``AsyncLLM`` behind its adapter, told what to do.
+
+    python -m tests.vllm._dp_rank RANK SIZE RPC_PORT MODEL COORDINATOR
+
+Orders are JSON lines on stdin, ``{"call": 3, "verb": "pause", "args": {…}}``; answers are
+JSON lines on descriptor 3, in the order in which things are done. Call 0 is the boot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from sidecar.vllm_inprocess import VllmEngine
+from tests.vllm._vllm import PROMPT, engine_args
+
+ANSWERS = 3
+
+
+class Rank:
+    """Does what it is told; several things at once."""
+
+    def __init__(self, llm: Any, engine: VllmEngine, answers: IO[str]) -> None:
+        self._llm = llm
+        self._engine = engine
+        self._answers = answers
+        self._tokens: dict[str, list[int]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def say(self, call: int, began_s: float, *, ok: bool, out: object) -> None:
+        took_s = time.monotonic() - began_s
+        self._answers.write(json.dumps({"call": call, "ok": ok, "out": out, "took_s": took_s}))
+        self._answers.write("\n")
+
+    async def obey(self, call: int, verb: str, args: dict[str, Any]) -> None:
+        began_s = time.monotonic()
+        try:
+            out = await getattr(self, f"do_{verb}")(**args)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the driver hears of it
+            self.say(call, began_s, ok=False, out=f"{type(error).__name__}: {error}")
+        else:
+            self.say(call, began_s, ok=True, out=out)
+
+    async def do_generate(self, name: str, count: int, prompt: list[int] | None = None) -> None:
+        """Begin a request; see ``tokens`` and ``count``."""
+        self._tokens[name] = []
+        self._tasks[name] = asyncio.create_task(self._generate(name, count, prompt or PROMPT))
+
+    async def _generate(self, name: str, count: int, prompt: list[int]) -> None:
+        from vllm import SamplingParams  # noqa: PLC0415 - after the environment is set
+
+        params = SamplingParams(
+            temperature=0.0, max_tokens=count, detokenize=False, ignore_eos=True
+        )
+        async for output in self._llm.generate({"prompt_token_ids": prompt}, params, name):
+            self._tokens[name] = list(output.outputs[0].token_ids)
+
+    async def do_count(self, name: str) -> int:
+        return len(self._tokens[name])
+
+    async def do_tokens(self, name: str) -> list[int]:
+        """All its tokens, once it has ended."""
+        await self._tasks[name]
+        return self._tokens[name]
+
+    async def do_give_up(self, name: str) -> None:
+        await self._llm.abort(name)
+
+    async def do_pause(self, mode: str, clear_cache: bool = False) -> None:
+        await self._engine.pause(mode, clear_cache=clear_cache)  # type: ignore[arg-type]
+
+    async def do_resume(self) -> None:
+        await self._engine.resume()
+
+    async def do_request_ids(self) -> list[str]:
+        return list(await self._engine.request_ids())
+
+    async def do_view(self) -> dict[str, Any] | None:
+        view = self._engine.core_view()
+        return None if view is None else {**dataclasses.asdict(view), "age_ms": view.age_ms()}
+
+    async def do_info(self) -> dict[str, Any]:
+        coordinator = self._llm.engine_core.resources.coordinator
+        return {
+            **dataclasses.asdict(await self._engine.start()),
+            "coordinator": type(coordinator).__name__,
+            "coordinator_pid": coordinator.proc.pid if coordinator else 0,
+        }
+
+
+async def main(rank: int, size: int, rpc_port: int, model: str, coordinator: str) -> None:
+    from vllm.config import WeightTransferConfig  # noqa: PLC0415 - slow, and not the driver's
+    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
+    from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
+
+    began_s = time.monotonic()
+    args = {
+        **engine_args(Path(model)),
+        "weight_transfer_config": WeightTransferConfig(backend="wavebus"),
+        "data_parallel_size": size,
+        "data_parallel_rank": rank,
+        "data_parallel_external_lb": True,
+        "data_parallel_address": "127.0.0.1",
+        "data_parallel_rpc_port": rpc_port,
+    }
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
+    engine = VllmEngine(llm, dp_coordinator=coordinator)  # type: ignore[arg-type]
+    with os.fdopen(ANSWERS, "w", buffering=1) as answers:
+        told = Rank(llm, engine, answers)
+        info = dataclasses.asdict(await engine.start())
+        deaths = asyncio.create_task(engine.died())
+        told.say(0, began_s, ok=True, out=info)
+        reader = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+        )
+        orders = set()
+        while line := await reader.readline():
+            order = json.loads(line)
+            task = asyncio.create_task(told.obey(order["call"], order["verb"], order["args"]))
+            orders.add(task)
+            task.add_done_callback(orders.discard)
+        deaths.cancel()
+    llm.shutdown()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*map(int, sys.argv[1:4]), *sys.argv[4:6]))  # type: ignore[arg-type]

@@ -1,0 +1,449 @@
+"""Two real MoE ranks in lockstep, with vLLM's coordinator and with the bus as coordinator.
+
+What is done to them here hangs one or the other vLLM 0.32 without the plugin: see
+``core_guard``. Every request must end with exactly the tokens of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sidecar.corepage import GLOBALLY_PAUSED, LOCALLY_PAUSED
+from tests.support.procs import Proc, wavebus
+from tests.vllm._dp import OTHER_PROMPT, Pair, boot_pair, shut_down
+from tests.vllm._vllm import PROMPT, make_moe, require_vllm
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterator
+
+require_vllm()
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+
+_log = logging.getLogger(__name__)
+DP_GROUP = "moe"
+LONG = 200
+ROUNDS = 100
+
+
+class UnderTest:
+    """A booted pair, and the broker that its gateway asks (there for either coordinator)."""
+
+    def __init__(self, runner: asyncio.Runner, pair: Pair, broker: Proc, address: str) -> None:
+        self._runner = runner
+        self.pair = pair
+        self.broker = broker
+        self.address = address
+
+    def run(self, scenario: Coroutine[Any, Any, None]) -> None:
+        self._runner.run(scenario)
+
+    def start_broker(self) -> None:
+        """Another one, at the same address."""
+        self.broker.__exit__(None, None, None)
+        self.broker = _broker(self.address)
+
+
+def _broker(listen: str) -> Proc:
+    return wavebus("broker", "--listen", listen, "--log-level", "debug").__enter__()
+
+
+@pytest.fixture(scope="module", params=["vllm", "bus"])
+def tested(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[UnderTest]:
+    folder = tmp_path_factory.mktemp("dp")
+    model = make_moe(folder / "model", seed=1)
+    broker = _broker("tcp://127.0.0.1:*")
+    address = broker.first_line()
+    env = {
+        "WAVEBUS_DP_GROUP": DP_GROUP,
+        "WAVEBUS_BROKER": address,
+        "WAVEBUS_LOG_FORMAT": "json",
+        "WAVEBUS_LOG_LEVEL": "debug",
+    }
+    with asyncio.Runner() as runner:
+        pair = runner.run(boot_pair(folder, model, request.param, env))
+        tested = UnderTest(runner, pair, broker, address)
+        try:
+            runner.run(pair.undisturbed(LONG))
+            runner.run(pair.undisturbed(LONG, OTHER_PROMPT))
+            yield tested
+        finally:
+            runner.run(shut_down(pair))
+            tested.broker.__exit__(None, None, None)
+
+
+@pytest.fixture
+def pair(tested: UnderTest) -> Pair:
+    return tested.pair
+
+
+def test_they_are_what_was_asked_for(tested: UnderTest, pair: Pair) -> None:
+    async def scenario() -> None:
+        zero, one = await pair.both("info")
+        assert [(i["dp_rank"], i["dp_size"]) for i in (zero, one)] == [(0, 2), (1, 2)]
+        own = {"vllm": "DPCoordinator", "bus": "BusCoordinator"}
+        assert (zero["coordinator"], one["coordinator"]) == (own[pair.coordinator], "NoneType")
+
+    tested.run(scenario())
+
+
+def test_requests_on_either_rank_and_on_both(tested: UnderTest, pair: Pair) -> None:
+    """Of an idle group, and of one that runs; each ends with its tokens."""
+
+    async def scenario() -> None:
+        for rank in (0, 1, 1, 0):
+            await pair.serves(rank)
+        names = [await pair.begin(rank, 40) for rank in (0, 1)]
+        for rank, name in enumerate(names):
+            await pair.ends_exactly(rank, name, 40)
+
+    tested.run(scenario())
+
+
+def test_first_requests_travel_over_the_broker(tested: UnderTest, pair: Pair) -> None:
+    """It answers, and mirrors the wave."""
+    if pair.coordinator != "bus":
+        pytest.skip("vLLM's coordinator knows no broker")
+
+    async def scenario() -> None:
+        await asyncio.sleep(0.5)  # whatever ran has ended
+        await pair.serves(1)
+
+    tested.run(scenario())
+    asked = tested.broker.wait_event("first_req", dp_group=DP_GROUP)
+    assert asked["state"] == "idle"
+    tested.broker.wait_event("wave_started", dp_group=DP_GROUP)
+    tested.broker.wait_event("wave_complete", dp_group=DP_GROUP)
+
+
+@pytest.mark.parametrize("busy", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("clear_cache", [True, False])
+def test_a_pause_in_the_middle(
+    tested: UnderTest, pair: Pair, busy: tuple[int, ...], clear_cache: bool
+) -> None:
+    """No token comes between its return and the resume, and none is lost."""
+
+    async def scenario() -> None:
+        names = {rank: await pair.begin(rank, LONG) for rank in busy}
+        for rank, name in names.items():
+            await pair.until(rank, name, 10)
+        await pair.both("pause", mode="keep", clear_cache=clear_cache)
+        had = [await pair.ranks[rank].do("count", name=name) for rank, name in names.items()]
+        assert max(had) < LONG
+        await asyncio.sleep(0.3)
+        has = [await pair.ranks[rank].do("count", name=name) for rank, name in names.items()]
+        assert had == has
+        await pair.both("resume")
+        for rank, name in names.items():
+            await pair.ends_exactly(rank, name, LONG)
+
+    tested.run(scenario())
+
+
+@pytest.mark.parametrize("first", [None, 0, 1])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_request_that_comes_in_a_pause(
+    tested: UnderTest, pair: Pair, rank: int, first: int | None
+) -> None:
+    """Is kept, and served after the resume: of both at once, or of one a while before."""
+
+    async def scenario() -> None:
+        await pair.both("pause", mode="keep")
+        name = await pair.begin(rank, 20)
+        await asyncio.sleep(0.2)
+        assert await pair.ranks[rank].do("count", name=name) == 0
+        if first is None:
+            await pair.both("resume")
+        else:
+            resumed = pair.ranks[first].order("resume")
+            await asyncio.sleep(0.3)
+            assert not resumed.done()  # it returns when both are
+            await pair.ranks[1 - first].do("resume")
+            await resumed
+        await pair.ends_exactly(rank, name, 20)
+
+    tested.run(scenario())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_request_that_comes_between_two_resumes(tested: UnderTest, pair: Pair, rank: int) -> None:
+    """Its START is dropped by the rank that is still paused, and obeyed all the same."""
+
+    async def scenario() -> None:
+        await pair.both("pause", mode="keep")
+        await asyncio.sleep(1.1 if pair.coordinator == "bus" else 5.2)  # front ends have heard
+        resumed = pair.ranks[rank].order("resume")
+        await asyncio.sleep(0.3)
+        name = await pair.begin(rank, 20)
+        await asyncio.sleep(0.3)
+        await pair.ranks[1 - rank].do("resume")
+        await resumed
+        await pair.ends_exactly(rank, name, 20)
+
+    tested.run(scenario())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_request_given_up_in_a_pause_mutes_nobody(
+    tested: UnderTest, pair: Pair, rank: int
+) -> None:
+    """Its front end believes that something runs; the next request must wake the group."""
+
+    async def scenario() -> None:
+        await pair.both("pause", mode="keep")
+        name = await pair.begin(rank, 20)
+        await asyncio.sleep(0.2)
+        await pair.ranks[rank].do("give_up", name=name)
+        await asyncio.sleep(0.1)
+        await pair.both("resume")
+        await pair.serves(rank, 20)
+
+    tested.run(scenario())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_second_resume(tested: UnderTest, pair: Pair, rank: int) -> None:
+    """Or one without any pause: of an idle rank, then of one that runs."""
+
+    async def scenario() -> None:
+        await pair.both("pause", mode="keep")
+        await pair.both("resume")
+        await pair.ranks[rank].do("resume")
+        await pair.serves(1 - rank)
+        name = await pair.begin(rank, LONG)
+        await pair.until(rank, name, 10)
+        await pair.ranks[1 - rank].do("resume")
+        await pair.ranks[rank].do("resume")
+        await pair.ends_exactly(rank, name, LONG)
+        await pair.serves(rank)
+
+    tested.run(scenario())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_resumes_doubled_while_they_are_under_way(tested: UnderTest, pair: Pair, rank: int) -> None:
+    async def scenario() -> None:
+        await pair.both("pause", mode="keep")
+        resumed = [pair.ranks[rank].order("resume") for _ in range(3)]
+        name = await pair.begin(rank, 20)
+        await asyncio.sleep(0.2)
+        resumed += [pair.ranks[1 - rank].order("resume") for _ in range(3)]
+        await asyncio.wait_for(asyncio.gather(*resumed), 30)
+        await pair.ends_exactly(rank, name, 20)
+
+    tested.run(scenario())
+
+
+@pytest.mark.parametrize("busy", [None, 0, 1])
+def test_a_pause_that_is_given_up_on_and_completes_later(
+    tested: UnderTest, pair: Pair, busy: int | None
+) -> None:
+    """One rank asked alone pends; nothing is undone; asked on the other it completes."""
+
+    async def scenario() -> None:
+        name = "" if busy is None else await pair.begin(busy, LONG)
+        if busy is not None:
+            await pair.until(busy, name, 10)
+        pause = pair.ranks[0].order("pause", mode="keep")
+        done, _ = await asyncio.wait([pause], timeout=1.0)
+        assert not done
+        await pair.ranks[1].do("pause", mode="keep")
+        await pause
+        await pair.both("resume")
+        if busy is not None:
+            await pair.ends_exactly(busy, name, LONG)
+        await pair.serves(1)
+
+    tested.run(scenario())
+
+
+def test_a_pause_asked_while_a_resume_is_under_way(tested: UnderTest, pair: Pair) -> None:
+    """On the same ranks in another order: behind each rank's own resume, or before one's."""
+
+    async def scenario() -> None:
+        name = await pair.begin(0, LONG)
+        await pair.until(0, name, 10)
+        await pair.both("pause", mode="keep")
+        calls = []
+        for rank in pair.ranks:
+            calls += [rank.order("resume"), rank.order("pause", mode="keep")]
+            await asyncio.sleep(0.3)
+        await asyncio.wait_for(asyncio.gather(*calls), 30)
+
+        resumed = pair.ranks[0].order("resume")
+        await asyncio.sleep(0.2)
+        await pair.ranks[1].do("pause", mode="keep")  # it is paused
+        await pair.ranks[1].do("resume")
+        await resumed
+        await pair.ends_exactly(0, name, LONG)
+
+    tested.run(scenario())
+
+
+@pytest.mark.parametrize("escalate", ["keep", "abort"])
+def test_a_wait_that_becomes_something_else(tested: UnderTest, pair: Pair, escalate: str) -> None:
+    """A second pause while the first one drains; both return, and what ran is told."""
+
+    async def scenario() -> None:
+        name = await pair.begin(0, LONG)
+        await pair.until(0, name, 10)
+        waits = [rank.order("pause", mode="wait") for rank in pair.ranks]
+        await asyncio.sleep(0.1)
+        late = await pair.begin(1, 20, OTHER_PROMPT)  # queued: it begins after the resume
+        assert await pair.both("request_ids") == [[name], [late]]
+        for rank in pair.ranks:
+            waits.append(rank.order("pause", mode=escalate))
+            await asyncio.sleep(0.1)
+        await asyncio.wait_for(asyncio.gather(*waits), 30)
+        had = await pair.ranks[0].do("count", name=name)
+        assert had < LONG
+        await pair.both("resume")
+        if escalate == "keep":
+            await pair.ends_exactly(0, name, LONG)
+            await pair.ends_exactly(1, late, 20, OTHER_PROMPT)
+        else:
+            got = await pair.ranks[0].do("tokens", name=name)
+            assert got == (await pair.undisturbed(LONG))[: len(got)]
+            assert len(got) < LONG
+            assert await pair.ranks[1].do("tokens", name=late) == []
+
+    tested.run(scenario())
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_a_second_pause_of_one_rank_when_all_are_paused(
+    tested: UnderTest, pair: Pair, mode: str
+) -> None:
+    """As when its `wait` came to the deadline in the moment in which the others' ended."""
+
+    async def scenario() -> None:
+        await pair.both("pause", mode="wait")
+        await pair.ranks[1].do("pause", mode=mode, clear_cache=True)
+        await pair.both("resume")
+        await pair.serves(0)
+        await pair.serves(1)
+
+    tested.run(scenario())
+
+
+def test_what_the_status_pages_show(tested: UnderTest, pair: Pair) -> None:
+    """A rank that waits for another answers nobody; its page says in what."""
+
+    async def scenario() -> None:
+        await asyncio.sleep(1)
+        zero, one = await pair.both("view")
+        assert (zero["rank"], zero["phase"], one["rank"], one["phase"]) == (0, "idle", 1, "idle")
+        assert zero["step"] == one["step"]
+        assert zero["wave"] == one["wave"]
+
+        pause = pair.ranks[0].order("pause", mode="keep")
+        await asyncio.sleep(0.5)
+        zero, one = await pair.both("view")
+        assert (zero["phase"], one["phase"]) == ("dummy", "idle")
+        assert zero["flags"] & LOCALLY_PAUSED
+        assert not zero["flags"] & GLOBALLY_PAUSED
+        assert zero["age_ms"] > 300
+        await pair.ranks[1].do("pause", mode="keep")
+        await pause
+
+        resume = pair.ranks[1].order("resume")
+        await asyncio.sleep(0.5)
+        zero, one = await pair.both("view")
+        assert (zero["phase"], one["phase"]) == ("idle", "barrier")
+        assert zero["flags"] & GLOBALLY_PAUSED
+        await pair.ranks[0].do("resume")
+        await resume
+
+        name = await pair.begin(0, LONG)
+        await pair.until(0, name, 10)
+        seen = set()
+        while await pair.ranks[0].do("count", name=name) < LONG:
+            zero, one = await pair.both("view")
+            seen |= {("0", zero["phase"]), ("1", one["phase"]), ("running", zero["running"])}
+        assert {("0", "step"), ("1", "dummy"), ("running", 1)} <= seen
+        await pair.ends_exactly(0, name, LONG)
+
+    tested.run(scenario())
+
+
+def test_a_hundred_rounds(tested: UnderTest, pair: Pair) -> None:
+    """Requests on random ranks at random times; pauses and resumes a moment apart."""
+    dice = random.Random(7)
+
+    async def load(ended: asyncio.Event, counts: list[int]) -> None:
+        while not ended.is_set():
+            rank, count = dice.randrange(2), dice.randint(1, 60)
+            prompt = dice.choice([PROMPT, OTHER_PROMPT])
+            name = await pair.begin(rank, count, prompt)
+            await pair.ends_exactly(rank, name, count, prompt)
+            counts.append(count)
+            await asyncio.sleep(dice.choice([0.0, 0.0, 0.1]))
+
+    async def scenario() -> None:
+        ended, counts = asyncio.Event(), list[int]()
+        loads = [asyncio.create_task(load(ended, counts)) for _ in range(3)]
+        began_s = time.monotonic()
+        for _ in range(ROUNDS):
+            for verb, args in (("pause", {"mode": "keep"}), ("resume", {})):
+                calls = []
+                for rank in dice.sample(pair.ranks, 2):
+                    calls.append(rank.order(verb, **args))
+                    await asyncio.sleep(dice.choice([0.0, 0.0, 0.01]))
+                await asyncio.wait_for(asyncio.gather(*calls), 30)
+                await asyncio.sleep(dice.choice([0.0, 0.05]))
+            assert not [task for task in loads if task.done()]
+        took_s = time.monotonic() - began_s
+        ended.set()
+        await asyncio.gather(*loads)
+        _log.info("%s: %d rounds took %.1f s", pair.coordinator, ROUNDS, took_s)
+        assert len(counts) > 10
+
+    tested.run(scenario())
+
+
+def test_a_broker_that_is_killed_and_comes_back(tested: UnderTest, pair: Pair) -> None:
+    if pair.coordinator != "bus":
+        pytest.skip("vLLM's coordinator knows no broker")
+
+    async def serve() -> None:
+        for rank in (0, 1, 0):
+            await asyncio.sleep(0.4)  # an idle group
+            await pair.serves(rank)
+
+    tested.broker.signal(signal.SIGKILL)
+    tested.run(serve())
+    tested.start_broker()
+    tested.broker.wait_event("peer_joined")
+    tested.run(serve())
+    tested.broker.wait_event("first_req", dp_group=DP_GROUP)
+
+
+def test_a_gateway_that_dies_is_missed(tested: UnderTest, pair: Pair) -> None:
+    """Last of all: waves that run go on, and both front end and sidecar say what is wrong."""
+    if pair.coordinator != "bus":
+        pytest.skip("vLLM's coordinator knows no gateway")
+
+    async def scenario() -> None:
+        [info, _] = await pair.both("info")
+        name = await pair.begin(0, LONG)
+        await pair.until(0, name, 10)
+        os.kill(info["coordinator_pid"], signal.SIGKILL)
+        await pair.ends_exactly(0, name, LONG)
+        deadline_s = time.monotonic() + 10
+        said = ""
+        while time.monotonic() < deadline_s and "gateway_died" not in said:
+            await asyncio.sleep(0.2)
+            said = pair.ranks[0].log.read_text(errors="replace")
+        assert "ended with exit code -9" in said
+        assert "gateway_died" in said
+
+    tested.run(scenario())
