@@ -17,14 +17,11 @@ Methods take what happened, with ``now_ms``, and return effects.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from bus.messages import (
     Abort,
     Ack,
-    Arm,
-    Commit,
     GroupAck,
     GroupStatus,
     GroupView,
@@ -35,20 +32,15 @@ from bus.messages import (
     PauseLocal,
     Resume,
     Step,
-    TransferInit,
-    UpdateFinish,
-    UpdateStart,
-    WaitEngines,
-    WeightChunkMeta,
 )
+from bus.protocol.commands import Commands
 from bus.protocol.effects import Effect, Note, Send
-from bus.protocol.engine_update import check_chunk, manifest_of
 from bus.protocol.holding import Holding
 from bus.protocol.instructions import Ask, Failure, StepDone, StepFailed
 from bus.protocol.pause import PauseMachine, PauseState
-from bus.protocol.refusal import Declined, wrong_state
+from bus.protocol.refusal import Declined
 from bus.protocol.roster import Roster
-from bus.protocol.update import UNSAFE, UpdateMachine, UpdateState
+from bus.protocol.update import UpdateMachine, UpdateState
 from bus.protocol.waves import Waves
 from bus.protocol.wording import (
     DONE_EVENTS,
@@ -61,7 +53,6 @@ from bus.protocol.wording import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from bus.manifest import Manifest
     from bus.protocol.membership import Peer
     from bus.protocol.round import Round
 
@@ -85,10 +76,9 @@ class Group:
         self.waves = Waves(name, lambda: self.epoch)
         self.pause = PauseMachine(self.roster.staying)
         self.update = UpdateMachine()
-        self._manifest: Manifest | None = None
-        self._last_resumed = ""
-        self._orphaned = False  # who asked for the pause under way is gone
-        self._versions_given = 0
+        self.last_resumed = ""
+        self.orphaned = False  # who asked for the pause under way is gone
+        self._commands = Commands(self)
 
     @property
     def epoch(self) -> int:
@@ -105,7 +95,7 @@ class Group:
     def released(self, reason: str, now_ms: float) -> list[Effect]:
         """The holder is gone: recover forward, so that engines generate again."""
         self.holding.release()
-        self._orphaned = True
+        self.orphaned = True
         failure = Failure(NackCode.CANCELLED, reason)
         self.pause.fail(failure)
         effects: list[Effect] = []
@@ -114,7 +104,7 @@ class Group:
             UpdateState.COMMITTING,
             UpdateState.ABORTING,
         ):
-            effects = self._obey(self.update.give_up(failure, now_ms), now_ms)
+            effects = self.obey(self.update.give_up(failure, now_ms), now_ms)
         return effects + self._settle(now_ms)
 
     def command(
@@ -126,144 +116,9 @@ class Group:
             return again
         try:
             self.holding.check(trainer, epoch)
-            return self._command(msg_id, message, now_ms)
+            return self._commands.take(msg_id, message, now_ms)
         except Declined as declined:
             return self.holding.decline(trainer, msg_id, message, declined.failure)
-
-    def _command(self, msg_id: int, message: Message, now_ms: float) -> list[Effect]:
-        match message:
-            case PauseLocal():
-                return self._pause(msg_id, message, now_ms)
-            case Resume():
-                return self._resume(msg_id, message, now_ms)
-            case WaitEngines():
-                self.holding.requests.waiters[msg_id] = (message, now_ms + message.timeout_ms)
-                return self._serve_waiters(now_ms)
-            case TransferInit():
-                self.update.need(UpdateState.IDLE)
-                opening = self.update.open(message, self.roster.members(), now_ms)
-                return self._run(msg_id, Step.TRANSFER_INIT, opening, now_ms)
-            case Arm():
-                return self._arm(msg_id, message, now_ms)
-            case UpdateStart():
-                self.update.need(UpdateState.ARMED, message.update_id)
-                if self.pause.state is not PauseState.PAUSED:
-                    raise wrong_state(
-                        f"the group is {self.pause.state.value}; an update starts in a pause",
-                        hint="send PAUSE_LOCAL first",
-                    )
-                return self._run(msg_id, Step.START, self.update.start(message, now_ms), now_ms)
-            case WeightChunkMeta():
-                return self._chunk(msg_id, message, now_ms)
-            case UpdateFinish():
-                self.update.need(UpdateState.LOADING, message.update_id)
-                if not self.update.all_applied:
-                    raise wrong_state(
-                        f"{self.update.chunks_asked - len(self.update.chunks)} of "
-                        f"{self.update.chunks_planned} chunks are applied",
-                        hint="send the others first, or ABORT",
-                    )
-                return self._run(msg_id, Step.FINISH, self.update.finish(message, now_ms), now_ms)
-            case Commit():
-                self.update.need(UpdateState.FINISHED, message.update_id)
-                if message.version != self.update.version:
-                    raise wrong_state(
-                        f"the bus gave this update version {self.update.version}", "version"
-                    )
-                return self._run(msg_id, Step.COMMIT, self.update.commit(message, now_ms), now_ms)
-            case Abort():
-                return self._abort(msg_id, message, now_ms)
-            case _:
-                raise Declined(
-                    Failure(NackCode.FORBIDDEN, "a trainer does not send this", field="kind")
-                )
-
-    def _pause(self, msg_id: int, message: PauseLocal, now_ms: float) -> list[Effect]:
-        if self.pause.state is not PauseState.RUNNING:
-            waiting = sorted(self.pause.round.waiting)[:8] if self.pause.round else []
-            raise wrong_state(
-                f"the group is {self.pause.state.value} (update {self.pause.update_id})"
-                + (f", waiting for {', '.join(waiting)}" if waiting else ""),
-                hint="one pause at a time: RESUME it, or wait until it is recovered",
-            )
-        if message.lease_ms < self.min_lease_ms:
-            raise Declined(
-                Failure(
-                    NackCode.MALFORMED,
-                    f"{message.lease_ms} ms is shorter than the bus takes to miss a peer",
-                    field="lease_ms",
-                    hint=f"at least {self.min_lease_ms:.0f}",
-                )
-            )
-        members = self.roster.members()
-        self._orphaned = False
-        self.waves.pause_asked(set(members.values()))
-        fields = {"mode": message.mode, "engines": len(members)}
-        return [
-            self._note("pause_asked", message.update_id, "info", fields),
-            *self._run(msg_id, Step.PAUSE_GLOBAL, self.pause.ask(message, members, now_ms), now_ms),
-        ]
-
-    def _resume(self, msg_id: int, message: Resume, now_ms: float) -> list[Effect]:
-        state = self.pause.state
-        if state is PauseState.RUNNING:
-            if message.update_id and message.update_id == self._last_resumed:
-                return self._answer_now(msg_id, Step.RESUME, message.update_id)
-            raise wrong_state(f"group {self.name} is not paused", "update_id")
-        if message.update_id != self.pause.update_id:
-            raise wrong_state(f"the pause under way is {self.pause.update_id}", "update_id")
-        if self.update.state in UNSAFE:
-            raise wrong_state(
-                f"update {self.update.update_id} is {self.update.state.value}: engines may hold "
-                "different weights",
-                hint="COMMIT or ABORT it first",
-            )
-        if state is PauseState.RESUMING:
-            self.holding.requests.ask((Step.RESUME, 0), msg_id)
-            return []
-        instructions = self.pause.resume(now_ms)
-        return self._run(msg_id, Step.RESUME, instructions, now_ms)
-
-    def _arm(self, msg_id: int, message: Arm, now_ms: float) -> list[Effect]:
-        self.update.need(UpdateState.IDLE)
-        manifest = manifest_of(message)
-        members = self.roster.members()
-        self._manifest = manifest
-        version = max(self.version, self._versions_given) + 1
-        self._versions_given = version
-        asked = replace(message, version=version)
-        return self._run(msg_id, Step.ARM, self.update.arm(asked, members, now_ms), now_ms)
-
-    def _chunk(self, msg_id: int, message: WeightChunkMeta, now_ms: float) -> list[Effect]:
-        self.update.need(UpdateState.LOADING, message.update_id)
-        assert self._manifest is not None
-        asked = self.update.chunks_asked
-        if message.chunk >= self._manifest.chunks:
-            raise wrong_state(
-                f"chunk {message.chunk}, expected {asked} of {self._manifest.chunks}", "chunk"
-            )
-        if message.chunk > asked:  # the one before was lost on its way: both are asked again
-            return []
-        if message.chunk < asked:
-            if message.chunk not in self.update.chunks:
-                return self._answer_now(msg_id, Step.CHUNK, message.update_id)
-            self.holding.requests.ask((Step.CHUNK, message.chunk), msg_id)
-            return []
-        check_chunk(self._manifest, message)
-        instructions = self.update.chunk(message, now_ms)
-        return self._run(msg_id, Step.CHUNK, instructions, now_ms, chunk=message.chunk)
-
-    def _abort(self, msg_id: int, message: Abort, now_ms: float) -> list[Effect]:
-        state = self.update.state
-        if state is UpdateState.IDLE or message.update_id != self.update.update_id:
-            return self._answer_now(msg_id, Step.ABORT, message.update_id)
-        if state is UpdateState.COMMITTING:
-            raise wrong_state("the update is being committed")
-        self.holding.requests.ask((Step.ABORT, 0), msg_id)
-        if state is UpdateState.ABORTING:
-            return []
-        failure = Failure(NackCode.CANCELLED, message.reason or "aborted by the trainer")
-        return self._obey(self.update.give_up(failure, now_ms), now_ms)
 
     # -- the engines ----------------------------------------------------------
 
@@ -272,15 +127,15 @@ class Group:
         in_it = peer.name in self.pause.members or peer.name in self.update.members
         self.roster.add(peer, late=self._busy() and not in_it)
         self.version = max(self.version, peer.version)
-        return self.waves.joined(peer) + self._serve_waiters(now_ms)
+        return self.waves.joined(peer) + self.serve_waiters(now_ms)
 
     def lost(self, peer: Peer, failure: Failure, now_ms: float) -> list[Effect]:
         """An engine is gone: left, silent, or dead."""
         if not self.roster.remove(peer):
             return []
         effects = self.waves.lost(peer, failure.detail, now_ms)
-        effects += self._obey(self.update.lost(peer.name, failure), now_ms)
-        effects += self._obey(self.pause.lost(peer.name, failure, now_ms), now_ms)
+        effects += self.obey(self.update.lost(peer.name, failure), now_ms)
+        effects += self.obey(self.pause.lost(peer.name, failure, now_ms), now_ms)
         return effects + self._settle(now_ms)
 
     def heard(self, peer: Peer, beat: Heartbeat) -> list[Effect]:
@@ -311,7 +166,7 @@ class Group:
         else:
             return []
         fields = {"peer": peer.name, "phase": beat.phase}
-        return [self._note("stray", beat.update_id, "warning", fields), self._send(stray, names)]
+        return [self.note("stray", beat.update_id, "warning", fields), self._send(stray, names)]
 
     def _complete(self, update_id: str) -> PauseLocal:
         """Half-made: the mates are asked too, so that it completes, and all can resume."""
@@ -324,14 +179,14 @@ class Group:
             instructions = self.pause.acked(name, ack, now_ms)
             if name in self.waves:
                 moved = self.waves.moved(name, self.pause.members)
-                return moved + (self._obey(instructions, now_ms) if instructions else [])
+                return moved + (self.obey(instructions, now_ms) if instructions else [])
         else:
             if ack.step is Step.ABORT and self.roster.aborted(name, ack.outcome):
                 fields = {"peer": name, "reason": self.roster.quarantined[name]}
-                note = self._note("quarantined", ack.update_id, "error", fields)
-                return [note, *self._obey(self.update.acked(name, ack, now_ms), now_ms)]
+                note = self.note("quarantined", ack.update_id, "error", fields)
+                return [note, *self.obey(self.update.acked(name, ack, now_ms), now_ms)]
             instructions = self.update.acked(name, ack, now_ms)
-        return self._obey(instructions, now_ms) if instructions else []
+        return self.obey(instructions, now_ms) if instructions else []
 
     def nacked(self, name: str, nack: Nack, now_ms: float) -> list[Effect]:
         """An engine's refusal of a step."""
@@ -343,12 +198,12 @@ class Group:
             "detail": nack.detail,
             "tensor": nack.tensor,
         }
-        effects: list[Effect] = [self._note("engine_refused", nack.update_id, "warning", fields)]
+        effects: list[Effect] = [self.note("engine_refused", nack.update_id, "warning", fields)]
         if nack.code is NackCode.FENCED:  # somebody else's command; ours is asked again
             return effects
         if nack.step in PAUSE_STEPS:
             if nack.update_id == self.pause.update_id:
-                effects += self._obey(self.pause.refused(name, failure, now_ms), now_ms)
+                effects += self.obey(self.pause.refused(name, failure, now_ms), now_ms)
         elif nack.update_id == self.update.update_id and (
             # While all undo what they can, only an ABORT that is refused is news.
             self.update.state is not UpdateState.ABORTING or nack.step == Step.ABORT
@@ -359,7 +214,7 @@ class Group:
     def _exclude(self, name: str, failure: Failure, now_ms: float) -> list[Effect]:
         """An engine can't go on with the update: who falls out for it may hold a part."""
         before = set(self.update.excluded)
-        effects = self._obey(self.update.refused(name, failure, now_ms), now_ms)
+        effects = self.obey(self.update.refused(name, failure, now_ms), now_ms)
         for each in self.update.excluded.keys() - before:
             self.roster.quarantine(each, failure.detail)
         return effects
@@ -374,10 +229,10 @@ class Group:
                 effects += self._overdue(each, now_ms)
             elif each.overdue(self.retry_ms, now_ms):
                 if each is self.pause.round:
-                    effects += self._obey(self.pause.retry(), now_ms)
+                    effects += self.obey(self.pause.retry(), now_ms)
                 else:
                     effects.append(self._send(each.message, sorted(each.waiting)))
-        effects += self._obey(self.pause.expire(now_ms), now_ms)
+        effects += self.obey(self.pause.expire(now_ms), now_ms)
         effects += self.waves.tick(now_ms)
         for msg_id, (wait, deadline_ms) in list(self.holding.requests.waiters.items()):
             if now_ms >= deadline_ms:
@@ -408,14 +263,14 @@ class Group:
                 peer=name,
             )
             if current.step in PAUSE_STEPS:
-                effects += self._obey(self.pause.lost(name, failure, now_ms), now_ms)
+                effects += self.obey(self.pause.lost(name, failure, now_ms), now_ms)
             else:
                 effects += self._exclude(name, failure, now_ms)
         return effects + self._settle(now_ms)
 
     # -- obeying the machines -------------------------------------------------
 
-    def _run(
+    def run(
         self,
         msg_id: int,
         step: Step,
@@ -425,9 +280,9 @@ class Group:
         chunk: int = 0,
     ) -> list[Effect]:
         self.holding.requests.ask((step, chunk), msg_id)
-        return self._obey(instructions, now_ms)
+        return self.obey(instructions, now_ms)
 
-    def _obey(self, instructions: Iterable[Instruction], now_ms: float) -> list[Effect]:
+    def obey(self, instructions: Iterable[Instruction], now_ms: float) -> list[Effect]:
         effects: list[Effect] = []
         for each in instructions:
             if isinstance(each, Ask):
@@ -445,11 +300,11 @@ class Group:
             self.version = self.update.version
             self.roster.committed(self.update.members, self.version)
         elif done.step is Step.RESUME:
-            self._last_resumed = self.pause.update_id
+            self.last_resumed = self.pause.update_id
         left_out = self.roster.left_out()
         answer = done_ack(done, self.pause, self.update, self.version, left_out, now_ms)
         fields = done_fields(done, answer, self.update)
-        note = self._note(DONE_EVENTS[done.step], answer.update_id, "info", fields)
+        note = self.note(DONE_EVENTS[done.step], answer.update_id, "info", fields)
         return [note, *self.holding.answer((done.step, done.chunk), answer)]
 
     def _step_failed(self, failed: StepFailed) -> list[Effect]:
@@ -464,7 +319,7 @@ class Group:
             "tensor": failure.tensor,
         }
         event = "pause_failed" if in_pause else "update_failed"
-        effects: list[Effect] = [self._note(event, update_id, "warning", fields)]
+        effects: list[Effect] = [self.note(event, update_id, "warning", fields)]
         keys = [(step, failed.chunk)]
         if step is Step.ABORT:
             self.roster.given_up(self.update.partial, self.update.update_id)
@@ -479,10 +334,10 @@ class Group:
     def _settle(self, now_ms: float) -> list[Effect]:
         """What follows by itself: a group without its trainer resumes; joiners come in."""
         idle = self.update.state is UpdateState.IDLE
-        if self._orphaned and idle and self.pause.state is PauseState.PAUSED:
-            return self._obey(self.pause.resume(now_ms), now_ms)
+        if self.orphaned and idle and self.pause.state is PauseState.PAUSED:
+            return self.obey(self.pause.resume(now_ms), now_ms)
         if not self._busy() and self.roster.admit_late():
-            return self._serve_waiters(now_ms)
+            return self.serve_waiters(now_ms)
         return []
 
     # -- small things ---------------------------------------------------------
@@ -512,7 +367,7 @@ class Group:
             self.pause.state is not PauseState.RUNNING or self.update.state is not UpdateState.IDLE
         )
 
-    def _serve_waiters(self, now_ms: float) -> list[Effect]:
+    def serve_waiters(self, now_ms: float) -> list[Effect]:
         effects: list[Effect] = []
         for msg_id, (wait, _) in list(self.holding.requests.waiters.items()):
             if self.roster.ready_count() >= wait.count:
@@ -526,7 +381,7 @@ class Group:
     def _send(self, message: Message, names: Iterable[str]) -> Send:
         return Send(message, self.roster.routes(names), 0, self.name, self.epoch)
 
-    def _answer_now(self, msg_id: int, step: Step, update_id: str) -> list[Effect]:
+    def answer_now(self, msg_id: int, step: Step, update_id: str) -> list[Effect]:
         answer = self._group_ack(step, update_id)
         return self.holding.answer_ids([msg_id], answer)
 
@@ -537,6 +392,6 @@ class Group:
             step, update_id, self.version, engines, excluded, 0, "", 0.0, 0.0, 0.0, (), ()
         )
 
-    def _note(self, event: str, update_id: str, level: str, fields: Mapping[str, object]) -> Note:
+    def note(self, event: str, update_id: str, level: str, fields: Mapping[str, object]) -> Note:
         common = {"group": self.name, "update_id": update_id, "epoch": self.epoch}
         return Note(event, level, {**common, **fields})

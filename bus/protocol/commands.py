@@ -1,0 +1,202 @@
+"""What the trainer that holds a group may ask, when, and of whom.
+
+Each command is checked against the machines' states first: one that does not fit now is
+declined by name, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from bus.messages import (
+    Abort,
+    Arm,
+    Commit,
+    Message,
+    NackCode,
+    PauseLocal,
+    Resume,
+    Step,
+    TransferInit,
+    UpdateFinish,
+    UpdateStart,
+    WaitEngines,
+    WeightChunkMeta,
+)
+from bus.protocol.engine_update import check_chunk, manifest_of
+from bus.protocol.instructions import Failure
+from bus.protocol.pause import PauseState
+from bus.protocol.refusal import Declined, wrong_state
+from bus.protocol.update import UNSAFE, UpdateState
+
+if TYPE_CHECKING:
+    from bus.manifest import Manifest
+    from bus.protocol.effects import Effect
+    from bus.protocol.group import Group
+
+
+class Commands:
+    """One group's. What a command does to the machines is theirs to tell; see
+    :meth:`bus.protocol.group.Group.run`."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._manifest: Manifest | None = None  # of the update under way
+        self._versions_given = 0
+
+    def take(self, msg_id: int, message: Message, now_ms: float) -> list[Effect]:
+        """Obey it; what it needs is told to the engines, what it asks is answered later.
+
+        Raises:
+            Declined: not now, or not so; nothing has changed.
+        """
+        match message:
+            case PauseLocal():
+                return self._pause(msg_id, message, now_ms)
+            case Resume():
+                return self._resume(msg_id, message, now_ms)
+            case WaitEngines():
+                self._group.holding.requests.waiters[msg_id] = (
+                    message,
+                    now_ms + message.timeout_ms,
+                )
+                return self._group.serve_waiters(now_ms)
+            case TransferInit():
+                self._group.update.need(UpdateState.IDLE)
+                opening = self._group.update.open(message, self._group.roster.members(), now_ms)
+                return self._group.run(msg_id, Step.TRANSFER_INIT, opening, now_ms)
+            case Arm():
+                return self._arm(msg_id, message, now_ms)
+            case UpdateStart():
+                self._group.update.need(UpdateState.ARMED, message.update_id)
+                if self._group.pause.state is not PauseState.PAUSED:
+                    state = self._group.pause.state.value
+                    raise wrong_state(
+                        f"the group is {state}; an update starts in a pause",
+                        hint="send PAUSE_LOCAL first",
+                    )
+                return self._group.run(
+                    msg_id, Step.START, self._group.update.start(message, now_ms), now_ms
+                )
+            case WeightChunkMeta():
+                return self._chunk(msg_id, message, now_ms)
+            case UpdateFinish():
+                self._group.update.need(UpdateState.LOADING, message.update_id)
+                if not self._group.update.all_applied:
+                    raise wrong_state(
+                        f"{self._group.update.chunks_asked - len(self._group.update.chunks)} of "
+                        f"{self._group.update.chunks_planned} chunks are applied",
+                        hint="send the others first, or ABORT",
+                    )
+                return self._group.run(
+                    msg_id, Step.FINISH, self._group.update.finish(message, now_ms), now_ms
+                )
+            case Commit():
+                self._group.update.need(UpdateState.FINISHED, message.update_id)
+                if message.version != self._group.update.version:
+                    raise wrong_state(
+                        f"the bus gave this update version {self._group.update.version}", "version"
+                    )
+                return self._group.run(
+                    msg_id, Step.COMMIT, self._group.update.commit(message, now_ms), now_ms
+                )
+            case Abort():
+                return self._abort(msg_id, message, now_ms)
+            case _:
+                raise Declined(
+                    Failure(NackCode.FORBIDDEN, "a trainer does not send this", field="kind")
+                )
+
+    def _pause(self, msg_id: int, message: PauseLocal, now_ms: float) -> list[Effect]:
+        pause = self._group.pause
+        if pause.state is not PauseState.RUNNING:
+            waiting = sorted(pause.round.waiting)[:8] if pause.round else []
+            raise wrong_state(
+                f"the group is {pause.state.value} (update {pause.update_id})"
+                + (f", waiting for {', '.join(waiting)}" if waiting else ""),
+                hint="one pause at a time: RESUME it, or wait until it is recovered",
+            )
+        if message.lease_ms < self._group.min_lease_ms:
+            raise Declined(
+                Failure(
+                    NackCode.MALFORMED,
+                    f"{message.lease_ms} ms is shorter than the bus takes to miss a peer",
+                    field="lease_ms",
+                    hint=f"at least {self._group.min_lease_ms:.0f}",
+                )
+            )
+        members = self._group.roster.members()
+        self._group.orphaned = False
+        self._group.waves.pause_asked(set(members.values()))
+        fields = {"mode": message.mode, "engines": len(members)}
+        return [
+            self._group.note("pause_asked", message.update_id, "info", fields),
+            *self._group.run(
+                msg_id, Step.PAUSE_GLOBAL, self._group.pause.ask(message, members, now_ms), now_ms
+            ),
+        ]
+
+    def _resume(self, msg_id: int, message: Resume, now_ms: float) -> list[Effect]:
+        state = self._group.pause.state
+        if state is PauseState.RUNNING:
+            if message.update_id and message.update_id == self._group.last_resumed:
+                return self._group.answer_now(msg_id, Step.RESUME, message.update_id)
+            raise wrong_state(f"group {self._group.name} is not paused", "update_id")
+        if message.update_id != self._group.pause.update_id:
+            raise wrong_state(f"the pause under way is {self._group.pause.update_id}", "update_id")
+        update = self._group.update
+        if update.state in UNSAFE:
+            raise wrong_state(
+                f"update {update.update_id} is {update.state.value}: engines may hold "
+                "different weights",
+                hint="COMMIT or ABORT it first",
+            )
+        if state is PauseState.RESUMING:
+            self._group.holding.requests.ask((Step.RESUME, 0), msg_id)
+            return []
+        instructions = self._group.pause.resume(now_ms)
+        return self._group.run(msg_id, Step.RESUME, instructions, now_ms)
+
+    def _arm(self, msg_id: int, message: Arm, now_ms: float) -> list[Effect]:
+        self._group.update.need(UpdateState.IDLE)
+        manifest = manifest_of(message)
+        members = self._group.roster.members()
+        self._manifest = manifest
+        version = max(self._group.version, self._versions_given) + 1
+        self._versions_given = version
+        asked = replace(message, version=version)
+        return self._group.run(
+            msg_id, Step.ARM, self._group.update.arm(asked, members, now_ms), now_ms
+        )
+
+    def _chunk(self, msg_id: int, message: WeightChunkMeta, now_ms: float) -> list[Effect]:
+        self._group.update.need(UpdateState.LOADING, message.update_id)
+        assert self._manifest is not None
+        asked = self._group.update.chunks_asked
+        if message.chunk >= self._manifest.chunks:
+            raise wrong_state(
+                f"chunk {message.chunk}, expected {asked} of {self._manifest.chunks}", "chunk"
+            )
+        if message.chunk > asked:  # the one before was lost on its way: both are asked again
+            return []
+        if message.chunk < asked:
+            if message.chunk not in self._group.update.chunks:
+                return self._group.answer_now(msg_id, Step.CHUNK, message.update_id)
+            self._group.holding.requests.ask((Step.CHUNK, message.chunk), msg_id)
+            return []
+        check_chunk(self._manifest, message)
+        instructions = self._group.update.chunk(message, now_ms)
+        return self._group.run(msg_id, Step.CHUNK, instructions, now_ms, chunk=message.chunk)
+
+    def _abort(self, msg_id: int, message: Abort, now_ms: float) -> list[Effect]:
+        state = self._group.update.state
+        if state is UpdateState.IDLE or message.update_id != self._group.update.update_id:
+            return self._group.answer_now(msg_id, Step.ABORT, message.update_id)
+        if state is UpdateState.COMMITTING:
+            raise wrong_state("the update is being committed")
+        self._group.holding.requests.ask((Step.ABORT, 0), msg_id)
+        if state is UpdateState.ABORTING:
+            return []
+        failure = Failure(NackCode.CANCELLED, message.reason or "aborted by the trainer")
+        return self._group.obey(self._group.update.give_up(failure, now_ms), now_ms)
