@@ -21,7 +21,7 @@ from sidecar.vllm_plugin.features import COORDINATOR_CHECKED, coordinator_gaps
 __all__ = ["BusCoordinator", "install"]
 
 _log = logging.getLogger("vllm.wavebus")
-_OPT_OUT = f"unset {environment.DP_COORDINATOR} (sidecar: --dp-coordinator vllm)"
+_OPT_OUT = f"leave {environment.DP_COORDINATOR} unset (sidecar: --dp-coordinator vllm)"
 
 
 class BusCoordinator:
@@ -92,7 +92,7 @@ def _refuse_other_shapes(parallel_config: Any, enable_wave_coordination: bool) -
     if not enable_wave_coordination:
         raise RuntimeError(
             f"wavebus: {environment.DP_COORDINATOR}=bus is for mixture-of-experts models; "
-            f"ranks of a dense one run no waves. {_OPT_OUT.capitalize()}"
+            f"ranks of a dense one run no waves: {_OPT_OUT}"
         )
     if getattr(parallel_config, "enable_elastic_ep", False):
         raise RuntimeError(
@@ -117,7 +117,7 @@ def install() -> None:
     if gaps:
         raise RuntimeError(
             f"wavebus: {environment.DP_COORDINATOR}=bus can't be used with this vLLM: "
-            f"{'; '.join(gaps)}. {_OPT_OUT.capitalize()}"
+            f"{'; '.join(gaps)}. Please {_OPT_OUT}"
         )
     utils.DPCoordinator = BusCoordinator
     _log.info("wavebus: DP coordinator replaced; checked: %s", COORDINATOR_CHECKED)

@@ -1,0 +1,135 @@
+"""The status page inside a core: which method writes what, and where the page lies."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sidecar.corepage import GLOBALLY_PAUSED, LOCALLY_PAUSED, STEPPING, CoreView, PageReader
+from sidecar.vllm_plugin import core_page, environment
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the page goes; each test is a process that has none yet."""
+    monkeypatch.setenv(environment.CORE_PAGES, str(tmp_path / "pages"))
+    monkeypatch.setattr(core_page, "_watches", core_page._Watches())
+    return tmp_path / "pages"
+
+
+def view() -> CoreView:
+    return PageReader(core_page.page_path(os.getpid())).read()
+
+
+def seen_in(core: Any, name: str) -> list[CoreView]:
+    """What the page says inside that method; the class is wrapped afterwards."""
+    views: list[CoreView] = []
+    original = getattr(core, name)
+
+    @functools.wraps(original)
+    def spy(self: Any, *args: Any) -> Any:
+        views.append(view())
+        return original(self, *args)
+
+    setattr(core, name, spy)
+    return views
+
+
+def test_each_phase_is_written_where_it_happens(core_module: Any, folder: Path) -> None:
+    plain, lockstep = core_module.EngineCoreProc, core_module.DPEngineCoreProc
+    waits = seen_in(plain, "_process_input_queue")
+    requests = seen_in(plain, "_handle_client_request")
+    steps = seen_in(plain, "_process_engine_step")
+    dummies = seen_in(lockstep, "execute_dummy_batch")
+    syncs = seen_in(lockstep, "_has_global_unfinished_reqs")
+    barriers = seen_in(lockstep, "resume_scheduler")
+    assert core_page.install(core_module)
+
+    core = lockstep(engine_index=3)
+    core._process_input_queue()
+    core._handle_client_request(core_module.EngineCoreRequestType.ADD, None)
+    core.scheduler.running, core.scheduler.waiting = 2, 1
+    core._process_input_queue()
+    core._process_engine_step()
+    core.execute_dummy_batch()
+    core.step()
+    core.pause_scheduler("keep", clear_cache=False)
+    core.step()
+    core.resume_scheduler()
+    assert [v.phase for v in waits] == ["idle", "work"]
+    assert [v.phase for v in requests] == ["work"]
+    assert [v.phase for v in steps] == ["step"]
+    assert [v.phase for v in dummies] == ["dummy"]
+    assert [v.phase for v in syncs] == ["sync", "sync"]
+    assert [v.phase for v in barriers] == ["barrier"]
+    last = view()
+    assert (last.pid, last.rank, last.step, last.wave) == (os.getpid(), 3, 2, 1)
+    assert (last.waiting, last.running, last.flags) == (1, 2, 0)
+
+
+def test_flags_tell_how_far_a_pause_is(core_module: Any, folder: Path) -> None:
+    core_page.install(core_module)
+    core = core_module.DPEngineCoreProc()
+    core.pause_scheduler("keep", clear_cache=False)
+    core._process_input_queue()
+    assert view().flags == LOCALLY_PAUSED | STEPPING
+    core.step()
+    core._process_input_queue()
+    assert view().flags == LOCALLY_PAUSED | GLOBALLY_PAUSED
+
+
+def test_an_engine_that_steps_alone_counts_its_steps(core_module: Any, folder: Path) -> None:
+    core_page.install(core_module)
+    core = core_module.EngineCoreProc()
+    core.scheduler.running = 1
+    for _ in range(3):
+        core._process_engine_step()
+    core.scheduler.running = 0
+    core._process_engine_step()
+    core._process_input_queue()
+    assert (view().step, view().wave) == (3, 0)
+
+
+def test_pages_of_cores_that_were_killed_are_cleared(core_module: Any, folder: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    folder.mkdir()
+    stale = folder / f"{gone.pid}.page"
+    mine = folder / f"{os.getppid()}.page"
+    for path in (stale, mine):
+        path.touch()
+    core_page.install(core_module)
+    core_module.EngineCoreProc()._process_input_queue()
+    assert not stale.exists()
+    assert mine.exists()
+
+
+def test_a_page_that_cannot_be_made_stops_nothing(
+    core_module: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once."""
+    folder.write_text("a file where the folder should be")
+    core_page.install(core_module)
+    core = core_module.EngineCoreProc()
+    with caplog.at_level(logging.WARNING):
+        core._process_input_queue()
+        core._process_input_queue()
+    assert core.seen == ["input", "input"]
+    assert caplog.text.count("no status page") == 1
+
+
+def test_a_core_that_is_another_is_left_alone(
+    core_module: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    del core_module.EngineCoreProc._process_engine_step
+    with caplog.at_level(logging.WARNING):
+        assert not core_page.install(core_module)
+    assert "EngineCoreProc has no _process_engine_step" in caplog.text
