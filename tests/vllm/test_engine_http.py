@@ -188,6 +188,33 @@ def test_a_second_adapter_attaches_to_a_running_server(under_test: Served) -> No
         await attached.close()
         assert await under_test.engine.version() == under_test.version
 
+        coordinated = VllmHttpEngine(under_test.server.base_url, dp_coordinator="bus")
+        with pytest.raises(EngineError, match="was booted with its own coordinator"):
+            await coordinated.start()
+        await coordinated.close()
+
+    under_test.run(scenario())
+
+
+def test_what_runs_is_told_from_inside(under_test: Served) -> None:
+    """The core's status page, and the ids of requests."""
+
+    async def scenario() -> None:
+        engine = under_test.engine
+        watch = Watch()
+        request = asyncio.create_task(under_test.generate((1, 2, 3), 300, watch=watch))
+        await watch.reached(5)
+        [name] = await engine.request_ids()
+        assert name
+        view = engine.core_view()
+        assert view is not None
+        assert (view.rank, view.running, view.waiting) == (0, 1, 0)
+        await request
+        later = engine.core_view()
+        assert later is not None
+        assert later.step >= view.step
+        assert await engine.request_ids() == ()
+
     under_test.run(scenario())
 
 

@@ -346,6 +346,27 @@ def test_other_peoples_payloads_are_refused(
     under_test.run(scenario())
 
 
+def test_what_runs_is_told_from_inside(under_test: InProcess) -> None:
+    """The core's status page, and the ids of requests as their clients gave them."""
+
+    async def scenario() -> None:
+        engine = under_test.engine
+        watch = Watch()
+        request = asyncio.create_task(generate(under_test.llm, "mine", 300, note=watch.note))
+        await watch.reached(5)
+        assert await engine.request_ids() == ("mine",)
+        view = engine.core_view()
+        assert view is not None
+        assert (view.rank, view.running, view.waiting) == (0, 1, 0)
+        await request
+        assert await engine.request_ids() == ()
+        coordinated = VllmEngine(under_test.llm, dp_coordinator="bus")
+        with pytest.raises(EngineError, match="was booted with its own coordinator"):
+            await coordinated.start()
+
+    under_test.run(scenario())
+
+
 # The engine dies here: this test stays the last one of the module.
 def test_death_is_reported(under_test: InProcess) -> None:
     """An update that arrives nowhere: the engine core is killed."""
