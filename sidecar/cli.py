@@ -244,6 +244,7 @@ def _all_ranks(
     from sidecar.rank_supervisor import (  # noqa: PLC0415
         RankPlan,
         RankSupervisor,
+        gpus_of_this_host,
         plan_of_server,
     )
 
@@ -262,6 +263,7 @@ def _all_ranks(
         options=_given(ctx, _OF_THE_SUPERVISOR),
         command=server,
         port=port or embedded["port"],
+        gpus=gpus_of_this_host() if server else (),
     )
     run_until_stopped(RankSupervisor(plan, restarts=restarts).run)
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _GUARD: Final = Path(__file__).with_name("vllm_plugin") / "guard.py"
+_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _USAGE: Final = 2
 # Longer than a rank's sidecar gives its server: what a rank started is gone with it.
 STOP_GRACE_S: Final = 45.0
@@ -58,6 +59,8 @@ class RankPlan:
             empty for embedded engines.
         port: where rank 0 serves requests, the others on the ports after it; 0: any.
         host: where ranks meet; this host's own address.
+        gpus: those of this host, by the names of ``CUDA_VISIBLE_DEVICES``, shared out evenly
+            to the ranks; none: ranks see what this process sees.
     """
 
     dp_group: str
@@ -66,6 +69,21 @@ class RankPlan:
     command: tuple[str, ...] = ()
     port: int = 0
     host: str = "127.0.0.1"
+    gpus: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.gpus and len(self.gpus) < self.size:
+            raise UsageError(
+                f"--dp-size {self.size}: this host shows {len(self.gpus)} GPUs "
+                f"({', '.join(self.gpus)}); each rank needs its own"
+            )
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What one rank's environment has beyond this process's."""
+        if not self.gpus:
+            return {}
+        share = len(self.gpus) // self.size
+        return {_VISIBLE: ",".join(self.gpus[rank * share : (rank + 1) * share])}
 
     def argv(self, rank: int, meeting_port: int) -> list[str]:
         """The command line of one rank, for the rendezvous at ``meeting_port``."""
@@ -109,6 +127,15 @@ def plan_of_server(command: Sequence[str]) -> tuple[tuple[str, ...], int]:
     if not port.isdigit():
         raise UsageError(f"--port {port}: not a number")
     return tuple(rest), int(port)
+
+
+def gpus_of_this_host() -> tuple[str, ...]:
+    """The GPUs that this process may use; empty without any."""
+    visible = os.environ.get(_VISIBLE)
+    if visible is not None:
+        return tuple(name for name in visible.split(",") if name)
+    numbers = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
+    return tuple(sorted(numbers, key=int))
 
 
 class RankSupervisor:
@@ -176,6 +203,7 @@ class RankSupervisor:
             process = await asyncio.create_subprocess_exec(
                 *guard,
                 *argv,
+                env={**os.environ, **self.plan.environment(rank)},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,

@@ -218,11 +218,14 @@ async def _rounds(
         for seed, url in enumerate(urls * STREAMS)
     ]
     pauses: list[float] = []
+    direct: list[float] = []
     updates: list[float] = []
     interrupted = 0
     since_s = time.monotonic()
     for number in range(options.rounds):
-        if number % 2:
+        if number % 3 == 1:
+            direct.append(await _pause_directly(session, urls))
+        elif number % 3:
             begun_s = time.perf_counter()
             async with agent.paused(mode="keep") as ack:
                 pauses.append((time.perf_counter() - begun_s) * 1000)
@@ -244,6 +247,8 @@ async def _rounds(
         "requests_short": load.short,
         "requests_failed": load.failed,
         "errors": load.errors[:3],
+        "pause_direct_ms_p50": round(statistics.median(direct), 1),
+        "pause_direct_ms_max": round(max(direct), 1),
         "pause_ms_p50": round(statistics.median(pauses), 1),
         "pause_ms_max": round(max(pauses), 1),
         "update_paused_ms_p50": round(statistics.median(updates), 1),
@@ -253,6 +258,21 @@ async def _rounds(
         "health": status.health,
         "gateway": status.gateway,
     }
+
+
+async def _pause_directly(session: aiohttp.ClientSession, urls: list[str]) -> float:
+    """What peers do: concurrent posts to the engines; how long the pause took, in ms."""
+
+    async def post(url: str, params: dict[str, str] | None = None) -> None:
+        async with session.post(url, params=params) as response:
+            response.raise_for_status()
+
+    begun_s = time.perf_counter()
+    how = {"mode": "keep", "clear_cache": "true"}
+    await asyncio.gather(*(post(f"{url}/pause", how) for url in urls))
+    took_ms = (time.perf_counter() - begun_s) * 1000
+    await asyncio.gather(*(post(f"{url}/resume") for url in urls))
+    return took_ms
 
 
 async def _restart(
