@@ -283,7 +283,6 @@ class EngineCore:
         self._steps += 1
         self._show("step")
         self._scheduler.step(admit=self._mode is None, version=self.version)
-        self._show("work")
 
     def _settle_pause(self) -> None:
         """Answer pauses, once nothing runs and nothing will."""
@@ -302,7 +301,7 @@ class EngineCore:
         return count
 
     def _show(self, phase: CorePhase) -> None:
-        """Write the status page."""
+        """Write the status page. What comes next is shown when it begins."""
         wave, stepping = self._wave()
         flags = STEPPING if stepping else 0
         if self._mode is not None:

@@ -150,6 +150,9 @@ class EmbeddedEngine:
             self._member.leave()
         if self._core is not None:
             await asyncio.to_thread(self._core.stop)
+        for generation in self._generations.values():
+            # Of a core that is blocked in a step, and was left there.
+            generation.fail(EngineDead("the engine is closed"))
         if self._server:
             await self._server.close()
         if self._updater is not None and self._loop is not None:

@@ -170,13 +170,12 @@ class Qwen3:
         sizes = [len(part.places) for part in parts]
         for index, layer in enumerate(self._layers):
             qk, value = self._project(layer, x, cos, sin)
-            attended = [
-                part.attend(index, part_qk, part_value)
-                for part, part_qk, part_value in zip(
-                    parts, torch.split(qk, sizes), torch.split(value, sizes), strict=True
-                )
-            ]
-            x = self._finish_layer(layer, x, _joined(attended))
+            if len(parts) == 1:
+                attended = parts[0].attend(index, qk, value)
+            else:
+                both = zip(parts, torch.split(qk, sizes), torch.split(value, sizes), strict=True)
+                attended = torch.cat([part.attend(index, *own) for part, *own in both])
+            x = self._finish_layer(layer, x, attended)
         return self._logits(
             _joined(
                 [part.last(own) for part, own in zip(parts, torch.split(x, sizes), strict=True)]

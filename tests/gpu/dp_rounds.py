@@ -143,6 +143,7 @@ async def bus(options: argparse.Namespace, folder: Path, logs: Path) -> AsyncIte
         "--max-model-len=1024",
         *(["--dtype=float32"] if options.cpu else ["--enable-expert-parallel"]),
         *([] if options.cpu else ["--gpu-memory-utilization=0.3"]),
+        *(["--dp-sync-interval", str(options.sync_interval)] if options.sync_interval else []),
     ]
     ranks = subprocess.Popen(  # noqa: ASYNC220 - our own command, quickly started
         [
@@ -200,6 +201,8 @@ async def measure(options: argparse.Namespace, logs: Path) -> dict[str, Any]:
                 "boot_s": round(time.monotonic() - began_s, 1),
             }
             found |= await _rounds(options, agent, session, [v.endpoint for v in views], weights)
+            if options.pauses:
+                found |= await _pauses(options, agent, session, [v.endpoint for v in views])
             if options.kill:
                 found |= await _restart(options, agent, session, views[0].pid)
             return found
@@ -260,6 +263,40 @@ async def _rounds(
     }
 
 
+async def _pauses(
+    options: argparse.Namespace,
+    agent: TrainerAgent,
+    session: aiohttp.ClientSession,
+    urls: list[str],
+) -> dict[str, Any]:
+    """Pauses alone, through the bus and direct in turn, under load: what the bus adds."""
+    load = Load()
+    streams = [
+        asyncio.create_task(load.stream(session, url, seed))
+        for seed, url in enumerate(urls * STREAMS)
+    ]
+    direct: list[float] = []
+    through: list[float] = []
+    for _ in range(options.pauses):
+        direct.append(await _pause_directly(session, urls))
+        await asyncio.sleep(0.02)
+        begun_s = time.perf_counter()
+        async with agent.paused(mode="keep"):
+            through.append((time.perf_counter() - begun_s) * 1000)
+        await asyncio.sleep(0.02)
+    load.stop = True
+    await asyncio.gather(*streams)
+    more = statistics.median(through) - statistics.median(direct)
+    return {
+        "pauses": options.pauses,
+        "loaded_pause_direct_ms": round(statistics.median(direct), 2),
+        "loaded_pause_bus_ms": round(statistics.median(through), 2),
+        "loaded_pause_more_ms": round(more, 2),
+        "loaded_short": load.short + load.failed,
+        "loaded_requests": load.done,
+    }
+
+
 async def _pause_directly(session: aiohttp.ClientSession, urls: list[str]) -> float:
     """What peers do: concurrent posts to the engines; how long the pause took, in ms."""
 
@@ -312,6 +349,8 @@ def main() -> int:
     parser.add_argument("--coordinator", choices=["vllm", "bus"], default="bus")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--kill", action="store_true", help="kill a rank at the end")
+    parser.add_argument("--pauses", type=int, default=0, help="then so many of each kind")
+    parser.add_argument("--sync-interval", type=int, default=0, help="vLLM's --dp-sync-interval")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--logs", type=Path, default=Path("gpu-logs"))
     options = parser.parse_args()

@@ -158,7 +158,7 @@ class Pair:
         return await asyncio.gather(*(rank.do(verb, **args) for rank in self.ranks))
 
     async def begin(self, rank: int, count: int, prompt: Sequence[int] = PROMPT) -> str:
-        """Send a request; its name."""
+        """Send a request, and wait until the front end has it; its name."""
         name = f"r{next(self._names)}"
         await self.ranks[rank].do("generate", name=name, count=count, prompt=list(prompt))
         return name

@@ -48,9 +48,12 @@ class Rank:
             self.say(call, began_s, ok=True, out=out)
 
     async def do_generate(self, name: str, count: int, prompt: list[int] | None = None) -> None:
-        """Begin a request; see ``tokens`` and ``count``."""
+        """Begin a request, which is on its way when this returns; see ``tokens``, ``count``."""
         self._tokens[name] = []
-        self._tasks[name] = asyncio.create_task(self._generate(name, count, prompt or PROMPT))
+        task = asyncio.create_task(self._generate(name, count, prompt or PROMPT))
+        self._tasks[name] = task
+        while not task.done() and name not in await self._engine.request_ids():
+            await asyncio.sleep(0)
 
     async def _generate(self, name: str, count: int, prompt: list[int]) -> None:
         from vllm import SamplingParams  # noqa: PLC0415 - after the environment is set

@@ -135,7 +135,6 @@ class LockstepCore(EngineCore):
         self._steps += 1
         self._show("dummy")
         self.model.dummy()
-        self._show("work")
 
     def _confer(self) -> None:
         waves = self._waves
@@ -148,7 +147,6 @@ class LockstepCore(EngineCore):
         if not waves.running:
             self._note("globally_paused" if waves.agreed else "wave_complete")
         self._tell(report)
-        self._show("work")
 
     def _tell(self, report: CoreReport | None) -> None:
         if report is not None:
