@@ -14,7 +14,7 @@ from bus.runtime.loop import run
 from bus.runtime.query import fetch_status
 
 if TYPE_CHECKING:
-    from bus.messages import Status
+    from bus.messages import GroupStatus, Status
 
 
 @click.command()
@@ -60,22 +60,68 @@ def _table(address: str, answer: Status) -> str:
         )
         if group.waiting_for:
             lines.append(f"  waiting for: {', '.join(group.waiting_for)}")
-        rows = [("engine", "dp group", "version", "phase", "requests", "heard", "endpoint")]
-        rows += [
-            (
-                engine.name,
-                f"{engine.dp_group}/{engine.dp_rank}",
-                str(engine.version),
-                engine.phase,
-                str(engine.in_flight),
-                f"{engine.last_heard_ms / 1000:.1f} s",
-                engine.endpoint or "-",
-            )
-            for engine in group.engines
-        ]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines += [
-            "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            for row in rows
-        ]
+        lines += _columns(
+            ("engine", "dp group", "version", "phase", "requests", "heard", "endpoint"),
+            [
+                (
+                    engine.name,
+                    f"{engine.dp_group}/{engine.dp_rank}",
+                    str(engine.version),
+                    engine.phase,
+                    str(engine.in_flight),
+                    f"{engine.last_heard_ms / 1000:.1f} s",
+                    engine.endpoint or "-",
+                )
+                for engine in group.engines
+            ],
+        )
+        lines += _dp_groups(group)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _dp_groups(group: GroupStatus) -> list[str]:
+    """Their waves, their cores, and what is wrong with them."""
+    if not group.dp_groups:
+        return []
+    lines = ["", "  waves:"]
+    lines += _columns(
+        ("dp group", "state", "wave", "ranks", "health", "gateway"),
+        [
+            (
+                each.name,
+                each.state + (", a request waits" if each.first_req else ""),
+                str(each.wave),
+                f"{each.ranks} of {each.size}",
+                each.health,
+                each.gateway or "-",
+            )
+            for each in group.dp_groups
+        ],
+    )
+    cores = [engine for engine in group.engines if engine.core_phase]
+    if cores:
+        lines.append("  cores:")
+        lines += _columns(
+            ("rank", "does", "since", "step", "wave"),
+            [
+                (
+                    f"{engine.dp_group}/{engine.dp_rank}",
+                    engine.core_phase,
+                    f"{engine.core_since_ms / 1000:.1f} s",
+                    str(engine.core_step),
+                    str(engine.core_wave),
+                )
+                for engine in cores
+            ],
+        )
+    lines += [f"  {each.name}: {each.diagnosis}" for each in group.dp_groups if each.diagnosis]
+    return lines
+
+
+def _columns(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    table = [head, *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in table
+    ]

@@ -1,0 +1,1 @@
+"""Long runs in bad conditions; short in `make test`, long in `make chaos`."""

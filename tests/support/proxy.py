@@ -1,0 +1,84 @@
+"""A TCP proxy that delays what passes, and cuts connections, at random from a seed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from typing import Final, Self
+
+_CHUNK: Final = 65536
+
+
+class BadProxy:
+    """Between peers and a broker, for the length of an ``async with``.
+
+    Args:
+        target: where the broker listens, as ``host:port``.
+        seed: of delays and cuts.
+        delay_ms: the most that a piece is held up.
+        cut_every_s: how long a connection lives on the average.
+    """
+
+    def __init__(
+        self, target: str, *, seed: int, delay_ms: float = 15.0, cut_every_s: float = 4.0
+    ) -> None:
+        self.cuts = 0
+        self.pieces = 0
+        self._host, _, port = target.rpartition(":")
+        self._port = int(port)
+        self._random = random.Random(seed)
+        self._delay_ms = delay_ms
+        self._cut_every_s = cut_every_s
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    @property
+    def address(self) -> str:
+        """Where peers connect to."""
+        assert self._server is not None
+        return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._carry(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            other_reader, other_writer = await asyncio.open_connection(self._host, self._port)
+            lives_s = self._random.expovariate(1 / self._cut_every_s)
+            ways = [
+                asyncio.create_task(self._pump(reader, other_writer)),
+                asyncio.create_task(self._pump(other_reader, writer)),
+            ]
+            try:
+                done, _ = await asyncio.wait(
+                    ways, timeout=lives_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                self.cuts += not done
+            finally:
+                for way in ways:
+                    way.cancel()
+                other_writer.close()
+        writer.close()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass pieces on, in order, each after a while."""
+        with contextlib.suppress(OSError):
+            while piece := await reader.read(_CHUNK):
+                self.pieces += 1
+                await asyncio.sleep(self._random.random() * self._delay_ms / 1000)
+                writer.write(piece)
+                await writer.drain()
