@@ -30,18 +30,6 @@ class OrderFailed(Exception):
     """A rank answered with an error."""
 
 
-def dp_environment(folder: Path) -> dict[str, str]:
-    """As :func:`boot_environment`, with what experts need on a CPU."""
-    environment = boot_environment(folder)
-    info = folder / "wavebus_moe_cpu-0.dist-info"
-    info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wavebus-moe-cpu\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nwavebus_moe_cpu = tests.support.moe_cpu:register\n"
-    )
-    return environment
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -193,7 +181,7 @@ async def boot_pair(
     folder: Path, model: Path, coordinator: str, env: dict[str, str] | None = None
 ) -> Pair:
     """Boot two ranks; their logs lie in ``folder``."""
-    environment = {**dp_environment(folder), "WAVEBUS_DP_COORDINATOR": coordinator, **(env or {})}
+    environment = {**boot_environment(folder), "WAVEBUS_DP_COORDINATOR": coordinator, **(env or {})}
     ranks = [RankProcess(rank, folder / f"rank{rank}.log") for rank in range(2)]
     rpc_port = free_port()
     for rank in ranks:

@@ -52,7 +52,7 @@ class Rank:
         self._tokens[name] = []
         task = asyncio.create_task(self._generate(name, count, prompt or PROMPT))
         self._tasks[name] = task
-        while not task.done() and name not in await self._engine.request_ids():
+        while not task.done() and name not in await self._engine.request_ids():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
     async def _generate(self, name: str, count: int, prompt: list[int]) -> None:
