@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 SOURCES := bus sidecar trainer_agent tests examples
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check lint types layers test-fast mutants bench clean
+.PHONY: demo test check lint types layers test-fast mutants chaos bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/wavebus demo
@@ -39,9 +39,14 @@ layers: $(VENV)/.test
 $(VENV)/.demo $(VENV)/.test $(VENV)/.vllm: pyproject.toml .ci/setup
 	PYTHON=$(PYTHON) .ci/setup $(patsubst .%,%,$(notdir $@))
 
+# A thousand rounds where `make test` has some.
+chaos: $(VENV)/.test
+	WAVEBUS_CHAOS_ROUNDS=1000 $(BIN)/python -m pytest -q tests/chaos
+
 bench: $(VENV)/.test
 	$(BIN)/wavebus bench control --engines 64
 	$(BIN)/wavebus bench control --engines 256
+	$(BIN)/wavebus bench pause
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -56,23 +56,28 @@ class BadProxy:
         task.add_done_callback(self._tasks.discard)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
+        writers = [writer]
+        ways: list[asyncio.Task[None]] = []
+        try:
             other_reader, other_writer = await asyncio.open_connection(self._host, self._port)
-            lives_s = self._random.expovariate(1 / self._cut_every_s)
+            writers.append(other_writer)
             ways = [
                 asyncio.create_task(self._pump(reader, other_writer)),
                 asyncio.create_task(self._pump(other_reader, writer)),
             ]
-            try:
-                done, _ = await asyncio.wait(
-                    ways, timeout=lives_s, return_when=asyncio.FIRST_COMPLETED
-                )
-                self.cuts += not done
-            finally:
-                for way in ways:
-                    way.cancel()
-                other_writer.close()
-        writer.close()
+            lives_s = self._random.expovariate(1 / self._cut_every_s)
+            done, _ = await asyncio.wait(ways, timeout=lives_s, return_when=asyncio.FIRST_COMPLETED)
+            self.cuts += not done
+        except OSError:
+            pass  # the broker is not there
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+            for each in writers:
+                each.close()
+                with contextlib.suppress(OSError):
+                    await each.wait_closed()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass pieces on, in order, each after a while."""
