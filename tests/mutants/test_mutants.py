@@ -27,7 +27,7 @@ PATCHES: Final = sorted(HERE.glob("*.patch"))
 COPIED: Final = ("bus", "sidecar", "tests/unit/bus", "tests/model", "pyproject.toml")
 AT_ONCE: Final = 2
 LIMIT_S: Final = 60.0
-SHARE: Final = "0.35"  # of a model's examples
+SHARE: Final = "0.5"  # of a model's examples
 # Fails the run when anything but the copy is imported.
 GUARD: Final = """
 from pathlib import Path
