@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
+    from bus.messages import PauseMode
     from bus.runtime.base import ClientTransport, Scheduler
 
 # How long a closing sidecar waits for the engine call under way.
@@ -322,6 +323,22 @@ class Sidecar:
             now_ms = self._peer.now_ms()
             self._perform(self.session.done(call, now_ms, in_flight=in_flight))
 
+    async def _pause(self, mode: PauseMode, *, clear_cache: bool) -> int:
+        """Pause; how many requests the engine holds then.
+
+        Those of ``keep`` are counted meanwhile: it keeps what it has, and a server's count
+        costs a request, which the pause need not wait for.
+        """
+        if mode != "keep":
+            await self.engine.pause(mode, clear_cache=clear_cache)
+            return await self.engine.in_flight()
+        counting = asyncio.ensure_future(self.engine.in_flight())
+        try:
+            await self.engine.pause(mode, clear_cache=clear_cache)
+            return await counting
+        finally:
+            counting.cancel()
+
     async def _escalate(self, call: CallEscalate) -> None:
         """Pause a second time, beside the `wait` that still drains."""
         assert self._peer is not None
@@ -342,8 +359,7 @@ class Sidecar:
         engine = self.engine
         match call:
             case CallPause(mode, clear_cache):
-                await engine.pause(mode, clear_cache=clear_cache)
-                return await engine.in_flight()
+                return await self._pause(mode, clear_cache=clear_cache)
             case CallResume():
                 await engine.resume()
             case CallReceive(chunk, backend, tensors, handle):

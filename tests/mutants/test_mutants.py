@@ -26,8 +26,8 @@ ROOT: Final = HERE.parents[1]
 PATCHES: Final = sorted(HERE.glob("*.patch"))
 COPIED: Final = ("bus", "sidecar", "tests/unit/bus", "tests/model", "pyproject.toml")
 AT_ONCE: Final = 2
-LIMIT_S: Final = 60.0
-SHARE: Final = "0.5"  # of a model's examples
+LIMIT_S: Final = 180.0
+SHARE: Final = "0.4"  # of a model's examples
 # Fails the run when anything but the copy is imported.
 GUARD: Final = """
 from pathlib import Path
