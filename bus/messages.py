@@ -21,8 +21,8 @@ RESUME              trainer → broker → engines     schedule again
 FIRST_REQ           gateway → broker               an idle DP group got a request
 FIRST_REQ_HELD      broker → gateway               it is paused or down; kept, starts later
 START_DP_WAVE       broker → gateway               every rank joins this wave
-WAVE_STARTED        gateway or rank 0 → broker     this wave runs
-WAVE_COMPLETE       gateway or rank 0 → broker     every rank is idle; the next wave is one more
+WAVE_STARTED        gateway → broker               this wave runs
+WAVE_COMPLETE       gateway → broker               every rank is idle; the next wave is one more
 TRANSFER_INIT       trainer → broker → engines     open the out-of-band transport
 ARM                 trainer → broker → engines     the manifest; engines check it
 UPDATE_START        trainer → broker → engines     get ready to load
