@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -250,17 +251,19 @@ def _signal(process: asyncio.subprocess.Process, number: int) -> None:
 
 
 def _free_port(host: str) -> int:
-    """A port that nobody listens on now; below the ephemeral range, so that nobody gets it."""
-    for port in range(_FIRST_PORT + os.getpid() % _PORTS, _LAST_PORT):
+    """A port that nobody listens on now: any below the ephemeral range, so that no outgoing
+    connection gets it, and not the first one, so that two who look at once differ."""
+    for _ in range(_TRIES):
+        port = _FIRST_PORT + secrets.randbelow(_PORTS)
         with socket.socket() as probe:
             try:
                 probe.bind((host, port))
             except OSError:
                 continue
             return port
-    raise EngineError(f"no free port on {host} between {_FIRST_PORT} and {_LAST_PORT}")
+    raise EngineError(f"no free port on {host} between {_FIRST_PORT} and {_FIRST_PORT + _PORTS}")
 
 
 _FIRST_PORT: Final = 21_000
-_PORTS: Final = 8_000
-_LAST_PORT: Final = 32_000
+_PORTS: Final = 11_000
+_TRIES: Final = 100
