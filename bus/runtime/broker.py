@@ -15,6 +15,7 @@ from bus.ids import new_boot
 from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, HeartbeatAck, Status
 from bus.protocol.broker import BROKER_NAME, Broker, BrokerConfig
 from bus.protocol.effects import Effect, Note, Send
+from bus.runtime.alarm import Alarm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,8 +42,7 @@ class BrokerServer:
         self._scheduler = scheduler
         self._log = bus.log.logger()
         self._seq = 0
-        self._timer: Handle | None = None
-        self._armed_ms = float("inf")
+        self._alarm = Alarm(scheduler, self._on_alarm)
         self._acks: dict[tuple[HeartbeatAck, str, int], list[bytes]] = {}
         self._acks_timer: Handle | None = None
 
@@ -53,9 +53,9 @@ class BrokerServer:
 
     def close(self) -> None:
         """Stop serving; peers keep what they have, and look for a broker."""
-        for timer in (self._timer, self._acks_timer):
-            if timer is not None:
-                timer.cancel()
+        self._alarm.cancel()
+        if self._acks_timer is not None:
+            self._acks_timer.cancel()
         self._transport.close()
 
     def _on_frame(self, route: bytes, frame: bytes) -> None:
@@ -71,9 +71,7 @@ class BrokerServer:
         if effects:
             self._perform(effects)
 
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._armed_ms = float("inf")
+    def _on_alarm(self) -> None:
         effects = self.machine.tick(self._scheduler.now_ms())
         self._perform(effects)
 
@@ -137,13 +135,7 @@ class BrokerServer:
 
     def _arm(self) -> None:
         """One timer for everything, set to the machine's next deadline."""
-        due_ms = self.machine.next_deadline_ms()
-        if due_ms >= self._armed_ms:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._armed_ms = due_ms
-        self._timer = self._scheduler.call_at(due_ms, self._on_timer)
+        self._alarm.by(self.machine.next_deadline_ms())
 
 
 def rss_bytes() -> int:

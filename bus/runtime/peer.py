@@ -14,12 +14,13 @@ from bus.ids import new_boot
 from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, Message
 from bus.protocol.effects import Effect, Note, Send
 from bus.protocol.link import LINK_MESSAGES, Link, LinkConfig, LinkState
+from bus.runtime.alarm import Alarm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from bus.messages import Heartbeat, Join
-    from bus.runtime.base import ClientTransport, Handle, Scheduler
+    from bus.runtime.base import ClientTransport, Scheduler
 
 HOST = socket.gethostname()[:256]
 PID = os.getpid()
@@ -72,8 +73,7 @@ class Peer:
         self._next_deadline_ms = next_deadline_ms
         self._seq = 0
         self._last_id = 0
-        self._timer: Handle | None = None
-        self._armed_ms = float("inf")
+        self._alarm = Alarm(scheduler, self._on_alarm)
         self._closed = False
 
     def start(self) -> None:
@@ -116,15 +116,13 @@ class Peer:
             return
         self.perform(self.link.leave(reason))
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._alarm.cancel()
         self._transport.close()
 
     def kill(self) -> None:
         """End without a word, as a process that was killed does. For tests."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._alarm.cancel()
         self._transport.close()
 
     def arm(self) -> None:
@@ -135,16 +133,10 @@ class Peer:
 
     def arm_by(self, due_ms: float) -> None:
         """Set the timer to ``due_ms``, unless it is set to an earlier moment."""
-        if self._closed or due_ms >= self._armed_ms:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._armed_ms = due_ms
-        self._timer = self._scheduler.call_at(due_ms, self._on_timer)
+        if not self._closed:
+            self._alarm.by(due_ms)
 
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._armed_ms = float("inf")
+    def _on_alarm(self) -> None:
         if self._closed:
             return
         now_ms = self._scheduler.now_ms()

@@ -15,6 +15,7 @@ from bus.protocol.effects import Note, Send
 from bus.protocol.gateway import Gateway, Publish, Ready, StartCores
 from bus.protocol.link import LinkState
 from bus.runtime.aio import AsyncioScheduler
+from bus.runtime.alarm import Alarm
 from bus.runtime.peer import HOST, PID, Peer, default_name, route_of
 from bus.runtime.zmq_coordinator import CoordinatorSockets
 from bus.runtime.zmq_transport import ZmqClient
@@ -56,8 +57,7 @@ class GatewayServer:
         self._group = group
         self._scheduler = AsyncioScheduler()
         self._log = bus.log.logger(peer=self.name, group=group)
-        self._timer: Handle | None = None
-        self._armed_ms = float("inf")
+        self._alarm = Alarm(self._scheduler, self._on_alarm)
         self._rejoin: Handle | None = None
         self._closed = False
         try:
@@ -81,9 +81,9 @@ class GatewayServer:
     def close(self) -> None:
         """Leave the bus, and end."""
         self._closed = True
-        for timer in (self._timer, self._rejoin):
-            if timer is not None:
-                timer.cancel()
+        self._alarm.cancel()
+        if self._rejoin is not None:
+            self._rejoin.cancel()
         if self._peer is not None:
             self._peer.close("the DP group's front end has ended")
         self.sockets.close()
@@ -193,16 +193,9 @@ class GatewayServer:
         self._arm()
 
     def _arm(self) -> None:
-        due_ms = self.machine.next_deadline_ms()
-        if self._closed or due_ms >= self._armed_ms:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._armed_ms = due_ms
-        self._timer = self._scheduler.call_at(due_ms, self._on_timer)
+        if not self._closed:
+            self._alarm.by(self.machine.next_deadline_ms())
 
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._armed_ms = float("inf")
+    def _on_alarm(self) -> None:
         if not self._closed:
             self._perform(self.machine.tick(self._scheduler.now_ms()))
