@@ -13,64 +13,17 @@ Front end and core are one process here, so one loop has all three.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import zmq
 
 from bus.errors import UsageError
-from bus.runtime.zmq_transport import Readable
+from bus.runtime.zmq_parts import PartsSocket
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     OnParts = Callable[[list[bytes]], None]
-
-_LINGER_MS: Final = 200
-_BATCH: Final = 512
-_NOBLOCK: Final = int(zmq.NOBLOCK)
-
-
-class _Socket(Readable):
-    """One of them, connected to ``address``; it may be said something at once."""
-
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str, identity: bytes
-    ) -> None:
-        socket = context.socket(kind)
-        socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        socket.setsockopt(zmq.IDENTITY, identity)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        if "[" in address:
-            socket.setsockopt(zmq.IPV6, 1)
-        try:
-            socket.connect(address)
-        except zmq.ZMQError as error:
-            socket.close()
-            raise UsageError(f"{address}: {error.strerror}") from error
-        super().__init__(socket)
-        self._on_parts: OnParts | None = None
-
-    def listen(self, on_parts: OnParts) -> None:
-        self._on_parts = on_parts
-        self.watch()
-
-    def take(self) -> bool:
-        for _ in range(_BATCH):
-            try:
-                parts = self.socket.recv_multipart(_NOBLOCK)
-            except zmq.Again:
-                return True
-            if self._on_parts is not None:
-                self._on_parts(parts)
-            if self.socket.closed:
-                return True
-        return False
-
-    def send(self, frame: bytes) -> None:
-        self.socket.send(frame, _NOBLOCK)
-        if self._on_parts is not None:
-            self.look_again()
 
 
 class MemberSockets:
@@ -81,12 +34,12 @@ class MemberSockets:
     """
 
     def __init__(self, rank: int, *, front: str, core_in: str, core_out: str) -> None:
-        identity = rank.to_bytes(2, "little")
+        identity: dict[int, bytes] = {zmq.IDENTITY: rank.to_bytes(2, "little")}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._front = _Socket(self._context, zmq.XSUB, front, identity)
-            self._core_in = _Socket(self._context, zmq.XSUB, core_in, identity)
-            self._core_out = _Socket(self._context, zmq.PUSH, core_out, identity)
+            self._front = PartsSocket(self._context, zmq.XSUB, front, identity, bind=False)
+            self._core_in = PartsSocket(self._context, zmq.XSUB, core_in, identity, bind=False)
+            self._core_out = PartsSocket(self._context, zmq.PUSH, core_out, identity, bind=False)
         except UsageError:
             self._context.destroy(linger=0)
             raise
