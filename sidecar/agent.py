@@ -306,22 +306,23 @@ class Sidecar:
         assert self._peer is not None
         try:
             in_flight = await self._do(call)
-        except EngineError as error:
-            failure = Failure(error.code, error.detail, tensor=error.tensor)
-            fields: dict[str, object] = {
-                "call": type(call).__name__,
-                "detail": error.detail,
-                "tensor": error.tensor,
-            }
-            self._peer.note(Note("engine_call_failed", "warning", fields))
-            self._perform(self.session.failed(call, failure, self._peer.now_ms()))
-        except Exception as error:
-            self._peer.log.exception("engine_call_broke", call=type(call).__name__)
-            failure = Failure(NackCode.ENGINE_FAILED, f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged and told
+            failure = self._failure(call, error)
             self._perform(self.session.failed(call, failure, self._peer.now_ms()))
         else:
             now_ms = self._peer.now_ms()
             self._perform(self.session.done(call, now_ms, in_flight=in_flight))
+
+    def _failure(self, call: Call | CallEscalate, error: Exception) -> Failure:
+        """What the machine is told of a call that failed; the log has more."""
+        assert self._peer is not None
+        name = type(call).__name__
+        if not isinstance(error, EngineError):
+            self._peer.log.error("engine_call_broke", call=name, exc_info=error)
+            return Failure(NackCode.ENGINE_FAILED, f"{type(error).__name__}: {error}")
+        fields: dict[str, object] = {"call": name, "detail": error.detail, "tensor": error.tensor}
+        self._peer.note(Note("engine_call_failed", "warning", fields))
+        return Failure(error.code, error.detail, tensor=error.tensor)
 
     async def _pause(self, mode: PauseMode, *, clear_cache: bool) -> int:
         """Pause; how many requests the engine holds then.
@@ -347,10 +348,8 @@ class Sidecar:
             self.session.escalating(await self.engine.request_ids())
             await self.engine.pause(call.mode, clear_cache=call.clear_cache)
             in_flight = await self.engine.in_flight()
-        except EngineError as error:
-            failure = Failure(error.code, error.detail)
-            fields: dict[str, object] = {"call": "CallEscalate", "detail": error.detail}
-            self._peer.note(Note("engine_call_failed", "warning", fields))
+        except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged and told
+            failure = self._failure(call, error)
         now_ms = self._peer.now_ms()
         self._perform(self.session.escalation_done(failure, now_ms, in_flight=in_flight))
 

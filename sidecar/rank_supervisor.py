@@ -22,9 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import signal
-import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -34,11 +32,11 @@ from typing import IO, TYPE_CHECKING, Final
 import bus.log
 from bus.errors import EngineError, UsageError, WavebusError
 from bus.messages import NackCode
+from sidecar.launch import free_port, guarded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_GUARD: Final = Path(__file__).with_name("vllm_plugin") / "guard.py"
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _USAGE: Final = 2
 # Longer than a rank's sidecar gives its server: what a rank started is gone with it.
@@ -195,15 +193,11 @@ class RankSupervisor:
 
     async def _start(self) -> None:
         self.generation += 1
-        meeting_port = _free_port(self.plan.host)
+        meeting_port = free_port(self.plan.host)
         self._ranks = []
         for rank in range(self.plan.size):
-            argv = self.plan.argv(rank, meeting_port)
-            # The guard ends the rank when this process dies, even by SIGKILL.
-            guard = [sys.executable, str(_GUARD), str(os.getpid()), str(STOP_GRACE_S)]
             process = await asyncio.create_subprocess_exec(
-                *guard,
-                *argv,
+                *guarded(self.plan.argv(rank, meeting_port), STOP_GRACE_S),
                 env={**os.environ, **self.plan.environment(rank)},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=self._output,
@@ -248,22 +242,3 @@ def _signal(process: asyncio.subprocess.Process, number: int) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)
-
-
-def _free_port(host: str) -> int:
-    """A port that nobody listens on now: any below the ephemeral range, so that no outgoing
-    connection gets it, and not the first one, so that two who look at once differ."""
-    for _ in range(_TRIES):
-        port = _FIRST_PORT + secrets.randbelow(_PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-            return port
-    raise EngineError(f"no free port on {host} between {_FIRST_PORT} and {_FIRST_PORT + _PORTS}")
-
-
-_FIRST_PORT: Final = 21_000
-_PORTS: Final = 11_000
-_TRIES: Final = 100

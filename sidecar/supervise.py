@@ -11,14 +11,12 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
@@ -26,6 +24,7 @@ import anyio
 import anyio.to_thread
 
 from bus.errors import EngineDead, EngineError, UsageError
+from sidecar.launch import free_port, guarded
 from sidecar.vllm_http import is_loopback
 from sidecar.vllm_plugin import environment
 from sidecar.vllm_plugin.compat import BACKEND
@@ -87,7 +86,7 @@ def prepare(argv: Sequence[str], env: Mapping[str, str]) -> Prepared:
         )
     port = options.get("port")
     if port is None:
-        port = str(_free_port(host))
+        port = str(free_port(host))
         added += ["--port", port]
     elif not port.isdigit():
         raise UsageError(f"--port {port}: not a number")
@@ -153,10 +152,9 @@ class SupervisedServer:
         if self._process is not None:
             raise EngineError("this server was started before")
         self._pages = tempfile.mkdtemp(prefix="wavebus-cores-", dir=environment.memory_folder())
-        guard = Path(__file__).with_name("vllm_plugin") / "guard.py"
         # A thread's end counts as the parent's death: start only from the main thread's loop.
         self._process = process = subprocess.Popen(  # noqa: S603, ASYNC220 - the user's command; forking is quick
-            [sys.executable, str(guard), str(os.getpid()), str(self._grace_s), *self.prepared.argv],
+            guarded(self.prepared.argv, self._grace_s),
             env={**self.prepared.env, environment.CORE_PAGES: self._pages},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -285,10 +283,3 @@ def _transfer_options(options: Mapping[str, str]) -> list[str]:
     if chosen != BACKEND:
         raise UsageError(f"--{name} chooses backend {chosen!r}; the bus needs {BACKEND!r}")
     return []
-
-
-def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

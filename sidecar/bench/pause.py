@@ -78,7 +78,6 @@ async def measure(
         endpoints: dict[str, list[str]] = {}
         say(f"starting two DP groups of {dp_size} {kind} engines")
         for name in ("direct", "bus"):
-            # The embedded gateway of the direct group is told of a broker that isn't there.
             plan = RankPlan(
                 dp_group=name,
                 size=dp_size,
@@ -160,11 +159,10 @@ async def _post(session: aiohttp.ClientSession, url: str, **how: Any) -> None:
 
 
 def _options(kind: EngineKind, name: str, address: str, checkpoint: Path) -> tuple[str, ...]:
+    coordinator = "bus" if name == "bus" else "vllm"
     common = ("--broker", address, "--group", name, "--log-format", "json")
-    coordinator = ("--dp-coordinator", "bus" if name == "bus" else "vllm")
-    if kind == "vllm":
-        return (*common, *coordinator)
-    return (*common, *coordinator, "--engine", "embedded", "--model", str(checkpoint))
+    engine = () if kind == "vllm" else ("--engine", "embedded", "--model", str(checkpoint))
+    return (*common, "--dp-coordinator", coordinator, *engine)
 
 
 @contextlib.asynccontextmanager

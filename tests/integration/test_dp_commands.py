@@ -10,9 +10,9 @@ import pytest
 
 from bus.runtime.query import fetch_status
 from sidecar.corepage import PageReader
+from sidecar.launch import free_port
 from tests.integration.test_killed import engines, generate
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
-from tests.support.dp_group import free_port
 from tests.support.procs import PATIENCE_S, run_wavebus, wavebus
 from trainer_agent import TrainerAgent
 

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import json
 import os
-import socket
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Self
@@ -21,6 +20,7 @@ from bus.messages import NackCode
 from bus.runtime.zmq_coordinator import CoordinatorSockets
 from sidecar.corepage import NoPage, PageReader
 from sidecar.gateway import frames
+from sidecar.launch import free_port
 from tests.support.procs import ROOT
 
 if TYPE_CHECKING:
@@ -324,13 +324,6 @@ def bounded(work: Coroutine[Any, Any, None], timeout_s: float = PATIENCE_S) -> N
         await asyncio.wait_for(work, timeout_s)
 
     asyncio.run(run())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 async def steady(rank: RankProcess, for_s: float) -> CoreView:

@@ -7,13 +7,13 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sidecar.launch import free_port
 from tests.vllm._dp_rank import ANSWERS
 from tests.vllm._vllm import PROMPT, boot_environment
 
@@ -28,12 +28,6 @@ OTHER_PROMPT = [9, 8, 7, 6, 5]
 
 class OrderFailed(Exception):
     """A rank answered with an error."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class RankProcess:

@@ -75,12 +75,13 @@ class Processes:
         options: tuple[str, ...] = ("sidecar", "--broker", broker)
         if dp_size > 1:
             options += ("--dp-group", name, "--dp-size", str(dp_size))
-            options += ("--dp-coordinator", dp_coordinator)
         else:
             options += ("--name", name)
         if kind == "embedded":
             self._start(name, *options, "--engine", "embedded", "--model", str(checkpoint))
             return
+        if dp_size > 1:
+            options += ("--dp-coordinator", dp_coordinator)
         server = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
         self._start(
             name,
