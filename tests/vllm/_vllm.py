@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 PROMPT = [5, 17, 99, 3, 42, 7]
 MAX_POSITIONS = 4096
+# Of engines whose requests a test stops in the middle: see _paced.
+REST_MS = 2.0
 
 
 def require_vllm() -> None:
@@ -44,12 +46,13 @@ def require_vllm() -> None:
     pytest.skip(reason, allow_module_level=True)
 
 
-def boot_environment(folder: Path) -> dict[str, str]:
+def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
     """Environment variables under which vLLM boots here, and finds the plugin.
 
     The plugin comes by its entry point: the installed one, or else one written to
-    ``folder`` (a checkout that nobody installed). The same folder brings the plugin
-    of :mod:`_faulty`, whose transport fails on purpose inside the workers.
+    ``folder`` (a checkout that nobody installed). The same folder brings the plugins
+    of :mod:`_faulty`, whose transport fails on purpose inside the workers, and of
+    :mod:`_paced`, which lets the core rest for ``rest_ms`` after each step.
     """
     root = Path(__file__).resolve().parents[2]
     info = folder / "wavebus_vllm_tests-0.dist-info"
@@ -59,6 +62,7 @@ def boot_environment(folder: Path) -> dict[str, str]:
         "[vllm.general_plugins]\n"
         "wavebus_here = sidecar.vllm_plugin:register\n"
         "wavebus_faulty = _faulty:register\n"
+        "wavebus_paced = _paced:register\n"
     )
     path = [str(folder), str(root), str(Path(__file__).parent)]
     return {
@@ -69,6 +73,7 @@ def boot_environment(folder: Path) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "WAVEBUS_TESTS_REST_MS": str(rest_ms),
     }
 
 

@@ -24,6 +24,7 @@ from tests.contract.engine_suite import EngineContract, Generated, Watch
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.vllm._vllm import (
     MAX_POSITIONS,
+    REST_MS,
     Oracle,
     Trainer,
     boot_environment,
@@ -45,7 +46,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 class Served:
     """An API server under test, asked through its token-in, token-out route."""
 
-    long_tokens = 1000
+    long_tokens = 600
     late_tokens = 8
     quiet_s = 0.3
     wait_s = 120.0
@@ -103,7 +104,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return {**os.environ, **boot_environment(tmp_path_factory.mktemp("plugin"))}
+    return {**os.environ, **boot_environment(tmp_path_factory.mktemp("plugin"), rest_ms=REST_MS)}
 
 
 @pytest.fixture(scope="module")
@@ -118,11 +119,6 @@ def under_test(
         served = Served(server, checkpoint, runner)
         info = runner.run(served.engine.start())
         assert (info.kind, info.endpoint, info.workers) == ("vllm-http", server.base_url, 1)
-        # Engine core and worker poll without sleeping: on two cores the API server and this
-        # process would get a whole request's tokens in one burst, after its end.
-        [api_server] = children(server.pid)
-        for pid in descendants(api_server):
-            os.setpriority(os.PRIO_PROCESS, pid, 15)
         try:
             yield served
         finally:

@@ -20,6 +20,7 @@ from tests.contract.engine_suite import EngineContract, Generated, Watch
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.vllm._vllm import (
     MAX_POSITIONS,
+    REST_MS,
     Oracle,
     Trainer,
     async_llm,
@@ -93,7 +94,9 @@ def under_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
     folder = tmp_path_factory.mktemp("vllm")
     checkpoint = make_checkpoint(folder / "model", seed=1, max_positions=MAX_POSITIONS)
     with asyncio.Runner() as runner:
-        booted = async_llm(boot_environment(folder), engine_args(checkpoint.folder))
+        booted = async_llm(
+            boot_environment(folder, rest_ms=REST_MS), engine_args(checkpoint.folder)
+        )
         llm = runner.run(booted.__aenter__())
         tested = InProcess(llm, checkpoint, runner)
         try:
