@@ -337,6 +337,9 @@ class WaitEngines:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
+    """``core_since_ms``: for how long its core has been in ``core_phase``, as far as the
+    sidecar's last word goes."""
+
     name: ShortText
     dp_group: ShortText
     dp_rank: Count

@@ -35,7 +35,7 @@ from bus.messages import NackCode
 from sidecar.launch import free_port, guarded
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _USAGE: Final = 2
@@ -144,15 +144,22 @@ class RankSupervisor:
         plan: see there.
         restarts: how often in a row the DP group is started anew.
         output: where ranks write; this process's own stdout and stderr if not given.
+        env: their environment; this process's if not given.
     """
 
     def __init__(
-        self, plan: RankPlan, *, restarts: int = 5, output: IO[bytes] | None = None
+        self,
+        plan: RankPlan,
+        *,
+        restarts: int = 5,
+        output: IO[bytes] | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.plan = plan
         self.generation = 0
         self._restarts = restarts
         self._output = output
+        self._env = env
         self._ranks: list[asyncio.subprocess.Process] = []
         self._log = bus.log.logger(dp_group=plan.dp_group)
 
@@ -198,7 +205,7 @@ class RankSupervisor:
         for rank in range(self.plan.size):
             process = await asyncio.create_subprocess_exec(
                 *guarded(self.plan.argv(rank, meeting_port), STOP_GRACE_S),
-                env={**os.environ, **self.plan.environment(rank)},
+                env={**(self._env or os.environ), **self.plan.environment(rank)},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,

@@ -28,10 +28,12 @@ class CoreLink:
         self._wanted = wanted
         self._page: PageReader | None = None
         self._gateway_pid = 0
+        self._cores = 0
         self._log = bus.log.logger()
 
-    def learn(self, facts: Facts, info: EngineInfo, *, here: bool = True) -> None:
-        """Take what the plugin says. ``here``: the engine runs on this machine.
+    def learn(self, facts: Facts, info: EngineInfo, *, cores: int, here: bool = True) -> None:
+        """Take what the plugin says. ``cores``: how many the engine has (several behind an
+        internal load balancer); ``here``: it runs on this machine.
 
         Raises:
             EngineError: the bus was to coordinate, and doesn't.
@@ -41,6 +43,7 @@ class CoreLink:
         if here:
             self._page = PageReader(Path(facts.page)) if facts.page else None
             self._gateway_pid = facts.gateway_pid
+        self._cores = cores
 
     def view(self) -> CoreView | None:
         """The page as it is now; None without one."""
@@ -50,6 +53,11 @@ class CoreLink:
             return self._page.read()
         except NoPage:
             return None
+
+    def requests(self) -> int | None:
+        """How many its cores have, running and waiting; None if pages don't tell it."""
+        view = self.view() if self._cores == 1 else None
+        return None if view is None else view.waiting + view.running
 
     def look_after_gateway(self) -> None:
         """Say so, once, when the gateway that this rank started is gone."""

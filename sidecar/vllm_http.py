@@ -127,10 +127,16 @@ class VllmHttpEngine:
                 f"start it with {BACKEND_OPTION}"
             )
         await self._plugin.hello()
-        await self.in_flight()  # fails here rather than later, if nothing is counted
+        await self._gauges()  # fails here rather than later, if nothing is counted
         info = _info(config, version, self._url)
+        parallel = config["parallel_config"]
         self._core.learn(
-            facts.read(await self._ask_workers(facts.ASK_FACTS)), info, here=self._here
+            facts.read(await self._ask_workers(facts.ASK_FACTS)),
+            info,
+            cores=1
+            if parallel["data_parallel_external_lb"]
+            else int(parallel["data_parallel_size"]),
+            here=self._here,
         )
         return info
 
@@ -179,12 +185,17 @@ class VllmHttpEngine:
             await anyio.sleep(HEALTH_PERIOD_S)
 
     async def in_flight(self) -> int:
-        """Running and waiting requests of every route, from ``/metrics``.
+        """Running and waiting requests of every route: from the core's status page, or else
+        from ``/metrics``, which takes the server milliseconds that a pause waits for.
 
         ``/load`` counts only some routes, and nothing without an option of its own. The
         gauges hold through a pause, and follow an abort in it (seen on 0.32); they lag
         behind the engine by one of its steps.
         """
+        seen = self._core.requests()
+        return await self._gauges() if seen is None else seen
+
+    async def _gauges(self) -> int:
         async with self._answer("GET", "/metrics", timeout_s=ANSWER_S) as response:
             found = _GAUGE.findall(await response.text())
         if not found:
@@ -218,13 +229,13 @@ class VllmHttpEngine:
         await self.post("/resume")
 
     async def abort_requests(self) -> int:
-        """As in the protocol; returns when ``/metrics`` shows it as well, at most a second later.
+        """As in the protocol; returns when it is seen as well, at most a second later.
 
-        The server answers when it has told its engine, whose next report moves the gauges.
+        The server answers when it has told its core, which turns to it after its step.
         """
         answer = await self.post("/abort_requests", {})
         with anyio.move_on_after(ABORT_SEEN_S):
-            while await self.in_flight():  # noqa: ASYNC110 - its metrics are all that tells
+            while await self.in_flight():  # noqa: ASYNC110 - no event tells it
                 await anyio.sleep(ABORT_SEEN_S / 50)
         return int(answer["aborted"])
 

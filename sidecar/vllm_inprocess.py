@@ -82,7 +82,8 @@ class VllmEngine:
             backends=available_backends(),
             endpoint="",
         )
-        self._core.learn(facts.read(await _call(self._llm.collective_rpc(facts.ASK_FACTS))), info)
+        told = facts.read(await _call(self._llm.collective_rpc(facts.ASK_FACTS)))
+        self._core.learn(told, info, cores=1 if external else parallel.data_parallel_size)
         return info
 
     async def close(self) -> None:

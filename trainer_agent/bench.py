@@ -2,8 +2,9 @@
 
 ``python -m trainer_agent.bench ADDRESS GROUP ENGINES LOOP``; says where its engines take
 requests, and then, by lines on stdin, answers ``round`` with how long a pause and the
-resume after it took together (``pause_ms``: the pause alone), and ``status`` with the
-broker's own figures.
+resume after it took together (``pause_ms``: the pause alone), ``idle SINCE`` once every
+engine's core has come to rest after SINCE (seconds on ``time.monotonic()``'s clock), and
+``status`` with the broker's own figures.
 """
 
 from __future__ import annotations
@@ -12,17 +13,21 @@ import sys
 import time
 from typing import TYPE_CHECKING, Final, cast
 
+import anyio
+
 import bus.log
 from bus.runtime import loop
 from bus.runtime.lines import answer, commands
 from trainer_agent.agent import TrainerAgent
 
 if TYPE_CHECKING:
+    from bus.messages import Status
     from bus.runtime.loop import LoopChoice
 
 
 # Engines that are real may load for long.
 BOOT_S: Final = 600.0
+IDLE_LOOK_S: Final = 0.05
 
 
 async def drive(broker: str, group: str, engines: int) -> None:
@@ -37,9 +42,20 @@ async def drive(broker: str, group: str, engines: int) -> None:
                     paused_s = time.perf_counter()
                 took_s = time.perf_counter() - since_s
                 answer(round_ms=took_s * 1000, pause_ms=(paused_s - since_s) * 1000)
+            elif command.startswith("idle "):
+                while not _idle(await agent.status(), group, float(command.split()[1])):  # noqa: ASYNC110 - the broker is asked
+                    await anyio.sleep(IDLE_LOOK_S)
+                answer(idle=True)
             else:
                 status = await agent.status()
                 answer(cpu_s=status.cpu_s, rss_bytes=status.rss_bytes)
+
+
+def _idle(status: Status, group: str, since_s: float) -> bool:
+    """All cores are idle, and began to be after ``since_s``: so this is no old news."""
+    [shown] = [shown for shown in status.groups if shown.name == group]
+    after_ms = (time.monotonic() - since_s) * 1000
+    return all(e.core_phase == "idle" and e.core_since_ms < after_ms for e in shown.engines)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ class Peer:
     facts: EngineFacts | None
     gateway: GatewayFacts | None = None
     core: CoreStatus | None = None
+    core_told_ms: float = 0.0
     phase: Phase = "running"
     version: int = 0
     in_flight: int = 0
@@ -61,6 +62,7 @@ class Peer:
     def view(self, now_ms: float) -> EngineView:
         """What a status shows of an engine."""
         assert self.facts is not None
+        core_for_ms = self.core.since_ms + now_ms - self.core_told_ms if self.core else 0.0
         return EngineView(
             name=self.name,
             dp_group=self.facts.dp_group,
@@ -76,7 +78,7 @@ class Peer:
             last_heard_ms=round(now_ms - self.last_heard_ms, 1),
             backends=self.facts.backends,
             core_phase=self.core.phase if self.core else "",
-            core_since_ms=round(self.core.since_ms, 1) if self.core else 0.0,
+            core_since_ms=round(core_for_ms, 1),
             core_step=self.core.step if self.core else 0,
             core_wave=self.core.wave if self.core else 0,
         )

@@ -194,7 +194,7 @@ class Waves:
 
     def core_status(self, peer: Peer, status: CoreStatus, now_ms: float) -> list[Effect]:
         """A rank's status page."""
-        peer.core = status
+        peer.core, peer.core_told_ms = status, now_ms
         group = self._of.get(peer.name)
         if group is None or peer.facts is None:
             return []
@@ -205,7 +205,8 @@ class Waves:
                 group.wave.complete(status.wave - 1)
             if status.phase in ("step", "dummy", "sync") and group.wave.state is WaveState.IDLE:
                 group.wave.started(status.wave)
-        return self._diagnose(group, now_ms)
+        # That all is well no longer, a tick finds; that it is well again, this may be first to.
+        return [] if group.diagnosis.health == "ok" else self._diagnose(group, now_ms)
 
     # -- what the pause does --------------------------------------------------------
 

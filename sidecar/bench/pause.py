@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import statistics
 import sys
 import tempfile
@@ -36,13 +37,17 @@ if TYPE_CHECKING:
 
 EngineKind: TypeAlias = Literal["embedded", "vllm"]
 EXPERTS: Final = 4
-# After a request, ranks step on until they next look around: idle is some steps away.
-IDLE_S: Final = 0.3
 _WARM_ROUNDS: Final = 5
 _BOOT_S: Final = 600.0
 _REQUEST: Final = {
     "token_ids": [1, 3, 4, 5],
     "sampling_params": {"max_tokens": 1, "temperature": 0.0},
+}
+# What servers of a tiny model need on a CPU, unless the user knows better.
+_CPU_ENV: Final = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
 }
 _SERVER: Final = (
     *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -96,7 +101,7 @@ async def measure(
             endpoints[name] = (await trainer.answer())["endpoints"]
         say("measuring first requests")
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        found = await _first_requests(session, endpoints, rounds)
+        found = await _first_requests(session, groups, endpoints, rounds)
         if kind == "vllm":
             say("measuring pauses")
             found |= await _pauses(session, groups["bus"], endpoints["bus"], rounds)
@@ -104,16 +109,19 @@ async def measure(
 
 
 async def _first_requests(
-    session: aiohttp.ClientSession, endpoints: dict[str, list[str]], rounds: int
+    session: aiohttp.ClientSession,
+    groups: dict[str, Worker],
+    endpoints: dict[str, list[str]],
+    rounds: int,
 ) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in endpoints}
     for index in range(-_WARM_ROUNDS, rounds):
         for name, urls in endpoints.items():
-            await asyncio.sleep(IDLE_S)
-            since_s = time.perf_counter()
+            since_s = time.monotonic()
             await _post(session, urls[index % len(urls)] + "/inference/v1/generate", json=_REQUEST)
             if index >= 0:
-                times[name].append((time.perf_counter() - since_s) * 1000)
+                times[name].append((time.monotonic() - since_s) * 1000)
+            await _idle(groups[name], since_s)
     direct, bus = statistics.median(times["direct"]), statistics.median(times["bus"])
     return {
         "first_request_direct_ms": round(direct, 3),
@@ -128,13 +136,14 @@ async def _pauses(
     direct: list[float] = []
     bus: list[float] = []
     for index in range(-_WARM_ROUNDS, rounds):
-        await asyncio.sleep(IDLE_S)
-        since_s = time.perf_counter()
+        since_s = time.monotonic()
         await _all(session, endpoints, "/pause", {"mode": "keep", "clear_cache": "true"})
-        took_ms = (time.perf_counter() - since_s) * 1000
+        took_ms = (time.monotonic() - since_s) * 1000
         await _all(session, endpoints, "/resume", {})
-        await asyncio.sleep(IDLE_S)
+        await _idle(trainer, since_s)
+        since_s = time.monotonic()
         told = await trainer.ask("round")
+        await _idle(trainer, since_s)
         if index >= 0:
             direct.append(took_ms)
             bus.append(told["pause_ms"])
@@ -144,6 +153,14 @@ async def _pauses(
         "pause_bus_ms": round(bus_ms, 3),
         "pause_more_ms": round(bus_ms - direct_ms, 3),
     }
+
+
+async def _idle(trainer: Worker, since_s: float) -> None:
+    """Return when its DP group has come to rest from what was asked at ``since_s``.
+
+    Ranks step on until they next look around, and would take time from the other group.
+    """
+    await trainer.ask(f"idle {since_s}")
 
 
 async def _all(
@@ -171,7 +188,8 @@ async def _running(plan: RankPlan, log: IO[bytes]) -> AsyncIterator[None]:
     stop = asyncio.Event()
     this = asyncio.current_task()
     assert this is not None
-    run = asyncio.create_task(RankSupervisor(plan, restarts=0, output=log).run(stop))
+    env = {**_CPU_ENV, **os.environ}
+    run = asyncio.create_task(RankSupervisor(plan, restarts=0, output=log, env=env).run(stop))
     run.add_done_callback(lambda _: None if stop.is_set() else this.cancel())
     try:
         yield
