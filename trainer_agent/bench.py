@@ -2,7 +2,8 @@
 
 ``python -m trainer_agent.bench ADDRESS GROUP ENGINES LOOP``; says where its engines take
 requests, and then, by lines on stdin, answers ``round`` with how long a pause and the
-resume after it took together (``pause_ms``: the pause alone), ``idle SINCE`` once every
+resume after it took together (``pause_ms``: the pause alone; ``engines_ms``: what the
+slowest engine took of that, as its sidecar saw it), ``idle SINCE`` once every
 engine's core has come to rest after SINCE (seconds on ``time.monotonic()``'s clock), and
 ``status`` with the broker's own figures.
 """
@@ -38,10 +39,11 @@ async def drive(broker: str, group: str, engines: int) -> None:
         async for command in commands():
             if command == "round":
                 since_s = time.perf_counter()
-                async with agent.paused(mode="keep"):
+                async with agent.paused(mode="keep") as ack:
                     paused_s = time.perf_counter()
                 took_s = time.perf_counter() - since_s
-                answer(round_ms=took_s * 1000, pause_ms=(paused_s - since_s) * 1000)
+                pause_ms = (paused_s - since_s) * 1000
+                answer(round_ms=took_s * 1000, pause_ms=pause_ms, engines_ms=ack.slowest_ms)
             elif command.startswith("idle "):
                 while not _idle(await agent.status(), group, float(command.split()[1])):  # noqa: ASYNC110 - the broker is asked
                     await anyio.sleep(IDLE_LOOK_S)

@@ -1,6 +1,7 @@
 """The broker of the benches: the real one, in a process of its own.
 
-``python -m sidecar.bench.broker LOOP``; says its address, serves until stdin ends.
+``python -m sidecar.bench.broker LOOP [HEARTBEAT_MS]``; says its address, serves until
+stdin ends.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, cast
 
 import bus.log
+from bus.protocol.broker import BrokerConfig
 from bus.runtime import loop
 from bus.runtime.aio import AsyncioScheduler
 from bus.runtime.broker import BrokerServer
@@ -19,10 +21,10 @@ if TYPE_CHECKING:
     from bus.runtime.loop import LoopChoice
 
 
-async def serve() -> None:
+async def serve(config: BrokerConfig) -> None:
     """Serve on a free port."""
     transport = ZmqServer("tcp://127.0.0.1:*")
-    server = BrokerServer(transport, AsyncioScheduler())
+    server = BrokerServer(transport, AsyncioScheduler(), config)
     server.start()
     answer(address=transport.address)
     async for _ in commands():
@@ -32,4 +34,6 @@ async def serve() -> None:
 
 if __name__ == "__main__":
     bus.log.configure(json=True)
-    loop.run(serve(), loop=cast("LoopChoice", sys.argv[1]))
+    kind, *heartbeat = sys.argv[1:]
+    chosen = BrokerConfig(heartbeat_ms=int(heartbeat[0])) if heartbeat else BrokerConfig()
+    loop.run(serve(chosen), loop=cast("LoopChoice", kind))

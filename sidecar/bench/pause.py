@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 EngineKind: TypeAlias = Literal["embedded", "vllm"]
 EXPERTS: Final = 4
 _WARM_ROUNDS: Final = 5
+# How soon it is seen that ranks rest.
+_HEARTBEAT_MS: Final = 200
 _BOOT_S: Final = 600.0
 _REQUEST: Final = {
     "token_ids": [1, 3, 4, 5],
@@ -77,7 +79,9 @@ async def measure(
         checkpoint = folder / "checkpoint"
         # By name: the two roles never import each other.
         await _run("trainer_agent.demo.make_checkpoint", checkpoint, EXPERTS)
-        broker = await stack.enter_async_context(worker("sidecar.bench.broker", loop))
+        broker = await stack.enter_async_context(
+            worker("sidecar.bench.broker", loop, _HEARTBEAT_MS)
+        )
         address = (await broker.answer())["address"]
         groups: dict[str, Worker] = {}
         endpoints: dict[str, list[str]] = {}
@@ -135,6 +139,7 @@ async def _pauses(
 ) -> dict[str, float]:
     direct: list[float] = []
     bus: list[float] = []
+    beyond: list[float] = []  # of the bus's, what no engine took
     for index in range(-_WARM_ROUNDS, rounds):
         since_s = time.monotonic()
         await _all(session, endpoints, "/pause", {"mode": "keep", "clear_cache": "true"})
@@ -147,11 +152,13 @@ async def _pauses(
         if index >= 0:
             direct.append(took_ms)
             bus.append(told["pause_ms"])
+            beyond.append(told["pause_ms"] - told["engines_ms"])
     direct_ms, bus_ms = statistics.median(direct), statistics.median(bus)
     return {
         "pause_direct_ms": round(direct_ms, 3),
         "pause_bus_ms": round(bus_ms, 3),
         "pause_more_ms": round(bus_ms - direct_ms, 3),
+        "pause_beyond_engines_ms": round(statistics.median(beyond), 3),
     }
 
 
@@ -197,7 +204,7 @@ async def _running(plan: RankPlan, log: IO[bytes]) -> AsyncIterator[None]:
         if not run.done():
             raise
         log.seek(0)
-        tail = log.read()[-3000:].decode(errors="replace")
+        tail = log.read()[-6000:].decode(errors="replace")
         raise BenchBroken(f"DP group {plan.dp_group}: {run.exception()}\n{tail}") from None
     finally:
         stop.set()
