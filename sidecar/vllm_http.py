@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 __all__ = ["VllmHttpEngine", "is_loopback"]
 
 CONNECT_S: Final = 5.0
+# vLLM's server closes a connection that was quiet for 5 s. A call that goes out just then
+# is lost, and looks as if the server had died: so we are the first to let go.
+KEEP_ALIVE_S: Final = 2.0
 ANSWER_S: Final = 10.0
 HEALTH_PERIOD_S: Final = 1.0
 REFUSALS_TO_DIE: Final = 3
@@ -111,7 +114,7 @@ class VllmHttpEngine:
         if self._session is None:
             # A limit of connections would let waiting calls hold back a resume.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             )
         await self._wait_until_healthy()

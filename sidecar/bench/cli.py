@@ -106,7 +106,7 @@ def control(
     help="Ranks of each DP group.",
 )
 @click.option(
-    "--rounds", type=click.IntRange(1), default=100, show_default=True, help="Rounds of each kind."
+    "--rounds", type=click.IntRange(1), default=40, show_default=True, help="Rounds of each kind."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def pause(*, engine: EngineKind, dp_size: int, rounds: int, as_json: bool) -> None:

@@ -40,6 +40,9 @@ EXPERTS: Final = 4
 _WARM_ROUNDS: Final = 5
 # How soon it is seen that ranks rest.
 _HEARTBEAT_MS: Final = 200
+# After its last step a worker of vLLM spins for a second before it sleeps (0.32).
+_SPIN_S: Final = 1.1
+_KEEP_ALIVE_S: Final = 2.0
 _BOOT_S: Final = 600.0
 _REQUEST: Final = {
     "token_ids": [1, 3, 4, 5],
@@ -104,7 +107,8 @@ async def measure(
             groups[name] = trainer
             endpoints[name] = (await trainer.answer())["endpoints"]
         say("measuring first requests")
-        session = await stack.enter_async_context(aiohttp.ClientSession())
+        connector = aiohttp.TCPConnector(keepalive_timeout=_KEEP_ALIVE_S)
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         found = await _first_requests(session, groups, endpoints, rounds)
         if kind == "vllm":
             say("measuring pauses")
@@ -121,6 +125,7 @@ async def _first_requests(
     times: dict[str, list[float]] = {name: [] for name in endpoints}
     for index in range(-_WARM_ROUNDS, rounds):
         for name, urls in endpoints.items():
+            await _warm(session, urls)
             since_s = time.monotonic()
             await _post(session, urls[index % len(urls)] + "/inference/v1/generate", json=_REQUEST)
             if index >= 0:
@@ -141,6 +146,7 @@ async def _pauses(
     bus: list[float] = []
     beyond: list[float] = []  # of the bus's, what no engine took
     for index in range(-_WARM_ROUNDS, rounds):
+        await _warm(session, endpoints)
         since_s = time.monotonic()
         await _all(session, endpoints, "/pause", {"mode": "keep", "clear_cache": "true"})
         took_ms = (time.monotonic() - since_s) * 1000
@@ -165,9 +171,18 @@ async def _pauses(
 async def _idle(trainer: Worker, since_s: float) -> None:
     """Return when its DP group has come to rest from what was asked at ``since_s``.
 
-    Ranks step on until they next look around, and would take time from the other group.
+    Ranks step on until they next look around, and their workers spin still longer: on two
+    processors, whoever is measured meanwhile is measured against them.
     """
     await trainer.ask(f"idle {since_s}")
+    await asyncio.sleep(_SPIN_S)
+
+
+async def _warm(session: aiohttp.ClientSession, endpoints: list[str]) -> None:
+    """Open connections, as a sidecar has them: servers close those that were quiet for long."""
+    for url in endpoints:
+        async with session.get(url + "/health") as response:
+            await response.read()
 
 
 async def _all(

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from bus.errors import EngineDead, EngineError, UsageError
+from sidecar import vllm_http
 from sidecar.vllm_http import VllmHttpEngine
 
 if TYPE_CHECKING:
@@ -113,6 +114,32 @@ def test_a_call_has_no_read_timeout_and_ends_with_the_server() -> None:
             await runner.cleanup()
             with pytest.raises(EngineDead):
                 await pause
+
+    run(scenario())
+
+
+def test_a_quiet_connection_is_closed_by_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that closes it may do so while a pause is on its way."""
+    monkeypatch.setattr(vllm_http, "KEEP_ALIVE_S", 0.05)
+
+    async def scenario() -> None:
+        hung_up = asyncio.Event()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while await reader.readline():
+                while (await reader.readline()).strip():
+                    pass
+                writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\n{}")
+            hung_up.set()
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            engine = VllmHttpEngine(f"http://127.0.0.1:{port}", ready_timeout_s=2)
+            with pytest.raises(EngineError):
+                await engine.start()
+            await hung_up.wait()
+            await engine.close()
 
     run(scenario())
 
