@@ -86,10 +86,11 @@ async def measure(
             worker("sidecar.bench.broker", loop, _HEARTBEAT_MS)
         )
         address = (await broker.answer())["address"]
-        groups: dict[str, Worker] = {}
-        endpoints: dict[str, list[str]] = {}
+        # The direct group ends when it has served: beside pauses it would only take time.
+        direct = await stack.enter_async_context(contextlib.AsyncExitStack())
+        stacks = {"direct": direct, "bus": stack}
         say(f"starting two DP groups of {dp_size} {kind} engines")
-        for name in ("direct", "bus"):
+        for name, own in stacks.items():
             plan = RankPlan(
                 dp_group=name,
                 size=dp_size,
@@ -98,18 +99,19 @@ async def measure(
                 if kind == "vllm"
                 else (),
             )
-            log = stack.enter_context((folder / f"{name}.log").open("w+b"))
-            await stack.enter_async_context(_running(plan, log))
-        for name in ("direct", "bus"):
-            trainer = await stack.enter_async_context(
-                worker("trainer_agent.bench", address, name, dp_size, loop)
-            )
-            groups[name] = trainer
-            endpoints[name] = (await trainer.answer())["endpoints"]
-        say("measuring first requests")
+            log = own.enter_context((folder / f"{name}.log").open("w+b"))
+            await own.enter_async_context(_running(plan, log))
+        groups: dict[str, Worker] = {}
+        endpoints: dict[str, list[str]] = {}
+        for name, own in stacks.items():
+            trainer = worker("trainer_agent.bench", address, name, dp_size, loop)
+            groups[name] = await own.enter_async_context(trainer)
+            endpoints[name] = (await groups[name].answer())["endpoints"]
         connector = aiohttp.TCPConnector(keepalive_timeout=_KEEP_ALIVE_S)
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        say("measuring first requests")
         found = await _first_requests(session, groups, endpoints, rounds)
+        await direct.aclose()
         if kind == "vllm":
             say("measuring pauses")
             found |= await _pauses(session, groups["bus"], endpoints["bus"], rounds)
