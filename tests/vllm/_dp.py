@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,6 +150,46 @@ class Pair:
         """Wait until the request has so many tokens."""
         while await self.ranks[rank].do("count", name=name) < count:  # noqa: ASYNC110 - it is afar
             await asyncio.sleep(0.005)
+
+    async def shows(
+        self, rank: int, *, age_ms: float = 0, flags: int = 0, **wanted: object
+    ) -> None:
+        """Wait until the core's page says so: fields as wanted, these flags, for so long."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                view = await self.ranks[rank].do("view")
+                if (
+                    all(view[name] == value for name, value in wanted.items())
+                    and view["flags"] & flags == flags
+                    and view["age_ms"] >= age_ms
+                ):
+                    return
+                await asyncio.sleep(0.005)
+
+    async def rests(self) -> None:
+        """Wait until no core steps, and each has done so as often as the other."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                zero, one = await self.both("view")
+                steps = zero["step"] == one["step"]
+                if steps and (zero["phase"], one["phase"]) == ("idle", "idle"):
+                    return
+                await asyncio.sleep(0.005)
+
+    async def stays_paused(self, for_s: float) -> None:
+        """For so long no core steps."""
+        before = [view["step"] for view in await self.both("view")]
+        end_s = time.monotonic() + for_s
+        while time.monotonic() < end_s:
+            views = await self.both("view")
+            assert [view["step"] for view in views] == before
+            await asyncio.sleep(0.02)
+
+    async def front_ends_know(self) -> None:
+        """Wait until both have heard from the coordinator that no wave runs."""
+        async with asyncio.timeout(PATIENCE_S):
+            while any(await self.both("knows_running")):  # noqa: ASYNC110 - they are afar
+                await asyncio.sleep(0.005)
 
     async def undisturbed(self, count: int, prompt: Sequence[int] = PROMPT) -> list[int]:
         """The tokens of a request that nothing disturbs; asked for before anything does."""

@@ -88,6 +88,9 @@ class Rank:
         view = self._engine.core_view()
         return None if view is None else {**dataclasses.asdict(view), "age_ms": view.age_ms()}
 
+    async def do_knows_running(self) -> bool:
+        return bool(self._llm.engine_core.engines_running)
+
     async def do_info(self) -> dict[str, Any]:
         coordinator = self._llm.engine_core.resources.coordinator
         return {

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PROMPT = [5, 17, 99, 3, 42, 7]
 MAX_POSITIONS = 4096
-# Of engines whose requests a test stops in the middle: see _paced.
+# Of engines whose requests a test stops in the middle: see _tuned.
 REST_MS = 2.0
 
 
@@ -52,7 +52,7 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
     The plugin comes by its entry point: the installed one, or else one written to
     ``folder`` (a checkout that nobody installed). The same folder brings the plugins
     of :mod:`_faulty`, whose transport fails on purpose inside the workers, and of
-    :mod:`_paced`, which lets the core rest for ``rest_ms`` after each step.
+    :mod:`_tuned`, which lets the core rest for ``rest_ms`` after each step.
     """
     root = Path(__file__).resolve().parents[2]
     info = folder / "wavebus_vllm_tests-0.dist-info"
@@ -62,7 +62,7 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
         "[vllm.general_plugins]\n"
         "wavebus_here = sidecar.vllm_plugin:register\n"
         "wavebus_faulty = _faulty:register\n"
-        "wavebus_paced = _paced:register\n"
+        "wavebus_tuned = _tuned:register\n"
     )
     path = [str(folder), str(root), str(Path(__file__).parent)]
     return {

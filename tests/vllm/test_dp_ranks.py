@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 DP_GROUP = "moe"
 LONG = 200
 ROUNDS = 100
+# vLLM's own coordinator knows no broker.
+BUS_ONLY = pytest.mark.parametrize("tested", ["bus"], indirect=True)
 
 
 class UnderTest:
@@ -109,13 +111,12 @@ def test_requests_on_either_rank_and_on_both(tested: UnderTest, pair: Pair) -> N
     tested.run(scenario())
 
 
+@BUS_ONLY
 def test_first_requests_travel_over_the_broker(tested: UnderTest, pair: Pair) -> None:
     """It answers, and mirrors the wave."""
-    if pair.coordinator != "bus":
-        pytest.skip("vLLM's coordinator knows no broker")
 
     async def scenario() -> None:
-        await asyncio.sleep(0.5)  # whatever ran has ended
+        await pair.rests()
         await pair.serves(1)
 
     tested.run(scenario())
@@ -139,7 +140,7 @@ def test_a_pause_in_the_middle(
         await pair.both("pause", mode="keep", clear_cache=clear_cache)
         had = [await pair.ranks[rank].do("count", name=name) for rank, name in names.items()]
         assert max(had) < LONG
-        await asyncio.sleep(0.3)
+        await pair.stays_paused(0.3)
         has = [await pair.ranks[rank].do("count", name=name) for rank, name in names.items()]
         assert had == has
         await pair.both("resume")
@@ -159,13 +160,13 @@ def test_a_request_that_comes_in_a_pause(
     async def scenario() -> None:
         await pair.both("pause", mode="keep")
         name = await pair.begin(rank, 20)
-        await asyncio.sleep(0.2)
+        await pair.shows(rank, waiting=1)
         assert await pair.ranks[rank].do("count", name=name) == 0
         if first is None:
             await pair.both("resume")
         else:
             resumed = pair.ranks[first].order("resume")
-            await asyncio.sleep(0.3)
+            await pair.shows(first, phase="barrier")
             assert not resumed.done()  # it returns when both are
             await pair.ranks[1 - first].do("resume")
             await resumed
@@ -180,11 +181,11 @@ def test_a_request_that_comes_between_two_resumes(tested: UnderTest, pair: Pair,
 
     async def scenario() -> None:
         await pair.both("pause", mode="keep")
-        await asyncio.sleep(1.1 if pair.coordinator == "bus" else 5.2)  # front ends have heard
+        await pair.front_ends_know()
         resumed = pair.ranks[rank].order("resume")
-        await asyncio.sleep(0.3)
+        await pair.shows(rank, phase="barrier")
         name = await pair.begin(rank, 20)
-        await asyncio.sleep(0.3)
+        await pair.stays_paused(0.3)
         await pair.ranks[1 - rank].do("resume")
         await resumed
         await pair.ends_exactly(rank, name, 20)
@@ -201,9 +202,9 @@ def test_a_request_given_up_in_a_pause_mutes_nobody(
     async def scenario() -> None:
         await pair.both("pause", mode="keep")
         name = await pair.begin(rank, 20)
-        await asyncio.sleep(0.2)
+        await pair.shows(rank, waiting=1)
         await pair.ranks[rank].do("give_up", name=name)
-        await asyncio.sleep(0.1)
+        await pair.shows(rank, waiting=0)
         await pair.both("resume")
         await pair.serves(rank, 20)
 
@@ -235,7 +236,7 @@ def test_resumes_doubled_while_they_are_under_way(tested: UnderTest, pair: Pair,
         await pair.both("pause", mode="keep")
         resumed = [pair.ranks[rank].order("resume") for _ in range(3)]
         name = await pair.begin(rank, 20)
-        await asyncio.sleep(0.2)
+        await pair.shows(rank, phase="barrier")
         resumed += [pair.ranks[1 - rank].order("resume") for _ in range(3)]
         await asyncio.wait_for(asyncio.gather(*resumed), 30)
         await pair.ends_exactly(rank, name, 20)
@@ -276,11 +277,12 @@ def test_a_pause_asked_while_a_resume_is_under_way(tested: UnderTest, pair: Pair
         calls = []
         for rank in pair.ranks:
             calls += [rank.order("resume"), rank.order("pause", mode="keep")]
-            await asyncio.sleep(0.3)
+            if rank.rank == 0:
+                await pair.shows(0, phase="barrier")
         await asyncio.wait_for(asyncio.gather(*calls), 30)
 
         resumed = pair.ranks[0].order("resume")
-        await asyncio.sleep(0.2)
+        await pair.shows(0, phase="barrier")
         await pair.ranks[1].do("pause", mode="keep")  # it is paused
         await pair.ranks[1].do("resume")
         await resumed
@@ -297,12 +299,11 @@ def test_a_wait_that_becomes_something_else(tested: UnderTest, pair: Pair, escal
         name = await pair.begin(0, LONG)
         await pair.until(0, name, 10)
         waits = [rank.order("pause", mode="wait") for rank in pair.ranks]
-        await asyncio.sleep(0.1)
+        for rank in pair.ranks:
+            await pair.shows(rank.rank, flags=LOCALLY_PAUSED)
         late = await pair.begin(1, 20, OTHER_PROMPT)  # queued: it begins after the resume
         assert await pair.both("request_ids") == [[name], [late]]
-        for rank in pair.ranks:
-            waits.append(rank.order("pause", mode=escalate))
-            await asyncio.sleep(0.1)
+        waits += [rank.order("pause", mode=escalate) for rank in pair.ranks]
         await asyncio.wait_for(asyncio.gather(*waits), 30)
         had = await pair.ranks[0].do("count", name=name)
         assert had < LONG
@@ -339,14 +340,14 @@ def test_what_the_status_pages_show(tested: UnderTest, pair: Pair) -> None:
     """A rank that waits for another answers nobody; its page says in what."""
 
     async def scenario() -> None:
-        await asyncio.sleep(1)
+        await pair.rests()
         zero, one = await pair.both("view")
         assert (zero["rank"], zero["phase"], one["rank"], one["phase"]) == (0, "idle", 1, "idle")
         assert zero["step"] == one["step"]
         assert zero["wave"] == one["wave"]
 
         pause = pair.ranks[0].order("pause", mode="keep")
-        await asyncio.sleep(0.5)
+        await pair.shows(0, phase="dummy", age_ms=300)
         zero, one = await pair.both("view")
         assert (zero["phase"], one["phase"]) == ("dummy", "idle")
         assert zero["flags"] & LOCALLY_PAUSED
@@ -356,7 +357,7 @@ def test_what_the_status_pages_show(tested: UnderTest, pair: Pair) -> None:
         await pause
 
         resume = pair.ranks[1].order("resume")
-        await asyncio.sleep(0.5)
+        await pair.shows(1, phase="barrier")
         zero, one = await pair.both("view")
         assert (zero["phase"], one["phase"]) == ("idle", "barrier")
         assert zero["flags"] & GLOBALLY_PAUSED
@@ -410,13 +411,11 @@ def test_a_hundred_rounds(tested: UnderTest, pair: Pair) -> None:
     tested.run(scenario())
 
 
+@BUS_ONLY
 def test_a_broker_that_is_killed_and_comes_back(tested: UnderTest, pair: Pair) -> None:
-    if pair.coordinator != "bus":
-        pytest.skip("vLLM's coordinator knows no broker")
-
     async def serve() -> None:
         for rank in (0, 1, 0):
-            await asyncio.sleep(0.4)  # an idle group
+            await pair.rests()
             await pair.serves(rank)
 
     tested.broker.signal(signal.SIGKILL)
@@ -427,10 +426,9 @@ def test_a_broker_that_is_killed_and_comes_back(tested: UnderTest, pair: Pair) -
     tested.broker.wait_event("first_req", dp_group=DP_GROUP)
 
 
+@BUS_ONLY
 def test_a_gateway_that_dies_is_missed(tested: UnderTest, pair: Pair) -> None:
     """Last of all: waves that run go on, and both front end and sidecar say what is wrong."""
-    if pair.coordinator != "bus":
-        pytest.skip("vLLM's coordinator knows no gateway")
 
     async def scenario() -> None:
         [info, _] = await pair.both("info")
