@@ -9,6 +9,10 @@ from bus.messages import (
     Ack,
     Arm,
     Commit,
+    CoreStatus,
+    FirstReq,
+    FirstReqHeld,
+    GatewayFacts,
     GroupAck,
     GroupView,
     Heartbeat,
@@ -21,6 +25,7 @@ from bus.messages import (
     PauseGlobal,
     PauseLocal,
     Resume,
+    StartDpWave,
     Status,
     StatusRequest,
     Step,
@@ -28,6 +33,8 @@ from bus.messages import (
     UpdateFinish,
     UpdateStart,
     WaitEngines,
+    WaveComplete,
+    WaveStarted,
     WeightChunkMeta,
     Welcome,
 )
@@ -49,6 +56,7 @@ CONFIG = BrokerConfig(
 MANIFEST = make_manifest(("a", "b"))
 PAUSE = PauseLocal("u1", "keep", True, 10_000, 60_000, 0, "keep")
 BEAT = Heartbeat("running", 0, 0, "")
+GATEWAY = Join("gateway", "h", 1, None, GatewayFacts("e0", 1, 0, running=False))
 OBSERVER = Join("observer", "h", 1, None, None)
 
 
@@ -265,10 +273,17 @@ ALL: dict[str, Message] = {
     "GROUP_VIEW": GroupView((), 0),
     "STATUS": Status("b", 0.0, 0.0, 0, 0, ()),
     "ACK": Ack(Step.ARM, "u1", 0, 0, 0.0, "", ()),
+    "FIRST_REQ": FirstReq("e0", 0, 0),
+    "FIRST_REQ_HELD": FirstReqHeld("e0", 0, ""),
+    "START_DP_WAVE": StartDpWave("e0", 0, None),
+    "WAVE_STARTED": WaveStarted("e0", 0, False),
+    "WAVE_COMPLETE": WaveComplete("e0", 0),
+    "CORE_STATUS": CoreStatus("idle", 0.0, 0, 0, 0),
     "GROUP_ACK": GroupAck(Step.ARM, "u1", 0, 0, (), 0, "", 0.0, 0.0, 0.0, (), ()),
 }
 MAY = {
-    "engine": {"ACK"},
+    "engine": {"ACK", "CORE_STATUS"},
+    "gateway": {"FIRST_REQ", "WAVE_STARTED", "WAVE_COMPLETE"},
     "observer": set[str](),
     "trainer": {
         "PAUSE_LOCAL",
@@ -292,7 +307,8 @@ def test_a_role_may_send_only_its_verbs(bench: Bench, role: str, kind: str) -> N
     bench.engine("e0")
     bench.trainer("t")
     bench.say("o", OBSERVER)
-    sender = {"engine": "e0", "trainer": "t", "observer": "o"}[role]
+    bench.say("gw", GATEWAY)
+    sender = {"engine": "e0", "gateway": "gw", "trainer": "t", "observer": "o"}[role]
     effects = bench.say(sender, ALL[kind])
     if kind in MAY[role]:
         assert not any(
