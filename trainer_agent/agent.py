@@ -76,7 +76,8 @@ class TrainerAgent:
         broker: the broker's address.
         group: the engines to hold; one trainer holds a group at a time.
         name: this trainer's name on the bus. Default: from host and pid.
-        backend: how tensors travel: ``shm`` (one host).
+        backend: how tensors travel: ``shm`` (one host), or one of your own
+            (:func:`trainer_agent.transfer.register_sender`).
         chunk_bytes: at most so much is in one chunk; two chunks are under way at a time,
             so memory for two is taken. A larger tensor gets a chunk of its own.
         lease_ms: how long engines stay paused when trainer and broker are both gone.

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from bus.errors import EngineError
 from bus.messages import NackCode
 from sidecar.embedded.weights import check_manifest, load_tensors
-from sidecar.transfer import make_receiver
+from sidecar.transfer import check_delivered, make_receiver
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +108,11 @@ class Updater:
         self._unstage()
         self._staged = self._receiver.receive(chunk.tensors, chunk.handle)
         self._staged_seq = chunk.seq
+        try:
+            check_delivered(self._backend, chunk.tensors, self._staged)
+        except EngineError:
+            self._unstage()
+            raise
 
     def load(self, seq: int) -> None:
         self._loading("load")

@@ -6,6 +6,18 @@ a vLLM worker, called by the plugin. It fetches bytes and knows no model.
 
 from __future__ import annotations
 
-from sidecar.transfer.base import Receiver, available_backends, make_receiver
+from sidecar.transfer.base import (
+    Receiver,
+    available_backends,
+    check_delivered,
+    make_receiver,
+    register_receiver,
+)
 
-__all__ = ["Receiver", "available_backends", "make_receiver"]
+__all__ = [
+    "Receiver",
+    "available_backends",
+    "check_delivered",
+    "make_receiver",
+    "register_receiver",
+]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
-from bus.errors import EngineError
+from bus.backends import Backends
+from bus.errors import EngineError, UsageError
+from bus.manifest import TensorMeta
 from bus.messages import NackCode
 from sidecar.transfer.shm import ShmReceiver
 
@@ -12,8 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-
-    from bus.manifest import TensorMeta
 
 
 class Receiver(Protocol):
@@ -42,24 +42,64 @@ class Receiver(Protocol):
         """Let the transport go."""
 
 
-_BACKENDS: Final[dict[str, Callable[[], Receiver]]] = {"shm": ShmReceiver}
+def check_delivered(
+    backend: str, announced: tuple[TensorMeta, ...], received: list[tuple[str, torch.Tensor]]
+) -> None:
+    """A receiver, which may be anybody's, has brought what the manifest says.
+
+    Raises:
+        EngineError: code ``transfer_failed``, with the first tensor that is another.
+    """
+    found = [
+        TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in received
+    ]
+    for place, meta in enumerate(announced):
+        if place >= len(found) or found[place] != meta:
+            got = found[place] if place < len(found) else "nothing"
+            raise EngineError(
+                f"transport {backend!r} delivered other tensors than announced: {got} for {meta}",
+                code=NackCode.TRANSFER_FAILED,
+                tensor=meta.name,
+            )
+    if len(found) > len(announced):
+        raise EngineError(
+            f"transport {backend!r} delivered {len(found)} tensors for {len(announced)}",
+            code=NackCode.TRANSFER_FAILED,
+        )
+
+
+_receivers: Final[Backends[Receiver]] = Backends("wavebus.receivers", {"shm": ShmReceiver})
+
+
+def register_receiver(name: str, factory: Callable[[], Receiver]) -> None:
+    """Take a backend of your own; see :mod:`bus.backends` for processes that others start.
+
+    Raises:
+        UsageError: the name is one of wavebus's own, or can't be one.
+    """
+    _receivers.register(name, factory)
 
 
 def available_backends() -> tuple[str, ...]:
     """Names that :func:`make_receiver` takes."""
-    return tuple(_BACKENDS)
+    return _receivers.names()
 
 
 def make_receiver(backend: str) -> Receiver:
     """A closed receiver for ``backend``.
 
     Raises:
-        EngineError: code ``backend_missing``, with the names there are.
+        EngineError: code ``backend_missing``, with the names there are, or why it can't be
+            loaded.
     """
-    factory = _BACKENDS.get(backend)
+    try:
+        factory = _receivers.find(backend)
+    except UsageError as error:
+        raise EngineError(str(error), code=NackCode.BACKEND_MISSING) from error
     if factory is None:
         raise EngineError(
-            f"no transfer backend {backend!r} here; there are: {', '.join(_BACKENDS)}",
+            f"no transfer backend {backend!r} here; there are: {', '.join(available_backends())}",
             code=NackCode.BACKEND_MISSING,
         )
     return factory()

@@ -36,7 +36,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from bus.errors import EngineError
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import NackCode
-from sidecar.transfer import make_receiver
+from sidecar.transfer import check_delivered, make_receiver
 from sidecar.vllm_plugin import ranks, wire
 from sidecar.vllm_plugin.cpu import CpuRepacking
 from sidecar.vllm_plugin.manifest_check import ManifestChecker, quiet_loading, tied_head
@@ -234,17 +234,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self, metas: tuple[TensorMeta, ...], received: list[tuple[str, torch.Tensor]]
     ) -> list[tuple[str, torch.Tensor]]:
         """Own copies on the worker's device, once they are what the manifest says."""
-        found = tuple(
-            TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            for name, tensor in received
-        )
-        if found != metas:
-            at = next((m.name for m, f in zip(metas, found, strict=False) if m != f), "")
-            raise EngineError(
-                f"transport {self._backend!r} delivered other tensors than announced",
-                code=NackCode.TRANSFER_FAILED,
-                tensor=at,
-            )
+        check_delivered(self._backend, metas, received)
         return [(name, tensor.to(self.device, copy=True)) for name, tensor in received]
 
     def _keep(self, failure: wire.Failure | None) -> None:

@@ -10,38 +10,20 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from bus.errors import EngineError, UsageError
+from bus.errors import EngineError
 from bus.messages import NackCode
 from bus.transfer import SHM_FOLDER, SHM_PREFIX, ShmChunk, ShmInit, pack
-from sidecar.transfer import available_backends as receivers
 from sidecar.transfer import make_receiver
+from tests.contract.transfer_suite import METAS, TENSORS, TransferContract
 from trainer_agent.sources import meta_of
-from trainer_agent.transfer import available_backends as senders
-from trainer_agent.transfer import make_sender
 from trainer_agent.transfer.shm import ShmSender, sweep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from bus.manifest import TensorMeta
-
-TENSORS: dict[str, torch.Tensor] = {
-    "float32": torch.arange(12, dtype=torch.float32).reshape(3, 4),
-    "bfloat16": torch.arange(7, dtype=torch.bfloat16),
-    "not contiguous": torch.arange(20, dtype=torch.float64).reshape(4, 5).T,
-    "empty": torch.empty(0, 3),
-    "scalar": torch.tensor(3, dtype=torch.int64),
-    "bool": torch.tensor([True, False, True]),
-    "float8": torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn),
-}
-
-
-def metas() -> tuple[TensorMeta, ...]:
-    return tuple(meta_of(name, tensor) for name, tensor in TENSORS.items())
-
 
 def room() -> int:
-    return ShmSender().packed_bytes([meta.size_bytes for meta in metas()])
+    return ShmSender().packed_bytes([meta.size_bytes for meta in METAS])
 
 
 @pytest.fixture
@@ -55,32 +37,10 @@ def segments() -> list[str]:
     return [p.name for p in Path(SHM_FOLDER).glob(f"{SHM_PREFIX}{os.getpid()}-*")]
 
 
-def test_both_sides_have_the_same_backends() -> None:
-    """What a trainer can send by, an engine can receive by."""
-    assert senders() == receivers()
-    with pytest.raises(UsageError, match="shm"):
-        make_sender("carrier pigeon")
-    with pytest.raises(EngineError) as missing:
-        make_receiver("carrier pigeon")
-    assert missing.value.code is NackCode.BACKEND_MISSING
+class TestContract(TransferContract):
+    """What every backend keeps."""
 
-
-def test_tensors_of_every_kind_arrive(sender: ShmSender) -> None:
-    """Mixed dtypes, an empty tensor, a scalar and one that is not contiguous, bit for bit."""
-    receiver = make_receiver("shm")
-    receiver.open(sender.open(room()))
-    sender.opened()
-    for seq in range(4):  # more chunks than segments: they are used again
-        handle = sender.put(seq, list(TENSORS.values()))
-        received = dict(receiver.receive(metas(), handle))
-        assert list(received) == list(TENSORS)
-        for name, tensor in TENSORS.items():
-            assert received[name].dtype == tensor.dtype
-            assert received[name].shape == tensor.shape
-            raw = received[name].contiguous().flatten().view(torch.uint8)
-            assert torch.equal(raw, tensor.contiguous().flatten().view(torch.uint8))
-        receiver.release()
-    receiver.close()
+    backend = "shm"
 
 
 def test_names_are_gone_as_soon_as_everybody_has_them(sender: ShmSender) -> None:
@@ -92,7 +52,7 @@ def test_names_are_gone_as_soon_as_everybody_has_them(sender: ShmSender) -> None
     sender.opened()
     assert segments() == []
     handle = sender.put(0, list(TENSORS.values()))
-    assert torch.equal(receiver.receive(metas(), handle)[0][1], TENSORS["float32"])
+    assert torch.equal(receiver.receive(METAS, handle)[0][1], TENSORS["float32"])
 
 
 def test_opening_again_replaces_the_ring(sender: ShmSender) -> None:
@@ -102,7 +62,7 @@ def test_opening_again_replaces_the_ring(sender: ShmSender) -> None:
     receiver = make_receiver("shm")
     receiver.open(sender.open(room()))
     handle = sender.put(0, list(TENSORS.values()))
-    assert torch.equal(receiver.receive(metas(), handle)[0][1], TENSORS["float32"])
+    assert torch.equal(receiver.receive(METAS, handle)[0][1], TENSORS["float32"])
     sender.close()
     assert segments() == []
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sidecar.transfer import base
+from sidecar.transfer import register_receiver
 from sidecar.transfer.shm import ShmReceiver
 
 if TYPE_CHECKING:
@@ -36,4 +36,4 @@ class FaultyReceiver(ShmReceiver):
 
 def register() -> None:
     """vLLM calls this in every process."""
-    base._BACKENDS["faulty"] = FaultyReceiver
+    register_receiver("faulty", FaultyReceiver)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
-from trainer_agent.transfer.base import Sender, available_backends, make_sender
+from trainer_agent.transfer.base import (
+    Sender,
+    available_backends,
+    make_sender,
+    register_sender,
+)
 
-__all__ = ["Sender", "available_backends", "make_sender"]
+__all__ = ["Sender", "available_backends", "make_sender", "register_sender"]

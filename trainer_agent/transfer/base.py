@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
+from bus.backends import Backends
 from bus.errors import UsageError
 from trainer_agent.transfer.shm import ShmSender
 
@@ -42,21 +43,30 @@ class Sender(Protocol):
         """Let everything go."""
 
 
-_BACKENDS: Final[dict[str, Callable[[], Sender]]] = {"shm": ShmSender}
+_senders: Final[Backends[Sender]] = Backends("wavebus.senders", {"shm": ShmSender})
+
+
+def register_sender(name: str, factory: Callable[[], Sender]) -> None:
+    """Take a backend of your own; see :mod:`bus.backends` for processes that others start.
+
+    Raises:
+        UsageError: the name is one of wavebus's own, or can't be one.
+    """
+    _senders.register(name, factory)
 
 
 def available_backends() -> tuple[str, ...]:
     """Names that :func:`make_sender` takes."""
-    return tuple(_BACKENDS)
+    return _senders.names()
 
 
 def make_sender(backend: str) -> Sender:
     """A closed sender for ``backend``.
 
     Raises:
-        UsageError: names the backends there are.
+        UsageError: names the backends there are, or says why this one can't be loaded.
     """
-    factory = _BACKENDS.get(backend)
+    factory = _senders.find(backend)
     if factory is None:
-        raise UsageError(f"backend={backend!r}: choose one of {', '.join(_BACKENDS)}")
+        raise UsageError(f"backend={backend!r}: choose one of {', '.join(available_backends())}")
     return factory()

@@ -1,0 +1,74 @@
+"""Weight transfer backends by name, as each side keeps them: senders here, receivers there.
+
+A user's own backend is one class and one registration on each side. Whoever makes the
+processes registers in code; processes that wavebus or vLLM start find what an installed
+package offers as an entry point::
+
+    [project.entry-points."wavebus.senders"]
+    pigeons = "my_package.pigeons:PigeonSender"
+    [project.entry-points."wavebus.receivers"]
+    pigeons = "my_package.pigeons:PigeonReceiver"
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from bus.errors import UsageError
+from bus.ids import check_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+T = TypeVar("T")
+
+
+class Backends(Generic[T]):
+    """What makes one end of each backend.
+
+    Args:
+        group: entry points of this group are looked up, when a name is first asked for.
+        built_in: those that come with wavebus; no other may take their names.
+    """
+
+    def __init__(self, group: str, built_in: Mapping[str, Callable[[], T]]) -> None:
+        self._group = group
+        self._built_in = dict(built_in)
+        self._registered: dict[str, Callable[[], T]] = {}
+
+    def register(self, name: str, factory: Callable[[], T]) -> None:
+        """Take ``factory`` (a class will do) as the backend ``name``, in place of an earlier one.
+
+        Raises:
+            UsageError: the name is one of wavebus's own, or can't be one.
+        """
+        check_name(name, "backend")
+        if name in self._built_in:
+            raise UsageError(f"backend={name!r} is wavebus's own; choose another name")
+        self._registered[name] = factory
+
+    def names(self) -> tuple[str, ...]:
+        """All there are: built in, registered, installed."""
+        installed = (point.name for point in entry_points(group=self._group))
+        return tuple(dict.fromkeys((*self._built_in, *self._registered, *sorted(installed))))
+
+    def find(self, name: str) -> Callable[[], T] | None:
+        """What makes ``name``; None if nobody offers it.
+
+        Raises:
+            UsageError: an installed package offers it, and can't be imported.
+        """
+        found = self._built_in.get(name) or self._registered.get(name)
+        if found is not None:
+            return found
+        for point in entry_points(group=self._group, name=name):
+            try:
+                loaded: Callable[[], T] = point.load()
+            except Exception as error:
+                raise UsageError(
+                    f"backend={name!r}: {point.value}, an entry point of {self._group}, "
+                    f"can't be loaded: {type(error).__name__}: {error}"
+                ) from error
+            return loaded
+        return None
