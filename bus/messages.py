@@ -279,7 +279,8 @@ class TransferInit:
 class Arm:
     """The manifest of an update (see :class:`bus.manifest.Manifest`) and its version.
 
-    The trainer sends ``version`` 0; the broker puts the version it assigned.
+    The trainer sends the last ``version`` it knows, the broker puts the one it assigned, which
+    is greater: also when it is a new broker, and whoever serves that version is yet to join.
     """
 
     update_id: UpdateId

@@ -117,6 +117,7 @@ class TrainerAgent:
         self._answers: dict[int, asyncio.Future[Message]] = {}
         self._changed = asyncio.Event()
         self._updates = 0
+        self._version = 0  # the greatest that the bus has told of
         self._window: tuple[str, int] | None = None  # the pause we hold: its id and epoch
         self._busy = False
 
@@ -191,6 +192,7 @@ class TrainerAgent:
         view = await self._ask(
             WaitEngines(count, int(timeout_s * 1000)), GroupView, timeout_s=timeout_s + 10
         )
+        self._version = max(self._version, view.version)
         return list(view.engines)
 
     async def status(self) -> Status:
@@ -328,7 +330,7 @@ class TrainerAgent:
         manifest: Manifest = stream.manifest
         arm = Arm(
             update_id,
-            0,
+            self._version,
             label,
             self.backend,
             manifest.names,
@@ -395,7 +397,9 @@ class TrainerAgent:
                     retry_after_ms=0,
                 )
             )
-        return await self._ask(message, GroupAck, timeout_s=self.timeout_s)
+        done = await self._ask(message, GroupAck, timeout_s=self.timeout_s)
+        self._version = max(self._version, done.version)
+        return done
 
     async def _ask(self, message: Message, expect: type[M], *, timeout_s: float) -> M:
         """Send until answered. The broker knows the id, and does nothing twice."""

@@ -163,7 +163,7 @@ class Commands:
         manifest = manifest_of(message)
         members = self._group.roster.members()
         self._manifest = manifest
-        version = max(self._group.version, self._versions_given) + 1
+        version = max(self._group.version, self._versions_given, message.version) + 1
         self._versions_given = version
         asked = replace(message, version=version)
         return self._group.run(

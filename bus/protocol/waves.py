@@ -205,8 +205,10 @@ class Waves:
                 group.wave.complete(status.wave - 1)
             if status.phase in ("step", "dummy", "sync") and group.wave.state is WaveState.IDLE:
                 group.wave.started(status.wave)
-        # That all is well no longer, a tick finds; that it is well again, this may be first to.
-        return [] if group.diagnosis.health == "ok" else self._diagnose(group, now_ms)
+        # Looking at every rank for each one's every word would be much, where all is well.
+        if group.diagnosis.health == "ok" and status.since_ms < group.watchdog.config.slow_ms:
+            return []
+        return self._diagnose(group, now_ms)
 
     # -- what the pause does --------------------------------------------------------
 

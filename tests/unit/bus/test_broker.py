@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bus.messages import (
@@ -529,6 +531,14 @@ def test_the_bus_gives_the_version(bench: Bench) -> None:
     bench.say("t", Abort("u1", ""))
     bench.all_ack(Step.ABORT)
     assert only(bench.say("t", make_arm("u2", MANIFEST)), Arm).version == 9
+
+
+def test_a_version_that_only_the_trainer_knows_is_not_given_twice(bench: Bench) -> None:
+    """This broker is new, and the engine that serves it has not joined yet."""
+    bench.say("e0", engine_join(dp_group="e0", version=7))
+    bench.trainer()
+    arm = replace(make_arm("u1", MANIFEST), version=11)
+    assert only(bench.say("t", arm), Arm).version == 12
 
 
 def test_one_refusal_at_arm_cancels_and_names_engine_and_tensor(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""An adapter that raises what it may not: the trainer is told, and the bus goes on."""
+"""A whole bus around engines that do no work: adapters that break, a broker that is replaced."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from bus.errors import Refused
 from bus.messages import NackCode
@@ -52,19 +53,25 @@ class Broken(StubEngine):
 
 
 @contextlib.asynccontextmanager
-async def a_bus(engine: Broken) -> AsyncIterator[TrainerAgent]:
-    transport = ZmqServer("tcp://127.0.0.1:*")
+async def a_broker(listen: str) -> AsyncIterator[str]:
+    transport = ZmqServer(listen)
     server = BrokerServer(transport, AsyncioScheduler(), BrokerConfig())
     server.start()
     try:
-        async with (
-            Sidecar(engine, broker=transport.address, name="engine"),
-            TrainerAgent(transport.address, name="trainer") as agent,
-        ):
-            await agent.wait_for_engines(1)
-            yield agent
+        yield transport.address
     finally:
         server.close()
+
+
+@contextlib.asynccontextmanager
+async def a_bus(engine: Broken) -> AsyncIterator[TrainerAgent]:
+    async with (
+        a_broker("tcp://127.0.0.1:*") as address,
+        Sidecar(engine, broker=address, name="engine"),
+        TrainerAgent(address, name="trainer") as agent,
+    ):
+        await agent.wait_for_engines(1)
+        yield agent
 
 
 def test_a_pause_that_breaks_is_refused() -> None:
@@ -95,5 +102,25 @@ def test_an_escalation_that_breaks_leaves_the_drain_to_decide(breaks: str) -> No
             await engine.broke.wait()
             engine.drained.set()
             await paused
+
+    asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
+
+
+def test_a_version_outlives_broker_and_engine() -> None:
+    """The trainer alone remembers it; the new broker's next one is greater."""
+
+    async def scenario() -> None:
+        weights = {"w": torch.zeros(4)}
+        async with contextlib.AsyncExitStack() as trainers:
+            async with a_broker("tcp://127.0.0.1:*") as address:
+                trainer = TrainerAgent(address, name="trainer", timeout_s=TIMEOUT_S)
+                async with Sidecar(StubEngine(), broker=address, name="old"):
+                    await trainers.enter_async_context(trainer)
+                    await trainer.wait_for_engines(1)
+                    assert [await trainer.update_weights(weights) for _ in range(3)] == [1, 2, 3]
+            async with a_broker(address), Sidecar(StubEngine(), broker=address, name="new"):
+                await trainer.wait_for_engines(1)
+                assert await trainer.update_weights(weights) > 3
+                await trainer.close()
 
     asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
