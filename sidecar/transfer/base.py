@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from bus.backends import Backends
 from bus.errors import EngineError, UsageError
-from bus.manifest import TensorMeta
 from bus.messages import NackCode
 from sidecar.transfer.shm import ShmReceiver
 
@@ -14,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+
+    from bus.manifest import TensorMeta
 
 
 class Receiver(Protocol):
@@ -50,22 +51,23 @@ def check_delivered(
     Raises:
         EngineError: code ``transfer_failed``, with the first tensor that is another.
     """
-    found = [
-        TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in received
-    ]
-    for place, meta in enumerate(announced):
-        if place >= len(found) or found[place] != meta:
-            got = found[place] if place < len(found) else "nothing"
-            raise EngineError(
-                f"transport {backend!r} delivered other tensors than announced: {got} for {meta}",
-                code=NackCode.TRANSFER_FAILED,
-                tensor=meta.name,
-            )
-    if len(found) > len(announced):
+    if len(received) > len(announced):
         raise EngineError(
-            f"transport {backend!r} delivered {len(found)} tensors for {len(announced)}",
+            f"transport {backend!r} delivered {len(received)} tensors for {len(announced)}",
             code=NackCode.TRANSFER_FAILED,
+        )
+    for place, meta in enumerate(announced):
+        got = "nothing"
+        if place < len(received):
+            name, tensor = received[place]
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if (name, dtype, tensor.shape) == (meta.name, meta.dtype, meta.shape):
+                continue
+            got = f"{name}, {dtype} {tuple(tensor.shape)}"
+        raise EngineError(
+            f"transport {backend!r} delivered other tensors than announced: {got} for {meta}",
+            code=NackCode.TRANSFER_FAILED,
+            tensor=meta.name,
         )
 
 
