@@ -122,6 +122,71 @@ def pause(*, engine: EngineKind, dp_size: int, rounds: int, as_json: bool) -> No
     click.echo(json.dumps(figures) if as_json else _pause_table(figures))
 
 
+@bench.command()
+@click.option(
+    "--engine",
+    type=click.Choice(["embedded"]),
+    default="embedded",
+    show_default=True,
+    help="What loads the weights.",
+)
+@click.option(
+    "--backend", default="shm", show_default=True, help="How tensors travel: shm (one host)."
+)
+@click.option(
+    "--megabytes",
+    type=click.IntRange(min=1),
+    default=400,
+    show_default=True,
+    help="Size of the model of few large tensors.",
+)
+@click.option(
+    "--tensors",
+    type=click.IntRange(20, 100_000),
+    default=40_000,
+    show_default=True,
+    help="Tensors of the model of many small ones.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds of each kind."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def transfer(
+    *, engine: str, backend: str, megabytes: int, tensors: int, rounds: int, as_json: bool
+) -> None:
+    """What an update's transfer costs: its bandwidth beside memcpy's, and its control plane.
+
+    One engine, one trainer, one broker, each in its own process. First few large tensors: updates
+    alternate with plain copies of as many bytes. Then many small ones: what an update takes beside
+    putting, receiving and loading them.
+    """
+    del engine  # there is one, so far
+    _need("torch", "aiohttp")
+    from sidecar.bench import transfer as measuring  # noqa: PLC0415 - it needs torch
+
+    kind = event_loop.chosen("auto")
+    figures = _run(measuring.measure(backend, megabytes, tensors, rounds, kind, _say), kind)
+    click.echo(json.dumps(figures) if as_json else _transfer_table(figures))
+
+
+def _transfer_table(figures: dict[str, Any]) -> str:
+    return "\n".join(
+        (
+            f"{figures['engine']}, {figures['backend']}, {figures['rounds']} rounds of each",
+            "",
+            f"{figures['megabytes']:.0f} MB in few tensors",
+            f"  memcpy            {figures['memcpy_gb_per_s']:10.2f} GB/s",
+            f"  transfer and load {figures['transfer_gb_per_s']:10.2f} GB/s"
+            f"  {figures['ratio_memcpy']:.2f} x memcpy",
+            f"  whole update      {figures['update_ms']:10.2f} ms"
+            f"    paused for {figures['paused_ms']:.2f} ms",
+            f"{figures['tensors']} small tensors",
+            f"  whole update      {figures['small_update_ms']:10.2f} ms",
+            f"  control plane     {figures['small_control_ms']:10.2f} ms",
+        )
+    )
+
+
 def _pause_table(figures: dict[str, Any]) -> str:
     rows = [f"{figures['engine']}, {figures['dp_size']} ranks, {figures['rounds']} rounds of each"]
     for what, name in (("first request", "first_request"), ("pause", "pause")):

@@ -1,0 +1,169 @@
+"""What an update's transfer costs, beside a plain copy of as many bytes.
+
+A broker, a trainer and an embedded engine under its sidecar, each in a process of its own.
+First a model of few large tensors; rounds of two kinds alternate in one run, so that whatever
+else the host does falls on both alike:
+
+- **memcpy**: the trainer's process copies as many bytes between two buffers, with one thread.
+- **update**: the trainer sends the model over the bus. Of that, *transfer* is the time from the
+  start of the first chunk's put to the last chunk's ack: written, told, read and loaded.
+
+Then a model of many small tensors, where what counts is the control plane: names, shapes and
+checks. Its time is the update's whole time without the moments in which the sender put, or the
+engine received or loaded. These overlap, so they are counted as moments and not added up: time
+in which both worked is taken off once, and time in which none did is all the control plane's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from bus.errors import UsageError
+from sidecar.bench.processes import Worker, worker
+from sidecar.transfer import available_backends
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable
+
+    from bus.runtime.loop import LoopChoice
+
+    Progress = Callable[[str], None]
+
+Span: TypeAlias = "tuple[float, float]"
+
+GROUP: Final = "bench"
+_WARM_ROUNDS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One update, in ms. ``control_ms``: nobody put, received or loaded."""
+
+    update_ms: float
+    transfer_ms: float
+    pause_ms: float
+    paused_ms: float
+    control_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A trainer and its engine, and what they send."""
+
+    trainer: Worker
+    engine: Worker
+    size_bytes: int
+    tensors: int
+
+    async def memcpy_ms(self) -> float:
+        took_ms: float = (await self.trainer.ask("memcpy"))["memcpy_ms"]
+        return took_ms
+
+    async def update(self) -> Round:
+        told = await self.trainer.ask("update")
+        spans = [*told["puts"], *(await self.engine.ask("spans"))["spans"]]
+        update_ms = (told["until_s"] - told["since_s"]) * 1000
+        return Round(
+            update_ms,
+            told["transfer_ms"],
+            told["pause_ms"],
+            told["paused_ms"],
+            update_ms - covered_s(spans) * 1000,
+        )
+
+
+def covered_s(spans: Iterable[Span]) -> float:
+    """How long at least one of ``spans`` was."""
+    total_s = end_s = 0.0
+    for since_s, until_s in sorted(spans):
+        total_s += max(0.0, until_s - max(since_s, end_s))
+        end_s = max(end_s, until_s)
+    return total_s
+
+
+def check_backend(backend: str) -> None:
+    """Raise a :class:`UsageError` that names the backends there are."""
+    if backend not in available_backends():
+        raise UsageError(f"backend={backend!r}: choose one of {', '.join(available_backends())}")
+
+
+async def measure(
+    backend: str, megabytes: int, tensors: int, rounds: int, loop: LoopChoice, say: Progress
+) -> dict[str, Any]:
+    """The JSON's fields: medians, and ratios of just these.
+
+    Raises:
+        UsageError: no such backend.
+        BenchBroken: a process died.
+    """
+    check_backend(backend)
+    say(f"few large tensors: {megabytes} MB")
+    copies: list[float] = []
+    large: list[Round] = []
+    async with _running(backend, "megabytes", megabytes, loop) as running:
+        size_bytes = running.size_bytes
+        for index in range(-_WARM_ROUNDS, rounds):
+            copy_ms, update = await running.memcpy_ms(), await running.update()
+            if index >= 0:
+                copies.append(copy_ms)
+                large.append(update)
+    say(f"many small tensors: {tensors}")
+    async with _running(backend, "tensors", tensors, loop) as running:
+        sent = running.tensors
+        small = [await running.update() for _ in range(_WARM_ROUNDS + rounds)][_WARM_ROUNDS:]
+    memcpy, transfer = (
+        round(size_bytes / statistics.median(times_ms) / 1e6, 3)
+        for times_ms in (copies, [update.transfer_ms for update in large])
+    )
+    return {
+        "engine": "embedded",
+        "backend": backend,
+        "megabytes": round(size_bytes / 1e6, 1),
+        "rounds": rounds,
+        "memcpy_gb_per_s": memcpy,
+        "transfer_gb_per_s": transfer,
+        "ratio_memcpy": round(transfer / memcpy, 3),
+        "update_ms": _median(update.update_ms for update in large),
+        "pause_ms": _median(update.pause_ms for update in large),
+        "paused_ms": _median(update.paused_ms for update in large),
+        "tensors": sent,
+        "small_update_ms": _median(update.update_ms for update in small),
+        "small_control_ms": _median(update.control_ms for update in small),
+    }
+
+
+@contextlib.asynccontextmanager
+async def _running(
+    backend: str, shape: Literal["megabytes", "tensors"], amount: int, loop: LoopChoice
+) -> AsyncIterator[Running]:
+    """Broker, trainer and engine, for the length of a block."""
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wavebus-bench-")))
+        checkpoint = folder / "checkpoint"
+        broker = await stack.enter_async_context(worker("sidecar.bench.broker", loop))
+        address = (await broker.answer())["address"]
+        # By name: the two roles never import each other.
+        trainer = await stack.enter_async_context(
+            worker(
+                "trainer_agent.bench_transfer",
+                *(address, GROUP, backend, checkpoint, shape, amount, loop),
+            )
+        )
+        made = await trainer.answer()
+        engine = await stack.enter_async_context(
+            worker("sidecar.bench.loading", address, GROUP, checkpoint, loop)
+        )
+        await engine.answer()
+        shutil.rmtree(checkpoint)  # the engine has it in memory
+        await trainer.answer()
+        yield Running(trainer, engine, made["size_bytes"], made["tensors"])
+
+
+def _median(times_ms: Iterable[float]) -> float:
+    return round(statistics.median(times_ms), 3)

@@ -1,0 +1,172 @@
+"""The trainer of ``bench transfer``: a process that makes a model, and sends it on command.
+
+``python -m trainer_agent.bench_transfer ADDRESS GROUP BACKEND FOLDER SHAPE AMOUNT LOOP``. SHAPE is
+``megabytes`` (a few large tensors) or ``tensors`` (many small ones), and AMOUNT is how many. It
+writes the model into FOLDER and says its size, waits for an engine that has loaded it, says so, and
+then answers, by lines on stdin:
+
+- ``memcpy``: how long it takes to copy as many bytes from one buffer to another.
+- ``update``: how long one update took, and when its parts were, in seconds on
+  ``time.monotonic()``'s clock, which all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast
+
+import torch
+
+import bus.log
+from bus.messages import WeightChunkMeta
+from bus.runtime import loop
+from bus.runtime.lines import answer, commands
+from trainer_agent.agent import TrainerAgent
+from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bus.messages import GroupAck, Message
+    from bus.runtime.loop import LoopChoice
+    from trainer_agent.transfer import Sender
+
+Shape: TypeAlias = Literal["megabytes", "tensors"]
+
+BOOT_S: Final = 600.0
+_FLOAT_BYTES: Final = 4
+_HEAD_DIM: Final = 64
+_BIG_LAYERS: Final = 2
+_TENSORS_PER_LAYER: Final = 9  # beside those of its experts
+_TENSORS_PER_EXPERT: Final = 3
+_TENSORS_OUTSIDE: Final = 3
+_MANY_PER_LAYER: Final = 1000
+
+
+def few_large(megabytes: int) -> PolicyConfig:
+    """A dense model of about so many megabytes, nearly all of them in two layers."""
+    floats = megabytes * 1_000_000 / _FLOAT_BYTES / _BIG_LAYERS
+    # Four matrices of attention and three of twice that size: ten squares of the width.
+    hidden = max(1, round((floats / 10) ** 0.5 / _HEAD_DIM)) * _HEAD_DIM
+    inner = max(1, round((floats - 4 * hidden**2) / (3 * hidden)))
+    return PolicyConfig(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=_BIG_LAYERS,
+        num_heads=hidden // _HEAD_DIM,
+        num_kv_heads=hidden // _HEAD_DIM,
+        head_dim=_HEAD_DIM,
+    )
+
+
+def many_small(tensors: int) -> PolicyConfig:
+    """A mixture of experts with about so many tensors, each of some hundred bytes."""
+    layers = max(1, tensors // _MANY_PER_LAYER)
+    per_layer = (tensors - _TENSORS_OUTSIDE) / layers - _TENSORS_PER_LAYER
+    return PolicyConfig(
+        hidden_size=16,
+        num_layers=layers,
+        num_heads=1,
+        head_dim=16,
+        experts=max(2, round(per_layer / _TENSORS_PER_EXPERT)),
+        expert_size=8,
+    )
+
+
+MODELS: Final = {"megabytes": few_large, "tensors": many_small}
+
+
+class TimedSender:
+    """A sender, and when each of its puts was."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+        self.puts: list[tuple[float, float]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sender, name)
+
+    def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
+        since_s = time.monotonic()
+        handle = self._sender.put(seq, tensors)
+        self.puts.append((since_s, time.monotonic()))
+        return handle
+
+
+class MeasuredAgent(TrainerAgent):
+    """A trainer's agent that notes when it put chunks, and when the last one was acked."""
+
+    def __init__(self, broker: str, *, group: str, backend: str) -> None:
+        super().__init__(broker, group=group, backend=backend)
+        self.timed = TimedSender(self._sender)
+        self._sender = cast("Sender", self.timed)
+        self.acked_s = 0.0
+
+    async def _step(self, message: Message) -> GroupAck:
+        ack = await super()._step(message)
+        if isinstance(message, WeightChunkMeta):
+            self.acked_s = time.monotonic()
+        return ack
+
+
+class Copy:
+    """What an update is compared with: two buffers of its size, both touched before."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._source = torch.full((size_bytes // _FLOAT_BYTES,), 1.0)
+        self._target = torch.zeros_like(self._source)
+
+    def took_ms(self) -> float:
+        since_s = time.monotonic()
+        self._target.copy_(self._source)
+        return (time.monotonic() - since_s) * 1000
+
+
+async def drive(
+    broker: str, group: str, backend: str, folder: Path, shape: Shape, amount: int
+) -> None:
+    """Make the model, hold the group and do what is asked, until stdin ends."""
+    model = Policy(MODELS[shape](amount))
+    save_checkpoint(model, folder)
+    sizes = [weight.numel() * weight.element_size() for weight in model.parameters()]
+    copy = Copy(sum(sizes))
+    answer(size_bytes=sum(sizes), tensors=len(sizes))
+    async with MeasuredAgent(broker, group=group, backend=backend) as agent:
+        await agent.wait_for_engines(1, timeout_s=BOOT_S)
+        answer(ready=True)
+        async for command in commands():
+            if command == "memcpy":
+                answer(memcpy_ms=copy.took_ms())
+            else:
+                answer(**await _update(agent, model))
+
+
+async def _update(agent: MeasuredAgent, model: Policy) -> dict[str, Any]:
+    agent.timed.puts.clear()
+    since_s = time.monotonic()
+    await agent.update_weights(model)
+    until_s = time.monotonic()
+    report = agent.last_update
+    assert report is not None, "an update has just been made"
+    puts = agent.timed.puts
+    return {
+        "since_s": since_s,
+        "until_s": until_s,
+        "puts": puts,
+        # From before the first chunk is written: its handle is in the first message.
+        "transfer_ms": (agent.acked_s - puts[0][0]) * 1000,
+        "pause_ms": report.pause_ms,
+        "paused_ms": report.paused_ms,
+    }
+
+
+if __name__ == "__main__":
+    bus.log.configure(json=True)
+    torch.set_num_threads(1)  # a core for the trainer, one for the engine
+    address, group_name, backend_name, target, kind_of_model, count, kind = sys.argv[1:]
+    driving = drive(
+        address, group_name, backend_name, Path(target), cast("Shape", kind_of_model), int(count)
+    )
+    loop.run(driving, loop=cast("LoopChoice", kind))
