@@ -42,7 +42,7 @@ class TensorMeta:
 
     @property
     def size_bytes(self) -> int:
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return _size_bytes(self.shape, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +110,25 @@ class Manifest:
     def tensors(self) -> Iterator[TensorMeta]:
         return map(TensorMeta, self.names, self.dtypes, self.shapes)
 
+    def part(self, seq: int) -> slice:
+        """Where chunk ``seq`` stands in names, dtypes and shapes."""
+        return slice(self.chunk_ends[seq - 1] if seq else 0, self.chunk_ends[seq])
+
     def chunk(self, seq: int) -> tuple[TensorMeta, ...]:
         """The tensors of chunk ``seq``, in order."""
-        start = self.chunk_ends[seq - 1] if seq else 0
-        return tuple(
-            TensorMeta(self.names[i], self.dtypes[i], self.shapes[i])
-            for i in range(start, self.chunk_ends[seq])
-        )
+        part = self.part(seq)
+        return tuple(map(TensorMeta, self.names[part], self.dtypes[part], self.shapes[part]))
+
+    def sizes_bytes(self, seq: int) -> tuple[int, ...]:
+        """How large the tensors of chunk ``seq`` are, in order."""
+        part = self.part(seq)
+        return tuple(map(_size_bytes, self.shapes[part], self.dtypes[part]))
 
     def digest(self) -> str:
         """SHA-256 over the canonical encoding of all four fields, in hex."""
         blob = msgspec.msgpack.encode((self.names, self.dtypes, self.shapes, self.chunk_ends))
         return hashlib.sha256(blob).hexdigest()
+
+
+def _size_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * DTYPE_BYTES[dtype]

@@ -7,6 +7,7 @@ the tensors, in the same order. Tied parameters appear once, as in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -67,4 +68,10 @@ def as_source(weights: Weights) -> WeightSource:
 
 def meta_of(name: str, tensor: torch.Tensor) -> TensorMeta:
     """What a manifest says of one tensor."""
-    return TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+@functools.cache  # there are few, and tensors are many
+def dtype_name(dtype: torch.dtype) -> str:
+    """As manifests have it."""
+    return str(dtype).removeprefix("torch.")

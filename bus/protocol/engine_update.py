@@ -363,12 +363,12 @@ def check_chunk(manifest: Manifest, message: WeightChunkMeta) -> None:
     Raises:
         Declined: names the field that differs.
     """
-    tensors = manifest.chunk(message.chunk)
+    part = manifest.part(message.chunk)
     for field, planned, told in (
-        ("names", tuple(t.name for t in tensors), message.names),
-        ("dtypes", tuple(t.dtype for t in tensors), message.dtypes),
-        ("shapes", tuple(t.shape for t in tensors), message.shapes),
-        ("sizes_bytes", tuple(t.size_bytes for t in tensors), message.sizes_bytes),
+        ("names", manifest.names[part], message.names),
+        ("dtypes", manifest.dtypes[part], message.dtypes),
+        ("shapes", manifest.shapes[part], message.shapes),
+        ("sizes_bytes", manifest.sizes_bytes(message.chunk), message.sizes_bytes),
     ):
         if planned != told:
             raise Declined(

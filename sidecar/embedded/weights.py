@@ -42,10 +42,6 @@ class Part:
     row: int
     shape: tuple[int, ...]
 
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -106,10 +102,10 @@ def layout_of(config: ModelConfig, own_experts: range | None = None) -> Layout:
     def mixture(prefix: str, experts: ExpertsConfig) -> None:
         whole(f"{prefix}.gate.weight", (experts.count, hidden))
         for expert in range(experts.count):
-            before = set(parameters)
-            feed_forward(f"{prefix}.experts.{expert}", experts.inner)
+            own = f"{prefix}.experts.{expert}"
+            feed_forward(own, experts.inner)
             if own_experts is not None and expert not in own_experts:
-                elsewhere.update(parameters.keys() - before)
+                elsewhere.update((f"{own}.gate_up_proj.weight", f"{own}.down_proj.weight"))
 
     whole("model.embed_tokens.weight", vocab)
     for index in range(config.num_layers):
@@ -140,11 +136,12 @@ def check_manifest(layout: Layout, manifest: Manifest) -> None:
         EngineError: code ``manifest_refused``, with the tensor at fault.
     """
     filled: Counter[str] = Counter()
-    for meta in manifest.tensors():
-        _check_tensor(layout, meta)
-        if not layout.ignored(meta.name):
-            part = layout.parts[meta.name]
-            filled[part.parameter] += part.elements
+    for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True):
+        part = layout.parts.get(name)
+        if part is None or shape != part.shape or dtype != layout.dtype:
+            _check_tensor(layout, TensorMeta(name, dtype, shape))  # ignored, or refused
+        else:
+            filled[part.parameter] += math.prod(shape)
     sent = frozenset(manifest.names)
     for parameter, shape in layout.parameters.items():
         if filled[parameter] != math.prod(shape):
