@@ -115,8 +115,8 @@ class Copy:
     """What an update is compared with: two buffers of its size, both touched before."""
 
     def __init__(self, size_bytes: int) -> None:
-        self._source = torch.full((size_bytes // _FLOAT_BYTES,), 1.0)
-        self._target = torch.zeros_like(self._source)
+        self._source = torch.ones(size_bytes, dtype=torch.uint8)
+        self._target = torch.zeros_like(self._source).fill_(1)
 
     def took_ms(self) -> float:
         since_s = time.monotonic()

@@ -163,28 +163,35 @@ def transfer(
     del engine  # there is one, so far
     _need("torch", "aiohttp")
     from sidecar.bench import transfer as measuring  # noqa: PLC0415 - it needs torch
+    from sidecar.transfer import available_backends  # noqa: PLC0415 - same
 
+    if backend not in available_backends():
+        known = ", ".join(available_backends())
+        raise click.BadParameter(f"{backend!r}: choose one of {known}", param_hint="--backend")
     kind = event_loop.chosen("auto")
     figures = _run(measuring.measure(backend, megabytes, tensors, rounds, kind, _say), kind)
     click.echo(json.dumps(figures) if as_json else _transfer_table(figures))
 
 
 def _transfer_table(figures: dict[str, Any]) -> str:
-    return "\n".join(
-        (
-            f"{figures['engine']}, {figures['backend']}, {figures['rounds']} rounds of each",
-            "",
-            f"{figures['megabytes']:.0f} MB in few tensors",
-            f"  memcpy            {figures['memcpy_gb_per_s']:10.2f} GB/s",
-            f"  transfer and load {figures['transfer_gb_per_s']:10.2f} GB/s"
-            f"  {figures['ratio_memcpy']:.2f} x memcpy",
-            f"  whole update      {figures['update_ms']:10.2f} ms"
-            f"    paused for {figures['paused_ms']:.2f} ms",
-            f"{figures['tensors']} small tensors",
-            f"  whole update      {figures['small_update_ms']:10.2f} ms",
-            f"  control plane     {figures['small_control_ms']:10.2f} ms",
-        )
-    )
+    rows = [
+        f"{figures['engine']}, {figures['backend']}, {figures['rounds']} rounds of each",
+        "",
+        f"{figures['megabytes']:.0f} MB in few tensors",
+    ]
+    for what, name in (
+        ("memcpy", "memcpy_gb_per_s"),
+        ("two at once", "two_memcpy_gb_per_s"),
+        ("transfer and load", "transfer_gb_per_s"),
+    ):
+        ratio = figures[name] / figures["memcpy_gb_per_s"]
+        rows.append(f"  {what:<18}{figures[name]:9.2f} GB/s  {ratio:.2f} x memcpy")
+    rows.append(f"  {'whole update':<18}{figures['update_ms']:9.2f} ms")
+    rows.append(f"  {'engine paused for':<18}{figures['paused_ms']:9.2f} ms")
+    rows.append(f"{figures['tensors']} small tensors")
+    rows.append(f"  {'whole update':<18}{figures['small_update_ms']:9.2f} ms")
+    rows.append(f"  {'control plane':<18}{figures['small_control_ms']:9.2f} ms")
+    return "\n".join(rows)
 
 
 def _pause_table(figures: dict[str, Any]) -> str:

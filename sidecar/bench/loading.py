@@ -1,8 +1,9 @@
 """The engine of ``bench transfer``: an embedded one under a real sidecar.
 
-``python -m sidecar.bench.loading ADDRESS GROUP FOLDER LOOP``; until stdin ends. It answers
-``spans`` with when its receive and load calls were since it was last asked, in seconds on
-``time.monotonic()``'s clock, which all processes of a host share.
+``python -m sidecar.bench.loading ADDRESS GROUP FOLDER SIZE_BYTES LOOP``; until stdin ends. It
+answers ``spans`` with when its receive and load calls were since it was last asked, in seconds on
+``time.monotonic()``'s clock, which all processes of a host share; and ``memcpy`` with how long a
+copy of SIZE_BYTES took it.
 """
 
 from __future__ import annotations
@@ -53,19 +54,26 @@ class TimedEngine(EmbeddedEngine):
         self.spans.append((since_s, time.monotonic()))
 
 
-async def serve(broker: str, group: str, folder: str) -> None:
+async def serve(broker: str, group: str, folder: str, size_bytes: int) -> None:
     """Join, and tell."""
     engine = TimedEngine.of(folder)
+    source = torch.ones(size_bytes, dtype=torch.uint8)
+    target = torch.zeros_like(source).fill_(1)  # touched, or the first copy would pay for that
     async with Sidecar(engine, broker=broker, group=group, name="engine-0") as sidecar:
         await sidecar.joined()
         answer(ready=True)
-        async for _ in commands():
-            answer(spans=engine.spans)
-            engine.spans = []
+        async for command in commands():
+            if command == "memcpy":
+                since_s = time.monotonic()
+                target.copy_(source)
+                answer(memcpy_ms=(time.monotonic() - since_s) * 1000)
+            else:
+                answer(spans=engine.spans)
+                engine.spans = []
 
 
 if __name__ == "__main__":
     bus.log.configure(level="warning", json=True)
     torch.set_num_threads(1)  # as `wavebus sidecar` does by default
-    address, group_name, checkpoint, kind = sys.argv[1:]
-    loop.run(serve(address, group_name, checkpoint), loop=cast("LoopChoice", kind))
+    address, group_name, checkpoint, size, kind = sys.argv[1:]
+    loop.run(serve(address, group_name, checkpoint, int(size)), loop=cast("LoopChoice", kind))

@@ -1,10 +1,12 @@
 """What an update's transfer costs, beside a plain copy of as many bytes.
 
 A broker, a trainer and an embedded engine under its sidecar, each in a process of its own.
-First a model of few large tensors; rounds of two kinds alternate in one run, so that whatever
+First a model of few large tensors; rounds of three kinds alternate in one run, so that whatever
 else the host does falls on both alike:
 
 - **memcpy**: the trainer's process copies as many bytes between two buffers, with one thread.
+- **two at once**: the trainer's and the engine's process each do so at the same time. That is what
+  a transfer by shared memory does (one writes, the other loads), with nothing around it.
 - **update**: the trainer sends the model over the bus. Of that, *transfer* is the time from the
   start of the first chunk's put to the last chunk's ack: written, told, read and loaded.
 
@@ -16,6 +18,7 @@ in which both worked is taken off once, and time in which none did is all the co
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 import statistics
@@ -24,9 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from bus.errors import UsageError
 from sidecar.bench.processes import Worker, worker
-from sidecar.transfer import available_backends
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
@@ -65,6 +66,11 @@ class Running:
         took_ms: float = (await self.trainer.ask("memcpy"))["memcpy_ms"]
         return took_ms
 
+    async def two_memcpy_ms(self) -> float:
+        """Until both have copied all of it."""
+        both = await asyncio.gather(*(who.ask("memcpy") for who in (self.trainer, self.engine)))
+        return max(float(told["memcpy_ms"]) for told in both)
+
     async def update(self) -> Round:
         told = await self.trainer.ask("update")
         spans = [*told["puts"], *(await self.engine.ask("spans"))["spans"]]
@@ -87,39 +93,34 @@ def covered_s(spans: Iterable[Span]) -> float:
     return total_s
 
 
-def check_backend(backend: str) -> None:
-    """Raise a :class:`UsageError` that names the backends there are."""
-    if backend not in available_backends():
-        raise UsageError(f"backend={backend!r}: choose one of {', '.join(available_backends())}")
-
-
 async def measure(
     backend: str, megabytes: int, tensors: int, rounds: int, loop: LoopChoice, say: Progress
 ) -> dict[str, Any]:
     """The JSON's fields: medians, and ratios of just these.
 
     Raises:
-        UsageError: no such backend.
         BenchBroken: a process died.
     """
-    check_backend(backend)
     say(f"few large tensors: {megabytes} MB")
     copies: list[float] = []
+    twos: list[float] = []
     large: list[Round] = []
     async with _running(backend, "megabytes", megabytes, loop) as running:
         size_bytes = running.size_bytes
         for index in range(-_WARM_ROUNDS, rounds):
-            copy_ms, update = await running.memcpy_ms(), await running.update()
+            copy_ms, two_ms = await running.memcpy_ms(), await running.two_memcpy_ms()
+            update = await running.update()
             if index >= 0:
                 copies.append(copy_ms)
+                twos.append(two_ms)
                 large.append(update)
     say(f"many small tensors: {tensors}")
     async with _running(backend, "tensors", tensors, loop) as running:
         sent = running.tensors
         small = [await running.update() for _ in range(_WARM_ROUNDS + rounds)][_WARM_ROUNDS:]
-    memcpy, transfer = (
+    memcpy, two, transfer = (
         round(size_bytes / statistics.median(times_ms) / 1e6, 3)
-        for times_ms in (copies, [update.transfer_ms for update in large])
+        for times_ms in (copies, twos, [update.transfer_ms for update in large])
     )
     return {
         "engine": "embedded",
@@ -127,6 +128,7 @@ async def measure(
         "megabytes": round(size_bytes / 1e6, 1),
         "rounds": rounds,
         "memcpy_gb_per_s": memcpy,
+        "two_memcpy_gb_per_s": two,
         "transfer_gb_per_s": transfer,
         "ratio_memcpy": round(transfer / memcpy, 3),
         "update_ms": _median(update.update_ms for update in large),
@@ -157,7 +159,7 @@ async def _running(
         )
         made = await trainer.answer()
         engine = await stack.enter_async_context(
-            worker("sidecar.bench.loading", address, GROUP, checkpoint, loop)
+            worker("sidecar.bench.loading", address, GROUP, checkpoint, made["size_bytes"], loop)
         )
         await engine.answer()
         shutil.rmtree(checkpoint)  # the engine has it in memory

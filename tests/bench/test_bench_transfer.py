@@ -1,0 +1,56 @@
+"""The bench runs tiny, cleans up after itself, and counts time that overlaps once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bus.cli import run
+from sidecar.bench.transfer import covered_s
+from tests.support.procs import run_wavebus
+
+
+def test_figures_agree_with_each_other() -> None:
+    """Every field is there; no part of an update takes longer than the whole."""
+    answer = run_wavebus(
+        *("bench", "transfer", "--megabytes", "4", "--tensors", "300", "--rounds", "2", "--json")
+    )
+    assert answer.returncode == 0, answer.stderr
+    figures = json.loads(answer.stdout)
+    assert (figures["engine"], figures["backend"], figures["rounds"]) == ("embedded", "shm", 2)
+    assert figures["megabytes"] == pytest.approx(4, rel=0.2)
+    assert figures["tensors"] == pytest.approx(300, rel=0.1)
+    assert figures["two_memcpy_gb_per_s"] > 0
+    quotient = figures["transfer_gb_per_s"] / figures["memcpy_gb_per_s"]
+    assert figures["ratio_memcpy"] == pytest.approx(quotient, abs=0.001)
+    assert 0 < figures["pause_ms"] < figures["paused_ms"] < figures["update_ms"]
+    assert 0 < figures["small_control_ms"] < figures["small_update_ms"]
+
+
+def test_moments_count_once() -> None:
+    """Calls that overlap, or lie within each other, are no more than the time they cover."""
+    assert covered_s([]) == 0
+    assert covered_s([(5, 6), (1, 3), (2, 4), (2, 3)]) == 4
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--megabytes", "0"),
+        ("--tensors", "1"),
+        ("--rounds", "0"),
+        ("--engine", "nope"),
+        ("--backend", "nope"),
+    ],
+)
+def test_wrong_usage(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """Wrong options exit with 2 and are named."""
+    assert run(["bench", "transfer", *arguments]) == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_a_backend_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names those that are."""
+    assert run(["bench", "transfer", "--backend", "nope"]) == 2
+    assert "shm" in capsys.readouterr().err
