@@ -13,6 +13,7 @@ import atexit
 import errno
 import os
 import time
+import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final
 
@@ -93,6 +94,10 @@ class Readable(ABC):
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._draining = False  # or about to
         self._closed = False
+        # One that was forgotten is closed with us. Left to the socket's own end it may stay
+        # open for good (warnings made errors break that end off), and then the process waits
+        # for it when it exits.
+        weakref.finalize(self, socket.close).atexit = False
 
     def watch(self) -> None:
         self._loop.add_reader(self._descriptor, self.drain)

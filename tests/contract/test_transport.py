@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import pytest
@@ -423,3 +425,24 @@ def test_a_port_of_zero_is_any_free_one() -> None:
             assert port > 0
 
     asyncio.run(main())
+
+
+FORGOTTEN = """
+import asyncio, gc
+from bus.runtime.zmq_transport import ZmqClient
+
+async def main():
+    client = ZmqClient("tcp://127.0.0.1:1", b"forgotten")
+    client.listen(lambda frame: None)
+    client.send(b"to nobody")
+
+asyncio.run(main())
+gc.collect()
+"""
+
+
+def test_a_forgotten_client_holds_up_no_exit() -> None:
+    """Not even where warnings are errors, and so break off a socket's own end."""
+    command = [sys.executable, "-W", "error", "-c", FORGOTTEN]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
