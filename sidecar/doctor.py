@@ -76,7 +76,8 @@ def _shared_memory() -> Check:
 
 
 def _leftovers() -> Check:
-    left = sorted(path.name for path in Path(SHM_FOLDER).glob(f"{SHM_PREFIX}*"))
+    found = Path(SHM_FOLDER).glob(f"{SHM_PREFIX}*")
+    left = sorted(path.name for path in found if path.is_file())
     if not left:
         return Check("left segments", "ok", "none")
     return Check(

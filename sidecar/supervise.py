@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ import anyio
 import anyio.to_thread
 
 from bus.errors import EngineDead, EngineError, UsageError
-from sidecar.launch import free_port, guarded
+from sidecar.launch import HeldFolder, free_port, guarded
 from sidecar.vllm_http import is_loopback
 from sidecar.vllm_plugin import environment
 from sidecar.vllm_plugin.compat import BACKEND
@@ -40,6 +38,7 @@ __all__ = ["Prepared", "SupervisedServer", "prepare"]
 
 DEV_MODE: Final = "VLLM_SERVER_DEV_MODE"
 LAST_LINES: Final = 30
+_PAGES_PREFIX: Final = "wavebus-server-"
 HEALTH_PERIOD_S: Final = 0.25
 HEALTH_ANSWER_S: Final = 10.0
 GUARD_EXTRA_S: Final = 5.0
@@ -135,7 +134,7 @@ class SupervisedServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
         self._last: deque[str] = deque(maxlen=LAST_LINES)
-        self._pages = ""  # the folder of its cores' status pages
+        self._pages: HeldFolder | None = None  # of its cores' status pages
 
     @property
     def pid(self) -> int:
@@ -151,11 +150,11 @@ class SupervisedServer:
         """
         if self._process is not None:
             raise EngineError("this server was started before")
-        self._pages = tempfile.mkdtemp(prefix="wavebus-cores-", dir=environment.memory_folder())
+        self._pages = pages = HeldFolder(_PAGES_PREFIX, environment.memory_folder())
         # A thread's end counts as the parent's death: start only from the main thread's loop.
         self._process = process = subprocess.Popen(  # noqa: S603, ASYNC220 - the user's command; forking is quick
             guarded(self.prepared.argv, self._grace_s),
-            env={**self.prepared.env, environment.CORE_PAGES: self._pages},
+            env={**self.prepared.env, environment.CORE_PAGES: str(pages.path)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -207,7 +206,8 @@ class SupervisedServer:
                 await anyio.to_thread.run_sync(process.wait)
         if self._reader is not None:
             self._reader.join(GUARD_EXTRA_S)
-        shutil.rmtree(self._pages, ignore_errors=True)
+        if self._pages is not None:
+            self._pages.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
