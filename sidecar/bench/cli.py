@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from bus.commands.options import json_option
 from bus.errors import UsageError
 from bus.runtime import loop as event_loop
 
@@ -64,7 +65,7 @@ def bench() -> None:
     is_flag=True,
     help="Also the broker's memory and heartbeat CPU with 1,024 idle engines (10 s).",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option
 def control(
     *,
     engines: int,
@@ -108,7 +109,7 @@ def control(
 @click.option(
     "--rounds", type=click.IntRange(1), default=40, show_default=True, help="Rounds of each kind."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option
 def pause(*, engine: EngineKind, dp_size: int, rounds: int, as_json: bool) -> None:
     """What the bus adds to a DP group: to its first request, and to its pause.
 
@@ -150,7 +151,7 @@ def pause(*, engine: EngineKind, dp_size: int, rounds: int, as_json: bool) -> No
 @click.option(
     "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds of each kind."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@json_option
 def transfer(
     *, engine: str, backend: str, megabytes: int, tensors: int, rounds: int, as_json: bool
 ) -> None:
@@ -165,9 +166,11 @@ def transfer(
     from sidecar.bench import transfer as measuring  # noqa: PLC0415 - it needs torch
     from sidecar.transfer import available_backends  # noqa: PLC0415 - same
 
-    if backend not in available_backends():
-        known = ", ".join(available_backends())
-        raise click.BadParameter(f"{backend!r}: choose one of {known}", param_hint="--backend")
+    known = available_backends()
+    if backend not in known:
+        raise click.BadParameter(
+            f"{backend!r}: choose one of {', '.join(known)}", param_hint="--backend"
+        )
     kind = event_loop.chosen("auto")
     figures = _run(measuring.measure(backend, megabytes, tensors, rounds, kind, _say), kind)
     click.echo(json.dumps(figures) if as_json else _transfer_table(figures))

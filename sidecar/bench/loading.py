@@ -31,13 +31,9 @@ if TYPE_CHECKING:
 class TimedEngine(EmbeddedEngine):
     """An embedded engine that notes when it received and loaded."""
 
-    spans: list[tuple[float, float]]
-
-    @classmethod
-    def of(cls, folder: str) -> TimedEngine:
-        engine = cls(folder, host=None, max_num_seqs=1)
-        engine.spans = []
-        return engine
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder, host=None, max_num_seqs=1)
+        self.spans: list[tuple[float, float]] = []
 
     async def receive(self, chunk: Chunk) -> None:
         with self._noted():
@@ -56,7 +52,7 @@ class TimedEngine(EmbeddedEngine):
 
 async def serve(broker: str, group: str, folder: str, size_bytes: int) -> None:
     """Join, and tell."""
-    engine = TimedEngine.of(folder)
+    engine = TimedEngine(folder)
     source = torch.ones(size_bytes, dtype=torch.uint8)
     target = torch.zeros_like(source).fill_(1)  # touched, or the first copy would pay for that
     async with Sidecar(engine, broker=broker, group=group, name="engine-0") as sidecar:

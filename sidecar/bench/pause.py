@@ -27,6 +27,7 @@ import aiohttp
 
 from sidecar.bench.processes import BenchBroken, Worker, worker
 from sidecar.rank_supervisor import RankPlan, RankSupervisor
+from sidecar.vllm_http import KEEP_ALIVE_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -42,7 +43,6 @@ _WARM_ROUNDS: Final = 5
 _HEARTBEAT_MS: Final = 200
 # After its last step a worker of vLLM spins for a second before it sleeps (0.32).
 _SPIN_S: Final = 1.1
-_KEEP_ALIVE_S: Final = 2.0
 _BOOT_S: Final = 600.0
 _REQUEST: Final = {
     "token_ids": [1, 3, 4, 5],
@@ -107,7 +107,7 @@ async def measure(
             trainer = worker("trainer_agent.bench", address, name, dp_size, loop)
             groups[name] = await own.enter_async_context(trainer)
             endpoints[name] = (await groups[name].answer())["endpoints"]
-        connector = aiohttp.TCPConnector(keepalive_timeout=_KEEP_ALIVE_S)
+        connector = aiohttp.TCPConnector(keepalive_timeout=KEEP_ALIVE_S)
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         say("measuring first requests")
         found = await _first_requests(session, groups, endpoints, rounds)

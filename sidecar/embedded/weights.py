@@ -83,29 +83,30 @@ def layout_of(config: ModelConfig, own_experts: range | None = None) -> Layout:
     parts: dict[str, Part] = {}
     elsewhere: set[str] = set()
 
-    def whole(name: str, shape: tuple[int, ...]) -> None:
+    def whole(name: str, shape: tuple[int, ...]) -> str:
         parameters[name] = shape
         parts[name] = Part(name, 0, shape)
+        return name
 
-    def fused(prefix: str, parameter: str, rows: dict[str, int]) -> None:
-        row = 0
+    def fused(prefix: str, parameter: str, rows: dict[str, int]) -> str:
+        fused_name, row = f"{prefix}.{parameter}.weight", 0
         for projection, count in rows.items():
             name = f"{prefix}.{projection}.weight"
-            parts[name] = Part(f"{prefix}.{parameter}.weight", row, (count, hidden))
+            parts[name] = Part(fused_name, row, (count, hidden))
             row += count
-        parameters[f"{prefix}.{parameter}.weight"] = (row, hidden)
+        parameters[fused_name] = (row, hidden)
+        return fused_name
 
-    def feed_forward(prefix: str, inner: int) -> None:
-        fused(prefix, "gate_up_proj", {"gate_proj": inner, "up_proj": inner})
-        whole(f"{prefix}.down_proj.weight", (hidden, inner))
+    def feed_forward(prefix: str, inner: int) -> tuple[str, str]:
+        gate_up = fused(prefix, "gate_up_proj", {"gate_proj": inner, "up_proj": inner})
+        return gate_up, whole(f"{prefix}.down_proj.weight", (hidden, inner))
 
     def mixture(prefix: str, experts: ExpertsConfig) -> None:
         whole(f"{prefix}.gate.weight", (experts.count, hidden))
         for expert in range(experts.count):
-            own = f"{prefix}.experts.{expert}"
-            feed_forward(own, experts.inner)
+            made = feed_forward(f"{prefix}.experts.{expert}", experts.inner)
             if own_experts is not None and expert not in own_experts:
-                elsewhere.update((f"{own}.gate_up_proj.weight", f"{own}.down_proj.weight"))
+                elsewhere.update(made)
 
     whole("model.embed_tokens.weight", vocab)
     for index in range(config.num_layers):

@@ -15,14 +15,11 @@ import pytest
 
 from bus.errors import ManifestRefused, Refused, UsageError
 from bus.messages import NackCode
-from bus.protocol.broker import BrokerConfig
-from bus.runtime.aio import AsyncioScheduler
-from bus.runtime.broker import BrokerServer
-from bus.runtime.zmq_transport import ZmqServer
 from sidecar import Sidecar
 from sidecar.engine import Engine, EngineInfo
 from sidecar.transfer import available_backends
 from tests.contract.engine_suite import PROMPT, EngineUnderTest, Watch, contract
+from tests.support.broker import a_broker
 from trainer_agent import TrainerAgent
 from trainer_agent.sources import meta_of
 
@@ -32,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bus.messages import Escalation
+    from bus.runtime.broker import BrokerServer
 
 LEASE_MS = 20_000
 
@@ -64,20 +62,15 @@ class Whole:
 @contextlib.asynccontextmanager
 async def whole_bus(under_test: EngineUnderTest, **options: Any) -> AsyncIterator[Whole]:
     """Broker, sidecar and trainer agent around the engine."""
-    transport = ZmqServer("tcp://127.0.0.1:*")
-    server = BrokerServer(transport, AsyncioScheduler(), BrokerConfig())
-    server.start()
     engine = cast("Engine", Borrowed(under_test))
     options = {"lease_ms": LEASE_MS, **options}
-    try:
-        async with (
-            Sidecar(engine, broker=transport.address, name="engine"),
-            TrainerAgent(transport.address, name="trainer", **options) as agent,
-        ):
-            await agent.wait_for_engines(1)
-            yield Whole(agent, server, transport.address)
-    finally:
-        server.close()
+    async with (
+        a_broker() as (server, address),
+        Sidecar(engine, broker=address, name="engine"),
+        TrainerAgent(address, name="trainer", **options) as agent,
+    ):
+        await agent.wait_for_engines(1)
+        yield Whole(agent, server, address)
 
 
 def spoilt(weights: dict[str, Tensor], fault: str) -> tuple[dict[str, Tensor], str]:

@@ -11,12 +11,9 @@ import torch
 
 from bus.errors import Refused
 from bus.messages import NackCode
-from bus.protocol.broker import BrokerConfig
-from bus.runtime.aio import AsyncioScheduler
-from bus.runtime.broker import BrokerServer
-from bus.runtime.zmq_transport import ZmqServer
 from sidecar import Sidecar
 from sidecar.bench.agents import StubEngine
+from tests.support.broker import a_broker
 from trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
@@ -53,20 +50,9 @@ class Broken(StubEngine):
 
 
 @contextlib.asynccontextmanager
-async def a_broker(listen: str) -> AsyncIterator[str]:
-    transport = ZmqServer(listen)
-    server = BrokerServer(transport, AsyncioScheduler(), BrokerConfig())
-    server.start()
-    try:
-        yield transport.address
-    finally:
-        server.close()
-
-
-@contextlib.asynccontextmanager
 async def a_bus(engine: Broken) -> AsyncIterator[TrainerAgent]:
     async with (
-        a_broker("tcp://127.0.0.1:*") as address,
+        a_broker() as (_, address),
         Sidecar(engine, broker=address, name="engine"),
         TrainerAgent(address, name="trainer") as agent,
     ):
@@ -112,7 +98,7 @@ def test_a_version_outlives_broker_and_engine() -> None:
     async def scenario() -> None:
         weights = {"w": torch.zeros(4)}
         async with contextlib.AsyncExitStack() as trainers:
-            async with a_broker("tcp://127.0.0.1:*") as address:
+            async with a_broker() as (_, address):
                 trainer = TrainerAgent(address, name="trainer", timeout_s=TIMEOUT_S)
                 async with Sidecar(StubEngine(), broker=address, name="old"):
                     await trainers.enter_async_context(trainer)

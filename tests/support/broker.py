@@ -1,0 +1,26 @@
+"""A broker in the test's own loop, over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from bus.protocol.broker import BrokerConfig
+from bus.runtime.aio import AsyncioScheduler
+from bus.runtime.broker import BrokerServer
+from bus.runtime.zmq_transport import ZmqServer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+@contextlib.asynccontextmanager
+async def a_broker(listen: str = "tcp://127.0.0.1:*") -> AsyncIterator[tuple[BrokerServer, str]]:
+    """It and its address, for the length of a block."""
+    transport = ZmqServer(listen)
+    server = BrokerServer(transport, AsyncioScheduler(), BrokerConfig())
+    server.start()
+    try:
+        yield server, transport.address
+    finally:
+        server.close()
