@@ -107,6 +107,9 @@ def install(core: Any) -> bool:
     _wrap(plain, "_process_input_queue", _input_queue)
     _wrap(plain, "_handle_client_request", _client_request)
     _wrap(plain, "_process_engine_step", _engine_step)
+    for step in ("step", "step_with_batch_queue"):
+        _wrap(plain, step, _outputs_made)
+    _wrap(plain, "_send_abort_outputs_to_client", _abort_outputs)
     _wrap(lockstep, "execute_dummy_batch", _dummy_batch)
     _wrap(lockstep, "_has_global_unfinished_reqs", _sync)
     _wrap(lockstep, "resume_scheduler", _barrier)
@@ -141,6 +144,22 @@ def _client_request(
     original(core, request_type, request)
     watch.count(core)
     watch.enter("work" if core.has_work() else "idle")
+
+
+def _outputs_made(watch: CoreWatch, original: Callable[..., Any], core: Any) -> Any:
+    """Whoever has read a request's last output finds it counted no more."""
+    outputs = original(core)
+    watch.count(core)
+    watch.enter("work")
+    return outputs
+
+
+def _abort_outputs(
+    watch: CoreWatch, original: Callable[..., Any], core: Any, *request: Any
+) -> None:
+    watch.count(core)
+    watch.enter("work")
+    original(core, *request)
 
 
 def _engine_step(watch: CoreWatch, original: Callable[..., Any], core: Any) -> Any:

@@ -73,6 +73,9 @@ def core_gaps(core: Any) -> list[str]:
             _process_input_queue=("self",),
             _process_engine_step=("self",),
             _handle_client_request=("self", "request_type", "request"),
+            step=("self",),
+            step_with_batch_queue=("self",),
+            _send_abort_outputs_to_client=("self", "req_ids", "client_index"),
             has_work=("self",),
         ),
         *_signature_gaps(

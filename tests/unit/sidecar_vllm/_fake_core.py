@@ -39,6 +39,8 @@ class EngineCoreProc:
         self.callbacks = 0
         self.finished_pauses = 0
         self.seen: list[str] = []
+        self.outputs: list[Any] = []
+        self.step_fn = self.step
 
     def has_work(self) -> bool:
         return self.engines_running or self.scheduler.has_requests()
@@ -48,7 +50,23 @@ class EngineCoreProc:
 
     def _process_engine_step(self) -> bool:
         self.seen.append("step")
-        return self.scheduler.has_requests()
+        outputs, executed = self.step_fn()
+        self._put(outputs)
+        return executed
+
+    def step(self) -> tuple[list[Any], bool]:
+        """Every request that runs ends."""
+        executed, self.scheduler.running = self.scheduler.has_requests(), 0
+        return ["last"] if executed else [], executed
+
+    def step_with_batch_queue(self) -> tuple[list[Any], bool]:
+        return self.step()
+
+    def _put(self, outputs: list[Any]) -> None:
+        self.outputs += outputs
+
+    def _send_abort_outputs_to_client(self, req_ids: list[str], client_index: int) -> None:  # noqa: ARG002 - vLLM's
+        self._put(req_ids)
 
     def _handle_client_request(self, request_type: Any, request: Any) -> None:  # noqa: ARG002 - vLLM's
         self.seen.append("request")
@@ -63,6 +81,7 @@ class EngineCoreProc:
     ) -> str | None:
         if mode == "abort":
             self.scheduler.running = 0
+            self._send_abort_outputs_to_client(["aborted"], 0)
         self.scheduler.set_pause_state(2 if mode == "keep" else 1)
         if self._pause_complete():
             self.finished_pauses += 1
@@ -129,7 +148,7 @@ class DPEngineCoreProc(EngineCoreProc):
             return False
         return local_unfinished
 
-    def step(self) -> None:
+    def turn(self) -> None:
         """One turn of the loop, which ends the wave if nothing is left."""
         unfinished = self.scheduler.has_requests()
         self.engines_running = self._has_global_unfinished_reqs(unfinished)

@@ -27,7 +27,7 @@ def a_paused_rank(module: Any, mode: str = "keep") -> Any:
     """One that has agreed with all others, in wave 0."""
     core = module.DPEngineCoreProc()
     assert core.pause_scheduler(mode, clear_cache=False) == "future"
-    core.step()
+    core.turn()
     assert core.ignore_start_dp_wave
     assert core.current_wave == 1
     return core
@@ -80,10 +80,10 @@ def test_it_is_obeyed_once(guarded: Any) -> None:
     core = a_paused_rank(guarded)
     start(core, guarded, 1)
     core.resume_scheduler()
-    core.step()
+    core.turn()
     assert not core.engines_running
     core.pause_scheduler("keep", clear_cache=False)
-    core.step()
+    core.turn()
     core.resume_scheduler()
     assert not core.engines_running
 

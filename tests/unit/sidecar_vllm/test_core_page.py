@@ -58,11 +58,12 @@ def test_each_phase_is_written_where_it_happens(core_module: Any, folder: Path) 
     core._handle_client_request(core_module.EngineCoreRequestType.ADD, None)
     core.scheduler.running, core.scheduler.waiting = 2, 1
     core._process_input_queue()
+    assert (view().waiting, view().running) == (1, 2)
     core._process_engine_step()
     core.execute_dummy_batch()
-    core.step()
+    core.turn()
     core.pause_scheduler("keep", clear_cache=False)
-    core.step()
+    core.turn()
     core.resume_scheduler()
     assert [v.phase for v in waits] == ["idle", "work"]
     assert [v.phase for v in requests] == ["work"]
@@ -72,7 +73,7 @@ def test_each_phase_is_written_where_it_happens(core_module: Any, folder: Path) 
     assert [v.phase for v in barriers] == ["barrier"]
     last = view()
     assert (last.pid, last.rank, last.step, last.wave) == (os.getpid(), 3, 2, 1)
-    assert (last.waiting, last.running, last.flags) == (1, 2, 0)
+    assert (last.waiting, last.running, last.flags) == (1, 0, 0)
 
 
 def test_flags_tell_how_far_a_pause_is(core_module: Any, folder: Path) -> None:
@@ -81,7 +82,7 @@ def test_flags_tell_how_far_a_pause_is(core_module: Any, folder: Path) -> None:
     core.pause_scheduler("keep", clear_cache=False)
     core._process_input_queue()
     assert view().flags == LOCALLY_PAUSED | STEPPING
-    core.step()
+    core.turn()
     core._process_input_queue()
     assert view().flags == LOCALLY_PAUSED | GLOBALLY_PAUSED
 
@@ -89,13 +90,27 @@ def test_flags_tell_how_far_a_pause_is(core_module: Any, folder: Path) -> None:
 def test_an_engine_that_steps_alone_counts_its_steps(core_module: Any, folder: Path) -> None:
     core_page.install(core_module)
     core = core_module.EngineCoreProc()
-    core.scheduler.running = 1
-    for _ in range(3):
+    for running in (1, 1, 1, 0):
+        core.scheduler.running = running
         core._process_engine_step()
-    core.scheduler.running = 0
-    core._process_engine_step()
     core._process_input_queue()
     assert (view().step, view().wave) == (3, 0)
+
+
+def test_a_request_counts_no_more_before_its_last_output_leaves(
+    core_module: Any, folder: Path
+) -> None:
+    """Whoever reads that output, and then the page, must not find the request still there."""
+    outputs = seen_in(core_module.EngineCoreProc, "_put")
+    core_page.install(core_module)
+    core = core_module.EngineCoreProc()
+    for end in (core._process_engine_step, functools.partial(core.pause_scheduler, "abort")):
+        core.scheduler.running = 1
+        core._process_input_queue()
+        assert view().running == 1
+        end()
+    assert core.outputs == ["last", "aborted"]
+    assert [seen.running for seen in outputs] == [0, 0]
 
 
 def test_pages_of_cores_that_were_killed_are_cleared(core_module: Any, folder: Path) -> None:
