@@ -32,8 +32,9 @@ _KINDS: Final[dict[str, type[Message]]] = {name: cls for cls, name in WIRE_NAMES
 _encode = msgspec.msgpack.Encoder().encode
 _decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
 
-# msgspec ends its texts with the path of the field: "... - at `$.names[3]`".
-_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+# msgspec ends its texts with the path of the field: "... - at `$.names[3]`", and where the key
+# of a map is wrong, "... - at `key` in `$.first_ranks`".
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 
 def _field_count(cls: type) -> int:

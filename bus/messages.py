@@ -23,13 +23,18 @@ FIRST_REQ_HELD      broker → gateway               it is paused or down; kept,
 START_DP_WAVE       broker → gateway               every rank joins this wave
 WAVE_STARTED        gateway → broker               this wave runs
 WAVE_COMPLETE       gateway → broker               every rank is idle; the next wave is one more
+PLAN_TRANSFER       trainer → broker               ask who takes part in a collective transfer
+TRANSFER_PLAN       broker → trainer               the communicator: its number and size
 TRANSFER_INIT       trainer → broker → engines     open the out-of-band transport
 ARM                 trainer → broker → engines     the manifest; engines check it
 UPDATE_START        trainer → broker → engines     get ready to load
-WEIGHT_CHUNK_META   trainer → broker → engines     receive one chunk and load it
+WEIGHT_CHUNK_META   trainer → broker → engines     receive one chunk
+CHUNK_SENT          trainer → broker → engines     it is sent; check its sums, and load it
 UPDATE_FINISH       trainer → broker → engines     all chunks are loaded
 COMMIT              trainer → broker → engines     serve this version from now on
 ABORT               trainer → broker → engines     give the update up
+TRAINER_STEP        trainer → broker → followers   how far rank 0 has come with an update
+AWAIT_STEP          follower → broker              another rank of the trainer waits for that
 WAIT_ENGINES        trainer → broker               answer when so many engines are there
 GROUP_VIEW          broker → trainer               the engines of the group
 STATUS_REQUEST      any → broker                   ask for the broker's whole view
@@ -77,12 +82,17 @@ Counts: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_TENSORS)]
 MAX_REQUEST_IDS: Final = 4096
 RequestIds: TypeAlias = Annotated[tuple[ShortText, ...], Meta(max_length=MAX_REQUEST_IDS)]
 
-Role: TypeAlias = Literal["trainer", "engine", "gateway", "observer"]
+# A follower is another rank of the trainer.
+Role: TypeAlias = Literal["trainer", "follower", "engine", "gateway", "observer"]
+# What rank 0 tells its followers: gather the tensors with me; it is over.
+TrainerPoint: TypeAlias = Literal["go", "end"]
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 # What a `wait` pause becomes at its deadline.
 Escalation: TypeAlias = Literal["keep", "abort"]
 # What an engine's core does, by its status page; empty: it has none.
 CorePhase: TypeAlias = Literal["", "idle", "work", "step", "dummy", "sync", "barrier"]
+# How a chunk is checked before it is loaded: `unsupported` where a backend can't.
+Verify: TypeAlias = Literal["off", "sample", "full", "unsupported"]
 # What an engine says of itself, in its heartbeats and when it joins.
 Phase: TypeAlias = Literal[
     "running", "pausing", "paused", "resuming", "armed", "updating", "quarantined"
@@ -268,11 +278,31 @@ class WaveComplete:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanTransfer:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """See :mod:`bus.protocol.communicator`. The trainer's sender is rank 0."""
+
+    communicator: Count
+    world_size: Count
+
+
+@dataclass(frozen=True, slots=True)
 class TransferInit:
-    """``params`` is a MessagePack blob that only the backend reads (bounded, typed)."""
+    """``params`` is a MessagePack blob that only the backend reads (bounded, typed).
+
+    ``communicator`` is the number of the one that the transport is made for, 0 for a backend
+    without collectives. The broker adds ``world_size`` and where each engine stands in it.
+    """
 
     backend: ShortText
     params: Blob
+    communicator: Count
+    world_size: Count
+    first_ranks: Annotated[dict[ShortText, Count], Meta(max_length=16_384)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +317,7 @@ class Arm:
     version: Count
     label: ShortText
     backend: ShortText
+    communicator: Count
     names: TensorNames
     dtypes: Dtypes
     shapes: Shapes
@@ -310,6 +341,17 @@ class WeightChunkMeta:
     shapes: Shapes
     sizes_bytes: Counts
     handle: Blob
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSent:
+    """Every byte of the chunk has left. ``sums`` are its tensors' (see :mod:`bus.checksum`),
+    computed where the sender has them; none, if nothing is to be verified."""
+
+    update_id: UpdateId
+    chunk: Count
+    verify: Verify
+    sums: Counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,6 +509,7 @@ class NackCode(StrEnum):
     BACKEND_MISSING = "backend_missing"
     TRANSFER_CLOSED = "transfer_closed"
     TRANSFER_FAILED = "transfer_failed"
+    CHECKSUM_MISMATCH = "checksum_mismatch"
     ENGINE_FAILED = "engine_failed"
     ENGINE_DEAD = "engine_dead"
     PEER_LOST = "peer_lost"
@@ -493,6 +536,23 @@ class Nack:
     tensor: Annotated[str, Meta(max_length=512)]
     hint: LongText
     retry_after_ms: Count
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerStep:
+    """``number`` counts rank 0's updates from 1. ``version`` (with ``end``) is what was
+    committed; ``failure`` is what rank 0 raised instead."""
+
+    number: Count
+    point: TrainerPoint
+    version: Count
+    failure: Nack | None
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitStep:
+    number: Count
+    point: TrainerPoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -535,13 +595,18 @@ Message: TypeAlias = (
     | StartDpWave
     | WaveStarted
     | WaveComplete
+    | PlanTransfer
+    | TransferPlan
     | TransferInit
     | Arm
     | UpdateStart
     | WeightChunkMeta
+    | ChunkSent
     | UpdateFinish
     | Commit
     | Abort
+    | TrainerStep
+    | AwaitStep
     | WaitEngines
     | GroupView
     | StatusRequest
@@ -566,13 +631,18 @@ WIRE_NAMES: Final[dict[type[Message], str]] = {
     StartDpWave: "START_DP_WAVE",
     WaveStarted: "WAVE_STARTED",
     WaveComplete: "WAVE_COMPLETE",
+    PlanTransfer: "PLAN_TRANSFER",
+    TransferPlan: "TRANSFER_PLAN",
     TransferInit: "TRANSFER_INIT",
     Arm: "ARM",
     UpdateStart: "UPDATE_START",
     WeightChunkMeta: "WEIGHT_CHUNK_META",
+    ChunkSent: "CHUNK_SENT",
     UpdateFinish: "UPDATE_FINISH",
     Commit: "COMMIT",
     Abort: "ABORT",
+    TrainerStep: "TRAINER_STEP",
+    AwaitStep: "AWAIT_STEP",
     WaitEngines: "WAIT_ENGINES",
     GroupView: "GROUP_VIEW",
     StatusRequest: "STATUS_REQUEST",

@@ -25,13 +25,13 @@ from safetensors.torch import load, save
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.transfer import pack, unpack
+from bus.transfer import Place, World, decode, encode
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine, SamplingParams
-from sidecar.transfer import register_receiver
+from sidecar.transfer import Receiver, register_receiver
 from trainer_agent import TrainerAgent
 from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
-from trainer_agent.transfer import register_sender
+from trainer_agent.transfer import Sender, register_sender
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,33 +54,25 @@ class File:
 # -- the trainer's end ----------------------------------------------------------------
 
 
-class FileSender:
+class FileSender(Sender):
     """Writes chunks; never more than ``depth`` of them lie there."""
-
-    depth = 2
 
     def __init__(self) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def open(self, chunk_bytes: int) -> bytes:  # noqa: ARG002 - files are as large as they must be
+    def open(self, chunk_bytes: int, world: World) -> bytes:  # noqa: ARG002 - files take what they need
         self.close()
         self._folder = tempfile.TemporaryDirectory(prefix="weights-")
-        return pack(Folder(self._folder.name))
-
-    def opened(self) -> None:
-        """Every engine has the folder."""
+        return encode(Folder(self._folder.name))
 
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
         # Names travel with the bus; here a tensor's place in the chunk is enough.
         blob = save({str(place): tensor.contiguous() for place, tensor in enumerate(tensors)})
         self._path(seq).write_bytes(blob)
-        return pack(File(self._path(seq).name))
+        return encode(File(self._path(seq).name))
 
     def taken(self, seq: int) -> None:
         self._path(seq).unlink()
-
-    def packed_bytes(self, sizes_bytes: Sequence[int]) -> int:
-        return sum(sizes_bytes)
 
     def close(self) -> None:
         if self._folder is not None:
@@ -95,14 +87,14 @@ class FileSender:
 # -- the engine's end -----------------------------------------------------------------
 
 
-class FileReceiver:
+class FileReceiver(Receiver):
     """Reads chunks. What it raises reaches the trainer with the engine's name."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
 
-    def open(self, params: bytes) -> None:
-        self._folder = Path(unpack(params, Folder).path)
+    def open(self, params: bytes, place: Place) -> None:  # noqa: ARG002 - all are equal here
+        self._folder = Path(decode(params, Folder).path)
         if not self._folder.is_dir():
             raise EngineError(
                 f"{self._folder} is not here: mount it on every engine's host",
@@ -113,12 +105,9 @@ class FileReceiver:
         self, tensors: tuple[TensorMeta, ...], handle: bytes
     ) -> list[tuple[str, torch.Tensor]]:
         assert self._folder is not None
-        blob = (self._folder / Path(unpack(handle, File).name).name).read_bytes()
+        blob = (self._folder / Path(decode(handle, File).name).name).read_bytes()
         found = load(blob)
         return [(meta.name, found[str(place)]) for place, meta in enumerate(tensors)]
-
-    def release(self) -> None:
-        """Nothing is held."""
 
     def close(self) -> None:
         self._folder = None

@@ -38,6 +38,7 @@ from bus.protocol.calls import (
     CallRestore,
     CallResume,
     CallStart,
+    CallVerify,
     SessionEffect,
 )
 from bus.protocol.effects import Note, Send
@@ -97,7 +98,7 @@ class Sidecar:
         self.name = check_name(name or default_name("engine"), "name")
         self.group = check_name(group, "group")
         self.dp_group = check_name(dp_group or self.name, "dp_group")
-        self.session = EngineSession()
+        self.session = EngineSession(self.name)
         self.info: EngineInfo | None = None
         self.death = ""
         self._broker = broker
@@ -121,7 +122,7 @@ class Sidecar:
         """Start the engine and begin to join; return once the engine takes requests."""
         self.info = await self.engine.start()
         try:
-            self.session = EngineSession(version=await self.engine.version())
+            self.session = EngineSession(self.name, version=await self.engine.version())
             boot = new_boot()
             transport = self._transport or ZmqClient(self._broker, route_of(self.name, boot))
             self._peer = Peer(
@@ -363,6 +364,8 @@ class Sidecar:
                 await engine.resume()
             case CallReceive(chunk, backend, tensors, handle):
                 await engine.receive(Chunk(chunk, backend, tensors, handle))
+            case CallVerify(chunk, verify, sums):
+                await engine.verify(chunk, verify, sums)
             case CallLoad(chunk):
                 await engine.load(chunk)
             case CallArm(manifest):
@@ -373,8 +376,8 @@ class Sidecar:
                 await engine.finish_update()
             case CallCommit(version):
                 await engine.commit(version)
-            case CallOpenTransfer(backend, params):
-                await engine.open_transfer(backend, params)
+            case CallOpenTransfer(backend, params, place):
+                await engine.open_transfer(backend, params, place)
             case CallRestore():
                 await engine.restore()
             case CallAbortRequests():

@@ -12,10 +12,21 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from bus.manifest import Manifest, TensorMeta
-from bus.messages import PauseMode
+from bus.messages import PauseMode, Verify
+from bus.transfer import Place
 from sidecar.corepage import CoreView
 
-__all__ = ["Chunk", "CoreView", "Engine", "EngineInfo", "Manifest", "PauseMode", "TensorMeta"]
+__all__ = [
+    "Chunk",
+    "CoreView",
+    "Engine",
+    "EngineInfo",
+    "Manifest",
+    "PauseMode",
+    "Place",
+    "TensorMeta",
+    "Verify",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +99,11 @@ class Engine(Protocol):
     async def abort_requests(self) -> int:
         """End every request with the tokens it has, paused or not; return how many."""
 
-    async def open_transfer(self, backend: str, params: bytes) -> None:
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
         """Open the out-of-band transport (again, with new params, replaces it).
+
+        ``place``: where the engine's first worker stands in the communicator; its other
+        workers follow.
 
         Raises:
             EngineError: with code ``backend_missing`` for a backend it lacks, and
@@ -110,6 +124,13 @@ class Engine(Protocol):
 
     async def receive(self, chunk: Chunk) -> None:
         """Fetch the chunk's tensors into staging; the model is untouched."""
+
+    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
+        """Compare the received chunk's checksums (:mod:`bus.checksum`); load nothing.
+
+        Raises:
+            EngineError: code ``checksum_mismatch``, with the first tensor that differs.
+        """
 
     async def load(self, seq: int) -> None:
         """Load the received chunk into the model, and let the staging go."""

@@ -21,7 +21,7 @@ import aiohttp
 import anyio
 
 from bus.errors import EngineDead, EngineError, UsageError
-from sidecar.engine import Chunk, EngineInfo, Manifest, PauseMode
+from sidecar.engine import Chunk, EngineInfo, Manifest, PauseMode, Place, Verify
 from sidecar.transfer import available_backends
 from sidecar.vllm_core import CoreLink
 from sidecar.vllm_inprocess import parse_version
@@ -242,8 +242,8 @@ class VllmHttpEngine:
                 await anyio.sleep(ABORT_SEEN_S / 50)
         return int(answer["aborted"])
 
-    async def open_transfer(self, backend: str, params: bytes) -> None:
-        await self._plugin.open_transfer(backend, params)
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
+        await self._plugin.open_transfer(backend, params, place)
 
     async def arm(self, manifest: Manifest) -> None:
         await self._plugin.arm(manifest)
@@ -253,6 +253,9 @@ class VllmHttpEngine:
 
     async def receive(self, chunk: Chunk) -> None:
         await self._plugin.receive(chunk)
+
+    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
+        await self._plugin.verify(seq, verify, sums)
 
     async def load(self, seq: int) -> None:
         await self._plugin.load(seq)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio
 
 from bus.errors import EngineDead, EngineError
-from sidecar.engine import Chunk, EngineInfo, Manifest, PauseMode
+from sidecar.engine import Chunk, EngineInfo, Manifest, PauseMode, Place, Verify
 from sidecar.transfer import available_backends
 from sidecar.vllm_core import CoreLink
 from sidecar.vllm_plugin import facts
@@ -122,8 +122,8 @@ class VllmEngine:
             await _call(self._llm.abort(everything, internal=True))
         return len(requests)
 
-    async def open_transfer(self, backend: str, params: bytes) -> None:
-        await self._plugin.open_transfer(backend, params)
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
+        await self._plugin.open_transfer(backend, params, place)
 
     async def arm(self, manifest: Manifest) -> None:
         await self._plugin.arm(manifest)
@@ -133,6 +133,9 @@ class VllmEngine:
 
     async def receive(self, chunk: Chunk) -> None:
         await self._plugin.receive(chunk)
+
+    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
+        await self._plugin.verify(seq, verify, sums)
 
     async def load(self, seq: int) -> None:
         await self._plugin.load(seq)

@@ -2,48 +2,47 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import time
+import dataclasses
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 import anyio
 
-from bus.errors import BusClosed, BusTimeout, Refused, UpdateFailed, UsageError, refusal
-from bus.ids import check_name, new_boot, new_update_id
+from bus.errors import BusClosed, BusTimeout, Refused, UpdateFailed, UsageError
+from bus.gloo import address_towards, host_of
+from bus.ids import check_name, new_update_id
 from bus.messages import (
     Abort,
     Arm,
     Commit,
     EngineView,
-    Envelope,
     Escalation,
     GroupAck,
     GroupView,
-    Heartbeat,
-    Join,
     Message,
     Nack,
     NackCode,
     PauseLocal,
     PauseMode,
+    PlanTransfer,
     Resume,
     Status,
-    StatusRequest,
     TransferInit,
+    TransferPlan,
     UpdateFinish,
     UpdateStart,
+    Verify,
     WaitEngines,
 )
-from bus.protocol.link import LinkConfig, LinkState
-from bus.runtime.aio import AsyncioScheduler
-from bus.runtime.peer import HOST, PID, Peer, default_name, route_of
-from bus.runtime.zmq_transport import ZmqClient
+from bus.runtime.peer import default_name
 from bus.settings import DEFAULT_BROKER
+from bus.transfer import ALONE, World
+from trainer_agent.connection import Connection
 from trainer_agent.how import WAIT_S, PauseHow
+from trainer_agent.ranks import Leading, follow
 from trainer_agent.report import UpdateReport
 from trainer_agent.sources import Weights, as_source
-from trainer_agent.stream import ChunkStream
+from trainer_agent.stream import ChunkStream, first_of
 from trainer_agent.transfer import make_sender
 
 if TYPE_CHECKING:
@@ -51,12 +50,14 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from bus.manifest import Manifest
+    from bus.protocol.link import LinkConfig
     from bus.runtime.base import ClientTransport
 
 M = TypeVar("M", bound=Message)
 
 _RESEND_S: Final = 1.0
 _CLEANUP_S: Final = 30.0
+_OPENINGS: Final = 3
 
 
 class TrainerAgent:
@@ -76,10 +77,16 @@ class TrainerAgent:
         broker: the broker's address.
         group: the engines to hold; one trainer holds a group at a time.
         name: this trainer's name on the bus. Default: from host and pid.
-        backend: how tensors travel: ``shm`` (one host), or one of your own
+        rank, ranks: of a trainer with several processes (FSDP). Every rank has an agent, and all
+            call :meth:`update_weights` with their part of the same model; rank 0 holds the
+            group, does the rest, and sends.
+        backend: how tensors travel: ``shm`` (one host), ``gloo`` (TCP, any number of hosts), or
+            one of your own
             (:func:`trainer_agent.transfer.register_sender`).
         chunk_bytes: at most so much is in one chunk; two chunks are under way at a time,
             so memory for two is taken. A larger tensor gets a chunk of its own.
+        verify: how chunks are checked before engines load them: ``sample`` looks at 4,096 words
+            of each tensor, ``full`` at all (about a second per 2 GB and core), ``off`` at none.
         lease_ms: how long engines stay paused when trainer and broker are both gone.
         timeout_s: how long a step (a pause, an ack of all engines) may take.
     """
@@ -90,8 +97,11 @@ class TrainerAgent:
         *,
         group: str = "policy",
         name: str | None = None,
+        rank: int = 0,
+        ranks: int = 1,
         backend: str = "shm",
         chunk_bytes: int = 64 * 1024 * 1024,
+        verify: Verify = "sample",
         lease_ms: int = 30_000,
         timeout_s: float = 300.0,
         transport: ClientTransport | None = None,
@@ -99,24 +109,37 @@ class TrainerAgent:
     ) -> None:
         if chunk_bytes <= 0:
             raise UsageError(f"chunk_bytes={chunk_bytes}: must be positive")
+        if verify not in ("off", "sample", "full"):
+            raise UsageError(f"verify={verify!r}: choose one of off, sample, full")
         if timeout_s <= 0:
             raise UsageError(f"timeout_s={timeout_s}: must be positive")
         self.broker = broker
         self.group = check_name(group, "group")
         self.name = check_name(name or default_name("trainer"), "name")
+        if not 0 <= rank < ranks:
+            raise UsageError(f"rank={rank}: of {ranks} ranks")
+        self.rank = rank
+        self.ranks = ranks
         self.backend = backend
         self.chunk_bytes = chunk_bytes
+        self.verify: Verify = verify
         self.lease_ms = lease_ms
         self.timeout_s = timeout_s
         self.last_update: UpdateReport | None = None
         self._sender = make_sender(backend)
         self._room_bytes = 0
-        self._transport = transport
-        self._link_config = link_config
-        self._peer: Peer | None = None
-        self._answers: dict[int, asyncio.Future[Message]] = {}
-        self._changed = asyncio.Event()
-        self._updates = 0
+        self._communicator = 0
+        self._line = Connection(
+            broker,
+            role="follower" if rank else "trainer",
+            name=self.name,
+            group=self.group,
+            timeout_s=timeout_s,
+            transport=transport,
+            link_config=link_config,
+        )
+        self._ids = 0
+        self._updates = 0  # how many were begun, refused ones too: the other ranks count as well
         self._version = 0  # the greatest that the bus has told of
         self._window: tuple[str, int] | None = None  # the pause we hold: its id and epoch
         self._busy = False
@@ -130,43 +153,13 @@ class TrainerAgent:
             BusTimeout: no broker answers at the address within ``timeout_s``.
             Refused: the name is taken, or another trainer holds the group.
         """
-        if self._peer is not None:
-            raise UsageError("this agent is connected already")
-        boot = new_boot()
-        self._peer = Peer(
-            name=self.name,
-            group=self.group,
-            boot=boot,
-            transport=self._transport or ZmqClient(self.broker, route_of(self.name, boot)),
-            scheduler=AsyncioScheduler(),
-            join=lambda: Join("trainer", HOST, PID, None, None),
-            beat=lambda: Heartbeat("running", 0, 0, ""),
-            on_message=self._on_message,
-            on_state=self._on_state,
-            link_config=self._link_config,
-        )
-        self._peer.start()
-        try:
-            with anyio.fail_after(min(self.timeout_s, 30.0)):
-                await self._joined()
-        except TimeoutError:
-            self._peer.close()
-            raise BusTimeout(
-                f"no broker answers at {self.broker}; start one with `wavebus broker`"
-            ) from None
-        except BaseException:
-            self._peer.close()
-            raise
+        await self._line.open()
         return self
 
     async def close(self) -> None:
         """Leave the bus. A pause that is still held is resumed by the broker."""
-        if self._peer is not None:
-            self._peer.close("trainer closed")
+        self._line.close()
         self._sender.close()
-        for future in self._answers.values():
-            if not future.done():
-                future.set_exception(BusClosed("the agent was closed"))
 
     async def __aenter__(self) -> Self:
         return await self.connect()
@@ -189,7 +182,7 @@ class TrainerAgent:
         """
         if count < 1:
             raise UsageError(f"count={count}: wait for one engine at least")
-        view = await self._ask(
+        view = await self._line.ask(
             WaitEngines(count, int(timeout_s * 1000)), GroupView, timeout_s=timeout_s + 10
         )
         self._version = max(self._version, view.version)
@@ -197,7 +190,7 @@ class TrainerAgent:
 
     async def status(self) -> Status:
         """The broker's whole view."""
-        return await self._ask(StatusRequest(), Status, timeout_s=min(self.timeout_s, 10.0))
+        return await self._line.status()
 
     @contextlib.asynccontextmanager
     async def paused(
@@ -267,17 +260,25 @@ class TrainerAgent:
         """
         if self._busy:
             raise UsageError("an update is under way; await it first")
+        how = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
         self._busy = True
+        self._updates += 1
         try:
-            how = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
-            return await self._update(source, label, how)
+            if self.rank:
+                return await follow(self._line, as_source(source), self._updates)
+            leading = Leading(self._line, self._updates, alone=self.ranks == 1)
+            async with leading:
+                leading.version = await self._update(source, label, how, leading)
+            return leading.version
         finally:
             self._busy = False
 
     # -- one update -------------------------------------------------------------
 
-    async def _update(self, source: Weights, label: str, how: PauseHow) -> int:
-        stream = ChunkStream(as_source(source), self._sender, chunk_bytes=self.chunk_bytes)
+    async def _update(self, source: Weights, label: str, how: PauseHow, leading: Leading) -> int:
+        stream = ChunkStream(
+            as_source(source), self._sender, chunk_bytes=self.chunk_bytes, verify=self.verify
+        )
         update_id = self._new_id()
         await self._open(stream)
         armed = await self._arm(update_id, label, stream)
@@ -289,10 +290,13 @@ class TrainerAgent:
             raise
         try:
             await self._step(UpdateStart(update_id))
+            await leading.go(stream)
             await stream.send(update_id, self._step)
             await self._step(UpdateFinish(update_id))
             done = await self._step(Commit(update_id, armed.version, label))
         except BaseException:
+            if self._sender.collective:
+                self._room_bytes = 0  # whoever was in a broadcast may have left it
             await self._undo(update_id, resume=held is None)
             raise
         resumed = None if held else await self._resume(update_id)
@@ -309,6 +313,7 @@ class TrainerAgent:
             slowest=pause.slowest if pause else "",
             size_bytes=stream.size_bytes,
             chunks=stream.manifest.chunks,
+            verified=stream.verify,
         )
         return done.version
 
@@ -318,11 +323,45 @@ class TrainerAgent:
             await self._reopen(stream)
 
     async def _reopen(self, stream: ChunkStream) -> None:
+        """Open the transport for those who are there, again if somebody comes or goes."""
         self._room_bytes = 0
-        params = await anyio.to_thread.run_sync(self._sender.open, stream.room_bytes)
-        await self._step(TransferInit(self.backend, params))
+        for left in reversed(range(_OPENINGS)):
+            world = await self._world()
+            params = await anyio.to_thread.run_sync(self._sender.open, stream.room_bytes, world)
+            try:
+                await self._meet_all(TransferInit(self.backend, params, world.number, 0, {}))
+                break
+            except Refused as refused:
+                if refused.code is not NackCode.TRANSFER_CLOSED or not left:
+                    raise
         self._sender.opened()
         self._room_bytes = stream.room_bytes
+        self._communicator = world.number
+
+    async def _meet_all(self, init: TransferInit) -> None:
+        """Every engine opens its end; a sender with collectives meets them meanwhile."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                if self._sender.collective:
+                    tasks.start_soon(self._meet)
+                await self._step(init)
+        except BaseExceptionGroup as group:
+            raise first_of(group) from group
+
+    async def _world(self) -> World:
+        """Who is to meet; nobody, where each engine opens its end alone."""
+        if not self._sender.collective:
+            return ALONE
+        plan = await self._line.ask(PlanTransfer(), TransferPlan)
+        return World(plan.communicator, plan.world_size, address_towards(host_of(self.broker)))
+
+    async def _meet(self) -> None:
+        """Wait in a thread until all ends are there; closed, the sender gives up waiting."""
+        try:
+            await anyio.to_thread.run_sync(self._sender.meet, abandon_on_cancel=True)
+        except BaseException:
+            self._sender.close()
+            raise
 
     async def _arm(self, update_id: str, label: str, stream: ChunkStream) -> GroupAck:
         """Every engine checks the manifest. One that joined since the transport was opened
@@ -333,6 +372,7 @@ class TrainerAgent:
             self._version,
             label,
             self.backend,
+            self._communicator,
             manifest.names,
             manifest.dtypes,
             manifest.shapes,
@@ -345,7 +385,7 @@ class TrainerAgent:
             if refused.code is not NackCode.TRANSFER_CLOSED:
                 raise
         await self._reopen(stream)
-        return await self._step(arm)
+        return await self._step(dataclasses.replace(arm, communicator=self._communicator))
 
     async def _pause(self, update_id: str, how: PauseHow) -> GroupAck:
         ask = PauseLocal(
@@ -358,7 +398,7 @@ class TrainerAgent:
             how.escalate,
         )
         ack = await self._step(ask)
-        self._window = (update_id, self._link_epoch())
+        self._window = (update_id, self._line.epoch)
         return ack
 
     async def _resume(self, update_id: str) -> GroupAck:
@@ -381,7 +421,7 @@ class TrainerAgent:
 
     async def _step(self, message: Message) -> GroupAck:
         """One step of all engines; in a pause, only as the trainer that made it."""
-        if self._window is not None and self._link_epoch() != self._window[1]:
+        if self._window is not None and self._line.epoch != self._window[1]:
             self._window = None
             raise UpdateFailed(
                 Nack(
@@ -397,81 +437,10 @@ class TrainerAgent:
                     retry_after_ms=0,
                 )
             )
-        done = await self._ask(message, GroupAck, timeout_s=self.timeout_s)
+        done = await self._line.ask(message, GroupAck)
         self._version = max(self._version, done.version)
         return done
 
-    async def _ask(self, message: Message, expect: type[M], *, timeout_s: float) -> M:
-        """Send until answered. The broker knows the id, and does nothing twice."""
-        peer = self._connected()
-        msg_id = peer.new_id()
-        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._answers[msg_id] = future
-        until_s = time.monotonic() + timeout_s
-        try:
-            while not future.done():
-                left_s = until_s - time.monotonic()
-                if left_s <= 0:
-                    raise BusTimeout(await self._explain(message, timeout_s))
-                if peer.link.state is LinkState.REFUSED and peer.link.refusal is not None:
-                    raise refusal(peer.link.refusal)
-                if peer.link.state is LinkState.JOINED:
-                    peer.send(message, msg_id=msg_id)
-                await asyncio.wait([future], timeout=min(_RESEND_S, left_s))
-        finally:
-            del self._answers[msg_id]
-        answer = future.result()
-        if isinstance(answer, Nack):
-            raise refusal(answer)
-        if not isinstance(answer, expect):
-            raise BusTimeout(f"the broker answered {type(answer).__name__}, not {expect.__name__}")
-        return answer
-
-    async def _explain(self, message: Message, timeout_s: float) -> str:
-        """Who has not answered, as far as the broker can tell."""
-        what = f"no answer to {type(message).__name__} within {timeout_s:g} s"
-        if isinstance(message, StatusRequest):
-            return f"{what}; the broker at {self.broker} is silent"
-        try:
-            status = await self.status()
-        except (BusTimeout, Refused):
-            return f"{what}; the broker at {self.broker} is silent"
-        for group in status.groups:
-            if group.name == self.group:
-                waiting = ", ".join(group.waiting_for) or "nobody"
-                return (
-                    f"{what}; group {group.name} is {group.pause}, update {group.update}, "
-                    f"waiting for: {waiting}"
-                )
-        return f"{what}; the broker does not know group {self.group}"
-
-    def _on_message(self, envelope: Envelope, message: Message) -> None:
-        future = self._answers.get(envelope.reply_to)
-        if future is None or future.done():
-            return
-        if isinstance(message, Nack) and message.code in (NackCode.STALE, NackCode.NOT_JOINED):
-            return  # asked again, under a new number or after the new join
-        future.set_result(message)
-
-    def _on_state(self, _state: LinkState) -> None:
-        self._changed.set()
-
-    async def _joined(self) -> None:
-        link = self._connected().link
-        while link.state is not LinkState.JOINED:
-            if link.state is LinkState.REFUSED and link.refusal is not None:
-                raise refusal(link.refusal)
-            self._changed.clear()
-            await self._changed.wait()
-
-    def _connected(self) -> Peer:
-        if self._peer is None:
-            raise BusClosed("connect() first, or use `async with`")
-        return self._peer
-
-    def _link_epoch(self) -> int:
-        return self._connected().link.epoch
-
     def _new_id(self) -> str:
-        self._updates += 1
-        return new_update_id(self._connected().boot, self._updates)
+        self._ids += 1
+        return new_update_id(self._line.boot, self._ids)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bus.messages import Verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,8 @@ class UpdateReport:
             ``agent.paused()``, which ends later.
         slowest: who was last to ack the pause.
         size_bytes, chunks: what was sent.
+        verified: how much of it was checked before it was loaded; ``unsupported`` where the
+            backend can't.
     """
 
     version: int
@@ -34,3 +40,4 @@ class UpdateReport:
     slowest: str
     size_bytes: int
     chunks: int
+    verified: Verify

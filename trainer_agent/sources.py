@@ -2,7 +2,8 @@
 
 A source is read twice: once for names, dtypes and shapes (the manifest), once for
 the tensors, in the same order. Tied parameters appear once, as in
-``named_parameters()``.
+``named_parameters()``. A ``DTensor`` (FSDP2, tensor parallelism) counts with its whole shape,
+and is gathered when its turn comes: a collective, which every rank of the trainer enters.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class PairSource:
         return [meta_of(name, tensor) for name, tensor in self._pairs.items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._pairs.items())
+        return ((name, whole(tensor)) for name, tensor in self._pairs.items())
 
 
 def as_source(weights: Weights) -> WeightSource:
@@ -64,6 +65,16 @@ def as_source(weights: Weights) -> WeightSource:
         f"source={type(weights).__name__}: a torch.nn.Module, a mapping of names to tensors, "
         "(name, tensor) pairs, or a WeightSource"
     )
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or all of one that is spread over ranks."""
+    gather = getattr(tensor, "full_tensor", None)
+    if gather is None:
+        return tensor
+    with torch.no_grad():
+        gathered: torch.Tensor = gather()
+    return gathered
 
 
 def meta_of(name: str, tensor: torch.Tensor) -> TensorMeta:

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import anyio
+import anyio.lowlevel
+import torch
 
+from bus.checksum import checksums
 from bus.errors import UsageError
 from bus.manifest import Manifest
-from bus.messages import WeightChunkMeta
+from bus.messages import ChunkSent, WeightChunkMeta
 from trainer_agent.sources import WeightSource, dtype_name, meta_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Callable, Coroutine
 
-    import torch
-
-    from bus.messages import GroupAck, Message
+    from bus.messages import GroupAck, Message, Verify
     from trainer_agent.transfer import Sender
+
+    Step: TypeAlias = Callable[[Message], Coroutine[object, object, GroupAck]]
 
 
 class ChunkStream:
-    """Sends a source chunk by chunk, with as many under way as the sender has room for."""
+    """Sends a source chunk by chunk, with as many under way as the sender has room for.
 
-    def __init__(self, source: WeightSource, sender: Sender, *, chunk_bytes: int) -> None:
+    Of each chunk engines hear twice: before it is sent, so that they receive it, and after
+    that, with its checksums, so that they load it.
+    """
+
+    def __init__(
+        self, source: WeightSource, sender: Sender, *, chunk_bytes: int, verify: Verify
+    ) -> None:
         metas = source.metadata()
         try:
             self.manifest = Manifest.plan(metas, chunk_bytes=chunk_bytes)
@@ -35,9 +46,13 @@ class ChunkStream:
         self.room_bytes = max(map(sender.packed_bytes, self._sizes_bytes))
         self._metas = metas
         self._source = source
+        self._tensors = iter(source)
+        self._taking = threading.Lock()
         self._sender = sender
+        self._sending = anyio.Lock()  # chunks leave one after the other, in order
+        self.verify: Verify = verify if sender.verifies else "unsupported"
 
-    async def send(self, update_id: str, step: Callable[[Message], Awaitable[GroupAck]]) -> None:
+    async def send(self, update_id: str, step: Step) -> None:
         """Send every chunk; return when every engine has applied every one.
 
         ``step`` sends one message and waits for all engines' acks.
@@ -45,62 +60,85 @@ class ChunkStream:
         try:
             await self._send_all(update_id, step)
         except BaseExceptionGroup as group:
-            raise _first(group) from group
+            raise first_of(group) from group
 
-    async def _send_all(
-        self, update_id: str, step: Callable[[Message], Awaitable[GroupAck]]
-    ) -> None:
-        tensors = iter(self._source)
+    async def _send_all(self, update_id: str, step: Step) -> None:
         waiting: deque[anyio.Event] = deque()
         async with anyio.create_task_group() as tasks:
             for seq in range(self.manifest.chunks):
                 if len(waiting) == self._sender.depth:
                     await waiting.popleft().wait()
-                handle = await anyio.to_thread.run_sync(self._put, seq, tensors)
+                chunk = await anyio.to_thread.run_sync(self._put, seq)
                 applied = anyio.Event()
                 waiting.append(applied)
-                tasks.start_soon(self._send, update_id, seq, handle, step, applied)
+                tasks.start_soon(self._send, update_id, chunk, step, applied)
 
     async def _send(
         self,
         update_id: str,
-        seq: int,
-        handle: bytes,
-        step: Callable[[Message], Awaitable[GroupAck]],
+        chunk: _Chunk,
+        step: Step,
         applied: anyio.Event,
     ) -> None:
-        manifest, part = self.manifest, self.manifest.part(seq)
-        await step(
-            WeightChunkMeta(
-                update_id,
-                seq,
-                manifest.names[part],
-                manifest.dtypes[part],
-                manifest.shapes[part],
-                self._sizes_bytes[seq],
-                handle,
-            )
+        """Tell, send, and tell that it is sent; both words are answered when it is applied."""
+        manifest, seq = self.manifest, chunk.seq
+        part = manifest.part(seq)
+        meta = WeightChunkMeta(
+            update_id,
+            seq,
+            manifest.names[part],
+            manifest.dtypes[part],
+            manifest.shapes[part],
+            self._sizes_bytes[seq],
+            chunk.handle,
         )
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(step, meta)
+            await anyio.lowlevel.checkpoint()  # it is on its way
+            async with self._sending:
+                if self._sender.collective:
+                    await anyio.to_thread.run_sync(
+                        self._sender.transfer, seq, abandon_on_cancel=True
+                    )
+                else:
+                    self._sender.transfer(seq)
+            await step(ChunkSent(update_id, seq, self.verify, chunk.sums))
         self._sender.taken(seq)
         applied.set()
 
-    def _put(self, seq: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> bytes:
+    def drain(self) -> None:
+        """Take what is left of the source, for those who gather it with us."""
+        with self._taking:
+            for _ in self._tensors:
+                pass
+
+    def _put(self, seq: int) -> _Chunk:
         """Take the chunk's tensors from the source and offer them; runs in a thread."""
         chunk: list[torch.Tensor] = []
-        for meta in self._metas[self.manifest.part(seq)]:
-            name, tensor = next(tensors, ("", None))
-            if tensor is None:
-                raise UsageError(f"source: ended before {meta.name}, which its metadata has")
-            # By field: to make a TensorMeta of each takes longer than to copy a small tensor.
-            same = tensor.shape == meta.shape and dtype_name(tensor.dtype) == meta.dtype
-            if name != meta.name or not same:
-                found = meta_of(name, tensor)
-                raise UsageError(f"source: yielded {found}, its metadata says {meta}")
-            chunk.append(tensor.detach())
-        return self._sender.put(seq, chunk)
+        with self._taking:
+            for meta in self._metas[self.manifest.part(seq)]:
+                name, tensor = next(self._tensors, ("", None))
+                if tensor is None:
+                    raise UsageError(f"source: ended before {meta.name}, which its metadata has")
+                # By field: to make a TensorMeta of each takes longer than to copy a small tensor.
+                same = tensor.shape == meta.shape and dtype_name(tensor.dtype) == meta.dtype
+                if name != meta.name or not same:
+                    found = meta_of(name, tensor)
+                    raise UsageError(f"source: yielded {found}, its metadata says {meta}")
+                chunk.append(tensor.detach())
+        return _Chunk(seq, self._sender.put(seq, chunk), checksums(torch, chunk, self.verify))
 
 
-def _first(error: BaseException) -> BaseException:
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One that was put."""
+
+    seq: int
+    handle: bytes
+    sums: tuple[int, ...]
+
+
+def first_of(error: BaseException) -> BaseException:
     """What went wrong first; chunks under way fail with it, for the same reason."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

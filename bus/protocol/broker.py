@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from bus.messages import (
     Ack,
+    AwaitStep,
     CoreStatus,
     Envelope,
     FirstReq,
@@ -163,6 +164,8 @@ class Broker:
             return [Note("peer_nack", "warning", note)]
         if peer.role == "gateway" and group is not None and isinstance(message, WAVE_WORDS):
             return group.waves.told(peer, envelope.id, message)
+        if peer.role == "follower" and group is not None and isinstance(message, AwaitStep):
+            return group.followers.asks(peer, envelope.id, message)
         if peer.role == "trainer" and group is not None:
             return group.command(peer, envelope.id, envelope.epoch, message, now_ms)
         return self._forbidden(peer, envelope)

@@ -10,6 +10,7 @@ from bus.messages import (
     Abort,
     Ack,
     Arm,
+    ChunkSent,
     Commit,
     Message,
     Nack,
@@ -21,6 +22,7 @@ from bus.messages import (
     TransferInit,
     UpdateFinish,
     UpdateStart,
+    Verify,
     WeightChunkMeta,
 )
 from bus.protocol.effects import Effect, Send
@@ -28,6 +30,7 @@ from bus.protocol.effects import Effect, Send
 if TYPE_CHECKING:
     from bus.manifest import Manifest, TensorMeta
     from bus.protocol.instructions import Failure
+    from bus.transfer import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class CallResume:
 class CallOpenTransfer:
     backend: str
     params: bytes
+    place: Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,13 @@ class CallReceive:
     backend: str
     tensors: tuple[TensorMeta, ...]
     handle: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CallVerify:
+    chunk: int
+    verify: Verify
+    sums: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +117,7 @@ Call: TypeAlias = (
     | CallArm
     | CallStart
     | CallReceive
+    | CallVerify
     | CallLoad
     | CallRestore
     | CallFinish
@@ -122,6 +134,7 @@ COMMAND_STEPS: Final[dict[type[Message], Step]] = {
     Arm: Step.ARM,
     UpdateStart: Step.START,
     WeightChunkMeta: Step.CHUNK,
+    ChunkSent: Step.CHUNK,
     UpdateFinish: Step.FINISH,
     Commit: Step.COMMIT,
     Abort: Step.ABORT,
@@ -134,6 +147,7 @@ CALL_STEPS: Final[dict[type[Call], Step]] = {
     CallArm: Step.ARM,
     CallStart: Step.START,
     CallReceive: Step.CHUNK,
+    CallVerify: Step.CHUNK,
     CallLoad: Step.CHUNK,
     CallRestore: Step.ABORT,
     CallFinish: Step.FINISH,

@@ -12,19 +12,23 @@ from typing import TYPE_CHECKING
 from bus.messages import (
     Abort,
     Arm,
+    ChunkSent,
     Commit,
     Message,
     NackCode,
     PauseLocal,
+    PlanTransfer,
     Resume,
     Step,
+    TrainerStep,
     TransferInit,
+    TransferPlan,
     UpdateFinish,
     UpdateStart,
     WaitEngines,
     WeightChunkMeta,
 )
-from bus.protocol.engine_update import check_chunk, manifest_of
+from bus.protocol.engine_update import check_chunk, check_sums, manifest_of
 from bus.protocol.instructions import Failure
 from bus.protocol.pause import PauseState
 from bus.protocol.refusal import Declined, wrong_state
@@ -32,6 +36,7 @@ from bus.protocol.update import UNSAFE, UpdateState
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
+    from bus.protocol.communicator import Communicator
     from bus.protocol.effects import Effect
     from bus.protocol.group import Group
 
@@ -62,10 +67,15 @@ class Commands:
                     now_ms + message.timeout_ms,
                 )
                 return self._group.serve_waiters(now_ms)
+            case TrainerStep():
+                told = self._group.followers.told(message)
+                return [*told, *self._group.holding.answer_ids([msg_id], message)]
+            case PlanTransfer():
+                made = self._group.roster.communicator()
+                plan = TransferPlan(made.number, made.world_size)
+                return self._group.holding.answer_ids([msg_id], plan)
             case TransferInit():
-                self._group.update.need(UpdateState.IDLE)
-                opening = self._group.update.open(message, self._group.roster.members(), now_ms)
-                return self._group.run(msg_id, Step.TRANSFER_INIT, opening, now_ms)
+                return self._open(msg_id, message, now_ms)
             case Arm():
                 return self._arm(msg_id, message, now_ms)
             case UpdateStart():
@@ -81,6 +91,8 @@ class Commands:
                 )
             case WeightChunkMeta():
                 return self._chunk(msg_id, message, now_ms)
+            case ChunkSent():
+                return self._sent(msg_id, message, now_ms)
             case UpdateFinish():
                 self._group.update.need(UpdateState.LOADING, message.update_id)
                 if not self._group.update.all_applied:
@@ -158,8 +170,35 @@ class Commands:
         instructions = self._group.pause.resume(now_ms)
         return self._group.run(msg_id, Step.RESUME, instructions, now_ms)
 
+    def _open(self, msg_id: int, message: TransferInit, now_ms: float) -> list[Effect]:
+        self._group.update.need(UpdateState.IDLE)
+        members = self._group.roster.members()
+        world_size, first_ranks = 0, dict[str, int]()
+        if message.communicator:
+            made = self._need_communicator(message.communicator)
+            world_size, first_ranks = made.world_size, made.first_ranks
+        message = replace(message, world_size=world_size, first_ranks=first_ranks)
+        opening = self._group.update.open(message, members, now_ms)
+        return self._group.run(msg_id, Step.TRANSFER_INIT, opening, now_ms)
+
+    def _need_communicator(self, number: int) -> Communicator:
+        """A collective is for those who are there now, all of them, and nobody else."""
+        made = self._group.roster.communicator()
+        if made.number != number:
+            raise Declined(
+                Failure(
+                    NackCode.TRANSFER_CLOSED,
+                    "engines came, went or restarted since the transfer was planned",
+                    field="communicator",
+                    hint="ask for a new plan, and open the transport anew",
+                )
+            )
+        return made
+
     def _arm(self, msg_id: int, message: Arm, now_ms: float) -> list[Effect]:
         self._group.update.need(UpdateState.IDLE)
+        if message.communicator:
+            self._need_communicator(message.communicator)
         manifest = manifest_of(message)
         members = self._group.roster.members()
         self._manifest = manifest
@@ -187,6 +226,27 @@ class Commands:
             return []
         check_chunk(self._manifest, message)
         instructions = self._group.update.chunk(message, now_ms)
+        return self._group.run(msg_id, Step.CHUNK, instructions, now_ms, chunk=message.chunk)
+
+    def _sent(self, msg_id: int, message: ChunkSent, now_ms: float) -> list[Effect]:
+        update = self._group.update
+        update.need(UpdateState.LOADING, message.update_id)
+        assert self._manifest is not None
+        if message.chunk >= self._manifest.chunks:
+            raise wrong_state(
+                f"chunk {message.chunk} of an update of {self._manifest.chunks}",
+                "chunk",
+            )
+        if message.chunk >= update.chunks_asked:  # its META was lost: both are asked again
+            return []
+        under_way = update.chunks.get(message.chunk)
+        if under_way is None:
+            return self._group.answer_now(msg_id, Step.CHUNK, message.update_id)
+        if not under_way.awaits_sender:
+            self._group.holding.requests.ask((Step.CHUNK, message.chunk), msg_id)
+            return []
+        check_sums(self._manifest, message)
+        instructions = update.sent(message, now_ms)
         return self._group.run(msg_id, Step.CHUNK, instructions, now_ms, chunk=message.chunk)
 
     def _abort(self, msg_id: int, message: Abort, now_ms: float) -> list[Effect]:

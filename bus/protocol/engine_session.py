@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 from bus.messages import (
     Abort,
     Arm,
+    ChunkSent,
     Commit,
     Message,
     NackCode,
@@ -56,10 +57,10 @@ LEASE_RETRY_MS: Final = 1000.0
 class EngineSession:
     """Commands and results of engine calls go in, effects come out."""
 
-    def __init__(self, *, version: int = 0) -> None:
+    def __init__(self, name: str = "", *, version: int = 0) -> None:
         self._queue = CallQueue()
         self.pause = EnginePause(self._queue)
-        self.update = EngineUpdate(self._queue, version)
+        self.update = EngineUpdate(self._queue, version, name)
         self.epoch = 0
         self._resume_tried_ms = -LEASE_RETRY_MS
 
@@ -132,6 +133,8 @@ class EngineSession:
                 return self.update.start(msg_id, message, paused=paused)
             case WeightChunkMeta():
                 return self.update.chunk(msg_id, message)
+            case ChunkSent():
+                return self.update.sent(msg_id, message)
             case UpdateFinish():
                 return self.update.finish(msg_id, message)
             case Commit():

@@ -8,7 +8,8 @@
     ARMING     failed         NONE        nack arm
     ARMED      UPDATE_START   STARTING    start_update(recover); the engine is paused
     STARTING   done           LOADING     ack start
-    LOADING    CHUNK_META k   LOADING     receive(k), then load(k); ack chunk k
+    LOADING    CHUNK_META k   LOADING     receive(k), once chunk k-1 is to be loaded
+    LOADING    CHUNK_SENT k   LOADING     verify(k), load(k), once chunk k is received; ack chunk k
     LOADING    UPDATE_FINISH  FINISHING   finish_update()
     FINISHING  done           FINISHED    ack finish
     FINISHING  failed         LOADING     nack finish; it may be tried again
@@ -19,13 +20,15 @@
                                           something loaded: abort_requests(), partial
     ABORTING   done           NONE        ack abort: untouched, restored or partial
 
-Invariants: a chunk is loaded at most once, in order; UPDATE_FINISH needs every chunk
-of the manifest; the version only grows, and at COMMIT; ``partial`` (quarantined) is
-over only with a commit, and an update that begins in it tells the engine to recover.
+Invariants: a chunk is loaded at most once, in order, and not before the sender has said that
+all of it was sent and its sums are right; one chunk is staged at a time; UPDATE_FINISH needs
+every chunk of the manifest; the version only grows, and at COMMIT; ``partial`` (quarantined)
+is over only with a commit, and an update that begins in it tells the engine to recover.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from enum import StrEnum
 from typing import Final
 
@@ -33,6 +36,7 @@ from bus.manifest import Manifest
 from bus.messages import (
     Abort,
     Arm,
+    ChunkSent,
     Commit,
     NackCode,
     Step,
@@ -53,6 +57,7 @@ from bus.protocol.calls import (
     CallReceive,
     CallRestore,
     CallStart,
+    CallVerify,
     Job,
     SessionEffect,
     ack,
@@ -61,6 +66,7 @@ from bus.protocol.calls import (
 from bus.protocol.effects import Note
 from bus.protocol.instructions import Failure
 from bus.protocol.refusal import Declined, wrong_state
+from bus.transfer import NO_PLACE, Place
 
 
 class EngineUpdateState(StrEnum):
@@ -83,19 +89,24 @@ MIXED: Final = frozenset(_S) - {_S.NONE, _S.ARMING, _S.ARMED}
 class EngineUpdate:
     """See the module. Calls go into ``queue``."""
 
-    def __init__(self, queue: CallQueue, version: int) -> None:
+    def __init__(self, queue: CallQueue, version: int, name: str = "") -> None:
+        self._name = name
         self.state = _S.NONE
         self.update_id = ""
         self.version = version
         self.partial = False
         self.applied = 0
         self._queue = queue
-        self._taken = 0  # chunks whose receive and load are queued or done
+        # Chunks that WEIGHT_CHUNK_META has told of and those that CHUNK_SENT has; of them, those
+        # whose receive or load is queued or done. The others wait for their turn.
+        self._told = self._sent = self._received = self._passed = 0
+        self._metas: deque[tuple[int, WeightChunkMeta]] = deque()
+        self._checks: deque[tuple[int, ChunkSent]] = deque()
         self._loaded = False  # a load has begun since the start
         self._manifest: Manifest | None = None
         self._backend = ""
         self._target_version = 0
-        self._transfer: tuple[str, bytes] | None = None
+        self._transfer: CallOpenTransfer | None = None
         self._last_commit = ""
         self._abort_asked: int | None = None  # id of the ABORT that waits for a call to end
 
@@ -110,9 +121,21 @@ class EngineUpdate:
         """TRANSFER_INIT."""
         if self.state in MIXED:
             raise wrong_state(f"update {self.update_id} is {self.state.value}")
-        if self._transfer == (message.backend, message.params):
+        place = NO_PLACE
+        if message.communicator:
+            first_rank = message.first_ranks.get(self._name)
+            if first_rank is None:  # 0 is the sender's
+                raise Declined(
+                    Failure(
+                        NackCode.MALFORMED,
+                        f"{self._name} has no place in the communicator",
+                        field="first_ranks",
+                    )
+                )
+            place = Place(message.communicator, message.world_size, first_rank)
+        opening = CallOpenTransfer(message.backend, message.params, place)
+        if self._transfer == opening:
             return [ack(msg_id, Step.TRANSFER_INIT, "")]
-        opening = CallOpenTransfer(message.backend, message.params)
         if opening not in self._queue:
             self._queue.add(opening, msg_id)
         return []
@@ -127,19 +150,12 @@ class EngineUpdate:
             raise wrong_state(
                 f"version {message.version}, the engine is at {self.version}", "version"
             )
-        if self._transfer is None or self._transfer[0] != message.backend:
-            raise Declined(
-                Failure(
-                    NackCode.TRANSFER_CLOSED,
-                    f"no {message.backend} transport is open here",
-                    field="backend",
-                    hint="send TRANSFER_INIT first",
-                )
-            )
+        self._need_transfer(message)
         self._manifest = manifest_of(message)
         self.state = _S.ARMING
         self.update_id = message.update_id
-        self.applied = self._taken = 0
+        self.applied = 0
+        self._forget_chunks()
         self._loaded = False
         self._backend = message.backend
         self._target_version = message.version
@@ -163,27 +179,70 @@ class EngineUpdate:
 
     def chunk(self, msg_id: int, message: WeightChunkMeta) -> list[SessionEffect]:
         """WEIGHT_CHUNK_META."""
+        if self._expects(message, self._told):
+            check_chunk(self._armed(), message)
+            self._told += 1
+            self._metas.append((msg_id, message))
+            self._queue_chunks()
+        return self._again(msg_id, message)
+
+    def sent(self, msg_id: int, message: ChunkSent) -> list[SessionEffect]:
+        """CHUNK_SENT."""
+        if self._expects(message, self._sent) and message.chunk < self._told:
+            check_sums(self._armed(), message)
+            self._sent += 1
+            self._checks.append((msg_id, message))
+            self._queue_chunks()
+        return self._again(msg_id, message)
+
+    def _expects(self, message: WeightChunkMeta | ChunkSent, following: int) -> bool:
+        """Whether it is the next of its kind. A later one is forgotten: one was lost on its
+        way, and both are asked again."""
         self._need(message.update_id)
-        if message.chunk < self.applied:
-            return [ack(msg_id, Step.CHUNK, self.update_id, chunk=message.chunk)]
-        if message.chunk < self._taken:
-            return []
+        if message.chunk < following:
+            return False
         if self.state is not _S.LOADING:
             raise wrong_state(f"the update is {self.state.value}, not loading")
-        assert self._manifest is not None
-        if message.chunk >= self._manifest.chunks:
-            raise wrong_state(
-                f"chunk {message.chunk}, expected {self._taken} of {self._manifest.chunks}",
-                "chunk",
-            )
-        if message.chunk > self._taken:  # one was lost on its way: both are asked again
-            return []
-        check_chunk(self._manifest, message)
-        self._taken += 1
-        tensors = self._manifest.chunk(message.chunk)
-        self._queue.add(CallReceive(message.chunk, self._backend, tensors, message.handle), msg_id)
-        self._queue.add(CallLoad(message.chunk), msg_id)
+        if self._abort_asked is not None:
+            raise wrong_state("the update is given up, when the call under way has ended")
+        chunks = self._armed().chunks
+        if message.chunk >= chunks:
+            raise wrong_state(f"chunk {message.chunk}, expected {following} of {chunks}", "chunk")
+        return message.chunk == following
+
+    def _again(self, msg_id: int, message: WeightChunkMeta | ChunkSent) -> list[SessionEffect]:
+        """What is applied is acked, as often as it is asked."""
+        if message.chunk < self.applied:
+            return [ack(msg_id, Step.CHUNK, self.update_id, chunk=message.chunk)]
         return []
+
+    def _armed(self) -> Manifest:
+        assert self._manifest is not None
+        return self._manifest
+
+    def _queue_chunks(self) -> None:
+        """Receive, verify and load, one chunk after the other."""
+        while True:
+            if self._metas and self._received == self._passed:
+                msg_id, meta = self._metas.popleft()
+                self._received += 1
+                tensors = self._armed().chunk(meta.chunk)
+                receive = CallReceive(meta.chunk, self._backend, tensors, meta.handle)
+                self._queue.add(receive, msg_id)
+            elif self._checks and self._passed < self._received:
+                msg_id, sent = self._checks.popleft()
+                self._passed += 1
+                if sent.sums:
+                    self._queue.add(CallVerify(sent.chunk, sent.verify, sent.sums), msg_id)
+                self._queue.add(CallLoad(sent.chunk), msg_id)
+            else:
+                return
+
+    def _forget_chunks(self) -> None:
+        """All that were not applied, wherever they are."""
+        self._told = self._sent = self._received = self._passed = self.applied
+        self._metas.clear()
+        self._checks.clear()
 
     def finish(self, msg_id: int, message: UpdateFinish) -> list[SessionEffect]:
         """UPDATE_FINISH."""
@@ -192,11 +251,10 @@ class EngineUpdate:
             return []
         if self.state in (_S.FINISHED, _S.COMMITTING):
             return [ack(msg_id, Step.FINISH, self.update_id)]
-        assert self._manifest is not None
-        if self.state is not _S.LOADING or self.applied != self._manifest.chunks:
+        if self.state is not _S.LOADING or self.applied != self._armed().chunks:
             raise wrong_state(
                 f"the update is {self.state.value}, {self.applied} of "
-                f"{self._manifest.chunks} chunks applied"
+                f"{self._armed().chunks} chunks applied"
             )
         self.state = _S.FINISHING
         self._queue.add(CallFinish(), msg_id)
@@ -238,10 +296,10 @@ class EngineUpdate:
         """One of the update's calls has returned."""
         call = job.call
         chunk = 0
-        if isinstance(call, CallReceive):
+        if isinstance(call, CallReceive | CallVerify):
             return self._settle([])  # its load follows, and the ack with it
         if isinstance(call, CallOpenTransfer):
-            self._transfer = (call.backend, call.params)
+            self._transfer = call
             return self._settle([ack(job.reply_to, Step.TRANSFER_INIT, "", took_ms=took_ms)])
         if isinstance(call, (CallRestore, CallAbortRequests)):
             restored = isinstance(call, CallRestore)
@@ -267,9 +325,9 @@ class EngineUpdate:
         """One of the update's calls has raised. What was to follow it makes no sense any more."""
         call = job.call
         self._queue.drop_waiting()
-        self._taken = self.applied
+        self._forget_chunks()
         step = CALL_STEPS[type(call)]
-        chunk = call.chunk if isinstance(call, (CallReceive, CallLoad)) else 0
+        chunk = call.chunk if isinstance(call, CallReceive | CallVerify | CallLoad) else 0
         if isinstance(call, CallOpenTransfer):
             self._transfer = None
             return self._settle([nack(job.reply_to, step, failure, "")])
@@ -321,6 +379,17 @@ class EngineUpdate:
         self.state = _S.NONE
         return [ack(msg_id, Step.ABORT, self.update_id, outcome=outcome, took_ms=took_ms)]
 
+    def _need_transfer(self, message: Arm) -> None:
+        transfer = self._transfer
+        if transfer is None or transfer.backend != message.backend:
+            field, found = "backend", f"no {message.backend} transport is open here"
+        elif transfer.place.communicator != message.communicator:
+            field, found = "communicator", "the transport was made for another communicator"
+        else:
+            return
+        hint = "send TRANSFER_INIT first"
+        raise Declined(Failure(NackCode.TRANSFER_CLOSED, found, field=field, hint=hint))
+
     def _need(self, update_id: str) -> None:
         if self.state is _S.NONE or update_id != self.update_id:
             raise wrong_state(
@@ -334,6 +403,7 @@ _UPDATE_CALLS: Final = (
     CallArm,
     CallStart,
     CallReceive,
+    CallVerify,
     CallLoad,
     CallFinish,
 )
@@ -378,3 +448,22 @@ def check_chunk(manifest: Manifest, message: WeightChunkMeta) -> None:
                     field=field,
                 )
             )
+
+
+def check_sums(manifest: Manifest, message: ChunkSent) -> None:
+    """There is a sum for each of the chunk's tensors, or for none where nothing is verified.
+
+    Raises:
+        Declined: there are more, or fewer.
+    """
+    part = manifest.part(message.chunk)
+    expected = part.stop - part.start if message.verify in ("sample", "full") else 0
+    if len(message.sums) != expected:
+        raise Declined(
+            Failure(
+                NackCode.MALFORMED,
+                f"{len(message.sums)} sums to verify ({message.verify}) {expected} tensors "
+                f"of chunk {message.chunk}",
+                field="sums",
+            )
+        )

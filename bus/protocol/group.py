@@ -35,6 +35,7 @@ from bus.messages import (
 )
 from bus.protocol.commands import Commands
 from bus.protocol.effects import Effect, Note, Send
+from bus.protocol.followers import Followers
 from bus.protocol.holding import Holding
 from bus.protocol.instructions import Ask, Failure, StepDone, StepFailed
 from bus.protocol.pause import PauseMachine, PauseState
@@ -73,6 +74,7 @@ class Group:
         self.version = 0
         self.holding = Holding(name)
         self.roster = Roster(name)
+        self.followers = Followers()
         self.waves = Waves(name, lambda: self.epoch)
         self.pause = PauseMachine(self.roster.staying)
         self.update = UpdateMachine()
@@ -98,13 +100,13 @@ class Group:
         self.orphaned = True
         failure = Failure(NackCode.CANCELLED, reason)
         self.pause.fail(failure)
-        effects: list[Effect] = []
+        effects = self.followers.leader_gone(failed_nack(failure, "update", ""))
         if self.update.state not in (
             UpdateState.IDLE,
             UpdateState.COMMITTING,
             UpdateState.ABORTING,
         ):
-            effects = self.obey(self.update.give_up(failure, now_ms), now_ms)
+            effects += self.obey(self.update.give_up(failure, now_ms), now_ms)
         return effects + self._settle(now_ms)
 
     def command(
@@ -225,13 +227,14 @@ class Group:
         """Ask again those who have not answered; end what took too long."""
         effects: list[Effect] = []
         for each in self._rounds():
-            if now_ms - each.asked_ms > self.step_timeout_ms:
+            if now_ms - each.asked_ms > self.step_timeout_ms and not each.awaits_sender:
                 effects += self._overdue(each, now_ms)
             elif each.overdue(self.retry_ms, now_ms):
                 if each is self.pause.round:
                     effects += self.obey(self.pause.retry(), now_ms)
                 else:
-                    effects.append(self._send(each.message, sorted(each.waiting)))
+                    waiting = sorted(each.waiting)
+                    effects += [self._send(message, waiting) for message in each.messages]
         effects += self.obey(self.pause.expire(now_ms), now_ms)
         effects += self.waves.tick(now_ms)
         for msg_id, (wait, deadline_ms) in list(self.holding.requests.waiters.items()):

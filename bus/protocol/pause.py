@@ -159,7 +159,7 @@ class PauseMachine:
             self._again.clear()
             instructions.append(Ask(self._asked, again))
         if current.waiting:
-            instructions.append(Ask(current.message, tuple(sorted(current.waiting))))
+            instructions.append(Ask(current.messages[0], tuple(sorted(current.waiting))))
         return instructions
 
     def lost(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from bus.messages import EngineView, NackCode, WaitEngines
+from bus.protocol.communicator import Communicator, communicator
 from bus.protocol.instructions import Failure
 from bus.protocol.refusal import Declined, wrong_state
 
@@ -119,6 +120,14 @@ class Roster:
                 hint="check --group of the sidecars, and wait_for_engines",
             )
         )
+
+    def communicator(self) -> Communicator:
+        """The one that those would make.
+
+        Raises:
+            Declined: there are none.
+        """
+        return communicator(self.engines[name] for name in self.members())
 
     def staying(self) -> frozenset[str]:
         """The quarantined ones with all ranks of their DP groups, which run or stand as one."""

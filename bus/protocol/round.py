@@ -23,10 +23,11 @@ class Round:
 
     __slots__ = (
         "asked_ms",
+        "awaits_sender",
         "engines",
         "escalated",
         "in_flight",
-        "message",
+        "messages",
         "resent_ms",
         "slowest",
         "slowest_ms",
@@ -37,7 +38,8 @@ class Round:
 
     def __init__(self, step: Step, message: Message, names: Iterable[str], now_ms: float) -> None:
         self.step = step
-        self.message = message
+        self.messages = [message]  # asked again together
+        self.awaits_sender = False  # nobody can have done it: the trainer has yet to send
         self.waiting = set(names)
         self.engines = len(self.waiting)
         self.asked_ms = now_ms

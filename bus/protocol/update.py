@@ -20,7 +20,10 @@
     any but IDLE
                 EMPTIED       IDLE        nothing: no engine is left
 
-Chunks travel within LOADING, several at a time; they are numbered and taken in order.
+Chunks travel within LOADING, several at a time; they are numbered and taken in order. Each is
+one round with two messages: WEIGHT_CHUNK_META, with which engines begin to receive, and
+CHUNK_SENT, with which they verify and load. Until the second the trainer is waited for, and no
+engine's time runs.
 
 Invariants:
 
@@ -43,6 +46,7 @@ from bus.messages import (
     Abort,
     Ack,
     Arm,
+    ChunkSent,
     Commit,
     Message,
     Step,
@@ -179,8 +183,18 @@ class UpdateMachine:
         if self.state is not _S.LOADING or message.chunk != self.chunks_asked:
             raise IllegalTransition("update", self.state.value, f"chunk {message.chunk}")
         self.chunks_asked += 1
-        self.chunks[message.chunk] = Round(Step.CHUNK, message, self.members, now_ms)
+        chunk = Round(Step.CHUNK, message, self.members, now_ms)
+        chunk.awaits_sender = True
+        self.chunks[message.chunk] = chunk
         return [Ask(message, tuple(self.members))]
+
+    def sent(self, message: ChunkSent, now_ms: float) -> list[Instruction]:
+        """A chunk under way has left the trainer: now it is for the engines."""
+        chunk = self.chunks[message.chunk]
+        chunk.messages.append(message)
+        chunk.awaits_sender = False
+        chunk.asked_ms = chunk.resent_ms = now_ms
+        return [Ask(message, tuple(sorted(chunk.waiting)))]
 
     def finish(self, message: UpdateFinish, now_ms: float) -> list[Instruction]:
         if not self.all_applied:
@@ -271,7 +285,9 @@ class UpdateMachine:
 
     def _chunk_acked(self, name: str, ack: Ack, now_ms: float) -> list[Instruction]:
         current = self.chunks.get(ack.chunk)
-        if current is None or not current.ack(name, ack, now_ms) or current.waiting:
+        if current is None or current.awaits_sender:
+            return []
+        if not current.ack(name, ack, now_ms) or current.waiting:
             return []
         del self.chunks[ack.chunk]
         return [StepDone(Step.CHUNK, current, ack.chunk)]

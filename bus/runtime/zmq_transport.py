@@ -43,7 +43,9 @@ _RCVMORE: Final = int(zmq.RCVMORE)
 # Past pyzmq's look at options that we never use, which takes as long as the send itself.
 _send: Final = zmq.backend.Socket.send
 
-_LINGER_MS: Final = 500
+# What was sent last, such as a LEAVE, may wait so long for a busy machine; without a peer nothing
+# waits.
+_LINGER_MS: Final = 2_000
 _REBIND_S: Final = 1.0
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}  # by process: forks need their own
 

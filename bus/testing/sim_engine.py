@@ -8,12 +8,14 @@ machine. :attr:`SimEngine.truth` says what the engine really does meanwhile.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from bus.errors import EngineError
 from bus.messages import (
     Ack,
+    ChunkSent,
     EngineFacts,
     Envelope,
     Heartbeat,
@@ -27,8 +29,11 @@ from bus.protocol.calls import (
     COMMANDS,
     Call,
     CallEscalate,
+    CallLoad,
     CallPause,
+    CallReceive,
     CallResume,
+    CallVerify,
     SessionEffect,
 )
 from bus.protocol.effects import Note, Send
@@ -58,6 +63,7 @@ class Behaviour:
         fail_rate: the probability that a call of one kind fails.
         fail_next: kinds whose next call fails.
         hold: kinds that do not return until :meth:`SimEngine.release`.
+        garble_next: the next chunk that is received is not what was sent.
     """
 
     min_ms: float = 1.0
@@ -66,6 +72,7 @@ class Behaviour:
     fail_rate: dict[type[Call], float] = field(default_factory=dict)
     fail_next: set[type[Call]] = field(default_factory=set)
     hold: set[type[Call]] = field(default_factory=set)
+    garble_next: bool = False
 
 
 class SimEngine:
@@ -103,7 +110,7 @@ class SimEngine:
         self.dp_size = dp_size
         self.behaviour = behaviour or Behaviour()
         self.truth = Truth(name, tensors, version=version)
-        self.session = EngineSession(version=version)
+        self.session = EngineSession(name, version=version)
         self.alive = True
         self.lease_ran_out = False  # in the pause under way
         self.pause_failed = False  # its last pause call failed
@@ -115,6 +122,7 @@ class SimEngine:
         self.escalations: list[CallEscalate] = []
         self.running_call: Call | None = None
         self.joins = 0
+        self.met: Counter[str] = Counter()  # in which moments of a chunk it heard of it
         self.paused_locally = ""  # the pause that it has acked phase 1 of
         self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
         self._scheduler = scheduler
@@ -199,6 +207,8 @@ class SimEngine:
         if not self.joined or not envelope.group or type(message) not in COMMANDS:
             return
         self.commands.append(message)
+        if isinstance(message, ChunkSent):
+            self._note_sent(message)
         effects = self.session.command(
             envelope.id, envelope.epoch, message, self._scheduler.now_ms()
         )
@@ -209,6 +219,20 @@ class SimEngine:
             )
         self.highest_epoch = max(self.highest_epoch, envelope.epoch)
         self._perform(effects)
+
+    def _note_sent(self, message: ChunkSent) -> None:
+        update, call = self.session.update, self.running_call
+        if message.update_id != update.update_id:
+            return
+        self.truth.sent[message.chunk] = bool(message.sums)
+        if message.chunk < update.applied:
+            self.met["sent, already applied"] += 1
+        elif isinstance(call, CallReceive) and call.chunk == message.chunk:
+            self.met["sent while it is received"] += 1
+        elif isinstance(call, CallVerify | CallLoad) and call.chunk == message.chunk:
+            self.met["sent again while it is loaded"] += 1
+        elif call is None and self.truth.staged == message.chunk:
+            self.met["sent after it is received"] += 1
 
     def _on_state(self, state: LinkState) -> None:
         self.joins += state is LinkState.JOINED
@@ -285,6 +309,9 @@ class SimEngine:
             return
         in_flight = self.truth.in_flight if isinstance(call, CallPause) else None
         self.truth.end(call)
+        if isinstance(call, CallReceive) and self.behaviour.garble_next:
+            self.behaviour.garble_next = False
+            self.truth.garble()
         if isinstance(call, CallResume):
             self.truth.in_flight = self._random.randrange(8)
         self._perform(self.session.done(call, now_ms, in_flight=in_flight))

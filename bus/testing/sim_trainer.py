@@ -19,6 +19,7 @@ from bus.manifest import Manifest, TensorMeta
 from bus.messages import (
     Abort,
     Arm,
+    ChunkSent,
     Commit,
     Envelope,
     Escalation,
@@ -30,11 +31,14 @@ from bus.messages import (
     NackCode,
     PauseLocal,
     PauseMode,
+    PlanTransfer,
     Resume,
     Step,
     TransferInit,
+    TransferPlan,
     UpdateFinish,
     UpdateStart,
+    Verify,
     WeightChunkMeta,
 )
 from bus.protocol.link import LinkConfig, LinkState
@@ -48,9 +52,17 @@ if TYPE_CHECKING:
     from bus.runtime.memory import MemoryNetwork
 
 # A script yields requests to be answered together, or a number of milliseconds to wait.
-Yielded: TypeAlias = tuple[Message, ...] | float
+Yielded: TypeAlias = tuple["Message | Later", ...] | float
 Script: TypeAlias = Generator[Yielded, tuple[Message, ...], "Outcome"]
 Steps: TypeAlias = Generator[Yielded, tuple[Message, ...], GroupAck]
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A request that is asked so long after the others of its batch."""
+
+    message: Message
+    after_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +79,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Request:
-    """One request, from the first time it was asked."""
+    """One request. It is asked from ``asked_ms`` on."""
 
     message: Message
     msg_id: int
@@ -87,6 +99,8 @@ class SimTrainer:
         outcomes: how the scripts ended.
         nacks: every NACK that came, by its code.
         on_told: called with every answer, as it arrives.
+        collective: whether engines are in one communicator with it.
+        send_ms: what it takes to send one chunk; 0: the second message follows the first.
     """
 
     def __init__(
@@ -120,8 +134,11 @@ class SimTrainer:
         self.outcomes: list[Outcome] = []
         self.nacks: Counter[NackCode] = Counter()
         self.on_told = on_told
+        self.collective = False
+        self.send_ms = 0.0
         self._scheduler = scheduler
         self._resend_ms = resend_ms
+        self._resend_due_ms = 0.0
         self._held: tuple[str, int] | None = None
         self._script: Script | None = None
         self._waiting: dict[int, Request] = {}
@@ -130,6 +147,7 @@ class SimTrainer:
         self._count = itertools.count(1)
         self._transfers = itertools.count(1)
         self._open = False
+        self._communicator = 0
         self.peer = Peer(
             name=name,
             group=group,
@@ -192,6 +210,7 @@ class SimTrainer:
         chunk_bytes: int = 16,
         mode: PauseMode = "keep",
         think_ms: float = 0.0,
+        verify: Verify = "full",
     ) -> Script:
         """A whole update: weights named ``payload``, in chunks, with a pause around it.
 
@@ -209,7 +228,10 @@ class SimTrainer:
                 yield from self._undo(update_id, resume=False)
                 raise
             try:
-                done = yield from self._load(update_id, payload, manifest, armed, think_ms)
+                yield from self._step(UpdateStart(update_id))
+                yield from self._send_all(update_id, payload, manifest, think_ms, verify)
+                yield from self._step(UpdateFinish(update_id))
+                done = yield from self._step(Commit(update_id, armed.version, f"p{payload}"))
             except WavebusError:
                 yield from self._undo(update_id, resume=True)
                 raise
@@ -230,6 +252,25 @@ class SimTrainer:
             return Outcome("pause", update_id, error=error)
         return Outcome("pause", update_id)
 
+    def hasty(self, payload: int) -> Script:
+        """An update whose start does not wait for ARMED; whatever came of it is given up."""
+        update_id = self.new_update_id()
+        manifest = make_manifest()
+        try:
+            if not self._open:
+                yield from self._reopen()
+            yield from self._pause(update_id, "keep")
+            arm = make_arm(update_id, manifest, communicator=self._communicator)
+            answers = yield (arm, UpdateStart(update_id))
+            if all(isinstance(answer, GroupAck) for answer in answers):
+                yield from self._send_all(update_id, payload, manifest, 0.0, "full")
+            yield from self._undo(update_id, resume=True)
+            for answer in answers:
+                _checked(answer)
+        except WavebusError as error:
+            return Outcome("hasty", update_id, error=error)
+        return Outcome("hasty", update_id)
+
     def ask(self, *messages: Message) -> Script:
         """These requests, all at once."""
         answers = yield messages
@@ -246,41 +287,47 @@ class SimTrainer:
     def _armed(self, update_id: str, payload: int, manifest: Manifest) -> Steps:
         if not self._open:
             yield from self._reopen()
-        arm = make_arm(update_id, manifest, label=f"p{payload}")
+        label = f"p{payload}"
+        arm = make_arm(update_id, manifest, label=label, communicator=self._communicator)
         try:
             return (yield from self._step(arm))
         except Refused as refused:
             if refused.code is not NackCode.TRANSFER_CLOSED:
                 raise
         yield from self._reopen()
+        arm = make_arm(update_id, manifest, label=label, communicator=self._communicator)
         return (yield from self._step(arm))
 
     def _reopen(self) -> Steps:
         self._open = False
+        self._communicator = 0
+        if self.collective:
+            (plan,) = yield (PlanTransfer(),)
+            if isinstance(plan, Nack):
+                raise refusal(plan)
+            assert isinstance(plan, TransferPlan)
+            self._communicator = plan.communicator
         params = f"{self.boot:x}-{next(self._transfers)}".encode()
-        done = yield from self._step(TransferInit("sim", params))
+        done = yield from self._step(TransferInit("sim", params, self._communicator, 0, {}))
         self._open = True
         return done
 
-    def _load(
-        self,
-        update_id: str,
-        payload: int,
-        manifest: Manifest,
-        armed: GroupAck,
-        think_ms: float,
-    ) -> Steps:
-        yield from self._step(UpdateStart(update_id))
+    def _send_all(
+        self, update_id: str, payload: int, manifest: Manifest, think_ms: float, verify: Verify
+    ) -> Generator[Yielded, tuple[Message, ...]]:
         for first in range(0, manifest.chunks, self.depth):
             numbers = range(first, min(first + self.depth, manifest.chunks))
             if think_ms:
                 yield think_ms
             self._check_window(update_id)
-            answers = yield tuple(make_chunk(update_id, manifest, k, payload) for k in numbers)
+            batch: list[Message | Later] = []
+            for place, k in enumerate(numbers):
+                batch.append(make_chunk(update_id, manifest, k, payload))
+                sent = make_sent(update_id, manifest, k, payload, verify=verify)
+                batch.append(Later(sent, (place + 1) * self.send_ms))
+            answers = yield tuple(batch)
             for answer in answers:
                 _checked(answer)
-        yield from self._step(UpdateFinish(update_id))
-        return (yield from self._step(Commit(update_id, armed.version, f"p{payload}")))
 
     def _pause(self, update_id: str, mode: PauseMode) -> Steps:
         ask = PauseLocal(
@@ -339,12 +386,16 @@ class SimTrainer:
             self._set(yielded, lambda: self._advance(()))
             return
         now_ms = self._scheduler.now_ms()
-        self._batch = [Request(m, self.peer.new_id(), now_ms) for m in yielded]
+        self._batch = []
+        for each in yielded:
+            later = each if isinstance(each, Later) else Later(each, 0.0)
+            asked_ms = now_ms + later.after_ms
+            self._batch.append(Request(later.message, self.peer.new_id(), asked_ms))
         self._waiting = {each.msg_id: each for each in self._batch}
         self.requests += self._batch
-        for each in self._batch:
-            if isinstance(each.message, Resume):
-                self.window = None
+        if any(isinstance(request.message, Resume) for request in self._batch):
+            self.window = None
+        self._resend_due_ms = now_ms
         self._send_waiting()
 
     def _send_waiting(self) -> None:
@@ -353,11 +404,17 @@ class SimTrainer:
             self._waiting = {}
             self._advance(())
             return
+        now_ms = self._scheduler.now_ms()
+        again = now_ms >= self._resend_due_ms
+        if again:
+            self._resend_due_ms = now_ms + self._resend_ms
         if self.joined:
             for each in self._waiting.values():
-                each.sent += 1
-                self.peer.send(each.message, msg_id=each.msg_id)
-        self._set(self._resend_ms, self._send_waiting)
+                if each.asked_ms <= now_ms and (again or not each.sent):
+                    each.sent += 1
+                    self.peer.send(each.message, msg_id=each.msg_id)
+        ahead = [each.asked_ms for each in self._waiting.values() if each.asked_ms > now_ms]
+        self._set(min([self._resend_due_ms, *ahead]) - now_ms, self._send_waiting)
 
     def _set(self, after_ms: float, callback: Callable[[], None]) -> None:
         if self._timer is not None:
@@ -402,13 +459,21 @@ def make_manifest(tensors: Sequence[str] = TENSORS, *, chunk_bytes: int = 16) ->
     return Manifest.plan(metas, chunk_bytes=chunk_bytes)
 
 
-def make_arm(update_id: str, manifest: Manifest, *, version: int = 0, label: str = "") -> Arm:
+def make_arm(
+    update_id: str,
+    manifest: Manifest,
+    *,
+    version: int = 0,
+    label: str = "",
+    communicator: int = 0,
+) -> Arm:
     """ARM with this manifest."""
     return Arm(
         update_id,
         version,
         label,
         "sim",
+        communicator,
         manifest.names,
         manifest.dtypes,
         manifest.shapes,
@@ -429,6 +494,15 @@ def make_chunk(update_id: str, manifest: Manifest, seq: int, payload: int) -> We
         tuple(m.size_bytes for m in metas),
         str(payload).encode(),
     )
+
+
+def make_sent(
+    update_id: str, manifest: Manifest, seq: int, payload: int, *, verify: Verify = "full"
+) -> ChunkSent:
+    """The same chunk has left; its sums say which weights it carried."""
+    verified = verify in ("sample", "full")
+    sums = (payload,) * len(manifest.chunk(seq)) if verified else ()
+    return ChunkSent(update_id, seq, verify, sums)
 
 
 def make_nack(

@@ -3,12 +3,12 @@
 It knows no protocol. It is told of every engine call when the call is made and when
 it returns or fails, and raises :class:`TruthError` as soon as an engine is made to do
 what must never be done: resumed without a completed pause, loaded while it generates,
-a chunk loaded twice, committed half-loaded, generating with mixed weights.
+a chunk loaded twice, unsent or unverified, committed half-loaded, generating with mixed weights.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from bus.errors import EngineError
 from bus.messages import NackCode
@@ -25,12 +25,15 @@ from bus.protocol.calls import (
     CallRestore,
     CallResume,
     CallStart,
+    CallVerify,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.manifest import Manifest
+
+GARBLED: Final = -1  # the payload of what broke on its way
 
 
 class TruthError(AssertionError):
@@ -46,6 +49,7 @@ class Truth:
         weights: per tensor, the payload that was loaded into it last.
         version: what it serves; changes when a commit returns.
         loaded: chunks loaded since the last start, in order.
+        sent: chunks of which the sender has said that they have left, by the caller's word.
         broken: an update broke off after a load.
         in_flight: requests held.
     """
@@ -64,12 +68,19 @@ class Truth:
         self.resumes = 0
         self.commits: list[int] = []
         self.aborted_requests = 0
-        self.transfer: tuple[str, bytes] | None = None
+        self.transfer: CallOpenTransfer | None = None
+        self.sent: dict[int, bool] = {}  # chunks that have left, and whether to verify them
         self._started = False
         self._finished = False
         self._load_begun = False
         self._staged: tuple[int, int] | None = None  # chunk, payload
+        self._verified: int | None = None  # the chunk that was found to be what was sent
         self._call: Call | None = None
+
+    @property
+    def staged(self) -> int | None:
+        """The chunk that is received, and not loaded yet."""
+        return self._staged[0] if self._staged else None
 
     @property
     def mixed(self) -> bool:
@@ -102,6 +113,8 @@ class Truth:
                     self._refuse(f"start_update(recover={recover}), but broken is {self.broken}")
             case CallReceive():
                 self._receive(call)
+            case CallVerify(chunk):
+                self._need_staged(chunk, "verified")
             case CallLoad(chunk):
                 self._begin_load(chunk)
             case CallRestore():
@@ -124,15 +137,18 @@ class Truth:
                 self.pauses += 1
             case CallResume():
                 self.resumes += 1
-            case CallOpenTransfer(backend, params):
-                self.transfer = (backend, params)
+            case CallOpenTransfer():
+                self.transfer = call
             case CallArm(manifest):
                 self.manifest = manifest
             case CallStart():
                 self._started = True
                 self._finished = self._load_begun = False
                 self.loaded = []
+                self.sent = {}
                 self._staged = None
+            case CallVerify(chunk):
+                self._verified = chunk
             case CallReceive() | CallLoad():
                 self._end_chunk(call)
             case CallRestore():
@@ -172,6 +188,11 @@ class Truth:
         self.running = False
         self.idle = True
 
+    def garble(self) -> None:
+        """What was received is not what was sent."""
+        assert self._staged is not None
+        self._staged = (self._staged[0], GARBLED)
+
     def refusal(self, call: Call) -> EngineError | None:
         """What the engine itself has against a call: a manifest that does not fit."""
         if isinstance(call, CallArm):
@@ -187,6 +208,12 @@ class Truth:
                 return EngineError(
                     "the manifest lacks it", code=NackCode.MANIFEST_REFUSED, tensor=missing[0]
                 )
+        if isinstance(call, CallVerify) and self._staged is not None:
+            wrong = [place for place, payload in enumerate(call.sums) if payload != self._staged[1]]
+            if wrong and self.manifest is not None:
+                tensor = self.manifest.chunk(call.chunk)[wrong[0]].name
+                code = NackCode.CHECKSUM_MISMATCH
+                return EngineError("not what was sent", code=code, tensor=tensor)
         return None
 
     # -- inside ---------------------------------------------------------------
@@ -202,25 +229,33 @@ class Truth:
 
     def _begin_load(self, chunk: int) -> None:
         self._need_idle("a chunk is loaded")
-        if self._staged is None or self._staged[0] != chunk:
-            self._refuse(f"chunk {chunk} is loaded, staged is {self._staged}")
-            return
+        self._need_staged(chunk, "loaded")
+        if chunk not in self.sent:
+            self._refuse(f"chunk {chunk} is loaded before it is sent")
+        if self.sent[chunk] and self._verified != chunk:
+            self._refuse(f"chunk {chunk} is loaded unverified")
         if chunk in self.loaded or chunk != len(self.loaded):
             self._refuse(f"chunk {chunk} is loaded after {self.loaded}")
         self._load_begun = True
         assert self.manifest is not None
+        assert self._staged is not None
         self.weights[self.manifest.chunk(chunk)[0].name] = self._staged[1]
 
     def _end_chunk(self, call: CallReceive | CallLoad) -> None:
         assert self.manifest is not None
         if isinstance(call, CallReceive):
             self._staged = (call.chunk, int(call.handle))
+            self._verified = None
             return
         assert self._staged is not None
         for meta in self.manifest.chunk(call.chunk):
             self.weights[meta.name] = self._staged[1]
         self._staged = None
         self.loaded.append(call.chunk)
+
+    def _need_staged(self, chunk: int, what: str) -> None:
+        if self._staged is None or self._staged[0] != chunk:
+            self._refuse(f"chunk {chunk} is {what}, staged is {self._staged}")
 
     def _begin_commit(self, version: int) -> None:
         self._need_idle("an update is committed")

@@ -235,6 +235,7 @@ class SimWorld:
         for engine in self.engines.values():
             engine.behaviour.fail_rate.clear()
             engine.behaviour.fail_next.clear()
+            engine.behaviour.garble_next = False
             for kind in list(engine.behaviour.hold):
                 engine.release(kind)
 

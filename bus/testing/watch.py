@@ -9,11 +9,22 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from bus.messages import Ack, GroupAck, Message, Nack, NackCode, Step
+from bus.messages import (
+    Ack,
+    Arm,
+    ChunkSent,
+    GroupAck,
+    Message,
+    Nack,
+    NackCode,
+    Step,
+    WeightChunkMeta,
+)
 from bus.protocol.engine_pause import EnginePauseState
+from bus.protocol.engine_update import EngineUpdateState
 from bus.protocol.pause import PauseState
 from bus.protocol.update import UpdateState
-from bus.testing.sim_truth import TruthError
+from bus.testing.sim_truth import GARBLED, TruthError
 
 if TYPE_CHECKING:
     from bus.protocol.group import Group
@@ -40,6 +51,7 @@ class Watch:
         self._peers: dict[str, Peer] = {}
         self._holder: Peer | None = None
         self._epoch = 0
+        self._digest = ""  # of the manifest that was sent last
         self._round: dict[str, int] = {}  # engines of the pause last made, and their boots
         self._round_id = ""
         self._paused_round: set[str] = set()
@@ -65,6 +77,7 @@ class Watch:
         self._check_members(group)
         self._check_pause(group)
         self._check_window(group)
+        self._check_update(group)
         self._count(group)
 
     def check_end(self) -> None:
@@ -90,6 +103,8 @@ class Watch:
         truth = engine.truth
         if truth.running and engine.alive and truth.mixed:
             raise TruthError(f"{engine.name} generates with mixed weights {truth.weights}")
+        if GARBLED in truth.weights.values():
+            raise TruthError(f"{engine.name} loaded what was not sent: {truth.weights}")
         if not engine.alive:
             return
         if engine.session.version != truth.version:
@@ -186,6 +201,49 @@ class Watch:
                 if name in group.pause.members:
                     self._need_idle(group, name, f"{trainer.name} was told that it is paused")
 
+    def _check_update(self, group: Group) -> None:
+        """Who is asked to arm can meet; who is called armed is, with the manifest that was
+        sent; and nobody is asked to start before all are."""
+        update = group.update
+        if update.state is self._update:
+            return
+        if update.state is UpdateState.ARMING and update.round is not None:
+            (arm,) = update.round.messages
+            assert isinstance(arm, Arm)
+            self._digest = arm.digest
+            if arm.communicator:
+                self._check_communicator(group, arm.communicator)
+        if update.state in (UpdateState.ARMED, UpdateState.STARTING):
+            for name in update.members:
+                self._need_armed(group, name)
+
+    def _check_communicator(self, group: Group, number: int) -> None:
+        ranks: list[int] = []
+        size = 1 + len(group.update.members)  # each has one worker; the sender is rank 0
+        for name in group.update.members:
+            engine = self._member(group, name)
+            if engine is None:
+                continue
+            opened = engine.truth.transfer
+            if opened is None or opened.place.communicator != number:
+                raise TruthError(f"ARM in communicator {number}, {name} has {opened}")
+            if opened.place.world_size != size:
+                raise TruthError(f"{size} take part, {name} has {opened}")
+            ranks.append(opened.place.rank)
+        if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(1, size)):
+            raise TruthError(f"ranks of a communicator of {size}: {ranks}")
+        self.reach["armed in a communicator"] += 1
+
+    def _need_armed(self, group: Group, name: str) -> None:
+        engine = self._member(group, name)
+        if engine is None or engine.lease_ran_out:
+            return
+        if engine.session.update.state is not EngineUpdateState.ARMED:
+            raise TruthError(f"the update is {group.update.state.value}, {name} is not armed")
+        manifest = engine.truth.manifest
+        if manifest is None or manifest.digest() != self._digest:
+            raise TruthError(f"{name} armed another manifest than was sent")
+
     def _need_idle(self, group: Group, name: str, why: str) -> None:
         engine = self._member(group, name)
         if engine is None or engine.lease_ran_out:
@@ -243,12 +301,16 @@ class Watch:
         reach = self.reach
         for engine in self.world.engines.values():
             reach["engine rejoined"] += max(0, engine.joins - 1)
+            reach.update(engine.met)
+            self._count_chunks(engine)
             for note in engine.notes:
                 if note.event == "lease_expired":
                     reach["lease expired"] += 1
             for sent in engine.sent:
                 if isinstance(sent, Nack) and sent.code is NackCode.FENCED:
                     reach["engine fenced"] += 1
+                if isinstance(sent, Nack) and sent.code is NackCode.CHECKSUM_MISMATCH:
+                    reach["mismatch found"] += 1
                 if isinstance(sent, Ack) and sent.outcome:
                     reach[f"abort {sent.outcome}"] += 1
         for trainer in self.world.trainers.values():
@@ -261,3 +323,20 @@ class Watch:
                     reach["answered"] += 1
         for key, count in self.world.network.counts.items():
             reach[f"frames {key}"] += count
+
+    def _count_chunks(self, engine: SimEngine) -> None:
+        """In which orders the two messages of a chunk came."""
+        told: Counter[tuple[str, int]] = Counter()
+        sent: Counter[tuple[str, int]] = Counter()
+        for command in engine.commands:
+            if isinstance(command, WeightChunkMeta):
+                key = (command.update_id, command.chunk)
+                self.reach["chunk told again"] += key in told
+                before = (command.update_id, command.chunk - 1)
+                self.reach["chunk told before the last is sent"] += before in told.keys() - sent
+                told[key] += 1
+            elif isinstance(command, ChunkSent):
+                key = (command.update_id, command.chunk)
+                self.reach["chunk sent again"] += key in sent
+                self.reach["chunk sent before it is told"] += key not in told
+                sent[key] += 1

@@ -18,8 +18,9 @@ from sidecar.engine import Chunk, EngineInfo
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
-    from bus.messages import PauseMode
+    from bus.messages import PauseMode, Verify
     from bus.runtime.loop import LoopChoice
+    from bus.transfer import Place
     from sidecar.corepage import CoreView
 
 
@@ -57,7 +58,7 @@ class StubEngine:
     async def abort_requests(self) -> int:
         return 0
 
-    async def open_transfer(self, backend: str, params: bytes) -> None:
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
         pass
 
     async def arm(self, manifest: Manifest) -> None:
@@ -67,6 +68,9 @@ class StubEngine:
         pass
 
     async def receive(self, chunk: Chunk) -> None:
+        pass
+
+    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
         pass
 
     async def load(self, seq: int) -> None:

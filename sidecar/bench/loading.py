@@ -24,6 +24,7 @@ from sidecar.embedded import EmbeddedEngine
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from bus.messages import Verify
     from bus.runtime.loop import LoopChoice
     from sidecar.engine import Chunk
 
@@ -38,6 +39,10 @@ class TimedEngine(EmbeddedEngine):
     async def receive(self, chunk: Chunk) -> None:
         with self._noted():
             await super().receive(chunk)
+
+    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
+        with self._noted():
+            await super().verify(seq, verify, sums)
 
     async def load(self, seq: int) -> None:
         with self._noted():

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from bus.manifest import Manifest
-    from bus.messages import PauseMode
+    from bus.messages import PauseMode, Verify
+    from bus.transfer import Place
     from sidecar.corepage import CoreView
     from sidecar.embedded.experts import Exchange
     from sidecar.embedded.parallel.options import DataParallel
@@ -232,8 +233,8 @@ class EmbeddedEngine:
     async def abort_requests(self) -> int:
         return await _answer(self._started().abort_all())
 
-    async def open_transfer(self, backend: str, params: bytes) -> None:
-        await self._transport(lambda: self._update().open_transfer(backend, params))
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
+        await self._transport(lambda: self._update().open_transfer(backend, params, place))
 
     async def arm(self, manifest: Manifest) -> None:
         self._started()
@@ -245,6 +246,9 @@ class EmbeddedEngine:
 
     async def receive(self, chunk: Chunk) -> None:
         await self._transport(lambda: self._update().receive(chunk))
+
+    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
+        await self._transport(lambda: self._update().verify(seq, verify, sums))
 
     async def load(self, seq: int) -> None:
         updater = self._update()

@@ -6,6 +6,7 @@
     IDLE       start                 LOADING    the armed manifest is the one to load
     any        start, recover        LOADING    same, whatever an earlier update left
     LOADING    receive               LOADING    the chunk's tensors are staged
+    LOADING    verify                LOADING    their checksums are compared
     LOADING    load                  LOADING    they are copied into the parameters
     LOADING    restore, none loaded  IDLE       the old weights were never touched
     LOADING    finish, all loaded    FINISHED
@@ -27,12 +28,14 @@ from typing import TYPE_CHECKING
 from bus.errors import EngineError
 from bus.messages import NackCode
 from sidecar.embedded.weights import check_manifest, load_tensors
-from sidecar.transfer import check_delivered, make_receiver
+from sidecar.transfer import check_delivered, check_sums, make_receiver
 
 if TYPE_CHECKING:
     import torch
 
     from bus.manifest import Manifest
+    from bus.messages import Verify
+    from bus.transfer import Place
     from sidecar.embedded.core import EngineCore
     from sidecar.engine import Chunk
     from sidecar.transfer import Receiver
@@ -47,9 +50,9 @@ class UpdateState(StrEnum):
 class Updater:
     """The update machine of one core.
 
-    :meth:`open_transfer`, :meth:`receive` and :meth:`close` may block on the other
-    end and run outside the core's thread, one at a time; :meth:`arm` runs anywhere;
-    the others run in the core's thread.
+    :meth:`open_transfer`, :meth:`receive`, :meth:`verify` and :meth:`close` may block on the
+    other end, or take long, and run outside the core's thread, one at a time; :meth:`arm` runs
+    anywhere; the others run in the core's thread.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -65,9 +68,9 @@ class Updater:
         self._staged_seq: int | None = None
         self._staged: list[tuple[str, torch.Tensor]] = []
 
-    def open_transfer(self, backend: str, params: bytes) -> None:
+    def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
         receiver = make_receiver(backend)
-        receiver.open(params)
+        receiver.open(params, place)
         self.close()
         self._backend, self._receiver = backend, receiver
 
@@ -113,6 +116,12 @@ class Updater:
         except EngineError:
             self._unstage()
             raise
+
+    def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
+        self._loading("verify")
+        if self._staged_seq != seq:
+            raise _wrong_state(f"chunk {seq} is not received")
+        check_sums(seq, self._staged, verify, sums)
 
     def load(self, seq: int) -> None:
         self._loading("load")

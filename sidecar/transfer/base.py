@@ -1,32 +1,44 @@
-"""The receiver's protocol, and the table of backends."""
+"""What a receiver is, and what receivers share."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, TypeVar
 
-from bus.backends import Backends
-from bus.errors import EngineError, UsageError
+import torch
+
+from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar.transfer.shm import ShmReceiver
+from bus.transfer import aligned, decode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
+    from collections.abc import Iterable
 
     from bus.manifest import TensorMeta
+    from bus.transfer import Place
+
+T = TypeVar("T")
 
 
-class Receiver(Protocol):
-    """Fetches chunks from a trainer. One object lives as long as one transport."""
+class Receiver(ABC):
+    """Fetches chunks from a trainer. One object lives as long as one transport.
 
-    def open(self, params: bytes) -> None:
+    What may block on the other end, must end by itself when that end is gone or silent.
+    """
+
+    @abstractmethod
+    def open(self, params: bytes, place: Place) -> None:
         """Reach the other end; a second call replaces the transport.
+
+        Args:
+            params: what the sender's ``open`` returned.
+            place: whose end this is, for a backend with collectives.
 
         Raises:
             EngineError: code ``transfer_failed``.
         """
 
+    @abstractmethod
     def receive(
         self, tensors: tuple[TensorMeta, ...], handle: bytes
     ) -> list[tuple[str, torch.Tensor]]:
@@ -36,72 +48,49 @@ class Receiver(Protocol):
             EngineError: code ``transfer_failed``; nothing is held then.
         """
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027 - most have nothing to do
         """The last chunk's tensors are no longer used."""
 
+    @abstractmethod
     def close(self) -> None:
         """Let the transport go."""
 
 
-def check_delivered(
-    backend: str, announced: tuple[TensorMeta, ...], received: list[tuple[str, torch.Tensor]]
-) -> None:
-    """A receiver, which may be anybody's, has brought what the manifest says.
+def decoded(blob: bytes, type_: type[T]) -> T:
+    """What a sender's blob says.
 
     Raises:
-        EngineError: code ``transfer_failed``, with the first tensor that is another.
-    """
-    if len(received) > len(announced):
-        raise EngineError(
-            f"transport {backend!r} delivered {len(received)} tensors for {len(announced)}",
-            code=NackCode.TRANSFER_FAILED,
-        )
-    for place, meta in enumerate(announced):
-        got = "nothing"
-        if place < len(received):
-            name, tensor = received[place]
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            if (name, dtype, tensor.shape) == (meta.name, meta.dtype, meta.shape):
-                continue
-            got = f"{name}, {dtype} {tuple(tensor.shape)}"
-        raise EngineError(
-            f"transport {backend!r} delivered other tensors than announced: {got} for {meta}",
-            code=NackCode.TRANSFER_FAILED,
-            tensor=meta.name,
-        )
-
-
-_receivers: Final[Backends[Receiver]] = Backends("wavebus.receivers", {"shm": ShmReceiver})
-
-
-def register_receiver(name: str, factory: Callable[[], Receiver]) -> None:
-    """Take a backend of your own; see :mod:`bus.backends` for processes that others start.
-
-    Raises:
-        UsageError: the name is one of wavebus's own, or can't be one.
-    """
-    _receivers.register(name, factory)
-
-
-def available_backends() -> tuple[str, ...]:
-    """Names that :func:`make_receiver` takes."""
-    return _receivers.names()
-
-
-def make_receiver(backend: str) -> Receiver:
-    """A closed receiver for ``backend``.
-
-    Raises:
-        EngineError: code ``backend_missing``, with the names there are, or why it can't be
-            loaded.
+        EngineError: code ``transfer_failed``, with the field that is wrong.
     """
     try:
-        factory = _receivers.find(backend)
-    except UsageError as error:
-        raise EngineError(str(error), code=NackCode.BACKEND_MISSING) from error
-    if factory is None:
-        raise EngineError(
-            f"no transfer backend {backend!r} here; there are: {', '.join(available_backends())}",
-            code=NackCode.BACKEND_MISSING,
+        return decode(blob, type_)
+    except ValueError as error:
+        raise transfer_failed(str(error)) from error
+
+
+def transfer_failed(detail: str, *, tensor: str = "") -> EngineError:
+    """The error of a transport."""
+    return EngineError(detail, code=NackCode.TRANSFER_FAILED, tensor=tensor)
+
+
+def packed_offsets(tensors: Iterable[TensorMeta]) -> list[int]:
+    """Where each tensor of a packed chunk begins, in bytes; and where the last one's room ends."""
+    offsets = [0]
+    for meta in tensors:
+        offsets.append(offsets[-1] + aligned(meta.size_bytes))
+    return offsets
+
+
+def view_of(memory: torch.Tensor, offset_bytes: int, meta: TensorMeta) -> torch.Tensor:
+    """A tensor in a buffer of bytes, without a copy.
+
+    Raises:
+        EngineError: code ``transfer_failed``: it would end behind the buffer.
+    """
+    end = offset_bytes + meta.size_bytes
+    if end > memory.numel():
+        raise transfer_failed(
+            f"{meta.name} ends at byte {end} of {memory.numel()}", tensor=meta.name
         )
-    return factory()
+    dtype: torch.dtype = getattr(torch, meta.dtype)
+    return memory[offset_bytes:end].view(dtype).view(meta.shape)

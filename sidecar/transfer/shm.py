@@ -9,46 +9,43 @@ from __future__ import annotations
 
 import mmap
 import os
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
-from bus.errors import EngineError
-from bus.messages import NackCode
-from bus.transfer import SHM_FOLDER, ShmChunk, ShmInit, unpack
+from bus.transfer import SHM_FOLDER, ShmChunk, ShmInit
+from sidecar.transfer.base import Receiver, decoded, transfer_failed, view_of
 
 if TYPE_CHECKING:
     from bus.manifest import TensorMeta
+    from bus.transfer import Place
 
-T = TypeVar("T")
 
-
-class ShmReceiver:
+class ShmReceiver(Receiver):
     """Maps the trainer's ring of segments, read-only by convention."""
 
     def __init__(self) -> None:
         self._segments: list[torch.Tensor] = []
 
-    def open(self, params: bytes) -> None:
-        init = _decode(params, ShmInit)
+    def open(self, params: bytes, place: Place) -> None:  # noqa: ARG002 - all are equal
+        init = decoded(params, ShmInit)
         self._segments = [_map(name, init.segment_bytes) for name in init.segments]
 
     def receive(
         self, tensors: tuple[TensorMeta, ...], handle: bytes
     ) -> list[tuple[str, torch.Tensor]]:
-        chunk = _decode(handle, ShmChunk)
+        chunk = decoded(handle, ShmChunk)
         if chunk.segment >= len(self._segments):
-            raise _failed(f"segment {chunk.segment} of {len(self._segments)}: open the ring first")
+            raise transfer_failed(
+                f"segment {chunk.segment} of {len(self._segments)}: open the ring first"
+            )
         if len(chunk.offsets_bytes) != len(tensors):
-            raise _failed(f"{len(chunk.offsets_bytes)} offsets for {len(tensors)} tensors")
+            raise transfer_failed(f"{len(chunk.offsets_bytes)} offsets for {len(tensors)} tensors")
         segment = self._segments[chunk.segment]
         return [
-            (meta.name, _view(segment, offset, meta))
+            (meta.name, view_of(segment, offset, meta))
             for meta, offset in zip(tensors, chunk.offsets_bytes, strict=True)
         ]
-
-    def release(self) -> None:
-        """Nothing to do: the ring is the trainer's, and the views are cheap."""
 
     def close(self) -> None:
         self._segments = []
@@ -59,38 +56,15 @@ def _map(name: str, size_bytes: int) -> torch.Tensor:
     try:
         descriptor = os.open(os.path.join(SHM_FOLDER, name), os.O_RDWR | os.O_CLOEXEC)  # noqa: PTH118
     except OSError as error:
-        raise _failed(
+        raise transfer_failed(
             f"can't open shared memory {name}: {error.strerror}; "
             "trainer and engine must run on one host, as one user"
         ) from error
     try:
         actual_bytes = os.fstat(descriptor).st_size
         if actual_bytes != size_bytes:
-            raise _failed(f"{name} has {actual_bytes} bytes, expected {size_bytes}")
+            raise transfer_failed(f"{name} has {actual_bytes} bytes, expected {size_bytes}")
         mapping = mmap.mmap(descriptor, size_bytes)
     finally:
         os.close(descriptor)
     return torch.frombuffer(mapping, dtype=torch.uint8)
-
-
-def _view(segment: torch.Tensor, offset_bytes: int, meta: TensorMeta) -> torch.Tensor:
-    end = offset_bytes + meta.size_bytes
-    if end > segment.numel():
-        raise EngineError(
-            f"{meta.name} ends at byte {end} of a segment of {segment.numel()}",
-            code=NackCode.TRANSFER_FAILED,
-            tensor=meta.name,
-        )
-    dtype = getattr(torch, meta.dtype)
-    return segment[offset_bytes:end].view(dtype).view(meta.shape)
-
-
-def _decode(blob: bytes, type_: type[T]) -> T:
-    try:
-        return unpack(blob, type_)
-    except ValueError as error:
-        raise _failed(str(error)) from error
-
-
-def _failed(detail: str) -> EngineError:
-    return EngineError(detail, code=NackCode.TRANSFER_FAILED)

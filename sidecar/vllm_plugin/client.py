@@ -10,6 +10,8 @@ from sidecar.vllm_plugin import wire
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
+    from bus.messages import Verify
+    from bus.transfer import Place
     from sidecar.engine import Chunk
 
 
@@ -41,8 +43,10 @@ class PluginClient:
         """Is the plugin there, and does it speak our protocol?"""
         await self._perform(wire.Hello(wire.PROTOCOL))
 
-    async def open_transfer(self, backend: str, params: bytes) -> None:
-        await self._perform(wire.Open(backend, params))
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
+        await self._perform(
+            wire.Open(backend, params, place.communicator, place.world_size, place.rank)
+        )
 
     async def arm(self, manifest: Manifest) -> None:
         await self._perform(
@@ -70,6 +74,9 @@ class PluginClient:
                 chunk.handle,
             )
         )
+
+    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
+        await self._perform(wire.Verify(seq, verify, sums))
 
     async def load(self, seq: int) -> None:
         await self._expect(active=True)

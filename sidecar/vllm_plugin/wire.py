@@ -36,12 +36,13 @@ from bus.messages import (  # noqa: TC001 - msgspec reads them when it decodes
     ShortText,
     TensorNames,
 )
+from bus.messages import Verify as VerifyMode  # noqa: TC001 - as above
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 KEY: Final = "wavebus"
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 MAX_PAYLOAD_CHARS: Final = 32 * 1024 * 1024
 DETAIL_CHARS: Final = 2000
 TENSOR_CHARS: Final = 512
@@ -62,10 +63,14 @@ class Expect(msgspec.Struct, frozen=True, tag="expect", forbid_unknown_fields=Tr
 
 
 class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
-    """Open the transport; one that is open is replaced."""
+    """Open the transport; one that is open is replaced. ``first_rank`` is that of the engine's
+    first worker in the communicator."""
 
     backend: ShortText
     params: Blob
+    communicator: Count
+    world_size: Count
+    first_rank: Count
 
 
 class ArmManifest(msgspec.Struct, frozen=True, tag="arm", forbid_unknown_fields=True):
@@ -88,6 +93,14 @@ class Receive(msgspec.Struct, frozen=True, tag="receive", forbid_unknown_fields=
     handle: Blob
 
 
+class Verify(msgspec.Struct, frozen=True, tag="verify", forbid_unknown_fields=True):
+    """Compare the staged chunk's checksums."""
+
+    seq: Count
+    verify: VerifyMode
+    sums: Counts
+
+
 class Settle(msgspec.Struct, frozen=True, tag="settle", forbid_unknown_fields=True):
     """Raise what the last start, load or finish failed with, if it did."""
 
@@ -102,7 +115,7 @@ class Load(msgspec.Struct, frozen=True, tag="load", forbid_unknown_fields=True):
     seq: Count
 
 
-InitOp: TypeAlias = Hello | Expect | Open | ArmManifest | Receive | Settle | Discard
+InitOp: TypeAlias = Hello | Expect | Open | ArmManifest | Receive | Verify | Settle | Discard
 T = TypeVar("T")
 
 

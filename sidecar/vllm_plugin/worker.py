@@ -36,7 +36,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from bus.errors import EngineError
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import NackCode
-from sidecar.transfer import check_delivered, make_receiver
+from bus.transfer import Place
+from sidecar.transfer import check_delivered, check_sums, make_receiver
 from sidecar.vllm_plugin import ranks, wire
 from sidecar.vllm_plugin.cpu import CpuRepacking
 from sidecar.vllm_plugin.manifest_check import ManifestChecker, quiet_loading, tied_head
@@ -87,6 +88,9 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._tied_head = tied_head(vllm_config, model)
         self._checker = ManifestChecker(vllm_config, model, self._tied_head)
         self._repacking = CpuRepacking(model, device)
+        parallel = vllm_config.parallel_config
+        ranks_here = 0 if parallel.data_parallel_external_lb else parallel.data_parallel_index
+        self._index = ranks_here * parallel.world_size + parallel.rank  # among the engine's workers
         self._armed: Manifest | None = None
         self._backend = ""
         self._receiver: Receiver | None = None
@@ -125,14 +129,17 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         load: wire.Load = wire.decode(update_info.raw, wire.Load)
-        staged, self._staged = self._staged, None
-        if staged is None or staged.seq != load.seq:
-            found = "nothing" if staged is None else f"chunk {staged.seq}"
-            raise EngineError(f"load of chunk {load.seq}, but {found} is staged")
+        staged, self._staged = self._staged_chunk(load.seq), None
         with quiet_loading(), torch.no_grad():
             self.model.load_weights((n, t) for n, t in staged.tensors if n != self._tied_head)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
+
+    def _staged_chunk(self, seq: int) -> _Staged:
+        if self._staged is None or self._staged.seq != seq:
+            found = "nothing" if self._staged is None else f"chunk {self._staged.seq}"
+            raise EngineError(f"chunk {seq} is asked for, but {found} is staged")
+        return self._staged
 
     def finish_weight_update(self) -> None:
         """Post-process what was loaded; layers without any load get their old weights back."""
@@ -159,12 +166,14 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 _check_protocol(protocol)
             case wire.Expect(active=active):
                 self._expect(active)
-            case wire.Open(backend=backend, params=params):
-                self._open(backend, params)
+            case wire.Open():
+                self._open(operation)
             case wire.ArmManifest():
                 self._arm(operation)
             case wire.Receive():
                 self._receive(operation)
+            case wire.Verify(seq=seq):
+                check_sums(seq, self._staged_chunk(seq).tensors, operation.verify, operation.sums)
             case wire.Discard():
                 self._discard()
             case wire.Settle():
@@ -190,12 +199,13 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 info.loaded_weights = []
                 info.load_numel = 0
 
-    def _open(self, backend: str, params: bytes) -> None:
-        if self._receiver is None or backend != self._backend:
-            fresh = make_receiver(backend)
+    def _open(self, operation: wire.Open) -> None:
+        if self._receiver is None or operation.backend != self._backend:
+            fresh = make_receiver(operation.backend)
             self.shutdown()
-            self._receiver, self._backend = fresh, backend
-        self._receiver.open(params)
+            self._receiver, self._backend = fresh, operation.backend
+        engine = Place(operation.communicator, operation.world_size, operation.first_rank)
+        self._receiver.open(operation.params, engine.of_worker(self._index))
 
     def _arm(self, operation: wire.ArmManifest) -> None:
         self._armed = None

@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 from bus.errors import EngineError
-from bus.manifest import Manifest, TensorMeta
+from bus.manifest import Manifest
 from bus.messages import NackCode
-from sidecar.engine import Chunk, Engine, PauseMode
-from trainer_agent.transfer import make_sender
+from bus.transfer import NO_PLACE
+from tests.support.push import Push, plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
 
-    import torch
     from torch import Tensor
+
+    from sidecar.engine import Engine, PauseMode
 
 PROMPT = (5, 9, 77, 31, 12)
 OTHER_PROMPT = (40, 3, 18)
@@ -68,6 +69,7 @@ class EngineUnderTest(Protocol):
         weights: all tensors that it serves at first, by their Hugging Face names. The
             suite replaces them as it updates the engine.
         version: what it serves as; the suite keeps it, too.
+        workers: how many receivers it has.
         long_tokens: output length that gives time to act in the middle of a request.
         late_tokens: how many tokens of one request may still be on their way to the
             caller when a pause returns.
@@ -78,6 +80,7 @@ class EngineUnderTest(Protocol):
     engine: Engine
     weights: Mapping[str, Tensor]
     version: int
+    workers: int
     long_tokens: int
     late_tokens: int
     quiet_s: float
@@ -112,66 +115,25 @@ def contract(
     return run
 
 
-def manifest_of(weights: Mapping[str, torch.Tensor], *, chunk_bytes: int = MANY_BYTES) -> Manifest:
-    """A manifest of these tensors in their order."""
-    metas = [
-        TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in weights.items()
-    ]
-    return Manifest.plan(metas, chunk_bytes=chunk_bytes)
-
-
-class Push:
-    """The trainer's side of an update, by hand: one step of the engine at a time."""
-
-    def __init__(
-        self, under_test: EngineUnderTest, weights: Mapping[str, Tensor], manifest: Manifest
-    ) -> None:
-        self.under_test = under_test
-        self.weights = weights
-        self.manifest = manifest
-        self._sender = make_sender("shm")
-
-    async def open(self) -> None:
-        room = max(
-            self._sender.packed_bytes([meta.size_bytes for meta in self.manifest.chunk(seq)])
-            for seq in range(self.manifest.chunks)
-        )
-        params = self._sender.open(room)
-        await self.under_test.engine.open_transfer("shm", params)
-        self._sender.opened()
-
-    async def begin(self, *, recover: bool = False) -> None:
-        """Open, arm and start."""
-        await self.open()
-        await self.under_test.engine.arm(self.manifest)
-        await self.under_test.engine.start_update(recover=recover)
-
-    async def chunk(self, seq: int) -> None:
-        """Send, receive and load one chunk."""
-        tensors = self.manifest.chunk(seq)
-        handle = self._sender.put(seq, [self.weights[meta.name] for meta in tensors])
-        await self.under_test.engine.receive(Chunk(seq, "shm", tensors, handle))
-        await self.under_test.engine.load(seq)
-        self._sender.taken(seq)
-
-    async def end(self) -> None:
-        """Finish and commit under the next version."""
-        await self.under_test.engine.finish_update()
-        version = self.under_test.version + 1
-        await self.under_test.engine.commit(version)
-        self.under_test.version = version
-        self.under_test.weights = self.weights
-
-    async def whole(self, *, recover: bool = False) -> None:
-        await self.begin(recover=recover)
-        for seq in range(self.manifest.chunks):
-            await self.chunk(seq)
-        await self.end()
-        self.close()
-
-    def close(self) -> None:
-        self._sender.close()
+async def update(
+    under_test: EngineUnderTest,
+    weights: Mapping[str, Tensor],
+    manifest: Manifest | None = None,
+    *,
+    recover: bool = False,
+    backend: str = "shm",
+) -> None:
+    """Send them to the paused engine and commit them, as the next version."""
+    push = Push(
+        under_test.engine,
+        weights,
+        manifest or plan(weights, MANY_BYTES),
+        backend=backend,
+        workers=under_test.workers,
+    )
+    await push.whole(under_test.version + 1, recover=recover)
+    under_test.version += 1
+    under_test.weights = weights
 
 
 class EngineContract:
@@ -306,7 +268,7 @@ class EngineContract:
         before = under_test.version
         request, watch = await _paused_in_the_middle(under_test, "keep", clear_cache=True)
         old, new = under_test.weights, under_test.other_weights(11)
-        await Push(under_test, new, manifest_of(new)).whole()
+        await update(under_test, new)
         await _assert_quiet(under_test, watch)
         await under_test.engine.resume()
         fresh = await under_test.generate(OTHER_PROMPT, 24)
@@ -335,24 +297,25 @@ class EngineContract:
         before = under_test.version
         request, _ = await _paused_in_the_middle(under_test, "keep", clear_cache=False)
         new = under_test.other_weights(12)
-        await Push(under_test, new, manifest_of(new)).whole()
+        await update(under_test, new)
         await under_test.engine.resume()
         result = await request
         assert result.finish_reason == "length"
         assert len(result.tokens) == under_test.long_tokens
         assert [version for version, _, _ in result.weight_versions] == [before, before + 1]
 
+    @pytest.mark.parametrize("backend", ["shm", "gloo"])
     @pytest.mark.parametrize("chunks", ["one", "seven", "each tensor"])
     def test_an_update_in_any_number_of_chunks(
-        self, under_test: EngineUnderTest, chunks: str
+        self, under_test: EngineUnderTest, chunks: str, backend: str
     ) -> None:
         """How the tensors are cut into chunks changes nothing."""
         new = under_test.other_weights(13)
-        manifest = _cut(manifest_of(new), chunks)
+        manifest = _cut(plan(new, MANY_BYTES), chunks)
 
         async def scenario() -> None:
             await under_test.engine.pause("keep", clear_cache=True)
-            await Push(under_test, new, manifest).whole()
+            await update(under_test, new, manifest, backend=backend)
             await under_test.engine.resume()
             result = await under_test.generate(PROMPT, 16)
             assert result.tokens == under_test.reference(new, PROMPT, 16)
@@ -366,10 +329,10 @@ class EngineContract:
         self, under_test: EngineUnderTest, fault: str
     ) -> None:
         """At arm, by the tensor's name; the old weights serve on."""
-        manifest, tensors = _spoilt(manifest_of(under_test.weights), fault)
+        manifest, tensors = _spoilt(plan(under_test.weights, MANY_BYTES), fault)
 
         async def scenario() -> None:
-            push = Push(under_test, under_test.weights, manifest)
+            push = Push(under_test.engine, under_test.weights, manifest)
             await push.open()
             with pytest.raises(EngineError) as refused:
                 await under_test.engine.arm(manifest)
@@ -388,7 +351,7 @@ class EngineContract:
         """The engine generates on while it checks a manifest."""
         request, _ = await _running(under_test)
         new = under_test.other_weights(14)
-        push = Push(under_test, new, manifest_of(new))
+        push = Push(under_test.engine, new, plan(new, MANY_BYTES))
         await push.open()
         await under_test.engine.arm(push.manifest)
         push.close()
@@ -403,7 +366,7 @@ class EngineContract:
     ) -> None:
         """The old weights are back, under the old version, and another update can follow."""
         new = under_test.other_weights(15)
-        push = Push(under_test, new, manifest_of(new))
+        push = Push(under_test.engine, new, plan(new, MANY_BYTES))
         await under_test.engine.pause("keep", clear_cache=True)
         await push.begin()
         await under_test.engine.restore()
@@ -414,10 +377,35 @@ class EngineContract:
         assert result.weight_versions == [(under_test.version, 0, 16)]
 
         await under_test.engine.pause("keep", clear_cache=True)
-        await Push(under_test, new, manifest_of(new)).whole()
+        await update(under_test, new)
         await under_test.engine.resume()
         result = await under_test.generate(PROMPT, 16)
         assert result.tokens == under_test.reference(new, PROMPT, 16)
+
+    @contract
+    async def test_a_byte_that_flips_on_the_way_is_named(self, under_test: EngineUnderTest) -> None:
+        """The chunk is refused before anything of it is loaded, and the old weights come back."""
+        new = under_test.other_weights(18)
+        push = Push(under_test.engine, new, _cut(plan(new, MANY_BYTES), "seven"))
+        await under_test.engine.pause("keep", clear_cache=True)
+        await push.begin()
+        names = push.manifest.names[push.manifest.part(0)]
+        flipped = {**new, names[-1]: new[names[-1]].clone()}
+        flipped[names[-1]].view(-1)[-1].neg_()
+        push.weights = flipped
+        await push.send(0)
+        push.weights = new
+        with pytest.raises(EngineError) as refused:
+            await push.load(0)
+        assert refused.value.code is NackCode.CHECKSUM_MISMATCH
+        assert refused.value.tensor == names[-1]
+        assert names[-1] in refused.value.detail
+        await under_test.engine.restore()
+        push.close()
+        await under_test.engine.resume()
+        result = await under_test.generate(PROMPT, 8)
+        assert result.tokens == under_test.reference(under_test.weights, PROMPT, 8)
+        assert result.weight_versions == [(under_test.version, 0, 8)]
 
     @contract
     async def test_a_whole_update_recovers_a_partly_loaded_engine(
@@ -427,12 +415,12 @@ class EngineContract:
         broken_off = under_test.other_weights(16)
         new = under_test.other_weights(17)
         await under_test.engine.pause("keep", clear_cache=True)
-        push = Push(under_test, broken_off, _cut(manifest_of(broken_off), "seven"))
+        push = Push(under_test.engine, broken_off, _cut(plan(broken_off, MANY_BYTES), "seven"))
         await push.begin()
         for seq in range(3):
             await push.chunk(seq)
         push.close()
-        await Push(under_test, new, _cut(manifest_of(new), "seven")).whole(recover=True)
+        await update(under_test, new, _cut(plan(new, MANY_BYTES), "seven"), recover=True)
         await under_test.engine.resume()
         result = await under_test.generate(PROMPT, 24)
         assert result.tokens == under_test.reference(new, PROMPT, 24)
@@ -442,7 +430,7 @@ class EngineContract:
     async def test_a_missing_backend_is_named(self, under_test: EngineUnderTest) -> None:
         """Whoever reads the refusal knows which one to install or to choose."""
         with pytest.raises(EngineError, match="pigeons") as refused:
-            await under_test.engine.open_transfer("pigeons", b"")
+            await under_test.engine.open_transfer("pigeons", b"", NO_PLACE)
         assert refused.value.code is NackCode.BACKEND_MISSING
 
 

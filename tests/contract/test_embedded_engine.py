@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 class Embedded:
     """An embedded engine under test, asked in process."""
 
+    workers = 1
     long_tokens = 400
     late_tokens = 0
     quiet_s = 0.15

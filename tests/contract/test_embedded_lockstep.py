@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 class Lockstep:
     """Two ranks under test, in processes of their own."""
 
+    workers = 2
     long_tokens = 300
     late_tokens = 2  # on their way through the rank's stdout
     quiet_s = 0.15

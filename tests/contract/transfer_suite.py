@@ -5,25 +5,28 @@ A subclass names its backend, which must be registered on both sides.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 import torch
 
+from bus.checksum import checksums
 from bus.errors import EngineError
 from bus.messages import NackCode
+from bus.transfer import ALONE, NO_PLACE, Place, World
 from sidecar.transfer import available_backends as receivers
-from sidecar.transfer import check_delivered, make_receiver
+from sidecar.transfer import check_delivered, check_sums, make_receiver
 from trainer_agent.sources import meta_of
 from trainer_agent.transfer import available_backends as senders
 from trainer_agent.transfer import make_sender
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from bus.manifest import TensorMeta
-    from sidecar.transfer import Receiver
-    from trainer_agent.transfer import Sender
+
+T = TypeVar("T")
 
 TENSORS: dict[str, torch.Tensor] = {
     "float32": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -42,74 +45,116 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
+class Ends:
+    """Both ends of one backend in one process, in threads where they wait for each other."""
+
+    def __init__(self, backend: str) -> None:
+        self.sender = make_sender(backend)
+        self.receiver = make_receiver(backend)
+        self._threads = ThreadPoolExecutor(2)
+
+    def room(self) -> int:
+        return self.sender.packed_bytes([meta.size_bytes for meta in METAS])
+
+    def open(self, room_bytes: int, *, number: int = 1) -> None:
+        world, place = ALONE, NO_PLACE
+        if self.sender.collective:
+            world, place = World(number, 2, "127.0.0.1"), Place(number, 2, 1)
+        params = self.sender.open(room_bytes, world)
+        self._both(lambda: self.receiver.open(params, place), self.sender.meet)
+        self.sender.opened()
+
+    def send(
+        self, seq: int, metas: tuple[TensorMeta, ...], handle: bytes
+    ) -> list[tuple[str, torch.Tensor]]:
+        """What is received of a chunk that was put."""
+        return self._both(
+            lambda: self.receiver.receive(metas, handle), lambda: self.sender.transfer(seq)
+        )
+
+    def taken(self, seq: int) -> None:
+        self.receiver.release()
+        self.sender.taken(seq)
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+        self._threads.shutdown()
+
+    def _both(self, theirs: Callable[[], T], ours: Callable[[], None]) -> T:
+        receiving, sending = self._threads.submit(theirs), self._threads.submit(ours)
+        sending.result()
+        return receiving.result()
+
+
 class TransferContract:
     """The suite."""
 
     backend: str
 
     @pytest.fixture
-    def sender(self) -> Iterator[Sender]:
-        made = make_sender(self.backend)
+    def ends(self) -> Iterator[Ends]:
+        made = Ends(self.backend)
         yield made
         made.close()
-
-    @pytest.fixture
-    def receiver(self) -> Iterator[Receiver]:
-        made = make_receiver(self.backend)
-        yield made
-        made.close()
-
-    def room(self, sender: Sender) -> int:
-        return sender.packed_bytes([meta.size_bytes for meta in METAS])
 
     def test_both_sides_have_it(self) -> None:
         """What a trainer can send by, an engine can receive by."""
         assert self.backend in senders()
         assert self.backend in receivers()
 
-    def test_tensors_of_every_kind_arrive(self, sender: Sender, receiver: Receiver) -> None:
+    def test_tensors_of_every_kind_arrive(self, ends: Ends) -> None:
         """Mixed dtypes, an empty tensor, a scalar and one that is not contiguous, bit for bit;
         in more chunks than the sender has room for at once."""
-        receiver.open(sender.open(self.room(sender)))
-        sender.opened()
-        for seq in range(2 * sender.depth + 1):
-            handle = sender.put(seq, list(TENSORS.values()))
-            received = receiver.receive(METAS, handle)
+        ends.open(ends.room())
+        tensors = list(TENSORS.values())
+        for seq in range(2 * ends.sender.depth + 1):
+            received = ends.send(seq, METAS, ends.sender.put(seq, tensors))
             check_delivered(self.backend, METAS, received)
-            for (_, got), tensor in zip(received, TENSORS.values(), strict=True):
+            for (_, got), tensor in zip(received, tensors, strict=True):
                 assert torch.equal(raw(got), raw(tensor))
-            receiver.release()
-            sender.taken(seq)
+            if ends.sender.verifies:
+                check_sums(seq, received, "full", checksums(torch, tensors, "full"))
+            ends.taken(seq)
 
-    def test_as_many_chunks_as_it_says_are_under_way(
-        self, sender: Sender, receiver: Receiver
-    ) -> None:
+    def test_a_tensor_larger_than_any_chunk_gets_one_of_its_own(self, ends: Ends) -> None:
+        """Rooms are made for the largest chunk, and smaller ones fit as well."""
+        large, small = torch.arange(100_000, dtype=torch.int64), torch.ones(3)
+        ends.open(ends.sender.packed_bytes([large.numel() * large.element_size()]))
+        for seq, tensor in enumerate((large, small, large)):
+            handle = ends.sender.put(seq, [tensor])
+            [(_, got)] = ends.send(seq, (meta_of("w", tensor),), handle)
+            assert torch.equal(got, tensor)
+            ends.taken(seq)
+
+    def test_a_chunk_of_nothing_but_empty_tensors(self, ends: Ends) -> None:
+        empty = torch.empty(0, 7)
+        ends.open(64)
+        received = ends.send(0, (meta_of("w", empty),), ends.sender.put(0, [empty]))
+        assert [(name, tuple(got.shape)) for name, got in received] == [("w", (0, 7))]
+
+    def test_as_many_chunks_as_it_says_are_under_way(self, ends: Ends) -> None:
         """The later ones don't overwrite the first."""
-        receiver.open(sender.open(64))
-        sender.opened()
-        chunks = [torch.full((4,), float(seq)) for seq in range(sender.depth)]
-        handles = [sender.put(seq, [chunk]) for seq, chunk in enumerate(chunks)]
+        ends.open(64)
+        chunks = [torch.full((4,), float(seq)) for seq in range(ends.sender.depth)]
+        handles = [ends.sender.put(seq, [chunk]) for seq, chunk in enumerate(chunks)]
         for seq, (chunk, handle) in enumerate(zip(chunks, handles, strict=True)):
-            [(_, got)] = receiver.receive((meta_of("w", chunk),), handle)
+            [(_, got)] = ends.send(seq, (meta_of("w", chunk),), handle)
             assert torch.equal(got, chunk)
-            receiver.release()
-            sender.taken(seq)
+            ends.taken(seq)
 
-    def test_an_engine_that_comes_late_opens_anew(self, sender: Sender, receiver: Receiver) -> None:
+    def test_an_engine_that_comes_late_opens_anew(self, ends: Ends) -> None:
         """Whatever the transport was before."""
-        sender.open(64)
-        sender.opened()
-        receiver.open(sender.open(self.room(sender)))
-        receiver.open(sender.open(self.room(sender)))
-        sender.opened()
-        [(_, got)] = receiver.receive((METAS[0],), sender.put(0, [TENSORS["float32"]]))
-        assert torch.equal(got, TENSORS["float32"])
+        for number in (1, 2):
+            ends.open(ends.room(), number=number)
+        tensor = TENSORS["float32"]
+        [(_, got)] = ends.send(0, (METAS[0],), ends.sender.put(0, [tensor]))
+        assert torch.equal(got, tensor)
 
-    def test_a_transport_that_is_not_there_is_refused(
-        self, sender: Sender, receiver: Receiver
-    ) -> None:
-        params = sender.open(64)
-        sender.close()
+    def test_a_transport_that_is_not_there_is_refused(self, ends: Ends) -> None:
+        world = World(1, 2, "127.0.0.1")
+        params = ends.sender.open(64, world)
+        ends.sender.close()
         with pytest.raises(EngineError) as refused:
-            receiver.open(params)
+            ends.receiver.open(params, Place(1, 2, 1))
         assert refused.value.code is NackCode.TRANSFER_FAILED

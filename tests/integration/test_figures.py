@@ -14,8 +14,9 @@ import pytest
 
 from sidecar.corepage import GLOBALLY_PAUSED, LOCALLY_PAUSED, STEPPING
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
-from tests.support.dp_engine import GroupPush
+from tests.support.dp_engine import GroupEngine
 from tests.support.dp_group import DpGroup, bounded, coordinated, steady
+from tests.support.push import Push
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,8 +45,9 @@ def test_a_pause_in_one_phase_deadlocks(tmp_path: Path, checkpoint: Checkpoint) 
             await first.shows(lambda v: v.phase == "step")
             # Both say at once that they are paused, and one of them is not.
             await group.all("pause", mode="keep", clear_cache=True)
-            push = GroupPush(group, new)
+            push = Push(GroupEngine(group), new)
             await push.open()
+            await push.engine.arm(push.manifest)
             started = [rank.begin("start_update", recover=False) for rank in group.ranks]
             await started[1]
             coordinator.start(0)
@@ -98,7 +100,7 @@ def test_a_pause_in_two_phases_goes_through_in_order(
                 view = await rank.shows(lambda v: v.phase == "idle")
                 assert view.flags == LOCALLY_PAUSED | GLOBALLY_PAUSED
             # 10. to 12. The weights are taken by both, and the update ends.
-            push = GroupPush(group, new)
+            push = Push(GroupEngine(group), new)
             await push.whole(1)
             assert len(begun.tokens) == counted < TOKENS
             await group.all("resume")

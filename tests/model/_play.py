@@ -24,6 +24,7 @@ from bus.messages import (
     PauseLocal,
     Resume,
     UpdateStart,
+    Verify,
 )
 from bus.protocol.calls import (
     Call,
@@ -37,6 +38,7 @@ from bus.protocol.calls import (
     CallRestore,
     CallResume,
     CallStart,
+    CallVerify,
 )
 from bus.protocol.link import LinkState
 from bus.runtime.memory import Faults
@@ -47,6 +49,8 @@ from bus.testing.watch import Watch
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Sequence
+
+    from bus.testing.sim_trainer import SimTrainer
 
 
 T = TypeVar("T")
@@ -62,7 +66,10 @@ CALLS: Final[tuple[type[Call], ...]] = (
     CallResume,
     CallOpenTransfer,
     CallRestore,
+    CallVerify,
 )
+# What it takes a trainer to send a chunk.
+SEND_MS: Final = (0.0, 3.0, 40.0, 400.0)
 # A part of the examples is enough to catch a mutant.
 SHARE: Final = float(os.environ.get("WAVEBUS_MODEL_SHARE", "1"))
 # Longer than a lease, a missed peer, a refused name and a pause's time together.
@@ -164,11 +171,12 @@ class Play:
         self.watch = Watch(self.world, reach)
         self.payload = 0
         self.brokers = 1
+        self.verify: Verify = "off" if schedule.seed // 8 % 4 == 0 else "full"
         for size in schedule.sizes:
             rate = dict.fromkeys(CALLS, schedule.fail / 100)
             for engine in self.world.add_dp_group(size):
                 engine.behaviour = Behaviour(max_ms=float(schedule.slow_ms), fail_rate=dict(rate))
-        self.trainer = self.world.add_trainer()
+        self.trainer = self._add_trainer("trainer")
 
     def run(self) -> None:
         """Play it all, heal the world, and see that it comes back to its best."""
@@ -233,7 +241,30 @@ class Play:
         if self.trainer.alive and not self.trainer.busy:
             self.payload += 1
             think_ms = 30.0 * index
-            self.trainer.run(self.trainer.update(self.payload, think_ms=think_ms))
+            script = self.trainer.update(self.payload, think_ms=think_ms, verify=self.verify)
+            self.trainer.run(script)
+
+    def fail_load(self, engine: SimEngine | None, _index: int) -> None:
+        """The next load fails on one engine, while its mates have yet to receive the chunk."""
+        if engine is None:
+            return
+        engine.behaviour.fail_next.add(CallLoad)
+        for mate in self.world.alive:
+            if mate.dp_group == engine.dp_group and mate is not engine:
+                mate.behaviour.slow_ms[CallReceive] = 500.0
+        self.update(None, 0)
+
+    def hasty(self, _engine: SimEngine | None, _index: int) -> None:
+        """A start that does not wait for ARMED."""
+        if self.trainer.alive and not self.trainer.busy:
+            self.payload += 1
+            self.trainer.run(self.trainer.hasty(self.payload))
+
+    def garble(self, engine: SimEngine | None, _index: int) -> None:
+        """The next chunk breaks on its way to one engine."""
+        if engine is not None and self.verify == "full":
+            engine.behaviour.garble_next = True
+            self.update(None, 0)
 
     def pause(self, _engine: SimEngine | None, index: int) -> None:
         if self.trainer.alive and not self.trainer.busy:
@@ -294,7 +325,7 @@ class Play:
         """A new life of the trainer, under its own name or another one."""
         if self.trainer.alive:
             return
-        self.trainer = self.world.add_trainer("trainer" if index % 2 else f"trainer{index}")
+        self.trainer = self._add_trainer("trainer" if index % 2 else f"trainer{index}")
         self.reach["trainer restarted"] += 1
 
     def cut_trainer(self, _engine: SimEngine | None, _index: int) -> None:
@@ -392,6 +423,12 @@ class Play:
 
     # -- inside -------------------------------------------------------------------
 
+    def _add_trainer(self, name: str) -> SimTrainer:
+        trainer = self.world.add_trainer(name)
+        trainer.send_ms = SEND_MS[self.schedule.seed % 4]
+        trainer.collective = self.schedule.seed // 4 % 2 == 0
+        return trainer
+
     def story(self) -> str:
         """Where everybody stands, for a failure's text."""
         group = self.world.held
@@ -414,6 +451,8 @@ class Play:
 
         def there() -> bool:
             group = self.world.group
+            if group is not None and state == "unsent":
+                return any(chunk.awaits_sender for chunk in group.update.chunks.values())
             return group is not None and getattr(group, kind).state == state
 
         self.world.run_until(lambda: there() or not self.trainer.busy, within_ms=3000.0)
@@ -437,6 +476,8 @@ class Play:
         if group is not None:
             self.reach[f"{what} in pause {group.pause.state.value}"] += 1
             self.reach[f"{what} in update {group.update.state.value}"] += 1
+            unsent = any(chunk.awaits_sender for chunk in group.update.chunks.values())
+            self.reach[f"{what} with a chunk unsent"] += unsent
 
 
 def reached(reach: Counter[str], least: dict[str, int]) -> None:

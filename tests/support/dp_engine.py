@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from typing import TYPE_CHECKING
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any
 
 from sidecar.engine import Chunk, EngineInfo
-from tests.contract.engine_suite import manifest_of
-from trainer_agent.transfer import make_sender
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
     from bus.manifest import Manifest
-    from bus.messages import PauseMode
+    from bus.messages import PauseMode, Verify
+    from bus.transfer import Place
     from sidecar.corepage import CoreView
     from tests.support.dp_group import DpGroup
 
@@ -63,8 +59,16 @@ class GroupEngine:
     async def abort_requests(self) -> int:
         return sum(await self.group.all("abort_requests"))
 
-    async def open_transfer(self, backend: str, params: bytes) -> None:
-        await self._all("open_transfer", backend=backend, params=_text(params))
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
+        ranks = enumerate(self.group.ranks)
+        places = [(rank, astuple(place.of_worker(index))) for index, rank in ranks]
+        await _agree(
+            "open_transfer",
+            [
+                rank.begin("open_transfer", backend=backend, params=_text(params), place=at)
+                for rank, at in places
+            ],
+        )
 
     async def arm(self, manifest: Manifest) -> None:
         fields = (manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends)
@@ -80,6 +84,9 @@ class GroupEngine:
             "receive", seq=chunk.seq, backend=chunk.backend, tensors=tensors, handle=handle
         )
 
+    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
+        await self._all("verify", seq=seq, verify=verify, sums=sums)
+
     async def load(self, seq: int) -> None:
         await self._all("load", seq=seq)
 
@@ -93,46 +100,16 @@ class GroupEngine:
         await self._all("commit", version=version)
 
     async def _all(self, do: str, **arguments: object) -> None:
-        """All ranks say the same of a call; the first one's error is raised."""
-        calls = [rank.begin(do, **arguments) for rank in self.group.ranks]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        failed = [answer for answer in answers if isinstance(answer, BaseException)]
-        if failed:
-            assert len(failed) == len(answers), f"{do}: ranks disagree: {answers}"
-            raise failed[0]
+        await _agree(do, [rank.begin(do, **arguments) for rank in self.group.ranks])
 
 
-class GroupPush:
-    """Weights for all ranks, in one chunk."""
-
-    def __init__(self, group: DpGroup, weights: Mapping[str, Tensor]) -> None:
-        self._engine = GroupEngine(group)
-        self._weights = weights
-        self._manifest = manifest_of(weights)
-        self._sender = make_sender("shm")
-
-    async def open(self) -> None:
-        """Open the transport, and arm."""
-        sizes = [meta.size_bytes for meta in self._manifest.tensors()]
-        params = self._sender.open(self._sender.packed_bytes(sizes))
-        await self._engine.open_transfer("shm", params)
-        self._sender.opened()
-        await self._engine.arm(self._manifest)
-
-    async def whole(self, version: int) -> None:
-        """From the opening to the commit, of a paused group."""
-        await self.open()
-        await self._engine.start_update(recover=False)
-        tensors = self._manifest.chunk(0)
-        handle = self._sender.put(0, [self._weights[meta.name] for meta in tensors])
-        await self._engine.receive(Chunk(0, "shm", tensors, handle))
-        await self._engine.load(0)
-        await self._engine.finish_update()
-        await self._engine.commit(version)
-        self.close()
-
-    def close(self) -> None:
-        self._sender.close()
+async def _agree(do: str, calls: list[asyncio.Future[Any]]) -> None:
+    """All ranks say the same of a call; the first one's error is raised."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    failed = [answer for answer in answers if isinstance(answer, BaseException)]
+    if failed:
+        assert len(failed) == len(answers), f"{do}: ranks disagree: {answers}"
+        raise failed[0]
 
 
 def _text(raw: bytes) -> str:

@@ -16,18 +16,22 @@ import sys
 import threading
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import bus.log
 from bus.errors import EngineError
 from bus.manifest import Manifest, TensorMeta
+from bus.transfer import Place
 from sidecar.embedded.engine import EmbeddedEngine
 from sidecar.embedded.parallel.options import DataParallel
 from sidecar.embedded.sampling import SamplingParams
 from sidecar.engine import Chunk
 from sidecar.gateway.child import GatewayAddresses
+
+if TYPE_CHECKING:
+    from bus.messages import Verify
 
 
 class Rank:
@@ -81,8 +85,8 @@ class Rank:
     async def _version(self) -> int:
         return await self.engine.version()
 
-    async def _open_transfer(self, backend: str, params: str) -> None:
-        await self.engine.open_transfer(backend, base64.b64decode(params))
+    async def _open_transfer(self, backend: str, params: str, place: list[int]) -> None:
+        await self.engine.open_transfer(backend, base64.b64decode(params), Place(*place))
 
     async def _arm(self, manifest: list[Any]) -> None:
         names, dtypes, shapes, ends = manifest
@@ -96,6 +100,9 @@ class Rank:
     async def _receive(self, seq: int, backend: str, tensors: list[Any], handle: str) -> None:
         metas = tuple(TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in tensors)
         await self.engine.receive(Chunk(seq, backend, metas, base64.b64decode(handle)))
+
+    async def _verify(self, seq: int, verify: Verify, sums: list[int]) -> None:
+        await self.engine.verify(seq, verify, tuple(sums))
 
     async def _load(self, seq: int) -> None:
         await self.engine.load(seq)

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bus.manifest import Manifest, TensorMeta
-from sidecar.engine import Chunk
-from trainer_agent.transfer import make_sender
+from tests.support.push import Push, plan
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -207,62 +205,8 @@ async def generate(
     return last
 
 
-def metas_of(weights: Mapping[str, torch.Tensor]) -> list[TensorMeta]:
-    return [
-        TensorMeta(name, str(t.dtype).removeprefix("torch."), tuple(t.shape))
-        for name, t in weights.items()
-    ]
-
-
-def plan(weights: Mapping[str, torch.Tensor], chunk_bytes: int = 1 << 16) -> Manifest:
-    """The manifest of an update; small chunks, so that layers are cut in the middle."""
-    return Manifest.plan(metas_of(weights), chunk_bytes=chunk_bytes)
-
-
-class Trainer:
-    """The trainer's side of one engine's updates, step by step."""
-
-    def __init__(self, engine: Engine, backend: str = "shm") -> None:
-        self.engine = engine
-        self._backend = backend
-        self._sender = make_sender("shm")
-
-    async def connect(self) -> None:
-        params = self._sender.open(1 << 20)
-        await self.engine.open_transfer(self._backend, params)
-        self._sender.opened()
-
-    def chunk(self, manifest: Manifest, seq: int, weights: Mapping[str, torch.Tensor]) -> Chunk:
-        """Put one chunk into the transport."""
-        metas = manifest.chunk(seq)
-        handle = self._sender.put(seq, [weights[meta.name] for meta in metas])
-        return Chunk(seq, self._backend, metas, handle)
-
-    async def load(self, manifest: Manifest, seq: int, weights: Mapping[str, torch.Tensor]) -> None:
-        await self.engine.receive(self.chunk(manifest, seq, weights))
-        await self.engine.load(seq)
-
-    async def update(
-        self, weights: Mapping[str, torch.Tensor], version: int, *, recover: bool = False
-    ) -> None:
-        """A whole update of a paused engine, up to its commit."""
-        manifest = plan(weights)
-        await self.connect()
-        await self.engine.arm(manifest)
-        await self.engine.start_update(recover=recover)
-        for seq in range(manifest.chunks):
-            await self.load(manifest, seq, weights)
-        await self.engine.finish_update()
-        await self.engine.commit(version)
-        self.close()
-
-    async def paused_update(
-        self, weights: Mapping[str, torch.Tensor], version: int, *, recover: bool = False
-    ) -> None:
-        """The same, between a pause (keep) and its resume."""
-        await self.engine.pause("keep", clear_cache=True)
-        await self.update(weights, version, recover=recover)
-        await self.engine.resume()
-
-    def close(self) -> None:
-        self._sender.close()
+async def paused_update(engine: Engine, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    """A whole update, between a pause (keep) and its resume."""
+    await engine.pause("keep", clear_cache=True)
+    await Push(engine, weights, plan(weights)).whole(version)
+    await engine.resume()

@@ -26,8 +26,8 @@ from tests.vllm._vllm import (
     MAX_POSITIONS,
     REST_MS,
     Oracle,
-    Trainer,
     boot_environment,
+    paused_update,
     require_vllm,
     server_argv,
 )
@@ -46,6 +46,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 class Served:
     """An API server under test, asked through its token-in, token-out route."""
 
+    workers = 1
     long_tokens = 600
     late_tokens = 8
     quiet_s = 0.3
@@ -149,7 +150,7 @@ def test_live_update_matches_transformers(under_test: Served) -> None:
         async with aiohttp.ClientSession() as session:
             at_once = asyncio.create_task(session.post(url, json=body))
             await watch.reached(20)
-            await Trainer(under_test.engine).paused_update(new, version + 1)
+            await paused_update(under_test.engine, new, version + 1)
             async with await at_once as response:
                 [choice] = (await response.json())["choices"]
         result = await streamed

@@ -18,16 +18,16 @@ from sidecar.vllm_plugin import wire
 from tests.contract.bus_suite import BusContract
 from tests.contract.engine_suite import EngineContract, Generated, Watch
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
+from tests.support.push import Push, plan
 from tests.vllm._vllm import (
     MAX_POSITIONS,
     REST_MS,
     Oracle,
-    Trainer,
     async_llm,
     boot_environment,
     engine_args,
     generate,
-    plan,
+    paused_update,
     require_vllm,
 )
 
@@ -46,6 +46,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 class InProcess:
     """An ``AsyncLLM`` under test."""
 
+    workers = 1
     long_tokens = 400
     late_tokens = 8
     quiet_s = 0.3
@@ -128,7 +129,7 @@ def test_live_update_matches_transformers(under_test: InProcess) -> None:
         watch = Watch()
         request = asyncio.create_task(under_test.generate((1, 2, 3), 400, watch=watch))
         await watch.reached(20)
-        await Trainer(under_test.engine).paused_update(new, version + 1)
+        await paused_update(under_test.engine, new, version + 1)
         result = await request
         assert len(result.tokens) == 400
         assert result.finish_reason == "length"
@@ -213,19 +214,20 @@ def test_failed_receive_is_restored(under_test: InProcess) -> None:
     engine, version = under_test.engine, under_test.version
 
     async def scenario() -> None:
-        trainer = Trainer(engine)
-        await trainer.connect()
+        push = Push(engine, new, manifest)
+        await push.open()
         await engine.arm(manifest)
         await engine.pause("keep", clear_cache=True)
         await engine.start_update(recover=False)
-        good = trainer.chunk(manifest, 0, new)
+        good = push.offer(0)
         with pytest.raises(EngineError) as failed:
             await engine.receive(Chunk(0, "shm", good.tensors, b"\xc1"))
         assert failed.value.code is NackCode.TRANSFER_FAILED
         await engine.restore()
         await engine.resume()
         await under_test.assert_serves(under_test.weights, version)
-        await trainer.paused_update(new, version + 1)
+        push.close()
+        await paused_update(engine, new, version + 1)
         await under_test.assert_serves(new, version + 1)
 
     under_test.run(scenario())
@@ -238,20 +240,20 @@ def test_failed_load_is_recovered_by_a_whole_update(under_test: InProcess) -> No
     engine, version = under_test.engine, under_test.version
 
     async def scenario() -> None:
-        faulty = Trainer(engine, "faulty")
-        await faulty.connect()
+        faulty = Push(engine, lost, manifest, received_by="faulty")
+        await faulty.open()
         await engine.arm(manifest)
         await engine.pause("keep", clear_cache=True)
         await engine.start_update(recover=False)
         with pytest.raises(EngineError, match="poisoned on purpose"):
-            await faulty.load(manifest, 0, lost)
+            await faulty.chunk(0)
         # Whatever is tried next says what is wrong, and breaks nothing further.
-        with pytest.raises(EngineError, match="nothing is staged"):
+        with pytest.raises(EngineError, match="but nothing is staged"):
             await engine.load(1)
         with pytest.raises(EngineError, match="session is open"):
             await engine.start_update(recover=False)
         faulty.close()
-        await Trainer(engine).update(new, version + 1, recover=True)
+        await Push(engine, new, plan(new)).whole(version + 1, recover=True)
         await engine.resume()
         await under_test.assert_serves(new, version + 1)
 
@@ -265,17 +267,17 @@ def test_a_restarted_sidecar_recovers_what_the_last_one_left(under_test: InProce
     version = under_test.version
 
     async def scenario() -> None:
-        trainer = Trainer(under_test.engine)
-        await trainer.connect()
+        push = Push(under_test.engine, lost, manifest)
+        await push.open()
         await under_test.engine.arm(manifest)
         await under_test.engine.pause("keep", clear_cache=True)
         await under_test.engine.start_update(recover=False)
-        await trainer.load(manifest, 0, lost)
-        trainer.close()
+        await push.chunk(0)
+        push.close()
 
         under_test.engine = VllmEngine(under_test.llm)
         await under_test.engine.start()
-        await Trainer(under_test.engine).update(new, version + 1, recover=True)
+        await Push(under_test.engine, new, plan(new)).whole(version + 1, recover=True)
         await under_test.engine.resume()
         await under_test.assert_serves(new, version + 1)
 
@@ -289,15 +291,15 @@ def test_a_failed_load_before_any_other_leaves_the_session_usable(under_test: In
     engine, version = under_test.engine, under_test.version
 
     async def scenario() -> None:
-        trainer = Trainer(engine)
-        await trainer.connect()
+        push = Push(engine, new, manifest)
+        await push.open()
         await engine.arm(manifest)
         await engine.pause("keep", clear_cache=True)
         await engine.start_update(recover=False)
-        with pytest.raises(EngineError, match="nothing is staged"):
+        with pytest.raises(EngineError, match="but nothing is staged"):
             await engine.load(0)
         for seq in range(manifest.chunks):
-            await trainer.load(manifest, seq, new)
+            await push.chunk(seq)
         await engine.finish_update()
         await engine.commit(version + 1)
         await engine.resume()
@@ -311,13 +313,13 @@ def test_an_unarmed_chunk_is_refused(under_test: InProcess) -> None:
     good = plan(under_test.weights)
 
     async def scenario() -> None:
-        trainer = Trainer(under_test.engine)
-        await trainer.connect()
+        push = Push(under_test.engine, under_test.weights, good)
+        await push.open()
         await under_test.engine.arm(good)
-        chunk = trainer.chunk(good, 0, under_test.weights)
+        chunk = push.offer(0)
         with pytest.raises(EngineError, match="not the one of the armed manifest"):
             await under_test.engine.receive(Chunk(0, "shm", chunk.tensors[:-1], chunk.handle))
-        trainer.close()
+        push.close()
 
     under_test.run(scenario())
 

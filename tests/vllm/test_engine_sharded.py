@@ -12,15 +12,15 @@ from bus.errors import EngineError
 from bus.messages import NackCode
 from sidecar.vllm_inprocess import VllmEngine
 from tests.support.checkpoints import perturbed
+from tests.support.push import Push, plan
 from tests.vllm._vllm import (
     Oracle,
-    Trainer,
     async_llm,
     boot_environment,
     engine_args,
     generate,
     make_moe,
-    plan,
+    paused_update,
     require_vllm,
 )
 
@@ -96,15 +96,14 @@ def test_update_of_experts_and_a_tied_head(sharded: Sharded) -> None:
     experts fused or one by one, and with the tied head in the manifest or not."""
 
     async def scenario() -> None:
-        trainer = Trainer(sharded.engine)
         await sharded.assert_serves(sharded.weights)
         fused = perturbed(sharded.weights, 41)
-        await trainer.paused_update(fused, 1)
+        await paused_update(sharded.engine, fused, 1)
         await sharded.assert_serves(fused)
 
         single = perturbed(sharded.weights, 42)
         head = {"lm_head.weight": single["model.embed_tokens.weight"]}
-        await trainer.paused_update({**_per_expert(single), **head}, 2)
+        await paused_update(sharded.engine, {**_per_expert(single), **head}, 2)
         await sharded.assert_serves(single)
 
     sharded.run(scenario())
@@ -139,20 +138,22 @@ def test_refusals_name_the_tensor_and_spoil_no_later_answer(sharded: Sharded) ->
 
 
 def test_failed_load_is_recovered_on_every_worker(sharded: Sharded) -> None:
-    """The failure is one for both, and so is the session."""
+    """The failure is one for both, and so is the session. What recovers it is broadcast, to
+    each worker in its own place."""
     new = perturbed(sharded.weights, 43)
     manifest = plan(new)
 
     async def scenario() -> None:
-        faulty = Trainer(sharded.engine, "faulty")
-        await faulty.connect()
+        faulty = Push(sharded.engine, new, manifest, received_by="faulty")
+        await faulty.open()
         await sharded.engine.arm(manifest)
         await sharded.engine.pause("keep", clear_cache=True)
         await sharded.engine.start_update(recover=False)
         with pytest.raises(EngineError, match="poisoned on purpose"):
-            await faulty.load(manifest, manifest.chunks - 1, new)
+            await faulty.chunk(manifest.chunks - 1)
         faulty.close()
-        await Trainer(sharded.engine).update(new, 3, recover=True)
+        again = Push(sharded.engine, new, plan(new), backend="gloo", workers=2)
+        await again.whole(3, recover=True)
         await sharded.engine.resume()
         await sharded.assert_serves(new)
 

@@ -1,72 +1,80 @@
-"""The sender's protocol, and the table of backends."""
+"""What a sender is, and what senders share."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
 
-from bus.backends import Backends
-from bus.errors import UsageError
-from trainer_agent.transfer.shm import ShmSender
+from bus.transfer import aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
+    from bus.transfer import World
 
-class Sender(Protocol):
+
+class Sender(ABC):
     """Makes tensors reachable for the engines. One object lives as long as one transport.
 
-    The agent calls :meth:`open`, has every engine open its end with the returned
-    params, then :meth:`opened`; then :meth:`put` for each chunk, and never more
-    than :attr:`depth` chunks that no :meth:`taken` has answered.
+    The agent calls :meth:`open`, has every engine open its end with the returned params, and
+    :meth:`meet` beside that; then :meth:`opened`. Each chunk is :meth:`put`, announced to the
+    engines, and :meth:`transfer`\\ red while they receive it; never are there more than
+    :attr:`depth` chunks that no :meth:`taken` has answered.
+
+    :meth:`open`, :meth:`meet`, :meth:`put` and :meth:`transfer` run in threads and may block,
+    each one at a time, a put beside the transfer of the chunk before; what waits for engines
+    must end by itself when one is gone or silent.
+
+    Attributes:
+        depth: how many chunks it has room for at a time.
+        collective: engines and sender receive a chunk together, in a communicator that whoever
+            comes or goes makes useless.
+        verifies: what engines receive is, bit by bit, what was put.
     """
 
-    depth: int
+    depth: ClassVar[int] = 2
+    collective: ClassVar[bool] = False
+    verifies: ClassVar[bool] = True
 
-    def open(self, chunk_bytes: int) -> bytes:
+    @abstractmethod
+    def open(self, chunk_bytes: int, world: World) -> bytes:
         """Make room for chunks of up to ``chunk_bytes``; return the engines' params."""
 
-    def opened(self) -> None:
+    def meet(self) -> None:  # noqa: B027 - only collectives have somebody to meet
+        """Wait until all ends of the communicator are there."""
+
+    def opened(self) -> None:  # noqa: B027 - as above
         """Every engine has opened its end."""
 
+    @abstractmethod
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
         """Offer one chunk; return the handle for its WEIGHT_CHUNK_META."""
 
-    def taken(self, seq: int) -> None:
+    def transfer(self, seq: int) -> None:  # noqa: B027 - as above
+        """Send the chunk that was put; engines receive it meanwhile."""
+
+    def taken(self, seq: int) -> None:  # noqa: B027 - as above
         """Every engine has taken the chunk; its room may be used again."""
 
     def packed_bytes(self, sizes_bytes: Sequence[int]) -> int:
         """Room that tensors of these sizes take in one chunk."""
+        return sum(map(aligned, sizes_bytes))
 
+    @abstractmethod
     def close(self) -> None:
-        """Let everything go."""
+        """Let everything go. It also ends a :meth:`meet` that waits in another thread."""
 
 
-_senders: Final[Backends[Sender]] = Backends("wavebus.senders", {"shm": ShmSender})
-
-
-def register_sender(name: str, factory: Callable[[], Sender]) -> None:
-    """Take a backend of your own; see :mod:`bus.backends` for processes that others start.
-
-    Raises:
-        UsageError: the name is one of wavebus's own, or can't be one.
-    """
-    _senders.register(name, factory)
-
-
-def available_backends() -> tuple[str, ...]:
-    """Names that :func:`make_sender` takes."""
-    return _senders.names()
-
-
-def make_sender(backend: str) -> Sender:
-    """A closed sender for ``backend``.
-
-    Raises:
-        UsageError: names the backends there are, or says why this one can't be loaded.
-    """
-    factory = _senders.find(backend)
-    if factory is None:
-        raise UsageError(f"backend={backend!r}: choose one of {', '.join(available_backends())}")
-    return factory()
+def pack(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Copy tensors into a buffer of bytes, each at a multiple of 64; return where each begins,
+    and where the last one's room ends."""
+    offsets = [0]
+    for tensor in tensors:
+        size_bytes = tensor.numel() * tensor.element_size()
+        start = offsets[-1]
+        room = memory[start : start + size_bytes].view(tensor.dtype).view(tensor.shape)
+        room.copy_(tensor)
+        offsets.append(start + aligned(size_bytes))
+    return offsets

@@ -13,32 +13,35 @@ import mmap
 import os
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from bus.errors import UsageError, WavebusError
-from bus.transfer import SHM_ALIGN_BYTES, SHM_FOLDER, SHM_PREFIX, ShmChunk, ShmInit, pack
+from bus.errors import WavebusError
+from bus.transfer import SHM_FOLDER, SHM_PREFIX, ShmChunk, ShmInit, aligned, encode
+from trainer_agent.transfer.base import Sender, pack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from bus.transfer import World
+
 RING_SEGMENTS = 2
 
 
-class ShmSender:
+class ShmSender(Sender):
     """Double-buffered: one chunk is written while the engines load the one before."""
 
-    depth = RING_SEGMENTS
+    depth: ClassVar[int] = RING_SEGMENTS
 
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
         self._chunk_bytes = 0
 
-    def open(self, chunk_bytes: int) -> bytes:
+    def open(self, chunk_bytes: int, world: World) -> bytes:  # noqa: ARG002 - no collective
         self.close()
         sweep()
-        size_bytes = _align(max(chunk_bytes, 1))
+        size_bytes = aligned(max(chunk_bytes, 1))
         try:
             for _ in range(RING_SEGMENTS):
                 self._segments.append(_Segment(size_bytes))
@@ -49,7 +52,7 @@ class ShmSender:
                 f"{error.strerror}; lower chunk_bytes or enlarge {SHM_FOLDER}"
             ) from error
         self._chunk_bytes = size_bytes
-        return pack(ShmInit(tuple(s.name for s in self._segments), size_bytes))
+        return encode(ShmInit(tuple(s.name for s in self._segments), size_bytes))
 
     def opened(self) -> None:
         for segment in self._segments:
@@ -57,22 +60,8 @@ class ShmSender:
 
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
         index = seq % RING_SEGMENTS
-        memory = self._segments[index].memory
-        offsets: list[int] = []
-        filled = 0
-        for tensor in tensors:
-            size_bytes = tensor.numel() * tensor.element_size()
-            room = memory[filled : filled + size_bytes].view(tensor.dtype).view(tensor.shape)
-            room.copy_(tensor)
-            offsets.append(filled)
-            filled = _align(filled + size_bytes)
-        return pack(ShmChunk(index, tuple(offsets)))
-
-    def taken(self, seq: int) -> None:
-        """Nothing to do: the agent's window keeps a segment until it is taken."""
-
-    def packed_bytes(self, sizes_bytes: Sequence[int]) -> int:
-        return sum(_align(size_bytes) for size_bytes in sizes_bytes)
+        offsets = pack(self._segments[index].memory, tensors)
+        return encode(ShmChunk(index, tuple(offsets[:-1])))
 
     def close(self) -> None:
         for segment in self._segments:
@@ -132,9 +121,3 @@ def sweep(folder: Path = Path(SHM_FOLDER)) -> list[str]:
         finally:
             os.close(descriptor)
     return removed
-
-
-def _align(size_bytes: int) -> int:
-    if size_bytes < 0:
-        raise UsageError(f"chunk_bytes={size_bytes}: must not be negative")
-    return -(-size_bytes // SHM_ALIGN_BYTES) * SHM_ALIGN_BYTES

@@ -58,12 +58,24 @@ def facts(
     dp_group: str = "dp0",
     dp_rank: int = 0,
     dp_size: int = 1,
+    workers: int = 1,
     version: int = 0,
     phase: Phase = "running",
 ) -> EngineFacts:
     """What an engine joins with."""
     return EngineFacts(
-        "sim", "sim 1", "m", dp_group, dp_rank, dp_size, 1, ("sim",), "", version, phase, ""
+        kind="sim",
+        software="sim 1",
+        model="m",
+        dp_group=dp_group,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        workers=workers,
+        backends=("sim",),
+        endpoint="",
+        version=version,
+        phase=phase,
+        update_id="",
     )
 
 
@@ -72,17 +84,20 @@ def engine_join(
     dp_group: str = "dp0",
     dp_rank: int = 0,
     dp_size: int = 1,
+    workers: int = 1,
     version: int = 0,
     phase: Phase = "running",
 ) -> Join:
     """An engine's JOIN."""
-    return Join(
-        "engine",
-        "host",
-        7,
-        facts(dp_group=dp_group, dp_rank=dp_rank, dp_size=dp_size, version=version, phase=phase),
-        None,
+    engine = facts(
+        dp_group=dp_group,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        workers=workers,
+        version=version,
+        phase=phase,
     )
+    return Join("engine", "host", 7, engine, None)
 
 
 TRAINER_JOIN = Join("trainer", "host", 8, None, None)

@@ -10,6 +10,7 @@ from bus.messages import (
     Abort,
     Ack,
     Arm,
+    ChunkSent,
     Commit,
     CoreStatus,
     FirstReq,
@@ -26,14 +27,17 @@ from bus.messages import (
     NackCode,
     PauseGlobal,
     PauseLocal,
+    PlanTransfer,
     Resume,
     StartDpWave,
     Status,
     StatusRequest,
     Step,
     TransferInit,
+    TransferPlan,
     UpdateFinish,
     UpdateStart,
+    Verify,
     WaitEngines,
     WaveComplete,
     WaveStarted,
@@ -42,7 +46,13 @@ from bus.messages import (
 )
 from bus.protocol.broker import Broker, BrokerConfig
 from bus.protocol.effects import Effect, Note, Send
-from bus.testing.sim_trainer import make_arm, make_chunk, make_manifest, make_nack
+from bus.testing.sim_trainer import (
+    make_arm,
+    make_chunk,
+    make_manifest,
+    make_nack,
+    make_sent,
+)
 from tests.unit.bus._builders import (
     TRAINER_JOIN,
     engine_join,
@@ -116,6 +126,12 @@ class Bench:
         for name in sorted(self.broker.groups["policy"].roster.engines):
             effects += self.ack(name, step, update_id, chunk)
         return effects
+
+    def begin(self, k: int, *, ids: tuple[int | None, int | None] = (None, None)) -> None:
+        """A chunk is told and sent: now it is for the engines."""
+        told, sent = ids
+        self.say("t", make_chunk("u1", MANIFEST, k, 1), msg_id=told)
+        self.say("t", make_sent("u1", MANIFEST, k, 1), msg_id=sent)
 
     def paused(self) -> Bench:
         """Two engines, a trainer, and a completed pause u1."""
@@ -264,10 +280,13 @@ ALL: dict[str, Message] = {
     "PAUSE_LOCAL": PAUSE,
     "PAUSE_GLOBAL": PauseGlobal("u1"),
     "RESUME": Resume("u1"),
-    "TRANSFER_INIT": TransferInit("sim", b""),
+    "PLAN_TRANSFER": PlanTransfer(),
+    "TRANSFER_PLAN": TransferPlan(1, 2),
+    "TRANSFER_INIT": TransferInit("sim", b"", 0, 0, {}),
     "ARM": make_arm("u1", MANIFEST),
     "UPDATE_START": UpdateStart("u1"),
     "WEIGHT_CHUNK_META": make_chunk("u1", MANIFEST, 0, 1),
+    "CHUNK_SENT": make_sent("u1", MANIFEST, 0, 1),
     "UPDATE_FINISH": UpdateFinish("u1"),
     "COMMIT": Commit("u1", 1, ""),
     "ABORT": Abort("u1", ""),
@@ -290,10 +309,12 @@ MAY = {
     "trainer": {
         "PAUSE_LOCAL",
         "RESUME",
+        "PLAN_TRANSFER",
         "TRANSFER_INIT",
         "ARM",
         "UPDATE_START",
         "WEIGHT_CHUNK_META",
+        "CHUNK_SENT",
         "UPDATE_FINISH",
         "COMMIT",
         "ABORT",
@@ -583,12 +604,183 @@ def test_chunks_are_taken_in_order_and_once(bench: Bench) -> None:
     assert only(bench.say("t", first, msg_id=51), WeightChunkMeta)
     assert messages(bench.say("t", first, msg_id=52)) == []
     assert only(bench.say("t", early, msg_id=50), WeightChunkMeta)
-    told = [each.reply_to for each in bench.all_ack(Step.CHUNK, chunk=0) if isinstance(each, Send)]
-    assert sorted(told) == [51, 52]
+    sent = make_sent("u1", MANIFEST, 0, 1)
+    assert only(bench.say("t", sent, msg_id=54), ChunkSent)
+    assert messages(bench.say("t", first, msg_id=55)) == []
+    assert messages(bench.say("t", sent, msg_id=56)) == []
+    assert answered(bench.all_ack(Step.CHUNK, chunk=0)) == [51, 52, 54, 55, 56]
     assert only(bench.say("t", first, msg_id=53), GroupAck).step is Step.CHUNK
     beyond = make_chunk("u1", MANIFEST, 1, 1)
     object.__setattr__(beyond, "chunk", 2)
     assert nack_in(bench.say("t", beyond)).field == "chunk"
+
+
+def answered(effects: list[Effect]) -> list[int]:
+    """The requests that are answered."""
+    return sorted(
+        each.reply_to
+        for each in effects
+        if isinstance(each, Send) and isinstance(each.message, GroupAck | Nack)
+    )
+
+
+def test_a_chunk_that_is_sent_before_it_is_told_is_asked_again(bench: Bench) -> None:
+    """What tells of it was lost; the repeated pair is taken."""
+    bench.loading()
+    sent = make_sent("u1", MANIFEST, 0, 1)
+    assert bench.say("t", sent, msg_id=61) == []
+    assert only(bench.say("t", make_chunk("u1", MANIFEST, 0, 1), msg_id=60), WeightChunkMeta)
+    assert only(bench.say("t", sent, msg_id=61), ChunkSent)
+    assert answered(bench.all_ack(Step.CHUNK, chunk=0)) == [60, 61]
+
+
+def test_both_messages_of_a_chunk_are_answered_when_every_engine_has_applied_it(
+    bench: Bench,
+) -> None:
+    """Not before; asked again, each is answered again, with the same."""
+    bench.loading()
+    bench.begin(0, ids=(60, 61))
+    assert answered(bench.ack("e0", Step.CHUNK)) == []
+    assert answered(bench.ack("e1", Step.CHUNK)) == [60, 61]
+    told = [only(bench.say("t", make_chunk("u1", MANIFEST, 0, 1), msg_id=60), GroupAck)]
+    told += [only(bench.say("t", make_sent("u1", MANIFEST, 0, 1), msg_id=61), GroupAck)]
+    assert told[0] == told[1]
+
+
+def test_a_chunk_sent_that_is_applied_is_answered_at_once(bench: Bench) -> None:
+    """Under a new id as well; and no engine hears of it again."""
+    bench.loading()
+    bench.begin(0)
+    bench.all_ack(Step.CHUNK, chunk=0)
+    effects = bench.say("t", make_sent("u1", MANIFEST, 0, 1), msg_id=62)
+    assert only(effects, GroupAck).step is Step.CHUNK
+    assert [type(each) for each in messages(effects)] == [GroupAck]
+
+
+def test_acks_before_the_chunk_is_sent_answer_nobody(bench: Bench) -> None:
+    """All engines say that they have it; nothing has left, and the update can't be finished."""
+    bench.loading()
+    bench.say("t", make_chunk("u1", MANIFEST, 0, 1), msg_id=60)
+    assert answered(bench.all_ack(Step.CHUNK, chunk=0)) == []
+    group = bench.broker.groups["policy"]
+    assert group.update.chunks[0].waiting == {"e0", "e1"}
+    bench.say("t", make_sent("u1", MANIFEST, 0, 1), msg_id=61)
+    assert group.update.chunks[0].waiting == {"e0", "e1"}
+    assert answered(bench.all_ack(Step.CHUNK, chunk=0)) == [60, 61]
+
+
+def silent_until(bench: Bench, now_ms: float) -> list[Effect]:
+    """Time passes; everybody beats, and nobody acks."""
+    effects: list[Effect] = []
+    while bench.now_ms < now_ms:
+        bench.now_ms += 1000.0
+        for name in ("e0", "e1", "t"):
+            bench.say(name, BEAT)
+        effects += bench.broker.tick(bench.now_ms)
+    return effects
+
+
+def test_no_engines_time_runs_until_the_chunk_is_sent(bench: Bench) -> None:
+    """However long the trainer takes, nobody falls out; from then on an engine may."""
+    bench.loading()
+    bench.say("t", make_chunk("u1", MANIFEST, 0, 1))
+    group = bench.broker.groups["policy"]
+    asked = messages(silent_until(bench, 3 * CONFIG.step_timeout_ms))
+    assert {type(each) for each in asked} == {WeightChunkMeta}
+    assert set(group.update.members) == {"e0", "e1"}
+    bench.say("t", make_sent("u1", MANIFEST, 0, 1))
+    bench.ack("e0", Step.CHUNK)
+    silent_until(bench, bench.now_ms + CONFIG.step_timeout_ms)
+    assert set(group.update.members) == {"e0", "e1"}
+    silent_until(bench, bench.now_ms + 2000.0)
+    assert set(group.update.members) == {"e0"}
+    assert group.update.excluded["e1"].code is NackCode.TIMEOUT
+
+
+def test_a_chunk_that_is_sent_is_asked_again_with_both_its_messages(bench: Bench) -> None:
+    """In order, of whom has not answered: it may have lost either."""
+    bench.loading()
+    bench.begin(0)
+    bench.ack("e0", Step.CHUNK)
+    bench.now_ms = 1000.0
+    again = [each for each in bench.broker.tick(1000.0) if isinstance(each, Send)]
+    assert [type(each.message) for each in again] == [WeightChunkMeta, ChunkSent]
+    assert {each.routes for each in again} == {(b"e1#1",)}
+
+
+def test_a_chunk_that_is_not_sent_is_asked_again_with_its_first_message(bench: Bench) -> None:
+    """There is no other yet."""
+    bench.loading()
+    bench.say("t", make_chunk("u1", MANIFEST, 0, 1))
+    again = [each for each in bench.broker.tick(1000.0) if isinstance(each, Send)]
+    assert [type(each.message) for each in again] == [WeightChunkMeta]
+    assert {each.routes for each in again} == {(b"e0#1", b"e1#1")}
+
+
+@pytest.mark.parametrize(
+    ("verify", "sums"),
+    [("full", ()), ("full", (1, 1)), ("sample", ()), ("off", (1,)), ("unsupported", (1,))],
+)
+def test_the_wrong_number_of_sums_reaches_no_engine(
+    bench: Bench, verify: Verify, sums: tuple[int, ...]
+) -> None:
+    """It is refused by its field, and the chunk still awaits its sender."""
+    bench.loading()
+    bench.say("t", make_chunk("u1", MANIFEST, 0, 1))
+    effects = bench.say("t", ChunkSent("u1", 0, verify, sums))
+    assert (nack_in(effects).code, nack_in(effects).field) == (NackCode.MALFORMED, "sums")
+    assert [type(each) for each in messages(effects)] == [Nack]
+    assert bench.broker.groups["policy"].update.chunks[0].awaits_sender
+    assert only(bench.say("t", make_sent("u1", MANIFEST, 0, 1)), ChunkSent)
+
+
+@pytest.mark.parametrize("chunk", [MANIFEST.chunks, MANIFEST.chunks + 7])
+def test_a_chunk_sent_that_the_manifest_lacks_is_refused(bench: Bench, chunk: int) -> None:
+    bench.loading()
+    refused = nack_in(bench.say("t", ChunkSent("u1", chunk, "off", ())))
+    assert (refused.code, refused.field) == (NackCode.WRONG_STATE, "chunk")
+
+
+@pytest.mark.parametrize("wrong", [ChunkSent("u9", 0, "off", ()), ChunkSent("u1", 0, "off", ())])
+def test_a_chunk_sent_outside_its_update_is_refused(bench: Bench, wrong: ChunkSent) -> None:
+    """Of another one, or of one that takes no chunks yet."""
+    if wrong.update_id == "u1":
+        bench.paused()
+    else:
+        bench.loading()
+    effects = bench.say("t", wrong)
+    assert nack_in(effects).code is NackCode.WRONG_STATE
+    assert [type(each) for each in messages(effects)] == [Nack]
+
+
+def test_an_engine_that_finds_another_sum_falls_out_and_is_named(bench: Bench) -> None:
+    """The other one goes on; both messages are answered without it."""
+    bench.loading()
+    bench.begin(0, ids=(60, 61))
+    wrong = Nack(NackCode.CHECKSUM_MISMATCH, "chunk", "u1", 0, "not it", "", "", "a", "", 0)
+    assert only(bench.say("e1", wrong), Abort)
+    effects = bench.ack("e0", Step.CHUNK)
+    assert answered(effects) == [60, 61]
+    group = bench.broker.groups["policy"]
+    assert group.update.excluded["e1"].code is NackCode.CHECKSUM_MISMATCH
+    assert group.update.excluded["e1"].tensor == "a"
+    assert group.roster.quarantined["e1"] == "not it"
+
+
+def test_with_nobody_left_both_messages_of_a_chunk_are_refused_with_the_reason(
+    bench: Bench,
+) -> None:
+    """The code, the tensor and the chunk."""
+    bench.loading()
+    bench.begin(0, ids=(60, 61))
+    wrong = Nack(NackCode.CHECKSUM_MISMATCH, "chunk", "u1", 0, "not it", "", "", "a", "", 0)
+    bench.say("e0", wrong)
+    effects = bench.say("e1", wrong)
+    assert answered(effects) == [60, 61]
+    nacks = [each for each in messages(effects) if isinstance(each, Nack)]
+    assert {(each.code, each.tensor, each.chunk) for each in nacks} == {
+        (NackCode.CHECKSUM_MISMATCH, "a", 0)
+    }
 
 
 def test_a_chunk_that_is_not_the_planned_one_reaches_no_engine(bench: Bench) -> None:
@@ -606,7 +798,7 @@ def test_finish_waits_for_the_last_chunk_on_the_last_engine(bench: Bench) -> Non
     bench.loading()
     for k in range(MANIFEST.chunks):
         assert nack_in(bench.say("t", UpdateFinish("u1"))).code is NackCode.WRONG_STATE
-        bench.say("t", make_chunk("u1", MANIFEST, k, 1))
+        bench.begin(k)
         bench.ack("e0", Step.CHUNK, chunk=k)
         assert nack_in(bench.say("t", UpdateFinish("u1"))).code is NackCode.WRONG_STATE
         bench.ack("e1", Step.CHUNK, chunk=k)
@@ -616,7 +808,7 @@ def test_finish_waits_for_the_last_chunk_on_the_last_engine(bench: Bench) -> Non
 def finished(bench: Bench) -> None:
     bench.loading()
     for k in range(MANIFEST.chunks):
-        bench.say("t", make_chunk("u1", MANIFEST, k, 1))
+        bench.begin(k)
         bench.all_ack(Step.CHUNK, chunk=k)
     bench.say("t", UpdateFinish("u1"))
     bench.all_ack(Step.FINISH)
@@ -639,7 +831,7 @@ def test_no_resume_in_the_middle_of_an_update(bench: Bench, chunks: int) -> None
     """From the start to the commit it is refused, and no engine hears of it."""
     bench.loading()
     for k in range(chunks):
-        bench.say("t", make_chunk("u1", MANIFEST, k, 1))
+        bench.begin(k)
         bench.all_ack(Step.CHUNK, chunk=k)
     effects = bench.say("t", Resume("u1"))
     assert nack_in(effects).code is NackCode.WRONG_STATE

@@ -13,16 +13,22 @@ from bus.errors import DecodeError
 from bus.messages import (
     MAX_BLOB_BYTES,
     MAX_FRAME_BYTES,
+    MAX_TENSORS,
     WIRE_MAJOR,
     WIRE_MINOR,
+    WIRE_NAMES,
+    ChunkSent,
     EngineFacts,
     Envelope,
     GatewayFacts,
     Heartbeat,
     Join,
+    Message,
     NackCode,
     PauseLocal,
+    PlanTransfer,
     TransferInit,
+    TransferPlan,
 )
 from bus.protocol.broker import Broker
 from bus.protocol.effects import Note, Send
@@ -224,14 +230,64 @@ def test_whatever_an_unknown_field_holds_it_is_refused_in_the_same_way(value: by
 
 def test_a_blob_over_its_bound_is_refused() -> None:
     """A backend's parameters are opaque, and bounded all the same."""
-    body = body_of(TransferInit("shm", b""), params=bytes(MAX_BLOB_BYTES + 1))
+    body = body_of(TransferInit("shm", b"", 0, 0, {}), params=bytes(MAX_BLOB_BYTES + 1))
     error = refused(frame(body, kind="TRANSFER_INIT"))
     assert (error.code, error.field) == (NackCode.OVERSIZED, "params")
 
 
+INIT = TransferInit("gloo", b"", 5, 3, {"e0": 1, "e1": 2})
+PLAN = TransferPlan(5, 3)
+SENT = ChunkSent("u1", 2, "sample", (7, 2**64 - 1))
+
+
+@pytest.mark.parametrize("message", [INIT, PLAN, SENT, PlanTransfer()])
+def test_what_belongs_to_collectives_and_checksums_crosses_the_wire(message: Message) -> None:
+    """A sum may take all of its 64 bits."""
+    _, arrived = codec.decode(frame(body_of(message), kind=WIRE_NAMES[type(message)]))
+    assert arrived == message
+
+
+@pytest.mark.parametrize(
+    ("message", "change", "code", "field"),
+    [
+        (SENT, {"verify": "half"}, NackCode.MALFORMED, "verify"),
+        (SENT, {"verify": None}, NackCode.MALFORMED, "verify"),
+        (SENT, {"sums": None}, NackCode.MALFORMED, "sums"),
+        (SENT, {"sums": 7}, NackCode.MALFORMED, "sums"),
+        (SENT, {"sums": [7, -1]}, NackCode.MALFORMED, "sums[1]"),
+        (SENT, {"sums": [7, "7"]}, NackCode.MALFORMED, "sums[1]"),
+        (SENT, {"sums": [0] * (MAX_TENSORS + 1)}, NackCode.OVERSIZED, "sums"),
+        (SENT, {"chunk": -1}, NackCode.MALFORMED, "chunk"),
+        (SENT, {"update_id": "u" * 65}, NackCode.OVERSIZED, "update_id"),
+        (SENT, {"handle": b""}, NackCode.MALFORMED, "handle"),
+        (PLAN, {"communicator": -1}, NackCode.MALFORMED, "communicator"),
+        (PLAN, {"world_size": 1.5}, NackCode.MALFORMED, "world_size"),
+        (PlanTransfer(), {"group": "policy"}, NackCode.MALFORMED, "group"),
+        (INIT, {"communicator": None}, NackCode.MALFORMED, "communicator"),
+        (INIT, {"communicator": -1}, NackCode.MALFORMED, "communicator"),
+        (INIT, {"world_size": "3"}, NackCode.MALFORMED, "world_size"),
+        (INIT, {"first_ranks": [1]}, NackCode.MALFORMED, "first_ranks"),
+        (INIT, {"first_ranks": {"e0": -1}}, NackCode.MALFORMED, "first_ranks[...]"),
+        (INIT, {"first_ranks": {"e" * 257: 1}}, NackCode.OVERSIZED, "first_ranks"),
+        (
+            INIT,
+            {"first_ranks": {f"e{k}": k for k in range(16_385)}},
+            NackCode.OVERSIZED,
+            "first_ranks",
+        ),
+    ],
+)
+def test_a_bad_field_of_a_collective_or_a_checksum_is_refused_by_name(
+    message: Message, change: dict[str, Any], code: NackCode, field: str
+) -> None:
+    """Wrong type, wrong bound, missing, unknown."""
+    error = refused(frame(body_of(message, **change), kind=WIRE_NAMES[type(message)]))
+    assert (error.code, error.field) == (code, field)
+
+
 def test_a_frame_of_the_largest_size_is_read() -> None:
     """The bound itself is allowed: what is refused is one byte more."""
-    body = body_of(TransferInit("shm", bytes(MAX_BLOB_BYTES)))
+    body = body_of(TransferInit("shm", bytes(MAX_BLOB_BYTES), 0, 0, {}))
     _, message = codec.decode(frame(body, kind="TRANSFER_INIT"))
     assert isinstance(message, TransferInit)
     assert len(message.params) == MAX_BLOB_BYTES

@@ -49,6 +49,9 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.one_of([values(each) for each in get_args(hint)])
     if origin is tuple:
         return st.lists(values(get_args(hint)[0]), max_size=4).map(tuple)
+    if origin is dict:
+        key, value = get_args(hint)
+        return st.dictionaries(values(key), values(value), max_size=4)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return st.sampled_from(list(hint))
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -135,6 +138,9 @@ def sample(cls: type[Message]) -> Message:
                 return any_value(get_args(hint)[0])
             if origin is tuple:
                 return (any_value(get_args(hint)[0]),) * 2
+            if origin is dict:
+                key, value = get_args(hint)
+                return {any_value(key): any_value(value)}
             if isinstance(hint, type) and issubclass(hint, Enum):
                 return next(iter(hint))
             if dataclasses.is_dataclass(hint) and isinstance(hint, type):

@@ -10,6 +10,7 @@ import pytest
 from bus.messages import (
     Abort,
     Ack,
+    ChunkSent,
     Commit,
     Nack,
     NackCode,
@@ -17,6 +18,7 @@ from bus.messages import (
     TransferInit,
     UpdateFinish,
     UpdateStart,
+    Verify,
 )
 from bus.protocol.calls import (
     Call,
@@ -31,12 +33,14 @@ from bus.protocol.calls import (
     CallReceive,
     CallRestore,
     CallStart,
+    CallVerify,
     SessionEffect,
 )
 from bus.protocol.engine_update import MIXED, EngineUpdate, EngineUpdateState
 from bus.protocol.instructions import Failure
 from bus.protocol.refusal import Declined
-from bus.testing.sim_trainer import make_arm, make_chunk, make_manifest
+from bus.testing.sim_trainer import make_arm, make_chunk, make_manifest, make_sent
+from bus.transfer import NO_PLACE, Place
 from tests.unit.bus._builders import messages, only
 
 if TYPE_CHECKING:
@@ -53,7 +57,7 @@ class Driver:
 
     def __init__(self, *, version: int = 3, opened: bool = True) -> None:
         self.queue = CallQueue()
-        self.update = EngineUpdate(self.queue, version)
+        self.update = EngineUpdate(self.queue, version, "e0")
         self.calls: list[Call] = []
         if opened:
             self.open()
@@ -61,7 +65,7 @@ class Driver:
             self.calls.clear()
 
     def open(self, params: bytes = b"p", msg_id: int = 1) -> list[SessionEffect]:
-        return self.issue(self.update.open(msg_id, TransferInit("sim", params)))
+        return self.issue(self.update.open(msg_id, TransferInit("sim", params, 0, 0, {})))
 
     def arm(self, update_id: str = "u1", version: int = 4) -> list[SessionEffect]:
         return self.issue(self.update.arm(2, make_arm(update_id, MANIFEST, version=version)))
@@ -73,6 +77,19 @@ class Driver:
         return self.issue(
             self.update.chunk(10 + number, make_chunk(update_id, MANIFEST, number, 1))
         )
+
+    def sent(
+        self, number: int, update_id: str = "u1", *, verify: Verify = "full"
+    ) -> list[SessionEffect]:
+        told = make_sent(update_id, MANIFEST, number, 1, verify=verify)
+        return self.issue(self.update.sent(20 + number, told))
+
+    def apply(self, number: int, update_id: str = "u1") -> list[SessionEffect]:
+        """A chunk from its first message to its ack: received, verified, loaded."""
+        effects = [*self.chunk(number, update_id), *self.sent(number, update_id)]
+        for _ in range(3):
+            effects += self.returned()
+        return effects
 
     def finish(self, update_id: str = "u1") -> list[SessionEffect]:
         return self.issue(self.update.finish(4, UpdateFinish(update_id)))
@@ -124,9 +141,15 @@ class Driver:
     def _load(self) -> None:
         self.returned()
         for k in range(CHUNKS):
-            self.chunk(k)
-            self.returned()
-            self.returned()
+            self.apply(k)
+
+
+def started() -> Driver:
+    """It takes chunks, and none has come."""
+    driver = Driver().to(_S.STARTING)
+    driver.returned()
+    assert driver.update.state is _S.LOADING
+    return driver
 
 
 def outcome(effects: Iterable[SessionEffect]) -> str:
@@ -137,13 +160,13 @@ def outcome(effects: Iterable[SessionEffect]) -> str:
 
 
 def test_an_update_from_the_first_step_to_the_last() -> None:
-    """Each command is one engine call, acked by its return; a chunk is two calls."""
+    """Each command is one engine call, acked by its return; a chunk is three calls."""
     driver = Driver().to(_S.COMMITTING)
     assert only(driver.returned(), Ack).step is Step.COMMIT
     assert [type(call) for call in driver.calls] == [
         CallArm,
         CallStart,
-        *[CallReceive, CallLoad] * CHUNKS,
+        *[CallReceive, CallVerify, CallLoad] * CHUNKS,
         CallFinish,
         CallCommit,
     ]
@@ -157,6 +180,7 @@ COMMANDS: dict[str, Callable[[Driver], object]] = {
     "arm another": lambda d: d.arm("u2", 5),
     "start": lambda d: d.start(),
     "chunk": lambda d: d.chunk(0),
+    "sent": lambda d: d.sent(0),
     "finish": lambda d: d.finish(),
     "commit": lambda d: d.commit(),
     "abort": lambda d: d.abort(),
@@ -169,6 +193,7 @@ NEW = {
     "arm another": {_S.NONE, _S.ARMED},
     "start": {_S.ARMED},
     "chunk": set[EngineUpdateState](),
+    "sent": set[EngineUpdateState](),
     "finish": {_S.LOADING},
     "commit": {_S.FINISHED},
     "abort": set(_S) - {_S.NONE, _S.COMMITTING, _S.ABORTING},
@@ -179,6 +204,7 @@ OLD = {
     "arm another": set[EngineUpdateState](),
     "start": MIXED,
     "chunk": {_S.LOADING, _S.FINISHING, _S.FINISHED, _S.COMMITTING, _S.ABORTING},
+    "sent": {_S.LOADING, _S.FINISHING, _S.FINISHED, _S.COMMITTING, _S.ABORTING},
     "finish": {_S.FINISHING, _S.FINISHED, _S.COMMITTING},
     "commit": {_S.COMMITTING},
     "abort": {_S.NONE, _S.ABORTING},
@@ -206,13 +232,14 @@ def test_every_command_in_every_state(state: EngineUpdateState, command: str) ->
     assert len(driver.queue) == waiting
 
 
-@pytest.mark.parametrize("command", ["start", "chunk", "finish", "commit"])
+@pytest.mark.parametrize("command", ["start", "chunk", "sent", "finish", "commit"])
 def test_a_command_of_another_update_is_refused(command: str) -> None:
     """It names the field; nothing moves."""
     driver = Driver().to(_S.LOADING)
     ask: dict[str, Callable[[], object]] = {
         "start": lambda: driver.start("u0"),
         "chunk": lambda: driver.chunk(0, "u0"),
+        "sent": lambda: driver.sent(0, "u0"),
         "finish": lambda: driver.finish("u0"),
         "commit": lambda: driver.commit("u0"),
     }
@@ -227,7 +254,7 @@ def test_a_transport_is_opened_once_however_often_it_is_asked() -> None:
     driver = Driver(opened=False)
     driver.open()
     driver.open()
-    assert driver.calls == [CallOpenTransfer("sim", b"p")]
+    assert driver.calls == [CallOpenTransfer("sim", b"p", NO_PLACE)]
     assert only(driver.returned(), Ack).step is Step.TRANSFER_INIT
     assert only(driver.open(), Ack).step is Step.TRANSFER_INIT
     assert len(driver.calls) == 1
@@ -236,7 +263,7 @@ def test_a_transport_is_opened_once_however_often_it_is_asked() -> None:
     driver.open(b"q")
     driver.returned()
     driver.returned()
-    assert driver.calls[2:] == [CallOpenTransfer("sim", b"q")]
+    assert driver.calls[2:] == [CallOpenTransfer("sim", b"q", NO_PLACE)]
 
 
 def test_without_an_open_transport_nothing_is_armed() -> None:
@@ -306,16 +333,19 @@ def test_an_update_does_not_start_while_the_engine_runs() -> None:
 
 def test_chunks_are_loaded_once_and_in_order() -> None:
     """Doubled ones are acked again, early ones wait to be asked again, old ones are old."""
-    driver = Driver().to(_S.STARTING)
-    driver.returned()
+    driver = started()
     assert driver.chunk(1) == []
     driver.chunk(0)
     driver.chunk(1)
     assert driver.chunk(0) == []
-    for _ in range(4):
+    driver.sent(0)
+    driver.sent(1)
+    assert driver.sent(0) == []
+    for _ in range(6):
         driver.returned()
-    again = only(driver.chunk(0), Ack)
-    assert (again.step, again.chunk) == (Step.CHUNK, 0)
+    for again in (driver.chunk(0), driver.sent(0)):
+        acked = only(again, Ack)
+        assert (acked.step, acked.chunk) == (Step.CHUNK, 0)
     loads = [call for call in driver.calls if isinstance(call, CallLoad)]
     assert loads == [CallLoad(0), CallLoad(1)]
 
@@ -348,14 +378,14 @@ def test_a_chunk_that_the_manifest_does_not_have_is_refused() -> None:
 
 @pytest.mark.parametrize("applied", range(CHUNKS))
 def test_finish_needs_every_chunk(applied: int) -> None:
-    """One that is received but not loaded is not applied."""
+    """One that is received and verified but not loaded is not applied."""
     driver = Driver().to(_S.STARTING)
     driver.returned()
     for k in range(applied):
-        driver.chunk(k)
-        driver.returned()
-        driver.returned()
+        driver.apply(k)
     driver.chunk(applied)
+    driver.sent(applied)
+    driver.returned()
     driver.returned()
     with pytest.raises(Declined):
         driver.finish()
@@ -469,10 +499,12 @@ def test_an_abort_while_a_chunk_is_received_finds_nothing_loaded() -> None:
 
 def test_an_abort_while_a_chunk_is_loaded_finds_it_loaded() -> None:
     """Half a load is a load."""
-    driver = Driver().to(_S.STARTING)
-    driver.returned()
+    driver = started()
     driver.chunk(0)
+    driver.sent(0)
     driver.returned()
+    driver.returned()
+    assert driver.calls[-1] == CallLoad(0)
     assert driver.abort() == []
     driver.failed()
     assert driver.calls[-1] == CallAbortRequests()
@@ -523,9 +555,7 @@ def test_a_quarantined_engine_is_told_to_recover_and_freed_by_the_commit() -> No
     driver.start("u3")
     driver.returned()
     for k in range(CHUNKS):
-        driver.chunk(k, "u3")
-        driver.returned()
-        driver.returned()
+        driver.apply(k, "u3")
     driver.finish("u3")
     driver.returned()
     assert driver.update.mixed
@@ -551,3 +581,331 @@ def test_a_pause_that_waits_behind_an_arm_outlives_its_abort() -> None:
     driver.abort()
     driver.returned()
     assert driver.calls[-1] is pause
+
+
+def load_calls(driver: Driver) -> list[tuple[str, int]]:
+    """What was called of chunks, in order."""
+    names = {CallReceive: "receive", CallVerify: "verify", CallLoad: "load"}
+    return [
+        (names[type(call)], call.chunk)
+        for call in driver.calls
+        if isinstance(call, CallReceive | CallVerify | CallLoad)
+    ]
+
+
+def drain(driver: Driver) -> list[SessionEffect]:
+    """Every call that is queued returns."""
+    effects: list[SessionEffect] = []
+    while len(driver.queue):
+        effects += driver.returned()
+    return effects
+
+
+def test_a_chunk_is_received_verified_and_loaded_in_this_order() -> None:
+    """It is verified and loaded when it is sent, not before; the ack comes with its load."""
+    driver = started()
+    driver.chunk(0)
+    assert driver.returned() == []
+    assert load_calls(driver) == [("receive", 0)]
+    assert driver.queue.running() is None
+    driver.sent(0)
+    assert driver.calls[-1] == CallVerify(0, "full", (1,))
+    assert driver.returned() == []
+    assert load_calls(driver) == [("receive", 0), ("verify", 0), ("load", 0)]
+    acked = only(driver.returned(), Ack)
+    assert (acked.step, acked.chunk) == (Step.CHUNK, 0)
+
+
+@pytest.mark.parametrize("verify", ["off", "unsupported"])
+def test_nothing_is_verified_where_there_is_nothing_to_verify(verify: Verify) -> None:
+    """The chunk is loaded once it is sent."""
+    driver = started()
+    driver.chunk(0)
+    driver.returned()
+    driver.sent(0, verify=verify)
+    assert load_calls(driver) == [("receive", 0), ("load", 0)]
+
+
+def test_a_chunk_that_is_sent_while_it_is_received_is_loaded_after_that() -> None:
+    driver = started()
+    driver.chunk(0)
+    driver.sent(0)
+    assert load_calls(driver) == [("receive", 0)]
+    drain(driver)
+    assert load_calls(driver) == [("receive", 0), ("verify", 0), ("load", 0)]
+
+
+def test_a_chunk_that_is_told_early_waits_until_the_one_before_is_to_be_loaded() -> None:
+    """One is staged at a time."""
+    driver = started()
+    driver.chunk(0)
+    driver.returned()
+    assert driver.chunk(1) == []
+    assert load_calls(driver) == [("receive", 0)]
+    assert driver.queue.running() is None
+    driver.sent(0)
+    driver.sent(1)
+    drain(driver)
+    whole = [("receive", 0), ("verify", 0), ("load", 0)]
+    assert load_calls(driver) == [*whole, *((what, 1) for what, _ in whole)]
+
+
+def test_a_chunk_that_is_sent_before_it_is_told_is_forgotten_and_asked_again() -> None:
+    """What tells of it was lost on its way; both come again."""
+    driver = started()
+    assert driver.sent(0) == []
+    driver.chunk(0)
+    driver.returned()
+    assert driver.queue.running() is None
+    assert load_calls(driver) == [("receive", 0)]
+    driver.chunk(0)
+    driver.sent(0)
+    acked = only(drain(driver), Ack)
+    assert (acked.step, acked.chunk) == (Step.CHUNK, 0)
+
+
+def test_a_chunk_that_is_sent_before_the_one_before_it_is_forgotten() -> None:
+    """The word that the one before was sent is lost; nothing is loaded until it comes."""
+    driver = started()
+    driver.chunk(0)
+    driver.chunk(1)
+    driver.returned()
+    assert driver.sent(1) == []
+    assert driver.queue.running() is None
+    driver.sent(0)
+    drain(driver)
+    assert load_calls(driver)[-1] == ("receive", 1)
+    driver.sent(1)
+    drain(driver)
+    assert driver.update.applied == 2
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_doubles_of_both_messages_change_nothing_wherever_they_come(after: int) -> None:
+    """After the receive, the verification and the load began, and when all is done."""
+    driver = started()
+    driver.chunk(0)
+    driver.sent(0)
+    effects: list[SessionEffect] = []
+    for step in range(3):
+        if step == after:
+            assert driver.chunk(0) == driver.sent(0) == driver.sent(0) == []
+        effects += driver.returned()
+    if after == 3:
+        for again in (driver.chunk(0), driver.sent(0)):
+            assert only(again, Ack).chunk == 0
+    assert load_calls(driver) == [("receive", 0), ("verify", 0), ("load", 0)]
+    assert len(messages(effects)) == 1
+    assert len(driver.queue) == 0
+
+
+def test_doubles_of_a_chunk_that_waits_for_its_turn_change_nothing() -> None:
+    """Told and sent, while the one before is received."""
+    driver = started()
+    for _ in range(2):
+        for k in range(2):
+            driver.chunk(k)
+            driver.sent(k)
+    drain(driver)
+    whole = [("receive", 0), ("verify", 0), ("load", 0)]
+    assert load_calls(driver) == [*whole, *((what, 1) for what, _ in whole)]
+
+
+@pytest.mark.parametrize(
+    ("verify", "sums"),
+    [
+        ("full", ()),
+        ("sample", ()),
+        ("full", (1, 2)),
+        ("sample", (1, 2)),
+        ("off", (1,)),
+        ("unsupported", (1,)),
+    ],
+)
+def test_the_wrong_number_of_sums_is_refused_and_changes_nothing(
+    verify: Verify, sums: tuple[int, ...]
+) -> None:
+    """The field is named; the chunk stands where it stood, and the right sums are taken."""
+    driver = started()
+    driver.chunk(0)
+    driver.returned()
+    with pytest.raises(Declined) as declined:
+        driver.update.sent(9, ChunkSent("u1", 0, verify, sums))
+    assert declined.value.failure.code is NackCode.MALFORMED
+    assert declined.value.failure.field == "sums"
+    assert driver.update.state is _S.LOADING
+    assert len(driver.queue) == 0
+    driver.sent(0)
+    assert only(drain(driver), Ack).chunk == 0
+
+
+def test_a_sent_chunk_that_the_manifest_does_not_have_is_refused() -> None:
+    driver = started()
+    with pytest.raises(Declined) as declined:
+        driver.update.sent(9, ChunkSent("u1", CHUNKS, "off", ()))
+    assert declined.value.failure.field == "chunk"
+
+
+MISMATCH = Failure(NackCode.CHECKSUM_MISMATCH, "not what was sent", tensor="b")
+
+
+def mismatch(driver: Driver) -> Nack:
+    """The verification that runs finds another sum; what is said of it."""
+    call = driver.queue.running()
+    assert isinstance(call, CallVerify)
+    return only(driver.issue(driver.update.failed(driver.queue.end(call), MISMATCH)), Nack)
+
+
+@pytest.mark.parametrize(("chunk", "found"), [(0, "restored"), (1, "partial")])
+def test_a_chunk_that_is_not_what_was_sent_is_not_loaded(chunk: int, found: str) -> None:
+    """It is refused with its number and the tensor, and those behind it are dropped. An abort
+    restores, if nothing of the update was loaded, and quarantines otherwise."""
+    driver = started()
+    for k in range(chunk):
+        driver.apply(k)
+    for k in range(chunk, chunk + 2):
+        driver.chunk(k)
+        driver.sent(k)
+    driver.returned()
+    nack = mismatch(driver)
+    assert (nack.code, nack.step, nack.chunk, nack.tensor) == (
+        NackCode.CHECKSUM_MISMATCH,
+        Step.CHUNK,
+        chunk,
+        "b",
+    )
+    assert len(driver.queue) == 0
+    assert ("load", chunk) not in load_calls(driver)
+    assert driver.update.applied == chunk
+    with pytest.raises(Declined):
+        driver.finish()
+    assert outcome([*driver.abort(), *driver.returned()]) == found
+    assert driver.update.partial is (found == "partial")
+    assert ("load", chunk) not in load_calls(driver)
+
+
+def test_a_chunk_that_was_not_what_was_sent_may_be_asked_again() -> None:
+    """From its first message on: it is received anew."""
+    driver = started()
+    driver.chunk(0)
+    driver.sent(0)
+    driver.returned()
+    mismatch(driver)
+    assert driver.sent(0) == []
+    assert driver.queue.running() is None
+    assert only(driver.apply(0), Ack).chunk == 0
+    assert load_calls(driver) == [
+        ("receive", 0),
+        ("verify", 0),
+        ("receive", 0),
+        ("verify", 0),
+        ("load", 0),
+    ]
+
+
+def test_a_receive_that_failed_may_be_asked_again() -> None:
+    """What was known of this chunk and the next one is forgotten, and told again."""
+    driver = started()
+    for k in range(2):
+        driver.chunk(k)
+        driver.sent(k)
+    assert only(driver.failed(), Nack).chunk == 0
+    assert len(driver.queue) == 0
+    assert driver.sent(0) == driver.sent(1) == driver.chunk(1) == []
+    assert len(driver.queue) == 0
+    for k in range(2):
+        assert only(driver.apply(k), Ack).chunk == k
+    loads = [call for call in load_calls(driver) if call[0] == "load"]
+    assert loads == [("load", 0), ("load", 1)]
+
+
+@pytest.mark.parametrize("step", ["receive", "verify", "received", "load"])
+def test_an_abort_of_a_chunk_on_its_way(step: str) -> None:
+    """Only once its load has begun the old weights are gone."""
+    driver = started()
+    driver.chunk(0)
+    if step != "received":
+        driver.sent(0)
+    if step != "receive":
+        driver.returned()
+    if step == "load":
+        driver.returned()
+    effects = [*driver.abort(), *drain(driver)]
+    assert [each.outcome for each in messages(effects) if isinstance(each, Ack)][-1] == (
+        "partial" if step == "load" else "restored"
+    )
+    assert (("load", 0) in load_calls(driver)) is (step == "load")
+    assert driver.update.state is _S.NONE
+
+
+@pytest.mark.parametrize("ask", [lambda d: d.sent(0), lambda d: d.chunk(1)])
+def test_what_comes_of_a_chunk_while_an_abort_waits_is_refused(
+    ask: Callable[[Driver], object],
+) -> None:
+    """Queued behind the call under way, it would be loaded before the old weights are put back."""
+    driver = started()
+    driver.chunk(0)
+    assert driver.abort() == []
+    with pytest.raises(Declined) as declined:
+        ask(driver)
+    assert declined.value.failure.code is NackCode.WRONG_STATE
+    assert outcome(drain(driver)) == "restored"
+    assert load_calls(driver) == [("receive", 0)]
+
+
+def test_what_an_update_left_of_chunks_is_not_the_next_ones() -> None:
+    """Told and sent, and then given up."""
+    driver = started()
+    driver.chunk(0)
+    driver.chunk(1)
+    driver.abort()
+    drain(driver)
+    driver.arm("u2", 5)
+    driver.returned()
+    driver.start("u2")
+    driver.returned()
+    driver.calls.clear()
+    assert driver.sent(0, "u2") == []
+    assert driver.queue.running() is None
+    driver.apply(0, "u2")
+    assert load_calls(driver) == [("receive", 0), ("verify", 0), ("load", 0)]
+
+
+def test_an_engine_without_a_place_enters_no_communicator() -> None:
+    """Rank 0, which an absent place might be taken for, is the sender's."""
+    driver = Driver(opened=False)
+    with pytest.raises(Declined) as declined:
+        driver.update.open(1, TransferInit("sim", b"p", 5, 2, {"somebody else": 1}))
+    assert declined.value.failure.field == "first_ranks"
+    assert driver.queue.running() is None
+
+
+def open_in(driver: Driver, communicator: int, *, rank: int = 1, size: int = 2) -> None:
+    told = TransferInit("sim", b"p", communicator, size, {"e0": rank, "e1": 7})
+    driver.issue(driver.update.open(1, told))
+
+
+def test_an_engine_opens_its_end_in_its_own_place() -> None:
+    """As the broker says; the same parameters in another communicator are another transport."""
+    driver = Driver(opened=False)
+    open_in(driver, 5, rank=3, size=9)
+    assert driver.calls == [CallOpenTransfer("sim", b"p", Place(5, 9, 3))]
+    driver.returned()
+    open_in(driver, 6, rank=3, size=9)
+    assert driver.calls[1:] == [CallOpenTransfer("sim", b"p", Place(6, 9, 3))]
+
+
+@pytest.mark.parametrize(("opened", "asked"), [(5, 6), (5, 0), (0, 5)])
+def test_an_arm_of_another_communicator_is_refused(opened: int, asked: int) -> None:
+    """The field is named; nothing is armed, and the right one still may be."""
+    driver = Driver(opened=False)
+    open_in(driver, opened)
+    driver.returned()
+    with pytest.raises(Declined) as declined:
+        driver.update.arm(2, make_arm("u1", MANIFEST, version=4, communicator=asked))
+    assert declined.value.failure.code is NackCode.TRANSFER_CLOSED
+    assert declined.value.failure.field == "communicator"
+    assert driver.update.state is _S.NONE
+    assert len(driver.queue) == 0
+    driver.issue(driver.update.arm(2, make_arm("u1", MANIFEST, version=4, communicator=opened)))
+    assert isinstance(driver.calls[-1], CallArm)

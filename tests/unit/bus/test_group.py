@@ -571,6 +571,79 @@ def test_a_step_ends_in_time_though_an_engine_lives_and_is_silent(
     assert scene.engine("e1").truth.running is (kind is not CallLoad)
 
 
+def test_an_update_waits_for_its_sender_and_for_no_engine() -> None:
+    """To send one chunk takes longer than any step may: nobody falls out for it."""
+    scene = Scene(1, 1)
+    scene.trainer.send_ms = scene.world.config.step_timeout_ms + 5000.0
+    scene.update()
+    assert scene.world.settle(within_ms=10 * scene.trainer.send_ms)
+    outcome = scene.trainer.outcomes[-1]
+    assert (outcome.version, outcome.excluded) == (1, ())
+    assert scene.running() == {"e0", "e1"}
+
+
+def test_a_start_that_does_not_wait_for_armed_is_refused() -> None:
+    """No engine hears of it; given up, the update leaves all as they were."""
+    scene = Scene(1, 2)
+    scene.trainer.run(scene.trainer.hasty(7))
+    assert code_of(scene.settled()) is NackCode.WRONG_STATE
+    for engine in scene.world.alive:
+        assert not [call for call in engine.calls if isinstance(call, CallStart)]
+    assert scene.versions() == {"e0": 0, "e1": 0, "e2": 0}
+    assert scene.running() == {"e0", "e1", "e2"}
+    scene.update(8)
+    assert scene.settled().error is None
+
+
+def test_an_engine_that_got_something_else_than_was_sent_falls_out_unloaded() -> None:
+    """Nothing of the chunk is loaded there; the others serve the version."""
+    scene = Scene(1, 1)
+    scene.engine("e1").behaviour.garble_next = True
+    scene.update()
+    assert scene.settled().excluded == ("e1",)
+    assert set(scene.engine("e1").truth.weights.values()) == {0}
+    assert CallRestore() in scene.engine("e1").calls
+    assert scene.versions() == {"e0": 1, "e1": 0}
+    assert scene.running() == {"e0", "e1"}
+
+
+def test_a_mismatch_is_told_where_it_leaves_nobody() -> None:
+    """The engine, the tensor and the chunk."""
+    scene = Scene(1)
+    scene.engine("e0").behaviour.garble_next = True
+    scene.update()
+    error = scene.settled().error
+    assert isinstance(error, Refused)
+    assert error.code is NackCode.CHECKSUM_MISMATCH
+    assert (error.nack.peer, error.nack.tensor, error.nack.chunk) == ("e0", "embed", 0)
+
+
+@pytest.mark.parametrize("how", ["leave", "join", "restart"])
+def test_a_collective_is_made_anew_when_engines_came_or_went(how: str) -> None:
+    """And only then."""
+    scene = Scene(1, 2)
+    scene.trainer.collective = True
+    for payload in (1, 2):
+        scene.update(payload)
+        assert scene.settled().version == payload
+    opened = [e.calls.count(e.truth.transfer) for e in scene.world.alive if e.truth.transfer]
+    assert opened == [1, 1, 1]
+    if how == "leave":
+        scene.engine("e0").leave()
+    elif how == "join":
+        scene.world.add_engine("e9")
+    else:
+        scene.world.restart_engine("e0")
+    scene.world.run_for(4000.0)
+    scene.update(3)
+    outcome = scene.settled()
+    assert (outcome.error, outcome.excluded) == (None, ())
+    places = [e.truth.transfer.place for e in scene.world.alive if e.truth.transfer is not None]
+    assert sorted(place.rank for place in places) == list(range(1, len(scene.world.alive) + 1))
+    assert len({place.communicator for place in places}) == 1
+    assert scene.trainer.nacks[NackCode.TRANSFER_CLOSED] == 1
+
+
 def test_a_pause_that_takes_too_long_is_told_and_recovered() -> None:
     """The caller's own time; the call is still pending, and both resume after it."""
     scene = Scene(1, 1)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.manifest import DTYPE_BYTES, Manifest, TensorMeta
-from bus.transfer import ShmChunk, ShmInit, pack, unpack
+from bus.transfer import ShmChunk, ShmInit, decode, encode
 
 METAS = [TensorMeta("a", "float32", (4,)), TensorMeta("b", "int8", (16,))]
 RIGHT = Manifest(("a", "b"), ("float32", "int8"), ((4,), (16,)), (1, 2))
@@ -112,14 +112,14 @@ def test_sizes_are_in_bytes() -> None:
 def test_a_backends_blob_survives_and_a_wrong_one_is_refused_by_field() -> None:
     """The bus does not read it; the backend does, strictly."""
     ring = ShmInit(("wavebus-1-a",), 4096)
-    assert unpack(pack(ring), ShmInit) == ring
+    assert decode(encode(ring), ShmInit) == ring
     for wrong in (
-        pack(ShmInit(("../etc/passwd",), 4096)),
-        pack(ShmInit((), 4096)),
-        pack(ShmInit(("wavebus-1-a",), 0)),
-        pack(ShmChunk(0, (1,))),
+        encode(ShmInit(("../etc/passwd",), 4096)),
+        encode(ShmInit((), 4096)),
+        encode(ShmInit(("wavebus-1-a",), 0)),
+        encode(ShmChunk(0, (1,))),
         b"\xc1",
         b"",
     ):
         with pytest.raises(ValueError, match=r"^ShmInit: "):
-            unpack(wrong, ShmInit)
+            decode(wrong, ShmInit)

@@ -18,7 +18,7 @@ from bus.messages import (
 )
 from bus.protocol.instructions import Ask, Failure, IllegalTransition, StepDone, StepFailed
 from bus.protocol.update import TRANSITIONS, UNSAFE, UpdateEvent, UpdateMachine, UpdateState
-from bus.testing.sim_trainer import make_arm, make_chunk, make_manifest
+from bus.testing.sim_trainer import make_arm, make_chunk, make_manifest, make_sent
 from tests.unit.bus._builders import LOST, ack
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def machine(state: UpdateState) -> UpdateMachine:
     if state is _S.IDLE:
         return update
     if state is _S.OPENING:
-        update.open(TransferInit("sim", b""), MEMBERS, 0.0)
+        update.open(TransferInit("sim", b"", 0, 0, {}), MEMBERS, 0.0)
         return update
     update.arm(ARM, MEMBERS, 0.0)
     if state is _S.ARMING:
@@ -57,8 +57,7 @@ def machine(state: UpdateState) -> UpdateMachine:
     if state is _S.LOADING:
         return update
     for k in range(CHUNKS):
-        update.chunk(make_chunk("u1", MANIFEST, k, 1), 2.0)
-        all_ack(update, Step.CHUNK, k)
+        apply(update, k)
     update.finish(UpdateFinish("u1"), 3.0)
     if state is _S.FINISHING:
         return update
@@ -80,6 +79,18 @@ def all_ack(
     return said
 
 
+def begin(update: UpdateMachine, k: int) -> None:
+    """A chunk is told and sent: now it is for the engines."""
+    update.chunk(make_chunk("u1", MANIFEST, k, 1), 2.0)
+    update.sent(make_sent("u1", MANIFEST, k, 1), 2.0)
+
+
+def apply(update: UpdateMachine, k: int) -> list[Instruction]:
+    """A whole chunk; what came of the acks."""
+    begin(update, k)
+    return all_ack(update, Step.CHUNK, k)
+
+
 def snapshot(update: UpdateMachine) -> tuple[object, ...]:
     """Everything that a refused event must leave alone."""
     return (
@@ -90,7 +101,10 @@ def snapshot(update: UpdateMachine) -> tuple[object, ...]:
         dict(update.excluded),
         frozenset(update.partial),
         frozenset(update.round.waiting) if update.round else None,
-        {k: frozenset(r.waiting) for k, r in update.chunks.items()},
+        {
+            k: (frozenset(r.waiting), r.awaits_sender, tuple(r.messages), r.asked_ms)
+            for k, r in update.chunks.items()
+        },
         update.chunks_asked,
         update.failure,
     )
@@ -114,7 +128,7 @@ def test_the_table_says_what_follows_and_refuses_the_rest(
 
 
 COMMANDS = {
-    "open": lambda u: u.open(TransferInit("sim", b"x"), {"e9": "e9"}, 9.0),
+    "open": lambda u: u.open(TransferInit("sim", b"x", 0, 0, {}), {"e9": "e9"}, 9.0),
     "arm": lambda u: u.arm(make_arm("u2", MANIFEST, version=9), {"e9": "e9"}, 9.0),
     "start": lambda u: u.start(UpdateStart("u1"), 9.0),
     "chunk": lambda u: u.chunk(make_chunk("u1", MANIFEST, u.chunks_asked % CHUNKS, 1), 9.0),
@@ -177,8 +191,7 @@ def test_the_steps_follow_each_other_and_each_is_told_once() -> None:
     update.start(UpdateStart("u1"), 1.0)
     told += [each.step for each in all_ack(update, Step.START) if isinstance(each, StepDone)]
     for k in range(CHUNKS):
-        update.chunk(make_chunk("u1", MANIFEST, k, 1), 1.0)
-        done = all_ack(update, Step.CHUNK, k)
+        done = apply(update, k)
         told += [each.step for each in done if isinstance(each, StepDone)]
     update.finish(UpdateFinish("u1"), 1.0)
     told += [each.step for each in all_ack(update, Step.FINISH) if isinstance(each, StepDone)]
@@ -264,8 +277,8 @@ def test_a_failed_open_leaves_nothing_behind() -> None:
 def test_chunks_may_overlap_and_are_told_one_by_one() -> None:
     """Two under way: each is applied when every engine has applied it, in any order."""
     update = machine(_S.LOADING)
-    update.chunk(make_chunk("u1", MANIFEST, 0, 1), 2.0)
-    update.chunk(make_chunk("u1", MANIFEST, 1, 1), 2.0)
+    begin(update, 0)
+    begin(update, 1)
     assert not update.all_applied
     (second,) = all_ack(update, Step.CHUNK, 1)
     (first,) = all_ack(update, Step.CHUNK, 0)
@@ -290,9 +303,8 @@ def test_finish_before_the_last_chunk_is_illegal(applied: int) -> None:
     """Every chunk of the manifest must be applied everywhere first."""
     update = machine(_S.LOADING)
     for k in range(applied):
-        update.chunk(make_chunk("u1", MANIFEST, k, 1), 2.0)
-        all_ack(update, Step.CHUNK, k)
-    update.chunk(make_chunk("u1", MANIFEST, applied, 1), 2.0)
+        apply(update, k)
+    begin(update, applied)
     update.acked("e0", ack(Step.CHUNK, "u1", applied), 2.0)
     with pytest.raises(IllegalTransition):
         update.finish(UpdateFinish("u1"), 3.0)
@@ -322,3 +334,51 @@ def test_weights_may_differ_from_the_start_to_the_commit() -> None:
     """In these states nobody may resume."""
     safe = {_S.IDLE, _S.OPENING, _S.ARMING, _S.ARMED}
     assert set(UpdateState) - safe == UNSAFE
+
+
+def test_an_ack_before_the_chunk_is_sent_does_not_count() -> None:
+    """Nobody can have applied what has not left; each engine is still waited for."""
+    update = machine(_S.LOADING)
+    update.chunk(make_chunk("u1", MANIFEST, 0, 1), 2.0)
+    before = snapshot(update)
+    for name in MEMBERS:
+        assert update.acked(name, ack(Step.CHUNK), 3.0) == []
+    assert snapshot(update) == before
+    assert update.sent(make_sent("u1", MANIFEST, 0, 1), 4.0) == [
+        Ask(make_sent("u1", MANIFEST, 0, 1), ("e0", "e1", "e2"))
+    ]
+    (done,) = all_ack(update, Step.CHUNK, 0)
+    assert isinstance(done, StepDone)
+
+
+def test_a_chunks_time_runs_from_when_it_is_sent() -> None:
+    """Until then the trainer is waited for, and no engine's time runs."""
+    update = machine(_S.LOADING)
+    update.chunk(make_chunk("u1", MANIFEST, 0, 1), 2.0)
+    (current,) = update.chunks.values()
+    assert (current.awaits_sender, current.messages) == (True, [make_chunk("u1", MANIFEST, 0, 1)])
+    update.sent(make_sent("u1", MANIFEST, 0, 1), 900.0)
+    assert (current.asked_ms, current.resent_ms) == (900.0, 900.0)
+    assert not current.awaits_sender
+    assert current.messages == [make_chunk("u1", MANIFEST, 0, 1), make_sent("u1", MANIFEST, 0, 1)]
+
+
+def test_who_falls_out_before_the_chunk_is_sent_does_not_hear_of_it() -> None:
+    """The others do, and are waited for."""
+    update = machine(_S.LOADING)
+    update.chunk(make_chunk("u1", MANIFEST, 0, 1), 2.0)
+    (ask,) = update.refused("e2", REFUSED, 3.0)
+    assert ask == Ask(Abort("u1", "no"), ("e1", "e2"))
+    sent = make_sent("u1", MANIFEST, 0, 1)
+    assert update.sent(sent, 4.0) == [Ask(sent, ("e0",))]
+    (done,) = update.acked("e0", ack(Step.CHUNK), 5.0)
+    assert isinstance(done, StepDone)
+
+
+def test_with_nobody_left_a_chunk_that_is_not_sent_fails() -> None:
+    """It does not count as applied, though nobody is waited for any more."""
+    update = machine(_S.LOADING)
+    update.chunk(make_chunk("u1", MANIFEST, 0, 1), 2.0)
+    assert update.lost("e1", LOST) == []
+    assert update.lost("e0", LOST) == [StepFailed(Step.CHUNK, LOST, 0)]
+    assert update.state is _S.IDLE

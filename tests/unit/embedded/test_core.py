@@ -13,7 +13,8 @@ from bus.errors import EngineDead, EngineError
 from bus.messages import NackCode
 from sidecar.embedded.sampling import SamplingParams
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
-from tests.unit.embedded.harness import PROMPT, Trainer, greedy, run, serving, take
+from tests.support.push import Push
+from tests.unit.embedded.harness import PROMPT, greedy, run, serving, take
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -368,7 +369,7 @@ async def _updated_in_the_middle(
         request = engine.generate(PROMPT, greedy(60))
         begun = await take(request, 15)
         await engine.pause("keep", clear_cache=clear_cache)
-        await Trainer(engine, new, chunks=3).update(1)
+        await Push(engine, new, chunks=3).whole(1)
         await engine.resume()
         (rest,) = await request.outputs()
         tokens = [token for delta in begun for token in delta.token_ids] + [*rest.token_ids]

@@ -15,7 +15,8 @@ from sidecar.embedded.experts import Alone, Mixture
 from sidecar.embedded.model import Decode, Prefill, Qwen3
 from sidecar.embedded.weights import check_manifest, layout_of, load_folder, load_tensors
 from tests.support.checkpoints import make_checkpoint, perturbed
-from tests.unit.embedded.harness import PROMPT, Trainer, greedy, manifest_of, run, serving
+from tests.support.push import Push, manifest_of
+from tests.unit.embedded.harness import PROMPT, greedy, run, serving
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -104,7 +105,7 @@ def test_an_update_over_the_bus_replaces_experts(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(checkpoint) as engine:
             await engine.pause("keep", clear_cache=True)
-            await Trainer(engine, new, chunks=5).update(1)
+            await Push(engine, new, chunks=5).whole(1)
             await engine.resume()
             (output,) = await engine.generate(PROMPT, greedy(24)).outputs()
             assert list(output.token_ids) == checkpoint.greedy(new, PROMPT, 24)

@@ -16,7 +16,8 @@ from bus.errors import EngineDead, EngineError
 from sidecar.embedded.engine import EmbeddedEngine
 from sidecar.embedded.server import MAX_BODY_BYTES
 from tests.support.checkpoints import Checkpoint, perturbed
-from tests.unit.embedded.harness import PROMPT, Trainer, greedy, run
+from tests.support.push import Push
+from tests.unit.embedded.harness import PROMPT, greedy, run
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -167,7 +168,7 @@ def test_an_answer_across_an_update_has_two_spans(checkpoint: Checkpoint) -> Non
             async with served.http.post(GENERATE, json=body) as response:
                 await response.content.readuntil(b"\n\n")
                 await served.engine.pause("keep", clear_cache=True)
-                await Trainer(served.engine, perturbed(checkpoint.weights, 1)).update(7)
+                await Push(served.engine, perturbed(checkpoint.weights, 1)).whole(7)
                 await served.engine.resume()
                 *events, _ = _events(await response.read())
             spans = json.loads(events[-1])["choices"][0]["weight_versions"]

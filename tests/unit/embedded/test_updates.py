@@ -10,7 +10,8 @@ import pytest
 from bus.errors import EngineError
 from bus.messages import NackCode
 from tests.support.checkpoints import Checkpoint, perturbed
-from tests.unit.embedded.harness import PROMPT, Trainer, greedy, manifest_of, run, serving
+from tests.support.push import Push, manifest_of
+from tests.unit.embedded.harness import PROMPT, greedy, run, serving
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
@@ -40,9 +41,9 @@ def test_an_update_of_a_running_engine_is_refused(checkpoint: Checkpoint) -> Non
 
     async def scenario() -> None:
         async with serving(checkpoint) as engine:
-            trainer = Trainer(engine, perturbed(checkpoint.weights, 1))
-            await _refused(trainer.begin(), "an update needs a paused engine")
-            trainer.close()
+            push = Push(engine, perturbed(checkpoint.weights, 1))
+            await _refused(push.begin(), "an update needs a paused engine")
+            push.close()
             await _assert_serves(engine, checkpoint, checkpoint.weights, 0)
 
     run(scenario())
@@ -60,23 +61,23 @@ def test_steps_before_their_time_are_refused(checkpoint: Checkpoint) -> None:
             await _refused(engine.finish_update(), "finish while the update is idle")
             await _refused(engine.restore(), "restore while the update is idle")
             await _refused(engine.commit(1), "commit while the update is idle")
-            trainer = Trainer(engine, new, chunks=2)
-            await trainer.begin()
+            push = Push(engine, new, chunks=2)
+            await push.begin()
             await _refused(engine.start_update(recover=False), "no manifest is armed")
             await _refused(engine.load(0), "chunk 0 is not received")
             await _refused(engine.resume(), "resume while an update is loading")
-            first = trainer.offer(0)
+            first = push.offer(0)
             await engine.receive(first)
             await _refused(engine.load(1), "chunk 1 is not received")
-            await _refused(engine.receive(trainer.offer(1)), "chunk 0 is received and not loaded")
+            await _refused(engine.receive(push.offer(1)), "chunk 0 is received and not loaded")
             await engine.receive(first)
             await engine.load(0)
             await _refused(engine.load(0), "chunk 0 is not received")
-            await _refused(engine.receive(trainer.offer(0)), "chunk 0 is loaded already")
+            await _refused(engine.receive(push.offer(0)), "chunk 0 is loaded already")
             await _refused(engine.restore(), "only a whole update")
             await _refused(engine.finish_update(), "1 of 2 chunks are not loaded")
             await _refused(engine.commit(1), "commit while the update is loading")
-            await engine.receive(trainer.offer(1))
+            await engine.receive(push.offer(1))
             await engine.load(1)
             await engine.finish_update()
             await _refused(engine.finish_update(), "finish while the update is finished")
@@ -84,7 +85,7 @@ def test_steps_before_their_time_are_refused(checkpoint: Checkpoint) -> None:
             await _refused(engine.commit(0), "version 0 does not follow 0")
             await engine.commit(5)
             await _refused(engine.commit(6), "commit while the update is idle")
-            trainer.close()
+            push.close()
             await engine.resume()
             await _assert_serves(engine, checkpoint, new, 5)
 
@@ -98,9 +99,9 @@ def test_a_chunk_that_was_not_armed_is_refused(checkpoint: Checkpoint) -> None:
     async def scenario() -> None:
         async with serving(checkpoint) as engine:
             await engine.pause("keep", clear_cache=True)
-            trainer = Trainer(engine, new, chunks=4)
-            await trainer.begin()
-            chunk = trainer.offer(0)
+            push = Push(engine, new, chunks=4)
+            await push.begin()
+            chunk = push.offer(0)
             first, *others = chunk.tensors
             for wrong in (
                 replace(chunk, seq=4),
@@ -110,7 +111,7 @@ def test_a_chunk_that_was_not_armed_is_refused(checkpoint: Checkpoint) -> None:
             ):
                 await _refused(engine.receive(wrong), "is not the armed manifest's")
             await _refused(engine.receive(replace(chunk, backend="nccl")), "no nccl transport")
-            trainer.close()
+            push.close()
 
     run(scenario())
 
@@ -122,11 +123,11 @@ def test_receiving_leaves_the_model_alone(checkpoint: Checkpoint) -> None:
     async def scenario() -> None:
         async with serving(checkpoint) as engine:
             await engine.pause("keep", clear_cache=True)
-            trainer = Trainer(engine, new)
-            await trainer.begin()
-            await engine.receive(trainer.offer(0))
+            push = Push(engine, new)
+            await push.begin()
+            await engine.receive(push.offer(0))
             await engine.restore()
-            trainer.close()
+            push.close()
             await engine.resume()
             await _assert_serves(engine, checkpoint, checkpoint.weights, 0)
 
@@ -158,22 +159,22 @@ def test_only_recovery_frees_a_partly_loaded_engine(checkpoint: Checkpoint, load
     async def scenario() -> None:
         async with serving(checkpoint) as engine:
             await engine.pause("keep", clear_cache=True)
-            trainer = Trainer(engine, broken_off, chunks=3)
-            await trainer.begin()
+            push = Push(engine, broken_off, chunks=3)
+            await push.begin()
             for seq in range(loaded):
-                await engine.receive(trainer.offer(seq))
+                await engine.receive(push.offer(seq))
                 await engine.load(seq)
             if loaded == 3:
                 await engine.finish_update()
-            trainer.close()
+            push.close()
             assert await engine.abort_requests() == 0
-            again = Trainer(engine, new, chunks=3)
+            again = Push(engine, new, chunks=3)
             await _refused(again.begin(), "only a whole update with recover")
             await _refused(engine.resume(), "weights that are not the version's")
             await again.begin(recover=True)
             await _refused(engine.restore(), "only a whole update")
             again.close()
-            await Trainer(engine, new, chunks=2).update(1, recover=True)
+            await Push(engine, new, chunks=2).whole(1, recover=True)
             await engine.resume()
             await _assert_serves(engine, checkpoint, new, 1)
 
@@ -189,7 +190,7 @@ def test_updates_follow_each_other_over_one_engine(checkpoint: Checkpoint) -> No
             for version in (1, 2, 3):
                 weights = perturbed(weights, version)
                 await engine.pause("keep", clear_cache=True)
-                await Trainer(engine, weights, chunks=version).update(version)
+                await Push(engine, weights, chunks=version).whole(version)
                 await engine.resume()
                 await _assert_serves(engine, checkpoint, weights, version)
 

@@ -16,7 +16,7 @@ from sidecar.embedded.config import read_config
 from sidecar.embedded.model import Qwen3
 from sidecar.embedded.weights import Layout, check_manifest, layout_of, load_folder, load_tensors
 from tests.support.checkpoints import Checkpoint, make_checkpoint
-from tests.unit.embedded.harness import metas_of
+from tests.support.push import metas_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

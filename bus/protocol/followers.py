@@ -1,0 +1,77 @@
+"""The other ranks of a trainer: they wait for what rank 0, which holds the group, tells them.
+
+::
+
+    rank 0 tells     every other rank, in its n-th update
+    (nothing yet)    waits; it touches no tensor, since peers would wait for it in a collective
+    GO n             gathers its tensors beside rank 0, and sends none
+    END n            returns the version, or raises what rank 0 raised
+
+Invariants: nobody is told GO before rank 0 has heard that all engines are armed, paused and
+ready; END with a failure answers those who still wait for GO, too; when rank 0 is gone, all who
+wait are told so, and what it said is forgotten, since its successor counts anew.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from bus.messages import AwaitStep, Nack, TrainerPoint, TrainerStep
+from bus.protocol.effects import Effect, Send
+
+if TYPE_CHECKING:
+    from bus.protocol.membership import Peer
+
+UPDATES_KEPT: Final = 4
+
+
+class Followers:
+    """One group's."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[int, TrainerPoint], TrainerStep] = {}
+        self._waiting: dict[tuple[int, TrainerPoint], dict[str, tuple[Peer, int]]] = {}
+
+    def asks(self, peer: Peer, msg_id: int, message: AwaitStep) -> list[Effect]:
+        """AWAIT_STEP: answered at once, or when rank 0 has come so far."""
+        answer = self._answer(message.number, message.point)
+        if answer is not None:
+            return [_tell(peer, msg_id, answer)]
+        waiting = self._waiting.setdefault((message.number, message.point), {})
+        waiting[peer.name] = (peer, msg_id)
+        return []
+
+    def told(self, message: TrainerStep) -> list[Effect]:
+        """TRAINER_STEP."""
+        self._told[message.number, message.point] = message
+        for number, point in list(self._told):
+            if number <= message.number - UPDATES_KEPT:
+                del self._told[number, point]
+        effects: list[Effect] = []
+        for (number, point), waiting in list(self._waiting.items()):
+            answer = self._answer(number, point)
+            if answer is not None:
+                del self._waiting[number, point]
+                effects += [_tell(peer, msg_id, answer) for peer, msg_id in waiting.values()]
+        return effects
+
+    def leader_gone(self, nack: Nack) -> list[Effect]:
+        """Rank 0 has left, or is dead."""
+        effects: list[Effect] = [
+            _tell(peer, msg_id, TrainerStep(number, point, 0, nack))
+            for (number, point), waiting in self._waiting.items()
+            for peer, msg_id in waiting.values()
+        ]
+        self._told.clear()
+        self._waiting.clear()
+        return effects
+
+    def _answer(self, number: int, point: TrainerPoint) -> TrainerStep | None:
+        ended = self._told.get((number, "end"))
+        if ended is not None and (point == "end" or ended.failure is not None):
+            return ended
+        return self._told.get((number, point))
+
+
+def _tell(peer: Peer, msg_id: int, step: TrainerStep) -> Send:
+    return Send(step, (peer.route,), msg_id, peer.group)

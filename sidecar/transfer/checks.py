@@ -1,0 +1,68 @@
+"""What arrived is what was announced, and what was sent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from bus.checksum import checksums, first_difference
+from bus.errors import EngineError
+from bus.messages import NackCode
+
+if TYPE_CHECKING:
+    from bus.manifest import TensorMeta
+    from bus.messages import Verify
+
+
+def check_delivered(
+    backend: str, announced: tuple[TensorMeta, ...], received: list[tuple[str, torch.Tensor]]
+) -> None:
+    """A receiver, which may be anybody's, has brought what the manifest says.
+
+    Raises:
+        EngineError: code ``transfer_failed``, with the first tensor that is another.
+    """
+    if len(received) > len(announced):
+        raise EngineError(
+            f"transport {backend!r} delivered {len(received)} tensors for {len(announced)}",
+            code=NackCode.TRANSFER_FAILED,
+        )
+    for place, meta in enumerate(announced):
+        got = "nothing"
+        if place < len(received):
+            name, tensor = received[place]
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if (name, dtype, tensor.shape) == (meta.name, meta.dtype, meta.shape):
+                continue
+            got = f"{name}, {dtype} {tuple(tensor.shape)}"
+        raise EngineError(
+            f"transport {backend!r} delivered other tensors than announced: {got} for {meta}",
+            code=NackCode.TRANSFER_FAILED,
+            tensor=meta.name,
+        )
+
+
+def check_sums(
+    seq: int, received: list[tuple[str, torch.Tensor]], verify: Verify, sums: tuple[int, ...]
+) -> None:
+    """What has arrived is what was sent, as far as ``verify`` looks.
+
+    Raises:
+        EngineError: code ``checksum_mismatch``, with the first tensor that differs.
+    """
+    found = checksums(torch, [tensor for _, tensor in received], verify)
+    if len(found) != len(sums):
+        raise EngineError(
+            f"{len(sums)} sums to verify {len(found)} tensors of chunk {seq}",
+            code=NackCode.WRONG_STATE,
+        )
+    place = first_difference(sums, found)
+    if place is not None:
+        name = received[place][0]
+        raise EngineError(
+            f"{name}, in chunk {seq}, is not what was sent: sum {found[place]:016x}, "
+            f"expected {sums[place]:016x}",
+            code=NackCode.CHECKSUM_MISMATCH,
+            tensor=name,
+        )

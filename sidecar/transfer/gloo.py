@@ -1,0 +1,66 @@
+"""Receive over TCP with gloo, on any number of hosts: each chunk is one broadcast."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+import bus.gloo
+from bus.transfer import GlooChunk, GlooInit
+from sidecar.transfer.base import Receiver, decoded, packed_offsets, transfer_failed, view_of
+
+if TYPE_CHECKING:
+    from bus.manifest import TensorMeta
+    from bus.transfer import Place
+
+
+class GlooReceiver(Receiver):
+    """One rank of the trainer's communicator, with room for one chunk."""
+
+    def __init__(self) -> None:
+        self._group: Any = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def open(self, params: bytes, place: Place) -> None:
+        init = decoded(params, GlooInit)
+        self.close()
+        try:
+            self._group = bus.gloo.join(dist, init, place)
+        except (RuntimeError, OSError) as error:
+            raise transfer_failed(
+                f"rank {place.rank} of {place.world_size} can't meet the others at "
+                f"{init.host}:{init.port}: {bus.gloo.first_line(error)}"
+            ) from error
+        self._memory = torch.empty(init.chunk_bytes, dtype=torch.uint8)
+
+    def receive(
+        self, tensors: tuple[TensorMeta, ...], handle: bytes
+    ) -> list[tuple[str, torch.Tensor]]:
+        chunk = decoded(handle, GlooChunk)
+        offsets = packed_offsets(tensors)
+        # Before anything that could leave the others waiting for this rank.
+        if self._group is None:
+            raise transfer_failed("the communicator is not open")
+        if chunk.size_bytes != offsets[-1] or chunk.size_bytes > self._memory.numel():
+            raise transfer_failed(
+                f"a broadcast of {chunk.size_bytes} bytes for tensors that take {offsets[-1]}, "
+                f"with room for {self._memory.numel()}"
+            )
+        if chunk.size_bytes:
+            try:
+                bus.gloo.broadcast(dist, self._group, self._memory[: chunk.size_bytes])
+            except RuntimeError as error:
+                self.close()  # what comes next in it belongs to nothing
+                raise transfer_failed(
+                    f"the broadcast broke: {bus.gloo.first_line(error)}"
+                ) from error
+        return [
+            (meta.name, view_of(self._memory, offset, meta))
+            for meta, offset in zip(tensors, offsets, strict=False)
+        ]
+
+    def close(self) -> None:
+        self._group = None
+        self._memory = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,126 @@
+"""The contract over TCP; and what becomes of a communicator that loses somebody."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from bus.errors import EngineError, WavebusError
+from bus.messages import NackCode
+from bus.transfer import GlooInit, Place, World, decode, encode
+from sidecar.transfer import make_receiver
+from tests.contract.transfer_suite import METAS, TENSORS, Ends, TransferContract
+from trainer_agent.sources import meta_of
+from trainer_agent.transfer.gloo import GlooSender
+
+LOCAL = "127.0.0.1"
+
+
+class TestContract(TransferContract):
+    """What every backend keeps."""
+
+    backend = "gloo"
+
+
+def test_every_place_of_a_communicator_gets_the_same() -> None:
+    """One broadcast, three receivers."""
+    sender = GlooSender()
+    receivers = [make_receiver("gloo") for _ in range(3)]
+    tensors = list(TENSORS.values())
+    params = sender.open(sender.packed_bytes([m.size_bytes for m in METAS]), World(5, 4, LOCAL))
+    with ThreadPoolExecutor(4) as threads:
+        opening = [
+            threads.submit(receiver.open, params, Place(5, 4, 1 + index))
+            for index, receiver in enumerate(receivers)
+        ]
+        sender.meet()
+        for each in opening:
+            each.result()
+        handle = sender.put(0, tensors)
+        receiving = [threads.submit(receiver.receive, METAS, handle) for receiver in receivers]
+        sender.transfer(0)
+        for received in receiving:
+            for (_, got), tensor in zip(received.result(), tensors, strict=True):
+                assert torch.equal(got.flatten().float(), tensor.flatten().float())
+    for receiver in receivers:
+        receiver.close()
+    sender.close()
+
+
+def test_whoever_waits_for_the_others_is_freed_when_the_sender_gives_up() -> None:
+    """One of two came, and the sender closes: nobody waits out a timeout."""
+    sender, receiver = GlooSender(), make_receiver("gloo")
+    params = sender.open(64, World(1, 3, LOCAL))
+    failed: list[Exception] = []
+
+    def met() -> None:
+        try:
+            sender.meet()
+        except WavebusError as error:
+            failed.append(error)
+
+    meeting = threading.Thread(target=met)
+    meeting.start()
+    with ThreadPoolExecutor(1) as threads:
+        opening = threads.submit(receiver.open, params, Place(1, 3, 1))
+        sender.close()
+        with pytest.raises(EngineError, match="rank 1 of 3 can't meet the others") as refused:
+            opening.result()
+    meeting.join()
+    assert refused.value.code is NackCode.TRANSFER_FAILED
+    assert "not all 2 ends" in str(failed[0])
+
+
+def test_a_receiver_that_is_gone_breaks_the_broadcast_at_once() -> None:
+    ends = Ends("gloo")
+    ends.open(64)
+    ends.receiver.close()
+    ends.sender.put(0, [torch.ones(4)])
+    with pytest.raises(WavebusError, match="the broadcast of chunk 0 broke"):
+        ends.sender.transfer(0)
+    ends.close()
+
+
+def test_a_sender_that_is_gone_fails_the_receive_at_once() -> None:
+    ends = Ends("gloo")
+    ends.open(64)
+    handle = ends.sender.put(0, [torch.ones(4)])
+    ends.sender.close()
+    meta = meta_of("w", torch.ones(4))
+    with pytest.raises(EngineError, match="the broadcast broke") as broken:
+        ends.receiver.receive((meta,), handle)
+    assert broken.value.code is NackCode.TRANSFER_FAILED
+    with pytest.raises(EngineError, match="not open"):
+        ends.receiver.receive((meta,), handle)
+    ends.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [({"port": 0}, "port"), ({"host": ""}, "host"), ({"chunk_bytes": 0}, "chunk_bytes")],
+)
+def test_params_out_of_bounds_are_refused_by_field(change: dict[str, object], told: str) -> None:
+    fields = {"host": LOCAL, "port": 1, "chunk_bytes": 64, "timeout_ms": 1000, **change}
+    with pytest.raises(EngineError, match=told):
+        make_receiver("gloo").open(encode(fields), Place(1, 2, 1))
+
+
+def test_a_port_where_nobody_listens_is_named() -> None:
+    sender = GlooSender()
+    init = decode(sender.open(64, World(1, 2, LOCAL)), GlooInit)
+    sender.close()
+    with pytest.raises(EngineError, match=f"{LOCAL}:{init.port}"):
+        make_receiver("gloo").open(encode(GlooInit(LOCAL, init.port, 64, 1000)), Place(1, 2, 1))
+
+
+def test_a_broadcast_of_another_size_is_refused_before_it_begins() -> None:
+    """A receiver that joined it would leave the others with half of it."""
+    ends = Ends("gloo")
+    ends.open(64)
+    handle = ends.sender.put(0, [torch.ones(4)])
+    with pytest.raises(EngineError, match="a broadcast of 64 bytes for tensors that take 128"):
+        ends.receiver.receive((meta_of("w", torch.ones(17)),), handle)
+    ends.close()

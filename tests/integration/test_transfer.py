@@ -1,0 +1,232 @@
+"""Weights over every backend, from trainers of one rank and of several, to several engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, ClassVar
+
+import pytest
+import torch
+
+from bus.errors import ManifestRefused, Refused, UpdateFailed
+from bus.messages import NackCode
+from sidecar import Sidecar
+from sidecar.embedded import EmbeddedEngine, SamplingParams
+from tests.support.broker import a_broker
+from tests.support.checkpoints import make_checkpoint, perturbed
+from tests.support.fsdp import train
+from trainer_agent import TrainerAgent
+from trainer_agent.transfer import register_sender
+from trainer_agent.transfer.shm import ShmSender
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from tests.support.checkpoints import Checkpoint
+
+PROMPT = (5, 9, 77, 31, 12)
+LIMIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), seed=3)
+
+
+def run(scenario: Coroutine[object, object, None]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(scenario, LIMIT_S)
+
+    asyncio.run(bounded())
+
+
+@contextlib.asynccontextmanager
+async def an_engine(
+    checkpoint: Checkpoint, broker: str, name: str
+) -> AsyncIterator[EmbeddedEngine]:
+    """Under a sidecar, joined."""
+    engine = EmbeddedEngine(checkpoint.folder, host=None)
+    async with Sidecar(engine, broker=broker, group="policy", name=name) as sidecar:
+        await sidecar.joined()
+        yield engine
+
+
+async def greedy(engine: EmbeddedEngine) -> tuple[list[int], int]:
+    """Tokens, and the version that they are from."""
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    deltas = [delta async for delta in engine.generate(PROMPT, params)]
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    return tokens, deltas[-1].weight_versions[-1].version
+
+
+async def assert_serve(
+    checkpoint: Checkpoint, weights: Mapping[str, Tensor], version: int, *engines: EmbeddedEngine
+) -> None:
+    expected = checkpoint.greedy(weights, PROMPT, 16)
+    for engine in engines:
+        assert await greedy(engine) == (expected, version)
+
+
+def test_a_communicator_is_made_anew_when_engines_come_and_go(checkpoint: Checkpoint) -> None:
+    """One, then two, then the other one alone: each update reaches whoever is there."""
+    first, second, third = (perturbed(checkpoint.weights, seed) for seed in (1, 2, 3))
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            TrainerAgent(broker, group="policy", backend="gloo", chunk_bytes=1 << 15) as agent,
+            an_engine(checkpoint, broker, "stays") as stays,
+        ):
+            async with an_engine(checkpoint, broker, "goes") as goes:
+                await agent.wait_for_engines(2)
+                assert await agent.update_weights(first) == 1
+                await assert_serve(checkpoint, first, 1, stays, goes)
+            async with an_engine(checkpoint, broker, "comes") as comes:
+                await agent.wait_for_engines(2)
+                assert await agent.update_weights(second) == 2
+                await assert_serve(checkpoint, second, 2, stays, comes)
+            assert await agent.update_weights(third) == 3
+            await assert_serve(checkpoint, third, 3, stays)
+            assert agent.last_update is not None
+            assert agent.last_update.verified == "sample"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("verify", ["off", "sample", "full"])
+def test_how_much_was_verified_is_reported(checkpoint: Checkpoint, verify: str) -> None:
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            TrainerAgent(broker, group="policy", verify=verify) as agent,  # type: ignore[arg-type]
+            an_engine(checkpoint, broker, "e0") as engine,
+        ):
+            await agent.wait_for_engines(1)
+            new = perturbed(checkpoint.weights, 4)
+            await agent.update_weights(new)
+            await assert_serve(checkpoint, new, 1, engine)
+            assert agent.last_update is not None
+            assert agent.last_update.verified == verify
+
+    run(scenario())
+
+
+class FlippingSender(ShmSender):
+    """Flips a bit of one chunk, after its sums were taken."""
+
+    chunk: ClassVar[int] = 0
+
+    def transfer(self, seq: int) -> None:
+        if seq == self.chunk:
+            self._segments[seq % self.depth].memory[0] ^= 1
+
+
+class UnverifiedSender(ShmSender):
+    """Sends something that is not bit by bit what was put, for all that is known."""
+
+    verifies: ClassVar[bool] = False
+
+
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_a_byte_that_flips_fails_the_update(
+    checkpoint: Checkpoint, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor, chunk and engine are named. With nothing loaded yet the old weights serve on;
+    otherwise the engine is quarantined until the next update."""
+    register_sender("shm-flipping", FlippingSender)
+    monkeypatch.setattr(FlippingSender, "chunk", chunk)
+    new = perturbed(checkpoint.weights, 5)
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            an_engine(checkpoint, broker, "e0") as engine,
+        ):
+            options = {"chunk_bytes": 1 << 14, "verify": "full"}
+            async with TrainerAgent(broker, group="policy", **options) as agent:  # type: ignore[arg-type]
+                agent._sender = FlippingSender()
+                await agent.wait_for_engines(1)
+                with pytest.raises(UpdateFailed) as failed:
+                    await agent.update_weights(new)
+                nack = failed.value.nack
+                assert (nack.code, nack.peer) == (NackCode.CHECKSUM_MISMATCH, "e0")
+                assert nack.tensor in new
+                assert f"in chunk {chunk}" in nack.detail
+                if chunk == 0:
+                    await assert_serve(checkpoint, checkpoint.weights, 0, engine)
+            async with TrainerAgent(broker, group="policy") as agent:
+                await agent.wait_for_engines(1)
+                await agent.update_weights(new)
+                await assert_serve(checkpoint, new, agent.last_update.version, engine)  # type: ignore[union-attr]
+
+    run(scenario())
+
+
+def test_a_backend_that_cannot_verify_says_so(checkpoint: Checkpoint) -> None:
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            TrainerAgent(broker, group="policy", verify="full") as agent,
+            an_engine(checkpoint, broker, "e0") as engine,
+        ):
+            agent._sender = UnverifiedSender()
+            await agent.wait_for_engines(1)
+            new = perturbed(checkpoint.weights, 6)
+            await agent.update_weights(new)
+            await assert_serve(checkpoint, new, 1, engine)
+            assert agent.last_update is not None
+            assert agent.last_update.verified == "unsupported"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_trainer_of_two_ranks(checkpoint: Checkpoint, tmp_path: Path, backend: str) -> None:
+    """FSDP2: both gather, rank 0 sends; a refused update is raised on both, with no tensor
+    gathered on either, and the next one goes through."""
+    good, other = perturbed(checkpoint.weights, 7), perturbed(checkpoint.weights, 8)
+    unknown = {**good, "model.layers.9.mlp.up_proj.weight": torch.ones(64, 64)}
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            an_engine(checkpoint, broker, "e0") as first,
+            an_engine(checkpoint, broker, "e1") as second,
+        ):
+            said = await train(
+                tmp_path, [good, unknown, other], broker=broker, engines=2, backend=backend
+            )
+            await assert_serve(checkpoint, other, said[0][2]["version"], first, second)
+        count = len(good)
+        for rank in said:
+            assert rank[0] == {"gathered": count, "version": 1}
+            assert rank[1]["gathered"] == 0
+            assert rank[1]["error"].startswith("ManifestRefused: manifest_refused: e")
+            assert rank[2]["gathered"] == count
+            assert rank[2]["version"] > 1
+
+    run(scenario())
+
+
+def test_an_engine_without_the_backend_is_named(checkpoint: Checkpoint) -> None:
+    """Before anybody enters a rendezvous that would wait for it."""
+    register_sender("pigeons", UnverifiedSender)
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            TrainerAgent(broker, group="policy", backend="pigeons") as agent,
+            an_engine(checkpoint, broker, "e0") as engine,
+        ):
+            await agent.wait_for_engines(1)
+            with pytest.raises(Refused, match="no transfer backend 'pigeons'") as refused:
+                await agent.update_weights(perturbed(checkpoint.weights, 9))
+            assert not isinstance(refused.value, ManifestRefused)
+            assert (refused.value.code, refused.value.nack.peer) == (NackCode.BACKEND_MISSING, "e0")
+            await assert_serve(checkpoint, checkpoint.weights, 0, engine)
+
+    run(scenario())

@@ -1,0 +1,134 @@
+"""The trainer's side of an update, by hand: one step of an engine at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import torch
+
+from bus.checksum import checksums
+from bus.manifest import Manifest, TensorMeta
+from bus.transfer import ALONE, NO_PLACE, Place, World
+from sidecar.engine import Chunk
+from trainer_agent.sources import meta_of
+from trainer_agent.transfer import make_sender
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bus.messages import Verify
+    from sidecar.engine import Engine
+
+COMMUNICATOR = 7
+
+
+def metas_of(weights: Mapping[str, torch.Tensor]) -> list[TensorMeta]:
+    """What a manifest says of these tensors, in their order."""
+    return [meta_of(name, tensor) for name, tensor in weights.items()]
+
+
+def plan(weights: Mapping[str, torch.Tensor], chunk_bytes: int = 1 << 16) -> Manifest:
+    """The manifest of an update; small chunks, so that layers are cut in the middle."""
+    return Manifest.plan(metas_of(weights), chunk_bytes=chunk_bytes)
+
+
+def manifest_of(weights: Mapping[str, torch.Tensor], *, chunks: int = 1) -> Manifest:
+    """A manifest of these tensors, in ``chunks`` chunks of about as many tensors."""
+    count = len(weights)
+    ends = tuple(count * (chunk + 1) // chunks for chunk in range(chunks))
+    whole = plan(weights, 1 << 40)
+    return Manifest(whole.names, whole.dtypes, whole.shapes, ends)
+
+
+class Push:
+    """Weights on their way to one engine.
+
+    Args:
+        manifest: how it is cut. Default: into ``chunks`` of about as many tensors.
+        backend: what sends.
+        received_by: the receiver's backend, where a test has one of its own.
+        workers: how many receivers the engine has.
+        verify: which checksums are sent along.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        weights: Mapping[str, torch.Tensor],
+        manifest: Manifest | None = None,
+        *,
+        chunks: int = 1,
+        backend: str = "shm",
+        received_by: str = "",
+        workers: int = 1,
+        verify: Verify = "full",
+    ) -> None:
+        self.engine = engine
+        self.weights = weights
+        self.manifest = manifest or manifest_of(weights, chunks=chunks)
+        self._received_by = received_by or backend
+        self._workers = workers
+        self._verify: Verify = verify
+        self._sender = make_sender(backend)
+
+    async def open(self) -> None:
+        """Open both ends."""
+        sizes = [self.manifest.sizes_bytes(seq) for seq in range(self.manifest.chunks)]
+        room_bytes = max(map(self._sender.packed_bytes, sizes))
+        world, place = ALONE, NO_PLACE
+        if self._sender.collective:
+            world = World(COMMUNICATOR, 1 + self._workers, "127.0.0.1")
+            place = Place(COMMUNICATOR, world.size, 1)
+        params = self._sender.open(room_bytes, world)
+        opening = self.engine.open_transfer(self._received_by, params, place)
+        await asyncio.gather(opening, asyncio.to_thread(self._sender.meet))
+        self._sender.opened()
+
+    async def begin(self, *, recover: bool = False) -> None:
+        """Open, arm and start; the engine must be paused."""
+        await self.open()
+        await self.engine.arm(self.manifest)
+        await self.engine.start_update(recover=recover)
+
+    def offer(self, seq: int) -> Chunk:
+        """Put one chunk where the engine can fetch it."""
+        tensors = self.manifest.chunk(seq)
+        handle = self._sender.put(seq, self._tensors(seq))
+        return Chunk(seq, self._received_by, tensors, handle)
+
+    async def send(self, seq: int) -> None:
+        """Send one chunk into the engine's staging."""
+        receiving = self.engine.receive(self.offer(seq))
+        await asyncio.gather(receiving, asyncio.to_thread(self._sender.transfer, seq))
+
+    async def load(self, seq: int) -> None:
+        """Verify and load the chunk that was sent."""
+        sums = checksums(torch, self._tensors(seq), self._verify)
+        if sums:
+            await self.engine.verify(seq, self._verify, sums)
+        await self.engine.load(seq)
+        self._sender.taken(seq)
+
+    async def chunk(self, seq: int) -> None:
+        await self.send(seq)
+        await self.load(seq)
+
+    async def end(self, version: int) -> None:
+        """Finish and commit."""
+        await self.engine.finish_update()
+        await self.engine.commit(version)
+
+    async def whole(self, version: int, *, recover: bool = False) -> None:
+        """A whole update of a paused engine."""
+        await self.begin(recover=recover)
+        for seq in range(self.manifest.chunks):
+            await self.chunk(seq)
+        await self.end(version)
+        self.close()
+
+    def close(self) -> None:
+        self._sender.close()
+
+    def _tensors(self, seq: int) -> list[torch.Tensor]:
+        return [self.weights[name] for name in self.manifest.names[self.manifest.part(seq)]]

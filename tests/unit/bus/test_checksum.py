@@ -1,0 +1,233 @@
+"""A sum is of a tensor's bytes, all of them, each in its place."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from bus.checksum import SAMPLE_WORDS, checksums, first_difference
+from bus.manifest import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bus.messages import Verify
+
+LARGE_WORDS = 2 * 2**17 + 3
+CHECKS: tuple[Verify, ...] = ("sample", "full")
+
+
+def noise(size_bytes: int, seed: int = 1) -> torch.Tensor:
+    """So many bytes, always the same."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, generator=generator)
+
+
+def sum_of(tensor: torch.Tensor, verify: Verify = "full") -> int:
+    (value,) = checksums(torch, [tensor], verify)
+    return value
+
+
+def flipped(data: torch.Tensor, bit: int) -> torch.Tensor:
+    """The same bytes, but for one bit."""
+    changed = data.clone()
+    changed[bit // 8] ^= 1 << bit % 8
+    return changed
+
+
+@pytest.mark.parametrize("verify", CHECKS)
+@pytest.mark.parametrize("size_bytes", range(1, 18))
+def test_every_bit_of_a_small_tensor_counts(size_bytes: int, verify: Verify) -> None:
+    """Whether or not the bytes fill the last word."""
+    data = noise(size_bytes)
+    expected = sum_of(data, verify)
+    for bit in range(8 * size_bytes):
+        assert sum_of(flipped(data, bit), verify) != expected, bit
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_every_bit_of_every_dtype_counts(dtype: str) -> None:
+    """Signs and the smallest bit of a fraction as well."""
+    data = noise(11 * DTYPE_BYTES[dtype])
+    if dtype == "bool":
+        data &= 1
+    kind = getattr(torch, dtype)
+    expected = sum_of(data.view(kind))
+    for bit in range(0, 8 * data.numel(), 8 if dtype == "bool" else 1):
+        assert sum_of(flipped(data, bit).view(kind)) != expected, bit
+
+
+def test_a_tensor_without_elements_has_a_sum() -> None:
+    assert checksums(torch, [torch.zeros(0), torch.zeros(3, 0, dtype=torch.int8)], "full") == (0, 0)
+
+
+@pytest.mark.parametrize("rest", [0, 5])
+def test_a_bit_of_a_large_tensor_counts_wherever_it_is(rest: int) -> None:
+    """At the ends, at the seams of what is summed at a time, and in between."""
+    data = noise(8 * LARGE_WORDS + rest)
+    expected = sum_of(data)
+    words = [0, 1, 2**17 - 1, 2**17, 2**17 + 1, 2**18 - 1, 2**18, LARGE_WORDS - 1]
+    bits = [64 * word + bit for word in words for bit in (0, 31, 63)]
+    bits += [8 * data.numel() - 1]
+    bits += [random.Random(2).randrange(8 * data.numel()) for _ in range(10)]
+    for bit in bits:
+        assert sum_of(flipped(data, bit)) != expected, bit
+
+
+@pytest.mark.parametrize(
+    ("words", "pairs"),
+    [
+        (2, [(0, 1)]),
+        (64, [(0, 1), (0, 63), (30, 34), (62, 63)]),
+        (SAMPLE_WORDS + 1, [(0, 1), (0, SAMPLE_WORDS), (7, 1024)]),
+        (LARGE_WORDS, [(0, 2**17), (2**17 - 1, 2**17), (5, 5 + 2**18 - 8), (2**17, 2**18)]),
+    ],
+)
+def test_words_that_changed_places_are_seen(words: int, pairs: list[tuple[int, int]]) -> None:
+    data = noise(8 * words).view(torch.int64)
+    expected = sum_of(data)
+    for one, other in pairs:
+        swapped = data.clone()
+        swapped[one], swapped[other] = data[other], data[one]
+        assert sum_of(swapped) != expected, (one, other)
+
+
+@pytest.mark.parametrize("words", [512, LARGE_WORDS - 3])
+def test_rows_and_halves_that_changed_places_are_seen(words: int) -> None:
+    """As of a shard that went to another rank, or a matrix that was not transposed."""
+    data = noise(8 * words).view(torch.float32).reshape(2**5, -1)
+    expected = sum_of(data)
+    for changed in (data.roll(1, 0), data.roll(1, 1), data.roll(2**4, 0), data.flip(0), data.T):
+        assert sum_of(changed) != expected
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda t: t.t(),
+    "every third": lambda t: t[::3],
+    "some columns": lambda t: t[:, 3:11],
+    "one column": lambda t: t[:, 5],
+    "doubled": lambda t: t[:1].expand(4, -1),
+    "permuted": lambda t: t.reshape(4, 7, -1).permute(2, 0, 1),
+    "one element": lambda t: t[3, 3],
+}
+
+
+@pytest.mark.parametrize("verify", CHECKS)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize("view", VIEWS)
+def test_equal_bytes_have_equal_sums_whatever_the_strides(
+    view: str, dtype: torch.dtype, verify: Verify
+) -> None:
+    """In row-major order, as they are sent."""
+    whole = noise(28 * 1200 * dtype.itemsize).view(dtype).reshape(28, 1200)
+    seen = VIEWS[view](whole)
+    assert sum_of(seen, verify) == sum_of(seen.clone(memory_format=torch.contiguous_format), verify)
+
+
+@pytest.mark.parametrize("verify", CHECKS)
+@pytest.mark.parametrize("size_bytes", [16, 21, 8 * SAMPLE_WORDS + 8, 8 * SAMPLE_WORDS + 11])
+def test_equal_bytes_have_equal_sums_wherever_they_begin(size_bytes: int, verify: Verify) -> None:
+    """In the middle of a word too."""
+    data = noise(size_bytes)
+    for begin in range(9):
+        room = noise(size_bytes + 20, seed=3)
+        room[begin : begin + size_bytes] = data
+        assert sum_of(room[begin : begin + size_bytes], verify) == sum_of(data, verify), begin
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [8, 1000, 20_000])
+def test_signs_that_flip_in_pairs_are_seen(dtype: torch.dtype, count: int) -> None:
+    """Highest bits alone would cancel out: each adds half of the modulus, whatever its place."""
+    generator = torch.Generator().manual_seed(count)
+    before = torch.randn(count, generator=generator).to(dtype)
+    after = before.clone()
+    after[1::4].neg_()
+    for changed in (-before, after):
+        assert checksums(torch, [changed], "full") != checksums(torch, [before], "full")
+
+
+def test_a_parameter_has_the_sum_of_its_values() -> None:
+    values = torch.arange(12, dtype=torch.float32)
+    assert sum_of(torch.nn.Parameter(values)) == sum_of(values)
+
+
+def chunk() -> list[torch.Tensor]:
+    """Small ones, one that has no elements, odd ones, and large ones, mixed."""
+    sizes = [24, 4096, 0, 13, 8 * SAMPLE_WORDS, 8 * SAMPLE_WORDS + 8, 40, 8 * LARGE_WORDS, 40, 7]
+    return [noise(size, seed=4 + place) for place, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("verify", CHECKS)
+def test_both_sides_have_the_same_sums_of_a_chunk(verify: Verify) -> None:
+    """One packs tensors into one buffer, one after the other; the other has them anywhere."""
+    sent = chunk()
+    sums = checksums(torch, sent, verify)
+    assert len(sums) == len(sent)
+    assert all(0 <= value < 2**64 for value in sums)
+    packed = torch.cat(sent)
+    ends = torch.tensor([t.numel() for t in sent]).cumsum(0).tolist()
+    received = [packed[end - t.numel() : end] for t, end in zip(sent, ends, strict=True)]
+    assert checksums(torch, received, verify) == sums
+    apart = [torch.stack((t, t), dim=1)[:, 1] for t in sent]
+    assert checksums(torch, apart, verify) == sums
+
+
+@pytest.mark.parametrize("verify", CHECKS)
+def test_what_differs_in_one_tensor_of_a_chunk_changes_its_sum_alone(verify: Verify) -> None:
+    """So that the tensor can be named."""
+    sent = chunk()
+    sums = checksums(torch, sent, verify)
+    for place, tensor in enumerate(sent):
+        if not tensor.numel():
+            continue
+        received = [*sent[:place], flipped(tensor, 3), *sent[place + 1 :]]
+        found = checksums(torch, received, verify)
+        assert [k for k in range(len(sums)) if found[k] != sums[k]] == [place]
+        assert first_difference(sums, found) == place
+
+
+@pytest.mark.parametrize("verify", CHECKS)
+def test_small_tensors_that_changed_places_in_a_chunk_are_seen(verify: Verify) -> None:
+    """Both are named, though each arrived whole."""
+    one, other = noise(40, seed=1), noise(40, seed=2)
+    sums = checksums(torch, [one, other], verify)
+    found = checksums(torch, [other, one], verify)
+    assert sums[0] != found[0]
+    assert sums[1] != found[1]
+
+
+@pytest.mark.parametrize("words", [SAMPLE_WORDS - 1, SAMPLE_WORDS, SAMPLE_WORDS + 1])
+def test_a_sample_of_a_tensor_that_is_no_larger_is_all_of_it(words: int) -> None:
+    data = noise(8 * words)
+    assert sum_of(data, "sample") == sum_of(data, "full")
+
+
+@pytest.mark.parametrize("words", [2 * SAMPLE_WORDS, 10 * SAMPLE_WORDS + 77, LARGE_WORDS])
+def test_a_sample_looks_at_words_all_over_a_large_tensor(words: int) -> None:
+    """Whatever a block of a hundredth of it was replaced with is seen; one word need not be."""
+    data = noise(8 * words).view(torch.int64)
+    expected = sum_of(data, "sample")
+    block = words // 100
+    for begin in range(0, words - block, block):
+        changed = data.clone()
+        changed[begin : begin + block] = 0
+        assert sum_of(changed, "sample") != expected, begin
+    unseen = data.clone()
+    unseen[1] = 0
+    assert sum_of(unseen, "sample") == expected
+    assert sum_of(unseen, "full") != sum_of(data, "full")
+
+
+@pytest.mark.parametrize("verify", ["off", "unsupported"])
+def test_nothing_is_summed_where_nothing_is_verified(verify: Verify) -> None:
+    assert checksums(torch, chunk(), verify) == ()
+
+
+def test_the_first_difference_is_a_place_or_none() -> None:
+    assert first_difference((1, 2, 3), (1, 2, 3)) is None
+    assert first_difference((1, 2, 3), (1, 5, 4)) == 1
+    assert first_difference((), ()) is None

@@ -1,0 +1,193 @@
+"""A trainer rank's line to the broker: join, ask until answered, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import anyio
+
+from bus.errors import BusClosed, BusTimeout, Refused, UsageError, refusal
+from bus.ids import new_boot
+from bus.messages import (
+    Envelope,
+    Heartbeat,
+    Join,
+    Message,
+    Nack,
+    NackCode,
+    Role,
+    Status,
+    StatusRequest,
+)
+from bus.protocol.link import LinkConfig, LinkState
+from bus.runtime.aio import AsyncioScheduler
+from bus.runtime.peer import HOST, PID, Peer, route_of
+from bus.runtime.zmq_transport import ZmqClient
+
+if TYPE_CHECKING:
+    from bus.runtime.base import ClientTransport
+
+M = TypeVar("M", bound=Message)
+
+_RESEND_S: Final = 1.0
+_JOIN_S: Final = 30.0
+_STATUS_S: Final = 10.0
+
+
+class Connection:
+    """One life of a peer. Arguments are those of :class:`trainer_agent.TrainerAgent`."""
+
+    def __init__(
+        self,
+        broker: str,
+        *,
+        role: Role,
+        name: str,
+        group: str,
+        timeout_s: float,
+        transport: ClientTransport | None = None,
+        link_config: LinkConfig | None = None,
+    ) -> None:
+        self.broker = broker
+        self._role: Role = role
+        self._name = name
+        self._group = group
+        self._timeout_s = timeout_s
+        self._transport = transport
+        self._link_config = link_config
+        self._peer: Peer | None = None
+        self._answers: dict[int, asyncio.Future[Message]] = {}
+        self._changed = asyncio.Event()
+
+    async def open(self) -> None:
+        """Join the bus.
+
+        Raises:
+            BusTimeout: no broker answers at the address within ``timeout_s``.
+            Refused: the broker refuses the join.
+        """
+        if self._peer is not None:
+            raise UsageError("this agent is connected already")
+        boot = new_boot()
+        self._peer = Peer(
+            name=self._name,
+            group=self._group,
+            boot=boot,
+            transport=self._transport or ZmqClient(self.broker, route_of(self._name, boot)),
+            scheduler=AsyncioScheduler(),
+            join=lambda: Join(self._role, HOST, PID, None, None),
+            beat=lambda: Heartbeat("running", 0, 0, ""),
+            on_message=self._on_message,
+            on_state=self._on_state,
+            link_config=self._link_config,
+        )
+        self._peer.start()
+        try:
+            with anyio.fail_after(min(self._timeout_s, _JOIN_S)):
+                await self._joined()
+        except TimeoutError:
+            self._peer.close()
+            raise BusTimeout(
+                f"no broker answers at {self.broker}; start one with `wavebus broker`"
+            ) from None
+        except BaseException:
+            self._peer.close()
+            raise
+
+    def close(self) -> None:
+        """Leave the bus."""
+        if self._peer is not None:
+            self._peer.close("trainer closed")
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(BusClosed("the agent was closed"))
+
+    @property
+    def epoch(self) -> int:
+        """The fencing number that the broker gave."""
+        return self._connected().link.epoch
+
+    @property
+    def boot(self) -> int:
+        """The number of this life."""
+        return self._connected().boot
+
+    async def ask(self, message: Message, expect: type[M], *, timeout_s: float | None = None) -> M:
+        """Send until answered. The broker knows the id, and does nothing twice.
+
+        Raises:
+            Refused: the answer is a NACK.
+            BusTimeout: there was none; the text says who is waited for.
+        """
+        wait_s = self._timeout_s if timeout_s is None else timeout_s
+        peer = self._connected()
+        msg_id = peer.new_id()
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._answers[msg_id] = future
+        until_s = time.monotonic() + wait_s
+        try:
+            while not future.done():
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    raise BusTimeout(await self._explain(message, wait_s))
+                if peer.link.state is LinkState.REFUSED and peer.link.refusal is not None:
+                    raise refusal(peer.link.refusal)
+                if peer.link.state is LinkState.JOINED:
+                    peer.send(message, msg_id=msg_id)
+                await asyncio.wait([future], timeout=min(_RESEND_S, left_s))
+        finally:
+            del self._answers[msg_id]
+        answer = future.result()
+        if isinstance(answer, Nack):
+            raise refusal(answer)
+        if not isinstance(answer, expect):
+            raise BusTimeout(f"the broker answered {type(answer).__name__}, not {expect.__name__}")
+        return answer
+
+    async def status(self) -> Status:
+        """The broker's whole view."""
+        return await self.ask(StatusRequest(), Status, timeout_s=min(self._timeout_s, _STATUS_S))
+
+    async def _explain(self, message: Message, wait_s: float) -> str:
+        """Who has not answered, as far as the broker can tell."""
+        what = f"no answer to {type(message).__name__} within {wait_s:g} s"
+        if isinstance(message, StatusRequest):
+            return f"{what}; the broker at {self.broker} is silent"
+        try:
+            status = await self.status()
+        except (BusTimeout, Refused):
+            return f"{what}; the broker at {self.broker} is silent"
+        for group in status.groups:
+            if group.name == self._group:
+                waiting = ", ".join(group.waiting_for) or "nobody"
+                return (
+                    f"{what}; group {group.name} is {group.pause}, update {group.update}, "
+                    f"waiting for: {waiting}"
+                )
+        return f"{what}; the broker does not know group {self._group}"
+
+    def _on_message(self, envelope: Envelope, message: Message) -> None:
+        future = self._answers.get(envelope.reply_to)
+        if future is None or future.done():
+            return
+        if isinstance(message, Nack) and message.code in (NackCode.STALE, NackCode.NOT_JOINED):
+            return  # asked again, under a new number or after the new join
+        future.set_result(message)
+
+    def _on_state(self, _state: LinkState) -> None:
+        self._changed.set()
+
+    async def _joined(self) -> None:
+        link = self._connected().link
+        while link.state is not LinkState.JOINED:
+            if link.state is LinkState.REFUSED and link.refusal is not None:
+                raise refusal(link.refusal)
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _connected(self) -> Peer:
+        if self._peer is None:
+            raise BusClosed("connect() first, or use `async with`")
+        return self._peer

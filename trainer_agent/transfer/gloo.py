@@ -1,0 +1,95 @@
+"""Send over TCP with gloo, to engines on any number of hosts: each chunk is one broadcast.
+
+The sender keeps the store where all ends find each other. An end that dies breaks the broadcast
+for everybody at once; one that is only silent, after :data:`CHUNK_TIMEOUT_S`, which so is a
+deadline on progress and not on the update.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import torch
+import torch.distributed as dist
+
+import bus.gloo
+from bus.errors import WavebusError
+from bus.transfer import GlooChunk, GlooInit, Place, encode
+from trainer_agent.transfer.base import Sender, pack
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bus.transfer import World
+
+CHUNK_TIMEOUT_S: Final = 60
+
+
+class GlooSender(Sender):
+    """Rank 0. Double-buffered: one chunk is packed while the one before travels."""
+
+    depth: ClassVar[int] = 2
+    collective: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._store: Any = None
+        self._group: Any = None
+        self._init: GlooInit | None = None
+        self._place = Place(0, 1, 0)
+        self._buffers: list[torch.Tensor] = []
+        self._filled_bytes: dict[int, int] = {}
+
+    def open(self, chunk_bytes: int, world: World) -> bytes:
+        self.close()
+        try:
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                world.address,
+                0,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=CHUNK_TIMEOUT_S),
+            )
+        except RuntimeError as error:
+            raise WavebusError(f"can't open a store at {world.address}: {error}") from error
+        port: int = self._store.port
+        room = max(chunk_bytes, 1)
+        self._buffers = [torch.empty(room, dtype=torch.uint8) for _ in range(self.depth)]
+        self._init = GlooInit(world.address, port, room, CHUNK_TIMEOUT_S * 1000)
+        self._place = Place(world.number, world.size, 0)
+        return encode(self._init)
+
+    def meet(self) -> None:
+        init = self._init
+        assert init is not None, "open comes first"
+        try:
+            group = bus.gloo.join(dist, init, self._place)
+        except (RuntimeError, OSError) as error:
+            raise WavebusError(
+                f"not all {self._place.world_size - 1} ends of the engines came to "
+                f"{init.host}:{init.port}: {bus.gloo.first_line(error)}"
+            ) from error
+        if self._init is init:  # not closed meanwhile
+            self._group = group
+
+    def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
+        filled_bytes = pack(self._buffers[seq % self.depth], tensors)[-1]
+        self._filled_bytes[seq] = filled_bytes
+        return encode(GlooChunk(filled_bytes))
+
+    def transfer(self, seq: int) -> None:
+        size_bytes = self._filled_bytes.pop(seq)
+        if not size_bytes:
+            return
+        try:
+            bus.gloo.broadcast(dist, self._group, self._buffers[seq % self.depth][:size_bytes])
+        except RuntimeError as error:
+            raise WavebusError(
+                f"the broadcast of chunk {seq} broke: {bus.gloo.first_line(error)}"
+            ) from error
+
+    def close(self) -> None:
+        """With the store gone, whoever still waits in it for the others is told so."""
+        self._store = self._group = self._init = None
+        self._buffers = []
+        self._filled_bytes = {}

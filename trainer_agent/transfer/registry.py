@@ -1,0 +1,45 @@
+"""The table of senders."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from bus.backends import Backends
+from bus.errors import UsageError
+from trainer_agent.transfer.gloo import GlooSender
+from trainer_agent.transfer.shm import ShmSender
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainer_agent.transfer.base import Sender
+
+_senders: Final[Backends[Sender]] = Backends(
+    "wavebus.senders", {"shm": ShmSender, "gloo": GlooSender}
+)
+
+
+def register_sender(name: str, factory: Callable[[], Sender]) -> None:
+    """Take a backend of your own; see :mod:`bus.backends` for processes that others start.
+
+    Raises:
+        UsageError: the name is one of wavebus's own, or can't be one.
+    """
+    _senders.register(name, factory)
+
+
+def available_backends() -> tuple[str, ...]:
+    """Names that :func:`make_sender` takes."""
+    return _senders.names()
+
+
+def make_sender(backend: str) -> Sender:
+    """A closed sender for ``backend``.
+
+    Raises:
+        UsageError: names the backends there are, or says why this one can't be loaded.
+    """
+    factory = _senders.find(backend)
+    if factory is None:
+        raise UsageError(f"backend={backend!r}: choose one of {', '.join(available_backends())}")
+    return factory()
