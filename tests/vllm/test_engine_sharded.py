@@ -10,10 +10,15 @@ import pytest
 
 from bus.errors import EngineError
 from bus.messages import NackCode
+from sidecar import Sidecar
+from sidecar.embedded import EmbeddedEngine, SamplingParams
 from sidecar.vllm_inprocess import VllmEngine
+from tests.support.broker import a_broker
 from tests.support.checkpoints import perturbed
+from tests.support.fsdp import train
 from tests.support.push import Push, plan
 from tests.vllm._vllm import (
+    PROMPT,
     Oracle,
     async_llm,
     boot_environment,
@@ -26,6 +31,7 @@ from tests.vllm._vllm import (
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -39,8 +45,10 @@ EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
 class Sharded:
     """One engine of two workers, its trainer's weights, and the oracle."""
 
-    def __init__(self, llm: Any, oracle: Oracle, runner: asyncio.Runner) -> None:
+    def __init__(self, llm: Any, model: Path, runner: asyncio.Runner) -> None:
+        oracle = Oracle(model)
         self.llm = llm
+        self.model = model
         self.engine = VllmEngine(llm)
         self.oracle = oracle
         self.weights = oracle.names()
@@ -62,7 +70,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sharded]:
     with asyncio.Runner() as runner:
         booted = async_llm(boot_environment(folder), engine_args(model, tensor_parallel_size=2))
         llm = runner.run(booted.__aenter__())
-        tested = Sharded(llm, Oracle(model), runner)
+        tested = Sharded(llm, model, runner)
         try:
             assert runner.run(tested.engine.start()).workers == 2
             yield tested
@@ -156,5 +164,35 @@ def test_failed_load_is_recovered_on_every_worker(sharded: Sharded) -> None:
         await again.whole(3, recover=True)
         await sharded.engine.resume()
         await sharded.assert_serves(new)
+
+    sharded.run(scenario())
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_trainer_of_two_ranks_reaches_two_engines(
+    sharded: Sharded, tmp_path: Path, backend: str
+) -> None:
+    """FSDP2 over gloo; vLLM with two workers, and an engine of another kind beside it."""
+    fused = perturbed(sharded.weights, 51)
+    new = _per_expert(fused)
+
+    async def scenario() -> None:
+        beside = EmbeddedEngine(sharded.model, host=None)
+        async with (
+            a_broker() as (_, broker),
+            Sidecar(sharded.engine, broker=broker, group="policy", name="sharded") as first,
+            Sidecar(beside, broker=broker, group="policy", name="beside") as second,
+        ):
+            await first.joined()
+            await second.joined()
+            said = await train(tmp_path, [new], broker=broker, engines=2, backend=backend)
+            version = said[0][0]["version"]
+            assert said == [[{"gathered": len(new), "version": version}]] * 2
+            assert await sharded.engine.version() == await beside.version() == version
+            params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+            deltas = [delta async for delta in beside.generate(PROMPT, params)]
+            await sharded.assert_serves(fused)
+            tokens = [token for delta in deltas for token in delta.token_ids]
+            assert tokens == sharded.oracle.greedy(fused, 24)
 
     sharded.run(scenario())
