@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 SAMPLE_WORDS: Final = 4096
 _WORD_BYTES: Final = 8
-# Tensors up to this size are summed together: one by one, their number would cost, not their
-# bytes.
-_SMALL_BYTES: Final = SAMPLE_WORDS * _WORD_BYTES
 # Words that are summed at a time: what fits a CPU's cache, and what keeps a GPU busy.
 _CPU_WORDS: Final = 1 << 17
 _GPU_WORDS: Final = 1 << 23
@@ -40,7 +37,8 @@ _SPREAD: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 def checksums(torch: Any, tensors: Sequence[Any], verify: Verify) -> tuple[int, ...]:
     """One sum per tensor of a chunk; none of them, if nothing is to be verified.
 
-    A small tensor's sum depends on its place in the chunk as well: both sides have the same
+    A tensor that is small, or a sample, is summed together with the others of its chunk, so that
+    its sum depends on those before it in number, though not in value: both sides have the same
     chunk.
 
     Args:
@@ -51,19 +49,20 @@ def checksums(torch: Any, tensors: Sequence[Any], verify: Verify) -> tuple[int, 
     if verify not in ("sample", "full"):
         return ()
     sums = [0] * len(tensors)
-    small: list[int] = []
+    places: list[int] = []
+    pieces: list[Any] = []
     for place, tensor in enumerate(tensors):
-        size_bytes = tensor.numel() * tensor.element_size()
-        if not size_bytes:
-            continue
-        if size_bytes <= _SMALL_BYTES and size_bytes % _WORD_BYTES == 0:
-            small.append(place)
-        else:
-            words = _words(torch, tensor)
-            if verify == "sample" and words.numel() > SAMPLE_WORDS:
-                words = words[:: words.numel() // SAMPLE_WORDS].contiguous()
+        words = _words(torch, tensor)
+        count = words.numel()
+        if verify == "sample" and count > SAMPLE_WORDS:
+            words = words[:: count // SAMPLE_WORDS]
+        elif count > SAMPLE_WORDS:
             sums[place] = _sum(torch, words)
-    for place, value in zip(small, _small_sums(torch, [tensors[k] for k in small]), strict=True):
+            continue
+        if count:
+            places.append(place)
+            pieces.append(words)
+    for place, value in zip(places, _sums_together(torch, pieces), strict=True):
         sums[place] = value
     return tuple(sums)
 
@@ -76,13 +75,12 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | Non
     return None
 
 
-def _bytes(torch: Any, tensor: Any) -> Any:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
 def _words(torch: Any, tensor: Any) -> Any:
     """The tensor's bytes as words; the last one is filled up with zeros."""
-    data = _bytes(torch, tensor)
+    flat = tensor.detach().reshape(-1)
+    if flat.stride(0) != 1:  # also where one element counts as contiguous, whatever its stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    data = flat.view(torch.uint8)
     rest = data.numel() % _WORD_BYTES
     if rest:
         filling = torch.zeros(_WORD_BYTES - rest, dtype=torch.uint8, device=data.device)
@@ -103,15 +101,16 @@ def _sum(torch: Any, words: Any) -> int:
     return int(total.item()) & _MASK
 
 
-def _small_sums(torch: Any, tensors: Sequence[Any]) -> Iterable[int]:
-    """Sums of tensors that lie one after the other: the differences of a running sum."""
-    if not tensors:
+def _sums_together(torch: Any, pieces: Sequence[Any]) -> Iterable[int]:
+    """Sums of pieces that are laid one after the other: the differences of a running sum. Each
+    by itself would cost more for being one than for its words."""
+    if not pieces:
         return ()
-    words = torch.cat([_bytes(torch, tensor) for tensor in tensors]).view(torch.int64)
+    words = torch.cat(pieces)
     running = (_mixed(words) * _weights(torch, words.numel(), words.device)).cumsum(0)
-    ends = torch.tensor([t.numel() * t.element_size() // _WORD_BYTES for t in tensors]).cumsum(0)
-    upto = [0, *running[(ends - 1).to(words.device)].tolist()]
-    return ((upto[k + 1] - upto[k]) & _MASK for k in range(len(tensors)))
+    ends = torch.tensor([piece.numel() for piece in pieces]).cumsum(0) - 1
+    upto = [0, *running[ends.to(words.device)].tolist()]
+    return ((upto[k + 1] - upto[k]) & _MASK for k in range(len(pieces)))
 
 
 def _mixed(words: Any) -> Any:

@@ -5,6 +5,7 @@ The bus has no torch: whoever has it hands ``torch.distributed`` in.
 
 from __future__ import annotations
 
+import re
 import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -19,10 +20,11 @@ _ANY_PORT: Final = 9
 _CONNECT_S: Final = 5.0
 
 
-def first_line(error: Exception) -> str:
-    """What gloo says, without the stack of C++ that follows."""
+def reason(error: Exception) -> str:
+    """What gloo says of an error, without its source file, its guesses and the stack of C++."""
     lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
+    told = re.sub(r"^\[\S+:\d+\]\s*", "", lines[0].strip()) if lines else ""
+    return told.split(". This is typically", 1)[0] or type(error).__name__
 
 
 def join(dist: Any, init: GlooInit, place: Place) -> Any:

@@ -39,6 +39,7 @@ Invariants:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -49,6 +50,7 @@ from bus.messages import (
     ChunkSent,
     Commit,
     Message,
+    NackCode,
     Step,
     TransferInit,
     UpdateFinish,
@@ -141,6 +143,7 @@ class UpdateMachine:
         self.chunks_asked = 0
         self.chunks_planned = 0
         self.failure: Failure | None = None
+        self._communicator = 0  # that is being opened; 0: each engine opens its end alone
 
     def need(self, state: UpdateState, update_id: str = "") -> None:
         """A command that fits this state, and (if given) this update, only.
@@ -164,6 +167,7 @@ class UpdateMachine:
     ) -> list[Instruction]:
         """Every engine opens its end of the transport."""
         self._begin(_E.INIT_ASKED, "", members)
+        self._communicator = message.communicator
         return self._ask(Step.TRANSFER_INIT, message, now_ms)
 
     def arm(self, message: Arm, members: dict[str, str], now_ms: float) -> list[Instruction]:
@@ -251,6 +255,11 @@ class UpdateMachine:
         """An engine is gone, and with it all ranks of its DP group."""
         if name not in self.members or self.state is _S.IDLE:
             return []
+        if self.state is _S.OPENING and self._communicator:
+            # The others wait for it in the rendezvous: it must be another one, without it.
+            closed = replace(failure, code=NackCode.TRANSFER_CLOSED)
+            self._end(_E.FAILED)
+            return [StepFailed(Step.TRANSFER_INIT, closed)]
         return self._exclude(self._dp_group_of(name), failure)
 
     @property

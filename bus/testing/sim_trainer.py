@@ -346,7 +346,9 @@ class SimTrainer:
     def _undo(self, update_id: str, *, resume: bool) -> Generator[Yielded, tuple[Message, ...]]:
         """What fails here, the broker mends."""
         with contextlib.suppress(Refused):
-            yield from self._step(Abort(update_id, "the trainer gave up"))
+            # Whoever holds the pause now: an update that nobody goes on with stands in the way.
+            (answer,) = yield (Abort(update_id, "the trainer gave up"),)
+            _checked(answer)
         if resume:
             with contextlib.suppress(Refused):
                 yield from self._resume(update_id)

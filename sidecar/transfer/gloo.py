@@ -31,7 +31,7 @@ class GlooReceiver(Receiver):
         except (RuntimeError, OSError) as error:
             raise transfer_failed(
                 f"rank {place.rank} of {place.world_size} can't meet the others at "
-                f"{init.host}:{init.port}: {bus.gloo.first_line(error)}"
+                f"{init.host}:{init.port}: {bus.gloo.reason(error)}"
             ) from error
         self._memory = torch.empty(init.chunk_bytes, dtype=torch.uint8)
 
@@ -53,9 +53,7 @@ class GlooReceiver(Receiver):
                 bus.gloo.broadcast(dist, self._group, self._memory[: chunk.size_bytes])
             except RuntimeError as error:
                 self.close()  # what comes next in it belongs to nothing
-                raise transfer_failed(
-                    f"the broadcast broke: {bus.gloo.first_line(error)}"
-                ) from error
+                raise transfer_failed(f"the broadcast broke: {bus.gloo.reason(error)}") from error
         return [
             (meta.name, view_of(self._memory, offset, meta))
             for meta, offset in zip(tensors, offsets, strict=False)

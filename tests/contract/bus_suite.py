@@ -179,7 +179,7 @@ class BusContract:
                 assert watch.count == 0
             assert (await request).tokens == under_test.reference(new, PROMPT, 8)
             with pytest.raises(Refused) as caught:
-                await bus.agent._resume("u0")
+                await bus.agent._steps.resume("u0")
             assert caught.value.code is NackCode.WRONG_STATE
 
     @contract

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 from safetensors.torch import load_file
 
-from bus.errors import PauseFailed
+from bus.errors import PauseFailed, WavebusError
 from bus.runtime.query import fetch_status
 from tests.support.procs import ROOT, Proc
 from trainer_agent import SyncTrainerAgent, TrainerAgent
+from trainer_agent.transfer.gloo import GlooSender
 
 if TYPE_CHECKING:
     from bus.messages import EngineView
@@ -76,6 +77,53 @@ def test_trainer_killed_in_the_middle_of_an_update(bus: Bus) -> None:
         assert agent.update_weights(load_file(f"{folder}/model.safetensors")) == 2
     engine = engines(bus)["e0"]
     assert (engine.version, engine.phase) == (2, "running")
+    assert len(generate(engine.endpoint)) == 8
+
+
+def test_trainer_killed_in_the_middle_of_a_broadcast(bus: Bus) -> None:
+    """Engines that wait in it are let go; what they hold a part of, a whole update mends."""
+    for name in ("e0", "e1"):
+        bus.sidecar(name)
+    weights = f"{bus.checkpoint.folder}/model.safetensors"
+    script = ROOT / "tests" / "support" / "dies_sending.py"
+    bus.add(Proc(sys.executable, str(script), bus.address, weights, "1")).wait()
+    assert {bus.broker.wait_event("quarantined")["peer"] for _ in range(2)} == {"e0", "e1"}
+    with SyncTrainerAgent(bus.address, name="next", lease_ms=LEASE_MS, backend="gloo") as agent:
+        agent.wait_for_engines(2)
+        assert agent.update_weights(load_file(weights)) == 2
+    for engine in engines(bus).values():
+        assert (engine.version, engine.phase) == (2, "running")
+        assert len(generate(engine.endpoint)) == 8
+
+
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_engine_killed_in_the_middle_of_a_broadcast(
+    bus: Bus, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It breaks for everybody at once, and says so; the next update goes to who is left, by a
+    communicator that is made as soon as the bus has missed the dead one."""
+    bus.sidecar("e0")
+    victim = bus.sidecar("e1")
+    weights = load_file(f"{bus.checkpoint.folder}/model.safetensors")
+    transfer = GlooSender.transfer
+
+    def kill_and_transfer(self: GlooSender, seq: int) -> None:
+        if seq == chunk:
+            victim.kill()
+        transfer(self, seq)
+
+    with SyncTrainerAgent(
+        bus.address, lease_ms=LEASE_MS, backend="gloo", chunk_bytes=20_000
+    ) as agent:
+        agent.wait_for_engines(2)
+        with monkeypatch.context() as patched:
+            patched.setattr(GlooSender, "transfer", kill_and_transfer)
+            with pytest.raises(WavebusError) as failed:
+                agent.update_weights(weights)
+        assert "broke" in str(failed.value) or "peer_lost" in str(failed.value)
+        version = agent.update_weights(weights)
+    (engine,) = engines(bus).values()
+    assert (engine.name, engine.version, engine.phase) == ("e0", version, "running")
     assert len(generate(engine.endpoint)) == 8
 
 

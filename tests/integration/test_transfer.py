@@ -13,6 +13,8 @@ from bus.errors import ManifestRefused, Refused, UpdateFailed
 from bus.messages import NackCode
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine, SamplingParams
+from sidecar.transfer import register_receiver
+from sidecar.transfer.shm import ShmReceiver
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.fsdp import train
@@ -138,6 +140,7 @@ def test_a_byte_that_flips_fails_the_update(
     """Tensor, chunk and engine are named. With nothing loaded yet the old weights serve on;
     otherwise the engine is quarantined until the next update."""
     register_sender("shm-flipping", FlippingSender)
+    register_receiver("shm-flipping", ShmReceiver)
     monkeypatch.setattr(FlippingSender, "chunk", chunk)
     new = perturbed(checkpoint.weights, 5)
 
@@ -146,9 +149,9 @@ def test_a_byte_that_flips_fails_the_update(
             a_broker() as (_, broker),
             an_engine(checkpoint, broker, "e0") as engine,
         ):
-            options = {"chunk_bytes": 1 << 14, "verify": "full"}
-            async with TrainerAgent(broker, group="policy", **options) as agent:  # type: ignore[arg-type]
-                agent._sender = FlippingSender()
+            async with TrainerAgent(
+                broker, backend="shm-flipping", chunk_bytes=1 << 14, verify="full"
+            ) as agent:
                 await agent.wait_for_engines(1)
                 with pytest.raises(UpdateFailed) as failed:
                     await agent.update_weights(new)
@@ -167,13 +170,15 @@ def test_a_byte_that_flips_fails_the_update(
 
 
 def test_a_backend_that_cannot_verify_says_so(checkpoint: Checkpoint) -> None:
+    register_sender("shm-unverified", UnverifiedSender)
+    register_receiver("shm-unverified", ShmReceiver)
+
     async def scenario() -> None:
         async with (
             a_broker() as (_, broker),
-            TrainerAgent(broker, group="policy", verify="full") as agent,
+            TrainerAgent(broker, backend="shm-unverified", verify="full") as agent,
             an_engine(checkpoint, broker, "e0") as engine,
         ):
-            agent._sender = UnverifiedSender()
             await agent.wait_for_engines(1)
             new = perturbed(checkpoint.weights, 6)
             await agent.update_weights(new)

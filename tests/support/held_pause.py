@@ -8,26 +8,37 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors.torch import load_file
 
-from bus.messages import Message, WeightChunkMeta
 from trainer_agent import TrainerAgent
+from trainer_agent.transfer.shm import ShmSender
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
 
 
-class Stuck(TrainerAgent):
-    """Sends one chunk and then no more."""
+class StuckSender(ShmSender):
+    """Puts one chunk and then no more."""
 
-    async def _step(self, message: Message) -> object:  # type: ignore[override]
-        if isinstance(message, WeightChunkMeta) and message.chunk == 1:
-            print("chunk", flush=True)
-            await asyncio.Event().wait()
-        return await super()._step(message)
+    def put(self, seq: int, tensors: Sequence[Tensor]) -> bytes:
+        if seq:
+            threading.Event().wait()
+        return super().put(seq, tensors)
+
+    def taken(self, seq: int) -> None:
+        super().taken(seq)
+        print("chunk", flush=True)
 
 
 async def main(broker: str, folder: str | None) -> None:
-    async with Stuck(broker, name="trainer", lease_ms=6000, chunk_bytes=20_000) as agent:
+    async with TrainerAgent(broker, name="trainer", lease_ms=6000, chunk_bytes=20_000) as agent:
+        agent._transport.sender = StuckSender()
         await agent.wait_for_engines(1)
         if folder is not None:
             await agent.update_weights(load_file(Path(folder) / "model.safetensors"))

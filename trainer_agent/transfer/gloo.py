@@ -1,7 +1,7 @@
 """Send over TCP with gloo, to engines on any number of hosts: each chunk is one broadcast.
 
 The sender keeps the store where all ends find each other. An end that dies breaks the broadcast
-for everybody at once; one that is only silent, after :data:`CHUNK_TIMEOUT_S`, which so is a
+for everybody at once; one that is only silent, after a timeout for each chunk, which so is a
 deadline on progress and not on the update.
 """
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
     from bus.transfer import World
 
-CHUNK_TIMEOUT_S: Final = 60
+# What a chunk may take: so long, and its bytes over a slow network.
+CHUNK_TIMEOUT_S: Final = 30
+_SLOW_BYTES_PER_S: Final = 10_000_000
 
 
 class GlooSender(Sender):
@@ -42,20 +44,21 @@ class GlooSender(Sender):
 
     def open(self, chunk_bytes: int, world: World) -> bytes:
         self.close()
+        room = max(chunk_bytes, 1)
+        timeout_s = CHUNK_TIMEOUT_S + room // _SLOW_BYTES_PER_S
         try:
             self._store = dist.TCPStore(  # type: ignore[attr-defined]
                 world.address,
                 0,
                 is_master=True,
                 wait_for_workers=False,
-                timeout=timedelta(seconds=CHUNK_TIMEOUT_S),
+                timeout=timedelta(seconds=timeout_s),
             )
         except RuntimeError as error:
             raise WavebusError(f"can't open a store at {world.address}: {error}") from error
         port: int = self._store.port
-        room = max(chunk_bytes, 1)
         self._buffers = [torch.empty(room, dtype=torch.uint8) for _ in range(self.depth)]
-        self._init = GlooInit(world.address, port, room, CHUNK_TIMEOUT_S * 1000)
+        self._init = GlooInit(world.address, port, room, timeout_s * 1000)
         self._place = Place(world.number, world.size, 0)
         return encode(self._init)
 
@@ -67,7 +70,7 @@ class GlooSender(Sender):
         except (RuntimeError, OSError) as error:
             raise WavebusError(
                 f"not all {self._place.world_size - 1} ends of the engines came to "
-                f"{init.host}:{init.port}: {bus.gloo.first_line(error)}"
+                f"{init.host}:{init.port}: {bus.gloo.reason(error)}"
             ) from error
         if self._init is init:  # not closed meanwhile
             self._group = group
@@ -85,7 +88,7 @@ class GlooSender(Sender):
             bus.gloo.broadcast(dist, self._group, self._buffers[seq % self.depth][:size_bytes])
         except RuntimeError as error:
             raise WavebusError(
-                f"the broadcast of chunk {seq} broke: {bus.gloo.first_line(error)}"
+                f"the broadcast of chunk {seq} broke: {bus.gloo.reason(error)}"
             ) from error
 
     def close(self) -> None:

@@ -382,3 +382,22 @@ def test_with_nobody_left_a_chunk_that_is_not_sent_fails() -> None:
     assert update.lost("e1", LOST) == []
     assert update.lost("e0", LOST) == [StepFailed(Step.CHUNK, LOST, 0)]
     assert update.state is _S.IDLE
+
+
+@pytest.mark.parametrize("communicator", [0, 5])
+def test_a_rendezvous_that_loses_an_engine_is_over(communicator: int) -> None:
+    """Those who came wait for it, until the trainer lets go of them; where each opens its end
+    alone, the others go on."""
+    update = UpdateMachine()
+    update.open(TransferInit("sim", b"", communicator, 3, {}), MEMBERS, 0.0)
+    lost, *others = MEMBERS
+    told = update.lost(lost, Failure(NackCode.PEER_LOST, "gone", lost))
+    if not communicator:
+        assert told == []
+        assert set(update.members) == set(others)
+        return
+    (failed,) = told
+    assert isinstance(failed, StepFailed)
+    assert (failed.step, failed.failure.code) == (Step.TRANSFER_INIT, NackCode.TRANSFER_CLOSED)
+    assert failed.failure.peer == lost
+    assert update.state is _S.IDLE

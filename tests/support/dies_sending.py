@@ -1,0 +1,31 @@
+"""A trainer that is killed in the middle of an update, just before it broadcasts a chunk.
+
+Run as a script: ``dies_sending.py BROKER WEIGHTS CHUNK``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from safetensors.torch import load_file
+
+from trainer_agent import SyncTrainerAgent
+from trainer_agent.transfer.gloo import GlooSender
+
+_transfer = GlooSender.transfer
+
+
+def transfer(self: GlooSender, seq: int) -> None:
+    """The engines wait in the broadcast already, or are about to."""
+    if seq == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    _transfer(self, seq)
+
+
+if __name__ == "__main__":
+    GlooSender.transfer = transfer  # type: ignore[method-assign]
+    with SyncTrainerAgent(sys.argv[1], name="trainer", backend="gloo", chunk_bytes=20_000) as agent:
+        agent.wait_for_engines(2)
+        agent.update_weights(load_file(sys.argv[2]))
