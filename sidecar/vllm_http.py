@@ -23,6 +23,7 @@ import anyio
 from bus.errors import EngineDead, EngineError, UsageError
 from sidecar.engine import Chunk, EngineInfo, Manifest, PauseMode, Place, Verify
 from sidecar.transfer import available_backends
+from sidecar.vllm_connections import Connections
 from sidecar.vllm_core import CoreLink
 from sidecar.vllm_inprocess import parse_version
 from sidecar.vllm_plugin import facts
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["VllmHttpEngine", "is_loopback"]
 
 CONNECT_S: Final = 5.0
-# vLLM's server closes a connection that was quiet for 5 s. A call that goes out just then
-# is lost, and looks as if the server had died: so we are the first to let go.
-KEEP_ALIVE_S: Final = 2.0
 ANSWER_S: Final = 10.0
 HEALTH_PERIOD_S: Final = 1.0
 REFUSALS_TO_DIE: Final = 3
@@ -99,7 +97,7 @@ class VllmHttpEngine:
         self._server = server
         self._ready_timeout_s = ready_timeout_s
         self._plugin = PluginClient(_Doors(self))
-        self._session: aiohttp.ClientSession | None = None
+        self._connections: Connections | None = None
 
     async def start(self) -> EngineInfo:
         """Start the server if it is ours; wait for it; check that it can be driven.
@@ -111,12 +109,8 @@ class VllmHttpEngine:
         """
         if self._server is not None:
             await self._server.start()
-        if self._session is None:
-            # A limit of connections would let waiting calls hold back a resume.
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-            )
+        if self._connections is None:
+            self._connections = Connections(CONNECT_S)
         await self._wait_until_healthy()
         version = str((await self._ask("/version"))["version"])
         check_version(version)
@@ -145,9 +139,9 @@ class VllmHttpEngine:
 
     async def close(self) -> None:
         """Close the connection, and stop the server if we started it."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            await connections.close()
         if self._server is not None:
             await self._server.stop()
 
@@ -305,10 +299,14 @@ class VllmHttpEngine:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         try:
-            async with self._open_session().request(
-                method, self._url + path, json=body, params=query, timeout=timeout
-            ) as response:
+            async with (
+                self._open().session() as session,
+                session.request(
+                    method, self._url + path, json=body, params=query, timeout=timeout
+                ) as response,
+            ):
                 if not response.ok:
+                    self._open().failed()
                     raise _refused(path, response.status, await response.text())
                 yield response
         except TimeoutError as error:
@@ -316,14 +314,17 @@ class VllmHttpEngine:
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise EngineDead(f"{self._url}{path}: {error or type(error).__name__}") from error
 
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    def _open(self) -> Connections:
+        if self._connections is None:
             raise EngineError("start() comes first")
-        return self._session
+        return self._connections
 
     async def _health(self) -> int:
         timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
-        async with self._open_session().get(f"{self._url}/health", timeout=timeout) as response:
+        async with (
+            self._open().session() as session,
+            session.get(f"{self._url}/health", timeout=timeout) as response,
+        ):
             return response.status
 
     async def _wait_until_healthy(self) -> None:

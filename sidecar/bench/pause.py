@@ -27,7 +27,7 @@ import aiohttp
 
 from sidecar.bench.processes import BenchBroken, Worker, worker
 from sidecar.rank_supervisor import RankPlan, RankSupervisor
-from sidecar.vllm_http import KEEP_ALIVE_S
+from sidecar.vllm_connections import KEEP_ALIVE_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

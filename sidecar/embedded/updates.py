@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from bus.errors import EngineError
 from bus.messages import NackCode
 from sidecar.embedded.weights import check_manifest, load_tensors
-from sidecar.transfer import check_delivered, check_sums, make_receiver
+from sidecar.transfer import check_delivered, check_room, check_sums, make_receiver
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +84,7 @@ class Updater:
     def arm(self, manifest: Manifest) -> None:
         self._armed = None
         check_manifest(self._layout, manifest)
+        check_room(self._backend, self._receiver, manifest)
         self._armed = manifest
 
     def start(self, *, recover: bool) -> None:

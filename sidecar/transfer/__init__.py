@@ -7,13 +7,14 @@ a vLLM worker, called by the plugin. It fetches bytes and knows no model.
 from __future__ import annotations
 
 from sidecar.transfer.base import Receiver
-from sidecar.transfer.checks import check_delivered, check_sums
+from sidecar.transfer.checks import check_delivered, check_room, check_sums
 from sidecar.transfer.registry import available_backends, make_receiver, register_receiver
 
 __all__ = [
     "Receiver",
     "available_backends",
     "check_delivered",
+    "check_room",
     "check_sums",
     "make_receiver",
     "register_receiver",

@@ -24,7 +24,12 @@ class Receiver(ABC):
     """Fetches chunks from a trainer. One object lives as long as one transport.
 
     What may block on the other end, must end by itself when that end is gone or silent.
+
+    Attributes:
+        room_bytes: how much a packed chunk may take; None: as much as it likes.
     """
+
+    room_bytes: int | None = None
 
     @abstractmethod
     def open(self, params: bytes, place: Place) -> None:

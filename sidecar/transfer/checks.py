@@ -9,10 +9,33 @@ import torch
 from bus.checksum import checksums, first_difference
 from bus.errors import EngineError
 from bus.messages import NackCode
+from bus.transfer import aligned
+from sidecar.transfer.base import transfer_failed
 
 if TYPE_CHECKING:
-    from bus.manifest import TensorMeta
+    from bus.manifest import Manifest, TensorMeta
     from bus.messages import Verify
+    from sidecar.transfer.base import Receiver
+
+
+def check_room(backend: str, receiver: Receiver | None, manifest: Manifest) -> None:
+    """Every chunk fits the transport that is open.
+
+    Raises:
+        EngineError: code ``transfer_failed``, with the largest tensor of a chunk that doesn't.
+    """
+    if receiver is None or receiver.room_bytes is None:
+        return
+    for seq in range(manifest.chunks):
+        sizes_bytes = manifest.sizes_bytes(seq)
+        packed_bytes = sum(map(aligned, sizes_bytes))
+        if packed_bytes > receiver.room_bytes:
+            largest = max(range(len(sizes_bytes)), key=sizes_bytes.__getitem__)
+            raise transfer_failed(
+                f"chunk {seq} takes {packed_bytes} bytes, and the {backend} transport has room "
+                f"for {receiver.room_bytes}",
+                tensor=manifest.names[manifest.part(seq)][largest],
+            )
 
 
 def check_delivered(

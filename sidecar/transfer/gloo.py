@@ -34,6 +34,7 @@ class GlooReceiver(Receiver):
                 f"{init.host}:{init.port}: {bus.gloo.reason(error)}"
             ) from error
         self._memory = torch.empty(init.chunk_bytes, dtype=torch.uint8)
+        self.room_bytes = init.chunk_bytes
 
     def receive(
         self, tensors: tuple[TensorMeta, ...], handle: bytes

@@ -30,6 +30,7 @@ class ShmReceiver(Receiver):
     def open(self, params: bytes, place: Place) -> None:  # noqa: ARG002 - all are equal
         init = decoded(params, ShmInit)
         self._segments = [_map(name, init.segment_bytes) for name in init.segments]
+        self.room_bytes = init.segment_bytes
 
     def receive(
         self, tensors: tuple[TensorMeta, ...], handle: bytes

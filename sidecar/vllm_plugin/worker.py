@@ -37,7 +37,7 @@ from bus.errors import EngineError
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import NackCode
 from bus.transfer import Place
-from sidecar.transfer import check_delivered, check_sums, make_receiver
+from sidecar.transfer import check_delivered, check_room, check_sums, make_receiver
 from sidecar.vllm_plugin import ranks, wire
 from sidecar.vllm_plugin.cpu import CpuRepacking
 from sidecar.vllm_plugin.manifest_check import ManifestChecker, quiet_loading, tied_head
@@ -216,6 +216,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         except ValueError as error:
             raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
         self._checker.check(manifest)
+        check_room(self._backend, self._receiver, manifest)
         self._armed = manifest
 
     def _receive(self, operation: wire.Receive) -> None:

@@ -346,6 +346,31 @@ class EngineContract:
 
         under_test.run(asyncio.wait_for(scenario(), under_test.wait_s))
 
+    @pytest.mark.parametrize("backend", ["shm", "gloo"])
+    def test_a_chunk_that_does_not_fit_is_refused_when_it_is_armed(
+        self, under_test: EngineUnderTest, backend: str
+    ) -> None:
+        """Before anybody sends or receives it; the text has both sizes."""
+
+        async def scenario() -> None:
+            new = under_test.other_weights(19)
+            small = Push(
+                under_test.engine,
+                new,
+                _cut(plan(new, MANY_BYTES), "each tensor"),
+                backend=backend,
+                workers=under_test.workers,
+            )
+            await small.open()
+            whole = _cut(plan(new, MANY_BYTES), "one")
+            with pytest.raises(EngineError, match="has room for") as refused:
+                await under_test.engine.arm(whole)
+            assert refused.value.code is NackCode.TRANSFER_FAILED
+            assert refused.value.tensor in new
+            small.close()
+
+        under_test.run(asyncio.wait_for(scenario(), under_test.wait_s))
+
     @contract
     async def test_arming_disturbs_no_request(self, under_test: EngineUnderTest) -> None:
         """The engine generates on while it checks a manifest."""

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from bus.errors import EngineDead, EngineError, UsageError
-from sidecar import vllm_http
+from sidecar import vllm_connections
 from sidecar.vllm_http import VllmHttpEngine
 
 if TYPE_CHECKING:
@@ -37,9 +37,22 @@ class Server:
 
     def __init__(self, **routes: Any) -> None:
         self.routes: dict[str, Any] = {"health": None, **routes}
+        self.ports: list[int] = []  # the callers', of each call
+        self._asked = asyncio.Condition()
+        self._names: list[str] = []
+
+    async def asked(self, name: str) -> None:
+        """Wait until this route was called."""
+        async with self._asked:
+            await self._asked.wait_for(lambda: name in self._names)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         name = request.path.strip("/")
+        assert request.transport is not None
+        self.ports.append(request.transport.get_extra_info("peername")[1])
+        async with self._asked:
+            self._names.append(name)
+            self._asked.notify_all()
         if name not in self.routes:
             return web.json_response({"detail": "Not Found"}, status=404)
         content = self.routes[name]
@@ -120,7 +133,7 @@ def test_a_call_has_no_read_timeout_and_ends_with_the_server() -> None:
 
 def test_a_quiet_connection_is_closed_by_us(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that closes it may do so while a pause is on its way."""
-    monkeypatch.setattr(vllm_http, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(vllm_connections, "KEEP_ALIVE_S", 0.05)
 
     async def scenario() -> None:
         hung_up = asyncio.Event()
@@ -140,6 +153,33 @@ def test_a_quiet_connection_is_closed_by_us(monkeypatch: pytest.MonkeyPatch) -> 
                 await engine.start()
             await hung_up.wait()
             await engine.close()
+
+    run(scenario())
+
+
+def test_a_connection_that_saw_a_failure_is_not_used_again() -> None:
+    """Servers close it a moment later, perhaps when the next call has just taken it. What is
+    under way beside the failure goes on."""
+    waiting = asyncio.Event()
+
+    async def scenario() -> None:
+        server = Server(resume=None, pause=waiting, abort_requests=web.HTTPInternalServerError())
+        async with serving(server) as (engine, _):
+            with pytest.raises(EngineError):
+                await engine.start()
+            await engine.resume()
+            await engine.resume()
+            kept, again = server.ports[-2:]
+            assert kept == again
+            pause = asyncio.create_task(engine.pause("keep", clear_cache=True))
+            await server.asked("pause")
+            with pytest.raises(EngineError):
+                await engine.post("/abort_requests")
+            failed = server.ports[-1]
+            await engine.resume()
+            assert server.ports[-1] not in (failed, kept)
+            waiting.set()
+            await pause
 
     run(scenario())
 

@@ -1,0 +1,277 @@
+"""The vocabulary of the bus: every control message, as a frozen dataclass.
+
+A frame on the wire is one MessagePack map, the :class:`Envelope`, whose ``body``
+is the map of one of the message classes below. Every field is required on the
+wire; units stand in the names. Tensors never travel in here.
+
+Who says what:
+
+=================== ============================== =================================
+wire name           from → to                      effect
+=================== ============================== =================================
+JOIN                peer → broker                  the peer is known and has its facts
+WELCOME             broker → peer                  the join is accepted
+HEARTBEAT           peer → broker                  the peer lives; its present state
+CORE_STATUS         engine → broker                where its core stands: step, wave, phase
+HEARTBEAT_ACK       broker → peer                  the broker lives
+LEAVE               peer → broker                  the peer goes, in order
+PAUSE_LOCAL         trainer → broker → engines     pause, phase 1: schedule nothing new
+PAUSE_GLOBAL        broker → engines               pause, phase 2: idle on the device
+RESUME              trainer → broker → engines     schedule again
+FIRST_REQ           gateway → broker               an idle DP group got a request
+FIRST_REQ_HELD      broker → gateway               it is paused or down; kept, starts later
+START_DP_WAVE       broker → gateway               every rank joins this wave
+WAVE_STARTED        gateway → broker               this wave runs
+WAVE_COMPLETE       gateway → broker               every rank is idle; the next wave is one more
+PLAN_TRANSFER       trainer → broker               ask who takes part in a collective transfer
+TRANSFER_PLAN       broker → trainer               the communicator: its number and size
+TRANSFER_INIT       trainer → broker → engines     open the out-of-band transport
+ARM                 trainer → broker → engines     the manifest; engines check it
+UPDATE_START        trainer → broker → engines     get ready to load
+WEIGHT_CHUNK_META   trainer → broker → engines     receive one chunk
+CHUNK_SENT          trainer → broker → engines     it is sent; check its sums, and load it
+UPDATE_FINISH       trainer → broker → engines     all chunks are loaded
+COMMIT              trainer → broker → engines     serve this version from now on
+ABORT               trainer → broker → engines     give the update up
+TRAINER_STEP        trainer → broker → followers   how far rank 0 has come with an update
+AWAIT_STEP          follower → broker              another rank of the trainer waits for that
+WAIT_ENGINES        trainer → broker               answer when so many engines are there
+GROUP_VIEW          broker → trainer               the engines of the group
+STATUS_REQUEST      any → broker                   ask for the broker's whole view
+STATUS              broker → any                   that view
+ACK, NACK           engine → broker, broker → any  done; or refused, and why
+GROUP_ACK           broker → trainer               every engine has done the step
+=================== ============================== =================================
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+from bus.messages.answers import (
+    Ack,
+    AwaitStep,
+    GroupAck,
+    Nack,
+    NackCode,
+    Step,
+    TrainerStep,
+)
+from bus.messages.bounds import (
+    MAX_BLOB_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_REQUEST_IDS,
+    MAX_TENSORS,
+    WIRE_MAJOR,
+    WIRE_MINOR,
+    Blob,
+    CorePhase,
+    Count,
+    Counts,
+    Dtypes,
+    Escalation,
+    LongText,
+    Name,
+    PauseMode,
+    Phase,
+    RequestIds,
+    Role,
+    Shape,
+    Shapes,
+    ShortText,
+    TensorName,
+    TensorNames,
+    TrainerPoint,
+    UpdateId,
+    Verify,
+)
+from bus.messages.envelope import (
+    Envelope,
+)
+from bus.messages.pausing import (
+    PauseGlobal,
+    PauseLocal,
+    Resume,
+)
+from bus.messages.presence import (
+    CoreStatus,
+    EngineFacts,
+    GatewayFacts,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Leave,
+    Welcome,
+)
+from bus.messages.updates import (
+    Abort,
+    Arm,
+    ChunkSent,
+    Commit,
+    PlanTransfer,
+    TransferInit,
+    TransferPlan,
+    UpdateFinish,
+    UpdateStart,
+    WeightChunkMeta,
+)
+from bus.messages.views import (
+    DpGroupView,
+    EngineView,
+    GroupStatus,
+    GroupView,
+    Status,
+    StatusRequest,
+    WaitEngines,
+)
+from bus.messages.waves import (
+    FirstReq,
+    FirstReqHeld,
+    StartDpWave,
+    WaveComplete,
+    WaveStarted,
+)
+
+__all__ = [
+    "Envelope",
+    "EngineFacts",
+    "GatewayFacts",
+    "Join",
+    "Welcome",
+    "Heartbeat",
+    "CoreStatus",
+    "HeartbeatAck",
+    "Leave",
+    "PauseLocal",
+    "PauseGlobal",
+    "Resume",
+    "FirstReq",
+    "FirstReqHeld",
+    "StartDpWave",
+    "WaveStarted",
+    "WaveComplete",
+    "PlanTransfer",
+    "TransferPlan",
+    "TransferInit",
+    "Arm",
+    "UpdateStart",
+    "WeightChunkMeta",
+    "ChunkSent",
+    "UpdateFinish",
+    "Commit",
+    "Abort",
+    "WaitEngines",
+    "EngineView",
+    "DpGroupView",
+    "GroupView",
+    "StatusRequest",
+    "GroupStatus",
+    "Status",
+    "Step",
+    "Ack",
+    "NackCode",
+    "Nack",
+    "GroupAck",
+    "TrainerStep",
+    "AwaitStep",
+    "Message",
+    "WIRE_NAMES",
+    "WIRE_MAJOR",
+    "WIRE_MINOR",
+    "MAX_FRAME_BYTES",
+    "MAX_TENSORS",
+    "MAX_BLOB_BYTES",
+    "Count",
+    "Name",
+    "ShortText",
+    "LongText",
+    "UpdateId",
+    "Blob",
+    "TensorName",
+    "TensorNames",
+    "Dtypes",
+    "Shape",
+    "Shapes",
+    "Counts",
+    "MAX_REQUEST_IDS",
+    "RequestIds",
+    "Role",
+    "TrainerPoint",
+    "PauseMode",
+    "Escalation",
+    "CorePhase",
+    "Verify",
+    "Phase",
+]
+
+Message: TypeAlias = (
+    Join
+    | Welcome
+    | Heartbeat
+    | CoreStatus
+    | HeartbeatAck
+    | Leave
+    | PauseLocal
+    | PauseGlobal
+    | Resume
+    | FirstReq
+    | FirstReqHeld
+    | StartDpWave
+    | WaveStarted
+    | WaveComplete
+    | PlanTransfer
+    | TransferPlan
+    | TransferInit
+    | Arm
+    | UpdateStart
+    | WeightChunkMeta
+    | ChunkSent
+    | UpdateFinish
+    | Commit
+    | Abort
+    | TrainerStep
+    | AwaitStep
+    | WaitEngines
+    | GroupView
+    | StatusRequest
+    | Status
+    | Ack
+    | Nack
+    | GroupAck
+)
+
+WIRE_NAMES: Final[dict[type[Message], str]] = {
+    Join: "JOIN",
+    Welcome: "WELCOME",
+    Heartbeat: "HEARTBEAT",
+    CoreStatus: "CORE_STATUS",
+    HeartbeatAck: "HEARTBEAT_ACK",
+    Leave: "LEAVE",
+    PauseLocal: "PAUSE_LOCAL",
+    PauseGlobal: "PAUSE_GLOBAL",
+    Resume: "RESUME",
+    FirstReq: "FIRST_REQ",
+    FirstReqHeld: "FIRST_REQ_HELD",
+    StartDpWave: "START_DP_WAVE",
+    WaveStarted: "WAVE_STARTED",
+    WaveComplete: "WAVE_COMPLETE",
+    PlanTransfer: "PLAN_TRANSFER",
+    TransferPlan: "TRANSFER_PLAN",
+    TransferInit: "TRANSFER_INIT",
+    Arm: "ARM",
+    UpdateStart: "UPDATE_START",
+    WeightChunkMeta: "WEIGHT_CHUNK_META",
+    ChunkSent: "CHUNK_SENT",
+    UpdateFinish: "UPDATE_FINISH",
+    Commit: "COMMIT",
+    Abort: "ABORT",
+    TrainerStep: "TRAINER_STEP",
+    AwaitStep: "AWAIT_STEP",
+    WaitEngines: "WAIT_ENGINES",
+    GroupView: "GROUP_VIEW",
+    StatusRequest: "STATUS_REQUEST",
+    Status: "STATUS",
+    Ack: "ACK",
+    Nack: "NACK",
+    GroupAck: "GROUP_ACK",
+}

@@ -1,0 +1,48 @@
+"""Bounded types that messages are made of: names, texts, counts, choices."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal, TypeAlias
+
+from msgspec import Meta
+
+WIRE_MAJOR: Final = 1
+WIRE_MINOR: Final = 0
+# Bounds. A frame over MAX_FRAME_BYTES is refused unread; 16 MiB hold the manifest
+# of a model of 100,000 tensors with names of 100 characters.
+MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
+MAX_TENSORS: Final = 200_000
+MAX_BLOB_BYTES: Final = 4 * 1024 * 1024
+Count: TypeAlias = Annotated[int, Meta(ge=0)]
+Name: TypeAlias = Annotated[
+    str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*\Z")
+]
+ShortText: TypeAlias = Annotated[str, Meta(max_length=256)]
+LongText: TypeAlias = Annotated[str, Meta(max_length=4096)]
+UpdateId: TypeAlias = Annotated[str, Meta(max_length=64)]
+Blob: TypeAlias = Annotated[bytes, Meta(max_length=MAX_BLOB_BYTES)]
+TensorName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=512)]
+TensorNames: TypeAlias = Annotated[tuple[TensorName, ...], Meta(max_length=MAX_TENSORS)]
+Dtypes: TypeAlias = Annotated[
+    tuple[Annotated[str, Meta(max_length=32)], ...], Meta(max_length=MAX_TENSORS)
+]
+Shape: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=16)]
+Shapes: TypeAlias = Annotated[tuple[Shape, ...], Meta(max_length=MAX_TENSORS)]
+Counts: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_TENSORS)]
+MAX_REQUEST_IDS: Final = 4096
+RequestIds: TypeAlias = Annotated[tuple[ShortText, ...], Meta(max_length=MAX_REQUEST_IDS)]
+# A follower is another rank of the trainer.
+Role: TypeAlias = Literal["trainer", "follower", "engine", "gateway", "observer"]
+# What rank 0 tells its followers: gather the tensors with me; it is over.
+TrainerPoint: TypeAlias = Literal["go", "end"]
+PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
+# What a `wait` pause becomes at its deadline.
+Escalation: TypeAlias = Literal["keep", "abort"]
+# What an engine's core does, by its status page; empty: it has none.
+CorePhase: TypeAlias = Literal["", "idle", "work", "step", "dummy", "sync", "barrier"]
+# How a chunk is checked before it is loaded: `unsupported` where a backend can't.
+Verify: TypeAlias = Literal["off", "sample", "full", "unsupported"]
+# What an engine says of itself, in its heartbeats and when it joins.
+Phase: TypeAlias = Literal[
+    "running", "pausing", "paused", "resuming", "armed", "updating", "quarantined"
+]

@@ -1,0 +1,94 @@
+"""Who is there: joining, being heard, leaving."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from bus.messages.bounds import CorePhase, Count, LongText, Name, Phase, Role, ShortText, UpdateId
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine is, and where it stands when it joins (or joins again).
+
+    ``workers`` counts its TP x PP worker processes; ``endpoint`` is the URL at
+    which it takes requests, empty if it takes none over the network;
+    ``kind`` is the adapter (``embedded``, ``vllm``, ``vllm-http``) and
+    ``software`` what runs behind it, with its version.
+    """
+
+    kind: ShortText
+    software: ShortText
+    model: ShortText
+    dp_group: Name
+    dp_rank: Count
+    dp_size: Annotated[int, Meta(ge=1)]
+    workers: Annotated[int, Meta(ge=1)]
+    backends: Annotated[tuple[ShortText, ...], Meta(max_length=32)]
+    endpoint: ShortText
+    version: Count
+    phase: Phase
+    update_id: UpdateId
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayFacts:
+    """The coordinator of one DP group, and where its waves stand when it joins."""
+
+    dp_group: Name
+    dp_size: Annotated[int, Meta(ge=1)]
+    wave: Count
+    running: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """``engine`` or ``gateway`` is set for just that role."""
+
+    role: Role
+    host: ShortText
+    pid: Count
+    engine: EngineFacts | None
+    gateway: GatewayFacts | None
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """``version`` is the group's; the envelope carries the epoch given."""
+
+    heartbeat_ms: Count
+    peer_timeout_ms: Count
+    version: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    phase: Phase
+    version: Count
+    in_flight: Count
+    update_id: UpdateId
+
+
+@dataclass(frozen=True, slots=True)
+class CoreStatus:
+    """A DP rank's status page, as its sidecar has just read it: what the engine's core
+    does, since when, its steps so far, its wave, and how many requests it has."""
+
+    phase: CorePhase
+    since_ms: float
+    step: Count
+    wave: Count
+    requests: Count
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatAck:
+    version: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    reason: LongText

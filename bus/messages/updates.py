@@ -1,0 +1,116 @@
+"""One weight update, step by step, as the trainer asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from bus.messages.bounds import (
+    Blob,
+    Count,
+    Counts,
+    Dtypes,
+    LongText,
+    Shapes,
+    ShortText,
+    TensorNames,
+    UpdateId,
+    Verify,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTransfer:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """See :mod:`bus.protocol.communicator`. The trainer's sender is rank 0."""
+
+    communicator: Count
+    world_size: Count
+
+
+@dataclass(frozen=True, slots=True)
+class TransferInit:
+    """``params`` is a MessagePack blob that only the backend reads (bounded, typed).
+
+    ``communicator`` is the number of the one that the transport is made for, 0 for a backend
+    without collectives. The broker adds ``world_size`` and where each engine stands in it.
+    """
+
+    backend: ShortText
+    params: Blob
+    communicator: Count
+    world_size: Count
+    first_ranks: Annotated[dict[ShortText, Count], Meta(max_length=16_384)]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """The manifest of an update (see :class:`bus.manifest.Manifest`) and its version.
+
+    The trainer sends the last ``version`` it knows, the broker puts the one it assigned, which
+    is greater: also when it is a new broker, and whoever serves that version is yet to join.
+    """
+
+    update_id: UpdateId
+    version: Count
+    label: ShortText
+    backend: ShortText
+    communicator: Count
+    names: TensorNames
+    dtypes: Dtypes
+    shapes: Shapes
+    chunk_ends: Counts
+    digest: ShortText
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateStart:
+    update_id: UpdateId
+
+
+@dataclass(frozen=True, slots=True)
+class WeightChunkMeta:
+    """One chunk: tensors, and a transport handle that only the backend reads."""
+
+    update_id: UpdateId
+    chunk: Count
+    names: TensorNames
+    dtypes: Dtypes
+    shapes: Shapes
+    sizes_bytes: Counts
+    handle: Blob
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSent:
+    """Every byte of the chunk has left. ``sums`` are its tensors' (see :mod:`bus.checksum`),
+    computed where the sender has them; none, if nothing is to be verified."""
+
+    update_id: UpdateId
+    chunk: Count
+    verify: Verify
+    sums: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateFinish:
+    update_id: UpdateId
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    update_id: UpdateId
+    version: Count
+    label: ShortText
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    update_id: UpdateId
+    reason: LongText

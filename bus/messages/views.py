@@ -1,0 +1,93 @@
+"""The broker's view, and who asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from bus.messages.bounds import CorePhase, Count, LongText, ShortText, UpdateId
+
+
+@dataclass(frozen=True, slots=True)
+class WaitEngines:
+    count: Count
+    timeout_ms: Count
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """``core_since_ms``: for how long its core has been in ``core_phase``, as far as the
+    sidecar's last word goes."""
+
+    name: ShortText
+    dp_group: ShortText
+    dp_rank: Count
+    endpoint: ShortText
+    kind: ShortText
+    software: ShortText
+    version: Count
+    phase: ShortText
+    in_flight: Count
+    host: ShortText
+    pid: Count
+    last_heard_ms: float
+    backends: tuple[ShortText, ...]
+    core_phase: CorePhase
+    core_since_ms: float
+    core_step: Count
+    core_wave: Count
+
+
+@dataclass(frozen=True, slots=True)
+class DpGroupView:
+    """``state`` is the wave machine's; ``health`` is ok, slow, wedged or down, and
+    ``diagnosis`` says why in words."""
+
+    name: ShortText
+    state: ShortText
+    wave: Count
+    ranks: Count
+    size: Count
+    first_req: bool
+    gateway: ShortText
+    health: ShortText
+    diagnosis: LongText
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    engines: Annotated[tuple[EngineView, ...], Meta(max_length=16_384)]
+    version: Count
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRequest:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatus:
+    name: ShortText
+    epoch: Count
+    version: Count
+    holder: ShortText
+    pause: ShortText
+    update: ShortText
+    update_id: UpdateId
+    waiting_for: Annotated[tuple[ShortText, ...], Meta(max_length=16_384)]
+    engines: Annotated[tuple[EngineView, ...], Meta(max_length=16_384)]
+    dp_groups: Annotated[tuple[DpGroupView, ...], Meta(max_length=16_384)]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """``cpu_s`` and ``rss_bytes`` are the broker process's own."""
+
+    broker: ShortText
+    uptime_s: float
+    cpu_s: float
+    rss_bytes: Count
+    peers: Count
+    groups: Annotated[tuple[GroupStatus, ...], Meta(max_length=4096)]
