@@ -85,8 +85,14 @@ class Manifest:
         """Cut ``tensors`` into chunks of at most ``chunk_bytes``, keeping their order.
 
         A tensor larger than that gets a chunk of its own.
+
+        Raises:
+            ValueError: as the constructor does.
         """
         metas = list(tensors)
+        for meta in metas:
+            if meta.dtype not in DTYPE_BYTES:
+                raise ValueError(f"dtypes: {meta.name} has unknown dtype {meta.dtype!r}")
         ends: list[int] = []
         filled = 0
         for index, meta in enumerate(metas):

@@ -2,62 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import dataclasses
-from typing import TYPE_CHECKING, Final, Self, TypeVar
+import importlib
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
+import anyio.to_thread
 
-from bus.errors import BusClosed, BusTimeout, Refused, UpdateFailed, UsageError
-from bus.gloo import address_towards, host_of
-from bus.ids import check_name, new_update_id
+from bus.errors import Refused, UsageError
+from bus.ids import check_name
 from bus.messages import (
-    Abort,
-    Arm,
-    Commit,
     EngineView,
     Escalation,
     GroupAck,
     GroupView,
-    Message,
-    Nack,
     NackCode,
-    PauseLocal,
     PauseMode,
-    PlanTransfer,
-    Resume,
     Status,
-    TransferInit,
-    TransferPlan,
-    UpdateFinish,
-    UpdateStart,
     Verify,
     WaitEngines,
 )
 from bus.runtime.peer import default_name
 from bus.settings import DEFAULT_BROKER
-from bus.transfer import ALONE, World
 from trainer_agent.connection import Connection
 from trainer_agent.how import WAIT_S, PauseHow
-from trainer_agent.ranks import Leading, follow
-from trainer_agent.report import UpdateReport
+from trainer_agent.ranks import follow
 from trainer_agent.sources import Weights, as_source
-from trainer_agent.stream import ChunkStream, first_of
-from trainer_agent.transfer import make_sender
+from trainer_agent.steps import Steps
+from trainer_agent.stream import ChunkStream
+from trainer_agent.transport import Transport
+from trainer_agent.updating import CLEANUP_S, Updates
+from trainer_agent.weight_sync import BusWeightSource, BusWeightSyncClient, WeightSync
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from types import TracebackType
 
-    from bus.manifest import Manifest
     from bus.protocol.link import LinkConfig
     from bus.runtime.base import ClientTransport
-
-M = TypeVar("M", bound=Message)
-
-_RESEND_S: Final = 1.0
-_CLEANUP_S: Final = 30.0
-_OPENINGS: Final = 3
+    from trainer_agent.report import UpdateReport
 
 
 class TrainerAgent:
@@ -125,10 +109,6 @@ class TrainerAgent:
         self.verify: Verify = verify
         self.lease_ms = lease_ms
         self.timeout_s = timeout_s
-        self.last_update: UpdateReport | None = None
-        self._sender = make_sender(backend)
-        self._room_bytes = 0
-        self._communicator = 0
         self._line = Connection(
             broker,
             role="follower" if rank else "trainer",
@@ -138,11 +118,18 @@ class TrainerAgent:
             transport=transport,
             link_config=link_config,
         )
-        self._ids = 0
-        self._updates = 0  # how many were begun, refused ones too: the other ranks count as well
-        self._version = 0  # the greatest that the bus has told of
-        self._window: tuple[str, int] | None = None  # the pause we hold: its id and epoch
-        self._busy = False
+        self._steps = Steps(self._line, lease_ms=lease_ms, timeout_s=timeout_s)
+        self._transport = Transport(backend, self._line, self._steps)
+        self._updates = Updates(self._line, self._steps, alone=ranks == 1)
+        self._sync = WeightSync(
+            self._line,
+            self._steps,
+            self._updates,
+            self._transport,
+            rank=rank,
+            chunk_bytes=chunk_bytes,
+            timeout_s=timeout_s,
+        )
 
     # -- coming and going -------------------------------------------------------
 
@@ -154,12 +141,13 @@ class TrainerAgent:
             Refused: the name is taken, or another trainer holds the group.
         """
         await self._line.open()
+        self._sync.loop = asyncio.get_running_loop()
         return self
 
     async def close(self) -> None:
         """Leave the bus. A pause that is still held is resumed by the broker."""
         self._line.close()
-        self._sender.close()
+        self._transport.close()
 
     async def __aenter__(self) -> Self:
         return await self.connect()
@@ -185,7 +173,7 @@ class TrainerAgent:
         view = await self._line.ask(
             WaitEngines(count, int(timeout_s * 1000)), GroupView, timeout_s=timeout_s + 10
         )
-        self._version = max(self._version, view.version)
+        self._steps.version = max(self._steps.version, view.version)
         return list(view.engines)
 
     async def status(self) -> Status:
@@ -216,16 +204,16 @@ class TrainerAgent:
         Raises:
             PauseFailed: not every engine could be paused; those that were, have resumed.
         """
-        if self._window is not None:
+        if self._steps.held:
             raise UsageError("the group is paused already by this agent")
-        update_id = self._new_id()
+        update_id = self._steps.new_id()
         how = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
-        ack = await self._pause(update_id, how)
+        ack = await self._steps.pause(update_id, how)
         try:
             yield ack
         finally:
-            with anyio.move_on_after(_CLEANUP_S, shield=True):
-                await self._resume(update_id)
+            with anyio.move_on_after(CLEANUP_S, shield=True):
+                await self._steps.resume(update_id)
 
     async def update_weights(
         self,
@@ -258,189 +246,98 @@ class TrainerAgent:
                 until the next whole update.
             BusTimeout: somebody did not answer in time; the text says who.
         """
-        if self._busy:
-            raise UsageError("an update is under way; await it first")
         how = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
-        self._busy = True
-        self._updates += 1
+        if self.rank:
+            with self._updates.beside() as number:
+                return await follow(self._line, as_source(source), number)
+        return await self._update(source, label, how)
+
+    @property
+    def last_update(self) -> UpdateReport | None:
+        """The last update that was committed, by whichever way."""
+        return self._updates.last
+
+    # -- vLLM's trainer engines ---------------------------------------------------
+
+    async def init_info(self) -> Any:
+        """Arm the rendezvous: what ``WeightTransferTrainerFactory.trainer_init`` takes to have
+        wavebus's own trainer engine send, over this agent's backend.
+
+        ::
+
+            trainer = WeightTransferTrainerFactory.trainer_init(
+                agent.init_info(), client=agent.client(), source=agent.source(model)
+            )
+            trainer.send_weights()
+
+        (That is with :class:`trainer_agent.SyncTrainerAgent`. With an event loop, await this,
+        and call ``trainer_init`` and ``send_weights`` in a thread.)
+
+        Raises:
+            UsageError: there is no vLLM here, or one without trainer engines.
+        """
         try:
-            if self.rank:
-                return await follow(self._line, as_source(source), self._updates)
-            leading = Leading(self._line, self._updates, alone=self.ranks == 1)
-            async with leading:
-                leading.version = await self._update(source, label, how, leading)
-            return leading.version
-        finally:
-            self._busy = False
+            # In a thread: it takes seconds, and the bus must hear from us.
+            made = await anyio.to_thread.run_sync(
+                importlib.import_module, "trainer_agent.vllm_trainer"
+            )
+        except ImportError as error:
+            raise UsageError(
+                f"vLLM's trainer engines can't be imported ({error}): install vllm 0.28 or later "
+                "where the trainer runs, or use update_weights(), which needs none"
+            ) from error
+        return made.WavebusTrainerInitInfo(
+            rank=self.rank,
+            transport=self.backend,
+            chunk_bytes=self.chunk_bytes,
+            verify=self.verify,
+            plan=self._sync.who_meets,
+        )
+
+    def client(
+        self,
+        *,
+        mode: PauseMode = "keep",
+        clear_cache: bool = True,
+        wait_s: float = WAIT_S,
+        escalate: Escalation = "keep",
+    ) -> BusWeightSyncClient:
+        """The ``client`` of vLLM's trainer engines: each of their updates is one of the bus's.
+        Its arguments are those of :meth:`paused`."""
+        how = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
+        return BusWeightSyncClient(self._sync, how)
+
+    def source(self, weights: Weights) -> BusWeightSource:
+        """The ``source`` of vLLM's trainer engines: ``weights``, which nobody reads before
+        every engine is armed, on any rank. An agent has one at a time, its last."""
+        return self._sync.wrap(as_source(weights))
 
     # -- one update -------------------------------------------------------------
 
-    async def _update(self, source: Weights, label: str, how: PauseHow, leading: Leading) -> int:
-        stream = ChunkStream(
-            as_source(source), self._sender, chunk_bytes=self.chunk_bytes, verify=self.verify
-        )
-        update_id = self._new_id()
-        await self._open(stream)
-        armed = await self._arm(update_id, label, stream)
-        held = self._window
-        try:
-            pause = None if held else await self._pause(update_id, how)
-        except BaseException:
-            await self._undo(update_id, resume=False)
-            raise
-        try:
-            await self._step(UpdateStart(update_id))
-            await leading.go(stream)
-            await stream.send(update_id, self._step)
-            await self._step(UpdateFinish(update_id))
-            done = await self._step(Commit(update_id, armed.version, label))
-        except BaseException:
-            if self._sender.collective:
-                self._room_bytes = 0  # whoever was in a broadcast may have left it
-            await self._undo(update_id, resume=held is None)
-            raise
-        resumed = None if held else await self._resume(update_id)
-        self.last_update = UpdateReport(
-            version=done.version,
-            label=label,
-            update_id=update_id,
-            engines=done.engines,
-            excluded=done.excluded,
-            interrupted=pause.in_flight if pause else 0,
-            arm_ms=armed.duration_ms,
-            pause_ms=pause.duration_ms if pause else 0.0,
-            paused_ms=resumed.paused_ms if resumed else 0.0,
-            slowest=pause.slowest if pause else "",
-            size_bytes=stream.size_bytes,
-            chunks=stream.manifest.chunks,
-            verified=stream.verify,
-        )
-        return done.version
-
-    async def _open(self, stream: ChunkStream) -> None:
-        """Open the transport, if there is none with room enough."""
-        if self._room_bytes < stream.room_bytes:
-            await self._reopen(stream)
-
-    async def _reopen(self, stream: ChunkStream) -> None:
-        """Open the transport for those who are there, again if somebody comes or goes."""
-        self._room_bytes = 0
-        for left in reversed(range(_OPENINGS)):
-            world = await self._world()
-            params = await anyio.to_thread.run_sync(self._sender.open, stream.room_bytes, world)
-            try:
-                await self._meet_all(TransferInit(self.backend, params, world.number, 0, {}))
-                break
-            except Refused as refused:
-                if refused.code is not NackCode.TRANSFER_CLOSED or not left:
-                    raise
-        self._sender.opened()
-        self._room_bytes = stream.room_bytes
-        self._communicator = world.number
-
-    async def _meet_all(self, init: TransferInit) -> None:
-        """Every engine opens its end; a sender with collectives meets them meanwhile."""
-        try:
-            async with anyio.create_task_group() as tasks:
-                if self._sender.collective:
-                    tasks.start_soon(self._meet)
-                await self._step(init)
-        except BaseExceptionGroup as group:
-            raise first_of(group) from group
-
-    async def _world(self) -> World:
-        """Who is to meet; nobody, where each engine opens its end alone."""
-        if not self._sender.collective:
-            return ALONE
-        plan = await self._line.ask(PlanTransfer(), TransferPlan)
-        return World(plan.communicator, plan.world_size, address_towards(host_of(self.broker)))
-
-    async def _meet(self) -> None:
-        """Wait in a thread until all ends are there; closed, the sender gives up waiting."""
-        try:
-            await anyio.to_thread.run_sync(self._sender.meet, abandon_on_cancel=True)
-        except BaseException:
-            self._sender.close()
-            raise
-
-    async def _arm(self, update_id: str, label: str, stream: ChunkStream) -> GroupAck:
-        """Every engine checks the manifest. One that joined since the transport was opened
-        has no end of it: then it is opened anew, for all."""
-        manifest: Manifest = stream.manifest
-        arm = Arm(
-            update_id,
-            self._version,
-            label,
-            self.backend,
-            self._communicator,
-            manifest.names,
-            manifest.dtypes,
-            manifest.shapes,
-            manifest.chunk_ends,
-            manifest.digest(),
-        )
-        try:
-            return await self._step(arm)
-        except Refused as refused:
-            if refused.code is not NackCode.TRANSFER_CLOSED:
-                raise
-        await self._reopen(stream)
-        return await self._step(dataclasses.replace(arm, communicator=self._communicator))
-
-    async def _pause(self, update_id: str, how: PauseHow) -> GroupAck:
-        ask = PauseLocal(
-            update_id,
-            how.mode,
-            how.clear_cache,
-            self.lease_ms,
-            int(self.timeout_s * 1000),
-            int(how.wait_s * 1000),
-            how.escalate,
-        )
-        ack = await self._step(ask)
-        self._window = (update_id, self._line.epoch)
-        return ack
-
-    async def _resume(self, update_id: str) -> GroupAck:
-        try:
-            return await self._step(Resume(update_id))
-        finally:
-            self._window = None
-
-    async def _undo(self, update_id: str, *, resume: bool) -> None:
-        """Give the update up, and let the engines go on. What fails here, the broker mends:
-        it aborts and resumes for a trainer that is gone."""
-        with anyio.move_on_after(_CLEANUP_S, shield=True):
-            with contextlib.suppress(Refused, BusTimeout, BusClosed):
-                await self._step(Abort(update_id, "the trainer gave up"))
-            if resume:
-                with contextlib.suppress(Refused, BusTimeout, BusClosed):
-                    await self._resume(update_id)
-
-    # -- asking the broker --------------------------------------------------------
-
-    async def _step(self, message: Message) -> GroupAck:
-        """One step of all engines; in a pause, only as the trainer that made it."""
-        if self._window is not None and self._line.epoch != self._window[1]:
-            self._window = None
-            raise UpdateFailed(
-                Nack(
-                    code=NackCode.FENCED,
-                    step="update",
-                    update_id=getattr(message, "update_id", ""),
-                    chunk=0,
-                    detail="the bus took this trainer for dead, and has resumed its engines",
-                    field="epoch",
-                    peer="",
-                    tensor="",
-                    hint="keep the event loop free, or use SyncTrainerAgent",
-                    retry_after_ms=0,
-                )
+    async def _update(self, source: Weights, label: str, how: PauseHow) -> int:
+        transport = self._transport
+        async with self._updates.begin(how) as update:
+            stream = ChunkStream(
+                as_source(source),
+                transport.sender,
+                chunk_bytes=self.chunk_bytes,
+                verify=self.verify,
             )
-        done = await self._line.ask(message, GroupAck)
-        self._version = max(self._version, done.version)
-        return done
-
-    def _new_id(self) -> str:
-        self._ids += 1
-        return new_update_id(self._line.boot, self._ids)
+            await transport.open(stream.room_bytes)
+            try:
+                await update.arm(stream.plan, transport.backend, transport.communicator, label)
+            except Refused as refused:
+                # One that joined since the transport was opened has no end of it.
+                if refused.code is not NackCode.TRANSFER_CLOSED:
+                    raise
+                await transport.reopen(stream.room_bytes)
+                await update.arm(stream.plan, transport.backend, transport.communicator, label)
+            await update.start(stream.drain)
+            try:
+                await stream.send(update.id, self._steps.step)
+                report = await update.commit(label, stream.verify)
+            except BaseException:
+                if transport.sender.collective:
+                    transport.spoil()  # whoever was in a broadcast may have left it
+                raise
+        return report.version

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast
 import torch
 
 import bus.log
-from bus.messages import WeightChunkMeta
 from bus.runtime import loop
 from bus.runtime.lines import answer, commands
 from trainer_agent.agent import TrainerAgent
@@ -29,7 +28,6 @@ from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bus.messages import GroupAck, Message
     from bus.runtime.loop import LoopChoice
     from trainer_agent.transfer import Sender
 
@@ -79,11 +77,12 @@ MODELS: Final = {"megabytes": few_large, "tensors": many_small}
 
 
 class TimedSender:
-    """A sender, and when each of its puts was."""
+    """A sender, when each of its puts was, and when the last chunk was acked."""
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
         self.puts: list[tuple[float, float]] = []
+        self.acked_s = 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sender, name)
@@ -94,21 +93,18 @@ class TimedSender:
         self.puts.append((since_s, time.monotonic()))
         return handle
 
+    def taken(self, seq: int) -> None:
+        self.acked_s = time.monotonic()
+        self._sender.taken(seq)
+
 
 class MeasuredAgent(TrainerAgent):
     """A trainer's agent that notes when it put chunks, and when the last one was acked."""
 
     def __init__(self, broker: str, *, group: str, backend: str) -> None:
         super().__init__(broker, group=group, backend=backend)
-        self.timed = TimedSender(self._sender)
-        self._sender = cast("Sender", self.timed)
-        self.acked_s = 0.0
-
-    async def _step(self, message: Message) -> GroupAck:
-        ack = await super()._step(message)
-        if isinstance(message, WeightChunkMeta):
-            self.acked_s = time.monotonic()
-        return ack
+        self.timed = TimedSender(self._transport.sender)
+        self._transport.sender = cast("Sender", self.timed)
 
 
 class Copy:
@@ -156,7 +152,7 @@ async def _update(agent: MeasuredAgent, model: Policy) -> dict[str, Any]:
         "until_s": until_s,
         "puts": puts,
         # From before the first chunk is written: its handle is in the first message.
-        "transfer_ms": (agent.acked_s - puts[0][0]) * 1000,
+        "transfer_ms": (agent.timed.acked_s - puts[0][0]) * 1000,
         "pause_ms": report.pause_ms,
         "paused_ms": report.paused_ms,
     }

@@ -15,15 +15,14 @@ import anyio
 import anyio.to_thread
 
 from bus.errors import BusClosed, BusTimeout, Refused, refusal
-from bus.messages import AwaitStep, Nack, NackCode, TrainerPoint, TrainerStep
+from bus.messages import AwaitStep, Nack, TrainerPoint, TrainerStep
+from trainer_agent.refusals import nack_of
 
 if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import Self
+    from collections.abc import Callable
 
     from trainer_agent.connection import Connection
     from trainer_agent.sources import WeightSource
-    from trainer_agent.stream import ChunkStream
 
 _LAST_WORD_S: Final = 30.0
 
@@ -32,39 +31,34 @@ class Leading:
     """Rank 0's part, around one update. ``alone``: there are no other ranks to tell."""
 
     def __init__(self, line: Connection, number: int, *, alone: bool) -> None:
-        self.version = 0
         self._line = line
         self._number = number
         self._alone = alone
-        self._stream: ChunkStream | None = None
+        self._drain: Callable[[], None] | None = None
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def go(self, stream: ChunkStream) -> None:
-        """Every engine waits for tensors: all ranks may gather them."""
+    async def go(self, drain: Callable[[], None]) -> None:
+        """Every engine waits for tensors: all ranks may gather them. ``drain`` gathers what
+        rank 0 has not gathered yet; it runs in a thread."""
         if not self._alone:
-            self._stream = stream
-            await self._tell("go", None)
+            self._drain = drain
+            await self._tell("go", 0, None)
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def end(self, version: int, error: BaseException | None) -> None:
+        """It is committed, or has failed."""
         if self._alone:
             return
-        failure = None if exc is None else _nack_of(exc)
+        failure = None if error is None else nack_of(error)
         with anyio.move_on_after(_LAST_WORD_S, shield=True):
-            if exc is not None and self._stream is not None:
-                await anyio.to_thread.run_sync(self._stream.drain)
+            if error is not None and self._drain is not None:
+                # A source that fails here, too, is not what went wrong first.
+                with contextlib.suppress(Exception):
+                    await anyio.to_thread.run_sync(self._drain)
             # What can't be told, the others hear from the broker when rank 0 is gone.
             with contextlib.suppress(Refused, BusTimeout, BusClosed):
-                await self._tell("end", failure)
+                await self._tell("end", version, failure)
 
-    async def _tell(self, point: TrainerPoint, failure: Nack | None) -> None:
-        step = TrainerStep(self._number, point, self.version, failure)
+    async def _tell(self, point: TrainerPoint, version: int, failure: Nack | None) -> None:
+        step = TrainerStep(self._number, point, version, failure)
         await self._line.ask(step, TrainerStep)
 
 
@@ -75,12 +69,17 @@ async def follow(line: Connection, source: WeightSource, number: int) -> int:
         Refused: what rank 0 raised, as far as it was a NACK; otherwise an
             :class:`bus.errors.UpdateFailed` with its text.
     """
-    await _reached(line, number, "go")
+    await reached(line, number, "go")
     await anyio.to_thread.run_sync(_gather, source)
-    return (await _reached(line, number, "end")).version
+    return (await reached(line, number, "end")).version
 
 
-async def _reached(line: Connection, number: int, point: TrainerPoint) -> TrainerStep:
+async def reached(line: Connection, number: int, point: TrainerPoint) -> TrainerStep:
+    """Wait until rank 0 has come so far.
+
+    Raises:
+        Refused: as :func:`follow` does.
+    """
     step = await line.ask(AwaitStep(number, point), TrainerStep)
     if step.failure is not None:
         raise refusal(step.failure)
@@ -90,20 +89,3 @@ async def _reached(line: Connection, number: int, point: TrainerPoint) -> Traine
 def _gather(source: WeightSource) -> None:
     for _ in source:
         pass
-
-
-def _nack_of(error: BaseException) -> Nack:
-    if isinstance(error, Refused):
-        return error.nack
-    return Nack(
-        code=NackCode.CANCELLED,
-        step="update",
-        update_id="",
-        chunk=0,
-        detail=f"rank 0: {type(error).__name__}: {error}"[:4096],
-        field="",
-        peer="",
-        tensor="",
-        hint="",
-        retry_after_ms=0,
-    )

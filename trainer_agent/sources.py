@@ -9,8 +9,8 @@ and is gathered when its turn comes: a collective, which every rank of the train
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol, TypeAlias, runtime_checkable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -18,11 +18,26 @@ from bus.errors import UsageError
 from bus.manifest import TensorMeta
 
 
+class AnyMeta(Protocol):
+    """A :class:`bus.manifest.TensorMeta`, or vLLM's ``ParamMeta``."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> Any:
+        """A ``torch.dtype``, or its name."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
 @runtime_checkable
 class WeightSource(Protocol):
-    """Metadata without transfer, and a fresh pass over the tensors for every update."""
+    """Metadata without transfer, and a fresh pass over the tensors for every update. vLLM's
+    own weight sources are such ones, too."""
 
-    def metadata(self) -> list[TensorMeta]:
+    def metadata(self) -> Sequence[AnyMeta]:
         """Names, dtypes and full shapes, in the order of iteration."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -65,6 +80,36 @@ def as_source(weights: Weights) -> WeightSource:
         f"source={type(weights).__name__}: a torch.nn.Module, a mapping of names to tensors, "
         "(name, tensor) pairs, or a WeightSource"
     )
+
+
+def tensor_metas(metas: Iterable[AnyMeta]) -> list[TensorMeta]:
+    """What a source's metadata is for a manifest."""
+    return [
+        meta
+        if isinstance(meta, TensorMeta)
+        else TensorMeta(meta.name, dtype_name(meta.dtype), tuple(meta.shape))
+        for meta in metas
+    ]
+
+
+def as_announced(
+    metas: Iterable[TensorMeta], tensors: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The source's tensors, as long as they are those that its metadata told of.
+
+    Raises:
+        UsageError: names the tensor that is missing, or another one.
+    """
+    for meta in metas:
+        name, tensor = next(tensors, ("", None))
+        if tensor is None:
+            raise UsageError(f"source: ended before {meta.name}, which its metadata has")
+        # By field: to make a TensorMeta of each takes longer than to copy a small tensor.
+        same = tensor.shape == meta.shape and dtype_name(tensor.dtype) == meta.dtype
+        if name != meta.name or not same:
+            found = meta_of(name, tensor)
+            raise UsageError(f"source: yielded {found}, its metadata says {meta}")
+        yield name, tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -12,15 +13,15 @@ import anyio.lowlevel
 import torch
 
 from bus.checksum import checksums
-from bus.errors import UsageError
-from bus.manifest import Manifest
-from bus.messages import ChunkSent, WeightChunkMeta
-from trainer_agent.sources import WeightSource, dtype_name, meta_of
+from bus.messages import ChunkSent
+from trainer_agent.plan import Plan
+from trainer_agent.sources import as_announced, tensor_metas
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from bus.messages import GroupAck, Message, Verify
+    from trainer_agent.sources import WeightSource
     from trainer_agent.transfer import Sender
 
     Step: TypeAlias = Callable[[Message], Coroutine[object, object, GroupAck]]
@@ -36,17 +37,10 @@ class ChunkStream:
     def __init__(
         self, source: WeightSource, sender: Sender, *, chunk_bytes: int, verify: Verify
     ) -> None:
-        metas = source.metadata()
-        try:
-            self.manifest = Manifest.plan(metas, chunk_bytes=chunk_bytes)
-        except ValueError as error:
-            raise UsageError(f"source: {error}") from error
-        self._sizes_bytes = [self.manifest.sizes_bytes(k) for k in range(self.manifest.chunks)]
-        self.size_bytes = sum(map(sum, self._sizes_bytes))
-        self.room_bytes = max(map(sender.packed_bytes, self._sizes_bytes))
-        self._metas = metas
-        self._source = source
-        self._tensors = iter(source)
+        self.plan = Plan(tensor_metas(source.metadata()), chunk_bytes=chunk_bytes)
+        self.room_bytes = self.plan.room_bytes(sender)
+        self._left = iter(source)
+        self._tensors = as_announced(self.plan.metas, self._left)
         self._taking = threading.Lock()
         self._sender = sender
         self._sending = anyio.Lock()  # chunks leave one after the other, in order
@@ -65,7 +59,7 @@ class ChunkStream:
     async def _send_all(self, update_id: str, step: Step) -> None:
         waiting: deque[anyio.Event] = deque()
         async with anyio.create_task_group() as tasks:
-            for seq in range(self.manifest.chunks):
+            for seq in range(self.plan.chunks):
                 if len(waiting) == self._sender.depth:
                     await waiting.popleft().wait()
                 chunk = await anyio.to_thread.run_sync(self._put, seq)
@@ -81,17 +75,8 @@ class ChunkStream:
         applied: anyio.Event,
     ) -> None:
         """Tell, send, and tell that it is sent; both words are answered when it is applied."""
-        manifest, seq = self.manifest, chunk.seq
-        part = manifest.part(seq)
-        meta = WeightChunkMeta(
-            update_id,
-            seq,
-            manifest.names[part],
-            manifest.dtypes[part],
-            manifest.shapes[part],
-            self._sizes_bytes[seq],
-            chunk.handle,
-        )
+        seq = chunk.seq
+        meta = self.plan.chunk_meta(update_id, seq, chunk.handle)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(step, meta)
             await anyio.lowlevel.checkpoint()  # it is on its way
@@ -109,23 +94,14 @@ class ChunkStream:
     def drain(self) -> None:
         """Take what is left of the source, for those who gather it with us."""
         with self._taking:
-            for _ in self._tensors:
+            for _ in self._left:
                 pass
 
     def _put(self, seq: int) -> _Chunk:
         """Take the chunk's tensors from the source and offer them; runs in a thread."""
-        chunk: list[torch.Tensor] = []
         with self._taking:
-            for meta in self._metas[self.manifest.part(seq)]:
-                name, tensor = next(self._tensors, ("", None))
-                if tensor is None:
-                    raise UsageError(f"source: ended before {meta.name}, which its metadata has")
-                # By field: to make a TensorMeta of each takes longer than to copy a small tensor.
-                same = tensor.shape == meta.shape and dtype_name(tensor.dtype) == meta.dtype
-                if name != meta.name or not same:
-                    found = meta_of(name, tensor)
-                    raise UsageError(f"source: yielded {found}, its metadata says {meta}")
-                chunk.append(tensor.detach())
+            found = itertools.islice(self._tensors, self.plan.tensors_of(seq))
+            chunk = [tensor.detach() for _, tensor in found]
         return _Chunk(seq, self._sender.put(seq, chunk), checksums(torch, chunk, self.verify))
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from bus.messages import EngineView, Escalation, GroupAck, PauseMode, Status
     from trainer_agent.report import UpdateReport
     from trainer_agent.sources import Weights
+    from trainer_agent.weight_sync import BusWeightSource, BusWeightSyncClient
 
 
 class SyncTrainerAgent:
@@ -111,6 +112,28 @@ class SyncTrainerAgent:
         pause = agent.paused(mode=mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
         with portal.wrap_async_context_manager(pause) as ack:
             yield ack
+
+    def init_info(self) -> Any:
+        """See :meth:`TrainerAgent.init_info`."""
+        portal, agent = self._connected()
+        return portal.call(agent.init_info)
+
+    def client(
+        self,
+        *,
+        mode: PauseMode = "keep",
+        clear_cache: bool = True,
+        wait_s: float = WAIT_S,
+        escalate: Escalation = "keep",
+    ) -> BusWeightSyncClient:
+        """See :meth:`TrainerAgent.client`."""
+        return self._connected()[1].client(
+            mode=mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate
+        )
+
+    def source(self, weights: Weights) -> BusWeightSource:
+        """See :meth:`TrainerAgent.source`."""
+        return self._connected()[1].source(weights)
 
     def status(self) -> Status:
         """See :meth:`TrainerAgent.status`."""

@@ -1,0 +1,253 @@
+"""vLLM's trainer engines with the bus as their control plane: wavebus's own, by vLLM's factory.
+
+One example boots a real engine; the rest needs vLLM's classes, and has embedded engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from bus.errors import ManifestRefused, Refused, WavebusError
+from bus.messages import NackCode
+from sidecar import Sidecar
+from sidecar.embedded import EmbeddedEngine, SamplingParams
+from tests.support.broker import a_broker
+from tests.support.checkpoints import make_checkpoint, perturbed
+from tests.support.procs import ROOT
+from tests.vllm._vllm import require_vllm
+from trainer_agent import SyncTrainerAgent
+from trainer_agent.sources import PairSource
+from trainer_agent.transfer import register_sender
+from trainer_agent.transfer.shm import ShmSender
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+
+    from torch import Tensor
+
+    from tests.support.checkpoints import Checkpoint
+
+require_vllm()
+# vLLM's own imports warn of what they deprecate.
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+
+PROMPT = (5, 9, 77, 31, 12)
+CHUNK_BYTES = 1 << 14
+LIMIT_S = 120.0
+
+
+def test_the_example_runs() -> None:
+    """As its first lines say; it checks by itself what the engine then generates, and that half
+    of a fused tensor is refused."""
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "vllm_trainer_engine.py")],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        cwd=ROOT,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "refused, and the engine serves on: manifest_refused" in ended.stdout
+    assert "version 2: " in ended.stdout
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), seed=3)
+
+
+class Bench:
+    """A broker, engines, and the trainer of another thread."""
+
+    def __init__(self, checkpoint: Checkpoint, broker: str) -> None:
+        self.checkpoint = checkpoint
+        self.broker = broker
+
+    @contextlib.asynccontextmanager
+    async def engine(self, name: str) -> AsyncIterator[EmbeddedEngine]:
+        engine = EmbeddedEngine(self.checkpoint.folder, host=None)
+        async with Sidecar(engine, broker=self.broker, group="policy", name=name) as sidecar:
+            await sidecar.joined()
+            yield engine
+
+    async def assert_serve(
+        self, weights: Mapping[str, Tensor], version: int, *engines: EmbeddedEngine
+    ) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        expected = self.checkpoint.greedy(weights, PROMPT, 12)
+        for engine in engines:
+            deltas = [delta async for delta in engine.generate(PROMPT, params)]
+            tokens = [token for delta in deltas for token in delta.token_ids]
+            assert (tokens, deltas[-1].weight_versions[-1].version) == (expected, version)
+
+
+@contextlib.asynccontextmanager
+async def a_bench(checkpoint: Checkpoint, **options: Any) -> AsyncIterator[tuple[Bench, Trainer]]:
+    async with a_broker() as (_, broker):
+        agent = SyncTrainerAgent(broker, chunk_bytes=CHUNK_BYTES, **options)
+        await asyncio.to_thread(agent.connect)
+        try:
+            yield Bench(checkpoint, broker), Trainer(agent)
+        finally:
+            await asyncio.to_thread(agent.close)
+
+
+class Trainer:
+    """What a user writes, from a coroutine."""
+
+    def __init__(self, agent: SyncTrainerAgent) -> None:
+        self.agent = agent
+        self.engine: Any = None
+
+    async def init(self, weights: Any) -> None:
+        await asyncio.to_thread(self._init, weights)
+
+    def _init(self, weights: Any) -> None:
+        init_info = self.agent.init_info()
+        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
+
+        self.engine = WeightTransferTrainerFactory.trainer_init(
+            init_info, client=self.agent.client(), source=self.agent.source(weights)
+        )
+
+    async def wait_for_engines(self, count: int) -> None:
+        await asyncio.to_thread(self.agent.wait_for_engines, count)
+
+    async def send_weights(self) -> int:
+        await asyncio.to_thread(self.engine.send_weights)
+        assert self.agent.last_update is not None
+        return self.agent.last_update.version
+
+
+@pytest.fixture
+def run() -> Callable[..., None]:
+    def bounded(scenario: Any) -> None:
+        asyncio.run(asyncio.wait_for(scenario, LIMIT_S))
+
+    return bounded
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_engines_come_and_go(
+    checkpoint: Checkpoint, backend: str, run: Callable[..., None]
+) -> None:
+    """The rendezvous is made anew where it must be, by the trainer engine itself."""
+    weights = perturbed(checkpoint.weights, 1)
+    own = perturbed(checkpoint.weights, 2)
+
+    async def scenario() -> None:
+        async with (
+            a_bench(checkpoint, backend=backend) as (bench, trainer),
+            bench.engine("e0") as first,
+        ):
+            await trainer.wait_for_engines(1)
+            await trainer.init(weights)
+            assert await trainer.send_weights() == 1
+            await bench.assert_serve(weights, 1, first)
+            async with bench.engine("e1") as second:
+                await trainer.wait_for_engines(2)
+                assert await trainer.send_weights() == 2
+                await bench.assert_serve(weights, 2, first, second)
+                assert await asyncio.to_thread(trainer.agent.update_weights, own) == 3
+                await bench.assert_serve(own, 3, first, second)
+            assert await trainer.send_weights() == 4
+            await bench.assert_serve(weights, 4, first)
+            report = trainer.agent.last_update
+            assert report is not None
+            assert report.verified == "sample"
+            assert report.chunks > 2
+            trainer.engine.shutdown()
+
+    run(scenario())
+
+
+class Fails(PairSource):
+    """Breaks off in the middle, once."""
+
+    failed = False
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for index, pair in enumerate(super().__iter__()):
+            if index == len(self._pairs) // 2 and not self.failed:
+                self.failed = True
+                raise ValueError("the disk is gone")
+            yield pair
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_what_fails_leaves_the_way_free(
+    checkpoint: Checkpoint, backend: str, run: Callable[..., None]
+) -> None:
+    """A refusal, and a source that breaks off; larger tensors get more room."""
+    weights = perturbed(checkpoint.weights, 3)
+
+    async def scenario() -> None:
+        async with (
+            a_bench(checkpoint, backend=backend) as (bench, trainer),
+            bench.engine("e0") as engine,
+        ):
+            await trainer.wait_for_engines(1)
+            small = {"model.norm.weight": weights["model.norm.weight"]}
+            pairs = dict(small)
+            await trainer.init(pairs)
+            with pytest.raises(ManifestRefused, match="missing"):
+                await trainer.send_weights()
+            await bench.assert_serve(checkpoint.weights, 0, engine)
+            pairs |= weights
+            version = await trainer.send_weights()
+            await bench.assert_serve(weights, version, engine)
+
+            await trainer.init(Fails(weights))
+            with pytest.raises(ValueError, match="the disk is gone"):
+                await trainer.send_weights()
+            version = await trainer.send_weights()
+            await bench.assert_serve(weights, version, engine)
+
+    run(scenario())
+
+
+def test_an_engine_without_the_backend_is_named(
+    checkpoint: Checkpoint, run: Callable[..., None]
+) -> None:
+    """When the trainer engine is made."""
+    register_sender("pigeons", ShmSender)
+
+    async def scenario() -> None:
+        async with (
+            a_bench(checkpoint, backend="pigeons") as (bench, trainer),
+            bench.engine("e0"),
+        ):
+            await trainer.wait_for_engines(1)
+            with pytest.raises(Refused, match="no transfer backend 'pigeons'") as refused:
+                await trainer.init(checkpoint.weights)
+            assert (refused.value.code, refused.value.nack.peer) == (NackCode.BACKEND_MISSING, "e0")
+            with pytest.raises(WavebusError, match="source=None"):
+                await asyncio.to_thread(_without_source, trainer.agent)
+
+    run(scenario())
+
+
+def _without_source(agent: SyncTrainerAgent) -> None:
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
+
+    WeightTransferTrainerFactory.trainer_init(agent.init_info(), client=agent.client())
+
+
+def test_client_and_source_are_what_vllm_asks_for(checkpoint: Checkpoint) -> None:
+    """Its protocol is one that objects can be asked about."""
+    from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient  # noqa: PLC0415
+
+    from trainer_agent import TrainerAgent  # noqa: PLC0415
+
+    agent = TrainerAgent("tcp://127.0.0.1:1")
+    assert isinstance(agent.client(), VLLMWeightSyncClient)
+    (meta,) = agent.source({"w": torch.zeros(2, 3)}).metadata()
+    assert (meta.name, meta.dtype, meta.shape) == ("w", torch.float32, (2, 3))

@@ -1,0 +1,93 @@
+"""Steps of all engines, asked for one by one, and the pause that is held meanwhile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bus.errors import UpdateFailed
+from bus.ids import new_update_id
+from bus.messages import Abort, GroupAck, Message, NackCode, PauseLocal, Resume
+from trainer_agent.refusals import own_nack
+
+if TYPE_CHECKING:
+    from trainer_agent.connection import Connection
+    from trainer_agent.how import PauseHow
+
+
+class Steps:
+    """Of one trainer. Each method waits for all engines.
+
+    Attributes:
+        version: the greatest that the bus has told of.
+    """
+
+    def __init__(self, line: Connection, *, lease_ms: int, timeout_s: float) -> None:
+        self.version = 0
+        self._line = line
+        self._lease_ms = lease_ms
+        self._timeout_s = timeout_s
+        self._ids = 0
+        self._window: tuple[str, int] | None = None  # the pause we hold: its id and epoch
+
+    @property
+    def held(self) -> bool:
+        """Whether the group is paused by us."""
+        return self._window is not None
+
+    def new_id(self) -> str:
+        """For an update, or a pause."""
+        self._ids += 1
+        return new_update_id(self._line.boot, self._ids)
+
+    async def pause(self, update_id: str, how: PauseHow) -> GroupAck:
+        """Pause the group, and hold it.
+
+        Raises:
+            PauseFailed: not every engine could be paused; those that were, have resumed.
+        """
+        ask = PauseLocal(
+            update_id,
+            how.mode,
+            how.clear_cache,
+            self._lease_ms,
+            int(self._timeout_s * 1000),
+            int(how.wait_s * 1000),
+            how.escalate,
+        )
+        ack = await self.step(ask)
+        self._window = (update_id, self._line.epoch)
+        return ack
+
+    async def resume(self, update_id: str) -> GroupAck:
+        """Let the group go."""
+        try:
+            return await self.step(Resume(update_id))
+        finally:
+            self._window = None
+
+    async def abort(self, update_id: str) -> None:
+        """Give an update up, whoever holds the pause by now: one that nobody goes on with would
+        stand in the way of the next."""
+        await self._line.ask(Abort(update_id, "the trainer gave up"), GroupAck)
+
+    async def step(self, message: Message) -> GroupAck:
+        """One step; in a pause, only as the trainer that made it.
+
+        Raises:
+            Refused: an engine or the broker answered with a NACK.
+            BusTimeout: somebody did not answer in time.
+        """
+        if self._window is not None and self._line.epoch != self._window[1]:
+            self._window = None
+            raise UpdateFailed(
+                own_nack(
+                    NackCode.FENCED,
+                    "the bus took this trainer for dead, and has resumed its engines",
+                    update_id=getattr(message, "update_id", ""),
+                    field="epoch",
+                    hint="keep the event loop free, or use SyncTrainerAgent",
+                )
+            )
+        done = await self._line.ask(message, GroupAck)
+        self.version = max(self.version, done.version)
+        return done

@@ -1,0 +1,107 @@
+"""The sending end of the transport, and what engines have opened of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import anyio
+import anyio.to_thread
+
+from bus.errors import Refused
+from bus.gloo import address_towards, host_of
+from bus.messages import NackCode, PlanTransfer, TransferInit, TransferPlan
+from bus.transfer import ALONE, World
+from trainer_agent.stream import first_of
+from trainer_agent.transfer import make_sender
+
+if TYPE_CHECKING:
+    from trainer_agent.connection import Connection
+    from trainer_agent.steps import Steps
+
+_OPENINGS: Final = 3
+
+
+class Transport:
+    """One agent's. Engines have one transport open at a time: the agent's own, or that of a
+    trainer engine of vLLM's kind, which opens its sending end itself.
+
+    Attributes:
+        sender: the agent's own sending end.
+        backend: of the transport that is open.
+        communicator: its number.
+        theirs: it is a trainer engine's.
+    """
+
+    def __init__(self, backend: str, line: Connection, steps: Steps) -> None:
+        self.sender = make_sender(backend)
+        self.backend = backend
+        self.communicator = 0
+        self.theirs = False
+        self._own_backend = backend
+        self._line = line
+        self._steps = steps
+        self._room_bytes = 0
+
+    async def open(self, room_bytes: int) -> None:
+        """Open our own, if it isn't, or has too little room for a chunk."""
+        if self._room_bytes < room_bytes:
+            await self.reopen(room_bytes)
+
+    async def reopen(self, room_bytes: int) -> None:
+        """Open our own, for those who are there now; again, if somebody comes or goes meanwhile."""
+        self.spoil()
+        for left in reversed(range(_OPENINGS)):
+            world = await self.plan() if self.sender.collective else ALONE
+            params = await anyio.to_thread.run_sync(self.sender.open, room_bytes, world)
+            try:
+                await self._meet_all(TransferInit(self._own_backend, params, world.number, 0, {}))
+                break
+            except Refused as refused:
+                if refused.code is not NackCode.TRANSFER_CLOSED or not left:
+                    raise
+        self.sender.opened()
+        self._room_bytes = room_bytes
+        self.backend = self._own_backend
+        self.communicator = world.number
+
+    async def open_theirs(self, init: TransferInit) -> None:
+        """Have engines open their ends of a trainer engine's transport."""
+        self.spoil()
+        self.sender.close()
+        await self._steps.step(init)
+        self.backend = init.backend
+        self.communicator = init.communicator
+        self.theirs = True
+
+    async def plan(self) -> World:
+        """Who would meet in a communicator that is made now."""
+        plan = await self._line.ask(PlanTransfer(), TransferPlan)
+        address = address_towards(host_of(self._line.broker))
+        return World(plan.communicator, plan.world_size, address)
+
+    def spoil(self) -> None:
+        """What is open can't be used any more."""
+        self._room_bytes = 0
+        self.theirs = False
+
+    def close(self) -> None:
+        """Let our own go."""
+        self.sender.close()
+
+    async def _meet_all(self, init: TransferInit) -> None:
+        """Every engine opens its end; a sender with collectives meets them meanwhile."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                if self.sender.collective:
+                    tasks.start_soon(self._meet)
+                await self._steps.step(init)
+        except BaseExceptionGroup as group:
+            raise first_of(group) from group
+
+    async def _meet(self) -> None:
+        """Wait in a thread until all ends are there; closed, the sender gives up waiting."""
+        try:
+            await anyio.to_thread.run_sync(self.sender.meet, abandon_on_cancel=True)
+        except BaseException:
+            self.sender.close()
+            raise

@@ -1,0 +1,198 @@
+"""An update, step by step, for all who drive one: the agent itself, and vLLM's trainer engines.
+
+Begun, it is committed or undone, and the trainer's other ranks hear of its end, whatever
+happens in between::
+
+    async with updates.begin(how) as update:
+        await update.arm(plan, backend, communicator, label)
+        await update.start(drain)
+        ...                             # chunks
+        await update.commit(label, verified)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Final, Self
+
+import anyio
+
+from bus.errors import BusClosed, BusTimeout, Refused, UsageError
+from bus.messages import Arm, Commit, UpdateFinish, UpdateStart
+from trainer_agent.ranks import Leading
+from trainer_agent.report import UpdateReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
+
+    from bus.messages import GroupAck, Verify
+    from trainer_agent.connection import Connection
+    from trainer_agent.how import PauseHow
+    from trainer_agent.plan import Plan
+    from trainer_agent.steps import Steps
+
+CLEANUP_S: Final = 30.0
+
+
+class Updates:
+    """A trainer's, one at a time. ``alone``: there are no other ranks.
+
+    Attributes:
+        last: the last one that was committed.
+    """
+
+    def __init__(self, line: Connection, steps: Steps, *, alone: bool) -> None:
+        self.last: UpdateReport | None = None
+        self._line = line
+        self._steps = steps
+        self._alone = alone
+        self._begun = 0  # refused ones too: the other ranks count as well
+        self._busy = False
+
+    def begin(self, how: PauseHow) -> Update:
+        """Rank 0's part of the next one. It ends with :meth:`Update.end`, or as a context.
+
+        Raises:
+            UsageError: one is under way.
+        """
+        update_id = self._steps.new_id()
+        leading = Leading(self._line, self._take(), alone=self._alone)
+        return Update(update_id, self, self._steps, leading, how)
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[int]:
+        """Another rank's part of the next one, which has this number."""
+        number = self._take()
+        try:
+            yield number
+        finally:
+            self.ended()
+
+    def ended(self) -> None:
+        """The next may begin."""
+        self._busy = False
+
+    def _take(self) -> int:
+        if self._busy:
+            raise UsageError("an update is under way; await it first")
+        self._busy = True
+        self._begun += 1
+        return self._begun
+
+
+class Update:
+    """One update of the group. Whoever gets an error from a step, ends it with that."""
+
+    def __init__(
+        self, update_id: str, updates: Updates, steps: Steps, leading: Leading, how: PauseHow
+    ) -> None:
+        self.id = update_id
+        self._updates = updates
+        self._steps = steps
+        self._leading = leading
+        self._how = how
+        self._plan: Plan | None = None
+        self._armed: GroupAck | None = None
+        self._pause: GroupAck | None = None
+        self._open = False  # the bus has it, and has not committed it
+        self._version = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.end(exc)
+
+    async def arm(self, plan: Plan, backend: str, communicator: int, label: str) -> None:
+        """Every engine checks the manifest.
+
+        Raises:
+            ManifestRefused: an engine's model doesn't take these tensors.
+            Refused: with code ``transfer_closed``, if an engine has no end of the transport;
+                it may then be armed again.
+        """
+        manifest = plan.manifest
+        self._plan = plan
+        self._open = True
+        try:
+            self._armed = await self._steps.step(
+                Arm(
+                    self.id,
+                    self._steps.version,
+                    label,
+                    backend,
+                    communicator,
+                    manifest.names,
+                    manifest.dtypes,
+                    manifest.shapes,
+                    manifest.chunk_ends,
+                    manifest.digest(),
+                )
+            )
+        except Refused:
+            self._open = False
+            raise
+
+    async def start(self, drain: Callable[[], None]) -> None:
+        """Pause, unless the group is held already, and have every engine wait for chunks; then
+        all ranks may gather them. For ``drain`` see :meth:`trainer_agent.ranks.Leading.go`."""
+        if not self._steps.held:
+            self._pause = await self._steps.pause(self.id, self._how)
+        await self._steps.step(UpdateStart(self.id))
+        await self._leading.go(drain)
+
+    async def commit(self, label: str, verified: Verify) -> UpdateReport:
+        """Have every engine serve the weights, and resume, unless the group was held before."""
+        assert self._armed is not None
+        assert self._plan is not None
+        await self._steps.step(UpdateFinish(self.id))
+        done = await self._steps.step(Commit(self.id, self._armed.version, label))
+        self._open = False
+        pause, resumed = self._pause, None
+        if pause is not None:
+            self._pause = None
+            resumed = await self._steps.resume(self.id)
+        self._version = done.version
+        report = UpdateReport(
+            version=done.version,
+            label=label,
+            update_id=self.id,
+            engines=done.engines,
+            excluded=done.excluded,
+            interrupted=pause.in_flight if pause else 0,
+            arm_ms=self._armed.duration_ms,
+            pause_ms=pause.duration_ms if pause else 0.0,
+            paused_ms=resumed.paused_ms if resumed else 0.0,
+            slowest=pause.slowest if pause else "",
+            size_bytes=self._plan.size_bytes,
+            chunks=self._plan.chunks,
+            verified=verified,
+        )
+        self._updates.last = report
+        return report
+
+    async def end(self, error: BaseException | None) -> None:
+        """It is over; with an error, it is undone first, as far as it got."""
+        try:
+            if error is not None:
+                await self._undo()
+            await self._leading.end(self._version, error)
+        finally:
+            self._updates.ended()
+
+    async def _undo(self) -> None:
+        """Give it up, and let the engines go on. What fails here, the broker mends: it aborts
+        and resumes for a trainer that is gone."""
+        with anyio.move_on_after(CLEANUP_S, shield=True):
+            if self._open:
+                with contextlib.suppress(Refused, BusTimeout, BusClosed):
+                    await self._steps.abort(self.id)
+            if self._pause is not None:
+                with contextlib.suppress(Refused, BusTimeout, BusClosed):
+                    await self._steps.resume(self.id)

@@ -1,0 +1,454 @@
+"""``client`` and ``source`` for vLLM's trainer engines, with the bus as their control plane.
+
+A trainer engine calls ``start_weight_update``, which carries no plan; ``update_weights``, as
+often as it has chunks; and ``finish_weight_update``. Beside that it reads its source, on every
+rank of the trainer. On the bus these are one update:
+
+========================= ==============================================================
+the engine                the bus
+========================= ==============================================================
+reads ``metadata()``      (that is the plan)
+``start_weight_update``   ARM, with the plan; pause; UPDATE_START; the other ranks hear GO
+first tensor of a pass    waits for that, on every rank, or raises
+``update_weights``        WEIGHT_CHUNK_META and CHUNK_SENT; returns when it is applied
+``finish_weight_update``  UPDATE_FINISH, COMMIT, resume
+========================= ==============================================================
+
+What fails in between undoes the update: ABORT, resume, and the others are told. So does a pass
+over the source that is left before its end.
+
+Nothing here needs vLLM: its client is a protocol, and its sources are known by what they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import anyio
+import anyio.lowlevel
+import torch
+
+from bus.errors import BusClosed, BusTimeout, UpdateFailed, UsageError, WavebusError, refusal
+from bus.messages import NackCode
+from trainer_agent import infos
+from trainer_agent.plan import Plan
+from trainer_agent.ranks import reached
+from trainer_agent.refusals import nack_of, own_nack
+from trainer_agent.sources import as_announced, tensor_metas
+from trainer_agent.stream import first_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+
+    from bus.manifest import TensorMeta
+    from bus.messages import Verify
+    from bus.transfer import World
+    from trainer_agent.connection import Connection
+    from trainer_agent.how import PauseHow
+    from trainer_agent.sources import WeightSource
+    from trainer_agent.steps import Steps
+    from trainer_agent.transport import Transport
+    from trainer_agent.updating import Update, Updates
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ParamMeta:
+    """One tensor of a source, as vLLM's trainer engines want it told."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class BusWeightSyncClient:
+    """vLLM's ``VLLMWeightSyncClient``, over the bus: made by :meth:`TrainerAgent.client`.
+
+    Its calls block, from any thread but the agent's event loop. All of them raise
+
+    - :class:`bus.errors.UsageError`: for infos of worker engines that the bus does not drive, and
+      calls out of order;
+    - what :meth:`TrainerAgent.update_weights` raises: the update is undone, engines have resumed;
+    - :class:`bus.errors.BusClosed`: the agent is not connected.
+    """
+
+    def __init__(self, sync: WeightSync, how: PauseHow) -> None:
+        self._sync = sync
+        self._how = how
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Have every engine open its end of the trainer engine's transport."""
+        self._sync.call(lambda: self._sync.init(init_info))
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """The transport is not to be used again; engines let it go when the next one is opened,
+        or the trainer leaves."""
+        self._sync.call(self._sync.shutdown)
+
+    def start_weight_update(self) -> None:
+        """Begin an update: every engine is armed with what the source's metadata tells, then
+        paused. One that was begun and not finished is undone first."""
+        self._sync.need_rank_0()
+        try:
+            plan = self._sync.source_plan()
+        except Exception as error:  # the other ranks wait for this update, whatever it is
+            refused = error
+            self._sync.call(lambda: self._sync.refuse(refused, self._how))
+            raise
+        self._sync.call(lambda: self._sync.start(plan, self._how))
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Tell of one chunk; return when every engine has applied it."""
+        self._sync.call(lambda: self._sync.update(update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Have every engine serve what it was sent, and resume. The version is the bus's to
+        give; ``weight_version`` becomes the update's label."""
+        self._sync.call(lambda: self._sync.finish(weight_version or ""))
+
+
+class BusWeightSource:
+    """vLLM's ``WeightSource`` around another source: made by :meth:`TrainerAgent.source`.
+
+    A pass over it yields nothing before every engine is armed and paused, on every rank of the
+    trainer. On rank 0 it yields what :meth:`metadata` told of, or raises.
+    """
+
+    def __init__(self, sync: WeightSync, inner: WeightSource) -> None:
+        self._sync = sync
+        self.inner = inner
+        self._fresh: list[TensorMeta] | None = None
+
+    def metadata(self) -> list[ParamMeta]:
+        """What the next update is armed with. Where reading it is a collective of all ranks,
+        read it on all before they send."""
+        return [
+            ParamMeta(meta.name, getattr(torch, meta.dtype), meta.shape) for meta in self._read()
+        ]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """A pass over the tensors.
+
+        Raises:
+            UsageError: the agent has another source by now, or this one does not yield what its
+                metadata says.
+            Refused: what the update was refused with; it was raised on rank 0 as well.
+            BusTimeout: no update was started within the agent's ``timeout_s``.
+        """
+        return self._sync.passing(self)
+
+    def take_metas(self) -> list[TensorMeta]:
+        """The metadata that was read for the update that now begins; read here, if nobody did."""
+        metas = self._read() if self._fresh is None else self._fresh
+        self._fresh = None
+        return metas
+
+    def _read(self) -> list[TensorMeta]:
+        self._fresh = tensor_metas(self.inner.metadata())
+        return self._fresh
+
+
+class _Current:
+    """The update that a client has begun, and the pass over its source."""
+
+    def __init__(self, update: Update, plan: Plan, inner: WeightSource) -> None:
+        self.update = update
+        self.plan = plan
+        self.verified: Verify = "off"
+        self.started = anyio.Event()  # or failed
+        self.undone = anyio.Event()
+        self.failure: BaseException | None = None
+        self.over = False
+        self.untaken = len(plan.metas)
+        self._inner = inner
+        self._left: Iterator[tuple[str, torch.Tensor]] | None = None
+        self._taking = threading.Lock()
+
+    def begin_pass(self) -> Iterator[tuple[str, torch.Tensor]]:
+        with self._taking:
+            self._left = iter(self._inner)
+            self.untaken = len(self.plan.metas)
+        return as_announced(self.plan.metas, self._left)
+
+    def take(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
+        """The next one; None at the end. Once the update has failed, nobody takes any more."""
+        with self._taking:
+            if self.failure is not None:
+                raise _again(self.failure)
+            pair = next(tensors, None)
+            self.untaken -= pair is not None
+            return pair
+
+    def drain(self) -> None:
+        """Take what is left of the source, for those who gather it with us."""
+        with self._taking:
+            for _ in iter(self._inner) if self._left is None else self._left:
+                pass
+
+
+class WeightSync:
+    """What the client and the source of one agent share. Its coroutines are for :meth:`call`."""
+
+    def __init__(
+        self,
+        line: Connection,
+        steps: Steps,
+        updates: Updates,
+        transport: Transport,
+        *,
+        rank: int,
+        chunk_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._line = line
+        self._steps = steps
+        self._updates = updates
+        self._transport = transport
+        self._rank = rank
+        self._chunk_bytes = chunk_bytes
+        self._timeout_s = timeout_s
+        self._source: BusWeightSource | None = None
+        self._current: _Current | None = None
+        self._begun = anyio.Event()  # the next update is
+        self._one_step = anyio.Lock()
+        self._closing: asyncio.Task[None] | None = None  # of a pass; tasks are held weakly
+        self._planned = 0  # the communicator that the last plan told of,
+        self._met = 0  # and the one of those who opened their ends
+
+    # -- for any thread ---------------------------------------------------------
+
+    def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run ``work`` in the agent's loop, and wait for it.
+
+        Raises:
+            UsageError: this is the agent's loop.
+            BusClosed: the agent is not connected.
+        """
+        loop = self._connected()
+        if _runs_here(loop):
+            raise UsageError(
+                "vLLM's trainer engines block: call them in a thread, as in "
+                "`await anyio.to_thread.run_sync(trainer.send_weights)`, or use SyncTrainerAgent"
+            )
+        coroutine = work()
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        except RuntimeError:
+            coroutine.close()
+            raise BusClosed("the agent was closed") from None
+        try:
+            return future.result()
+        except CancelledError:
+            raise BusClosed("the agent was closed") from None
+        except BaseException:
+            future.cancel()  # who waited was interrupted; nothing, if it is the work's own
+            raise
+
+    def who_meets(self) -> World | None:
+        """Who is to meet; None while those who met are still there, and nobody else is."""
+        return self.call(self._plan_world)
+
+    def wrap(self, source: WeightSource) -> BusWeightSource:
+        """The agent's source from now on."""
+        self._source = BusWeightSource(self, source)
+        return self._source
+
+    def need_rank_0(self) -> None:
+        """The others only read their source."""
+        if self._rank:
+            raise UsageError(f"rank {self._rank} sends nothing: rank 0 calls the client")
+
+    def source_plan(self) -> Plan:
+        """Of what the source's metadata told."""
+        if self._source is None:
+            raise UsageError("no source yet: give the trainer engine source=agent.source(model)")
+        return Plan(self._source.take_metas(), chunk_bytes=self._chunk_bytes)
+
+    def passing(self, source: BusWeightSource) -> Iterator[tuple[str, torch.Tensor]]:
+        """One pass over a source."""
+        if source is not self._source:
+            raise UsageError("this agent has another source by now: it has one at a time")
+        if self._rank:
+            self.call(self._go)
+            yield from source.inner
+            return
+        current = self.call(self._started)
+        try:
+            tensors = current.begin_pass()
+            while (pair := current.take(tensors)) is not None:
+                yield pair
+        except GeneratorExit:
+            if current.untaken:  # else nobody asked for what comes after the last one
+                left = UsageError("the pass over the source was left before its end")
+                with contextlib.suppress(WavebusError):
+                    self._break_off(current, left)
+            raise
+        except BaseException as error:
+            with contextlib.suppress(WavebusError):
+                self._break_off(current, error)
+            raise
+
+    def _break_off(self, current: _Current, error: BaseException) -> None:
+        loop = self._connected()
+        if _runs_here(loop):  # the collector closes a pass wherever it happens to run
+            self._closing = loop.create_task(self._fail(current, error))
+        else:
+            self.call(lambda: self._fail(current, error))
+
+    def _connected(self) -> asyncio.AbstractEventLoop:
+        if self.loop is None:
+            raise BusClosed("connect() the agent first, or use `with`")
+        return self.loop
+
+    # -- the client's calls -----------------------------------------------------
+
+    async def _plan_world(self) -> World | None:
+        world = await self._transport.plan()
+        if self._transport.theirs and world.number == self._met:
+            return None
+        self._planned = world.number
+        return world
+
+    async def init(self, info: object) -> None:
+        async with self._one_step:
+            await self._undo_unfinished()
+            await self._transport.open_theirs(infos.transfer_init(info))
+            self._met = self._planned
+
+    async def shutdown(self) -> None:
+        async with self._one_step:
+            await self._undo_unfinished()
+            self._transport.spoil()
+
+    async def refuse(self, error: BaseException, how: PauseHow) -> None:
+        """An update that fails before the bus hears of it; the other ranks do."""
+        async with self._one_step:
+            await self._undo_unfinished()
+            await self._updates.begin(how).end(error)
+
+    async def start(self, plan: Plan, how: PauseHow) -> None:
+        async with self._one_step:
+            await self._undo_unfinished()
+            source = self._source
+            assert source is not None, "the plan is its"
+            current = _Current(self._updates.begin(how), plan, source.inner)
+            self._current = current
+            self._begun.set()
+            self._begun = anyio.Event()
+            async with self._undone_on_failure(current):
+                transport = self._transport
+                if not transport.theirs:
+                    raise UpdateFailed(
+                        own_nack(
+                            NackCode.TRANSFER_CLOSED,
+                            "the trainer engine's transport is not open any more",
+                            step="arm",
+                            update_id=current.update.id,
+                            hint="make the trainer engine anew",
+                        )
+                    )
+                await current.update.arm(plan, transport.backend, transport.communicator, "")
+                await current.update.start(current.drain)
+            current.started.set()
+
+    async def update(self, info: object) -> None:
+        current = self._need()
+        async with self._undone_on_failure(current):
+            meta, sent = infos.chunk_messages(info, current.plan, current.update.id)
+            current.verified = sent.verify
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._steps.step, meta)
+                await anyio.lowlevel.checkpoint()  # it is on its way
+                await self._steps.step(sent)
+
+    async def finish(self, label: str) -> None:
+        async with self._one_step:
+            current = self._need()
+            async with self._undone_on_failure(current):
+                await current.update.commit(label, current.verified)
+            current.over = True
+            self._current = None
+            await current.update.end(None)
+
+    # -- the source's -----------------------------------------------------------
+
+    async def _go(self) -> None:
+        """Another rank's: wait until rank 0 says that tensors may be gathered."""
+        with self._updates.beside() as number:
+            await reached(self._line, number, "go")
+
+    async def _started(self) -> _Current:
+        """Rank 0's: the update that is started, or will be."""
+        if self._current is None:
+            with anyio.move_on_after(self._timeout_s):
+                await self._begun.wait()
+        current = self._current
+        if current is None:
+            raise BusTimeout(
+                f"source: no start_weight_update() within {self._timeout_s:g} s; tensors are "
+                "yielded within an update"
+            )
+        await current.started.wait()
+        if current.failure is not None:
+            raise _again(current.failure)
+        return current
+
+    # -- when it fails ----------------------------------------------------------
+
+    def _need(self) -> _Current:
+        current = self._current
+        if current is None:
+            raise UsageError("no update is under way: start_weight_update() comes first")
+        if current.failure is not None:
+            raise _again(current.failure)
+        return current
+
+    async def _undo_unfinished(self) -> None:
+        current, self._current = self._current, None
+        if current is not None:
+            await self._fail(current, UsageError("the update was begun, and never finished"))
+
+    @contextlib.asynccontextmanager
+    async def _undone_on_failure(self, current: _Current) -> AsyncIterator[None]:
+        try:
+            yield
+        except BaseException as group:  # noqa: BLE001 - it is raised again
+            error = first_of(group)
+            await self._fail(current, error)
+            raise error from None
+
+    async def _fail(self, current: _Current, error: BaseException) -> None:
+        """Undo it, once; returns when it is undone."""
+        if current.over:
+            return
+        if current.failure is not None:
+            await current.undone.wait()
+            return
+        current.failure = error
+        if current.started.is_set() and self._transport.communicator:
+            self._transport.spoil()  # whoever was in a broadcast may have left it
+        current.started.set()
+        try:
+            with anyio.CancelScope(shield=True):
+                await current.update.end(error)
+        finally:
+            current.undone.set()
+
+
+def _again(error: BaseException) -> BaseException:
+    """What an update failed with, to be raised once more, elsewhere."""
+    return refusal(nack_of(error))
+
+
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
