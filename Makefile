@@ -13,8 +13,10 @@ export OMP_NUM_THREADS ?= 1
 demo: $(VENV)/.demo
 	$(BIN)/wavebus demo
 
+# Engines alone two at a time; data-parallel ones take all processors by themselves.
 test: $(VENV)/.vllm test-fast
-	$(BIN)/python -m pytest -q tests/vllm
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
+	$(BIN)/python -m pytest -q tests/vllm/test_dp_*.py
 
 # Without vLLM: some minutes.
 test-fast: $(VENV)/.test check mutants

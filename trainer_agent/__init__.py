@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from trainer_agent.agent import TrainerAgent
+    from trainer_agent.cache import CpuCache
     from trainer_agent.report import UpdateReport
     from trainer_agent.sources import WeightSource
     from trainer_agent.sync import SyncTrainerAgent
 
-__all__ = ["SyncTrainerAgent", "TrainerAgent", "UpdateReport", "WeightSource"]
+__all__ = ["CpuCache", "SyncTrainerAgent", "TrainerAgent", "UpdateReport", "WeightSource"]
 
 _HOMES: Final = {
+    "CpuCache": "trainer_agent.cache",
     "SyncTrainerAgent": "trainer_agent.sync",
     "TrainerAgent": "trainer_agent.agent",
     "UpdateReport": "trainer_agent.report",

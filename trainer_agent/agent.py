@@ -67,8 +67,9 @@ class TrainerAgent:
         backend: how tensors travel: ``shm`` (one host), ``gloo`` (TCP, any number of hosts), or
             one of your own
             (:func:`trainer_agent.transfer.register_sender`).
-        chunk_bytes: at most so much is in one chunk; two chunks are under way at a time,
-            so memory for two is taken. A larger tensor gets a chunk of its own.
+        chunk_bytes: at most so much is in one chunk. A larger tensor gets a chunk of its own.
+        buffers: how many chunks are under way at a time, with memory for each. Default: two, or
+            what a backend of your own says.
         verify: how chunks are checked before engines load them: ``sample`` looks at 4,096 words
             of each tensor, ``full`` at all (about a second per 2 GB and core), ``off`` at none.
         lease_ms: how long engines stay paused when trainer and broker are both gone.
@@ -85,6 +86,7 @@ class TrainerAgent:
         ranks: int = 1,
         backend: str = "shm",
         chunk_bytes: int = 64 * 1024 * 1024,
+        buffers: int | None = None,
         verify: Verify = "sample",
         lease_ms: int = 30_000,
         timeout_s: float = 300.0,
@@ -106,6 +108,7 @@ class TrainerAgent:
         self.ranks = ranks
         self.backend = backend
         self.chunk_bytes = chunk_bytes
+        self.buffers = buffers
         self.verify: Verify = verify
         self.lease_ms = lease_ms
         self.timeout_s = timeout_s
@@ -119,7 +122,7 @@ class TrainerAgent:
             link_config=link_config,
         )
         self._steps = Steps(self._line, lease_ms=lease_ms, timeout_s=timeout_s)
-        self._transport = Transport(backend, self._line, self._steps)
+        self._transport = Transport(backend, self._line, self._steps, buffers=buffers)
         self._updates = Updates(self._line, self._steps, alone=ranks == 1)
         self._sync = WeightSync(
             self._line,
@@ -290,6 +293,7 @@ class TrainerAgent:
             rank=self.rank,
             transport=self.backend,
             chunk_bytes=self.chunk_bytes,
+            buffers=self.buffers,
             verify=self.verify,
             plan=self._sync.who_meets,
         )

@@ -32,8 +32,10 @@ class Transport:
         theirs: it is a trainer engine's.
     """
 
-    def __init__(self, backend: str, line: Connection, steps: Steps) -> None:
-        self.sender = make_sender(backend)
+    def __init__(
+        self, backend: str, line: Connection, steps: Steps, *, buffers: int | None
+    ) -> None:
+        self.sender = make_sender(backend, buffers=buffers)
         self.backend = backend
         self.communicator = 0
         self.theirs = False

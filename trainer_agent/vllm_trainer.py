@@ -39,7 +39,7 @@ class WavebusTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
     Attributes:
         transport: the backend of the agent: ``shm``, ``gloo``, or one of your own.
-        chunk_bytes, verify: as the agent has them.
+        chunk_bytes, buffers, verify: as the agent has them.
         plan: asks the bus who is to meet; None while those who met are still there.
     """
 
@@ -47,6 +47,7 @@ class WavebusTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
     transport: str
     chunk_bytes: int
+    buffers: int | None
     verify: Verify
     plan: Callable[[], World | None]
 
@@ -62,7 +63,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     ) -> None:
         super().__init__(client=client, source=source, is_sender=is_sender)
         self._info = init_info
-        self._sender = make_sender(init_info.transport)
+        self._sender = make_sender(init_info.transport, buffers=init_info.buffers)
         self._room_bytes = 0
 
     @classmethod

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 import torch
 
-from bus.errors import ManifestRefused, Refused, UpdateFailed
+from bus.errors import ManifestRefused, Refused, UpdateFailed, UsageError
 from bus.messages import NackCode
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine, SamplingParams
@@ -215,6 +215,51 @@ def test_a_trainer_of_two_ranks(checkpoint: Checkpoint, tmp_path: Path, backend:
             assert rank[2]["version"] > 1
 
     run(scenario())
+
+
+def test_what_two_ranks_have_gathered_before_is_sent_from_a_cache(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Each gathers every tensor once, when it is stored; rank 0 has the copy."""
+    new = perturbed(checkpoint.weights, 10)
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            an_engine(checkpoint, broker, "e0") as engine,
+        ):
+            said = await train(
+                tmp_path, [new], broker=broker, engines=1, backend="gloo", cached=True
+            )
+            assert said == [[{"gathered": len(new), "version": 1}]] * 2
+            await assert_serve(checkpoint, new, 1, engine)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("buffers", [1, 3])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_any_number_of_buffers(checkpoint: Checkpoint, backend: str, buffers: int) -> None:
+    """One is enough; three are under way at a time."""
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            TrainerAgent(broker, backend=backend, chunk_bytes=1 << 13, buffers=buffers) as agent,
+            an_engine(checkpoint, broker, "e0") as engine,
+        ):
+            await agent.wait_for_engines(1)
+            new = perturbed(checkpoint.weights, 11)
+            await agent.update_weights(new)
+            await assert_serve(checkpoint, new, 1, engine)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("buffers", [0, -1, 17])
+def test_too_few_or_too_many_buffers_are_refused(buffers: int) -> None:
+    with pytest.raises(UsageError, match="buffers"):
+        TrainerAgent("tcp://127.0.0.1:7710", buffers=buffers)
 
 
 def test_an_engine_without_the_backend_is_named(checkpoint: Checkpoint) -> None:

@@ -26,6 +26,7 @@ async def train(
     backend: str,
     ranks: int = 2,
     chunk_bytes: int = 1 << 16,
+    cached: bool = False,
 ) -> list[list[dict[str, Any]]]:
     """Send these weights one after the other; what each rank says of each."""
     paths = [str(folder / f"weights-{number}.safetensors") for number in range(len(updates))]
@@ -38,6 +39,7 @@ async def train(
         "backend": backend,
         "engines": engines,
         "chunk_bytes": chunk_bytes,
+        "cached": cached,
         "weights": paths,
     }
     return await asyncio.gather(*(_rank({**common, "rank": rank}) for rank in range(ranks)))

@@ -21,6 +21,7 @@ import bus.log
 from bus.errors import WavebusError
 from bus.runtime.lines import answer as say
 from trainer_agent import SyncTrainerAgent
+from trainer_agent.cache import CpuCache
 from trainer_agent.sources import PairSource
 
 if TYPE_CHECKING:
@@ -74,9 +75,10 @@ def main() -> None:
             agent.wait_for_engines(told["engines"])
         for path in told["weights"]:
             source = sharded(path)
+            sent = CpuCache(source, keep=rank == 0) if told["cached"] else source
             answer: dict[str, Any] = {}
             try:
-                answer["version"] = agent.update_weights(source)
+                answer["version"] = agent.update_weights(sent)
             except WavebusError as error:
                 answer["error"] = f"{type(error).__name__}: {error}"
             say(gathered=source.gathered, **answer)

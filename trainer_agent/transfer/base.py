@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from bus.transfer import aligned
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
 
     from bus.transfer import World
+
+DOUBLE: Final = 2  # buffers: one is filled while the other is emptied
 
 
 class Sender(ABC):
@@ -28,13 +30,13 @@ class Sender(ABC):
     must end by itself when one is gone or silent.
 
     Attributes:
-        depth: how many chunks it has room for at a time.
+        depth: how many chunks it has room for at a time; set before :meth:`open`.
         collective: engines and sender receive a chunk together, in a communicator that whoever
             comes or goes makes useless.
         verifies: what engines receive is, bit by bit, what was put.
     """
 
-    depth: ClassVar[int] = 2
+    depth: int = DOUBLE
     collective: ClassVar[bool] = False
     verifies: ClassVar[bool] = True
 

@@ -29,9 +29,8 @@ _SLOW_BYTES_PER_S: Final = 10_000_000
 
 
 class GlooSender(Sender):
-    """Rank 0. Double-buffered: one chunk is packed while the one before travels."""
+    """Rank 0. One chunk is packed while the one before travels."""
 
-    depth: ClassVar[int] = 2
     collective: ClassVar[bool] = True
 
     def __init__(self) -> None:

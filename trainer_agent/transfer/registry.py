@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from trainer_agent.transfer.base import Sender
 
+MAX_BUFFERS: Final = 16
+
 _senders: Final[Backends[Sender]] = Backends(
     "wavebus.senders", {"shm": ShmSender, "gloo": GlooSender}
 )
@@ -33,13 +35,21 @@ def available_backends() -> tuple[str, ...]:
     return _senders.names()
 
 
-def make_sender(backend: str) -> Sender:
+def make_sender(backend: str, *, buffers: int | None = None) -> Sender:
     """A closed sender for ``backend``.
+
+    Args:
+        buffers: room for how many chunks at a time. Default: what the sender itself has.
 
     Raises:
         UsageError: names the backends there are, or says why this one can't be loaded.
     """
+    if buffers is not None and not 1 <= buffers <= MAX_BUFFERS:
+        raise UsageError(f"buffers={buffers}: from 1 to {MAX_BUFFERS}")
     factory = _senders.find(backend)
     if factory is None:
         raise UsageError(f"backend={backend!r}: choose one of {', '.join(available_backends())}")
-    return factory()
+    sender = factory()
+    if buffers is not None:
+        sender.depth = buffers
+    return sender

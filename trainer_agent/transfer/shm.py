@@ -13,7 +13,7 @@ import mmap
 import os
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,13 +26,9 @@ if TYPE_CHECKING:
 
     from bus.transfer import World
 
-RING_SEGMENTS = 2
-
 
 class ShmSender(Sender):
-    """Double-buffered: one chunk is written while the engines load the one before."""
-
-    depth: ClassVar[int] = RING_SEGMENTS
+    """One chunk is written while the engines load the one before."""
 
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
@@ -43,12 +39,12 @@ class ShmSender(Sender):
         sweep()
         size_bytes = aligned(max(chunk_bytes, 1))
         try:
-            for _ in range(RING_SEGMENTS):
+            for _ in range(self.depth):
                 self._segments.append(_Segment(size_bytes))
         except OSError as error:
             self.close()
             raise WavebusError(
-                f"can't create {RING_SEGMENTS} shared memory segments of {size_bytes} bytes: "
+                f"can't create {self.depth} shared memory segments of {size_bytes} bytes: "
                 f"{error.strerror}; lower chunk_bytes or enlarge {SHM_FOLDER}"
             ) from error
         self._chunk_bytes = size_bytes
@@ -59,7 +55,7 @@ class ShmSender(Sender):
             segment.unlink()
 
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
-        index = seq % RING_SEGMENTS
+        index = seq % self.depth
         offsets = pack(self._segments[index].memory, tensors)
         return encode(ShmChunk(index, tuple(offsets[:-1])))
 

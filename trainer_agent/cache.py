@@ -1,0 +1,99 @@
+"""Weights in CPU memory, taken at one moment and sent whenever.
+
+The trainer's next step may change the originals while these are sent, and what is sharded over
+ranks is gathered once, however often it is sent.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from bus.errors import UsageError
+from trainer_agent.sources import as_announced, as_source, tensor_metas
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bus.manifest import TensorMeta
+    from trainer_agent.sources import Weights
+
+
+class CpuCache:
+    """A :class:`trainer_agent.sources.WeightSource` over a copy.
+
+    ::
+
+        cache = CpuCache(model)         # as large as all weights of the model
+        await agent.update_weights(cache)
+        ...
+        cache.store(model)              # the same memory again
+
+    Args:
+        weights: stored at once; None: nothing yet.
+        keep: False on ranks other than 0 of a trainer of several: they gather with the others in
+            :meth:`store`, and have nothing to send.
+    """
+
+    def __init__(self, weights: Weights | None = None, *, keep: bool = True) -> None:
+        self._keep = keep
+        self._metas: list[TensorMeta] = []
+        self._memory: list[torch.Tensor] = []
+        self._guard = threading.Lock()
+        self._passes = 0  # that are under way
+        if weights is not None:
+            self.store(weights)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the copy."""
+        return sum(memory.numel() * memory.element_size() for memory in self._memory)
+
+    def store(self, weights: Weights) -> None:
+        """Copy these in place of what was stored; a collective, where they are sharded.
+
+        Raises:
+            UsageError: an update reads the copy; or the source does not yield what its metadata
+                says, and then nothing is stored any more.
+        """
+        source = as_source(weights)
+        metas = tensor_metas(source.metadata())
+        with self._guard:
+            if self._passes:
+                raise UsageError("the cache is being sent: await the update first")
+            if metas != self._metas:
+                self._memory = [_room(meta) for meta in metas] if self._keep else []
+            self._metas = []
+            for place, (_, tensor) in enumerate(as_announced(metas, iter(source))):
+                if self._keep:
+                    self._memory[place].copy_(tensor.detach())
+            self._metas = metas
+
+    def metadata(self) -> list[TensorMeta]:
+        """What is stored.
+
+        Raises:
+            UsageError: nothing is.
+        """
+        if not self._metas:
+            raise UsageError("the cache is empty: store(weights) first")
+        return self._metas
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        metas = self.metadata()
+        with self._guard:
+            self._passes += 1
+        try:
+            for meta, memory in zip(metas, self._memory, strict=self._keep):
+                yield meta.name, memory
+        finally:
+            with self._guard:
+                self._passes -= 1
+
+
+def _room(meta: TensorMeta) -> torch.Tensor:
+    """Pinned where there is a GPU, which copies faster to and from that."""
+    dtype: torch.dtype = getattr(torch, meta.dtype)
+    return torch.empty(meta.shape, dtype=dtype, pin_memory=torch.cuda.is_available())
