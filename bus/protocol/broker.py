@@ -325,6 +325,8 @@ class Broker:
         if peer.role == "engine":
             failure = Failure(NackCode.PEER_LOST, reason, peer.name)
             return effects + group.lost(peer, failure, now_ms)
+        if peer.role == "follower":
+            group.followers.gone(peer)
         if group.holder is peer:
             effects += group.released(f"trainer {reason}", now_ms)
         return effects

@@ -26,20 +26,16 @@ UPDATES_KEPT: Final = 4
 
 
 class Followers:
-    """One group's."""
+    """One group's. A follower waits for one thing at a time: what it asked last."""
 
     def __init__(self) -> None:
         self._told: dict[tuple[int, TrainerPoint], TrainerStep] = {}
-        self._waiting: dict[tuple[int, TrainerPoint], dict[str, tuple[Peer, int]]] = {}
+        self._waiting: dict[str, tuple[Peer, int, AwaitStep]] = {}  # with its request's id
 
     def asks(self, peer: Peer, msg_id: int, message: AwaitStep) -> list[Effect]:
         """AWAIT_STEP: answered at once, or when rank 0 has come so far."""
-        answer = self._answer(message.number, message.point)
-        if answer is not None:
-            return [_tell(peer, msg_id, answer)]
-        waiting = self._waiting.setdefault((message.number, message.point), {})
-        waiting[peer.name] = (peer, msg_id)
-        return []
+        self._waiting[peer.name] = (peer, msg_id, message)
+        return self._answers()
 
     def told(self, message: TrainerStep) -> list[Effect]:
         """TRAINER_STEP."""
@@ -47,23 +43,31 @@ class Followers:
         for number, point in list(self._told):
             if number <= message.number - UPDATES_KEPT:
                 del self._told[number, point]
-        effects: list[Effect] = []
-        for (number, point), waiting in list(self._waiting.items()):
-            answer = self._answer(number, point)
-            if answer is not None:
-                del self._waiting[number, point]
-                effects += [_tell(peer, msg_id, answer) for peer, msg_id in waiting.values()]
-        return effects
+        return self._answers()
+
+    def gone(self, peer: Peer) -> None:
+        """A follower has left, or is dead."""
+        waiting = self._waiting.get(peer.name)
+        if waiting is not None and waiting[0] is peer:
+            del self._waiting[peer.name]
 
     def leader_gone(self, nack: Nack) -> list[Effect]:
         """Rank 0 has left, or is dead."""
         effects: list[Effect] = [
-            _tell(peer, msg_id, TrainerStep(number, point, 0, nack))
-            for (number, point), waiting in self._waiting.items()
-            for peer, msg_id in waiting.values()
+            _tell(peer, msg_id, TrainerStep(asked.number, asked.point, 0, nack))
+            for peer, msg_id, asked in self._waiting.values()
         ]
         self._told.clear()
         self._waiting.clear()
+        return effects
+
+    def _answers(self) -> list[Effect]:
+        effects: list[Effect] = []
+        for name, (peer, msg_id, asked) in list(self._waiting.items()):
+            answer = self._answer(asked.number, asked.point)
+            if answer is not None:
+                del self._waiting[name]
+                effects.append(_tell(peer, msg_id, answer))
         return effects
 
     def _answer(self, number: int, point: TrainerPoint) -> TrainerStep | None:

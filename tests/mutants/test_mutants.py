@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parents[1]
 PATCHES: Final = sorted(HERE.glob("*.patch"))
-COPIED: Final = ("bus", "sidecar", "tests/unit/bus", "tests/model", "pyproject.toml")
+COPIED: Final = (
+    *("bus", "sidecar", "trainer_agent", "pyproject.toml"),
+    *("tests/unit/bus", "tests/model", "tests/support", "tests/integration/test_transfer.py"),
+)
 AT_ONCE: Final = 2
 LIMIT_S: Final = 180.0
 SHARE: Final = "0.4"  # of a model's examples
@@ -38,9 +41,10 @@ def pytest_sessionstart():
     import bus.protocol.pause
     import bus.testing.sim_world
     import sidecar.embedded.parallel.waves as waves
+    import trainer_agent.ranks as ranks
 
     here = Path(__file__).resolve().parent
-    for module in (bus.codec, bus.protocol.pause, bus.testing.sim_world, waves):
+    for module in (bus.codec, bus.protocol.pause, bus.testing.sim_world, waves, ranks):
         assert here in Path(module.__file__).resolve().parents, module.__file__
     (here / "guarded").touch()
 """
@@ -79,6 +83,7 @@ def run_suite(folder: Path, suite: tuple[str, ...], patch: Path | None = None) -
     """Copy the packages, break them, and run the suite there."""
     for name in COPIED:
         source, target = ROOT / name, folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
         else:
