@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from bus.errors import EngineError
+from bus.runtime.held import sweep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,8 +53,7 @@ class HeldFolder:
     """
 
     def __init__(self, prefix: str, parent: Path) -> None:
-        for left in parent.glob(f"{prefix}*/"):
-            _remove_if_left(left)
+        sweep(parent.glob(f"{prefix}*/"), lambda left: shutil.rmtree(left, ignore_errors=True))
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
             try:
@@ -71,20 +71,6 @@ class HeldFolder:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
-
-
-def _remove_if_left(folder: Path) -> None:
-    try:
-        lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return  # another user's, or gone meanwhile
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:
-        pass  # its maker lives
-    finally:
-        os.close(lock)
 
 
 def guarded(argv: Sequence[str], grace_s: float) -> list[str]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bus.errors import WavebusError
+from bus.runtime import held
 from bus.transfer import SHM_FOLDER, SHM_PREFIX, ShmChunk, ShmInit, aligned, encode
 from trainer_agent.transfer.base import Sender, pack
 
@@ -102,18 +103,4 @@ class _Segment:
 
 def sweep(folder: Path = Path(SHM_FOLDER)) -> list[str]:
     """Remove segments whose owner is gone; return their names."""
-    removed: list[str] = []
-    for path in folder.glob(f"{SHM_PREFIX}*"):
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            continue  # another user's, or gone meanwhile: not ours to sweep
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            removed.append(path.name)
-        except BlockingIOError:
-            pass  # its owner lives
-        finally:
-            os.close(descriptor)
-    return removed
+    return held.sweep(folder.glob(f"{SHM_PREFIX}*"), lambda left: left.unlink(missing_ok=True))
