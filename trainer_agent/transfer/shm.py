@@ -103,4 +103,6 @@ class _Segment:
 
 def sweep(folder: Path = Path(SHM_FOLDER)) -> list[str]:
     """Remove segments whose owner is gone; return their names."""
-    return held.sweep(folder.glob(f"{SHM_PREFIX}*"), lambda left: left.unlink(missing_ok=True))
+    # Folders of that prefix are others', with pages of engine cores.
+    segments = (path for path in folder.glob(f"{SHM_PREFIX}*") if path.is_file())
+    return held.sweep(segments, lambda left: left.unlink(missing_ok=True))
