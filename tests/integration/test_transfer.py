@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
@@ -11,26 +10,22 @@ import torch
 
 from bus.errors import ManifestRefused, Refused, UpdateFailed, UsageError
 from bus.messages import NackCode
-from sidecar import Sidecar
-from sidecar.embedded import EmbeddedEngine, SamplingParams
 from sidecar.transfer import register_receiver
 from sidecar.transfer.shm import ShmReceiver
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.fsdp import train
+from tests.support.serving import an_engine, assert_serve
 from trainer_agent import TrainerAgent
 from trainer_agent.transfer import register_sender
 from trainer_agent.transfer.shm import ShmSender
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Mapping
+    from collections.abc import Coroutine
     from pathlib import Path
-
-    from torch import Tensor
 
     from tests.support.checkpoints import Checkpoint
 
-PROMPT = (5, 9, 77, 31, 12)
 LIMIT_S = 120.0
 
 
@@ -44,33 +39,6 @@ def run(scenario: Coroutine[object, object, None]) -> None:
         await asyncio.wait_for(scenario, LIMIT_S)
 
     asyncio.run(bounded())
-
-
-@contextlib.asynccontextmanager
-async def an_engine(
-    checkpoint: Checkpoint, broker: str, name: str
-) -> AsyncIterator[EmbeddedEngine]:
-    """Under a sidecar, joined."""
-    engine = EmbeddedEngine(checkpoint.folder, host=None)
-    async with Sidecar(engine, broker=broker, group="policy", name=name) as sidecar:
-        await sidecar.joined()
-        yield engine
-
-
-async def greedy(engine: EmbeddedEngine) -> tuple[list[int], int]:
-    """Tokens, and the version that they are from."""
-    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-    deltas = [delta async for delta in engine.generate(PROMPT, params)]
-    tokens = [token for delta in deltas for token in delta.token_ids]
-    return tokens, deltas[-1].weight_versions[-1].version
-
-
-async def assert_serve(
-    checkpoint: Checkpoint, weights: Mapping[str, Tensor], version: int, *engines: EmbeddedEngine
-) -> None:
-    expected = checkpoint.greedy(weights, PROMPT, 16)
-    for engine in engines:
-        assert await greedy(engine) == (expected, version)
 
 
 def test_a_communicator_is_made_anew_when_engines_come_and_go(checkpoint: Checkpoint) -> None:

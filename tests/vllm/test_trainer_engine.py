@@ -16,11 +16,10 @@ import torch
 
 from bus.errors import ManifestRefused, Refused, WavebusError
 from bus.messages import NackCode
-from sidecar import Sidecar
-from sidecar.embedded import EmbeddedEngine, SamplingParams
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.procs import ROOT
+from tests.support.serving import an_engine, assert_serve
 from tests.vllm._vllm import require_vllm
 from trainer_agent import SyncTrainerAgent
 from trainer_agent.sources import PairSource
@@ -28,7 +27,7 @@ from trainer_agent.transfer import register_sender
 from trainer_agent.transfer.shm import ShmSender
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from torch import Tensor
 
@@ -38,7 +37,6 @@ require_vllm()
 # vLLM's own imports warn of what they deprecate.
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
-PROMPT = (5, 9, 77, 31, 12)
 CHUNK_BYTES = 1 << 14
 LIMIT_S = 120.0
 
@@ -64,38 +62,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return make_checkpoint(tmp_path_factory.mktemp("model"), seed=3)
 
 
-class Bench:
-    """A broker, engines, and the trainer of another thread."""
-
-    def __init__(self, checkpoint: Checkpoint, broker: str) -> None:
-        self.checkpoint = checkpoint
-        self.broker = broker
-
-    @contextlib.asynccontextmanager
-    async def engine(self, name: str) -> AsyncIterator[EmbeddedEngine]:
-        engine = EmbeddedEngine(self.checkpoint.folder, host=None)
-        async with Sidecar(engine, broker=self.broker, group="policy", name=name) as sidecar:
-            await sidecar.joined()
-            yield engine
-
-    async def assert_serve(
-        self, weights: Mapping[str, Tensor], version: int, *engines: EmbeddedEngine
-    ) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-        expected = self.checkpoint.greedy(weights, PROMPT, 12)
-        for engine in engines:
-            deltas = [delta async for delta in engine.generate(PROMPT, params)]
-            tokens = [token for delta in deltas for token in delta.token_ids]
-            assert (tokens, deltas[-1].weight_versions[-1].version) == (expected, version)
-
-
 @contextlib.asynccontextmanager
-async def a_bench(checkpoint: Checkpoint, **options: Any) -> AsyncIterator[tuple[Bench, Trainer]]:
+async def a_bench(**options: Any) -> AsyncIterator[tuple[str, Trainer]]:
     async with a_broker() as (_, broker):
         agent = SyncTrainerAgent(broker, chunk_bytes=CHUNK_BYTES, **options)
         await asyncio.to_thread(agent.connect)
         try:
-            yield Bench(checkpoint, broker), Trainer(agent)
+            yield broker, Trainer(agent)
         finally:
             await asyncio.to_thread(agent.close)
 
@@ -145,21 +118,21 @@ def test_engines_come_and_go(
 
     async def scenario() -> None:
         async with (
-            a_bench(checkpoint, backend=backend) as (bench, trainer),
-            bench.engine("e0") as first,
+            a_bench(backend=backend) as (broker, trainer),
+            an_engine(checkpoint, broker, "e0") as first,
         ):
             await trainer.wait_for_engines(1)
             await trainer.init(weights)
             assert await trainer.send_weights() == 1
-            await bench.assert_serve(weights, 1, first)
-            async with bench.engine("e1") as second:
+            await assert_serve(checkpoint, weights, 1, first)
+            async with an_engine(checkpoint, broker, "e1") as second:
                 await trainer.wait_for_engines(2)
                 assert await trainer.send_weights() == 2
-                await bench.assert_serve(weights, 2, first, second)
+                await assert_serve(checkpoint, weights, 2, first, second)
                 assert await asyncio.to_thread(trainer.agent.update_weights, own) == 3
-                await bench.assert_serve(own, 3, first, second)
+                await assert_serve(checkpoint, own, 3, first, second)
             assert await trainer.send_weights() == 4
-            await bench.assert_serve(weights, 4, first)
+            await assert_serve(checkpoint, weights, 4, first)
             report = trainer.agent.last_update
             assert report is not None
             assert report.verified == "sample"
@@ -191,8 +164,8 @@ def test_what_fails_leaves_the_way_free(
 
     async def scenario() -> None:
         async with (
-            a_bench(checkpoint, backend=backend) as (bench, trainer),
-            bench.engine("e0") as engine,
+            a_bench(backend=backend) as (broker, trainer),
+            an_engine(checkpoint, broker, "e0") as engine,
         ):
             await trainer.wait_for_engines(1)
             small = {"model.norm.weight": weights["model.norm.weight"]}
@@ -200,16 +173,16 @@ def test_what_fails_leaves_the_way_free(
             await trainer.init(pairs)
             with pytest.raises(ManifestRefused, match="missing"):
                 await trainer.send_weights()
-            await bench.assert_serve(checkpoint.weights, 0, engine)
+            await assert_serve(checkpoint, checkpoint.weights, 0, engine)
             pairs |= weights
             version = await trainer.send_weights()
-            await bench.assert_serve(weights, version, engine)
+            await assert_serve(checkpoint, weights, version, engine)
 
             await trainer.init(Fails(weights))
             with pytest.raises(ValueError, match="the disk is gone"):
                 await trainer.send_weights()
             version = await trainer.send_weights()
-            await bench.assert_serve(weights, version, engine)
+            await assert_serve(checkpoint, weights, version, engine)
 
     run(scenario())
 
@@ -222,8 +195,8 @@ def test_an_engine_without_the_backend_is_named(
 
     async def scenario() -> None:
         async with (
-            a_bench(checkpoint, backend="pigeons") as (bench, trainer),
-            bench.engine("e0"),
+            a_bench(backend="pigeons") as (broker, trainer),
+            an_engine(checkpoint, broker, "e0"),
         ):
             await trainer.wait_for_engines(1)
             with pytest.raises(Refused, match="no transfer backend 'pigeons'") as refused:

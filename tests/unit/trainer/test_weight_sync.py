@@ -15,10 +15,9 @@ import torch
 from bus.errors import BusClosed, BusTimeout, ManifestRefused, UpdateFailed, UsageError
 from bus.messages import NackCode
 from bus.transfer import ALONE
-from sidecar import Sidecar
-from sidecar.embedded import EmbeddedEngine, SamplingParams
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
+from tests.support.serving import an_engine, assert_serve
 from trainer_agent import SyncTrainerAgent, TrainerAgent
 from trainer_agent.infos import chunk_info, init_info
 from trainer_agent.plan import Plan
@@ -30,11 +29,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from sidecar.embedded import EmbeddedEngine
     from tests.support.checkpoints import Checkpoint
     from trainer_agent.weight_sync import BusWeightSource, BusWeightSyncClient
 
-PROMPT = (5, 9, 77, 31, 12)
-TOKENS = 12
 CHUNK_BYTES = 1 << 14
 LIMIT_S = 60.0
 
@@ -121,11 +119,7 @@ class Bench:
 
     async def assert_serves(self, weights: Mapping[str, Tensor], version: int) -> None:
         """And so it is not paused."""
-        params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-        deltas = [delta async for delta in self.engine.generate(PROMPT, params)]
-        tokens = [token for delta in deltas for token in delta.token_ids]
-        expected = self.checkpoint.greedy(weights, PROMPT, TOKENS)
-        assert (tokens, deltas[-1].weight_versions[-1].version) == (expected, version)
+        await assert_serve(self.checkpoint, weights, version, self.engine)
 
     async def assert_at_rest(self) -> None:
         group = (await self.agent.status()).groups[0]
@@ -134,10 +128,9 @@ class Bench:
 
 @asynccontextmanager
 async def a_bench(checkpoint: Checkpoint, **options: Any) -> AsyncIterator[Bench]:
-    engine = EmbeddedEngine(checkpoint.folder, host=None)
     async with (
         a_broker() as (_, broker),
-        Sidecar(engine, broker=broker, group="policy", name="e0"),
+        an_engine(checkpoint, broker, "e0") as engine,
         TrainerAgent(broker, chunk_bytes=CHUNK_BYTES, **options) as agent,
     ):
         if not options.get("rank"):
@@ -188,10 +181,9 @@ def test_without_an_event_loop(checkpoint: Checkpoint) -> None:
             return agent.last_update.version
 
     async def scenario() -> None:
-        engine = EmbeddedEngine(checkpoint.folder, host=None)
         async with (
             a_broker() as (_, broker),
-            Sidecar(engine, broker=broker, group="policy", name="e0"),
+            an_engine(checkpoint, broker, "e0"),
         ):
             weights = perturbed(checkpoint.weights, 3)
             assert await asyncio.to_thread(train, broker, weights) == 1
