@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -18,9 +19,9 @@ from trainer_agent.plan import Plan
 from trainer_agent.sources import as_announced, tensor_metas
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine
 
-    from bus.messages import GroupAck, Message, Verify
+    from bus.messages import GroupAck, Message, Verify, WeightChunkMeta
     from trainer_agent.sources import WeightSource
     from trainer_agent.transfer import Sender
 
@@ -77,9 +78,7 @@ class ChunkStream:
         """Tell, send, and tell that it is sent; both words are answered when it is applied."""
         seq = chunk.seq
         meta = self.plan.chunk_meta(update_id, seq, chunk.handle)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(step, meta)
-            await anyio.lowlevel.checkpoint()  # it is on its way
+        async with announced(step, meta):
             async with self._sending:
                 if self._sender.collective:
                     await anyio.to_thread.run_sync(
@@ -112,6 +111,16 @@ class _Chunk:
     seq: int
     handle: bytes
     sums: tuple[int, ...]
+
+
+@asynccontextmanager
+async def announced(step: Step, meta: WeightChunkMeta) -> AsyncIterator[None]:
+    """Engines are told of a chunk before the block; it is applied when that ends, in which the
+    word that it is sent must follow."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(step, meta)
+        await anyio.lowlevel.checkpoint()  # it is on its way
+        yield
 
 
 def first_of(error: BaseException) -> BaseException:

@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
-import anyio.lowlevel
 import torch
 
 from bus.errors import BusClosed, BusTimeout, UpdateFailed, UsageError, WavebusError, refusal
@@ -40,7 +39,7 @@ from trainer_agent.plan import Plan
 from trainer_agent.ranks import reached
 from trainer_agent.refusals import nack_of, own_nack
 from trainer_agent.sources import as_announced, tensor_metas
-from trainer_agent.stream import first_of
+from trainer_agent.stream import announced, first_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -363,9 +362,7 @@ class WeightSync:
         async with self._undone_on_failure(current):
             meta, sent = infos.chunk_messages(info, current.plan, current.update.id)
             current.verified = sent.verify
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._steps.step, meta)
-                await anyio.lowlevel.checkpoint()  # it is on its way
+            async with announced(self._steps.step, meta):
                 await self._steps.step(sent)
 
     async def finish(self, label: str) -> None:

@@ -97,9 +97,9 @@ class EngineUpdate:
         self.partial = False
         self.applied = 0
         self._queue = queue
-        # Chunks that WEIGHT_CHUNK_META has told of and those that CHUNK_SENT has; of them, those
-        # whose receive or load is queued or done. The others wait for their turn.
-        self._told = self._sent = self._received = self._passed = 0
+        # Chunks that WEIGHT_CHUNK_META has told of and those that CHUNK_SENT has; the last of each
+        # wait for their turn, the others' receives and loads are queued or done.
+        self._told = self._sent = 0
         self._metas: deque[tuple[int, WeightChunkMeta]] = deque()
         self._checks: deque[tuple[int, ChunkSent]] = deque()
         self._loaded = False  # a load has begun since the start
@@ -223,15 +223,14 @@ class EngineUpdate:
     def _queue_chunks(self) -> None:
         """Receive, verify and load, one chunk after the other."""
         while True:
-            if self._metas and self._received == self._passed:
+            received, passed = self._told - len(self._metas), self._sent - len(self._checks)
+            if self._metas and received == passed:
                 msg_id, meta = self._metas.popleft()
-                self._received += 1
                 tensors = self._armed().chunk(meta.chunk)
                 receive = CallReceive(meta.chunk, self._backend, tensors, meta.handle)
                 self._queue.add(receive, msg_id)
-            elif self._checks and self._passed < self._received:
+            elif self._checks and passed < received:
                 msg_id, sent = self._checks.popleft()
-                self._passed += 1
                 if sent.sums:
                     self._queue.add(CallVerify(sent.chunk, sent.verify, sent.sums), msg_id)
                 self._queue.add(CallLoad(sent.chunk), msg_id)
@@ -240,7 +239,7 @@ class EngineUpdate:
 
     def _forget_chunks(self) -> None:
         """All that were not applied, wherever they are."""
-        self._told = self._sent = self._received = self._passed = self.applied
+        self._told = self._sent = self.applied
         self._metas.clear()
         self._checks.clear()
 

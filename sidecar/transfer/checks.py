@@ -47,9 +47,8 @@ def check_delivered(
         EngineError: code ``transfer_failed``, with the first tensor that is another.
     """
     if len(received) > len(announced):
-        raise EngineError(
-            f"transport {backend!r} delivered {len(received)} tensors for {len(announced)}",
-            code=NackCode.TRANSFER_FAILED,
+        raise transfer_failed(
+            f"transport {backend!r} delivered {len(received)} tensors for {len(announced)}"
         )
     for place, meta in enumerate(announced):
         got = "nothing"
@@ -59,9 +58,8 @@ def check_delivered(
             if (name, dtype, tensor.shape) == (meta.name, meta.dtype, meta.shape):
                 continue
             got = f"{name}, {dtype} {tuple(tensor.shape)}"
-        raise EngineError(
+        raise transfer_failed(
             f"transport {backend!r} delivered other tensors than announced: {got} for {meta}",
-            code=NackCode.TRANSFER_FAILED,
             tensor=meta.name,
         )
 

@@ -33,7 +33,6 @@ class ShmSender(Sender):
 
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
-        self._chunk_bytes = 0
 
     def open(self, chunk_bytes: int, world: World) -> bytes:  # noqa: ARG002 - no collective
         self.close()
@@ -48,7 +47,6 @@ class ShmSender(Sender):
                 f"can't create {self.depth} shared memory segments of {size_bytes} bytes: "
                 f"{error.strerror}; lower chunk_bytes or enlarge {SHM_FOLDER}"
             ) from error
-        self._chunk_bytes = size_bytes
         return encode(ShmInit(tuple(s.name for s in self._segments), size_bytes))
 
     def opened(self) -> None:
