@@ -376,7 +376,7 @@ class Sidecar:
                 await engine.finish_update()
             case CallCommit(version):
                 await engine.commit(version)
-            case CallOpenTransfer(backend, params, place):
+            case CallOpenTransfer(backend=backend, params=params, place=place):
                 await engine.open_transfer(backend, params, place)
             case CallRestore():
                 await engine.restore()

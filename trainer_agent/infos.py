@@ -64,7 +64,7 @@ def chunk_info(
     )
 
 
-def transfer_init(info: object) -> TransferInit:
+def transfer_init(info: object, update_id: str) -> TransferInit:
     """What engines hear of an ``init_info``.
 
     Raises:
@@ -74,7 +74,7 @@ def transfer_init(info: object) -> TransferInit:
         ours = msgspec.convert(info, _Init)
     except msgspec.ValidationError as error:
         raise _foreign("init_info", info, error) from error
-    return TransferInit(ours.transport, ours.params, ours.communicator, 0, {})
+    return TransferInit(update_id, ours.transport, ours.params, ours.communicator, 0, {})
 
 
 def chunk_messages(info: object, plan: Plan, update_id: str) -> tuple[WeightChunkMeta, ChunkSent]:

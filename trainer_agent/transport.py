@@ -56,7 +56,10 @@ class Transport:
             world = await self.plan() if self.sender.collective else ALONE
             params = await anyio.to_thread.run_sync(self.sender.open, room_bytes, world)
             try:
-                await self._meet_all(TransferInit(self._own_backend, params, world.number, 0, {}))
+                update_id = self._steps.new_id()
+                await self._meet_all(
+                    TransferInit(update_id, self._own_backend, params, world.number, 0, {})
+                )
                 break
             except Refused as refused:
                 if refused.code is not NackCode.TRANSFER_CLOSED or not left:

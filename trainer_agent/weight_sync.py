@@ -318,7 +318,7 @@ class WeightSync:
     async def init(self, info: object) -> None:
         async with self._one_step:
             await self._undo_unfinished()
-            await self._transport.open_theirs(infos.transfer_init(info))
+            await self._transport.open_theirs(infos.transfer_init(info, self._steps.new_id()))
             self._met = self._planned
 
     async def shutdown(self) -> None:

@@ -40,8 +40,11 @@ class TransferInit:
 
     ``communicator`` is the number of the one that the transport is made for, 0 for a backend
     without collectives. The broker adds ``world_size`` and where each engine stands in it.
+    ``update_id`` is of this opening alone: an end that took long may open, or fail to, when
+    the next is asked for.
     """
 
+    update_id: UpdateId
     backend: ShortText
     params: Blob
     communicator: Count

@@ -55,6 +55,7 @@ class CallResume:
 
 @dataclass(frozen=True, slots=True)
 class CallOpenTransfer:
+    update_id: str
     backend: str
     params: bytes
     place: Place

@@ -133,9 +133,9 @@ class EngineUpdate:
                     )
                 )
             place = Place(message.communicator, message.world_size, first_rank)
-        opening = CallOpenTransfer(message.backend, message.params, place)
+        opening = CallOpenTransfer(message.update_id, message.backend, message.params, place)
         if self._transfer == opening:
-            return [ack(msg_id, Step.TRANSFER_INIT, "")]
+            return [ack(msg_id, Step.TRANSFER_INIT, opening.update_id)]
         if opening not in self._queue:
             self._queue.add(opening, msg_id)
         return []
@@ -299,7 +299,8 @@ class EngineUpdate:
             return self._settle([])  # its load follows, and the ack with it
         if isinstance(call, CallOpenTransfer):
             self._transfer = call
-            return self._settle([ack(job.reply_to, Step.TRANSFER_INIT, "", took_ms=took_ms)])
+            opened = ack(job.reply_to, Step.TRANSFER_INIT, call.update_id, took_ms=took_ms)
+            return self._settle([opened])
         if isinstance(call, (CallRestore, CallAbortRequests)):
             restored = isinstance(call, CallRestore)
             return self._aborted(job.reply_to, "restored" if restored else "partial", took_ms)
@@ -323,13 +324,13 @@ class EngineUpdate:
     def failed(self, job: Job, failure: Failure) -> list[SessionEffect]:
         """One of the update's calls has raised. What was to follow it makes no sense any more."""
         call = job.call
+        step = CALL_STEPS[type(call)]
+        if isinstance(call, CallOpenTransfer):  # what follows is another opening
+            self._transfer = None
+            return self._settle([nack(job.reply_to, step, failure, call.update_id)])
         self._queue.drop_waiting()
         self._forget_chunks()
-        step = CALL_STEPS[type(call)]
         chunk = call.chunk if isinstance(call, CallReceive | CallVerify | CallLoad) else 0
-        if isinstance(call, CallOpenTransfer):
-            self._transfer = None
-            return self._settle([nack(job.reply_to, step, failure, "")])
         if isinstance(call, (CallRestore, CallAbortRequests)):
             # The undoing itself failed: only a whole update brings this engine back.
             self.partial = True

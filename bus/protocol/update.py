@@ -166,7 +166,7 @@ class UpdateMachine:
         self, message: TransferInit, members: dict[str, str], now_ms: float
     ) -> list[Instruction]:
         """Every engine opens its end of the transport."""
-        self._begin(_E.INIT_ASKED, "", members)
+        self._begin(_E.INIT_ASKED, message.update_id, members)
         self._communicator = message.communicator
         return self._ask(Step.TRANSFER_INIT, message, now_ms)
 

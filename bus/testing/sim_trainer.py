@@ -308,7 +308,8 @@ class SimTrainer:
             assert isinstance(plan, TransferPlan)
             self._communicator = plan.communicator
         params = f"{self.boot:x}-{next(self._transfers)}".encode()
-        done = yield from self._step(TransferInit("sim", params, self._communicator, 0, {}))
+        init = TransferInit(self.new_update_id(), "sim", params, self._communicator, 0, {})
+        done = yield from self._step(init)
         self._open = True
         return done
 

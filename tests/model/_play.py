@@ -1,15 +1,12 @@
-"""Schedules: what happens to a group, drawn by hypothesis, played in simulated time."""
+"""Schedules: what happens to a group, drawn from seeds, played in simulated time."""
 
 from __future__ import annotations
 
 import os
 import random
 import sys
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, TypeVar
-
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from bus import codec
 from bus.messages import (
@@ -53,7 +50,14 @@ if TYPE_CHECKING:
     from bus.testing.sim_trainer import SimTrainer
 
 
-T = TypeVar("T")
+class Schedulable(Protocol):
+    """A frozen dataclass with actions."""
+
+    @property
+    def actions(self) -> tuple[Any, ...]: ...
+
+
+S = TypeVar("S", bound=Schedulable)
 
 CALLS: Final[tuple[type[Call], ...]] = (
     CallPause,
@@ -76,20 +80,35 @@ SHARE: Final = float(os.environ.get("WAVEBUS_MODEL_SHARE", "1"))
 SETTLE_MS: Final = 120_000.0
 
 
-def model_settings(examples: int) -> settings:
-    """Repeatable and without a deadline. ``WAVEBUS_SHRINK=1`` makes a failure small."""
-    examples = max(1, int(examples * SHARE))
-    phases = [Phase.explicit, Phase.generate]
-    if os.environ.get("WAVEBUS_SHRINK"):
-        phases += [Phase.shrink]
-    return settings(
-        max_examples=examples,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=phases,
-        suppress_health_check=list(HealthCheck),
-    )
+def play_all(count: int, build: Callable[[random.Random], S], play: Callable[[S], None]) -> None:
+    """Play what ``build`` makes of the seeds 0 to ``count``: the same on every machine.
+
+    ``WAVEBUS_SHRINK=1`` leaves out of the first schedule that fails every action that it can.
+    """
+    for seed in range(max(1, int(count * SHARE))):
+        schedule = build(random.Random(seed))
+        try:
+            play(schedule)
+        except Exception as error:
+            if os.environ.get("WAVEBUS_SHRINK"):
+                schedule = _shrunk(schedule, play)
+            error.add_note(f"schedule of seed {seed}: {schedule}")
+            raise
+
+
+def _shrunk(schedule: S, play: Callable[[S], None]) -> S:
+    """The schedule with as few actions as fail still."""
+    index = 0
+    while index < len(schedule.actions):
+        actions = schedule.actions[:index] + schedule.actions[index + 1 :]
+        fewer: S = replace(schedule, actions=actions)  # type: ignore[type-var]
+        try:
+            play(fewer)
+        except Exception:  # noqa: BLE001 - whatever fails
+            schedule = fewer
+        else:
+            index += 1
+    return schedule
 
 
 @dataclass(frozen=True)
@@ -116,18 +135,9 @@ class Schedule:
     actions: tuple[Action, ...] = field(default=())
 
 
-def seeded(build: Callable[[random.Random], T]) -> st.SearchStrategy[T]:
-    """What ``build`` draws from a seed that hypothesis chooses.
-
-    Drawn by hypothesis itself, schedules would lean towards constants of whatever modules
-    are loaded, and what they reach would differ from process to process.
-    """
-    return st.integers(0, 2**63 - 1).map(lambda seed: build(random.Random(seed)))
-
-
 def schedules(
     kinds: Sequence[str], *, most: int = 8, fail: int = 6, longest_ms: int = 900
-) -> st.SearchStrategy[Schedule]:
+) -> Callable[[random.Random], Schedule]:
     """Schedules of these actions."""
 
     def build(rng: random.Random) -> Schedule:
@@ -151,7 +161,7 @@ def schedules(
             actions=tuple(actions),
         )
 
-    return seeded(build)
+    return build
 
 
 class Play:
@@ -484,7 +494,7 @@ def reached(reach: Counter[str], least: dict[str, int]) -> None:
     """The states that matter were reached, or the model proves nothing."""
     # A third of the usual counts; a mutant's run plays fewer schedules.
     share = SHARE / 3
-    scaled = {key: max(1, int(count * share)) for key, count in least.items()}
+    scaled = {key: int(count * share) for key, count in least.items()}
     missing = {key: (reach[key], count) for key, count in scaled.items() if reach[key] < count}
     if os.environ.get("WAVEBUS_REACH"):
         sys.stderr.write(f"{ {key: reach[key] for key in least} }\n")

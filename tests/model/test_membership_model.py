@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
-
-from tests.model._play import Play, Schedule, model_settings, reached, schedules
+from tests.model._play import Play, Schedule, play_all, reached, schedules
 
 KINDS = [
     "kill",
@@ -38,12 +36,10 @@ def test_one_name_is_one_process_and_one_group_has_one_holder() -> None:
     """Every invariant after every event, in every schedule; and the states were reached."""
     reach: Counter[str] = Counter()
 
-    @model_settings(250)
-    @given(schedules(KINDS, most=10, fail=0, longest_ms=3000))
     def play(schedule: Schedule) -> None:
         Play(schedule, reach).run()
 
-    play()
+    play_all(250, schedules(KINDS, most=10, fail=0, longest_ms=3000), play)
     reached(
         reach,
         {

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
-
-from tests.model._play import Play, Schedule, model_settings, reached, schedules
+from tests.model._play import Play, Schedule, play_all, reached, schedules
 
 KINDS = [
     "pause",
@@ -40,12 +38,10 @@ def test_the_pause_is_true_and_recovered_forward() -> None:
     """Every invariant after every event, in every schedule; and the states were reached."""
     reach: Counter[str] = Counter()
 
-    @model_settings(300)
-    @given(schedules(KINDS))
     def play(schedule: Schedule) -> None:
         Play(schedule, reach).run()
 
-    play()
+    play_all(300, schedules(KINDS), play)
     reached(
         reach,
         {

@@ -8,8 +8,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from hypothesis import given
-
 from bus import codec
 from bus.messages import FirstReqHeld, PauseLocal, StartDpWave
 from bus.protocol.calls import CallPause
@@ -21,7 +19,7 @@ from bus.testing.sim_truth import TruthError
 from bus.testing.sim_world import SimWorld
 from bus.testing.watch import Watch
 from tests.model._lockstep import LockstepGroup
-from tests.model._play import SETTLE_MS, model_settings, reached, seeded
+from tests.model._play import SETTLE_MS, play_all, reached
 
 if TYPE_CHECKING:
     import random
@@ -345,12 +343,10 @@ def test_no_order_of_requests_and_pauses_wedges_a_group() -> None:
     """Every invariant after every event, in every schedule; and the states were reached."""
     reach: Counter[str] = Counter()
 
-    @model_settings(250)
-    @given(seeded(schedule))
     def play(schedule: Schedule) -> None:
         Play(schedule, reach).run()
 
-    play()
+    play_all(250, schedule, play)
     reached(
         reach,
         {

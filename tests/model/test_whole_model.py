@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
-
-from tests.model._play import Play, Schedule, model_settings, reached, schedules
+from tests.model._play import Play, Schedule, play_all, reached, schedules
 
 KINDS = [
     "update",
@@ -50,12 +48,10 @@ def test_a_group_comes_back_from_anything() -> None:
     left paused but the quarantined, and one whole update brings all to one version."""
     reach: Counter[str] = Counter()
 
-    @model_settings(350)
-    @given(schedules(KINDS, most=12))
     def play(schedule: Schedule) -> None:
         Play(schedule, reach).run()
 
-    play()
+    play_all(350, schedules(KINDS, most=12), play)
     reached(
         reach,
         {

@@ -282,7 +282,7 @@ ALL: dict[str, Message] = {
     "RESUME": Resume("u1"),
     "PLAN_TRANSFER": PlanTransfer(),
     "TRANSFER_PLAN": TransferPlan(1, 2),
-    "TRANSFER_INIT": TransferInit("sim", b"", 0, 0, {}),
+    "TRANSFER_INIT": TransferInit("t1", "sim", b"", 0, 0, {}),
     "ARM": make_arm("u1", MANIFEST),
     "UPDATE_START": UpdateStart("u1"),
     "WEIGHT_CHUNK_META": make_chunk("u1", MANIFEST, 0, 1),

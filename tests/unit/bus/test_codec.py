@@ -230,12 +230,12 @@ def test_whatever_an_unknown_field_holds_it_is_refused_in_the_same_way(value: by
 
 def test_a_blob_over_its_bound_is_refused() -> None:
     """A backend's parameters are opaque, and bounded all the same."""
-    body = body_of(TransferInit("shm", b"", 0, 0, {}), params=bytes(MAX_BLOB_BYTES + 1))
+    body = body_of(TransferInit("t1", "shm", b"", 0, 0, {}), params=bytes(MAX_BLOB_BYTES + 1))
     error = refused(frame(body, kind="TRANSFER_INIT"))
     assert (error.code, error.field) == (NackCode.OVERSIZED, "params")
 
 
-INIT = TransferInit("gloo", b"", 5, 3, {"e0": 1, "e1": 2})
+INIT = TransferInit("t1", "gloo", b"", 5, 3, {"e0": 1, "e1": 2})
 PLAN = TransferPlan(5, 3)
 SENT = ChunkSent("u1", 2, "sample", (7, 2**64 - 1))
 
@@ -287,7 +287,7 @@ def test_a_bad_field_of_a_collective_or_a_checksum_is_refused_by_name(
 
 def test_a_frame_of_the_largest_size_is_read() -> None:
     """The bound itself is allowed: what is refused is one byte more."""
-    body = body_of(TransferInit("shm", bytes(MAX_BLOB_BYTES), 0, 0, {}))
+    body = body_of(TransferInit("t1", "shm", bytes(MAX_BLOB_BYTES), 0, 0, {}))
     _, message = codec.decode(frame(body, kind="TRANSFER_INIT"))
     assert isinstance(message, TransferInit)
     assert len(message.params) == MAX_BLOB_BYTES

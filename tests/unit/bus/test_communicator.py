@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -133,7 +134,7 @@ class Bench:
     def plan(self) -> TransferPlan:
         return only(self.ask(PlanTransfer()), TransferPlan)
 
-    def all_ack(self, step: Step, update_id: str = "") -> list[Effect]:
+    def all_ack(self, step: Step, update_id: str) -> list[Effect]:
         effects: list[Effect] = []
         for each in list(self.broker.groups["policy"].roster.engines.values()):
             effects += self.say(each.name, each.boot, ack(step, update_id))
@@ -142,8 +143,8 @@ class Bench:
     def opened(self) -> int:
         """The communicator in which every engine has opened its end."""
         number = self.plan().communicator
-        self.ask(TransferInit("gloo", b"", number, 0, {}))
-        assert only(self.all_ack(Step.TRANSFER_INIT), GroupAck)
+        self.ask(TransferInit("t1", "gloo", b"", number, 0, {}))
+        assert only(self.all_ack(Step.TRANSFER_INIT, "t1"), GroupAck)
         return number
 
 
@@ -153,15 +154,15 @@ def test_a_plan_is_what_the_engines_would_be_told() -> None:
     plan = bench.plan()
     expected = made_of(FOUR)
     assert (plan.communicator, plan.world_size) == (expected.number, expected.world_size)
-    told = only(bench.ask(TransferInit("gloo", b"p", plan.communicator, 0, {})), TransferInit)
-    assert told == TransferInit(
-        "gloo", b"p", expected.number, expected.world_size, expected.first_ranks
-    )
+    init = TransferInit("t1", "gloo", b"p", plan.communicator, 0, {})
+    told = only(bench.ask(init), TransferInit)
+    expected_init = replace(init, world_size=expected.world_size, first_ranks=expected.first_ranks)
+    assert told == expected_init
 
 
 def test_a_backend_without_collectives_needs_no_plan() -> None:
-    told = only(Bench().ask(TransferInit("shm", b"p", 0, 0, {})), TransferInit)
-    assert told == TransferInit("shm", b"p", 0, 0, {})
+    told = only(Bench().ask(TransferInit("t1", "shm", b"p", 0, 0, {})), TransferInit)
+    assert told == TransferInit("t1", "shm", b"p", 0, 0, {})
 
 
 def test_a_plan_of_a_group_without_engines_is_refused() -> None:
@@ -205,7 +206,7 @@ def test_an_old_communicator_is_neither_opened_nor_armed(change: str) -> None:
     number = bench.opened()
     CHANGES[change](bench)
     for asked in (
-        TransferInit("gloo", b"", number, 0, {}),
+        TransferInit("t1", "gloo", b"", number, 0, {}),
         make_arm("u1", MANIFEST, communicator=number),
     ):
         effects = bench.ask(asked)
@@ -230,7 +231,7 @@ def test_who_was_away_and_is_back_is_in_its_communicator_still() -> None:
 def test_a_backend_without_collectives_is_armed_whoever_came() -> None:
     """Who came since refuses by itself, if it has no transport."""
     bench = Bench()
-    bench.ask(TransferInit("shm", b"", 0, 0, {}))
-    bench.all_ack(Step.TRANSFER_INIT)
+    bench.ask(TransferInit("t1", "shm", b"", 0, 0, {}))
+    bench.all_ack(Step.TRANSFER_INIT, "t1")
     bench.leave(FOUR[3])
     assert only(bench.ask(make_arm("u1", MANIFEST)), Arm).communicator == 0

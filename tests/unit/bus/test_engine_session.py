@@ -85,7 +85,7 @@ class Driver:
         return self
 
     def armed(self) -> Driver:
-        self.command(TransferInit("sim", b"", 0, 0, {}))
+        self.command(TransferInit("t1", "sim", b"", 0, 0, {}))
         self.returned()
         self.command(make_arm("u1", MANIFEST, version=4))
         self.returned()
@@ -117,7 +117,7 @@ def test_acks_come_before_the_call_they_stand_for() -> None:
 def test_an_older_epoch_changes_nothing() -> None:
     """Whatever it asks, it hears that it is fenced, and no call is made."""
     driver = Driver()
-    driver.command(TransferInit("sim", b"", 0, 0, {}), epoch=5)
+    driver.command(TransferInit("t1", "sim", b"", 0, 0, {}), epoch=5)
     driver.returned()
     for message in (PAUSE, Resume("u1"), make_arm("u1", MANIFEST, version=4), Abort("u1", "")):
         nack = nack_in(driver.command(message, epoch=4))
@@ -273,7 +273,7 @@ def test_a_call_under_way_holds_the_lease() -> None:
 def test_a_pause_behind_an_arm_that_is_refused_is_still_made() -> None:
     """Two things that have nothing to do with each other."""
     driver = Driver()
-    driver.command(TransferInit("sim", b"", 0, 0, {}))
+    driver.command(TransferInit("t1", "sim", b"", 0, 0, {}))
     driver.returned()
     driver.command(make_arm("u1", MANIFEST, version=4))
     assert only(driver.command(PauseLocal("u2", "keep", True, 5_000, 60_000, 0, "keep")), Ack)

@@ -64,8 +64,8 @@ class Driver:
             self.returned()
             self.calls.clear()
 
-    def open(self, params: bytes = b"p", msg_id: int = 1) -> list[SessionEffect]:
-        return self.issue(self.update.open(msg_id, TransferInit("sim", params, 0, 0, {})))
+    def open(self, update_id: str = "t1", params: bytes = b"p") -> list[SessionEffect]:
+        return self.issue(self.update.open(1, TransferInit(update_id, "sim", params, 0, 0, {})))
 
     def arm(self, update_id: str = "u1", version: int = 4) -> list[SessionEffect]:
         return self.issue(self.update.arm(2, make_arm(update_id, MANIFEST, version=version)))
@@ -175,7 +175,7 @@ def test_an_update_from_the_first_step_to_the_last() -> None:
 
 
 COMMANDS: dict[str, Callable[[Driver], object]] = {
-    "open": lambda d: d.open(b"other"),
+    "open": lambda d: d.open("t2"),
     "arm": lambda d: d.arm(),
     "arm another": lambda d: d.arm("u2", 5),
     "start": lambda d: d.start(),
@@ -254,16 +254,27 @@ def test_a_transport_is_opened_once_however_often_it_is_asked() -> None:
     driver = Driver(opened=False)
     driver.open()
     driver.open()
-    assert driver.calls == [CallOpenTransfer("sim", b"p", NO_PLACE)]
+    assert driver.calls == [CallOpenTransfer("t1", "sim", b"p", NO_PLACE)]
     assert only(driver.returned(), Ack).step is Step.TRANSFER_INIT
     assert only(driver.open(), Ack).step is Step.TRANSFER_INIT
     assert len(driver.calls) == 1
     driver.arm()
-    driver.open(b"q")
-    driver.open(b"q")
+    driver.open("t2", b"q")
+    driver.open("t2", b"q")
     driver.returned()
     driver.returned()
-    assert driver.calls[2:] == [CallOpenTransfer("sim", b"q", NO_PLACE)]
+    assert driver.calls[2:] == [CallOpenTransfer("t2", "sim", b"q", NO_PLACE)]
+
+
+def test_each_opening_is_answered_by_its_own_name() -> None:
+    """The trainer may have gone on to the next while the first still opens, and then fails."""
+    driver = Driver(opened=False)
+    driver.open("t1")
+    driver.open("t2")
+    failed = only(driver.failed(), Nack)
+    assert (failed.step, failed.update_id) == ("transfer_init", "t1")
+    assert only(driver.returned(), Ack).update_id == "t2"
+    assert only(driver.open("t2"), Ack).update_id == "t2"
 
 
 def test_without_an_open_transport_nothing_is_armed() -> None:
@@ -875,13 +886,13 @@ def test_an_engine_without_a_place_enters_no_communicator() -> None:
     """Rank 0, which an absent place might be taken for, is the sender's."""
     driver = Driver(opened=False)
     with pytest.raises(Declined) as declined:
-        driver.update.open(1, TransferInit("sim", b"p", 5, 2, {"somebody else": 1}))
+        driver.update.open(1, TransferInit("t1", "sim", b"p", 5, 2, {"somebody else": 1}))
     assert declined.value.failure.field == "first_ranks"
     assert driver.queue.running() is None
 
 
 def open_in(driver: Driver, communicator: int, *, rank: int = 1, size: int = 2) -> None:
-    told = TransferInit("sim", b"p", communicator, size, {"e0": rank, "e1": 7})
+    told = TransferInit(f"t{communicator}", "sim", b"p", communicator, size, {"e0": rank, "e1": 7})
     driver.issue(driver.update.open(1, told))
 
 
@@ -889,10 +900,10 @@ def test_an_engine_opens_its_end_in_its_own_place() -> None:
     """As the broker says; the same parameters in another communicator are another transport."""
     driver = Driver(opened=False)
     open_in(driver, 5, rank=3, size=9)
-    assert driver.calls == [CallOpenTransfer("sim", b"p", Place(5, 9, 3))]
+    assert driver.calls == [CallOpenTransfer("t5", "sim", b"p", Place(5, 9, 3))]
     driver.returned()
     open_in(driver, 6, rank=3, size=9)
-    assert driver.calls[1:] == [CallOpenTransfer("sim", b"p", Place(6, 9, 3))]
+    assert driver.calls[1:] == [CallOpenTransfer("t6", "sim", b"p", Place(6, 9, 3))]
 
 
 @pytest.mark.parametrize(("opened", "asked"), [(5, 6), (5, 0), (0, 5)])

@@ -9,6 +9,7 @@ import pytest
 
 from bus.messages import (
     Abort,
+    Ack,
     Commit,
     NackCode,
     Step,
@@ -39,7 +40,7 @@ def machine(state: UpdateState) -> UpdateMachine:
     if state is _S.IDLE:
         return update
     if state is _S.OPENING:
-        update.open(TransferInit("sim", b"", 0, 0, {}), MEMBERS, 0.0)
+        update.open(TransferInit("t1", "sim", b"", 0, 0, {}), MEMBERS, 0.0)
         return update
     update.arm(ARM, MEMBERS, 0.0)
     if state is _S.ARMING:
@@ -128,7 +129,7 @@ def test_the_table_says_what_follows_and_refuses_the_rest(
 
 
 COMMANDS = {
-    "open": lambda u: u.open(TransferInit("sim", b"x", 0, 0, {}), {"e9": "e9"}, 9.0),
+    "open": lambda u: u.open(TransferInit("t1", "sim", b"x", 0, 0, {}), {"e9": "e9"}, 9.0),
     "arm": lambda u: u.arm(make_arm("u2", MANIFEST, version=9), {"e9": "e9"}, 9.0),
     "start": lambda u: u.start(UpdateStart("u1"), 9.0),
     "chunk": lambda u: u.chunk(make_chunk("u1", MANIFEST, u.chunks_asked % CHUNKS, 1), 9.0),
@@ -389,7 +390,7 @@ def test_a_rendezvous_that_loses_an_engine_is_over(communicator: int) -> None:
     """Those who came wait for it, until the trainer lets go of them; where each opens its end
     alone, the others go on."""
     update = UpdateMachine()
-    update.open(TransferInit("sim", b"", communicator, 3, {}), MEMBERS, 0.0)
+    update.open(TransferInit("t1", "sim", b"", communicator, 3, {}), MEMBERS, 0.0)
     lost, *others = MEMBERS
     told = update.lost(lost, Failure(NackCode.PEER_LOST, "gone", lost))
     if not communicator:
@@ -400,4 +401,20 @@ def test_a_rendezvous_that_loses_an_engine_is_over(communicator: int) -> None:
     assert isinstance(failed, StepFailed)
     assert (failed.step, failed.failure.code) == (Step.TRANSFER_INIT, NackCode.TRANSFER_CLOSED)
     assert failed.failure.peer == lost
+    assert update.state is _S.IDLE
+
+
+def test_an_end_that_opened_too_late_is_not_taken_for_the_next() -> None:
+    """The trainer gave its opening up, and asked for another."""
+    update = UpdateMachine()
+    for update_id in ("t1", "t2"):
+        if update.state is _S.OPENING:
+            update.give_up(REFUSED, 1.0)
+        update.open(TransferInit(update_id, "sim", b"", 5, 3, {}), MEMBERS, 0.0)
+    late, own = (Ack(Step.TRANSFER_INIT, each, 0, 0, 1.0, "", ()) for each in ("t1", "t2"))
+    for name in MEMBERS:
+        assert update.acked(name, late, 2.0) == []
+    assert update.state is _S.OPENING
+    for name in MEMBERS:
+        update.acked(name, own, 3.0)
     assert update.state is _S.IDLE
