@@ -37,8 +37,10 @@ from bus.protocol.calls import (
     CallReceive,
     CallRestore,
     CallResume,
+    CallSleep,
     CallStart,
     CallVerify,
+    CallWakeWeights,
     SessionEffect,
 )
 from bus.protocol.effects import Note, Send
@@ -220,6 +222,7 @@ class Sidecar:
             workers=info.workers,
             backends=info.backends,
             endpoint=info.endpoint,
+            can_sleep=info.can_sleep,
             version=self.session.version,
             phase=self.session.phase,
             update_id=self.session.shown_id,
@@ -360,8 +363,12 @@ class Sidecar:
         match call:
             case CallPause(mode, clear_cache):
                 return await self._pause(mode, clear_cache=clear_cache)
-            case CallResume():
-                await engine.resume()
+            case CallResume(asleep):
+                await (engine.wake() if asleep else engine.resume())
+            case CallSleep(level):
+                await engine.sleep(level)
+            case CallWakeWeights():
+                await engine.wake_weights()
             case CallReceive(chunk, backend, tensors, handle):
                 await engine.receive(Chunk(chunk, backend, tensors, handle))
             case CallVerify(chunk, verify, sums):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from bus.manifest import Manifest, TensorMeta
-from bus.messages import PauseMode, Verify
+from bus.messages import PauseMode, SleepLevel, Verify
 from bus.transfer import Place
 from sidecar.corepage import CoreView
 
@@ -24,6 +24,7 @@ __all__ = [
     "Manifest",
     "PauseMode",
     "Place",
+    "SleepLevel",
     "TensorMeta",
     "Verify",
 ]
@@ -41,6 +42,7 @@ class EngineInfo:
     workers: int
     backends: tuple[str, ...]
     endpoint: str
+    can_sleep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,21 @@ class Engine(Protocol):
         """
 
     async def resume(self) -> None:
-        """Schedule again. Called only after a pause has returned."""
+        """Schedule again. Called only after a pause has returned, and with all memory there."""
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """Give memory back: the KV cache's and the weights', which level 1 keeps in the host's
+        memory. Called only in a pause that has dropped the KV cache.
+
+        Nothing may wait for other ranks of its DP group: they may refuse.
+        """
+
+    async def wake_weights(self) -> None:
+        """Take the weights' memory again. After level 2 anything may stand in it."""
+
+    async def wake(self) -> None:
+        """Take again whatever memory sleeps, all or some of it, and schedule again: what
+        :meth:`resume` is for an engine that is awake. Awake already, that is all it does."""
 
     async def abort_requests(self) -> int:
         """End every request with the tokens it has, paused or not; return how many."""

@@ -21,7 +21,7 @@ import aiohttp
 import anyio
 
 from bus.errors import EngineDead, EngineError, UsageError
-from sidecar.engine import Chunk, EngineInfo, Manifest, PauseMode, Place, Verify
+from sidecar.engine import Chunk, EngineInfo, Manifest, PauseMode, Place, SleepLevel, Verify
 from sidecar.transfer import available_backends
 from sidecar.vllm_connections import Connections
 from sidecar.vllm_core import CoreLink
@@ -225,6 +225,16 @@ class VllmHttpEngine:
     async def resume(self) -> None:
         await self.post("/resume")
 
+    async def sleep(self, level: SleepLevel) -> None:
+        await self._ask_workers("sleep", {"level": level})
+
+    async def wake_weights(self) -> None:
+        await self._ask_workers("wake_up", {"tags": ["weights"]})
+
+    async def wake(self) -> None:
+        await self._ask_workers("wake_up", {"tags": None})
+        await self.resume()
+
     async def abort_requests(self) -> int:
         """As in the protocol; returns when it is seen as well, at most a second later.
 
@@ -278,9 +288,11 @@ class VllmHttpEngine:
             answer: dict[str, Any] = await response.json()
             return answer
 
-    async def _ask_workers(self, method: str) -> Any:
-        """What the plugin in each worker answers."""
-        return (await self.post("/collective_rpc", {"method": method})).get("results")
+    async def _ask_workers(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
+        """What each worker, or the plugin in it, answers. See
+        :meth:`sidecar.vllm_inprocess.VllmEngine.sleep` for why they are asked to sleep."""
+        body = {"method": method, "kwargs": kwargs or {}}
+        return (await self.post("/collective_rpc", body)).get("results")
 
     async def _ask(self, path: str) -> dict[str, Any]:
         async with self._answer("GET", path, timeout_s=ANSWER_S) as response:
@@ -417,4 +429,5 @@ def _info(config: dict[str, Any], version: str, url: str) -> EngineInfo:
         workers=world * (1 if external else dp_size),
         backends=available_backends(),
         endpoint=url,
+        can_sleep=bool(config["model_config"].get("enable_sleep_mode")),
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio
 
 from bus.errors import EngineDead, EngineError
-from sidecar.engine import Chunk, EngineInfo, Manifest, PauseMode, Place, Verify
+from sidecar.engine import Chunk, EngineInfo, Manifest, PauseMode, Place, SleepLevel, Verify
 from sidecar.transfer import available_backends
 from sidecar.vllm_core import CoreLink
 from sidecar.vllm_plugin import facts
@@ -81,6 +81,7 @@ class VllmEngine:
             workers=parallel.world_size * (1 if external else parallel.data_parallel_size),
             backends=available_backends(),
             endpoint="",
+            can_sleep=bool(config.model_config.enable_sleep_mode),
         )
         told = facts.read(await _call(self._llm.collective_rpc(facts.ASK_FACTS)))
         self._core.learn(told, info, cores=1 if external else parallel.data_parallel_size)
@@ -113,6 +114,21 @@ class VllmEngine:
 
     async def resume(self) -> None:
         await _call(self._llm.resume_generation())
+
+    async def sleep(self, level: SleepLevel) -> None:
+        await self._rpc("sleep", {"level": level})
+
+    async def wake_weights(self) -> None:
+        await self._rpc("wake_up", {"tags": ["weights"]})
+
+    async def wake(self) -> None:
+        await self._rpc("wake_up", {"tags": None})
+        await self.resume()
+
+    async def _rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        """Of the workers themselves: vLLM's own sleep pauses a second time, for which a rank
+        waits until all others are asked, too."""
+        await _call(self._llm.collective_rpc(method, kwargs=kwargs))
 
     async def abort_requests(self) -> int:
         processor = self._llm.output_processor

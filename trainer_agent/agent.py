@@ -19,6 +19,7 @@ from bus.messages import (
     GroupView,
     NackCode,
     PauseMode,
+    SleepLevel,
     Status,
     Verify,
     WaitEngines,
@@ -218,6 +219,41 @@ class TrainerAgent:
             with anyio.move_on_after(CLEANUP_S, shield=True):
                 await self._steps.resume(update_id)
 
+    @contextlib.asynccontextmanager
+    async def asleep(
+        self,
+        *,
+        level: SleepLevel = 1,
+        mode: PauseMode = "keep",
+        wait_s: float = WAIT_S,
+        escalate: Escalation = "keep",
+    ) -> AsyncIterator[GroupAck]:
+        """Keep the group asleep for the length of a block: paused, with its memory given back, for
+        a trainer that shares its GPUs.
+
+        ::
+
+            async with agent.asleep(level=2):
+                train()                             # the GPU is yours
+                await agent.update_weights(model)   # the weights wake for it; the KV cache sleeps
+                model.cpu()                         # make room
+            # everything is awake, and serves the new weights
+
+        The pause is that of :meth:`paused`, and always drops KV caches: kept requests compute
+        theirs anew. The trainer's event loop must stay free here, too.
+
+        Args:
+            level: 1 keeps the weights in the host's memory; without an update, the old ones are
+                served afterwards. 2 discards them: until an update, engines sleep on.
+
+        Raises:
+            PauseFailed: see :meth:`paused`.
+            Refused: an engine can't sleep (with code ``wrong_state``, before any does), or
+                failed to; or, when the block ends, to wake, for want of weights or of memory.
+        """
+        async with self.paused(mode=mode, wait_s=wait_s, escalate=escalate):
+            yield await self._steps.sleep(level)
+
     async def update_weights(
         self,
         source: Weights,
@@ -230,7 +266,7 @@ class TrainerAgent:
     ) -> int:
         """Send weights to every engine and have them serve them: arm, pause, send, commit,
         resume. The pause's arguments are those of :meth:`paused`; inside one, the pause is
-        that one.
+        that one, and inside :meth:`asleep`, weights wake first.
 
         Args:
             source: an ``nn.Module``, a state dict, ``(name, tensor)`` pairs, or a

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING
 
 from bus.errors import UpdateFailed
 from bus.ids import new_update_id
-from bus.messages import Abort, GroupAck, Message, NackCode, PauseLocal, Resume
+from bus.messages import (
+    Abort,
+    GroupAck,
+    Message,
+    NackCode,
+    PauseLocal,
+    Resume,
+    Sleep,
+    SleepLevel,
+    Wake,
+)
 from trainer_agent.refusals import own_nack
 
 if TYPE_CHECKING:
@@ -19,10 +29,12 @@ class Steps:
 
     Attributes:
         version: the greatest that the bus has told of.
+        asleep: the group's weights sleep, in a pause of ours.
     """
 
     def __init__(self, line: Connection, *, lease_ms: int, timeout_s: float) -> None:
         self.version = 0
+        self.asleep = False
         self._line = line
         self._lease_ms = lease_ms
         self._timeout_s = timeout_s
@@ -58,8 +70,22 @@ class Steps:
         self._window = (update_id, self._line.epoch)
         return ack
 
+    async def sleep(self, level: SleepLevel) -> GroupAck:
+        """Have the engines, paused by us, give their memory back."""
+        assert self._window is not None
+        self.asleep = True
+        return await self.step(Sleep(self._window[0], level))
+
+    async def wake(self) -> GroupAck:
+        """Have them take their weights' memory again."""
+        assert self._window is not None
+        done = await self.step(Wake(self._window[0]))
+        self.asleep = False
+        return done
+
     async def resume(self, update_id: str) -> GroupAck:
-        """Let the group go."""
+        """Let the group go; who sleeps, wakes."""
+        self.asleep = False
         try:
             return await self.step(Resume(update_id))
         finally:

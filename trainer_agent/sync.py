@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from anyio.from_thread import BlockingPortal
 
-    from bus.messages import EngineView, Escalation, GroupAck, PauseMode, Status
+    from bus.messages import EngineView, Escalation, GroupAck, PauseMode, SleepLevel, Status
     from trainer_agent.report import UpdateReport
     from trainer_agent.sources import Weights
     from trainer_agent.weight_sync import BusWeightSource, BusWeightSyncClient
@@ -111,6 +111,21 @@ class SyncTrainerAgent:
         portal, agent = self._connected()
         pause = agent.paused(mode=mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
         with portal.wrap_async_context_manager(pause) as ack:
+            yield ack
+
+    @contextlib.contextmanager
+    def asleep(
+        self,
+        *,
+        level: SleepLevel = 1,
+        mode: PauseMode = "keep",
+        wait_s: float = WAIT_S,
+        escalate: Escalation = "keep",
+    ) -> Iterator[GroupAck]:
+        """See :meth:`TrainerAgent.asleep`. The bus hears from this trainer meanwhile."""
+        portal, agent = self._connected()
+        sleep = agent.asleep(level=level, mode=mode, wait_s=wait_s, escalate=escalate)
+        with portal.wrap_async_context_manager(sleep) as ack:
             yield ack
 
     def init_info(self) -> Any:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Self
 import anyio
 
 from bus.errors import BusClosed, BusTimeout, Refused, UsageError
-from bus.messages import Arm, Commit, UpdateFinish, UpdateStart
+from bus.messages import Arm, Commit, NackCode, UpdateFinish, UpdateStart
 from trainer_agent.ranks import Leading
 from trainer_agent.report import UpdateReport
 
@@ -110,7 +110,7 @@ class Update:
         await self.end(exc)
 
     async def arm(self, plan: Plan, backend: str, communicator: int, label: str) -> None:
-        """Every engine checks the manifest.
+        """Every engine checks the manifest; weights that sleep are woken for it.
 
         Raises:
             ManifestRefused: an engine's model doesn't take these tensors.
@@ -119,31 +119,46 @@ class Update:
         """
         manifest = plan.manifest
         self._plan = plan
+        ask = Arm(
+            self.id,
+            self._steps.version,
+            label,
+            backend,
+            communicator,
+            manifest.names,
+            manifest.dtypes,
+            manifest.shapes,
+            manifest.chunk_ends,
+            manifest.digest(),
+        )
+        if self._steps.asleep:
+            await self._steps.wake()
+        try:
+            self._armed = await self._ask_to_arm(ask)
+        except Refused as refused:
+            # A trainer that is gone has left one asleep, without its weights.
+            if refused.code is not NackCode.ENGINE_ASLEEP:
+                raise
+            await self._pause_unless_held()
+            await self._steps.wake()
+            self._armed = await self._ask_to_arm(ask)
+
+    async def _ask_to_arm(self, ask: Arm) -> GroupAck:
         self._open = True
         try:
-            self._armed = await self._steps.step(
-                Arm(
-                    self.id,
-                    self._steps.version,
-                    label,
-                    backend,
-                    communicator,
-                    manifest.names,
-                    manifest.dtypes,
-                    manifest.shapes,
-                    manifest.chunk_ends,
-                    manifest.digest(),
-                )
-            )
+            return await self._steps.step(ask)
         except Refused:
             self._open = False
             raise
 
+    async def _pause_unless_held(self) -> None:
+        if not self._steps.held:
+            self._pause = await self._steps.pause(self.id, self._how)
+
     async def start(self, drain: Callable[[], None]) -> None:
         """Pause, unless the group is held already, and have every engine wait for chunks; then
         all ranks may gather them. For ``drain`` see :meth:`trainer_agent.ranks.Leading.go`."""
-        if not self._steps.held:
-            self._pause = await self._steps.pause(self.id, self._how)
+        await self._pause_unless_held()
         await self._steps.step(UpdateStart(self.id))
         await self._leading.go(drain)
 

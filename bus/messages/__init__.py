@@ -17,7 +17,9 @@ HEARTBEAT_ACK       broker → peer                  the broker lives
 LEAVE               peer → broker                  the peer goes, in order
 PAUSE_LOCAL         trainer → broker → engines     pause, phase 1: schedule nothing new
 PAUSE_GLOBAL        broker → engines               pause, phase 2: idle on the device
-RESUME              trainer → broker → engines     schedule again
+SLEEP               trainer → broker → engines     paused, give memory back
+WAKE                trainer → broker → engines     paused, take the weights' memory again
+RESUME              trainer → broker → engines     schedule again; who sleeps, wakes by it
 FIRST_REQ           gateway → broker               an idle DP group got a request
 FIRST_REQ_HELD      broker → gateway               it is paused or down; kept, starts later
 START_DP_WAVE       broker → gateway               every rank joins this wave
@@ -79,6 +81,7 @@ from bus.messages.bounds import (
     Shape,
     Shapes,
     ShortText,
+    SleepLevel,
     TensorName,
     TensorNames,
     TrainerPoint,
@@ -92,6 +95,8 @@ from bus.messages.pausing import (
     PauseGlobal,
     PauseLocal,
     Resume,
+    Sleep,
+    Wake,
 )
 from bus.messages.presence import (
     CoreStatus,
@@ -144,6 +149,8 @@ __all__ = [
     "Leave",
     "PauseLocal",
     "PauseGlobal",
+    "Sleep",
+    "Wake",
     "Resume",
     "FirstReq",
     "FirstReqHeld",
@@ -199,6 +206,7 @@ __all__ = [
     "TrainerPoint",
     "PauseMode",
     "Escalation",
+    "SleepLevel",
     "CorePhase",
     "Verify",
     "Phase",
@@ -213,6 +221,8 @@ Message: TypeAlias = (
     | Leave
     | PauseLocal
     | PauseGlobal
+    | Sleep
+    | Wake
     | Resume
     | FirstReq
     | FirstReqHeld
@@ -249,6 +259,8 @@ WIRE_NAMES: Final[dict[type[Message], str]] = {
     Leave: "LEAVE",
     PauseLocal: "PAUSE_LOCAL",
     PauseGlobal: "PAUSE_GLOBAL",
+    Sleep: "SLEEP",
+    Wake: "WAKE",
     Resume: "RESUME",
     FirstReq: "FIRST_REQ",
     FirstReqHeld: "FIRST_REQ_HELD",

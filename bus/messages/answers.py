@@ -17,6 +17,8 @@ class Step(StrEnum):
 
     PAUSE_LOCAL = "pause_local"
     PAUSE_GLOBAL = "pause_global"
+    SLEEP = "sleep"
+    WAKE = "wake"
     RESUME = "resume"
     TRANSFER_INIT = "transfer_init"
     ARM = "arm"
@@ -67,6 +69,7 @@ class NackCode(StrEnum):
     TRANSFER_CLOSED = "transfer_closed"
     TRANSFER_FAILED = "transfer_failed"
     CHECKSUM_MISMATCH = "checksum_mismatch"
+    ENGINE_ASLEEP = "engine_asleep"
     ENGINE_FAILED = "engine_failed"
     ENGINE_DEAD = "engine_dead"
     PEER_LOST = "peer_lost"

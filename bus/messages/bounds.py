@@ -36,13 +36,24 @@ Role: TypeAlias = Literal["trainer", "follower", "engine", "gateway", "observer"
 # What rank 0 tells its followers: gather the tensors with me; it is over.
 TrainerPoint: TypeAlias = Literal["go", "end"]
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
+# 1: weights wait in the host's memory; 2: they are gone.
+SleepLevel: TypeAlias = Literal[1, 2]
 # What a `wait` pause becomes at its deadline.
 Escalation: TypeAlias = Literal["keep", "abort"]
 # What an engine's core does, by its status page; empty: it has none.
 CorePhase: TypeAlias = Literal["", "idle", "work", "step", "dummy", "sync", "barrier"]
 # How a chunk is checked before it is loaded: `unsupported` where a backend can't.
 Verify: TypeAlias = Literal["off", "sample", "full", "unsupported"]
-# What an engine says of itself, in its heartbeats and when it joins.
+# What an engine says of itself, in its heartbeats and when it joins. One that is emptied sleeps,
+# and its weights are gone.
 Phase: TypeAlias = Literal[
-    "running", "pausing", "paused", "resuming", "armed", "updating", "quarantined"
+    "running",
+    "pausing",
+    "paused",
+    "asleep",
+    "emptied",
+    "resuming",
+    "armed",
+    "updating",
+    "quarantined",
 ]

@@ -1,10 +1,10 @@
-"""The two-phase pause, and its end."""
+"""The two-phase pause, sleep and waking in it, and its end."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bus.messages.bounds import Count, Escalation, PauseMode, UpdateId
+from bus.messages.bounds import Count, Escalation, PauseMode, SleepLevel, UpdateId
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,5 +31,23 @@ class PauseGlobal:
 
 
 @dataclass(frozen=True, slots=True)
+class Sleep:
+    """``update_id`` is the pause's. Level 1 keeps the weights in the host's memory, level 2
+    discards them; both drop the KV cache."""
+
+    update_id: UpdateId
+    level: SleepLevel
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """The weights' memory comes back; the KV cache's with RESUME."""
+
+    update_id: UpdateId
+
+
+@dataclass(frozen=True, slots=True)
 class Resume:
+    """Engines that sleep wake by it."""
+
     update_id: UpdateId

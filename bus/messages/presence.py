@@ -16,6 +16,7 @@ class EngineFacts:
 
     ``workers`` counts its TP x PP worker processes; ``endpoint`` is the URL at
     which it takes requests, empty if it takes none over the network;
+    ``can_sleep``: it was started so that it can give its memory back;
     ``kind`` is the adapter (``embedded``, ``vllm``, ``vllm-http``) and
     ``software`` what runs behind it, with its version.
     """
@@ -29,6 +30,7 @@ class EngineFacts:
     workers: Annotated[int, Meta(ge=1)]
     backends: Annotated[tuple[ShortText, ...], Meta(max_length=32)]
     endpoint: ShortText
+    can_sleep: bool
     version: Count
     phase: Phase
     update_id: UpdateId

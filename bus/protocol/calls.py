@@ -18,11 +18,14 @@ from bus.messages import (
     PauseLocal,
     PauseMode,
     Resume,
+    Sleep,
+    SleepLevel,
     Step,
     TransferInit,
     UpdateFinish,
     UpdateStart,
     Verify,
+    Wake,
     WeightChunkMeta,
 )
 from bus.protocol.effects import Effect, Send
@@ -49,8 +52,20 @@ class CallEscalate:
 
 
 @dataclass(frozen=True, slots=True)
-class CallResume:
+class CallSleep:
+    level: SleepLevel
+
+
+@dataclass(frozen=True, slots=True)
+class CallWakeWeights:
     pass
+
+
+@dataclass(frozen=True, slots=True)
+class CallResume:
+    """``asleep``: by waking all that sleeps."""
+
+    asleep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +128,8 @@ class CallAbortRequests:
 
 Call: TypeAlias = (
     CallPause
+    | CallSleep
+    | CallWakeWeights
     | CallResume
     | CallOpenTransfer
     | CallArm
@@ -130,6 +147,8 @@ SessionEffect: TypeAlias = Effect | Call | CallEscalate
 COMMAND_STEPS: Final[dict[type[Message], Step]] = {
     PauseLocal: Step.PAUSE_LOCAL,
     PauseGlobal: Step.PAUSE_GLOBAL,
+    Sleep: Step.SLEEP,
+    Wake: Step.WAKE,
     Resume: Step.RESUME,
     TransferInit: Step.TRANSFER_INIT,
     Arm: Step.ARM,
@@ -143,6 +162,8 @@ COMMAND_STEPS: Final[dict[type[Message], Step]] = {
 COMMANDS: Final = frozenset(COMMAND_STEPS)
 CALL_STEPS: Final[dict[type[Call], Step]] = {
     CallPause: Step.PAUSE_GLOBAL,
+    CallSleep: Step.SLEEP,
+    CallWakeWeights: Step.WAKE,
     CallResume: Step.RESUME,
     CallOpenTransfer: Step.TRANSFER_INIT,
     CallArm: Step.ARM,
@@ -155,6 +176,7 @@ CALL_STEPS: Final[dict[type[Call], Step]] = {
     CallCommit: Step.COMMIT,
     CallAbortRequests: Step.ABORT,
 }
+_NOT_THE_UPDATES: Final = (CallPause, CallSleep, CallWakeWeights, CallResume)
 
 
 @dataclass(slots=True)
@@ -194,9 +216,9 @@ class CallQueue:
         return job
 
     def drop_waiting(self) -> None:
-        """An update's calls that don't run yet will not; a pause or resume still does."""
+        """An update's calls that don't run yet will not; a pause's still do."""
         self._jobs = deque(
-            job for job in self._jobs if job.issued or isinstance(job.call, CallPause | CallResume)
+            job for job in self._jobs if job.issued or isinstance(job.call, _NOT_THE_UPDATES)
         )
 
     def issue(self, now_ms: float) -> list[Call]:

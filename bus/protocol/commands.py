@@ -19,6 +19,7 @@ from bus.messages import (
     PauseLocal,
     PlanTransfer,
     Resume,
+    Sleep,
     Step,
     TrainerStep,
     TransferInit,
@@ -26,12 +27,14 @@ from bus.messages import (
     UpdateFinish,
     UpdateStart,
     WaitEngines,
+    Wake,
     WeightChunkMeta,
 )
 from bus.protocol.engine_update import check_chunk, check_sums, manifest_of
 from bus.protocol.instructions import Failure
 from bus.protocol.pause import PauseState
 from bus.protocol.refusal import Declined, wrong_state
+from bus.protocol.sleep import SleepState
 from bus.protocol.update import UNSAFE, UpdateState
 
 if TYPE_CHECKING:
@@ -48,7 +51,7 @@ class Commands:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._manifest: Manifest | None = None  # of the update under way
-        self._versions_given = 0
+        self._given: tuple[str, int] = ("", 0)  # the last version, and to which update
 
     def take(self, msg_id: int, message: Message, now_ms: float) -> list[Effect]:
         """Obey it; what it needs is told to the engines, what it asks is answered later.
@@ -61,6 +64,10 @@ class Commands:
                 return self._pause(msg_id, message, now_ms)
             case Resume():
                 return self._resume(msg_id, message, now_ms)
+            case Sleep():
+                return self._sleep(msg_id, message, now_ms)
+            case Wake():
+                return self._wake(msg_id, message, now_ms)
             case WaitEngines():
                 self._group.holding.requests.waiters[msg_id] = (
                     message,
@@ -167,8 +174,51 @@ class Commands:
         if state is PauseState.RESUMING:
             self._group.holding.requests.ask((Step.RESUME, 0), msg_id)
             return []
+        told = self._group.leave_emptied("its weights went in a sleep, and no update came")
         instructions = self._group.pause.resume(now_ms)
-        return self._group.run(msg_id, Step.RESUME, instructions, now_ms)
+        return [*told, *self._group.run(msg_id, Step.RESUME, instructions, now_ms)]
+
+    def _sleep(self, msg_id: int, message: Sleep, now_ms: float) -> list[Effect]:
+        members = self._window(message.update_id)
+        sleep = self._group.sleep
+        if sleep.state is not SleepState.AWAKE:
+            raise wrong_state(f"the group is {sleep.state.value}", hint="RESUME it first")
+        if not self._group.pause.cleared:
+            raise wrong_state(
+                "the pause keeps KV caches, which a sleep drops",
+                "clear_cache",
+                hint="pause with clear_cache",
+            )
+        cannot = self._group.roster.sleepless(members)
+        if cannot:
+            raise wrong_state(
+                f"{', '.join(cannot[:8])} can't sleep",
+                "can_sleep",
+                hint="start vLLM with --enable-sleep-mode, on a GPU",
+            )
+        asked = sleep.sleep(message, members, now_ms)
+        return self._group.run(msg_id, Step.SLEEP, asked, now_ms)
+
+    def _wake(self, msg_id: int, message: Wake, now_ms: float) -> list[Effect]:
+        members = self._window(message.update_id)
+        sleep = self._group.sleep
+        if sleep.round is not None:
+            raise wrong_state(f"the group is {sleep.state.value}")
+        return self._group.run(msg_id, Step.WAKE, sleep.wake(message, members, now_ms), now_ms)
+
+    def _window(self, update_id: str) -> dict[str, str]:
+        """Who is in the pause, which is complete; no update is under way.
+
+        Raises:
+            Declined: otherwise.
+        """
+        pause = self._group.pause
+        if pause.state is not PauseState.PAUSED:
+            raise wrong_state(f"the group is {pause.state.value}", hint="send PAUSE_LOCAL first")
+        if update_id != pause.update_id:
+            raise wrong_state(f"the pause under way is {pause.update_id}", "update_id")
+        self._group.update.need(UpdateState.IDLE)
+        return pause.members
 
     def _open(self, msg_id: int, message: TransferInit, now_ms: float) -> list[Effect]:
         self._group.update.need(UpdateState.IDLE)
@@ -197,13 +247,26 @@ class Commands:
 
     def _arm(self, msg_id: int, message: Arm, now_ms: float) -> list[Effect]:
         self._group.update.need(UpdateState.IDLE)
+        sleep = self._group.sleep.state
+        if sleep not in (SleepState.AWAKE, SleepState.WEIGHTS_AWAKE):
+            raise Declined(
+                Failure(
+                    NackCode.ENGINE_ASLEEP,
+                    f"the group is {sleep.value}",
+                    hint="send WAKE first",
+                )
+            )
         if message.communicator:
             self._need_communicator(message.communicator)
         manifest = manifest_of(message)
         members = self._group.roster.members()
         self._manifest = manifest
-        version = max(self._group.version, self._versions_given, message.version) + 1
-        self._versions_given = version
+        update_id, version = self._given
+        # Armed again, after it was refused, an update is the same: an ARM that is late can't
+        # arm an engine for another version.
+        if update_id != message.update_id or version <= self._group.version:
+            version = max(self._group.version, version, message.version) + 1
+        self._given = (message.update_id, version)
         asked = replace(message, version=version)
         return self._group.run(
             msg_id, Step.ARM, self._group.update.arm(asked, members, now_ms), now_ms

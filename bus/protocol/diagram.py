@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from bus.errors import UsageError
-from bus.protocol import gateway, pause, update, wave
+from bus.protocol import gateway, pause, sleep, update, wave
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,6 +57,7 @@ def diagrams() -> dict[str, str]:
     return {
         "wave": state_diagram(wave.TRANSITIONS, wave.WaveState.IDLE),
         "pause": state_diagram(pause.TRANSITIONS, pause.PauseState.RUNNING),
+        "sleep": state_diagram(sleep.TRANSITIONS, sleep.SleepState.AWAKE),
         "gateway": state_diagram(gateway.TRANSITIONS, gateway.GatewayState.IDLE),
         "update": state_diagram(update.TRANSITIONS, update.UpdateState.IDLE),
     }

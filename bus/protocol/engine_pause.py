@@ -16,7 +16,8 @@
 
 Invariants: an engine gets a resume only after its pause has returned, and one resume
 per pause; paused is acked by that return and by nothing else; doubled commands are
-acked again and call nothing.
+acked again and call nothing. What sleeps in a pause (:mod:`bus.protocol.engine_sleep`) is
+woken by its resume.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from bus.protocol.refusal import wrong_state
 from bus.protocol.round import ESCALATED
 
 if TYPE_CHECKING:
+    from bus.protocol.engine_sleep import EngineSleep
     from bus.protocol.instructions import Failure
 
 
@@ -59,12 +61,13 @@ _S = EnginePauseState
 class EnginePause:
     """See the module. Calls go into ``queue``."""
 
-    def __init__(self, queue: CallQueue) -> None:
+    def __init__(self, queue: CallQueue, memory: EngineSleep) -> None:
         self.state = _S.RUNNING
         self.update_id = ""
         self.lease_ms = 0.0
         self.in_flight = 0
         self._queue = queue
+        self._memory = memory
         self._last_resume = ""
         self._call = CallPause("keep", clear_cache=False)  # the last one made
         self._escalation: Escalation = "keep"
@@ -106,6 +109,11 @@ class EnginePause:
             if message.wait_ms:
                 self._escalate_ms = now_ms + message.wait_ms
         self._queue.add(self._call, msg_id)
+
+    @property
+    def cleared(self) -> bool:
+        """Whether the pause drops KV caches."""
+        return self._call.clear_cache
 
     @property
     def escalate_ms(self) -> float | None:
@@ -153,7 +161,7 @@ class EnginePause:
     def begin_resume(self, msg_id: int) -> None:
         """The pause is complete: resume."""
         self.state = _S.RESUMING
-        self._queue.add(CallResume(), msg_id)
+        self._queue.add(CallResume(asleep=not self._memory.awake), msg_id)
 
     def pause_returned(self, took_ms: float) -> list[SessionEffect]:
         """A pause call is back; with no other one pending, the engine is idle on its device."""
@@ -191,6 +199,7 @@ class EnginePause:
     def resume_returned(self, job: Job, took_ms: float, now_ms: float) -> list[SessionEffect]:
         """The engine schedules again; a pause that came meanwhile follows."""
         self.state = _S.RUNNING
+        self._memory.resumed()
         self._last_resume = self.update_id
         effects: list[SessionEffect] = [
             ack(
@@ -206,6 +215,7 @@ class EnginePause:
     def resume_failed(self, job: Job, failure: Failure, now_ms: float) -> list[SessionEffect]:
         """The engine is still paused."""
         self.state = _S.PAUSED
+        self._memory.resume_failed()
         effects: list[SessionEffect] = [nack(job.reply_to, Step.RESUME, failure, self.update_id)]
         return effects + self._follow(now_ms)
 

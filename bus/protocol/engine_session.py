@@ -1,7 +1,7 @@
-"""The sidecar's machine: one engine's pause and update, composed.
+"""The sidecar's machine: one engine's pause, memory and update, composed.
 
-Invariants, beside those of :mod:`bus.protocol.engine_pause` and
-:mod:`bus.protocol.engine_update`:
+Invariants, beside those of :mod:`bus.protocol.engine_pause`,
+:mod:`bus.protocol.engine_sleep` and :mod:`bus.protocol.engine_update`:
 
 - One engine call at a time, in order; a call that is slow is still pending, and
   nothing is decided in its place.
@@ -9,7 +9,8 @@ Invariants, beside those of :mod:`bus.protocol.engine_pause` and
   quarantined, and stays paused until a whole one is committed.
 - Commands of an older epoch change nothing.
 - With the broker silent for longer than the pause's lease, an engine that loaded
-  nothing gives the update up and resumes by itself.
+  nothing gives the update up and resumes by itself, waking what sleeps. One whose
+  weights were discarded ends its requests, and sleeps on, quarantined.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from bus.messages import (
     PauseLocal,
     Phase,
     Resume,
+    Sleep,
     TransferInit,
     UpdateFinish,
     UpdateStart,
+    Wake,
     WeightChunkMeta,
 )
 from bus.protocol.calls import (
@@ -38,11 +41,14 @@ from bus.protocol.calls import (
     CallPause,
     CallQueue,
     CallResume,
+    CallSleep,
+    CallWakeWeights,
     SessionEffect,
     nack,
 )
 from bus.protocol.effects import Note
 from bus.protocol.engine_pause import EnginePause, EnginePauseState
+from bus.protocol.engine_sleep import EngineSleep
 from bus.protocol.engine_update import MIXED, EngineUpdate, EngineUpdateState
 from bus.protocol.instructions import Failure
 from bus.protocol.refusal import Declined, wrong_state
@@ -59,10 +65,12 @@ class EngineSession:
 
     def __init__(self, name: str = "", *, version: int = 0) -> None:
         self._queue = CallQueue()
-        self.pause = EnginePause(self._queue)
+        self.memory = EngineSleep(self._queue)
+        self.pause = EnginePause(self._queue, self.memory)
         self.update = EngineUpdate(self._queue, version, name)
         self.epoch = 0
         self._resume_tried_ms = -LEASE_RETRY_MS
+        self._forsaken = False  # asleep without weights, and nobody holds the pause any more
 
     @property
     def version(self) -> int:
@@ -75,13 +83,20 @@ class EngineSession:
         if self.update.state in MIXED:
             return "updating"
         if self.update.partial:
-            return "quarantined"
+            return "emptied" if self._awaits_weights else "quarantined"
+        if not self.memory.awake:
+            return "asleep"
         if (
             self.pause.state is EnginePauseState.RUNNING
             and self.update.state is not EngineUpdateState.NONE
         ):
             return "armed"
         return self.pause.state.value
+
+    @property
+    def _awaits_weights(self) -> bool:
+        """Its own were discarded by the sleep under way, and somebody is to bring others."""
+        return self.memory.discarded and not self._forsaken
 
     @property
     def shown_id(self) -> str:
@@ -124,9 +139,16 @@ class EngineSession:
                         hint="COMMIT or ABORT the update first",
                     )
                 return self.pause.resume(msg_id, message)
+            case Sleep():
+                self._need_paused(message.update_id)
+                return self._sleep(msg_id, message)
+            case Wake():
+                self._need_paused(message.update_id)
+                return self.memory.wake(msg_id, message)
             case TransferInit():
                 return self.update.open(msg_id, message)
             case Arm():
+                self.memory.need_weights()
                 return self.update.arm(msg_id, message)
             case UpdateStart():
                 paused = self.pause.state is EnginePauseState.PAUSED
@@ -139,12 +161,35 @@ class EngineSession:
                 return self.update.finish(msg_id, message)
             case Commit():
                 return self.update.commit(msg_id, message)
+            case Abort() if self.phase == "emptied" and message.update_id == self.shown_id:
+                self._forsake(msg_id)
+                return []
             case Abort():
                 return self.update.abort(msg_id, message)
             case _:
                 raise Declined(
                     Failure(NackCode.FORBIDDEN, "an engine does not take this", field="kind")
                 )
+
+    def _sleep(self, msg_id: int, message: Sleep) -> list[SessionEffect]:
+        if self.update.state is not EngineUpdateState.NONE:
+            raise wrong_state(f"update {self.update.update_id} is {self.update.state.value}")
+        if not self.pause.cleared:
+            raise wrong_state("the pause keeps KV caches, which a sleep drops", "clear_cache")
+        self._forsaken = False
+        return self.memory.sleep(msg_id, message)
+
+    def _forsake(self, msg_id: int) -> None:
+        """Nobody will bring the weights that this sleep has discarded, until somebody does."""
+        self._forsaken = True
+        if self.update.state is EngineUpdateState.NONE:
+            self.update.forsake(msg_id)
+
+    def _need_paused(self, update_id: str) -> None:
+        if self.pause.state is not EnginePauseState.PAUSED:
+            raise wrong_state(f"the engine is {self.pause.state.value}, not paused")
+        if update_id != self.pause.update_id:
+            raise wrong_state(f"the engine is in pause {self.pause.update_id}", "update_id")
 
     def done(
         self, call: Call, now_ms: float, *, in_flight: int | None = None
@@ -158,6 +203,8 @@ class EngineSession:
             effects = self.pause.pause_returned(took_ms)
         elif isinstance(call, CallResume):
             effects = self.pause.resume_returned(job, took_ms, now_ms)
+        elif isinstance(call, CallSleep | CallWakeWeights):
+            effects = self.memory.done(job, took_ms)
         else:
             effects = self.update.done(job, took_ms)
         return self._with_calls(effects, now_ms)
@@ -169,6 +216,8 @@ class EngineSession:
             effects = self.pause.pause_failed(job.reply_to, failure)
         elif isinstance(call, CallResume):
             effects = self.pause.resume_failed(job, failure, now_ms)
+        elif isinstance(call, CallSleep | CallWakeWeights):
+            effects = self.memory.failed(job, failure)
         else:
             effects = self.update.failed(job, failure)
         return self._with_calls(effects, now_ms)
@@ -209,6 +258,8 @@ class EngineSession:
         if not self.update.mixed:
             self._resume_tried_ms = now_ms
             self.pause.begin_resume(0)
+        elif self._awaits_weights:
+            self._forsake(0)
         return self._with_calls(effects, now_ms)
 
     def next_deadline_ms(self, heard_ms: float) -> float | None:
@@ -217,7 +268,8 @@ class EngineSession:
             return self.pause.escalate_ms
         if self.pause.state is not EnginePauseState.PAUSED or len(self._queue):
             return None
-        if self.update.partial and self.update.state is EngineUpdateState.NONE:
+        broken_off = self.update.partial and self.update.state is EngineUpdateState.NONE
+        if broken_off and not self._awaits_weights:
             return None  # quarantined: only a whole update ends this
         again_ms = self._resume_tried_ms + LEASE_RETRY_MS
         return max(heard_ms + self.pause.lease_ms, again_ms)

@@ -56,6 +56,7 @@ from bus.protocol.calls import (
     CallQueue,
     CallReceive,
     CallRestore,
+    CallSleep,
     CallStart,
     CallVerify,
     Job,
@@ -347,9 +348,17 @@ class EngineUpdate:
         return self._settle([nack(job.reply_to, step, failure, self.update_id, chunk)])
 
     def issued(self, call: object) -> None:
-        """A call is made now: from the first load on, the old weights are gone."""
+        """A call is made now: from the first load on, or the sleep that discards them, the old
+        weights are gone."""
         if isinstance(call, CallLoad):
             self._loaded = True
+        elif isinstance(call, CallSleep) and call.level == 2:  # noqa: PLR2004 - the level
+            self.partial = True
+
+    def forsake(self, msg_id: int) -> None:
+        """Nobody is there to bring the weights that a sleep has discarded."""
+        self.state = _S.ABORTING
+        self._queue.add(CallAbortRequests(), msg_id)
 
     # -- inside ---------------------------------------------------------------
 

@@ -1,16 +1,18 @@
-"""One group: its engines, its trainer, its pause and its update, composed.
+"""One group: its engines, its trainer, its pause, sleep and update, composed.
 
-The two machines stay readable alone; what binds them stands here, and is little:
+The machines stay readable alone; what binds them stands here, and is little:
 
 - Only the trainer that holds the group may command it, and only with the group's
   epoch, which grows with every new holder: a trainer that comes back after it was
   replaced is refused.
 - UPDATE_START needs the group PAUSED. RESUME is refused while an update could leave
   engines with different or half-loaded weights (``update.UNSAFE``).
+- SLEEP and WAKE need the group PAUSED and no update under way. Engines whose weights a
+  sleep has discarded are not resumed: without a commit they are quarantined.
 - An engine that joins while the group is paused or an update is under way takes
   part from the next one on.
 - When the trainer is gone, an unsafe update is aborted, then the group resumes;
-  engines that had loaded a part stay paused, quarantined.
+  engines that had loaded a part, or whose weights are gone, stay paused, quarantined.
 
 Methods take what happened, with ``now_ms``, and return effects.
 """
@@ -41,11 +43,14 @@ from bus.protocol.instructions import Ask, Failure, StepDone, StepFailed
 from bus.protocol.pause import PauseMachine, PauseState
 from bus.protocol.refusal import Declined
 from bus.protocol.roster import Roster
+from bus.protocol.sleep import SleepMachine, SleepState
 from bus.protocol.update import UpdateMachine, UpdateState
 from bus.protocol.waves import Waves
 from bus.protocol.wording import (
     DONE_EVENTS,
     PAUSE_STEPS,
+    SLEEP_STEPS,
+    WINDOW_STEPS,
     done_ack,
     done_fields,
     failed_nack,
@@ -77,6 +82,7 @@ class Group:
         self.followers = Followers()
         self.waves = Waves(name, lambda: self.epoch)
         self.pause = PauseMachine(self.roster.staying)
+        self.sleep = SleepMachine()
         self.update = UpdateMachine()
         self.last_resumed = ""
         self.orphaned = False  # who asked for the pause under way is gone
@@ -100,7 +106,8 @@ class Group:
         self.orphaned = True
         failure = Failure(NackCode.CANCELLED, reason)
         self.pause.fail(failure)
-        effects = self.followers.leader_gone(failed_nack(failure, "update", ""))
+        effects = self.leave_emptied("its weights went in a sleep, and its trainer has gone")
+        effects += self.followers.leader_gone(failed_nack(failure, "update", ""))
         if self.update.state not in (
             UpdateState.IDLE,
             UpdateState.COMMITTING,
@@ -122,6 +129,16 @@ class Group:
         except Declined as declined:
             return self.holding.decline(trainer, msg_id, message, declined.failure)
 
+    def leave_emptied(self, reason: str) -> list[Effect]:
+        """The pause ends for engines that a sleep has left without weights: they sleep on."""
+        effects: list[Effect] = []
+        for name in sorted(self.sleep.discarded & self.roster.engines.keys()):
+            if name not in self.roster.quarantined:
+                self.roster.quarantine(name, reason)
+                fields = {"peer": name, "reason": reason}
+                effects.append(self.note("quarantined", self.pause.update_id, "error", fields))
+        return effects
+
     # -- the engines ----------------------------------------------------------
 
     def joined(self, peer: Peer, now_ms: float) -> list[Effect]:
@@ -137,6 +154,7 @@ class Group:
             return []
         effects = self.waves.lost(peer, failure.detail, now_ms)
         effects += self.obey(self.update.lost(peer.name, failure), now_ms)
+        effects += self.obey(self.sleep.lost(peer.name, failure), now_ms)
         effects += self.obey(self.pause.lost(peer.name, failure, now_ms), now_ms)
         return effects + self._settle(now_ms)
 
@@ -156,9 +174,13 @@ class Group:
         stray: Message
         if beat.phase in ("armed", "updating") and self.update.state is UpdateState.IDLE:
             stray = Abort(beat.update_id, "the bus knows nothing of this update")
-        elif self.pause.state is not PauseState.RUNNING or self.roster.broken(peer.name):
+        elif self.pause.state is not PauseState.RUNNING:
             return []
-        elif beat.phase == "paused" and peer.name not in self.roster.staying():
+        elif beat.phase == "emptied":
+            stray = Abort(beat.update_id, "nobody is left who would bring its weights")
+        elif self.roster.broken(peer.name):
+            return []
+        elif beat.phase in ("paused", "asleep") and peer.name not in self.roster.staying():
             # Of a DP group, all have paused, or this one would not have; those that
             # have resumed wait for it.
             stray = Resume(beat.update_id)
@@ -182,6 +204,8 @@ class Group:
             if name in self.waves:
                 moved = self.waves.moved(name, self.pause.members)
                 return moved + (self.obey(instructions, now_ms) if instructions else [])
+        elif ack.step in SLEEP_STEPS:
+            instructions = self.sleep.acked(name, ack, now_ms)
         else:
             if ack.step is Step.ABORT and self.roster.aborted(name, ack.outcome):
                 fields = {"peer": name, "reason": self.roster.quarantined[name]}
@@ -206,6 +230,9 @@ class Group:
         if nack.step in PAUSE_STEPS:
             if nack.update_id == self.pause.update_id:
                 effects += self.obey(self.pause.refused(name, failure, now_ms), now_ms)
+        elif nack.step in SLEEP_STEPS:
+            if nack.update_id == self.pause.update_id:
+                effects += self.obey(self.sleep.refused(name, nack.step, failure), now_ms)
         elif nack.update_id == self.update.update_id and (
             # While all undo what they can, only an ABORT that is refused is news.
             self.update.state is not UpdateState.ABORTING or nack.step == Step.ABORT
@@ -267,6 +294,8 @@ class Group:
             )
             if current.step in PAUSE_STEPS:
                 effects += self.obey(self.pause.lost(name, failure, now_ms), now_ms)
+            elif current.step in SLEEP_STEPS:
+                effects += self.obey(self.sleep.refused(name, current.step, failure), now_ms)
             else:
                 effects += self._exclude(name, failure, now_ms)
         return effects + self._settle(now_ms)
@@ -302,6 +331,7 @@ class Group:
         if done.step is Step.COMMIT:
             self.version = self.update.version
             self.roster.committed(self.update.members, self.version)
+            self.sleep.committed(self.update.members)
         elif done.step is Step.RESUME:
             self.last_resumed = self.pause.update_id
         left_out = self.roster.left_out()
@@ -312,7 +342,7 @@ class Group:
 
     def _step_failed(self, failed: StepFailed) -> list[Effect]:
         step, failure = failed.step, failed.failure
-        in_pause = step in PAUSE_STEPS
+        in_pause = step in WINDOW_STEPS
         update_id = self.pause.update_id if in_pause else self.update.update_id
         fields = {
             "step": step.value,
@@ -321,14 +351,16 @@ class Group:
             "peer": failure.peer,
             "tensor": failure.tensor,
         }
-        event = "pause_failed" if in_pause else "update_failed"
+        event = "update_failed"
+        if in_pause:
+            event = "sleep_failed" if step in SLEEP_STEPS else "pause_failed"
         effects: list[Effect] = [self.note(event, update_id, "warning", fields)]
         keys = [(step, failed.chunk)]
         if step is Step.ABORT:
             self.roster.given_up(self.update.partial, self.update.update_id)
             aborted = self._group_ack(Step.ABORT, update_id)
             effects += self.holding.answer((Step.ABORT, 0), aborted)
-            keys = [key for key in self.holding.requests.steps() if key[0] not in PAUSE_STEPS]
+            keys = [key for key in self.holding.requests.steps() if key[0] not in WINDOW_STEPS]
         for key in keys:
             nack = failed_nack(failure, key[0].value, update_id, key[1])
             effects += self.holding.answer(key, nack)
@@ -336,6 +368,10 @@ class Group:
 
     def _settle(self, now_ms: float) -> list[Effect]:
         """What follows by itself: a group without its trainer resumes; joiners come in."""
+        if self.pause.state is PauseState.RUNNING:
+            over = self.sleep.over()
+            if over:
+                return self.obey(over, now_ms)
         idle = self.update.state is UpdateState.IDLE
         if self.orphaned and idle and self.pause.state is PauseState.PAUSED:
             return self.obey(self.pause.resume(now_ms), now_ms)
@@ -357,7 +393,7 @@ class Group:
             epoch=self.epoch,
             version=self.version,
             holder=self.holder.name if self.holder else "",
-            pause=self.pause.state.value,
+            pause=(self.pause if self.sleep.state is SleepState.AWAKE else self.sleep).state.value,
             update=self.update.state.value,
             update_id=update_id,
             waiting_for=tuple(sorted({n for each in self._rounds() for n in each.waiting})),
@@ -379,7 +415,8 @@ class Group:
         return effects
 
     def _rounds(self) -> list[Round]:
-        return [*([self.pause.round] if self.pause.round else []), *self.update.rounds()]
+        alone = (self.pause.round, self.sleep.round)
+        return [*(each for each in alone if each is not None), *self.update.rounds()]
 
     def _send(self, message: Message, names: Iterable[str]) -> Send:
         return Send(message, self.roster.routes(names), 0, self.name, self.epoch)

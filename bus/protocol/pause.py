@@ -109,6 +109,11 @@ class PauseMachine:
         self._again.clear()
         return self._ask(Step.PAUSE_LOCAL, message, now_ms)
 
+    @property
+    def cleared(self) -> bool:
+        """Whether the pause under way drops KV caches."""
+        return self._asked is not None and self._asked.clear_cache
+
     def resume(self, now_ms: float) -> list[Instruction]:
         """Resume everybody but those who are quarantined.
 
@@ -238,7 +243,11 @@ class PauseMachine:
         self._go(PauseEvent.EMPTIED)
         self.round = None
         self.deadline_ms = None
-        failure = self.failure or Failure(NackCode.EMPTY_GROUP, "no engine is left in the pause")
+        failure = self.failure or Failure(
+            NackCode.EMPTY_GROUP,
+            "no engine is left in the pause",
+            hint="those that are quarantined wait for an update of all weights",
+        )
         return [StepFailed(step, failure) for step in steps]
 
     def _ask(

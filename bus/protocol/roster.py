@@ -140,6 +140,11 @@ class Roster:
             n for n, p in self.engines.items() if p.facts and p.facts.dp_group in groups
         )
 
+    def sleepless(self, names: Iterable[str]) -> list[str]:
+        """Which of them can't give their memory back, by name."""
+        engines = (self.engines[name] for name in names if name in self.engines)
+        return sorted(p.name for p in engines if p.facts is None or not p.facts.can_sleep)
+
     def still_pausing(self, name: str) -> bool:
         """A rank whose pause has been pending for some heartbeats, while a mate runs."""
         return self._pausing.get(name, 0) > PENDING_BEATS and any(
@@ -156,7 +161,7 @@ class Roster:
         self._pausing[name] = self._pausing.get(name, 0) + 1 if phase == "pausing" else 0
         if phase == "quarantined":
             self.quarantined.setdefault(name, "it holds a part of an update")
-        elif phase != "updating":
+        elif phase not in ("updating", "emptied"):
             self.quarantined.pop(name, None)
 
     def given_up(self, names: Iterable[str], update_id: str) -> None:

@@ -15,10 +15,12 @@ from bus.messages import (
     Nack,
     PauseLocal,
     Resume,
+    Sleep,
     Step,
     TransferInit,
     UpdateFinish,
     UpdateStart,
+    Wake,
     WeightChunkMeta,
 )
 
@@ -28,10 +30,15 @@ if TYPE_CHECKING:
     from bus.protocol.update import UpdateMachine
 
 PAUSE_STEPS: Final = frozenset({Step.PAUSE_LOCAL, Step.PAUSE_GLOBAL, Step.RESUME})
+SLEEP_STEPS: Final = frozenset({Step.SLEEP, Step.WAKE})
+# Those that go by the pause's id, not the update's.
+WINDOW_STEPS: Final = PAUSE_STEPS | SLEEP_STEPS
 # The log's word for a step that is done.
 DONE_EVENTS: Final = {
     Step.PAUSE_LOCAL: "pause_local",
     Step.PAUSE_GLOBAL: "paused",
+    Step.SLEEP: "asleep",
+    Step.WAKE: "weights_awake",
     Step.RESUME: "resumed",
     Step.TRANSFER_INIT: "transfer_open",
     Step.ARM: "armed",
@@ -43,6 +50,8 @@ DONE_EVENTS: Final = {
 # The step that each of a trainer's commands asks for.
 ASKS_FOR: Final[dict[type[Message], Step]] = {
     PauseLocal: Step.PAUSE_GLOBAL,
+    Sleep: Step.SLEEP,
+    Wake: Step.WAKE,
     Resume: Step.RESUME,
     TransferInit: Step.TRANSFER_INIT,
     Arm: Step.ARM,
@@ -65,7 +74,7 @@ def done_ack(
 ) -> GroupAck:
     """The trainer's answer when every engine has done a step, but those ``left_out``."""
     step, current = done.step, done.round
-    in_pause = step in PAUSE_STEPS
+    in_pause = step in WINDOW_STEPS
     since_ms = pause.asked_ms if step is Step.PAUSE_GLOBAL else current.asked_ms
     return GroupAck(
         step=step,

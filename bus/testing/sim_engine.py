@@ -188,6 +188,7 @@ class SimEngine:
             workers=1,
             backends=("sim",),
             endpoint="",
+            can_sleep=True,
             version=session.version,
             phase=session.phase,
             update_id=session.shown_id,

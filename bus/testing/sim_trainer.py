@@ -33,12 +33,15 @@ from bus.messages import (
     PauseMode,
     PlanTransfer,
     Resume,
+    Sleep,
+    SleepLevel,
     Step,
     TransferInit,
     TransferPlan,
     UpdateFinish,
     UpdateStart,
     Verify,
+    Wake,
     WeightChunkMeta,
 )
 from bus.protocol.link import LinkConfig, LinkState
@@ -219,19 +222,17 @@ class SimTrainer:
         update_id = self.new_update_id()
         manifest = make_manifest(tensors, chunk_bytes=chunk_bytes)
         try:
-            armed = yield from self._armed(update_id, payload, manifest)
+            armed = yield from self._fit(update_id, payload, manifest, mode)
             if think_ms:
                 yield think_ms
             try:
-                yield from self._pause(update_id, mode)
+                if self._held is None:
+                    yield from self._pause(update_id, mode)
             except WavebusError:
                 yield from self._undo(update_id, resume=False)
                 raise
             try:
-                yield from self._step(UpdateStart(update_id))
-                yield from self._send_all(update_id, payload, manifest, think_ms, verify)
-                yield from self._step(UpdateFinish(update_id))
-                done = yield from self._step(Commit(update_id, armed.version, f"p{payload}"))
+                done = yield from self._load(update_id, payload, armed, manifest, think_ms, verify)
             except WavebusError:
                 yield from self._undo(update_id, resume=True)
                 raise
@@ -239,6 +240,43 @@ class SimTrainer:
         except WavebusError as error:
             return Outcome("update", update_id, error=error)
         return Outcome("update", update_id, done.version, payload, done.excluded)
+
+    def asleep(
+        self,
+        level: SleepLevel,
+        *,
+        payload: int = 0,
+        hold_ms: float = 100.0,
+        verify: Verify = "full",
+    ) -> Script:
+        """A sleep for so long; with a payload, in it, an update of all weights."""
+        pause_id = self.new_update_id()
+        update_id = self.new_update_id()
+        manifest = make_manifest()
+        done = None
+        try:
+            yield from self._pause(pause_id, "keep")
+            try:
+                yield from self._step(Sleep(pause_id, level))
+                if hold_ms:
+                    yield hold_ms
+                if payload:
+                    yield from self._woken(pause_id)
+                    armed = yield from self._armed(update_id, payload, manifest)
+                    done = yield from self._load(
+                        update_id, payload, armed, manifest, hold_ms, verify
+                    )
+            except WavebusError:
+                yield from self._undo(update_id, resume=False)
+                with contextlib.suppress(Refused):
+                    yield from self._resume(pause_id)
+                raise
+            yield from self._resume(pause_id)
+        except WavebusError as error:
+            return Outcome("asleep", update_id, error=error)
+        if done is None:
+            return Outcome("asleep", update_id)
+        return Outcome("asleep", update_id, done.version, payload, done.excluded)
 
     def pause(self, *, hold_ms: float = 100.0, mode: PauseMode = "keep") -> Script:
         """A pause for so long, and a resume."""
@@ -283,6 +321,39 @@ class SimTrainer:
         return f"u{next(self._count)}-{self.boot:x}"
 
     # -- parts of scripts -----------------------------------------------------------
+
+    def _fit(self, update_id: str, payload: int, manifest: Manifest, mode: PauseMode) -> Steps:
+        """Armed, if need be after a wake: a trainer that is gone may have left one asleep."""
+        try:
+            return (yield from self._armed(update_id, payload, manifest))
+        except Refused as refused:
+            if refused.code is not NackCode.ENGINE_ASLEEP:
+                raise
+        yield from self._pause(update_id, mode)
+        try:
+            yield from self._woken(update_id)
+            return (yield from self._armed(update_id, payload, manifest))
+        except WavebusError:
+            yield from self._undo(update_id, resume=True)
+            raise
+
+    def _woken(self, pause_id: str) -> Steps:
+        return (yield from self._step(Wake(pause_id)))
+
+    def _load(
+        self,
+        update_id: str,
+        payload: int,
+        armed: GroupAck,
+        manifest: Manifest,
+        think_ms: float,
+        verify: Verify,
+    ) -> Steps:
+        """From the start to the commit."""
+        yield from self._step(UpdateStart(update_id))
+        yield from self._send_all(update_id, payload, manifest, think_ms, verify)
+        yield from self._step(UpdateFinish(update_id))
+        return (yield from self._step(Commit(update_id, armed.version, f"p{payload}")))
 
     def _armed(self, update_id: str, payload: int, manifest: Manifest) -> Steps:
         if not self._open:

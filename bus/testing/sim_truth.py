@@ -3,7 +3,8 @@
 It knows no protocol. It is told of every engine call when the call is made and when
 it returns or fails, and raises :class:`TruthError` as soon as an engine is made to do
 what must never be done: resumed without a completed pause, loaded while it generates,
-a chunk loaded twice, unsent or unverified, committed half-loaded, generating with mixed weights.
+a chunk loaded twice, unsent or unverified, committed half-loaded, generating with mixed
+weights, put to sleep while it generates, armed or loaded while its weights sleep.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from bus.protocol.calls import (
     CallReceive,
     CallRestore,
     CallResume,
+    CallSleep,
     CallStart,
     CallVerify,
+    CallWakeWeights,
 )
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from bus.manifest import Manifest
 
 GARBLED: Final = -1  # the payload of what broke on its way
+GONE: Final = -2  # of what a sleep has discarded
 
 
 class TruthError(AssertionError):
@@ -52,6 +56,7 @@ class Truth:
         sent: chunks of which the sender has said that they have left, by the caller's word.
         broken: an update broke off after a load.
         in_flight: requests held.
+        asleep: which of its memory sleeps, or may: of ``weights`` and ``cache``.
     """
 
     def __init__(self, name: str, tensors: Iterable[str], *, version: int = 0) -> None:
@@ -64,6 +69,7 @@ class Truth:
         self.loaded: list[int] = []
         self.broken = False
         self.in_flight = 0
+        self.asleep: set[str] = set()
         self.pauses = 0
         self.resumes = 0
         self.commits: list[int] = []
@@ -96,9 +102,15 @@ class Truth:
             case CallPause():
                 if not self.running:
                     self._refuse("paused twice")
-            case CallResume():
+            case CallSleep():
+                self._begin_sleep(call)
+            case CallWakeWeights():
+                self._need_idle("its weights are woken")
+            case CallResume(asleep):
                 if not self.idle:
                     self._refuse("resumed without a completed pause")
+                if self.asleep and not asleep:
+                    self._refuse(f"resumed while {self.asleep} sleep")
                 if self.mixed or self.broken or self._started:
                     self._refuse(f"resumed with mixed weights {self.weights}")
                 self.idle = False
@@ -108,7 +120,7 @@ class Truth:
             case CallArm(manifest):
                 self._check_manifest(manifest)
             case CallStart(recover):
-                self._need_idle("an update is started")
+                self._need_weights("an update is started")
                 if recover is not self.broken:
                     self._refuse(f"start_update(recover={recover}), but broken is {self.broken}")
             case CallReceive():
@@ -121,7 +133,7 @@ class Truth:
                 if self._load_begun:
                     self._refuse("restored after a load: the old weights are gone")
             case CallFinish():
-                self._need_idle("an update is finished")
+                self._need_weights("an update is finished")
                 if self.manifest is None or len(self.loaded) != self.manifest.chunks:
                     self._refuse(f"finished with chunks {self.loaded}")
             case CallCommit(version):
@@ -135,7 +147,10 @@ class Truth:
                 self.running = False
                 self.idle = True
                 self.pauses += 1
+            case CallWakeWeights():
+                self.asleep.discard("weights")
             case CallResume():
+                self.asleep.clear()
                 self.resumes += 1
             case CallOpenTransfer():
                 self.transfer = call
@@ -172,6 +187,8 @@ class Truth:
             case CallResume():
                 self.running = False
                 self.idle = True
+                if self.asleep:
+                    self.asleep = {"weights", "cache"}
             case CallStart():
                 self._load_begun = True  # half started
                 self._started = True
@@ -219,7 +236,7 @@ class Truth:
     # -- inside ---------------------------------------------------------------
 
     def _receive(self, call: CallReceive) -> None:
-        self._need_idle("a chunk is received")
+        self._need_weights("a chunk is received")
         if not self._started or self.manifest is None:
             self._refuse("a chunk comes before the start")
         elif call.chunk != len(self.loaded):
@@ -228,7 +245,7 @@ class Truth:
             self._refuse(f"chunk {call.chunk} is not the one of the manifest")
 
     def _begin_load(self, chunk: int) -> None:
-        self._need_idle("a chunk is loaded")
+        self._need_weights("a chunk is loaded")
         self._need_staged(chunk, "loaded")
         if chunk not in self.sent:
             self._refuse(f"chunk {chunk} is loaded before it is sent")
@@ -270,9 +287,27 @@ class Truth:
         self.broken = True
         self._started = self._finished = self._load_begun = False
 
+    def _begin_sleep(self, call: CallSleep) -> None:
+        self._need_idle("it is put to sleep")
+        if self.asleep:
+            self._refuse("it is put to sleep twice")
+        if self._started and not self.broken:
+            self._refuse("it is put to sleep in the middle of an update")
+        self.asleep = {"weights", "cache"}
+        if call.level == 2:  # noqa: PLR2004 - the level
+            self.weights = dict.fromkeys(self.weights, GONE)
+            self.broken = True
+
     def _check_manifest(self, manifest: Manifest) -> None:
+        if "weights" in self.asleep:
+            self._refuse("a manifest is armed while the weights sleep")
         if self._started and not self.broken:
             self._refuse(f"a manifest of {manifest.chunks} chunks in the middle of an update")
+
+    def _need_weights(self, what: str) -> None:
+        self._need_idle(what)
+        if "weights" in self.asleep:
+            self._refuse(f"{what} while the weights sleep")
 
     def _need_idle(self, what: str) -> None:
         if self.running or not self.idle:

@@ -290,6 +290,8 @@ class SimWorld:
             return stands  # what is armed may be armed anew
         if session.update.state is not EngineUpdateState.NONE:
             return False
+        if session.phase == "emptied":
+            return False  # whoever was to bring its weights is gone; it is to know that
         return stands or session.pause.state is EnginePauseState.RUNNING
 
     def joined(self, names: Iterable[str] | None = None) -> bool:

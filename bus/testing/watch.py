@@ -20,6 +20,7 @@ from bus.messages import (
     Step,
     WeightChunkMeta,
 )
+from bus.protocol.calls import CallResume
 from bus.protocol.engine_pause import EnginePauseState
 from bus.protocol.engine_update import EngineUpdateState
 from bus.protocol.pause import PauseState
@@ -293,8 +294,26 @@ class Watch:
     def _told(self, answer: Message) -> None:
         if isinstance(answer, GroupAck) and answer.step is Step.PAUSE_GLOBAL:
             self.reach["told paused"] += 1
+        if isinstance(answer, GroupAck) and answer.step in (Step.SLEEP, Step.WAKE):
+            self._told_of_sleep(answer)
         if isinstance(answer, Nack):
             self.reach[f"refused {answer.code.value}"] += 1
+
+    def _told_of_sleep(self, answer: GroupAck) -> None:
+        """What the trainer hears of its engines' memory is so, as long as the pause lasts."""
+        self.reach[f"told of {answer.step.value}"] += 1
+        group = self.world.group
+        if group is None or group.pause.state is not PauseState.PAUSED:
+            return
+        expected = {"weights", "cache"} if answer.step is Step.SLEEP else {"cache"}
+        for name in group.pause.members:
+            engine = self._member(group, name)
+            if answer.update_id != group.pause.update_id or engine is None:
+                continue
+            if answer.step is Step.WAKE and not engine.truth.asleep:
+                continue  # it did not sleep before
+            if engine.truth.asleep != expected and not engine.lease_ran_out:
+                raise TruthError(f"told of {answer.step}, {name} has {engine.truth.asleep} asleep")
 
     def count_end(self) -> None:
         """Add up what the engines saw."""
@@ -302,6 +321,8 @@ class Watch:
         for engine in self.world.engines.values():
             reach["engine rejoined"] += max(0, engine.joins - 1)
             reach.update(engine.met)
+            woken = [c for c in engine.calls if isinstance(c, CallResume) and c.asleep]
+            reach["woken by a resume"] += len(woken)
             self._count_chunks(engine)
             for note in engine.notes:
                 if note.event == "lease_expired":

@@ -18,7 +18,7 @@ from sidecar.engine import Chunk, EngineInfo
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
-    from bus.messages import PauseMode, Verify
+    from bus.messages import PauseMode, SleepLevel, Verify
     from bus.runtime.loop import LoopChoice
     from bus.transfer import Place
     from sidecar.corepage import CoreView
@@ -53,6 +53,15 @@ class StubEngine:
         pass
 
     async def resume(self) -> None:
+        pass
+
+    async def sleep(self, level: SleepLevel) -> None:
+        pass
+
+    async def wake_weights(self) -> None:
+        pass
+
+    async def wake(self) -> None:
         pass
 
     async def abort_requests(self) -> int:

@@ -37,12 +37,13 @@ import torch
 from bus.errors import EngineDead, EngineError
 from bus.messages import NackCode
 from sidecar.corepage import GLOBALLY_PAUSED, LOCALLY_PAUSED, STEPPING, CorePage
+from sidecar.embedded.memory import Memory, MemoryState
 from sidecar.embedded.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bus.messages import CorePhase, PauseMode
+    from bus.messages import CorePhase, PauseMode, SleepLevel
     from sidecar.embedded.model import Qwen3
     from sidecar.embedded.requests import Publish, Request
 
@@ -72,6 +73,7 @@ class EngineCore:
     ) -> None:
         self.model = model
         self.version = 0
+        self.memory = Memory(model)
         self.page = page or CorePage(None)
         self._scheduler = Scheduler(model, slots=slots, publish=publish)
         self._steps = 0
@@ -186,14 +188,35 @@ class EngineCore:
                 f"{what} needs a paused engine, and this one is not", code=NackCode.WRONG_STATE
             )
 
+    def sleep(self, level: SleepLevel) -> None:
+        """Give the model's memory back.
+
+        Raises:
+            EngineError: code ``wrong_state``, unless paused with the cache forgotten.
+        """
+        self.require_paused("sleep")
+        if self._scheduler.running:
+            raise EngineError(
+                "sleep: the pause has kept keys and values", code=NackCode.WRONG_STATE
+            )
+        self.memory.sleep(level)
+
     def resume(self) -> None:
         """Schedule again, from the next step on.
 
         Raises:
-            EngineError: code ``wrong_state``, without a pause that has returned.
+            EngineError: code ``wrong_state``, without a pause that has returned;
+                ``engine_asleep``, if memory is not there.
         """
         self.require_paused("resume")
+        self._require_awake()
         self._mode = None
+
+    def _require_awake(self) -> None:
+        if self.memory.state is not MemoryState.AWAKE:
+            raise EngineError(
+                f"resume: the engine is {self.memory.state}", code=NackCode.ENGINE_ASLEEP
+            )
 
     # What a core in lockstep does differently
 

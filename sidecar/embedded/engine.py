@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from bus.manifest import Manifest
-    from bus.messages import PauseMode, Verify
+    from bus.messages import PauseMode, SleepLevel, Verify
     from bus.transfer import Place
     from sidecar.corepage import CoreView
     from sidecar.embedded.experts import Exchange
@@ -140,6 +140,7 @@ class EmbeddedEngine:
             workers=1,
             backends=available_backends(),
             endpoint=endpoint,
+            can_sleep=True,
         )
 
     async def close(self) -> None:
@@ -226,6 +227,30 @@ class EmbeddedEngine:
 
         def run() -> None:
             updater.require_whole()
+            core.resume()
+
+        await _answer(core.call(run))
+
+    async def sleep(self, level: SleepLevel) -> None:
+        core, updater = self._started(), self._update()
+
+        def run() -> None:
+            core.sleep(level)
+            if level == 2:  # noqa: PLR2004 - the level
+                updater.discarded()
+
+        await _answer(core.call(run))
+
+    async def wake_weights(self) -> None:
+        await _answer(self._started().call(self._started().memory.wake_weights))
+
+    async def wake(self) -> None:
+        core, updater = self._started(), self._update()
+
+        def run() -> None:
+            core.require_paused("wake")
+            updater.require_whole()
+            core.memory.wake()
             core.resume()
 
         await _answer(core.call(run))

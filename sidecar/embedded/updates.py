@@ -17,7 +17,8 @@ else is refused with code ``wrong_state`` and changes nothing.
 
 From the first load of an update to its commit the parameters are *foreign*: not those
 of the version that the engine says it serves. There is no way back from that, so if
-the update breaks off, a whole one, started with ``recover``, is the only way out.
+the update breaks off, a whole one, started with ``recover``, is the only way out. A sleep that
+discards the weights makes them foreign, too.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Updater:
 
     def start(self, *, recover: bool) -> None:
         self._core.require_paused("an update")
+        self._core.memory.need_weights("an update")
         if self._armed is None:
             raise _wrong_state("no manifest is armed")
         if not recover and self._state is not UpdateState.IDLE:
@@ -158,13 +160,17 @@ class Updater:
         self._foreign = False
         self._state = UpdateState.IDLE
 
+    def discarded(self) -> None:
+        """A sleep has let the weights go: only a whole update brings others."""
+        self._foreign = True
+
     def require_whole(self) -> None:
-        """Refuse to serve while an update is open.
+        """Refuse to serve while an update is open, or the weights were let go.
 
         Raises:
             EngineError: code ``wrong_state``.
         """
-        if self._state is not UpdateState.IDLE:
+        if self._state is not UpdateState.IDLE or self._foreign:
             mixed = ", with weights that are not the version's" if self._foreign else ""
             raise _wrong_state(f"resume while an update is {self._state.value}{mixed}")
 

@@ -41,7 +41,9 @@ class Borrowed:
         self._engine = under_test.engine
 
     async def start(self) -> EngineInfo:
-        return EngineInfo("borrowed", "test", "model", 0, 1, 1, available_backends(), "")
+        return EngineInfo(
+            "borrowed", "test", "model", 0, 1, 1, available_backends(), "", can_sleep=True
+        )
 
     async def close(self) -> None:
         """The suite's fixture closes it."""

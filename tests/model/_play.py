@@ -34,8 +34,10 @@ from bus.protocol.calls import (
     CallReceive,
     CallRestore,
     CallResume,
+    CallSleep,
     CallStart,
     CallVerify,
+    CallWakeWeights,
 )
 from bus.protocol.link import LinkState
 from bus.runtime.memory import Faults
@@ -71,6 +73,8 @@ CALLS: Final[tuple[type[Call], ...]] = (
     CallOpenTransfer,
     CallRestore,
     CallVerify,
+    CallSleep,
+    CallWakeWeights,
 )
 # What it takes a trainer to send a chunk.
 SEND_MS: Final = (0.0, 3.0, 40.0, 400.0)
@@ -280,6 +284,25 @@ class Play:
         if self.trainer.alive and not self.trainer.busy:
             self.trainer.run(self.trainer.pause(hold_ms=100.0 * index))
 
+    def sleep(self, _engine: SimEngine | None, index: int) -> None:
+        """Level 1 or 2, each with or without an update."""
+        if self.trainer.alive and not self.trainer.busy:
+            payload = 0
+            if index % 3:
+                self.payload += 1
+                payload = self.payload
+            script = self.trainer.asleep(
+                2 if index % 2 else 1, payload=payload, hold_ms=40.0 * index, verify=self.verify
+            )
+            self.trainer.run(script)
+
+    def fail_sleep(self, engine: SimEngine | None, index: int) -> None:
+        """The next sleep, or wake, fails on one engine."""
+        if engine is not None:
+            kinds: tuple[type[Call], ...] = (CallSleep, CallWakeWeights, CallResume)
+            engine.behaviour.fail_next.add(kinds[index % 3])
+            self.sleep(None, index)
+
     def kill(self, engine: SimEngine | None, _index: int) -> None:
         if engine is not None and engine.alive:
             self._lost_rank(engine)
@@ -486,6 +509,7 @@ class Play:
         if group is not None:
             self.reach[f"{what} in pause {group.pause.state.value}"] += 1
             self.reach[f"{what} in update {group.update.state.value}"] += 1
+            self.reach[f"{what} in sleep {group.sleep.state.value}"] += 1
             unsent = any(chunk.awaits_sender for chunk in group.update.chunks.values())
             self.reach[f"{what} with a chunk unsent"] += unsent
 

@@ -11,7 +11,7 @@ from sidecar.engine import Chunk, EngineInfo
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
-    from bus.messages import PauseMode, Verify
+    from bus.messages import PauseMode, SleepLevel, Verify
     from bus.transfer import Place
     from sidecar.corepage import CoreView
     from tests.support.dp_group import DpGroup
@@ -55,6 +55,15 @@ class GroupEngine:
 
     async def resume(self) -> None:
         await self.group.all("resume")
+
+    async def sleep(self, level: SleepLevel) -> None:
+        await self._all("sleep", level=level)
+
+    async def wake_weights(self) -> None:
+        await self._all("wake_weights")
+
+    async def wake(self) -> None:
+        await self._all("wake")
 
     async def abort_requests(self) -> int:
         return sum(await self.group.all("abort_requests"))

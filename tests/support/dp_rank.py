@@ -76,6 +76,15 @@ class Rank:
     async def _resume(self) -> None:
         await self.engine.resume()
 
+    async def _sleep(self, level: Any) -> None:
+        await self.engine.sleep(level)
+
+    async def _wake_weights(self) -> None:
+        await self.engine.wake_weights()
+
+    async def _wake(self) -> None:
+        await self.engine.wake()
+
     async def _abort_requests(self) -> int:
         return await self.engine.abort_requests()
 

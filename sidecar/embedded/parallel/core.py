@@ -92,6 +92,7 @@ class LockstepCore(EngineCore):
         if not self._waves.paused:
             return
         self.require_paused("resume")
+        self._require_awake()
         self._mode = None
         self._show("barrier")
         (unfinished,) = self._group.sums(int(self._may_step()))

@@ -59,6 +59,7 @@ def facts(
     dp_rank: int = 0,
     dp_size: int = 1,
     workers: int = 1,
+    can_sleep: bool = True,
     version: int = 0,
     phase: Phase = "running",
 ) -> EngineFacts:
@@ -73,6 +74,7 @@ def facts(
         workers=workers,
         backends=("sim",),
         endpoint="",
+        can_sleep=can_sleep,
         version=version,
         phase=phase,
         update_id="",

@@ -34,7 +34,7 @@ from bus.protocol.broker import Broker
 from bus.protocol.effects import Note, Send
 from tests.unit.bus._builders import nack_in
 
-FACTS = EngineFacts("sim", "sim 1", "m", "dp0", 0, 1, 1, ("sim",), "", 0, "running", "")
+FACTS = EngineFacts("sim", "sim 1", "m", "dp0", 0, 1, 1, ("sim",), "", True, 0, "running", "")
 JOIN = Join("engine", "host", 7, FACTS, GatewayFacts("dp0", 2, 3, running=True))
 PAUSE = PauseLocal("u1", "keep", True, 30_000, 60_000, 0, "keep")
 BEAT = Heartbeat("running", 0, 0, "")
@@ -184,7 +184,7 @@ def test_a_body_field_that_stands_twice_is_refused() -> None:
         ({"model": "m" * 257}, NackCode.OVERSIZED, "engine.model"),
         ({"backends": ["b"] * 33}, NackCode.OVERSIZED, "engine.backends"),
         ({"backends": ["shm", 3]}, NackCode.MALFORMED, "engine.backends[1]"),
-        ({"phase": "asleep"}, NackCode.MALFORMED, "engine.phase"),
+        ({"phase": "dreaming"}, NackCode.MALFORMED, "engine.phase"),
         ({"phase": None}, NackCode.MALFORMED, "engine.phase"),
         ({"colour": "red"}, NackCode.MALFORMED, "colour"),
         ({"colour": {7: [1]}}, NackCode.MALFORMED, "colour"),

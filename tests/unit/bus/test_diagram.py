@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from bus.commands.diagrams import diagrams as command
 from bus.errors import UsageError
-from bus.protocol import gateway, pause, update, wave
+from bus.protocol import gateway, pause, sleep, update, wave
 from bus.protocol.diagram import diagrams, filled, state_diagram
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def test_every_transition_of_every_machine_is_drawn() -> None:
     tables = {
         "wave": arrows_of(wave.TRANSITIONS),
         "pause": arrows_of(pause.TRANSITIONS),
+        "sleep": arrows_of(sleep.TRANSITIONS),
         "gateway": arrows_of(gateway.TRANSITIONS),
         "update": arrows_of(update.TRANSITIONS),
     }
@@ -98,7 +99,10 @@ def test_a_page_is_filled_between_its_markers() -> None:
 @pytest.mark.parametrize(
     ("page", "word"),
     [
-        ("<!-- diagram: lamp -->\n<!-- end of diagram -->\n", "wave, pause, gateway, update"),
+        (
+            "<!-- diagram: lamp -->\n<!-- end of diagram -->\n",
+            "wave, pause, sleep, gateway, update",
+        ),
         ("no marker\n", "end of diagram"),
         ("<!-- diagram: pause -->\nwithout an end\n", "end of diagram"),
     ],

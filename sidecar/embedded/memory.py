@@ -1,0 +1,111 @@
+"""The memory of a model that sleeps: given back to the system, and taken again.
+
+::
+
+    state          call              next           what happens
+    AWAKE          sleep(1)          ASLEEP         the weights wait in a copy
+    AWAKE          sleep(2)          ASLEEP         the weights are gone
+    ASLEEP         wake_weights      WEIGHTS_AWAKE  they are back; after level 2 they are NaN
+    ASLEEP, WEIGHTS_AWAKE
+                   wake              AWAKE          weights and KV cache are back
+    AWAKE, WEIGHTS_AWAKE
+                   wake_weights      (same)         nothing
+    AWAKE          wake              AWAKE          nothing
+
+Tensors stay what and where they are; it is their storage that goes and comes. (A real
+engine's copy is in another memory than its weights. Here it is in the same, so that level 1
+gives back the KV cache alone.)
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from bus.errors import EngineError
+from bus.messages import NackCode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bus.messages import SleepLevel
+    from sidecar.embedded.model import Qwen3
+
+# All bits set is not a number, in every floating point format.
+_NAN_BYTE: Final = 0xFF
+
+
+class MemoryState(StrEnum):
+    AWAKE = "awake"
+    ASLEEP = "asleep"
+    WEIGHTS_AWAKE = "weights_awake"
+
+
+_S = MemoryState
+
+
+class Memory:
+    """One model's. Every method runs in the core's thread, between steps."""
+
+    def __init__(self, model: Qwen3) -> None:
+        self.state = _S.AWAKE
+        self._weights = _storages(model.parameters.values())
+        self._cache = _storages((model.kv.keys, model.kv.values))
+        self._sizes = {id(each): each.nbytes() for each in (*self._weights, *self._cache)}
+        self._kept: list[torch.Tensor] = []
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Give everything back.
+
+        Raises:
+            EngineError: code ``wrong_state``, if it sleeps.
+        """
+        if self.state is not _S.AWAKE:
+            raise EngineError(f"sleep: the engine is {self.state}", code=NackCode.WRONG_STATE)
+        self._kept = [_bytes(each).clone() for each in self._weights] if level == 1 else []
+        for storage in (*self._weights, *self._cache):
+            storage.resize_(0)
+        self.state = _S.ASLEEP
+
+    def wake_weights(self) -> None:
+        """Take the weights' memory again."""
+        if self.state is not _S.ASLEEP:
+            return
+        for index, storage in enumerate(self._weights):
+            storage.resize_(self._sizes[id(storage)])
+            if self._kept:
+                _bytes(storage).copy_(self._kept[index])
+            else:
+                _bytes(storage).fill_(_NAN_BYTE)
+        self._kept = []
+        self.state = _S.WEIGHTS_AWAKE
+
+    def wake(self) -> None:
+        """Take all of it again."""
+        self.wake_weights()
+        if self.state is _S.WEIGHTS_AWAKE:
+            for storage in self._cache:
+                storage.resize_(self._sizes[id(storage)])
+                _bytes(storage).fill_(0)  # see KvCache
+            self.state = _S.AWAKE
+
+    def need_weights(self, what: str) -> None:
+        """Refuse ``what`` while the weights sleep.
+
+        Raises:
+            EngineError: code ``engine_asleep``.
+        """
+        if self.state is _S.ASLEEP:
+            raise EngineError(f"{what}: the weights are asleep", code=NackCode.ENGINE_ASLEEP)
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Each of them once: tensors may share one."""
+    unique = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    return list(unique.values())
