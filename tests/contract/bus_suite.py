@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bus.messages import Escalation
+    from bus.messages import Escalation, SleepLevel
     from bus.runtime.broker import BrokerServer
 
 LEASE_MS = 20_000
@@ -266,6 +266,62 @@ class BusContract:
             result = await request
             whole = len(result.tokens) == under_test.long_tokens
             assert whole is (escalate == "keep")
+
+    @pytest.mark.parametrize("level", [1, 2])
+    @contract
+    async def test_an_update_of_an_engine_that_sleeps(
+        self, under_test: EngineUnderTest, level: SleepLevel
+    ) -> None:
+        """In the block its memory is the trainer's; after it, everything serves the new weights,
+        and the request that was kept goes on with them."""
+        async with whole_bus(under_test) as bus:
+            watch = Watch()
+            request = asyncio.create_task(
+                under_test.generate(PROMPT, under_test.long_tokens, watch=watch)
+            )
+            await watch.reached(4)
+            before, new = under_test.version, under_test.other_weights(36 + level)
+            async with bus.agent.asleep(level=level):
+                status = await bus.agent.status()
+                assert status.groups[0].pause == "asleep"
+                count = watch.count
+                version = await bus.agent.update_weights(new)
+                under_test.version, under_test.weights = version, new
+                status = await bus.agent.status()
+                assert status.groups[0].pause == "weights_awake"
+                assert watch.count <= count + under_test.late_tokens
+            result = await request
+            assert len(result.tokens) == under_test.long_tokens
+            assert [v for v, _, _ in result.weight_versions] == [before, version]
+            assert (await under_test.generate(PROMPT, 8)).tokens == under_test.reference(
+                new, PROMPT, 8
+            )
+            assert (await bus.agent.status()).groups[0].pause == "running"
+
+    @contract
+    async def test_a_sleep_without_an_update(self, under_test: EngineUnderTest) -> None:
+        """At level 1 the old weights serve on; at level 2 there are none until an update."""
+        async with whole_bus(under_test) as bus:
+            async with bus.agent.asleep():
+                pass
+            result = await under_test.generate(PROMPT, 8)
+            assert result.tokens == under_test.reference(under_test.weights, PROMPT, 8)
+            with pytest.raises(Refused) as refused:
+                async with bus.agent.asleep(level=2):
+                    pass
+            assert refused.value.code is NackCode.EMPTY_GROUP
+            assert "engine" in bus.server.machine.groups["policy"].roster.quarantined
+            waiting = asyncio.create_task(under_test.generate(PROMPT, 8))
+            new = under_test.other_weights(39)
+            version = await bus.agent.update_weights(new)
+            under_test.version, under_test.weights = version, new
+            assert not bus.server.machine.groups["policy"].roster.quarantined
+            result = await under_test.generate(PROMPT, 8)
+            assert result.tokens == under_test.reference(new, PROMPT, 8)
+            # What came meanwhile was ended when the engine heard that nobody brings weights,
+            # or else served by the new ones.
+            late = await waiting
+            assert late.finish_reason == "abort" or late.weight_versions == [(version, 0, 8)]
 
 
 class BreaksOff:

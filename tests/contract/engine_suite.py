@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from sidecar.engine import Engine, PauseMode
+    from sidecar.engine import Engine, PauseMode, SleepLevel
 
 PROMPT = (5, 9, 77, 31, 12)
 OTHER_PROMPT = (40, 3, 18)
@@ -259,6 +259,54 @@ class EngineContract:
         assert result.tokens == under_test.reference(
             under_test.weights, PROMPT, under_test.long_tokens
         )
+
+    # Sleep
+
+    @contract
+    async def test_a_sleep_that_keeps_the_weights_loses_no_token(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """The kept request computes its keys and values anew, and ends as it would have."""
+        request, watch = await _paused_in_the_middle(under_test, "keep", clear_cache=True)
+        await under_test.engine.sleep(1)
+        waiting = asyncio.create_task(under_test.generate(OTHER_PROMPT, 8))
+        await _assert_quiet(under_test, watch)
+        await under_test.engine.wake()
+        weights = under_test.weights
+        assert (await waiting).tokens == under_test.reference(weights, OTHER_PROMPT, 8)
+        result = await request
+        assert result.tokens == under_test.reference(weights, PROMPT, under_test.long_tokens)
+
+    @pytest.mark.parametrize("level", [1, 2])
+    @contract
+    async def test_an_update_while_the_cache_sleeps(
+        self, under_test: EngineUnderTest, level: SleepLevel
+    ) -> None:
+        """Weights wake, are replaced and committed; the wake of the rest is the resume."""
+        request, watch = await _paused_in_the_middle(under_test, "keep", clear_cache=True)
+        old, new = under_test.weights, under_test.other_weights(20 + level)
+        await under_test.engine.sleep(level)
+        await under_test.engine.wake_weights()
+        await update(under_test, new, recover=level == 2)
+        await _assert_quiet(under_test, watch)
+        await under_test.engine.wake()
+        result = await request
+        cut = result.weight_versions[0][2]
+        assert result.tokens[:cut] == under_test.reference(old, PROMPT, cut)
+        so_far = (*PROMPT, *result.tokens[:cut])
+        rest = under_test.reference(new, so_far, under_test.long_tokens - cut)
+        assert result.tokens[cut:] == rest
+
+    @contract
+    async def test_to_wake_an_engine_that_is_awake_is_to_resume_it(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """As after a sleep that failed, of which nobody knows what sleeps."""
+        await under_test.engine.pause("keep", clear_cache=True)
+        await under_test.engine.wake_weights()
+        await under_test.engine.wake()
+        result = await under_test.generate(PROMPT, 8)
+        assert result.tokens == under_test.reference(under_test.weights, PROMPT, 8)
 
     # Updates
 

@@ -49,8 +49,9 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
 
     The plugin comes by its entry point: the installed one, or else one written to
     ``folder`` (a checkout that nobody installed). The same folder brings the plugins
-    of :mod:`_faulty`, whose transport fails on purpose inside the workers, and of
-    :mod:`_tuned`, which lets the core rest for ``rest_ms`` after each step.
+    of :mod:`_faulty`, whose transport fails on purpose inside the workers, of :mod:`_tuned`,
+    which lets the core rest for ``rest_ms`` after each step, and of :mod:`_sleepy`, which
+    brings sleep to CPUs.
     """
     root = Path(__file__).resolve().parents[2]
     info = folder / "wavebus_vllm_tests-0.dist-info"
@@ -61,6 +62,7 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
         "wavebus_here = sidecar.vllm_plugin:register\n"
         "wavebus_faulty = _faulty:register\n"
         "wavebus_tuned = _tuned:register\n"
+        "wavebus_sleepy = _sleepy:register\n"
     )
     path = [str(folder), str(root), str(Path(__file__).parent)]
     return {
@@ -142,6 +144,7 @@ def engine_args(model: Path, **extra: Any) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "dtype": "float32",
         "enforce_eager": True,
+        "enable_sleep_mode": True,
         "max_num_seqs": 8,
         "max_model_len": MAX_POSITIONS,
         "weight_transfer_config": {"backend": "wavebus"},
@@ -156,6 +159,7 @@ def server_argv(model: Path, *extra: str) -> list[str]:
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--served-model-name", "tiny"),
         *("--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager"),
+        "--enable-sleep-mode",
         *("--max-num-seqs", "8", "--max-model-len", str(MAX_POSITIONS)),
         *extra,
     ]
