@@ -15,11 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from bus.errors import Refused, UpdateFailed, WavebusError, refusal
-from bus.manifest import Manifest, TensorMeta
 from bus.messages import (
     Abort,
-    Arm,
-    ChunkSent,
     Commit,
     Envelope,
     Escalation,
@@ -42,15 +39,16 @@ from bus.messages import (
     UpdateStart,
     Verify,
     Wake,
-    WeightChunkMeta,
 )
 from bus.protocol.link import LinkConfig, LinkState
 from bus.runtime.peer import Peer, route_of
+from bus.testing.makers import make_arm, make_chunk, make_manifest, make_nack, make_sent
 from bus.testing.sim_engine import TENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from bus.manifest import Manifest
     from bus.runtime.base import Handle, Scheduler
     from bus.runtime.memory import MemoryNetwork
 
@@ -525,65 +523,6 @@ class SimTrainer:
         self._waiting = {}
         if self._timer is not None:
             self._timer.cancel()
-
-
-def make_manifest(tensors: Sequence[str] = TENSORS, *, chunk_bytes: int = 16) -> Manifest:
-    """The manifest of a simulated model: every tensor has 16 bytes."""
-    metas = [TensorMeta(name, "float32", (4,)) for name in tensors]
-    return Manifest.plan(metas, chunk_bytes=chunk_bytes)
-
-
-def make_arm(
-    update_id: str,
-    manifest: Manifest,
-    *,
-    version: int = 0,
-    label: str = "",
-    communicator: int = 0,
-) -> Arm:
-    """ARM with this manifest."""
-    return Arm(
-        update_id,
-        version,
-        label,
-        "sim",
-        communicator,
-        manifest.names,
-        manifest.dtypes,
-        manifest.shapes,
-        manifest.chunk_ends,
-        manifest.digest(),
-    )
-
-
-def make_chunk(update_id: str, manifest: Manifest, seq: int, payload: int) -> WeightChunkMeta:
-    """One chunk; its handle says which weights it carries."""
-    metas = manifest.chunk(seq)
-    return WeightChunkMeta(
-        update_id,
-        seq,
-        tuple(m.name for m in metas),
-        tuple(m.dtype for m in metas),
-        tuple(m.shape for m in metas),
-        tuple(m.size_bytes for m in metas),
-        str(payload).encode(),
-    )
-
-
-def make_sent(
-    update_id: str, manifest: Manifest, seq: int, payload: int, *, verify: Verify = "full"
-) -> ChunkSent:
-    """The same chunk has left; its sums say which weights it carried."""
-    verified = verify in ("sample", "full")
-    sums = (payload,) * len(manifest.chunk(seq)) if verified else ()
-    return ChunkSent(update_id, seq, verify, sums)
-
-
-def make_nack(
-    code: NackCode, *, step: str = "", update_id: str = "", chunk: int = 0, detail: str = "made up"
-) -> Nack:
-    """A NACK with the rest left empty."""
-    return Nack(code, step, update_id, chunk, detail, "", "", "", "", 0)
 
 
 def _checked(answer: Message) -> GroupAck:

@@ -41,7 +41,9 @@ def _sleep(worker: Any, level: int = 1) -> None:
 
 
 def _wake_up(worker: Any, tags: list[str] | None = None) -> None:
-    woken = getattr(worker, "wavebus_asleep", set()) & set(tags or ("weights", "kv_cache"))
+    woken: set[str] = getattr(worker, "wavebus_asleep", set()) & set(
+        tags or ("weights", "kv_cache")
+    )
     worker.wavebus_asleep = getattr(worker, "wavebus_asleep", set()) - woken
     if "weights" in woken and worker.wavebus_kept:
         for each, kept in zip(_weights(worker), worker.wavebus_kept, strict=True):

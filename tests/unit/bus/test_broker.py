@@ -46,7 +46,7 @@ from bus.messages import (
 )
 from bus.protocol.broker import Broker, BrokerConfig
 from bus.protocol.effects import Effect, Note, Send
-from bus.testing.sim_trainer import (
+from bus.testing.makers import (
     make_arm,
     make_chunk,
     make_manifest,

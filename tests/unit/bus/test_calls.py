@@ -7,7 +7,7 @@ import pytest
 from bus.messages import PauseGlobal, Step
 from bus.protocol.calls import CallArm, CallLoad, CallPause, CallQueue, CallRestore, CallResume
 from bus.protocol.round import Round
-from bus.testing.sim_trainer import make_manifest
+from bus.testing.makers import make_manifest
 from tests.unit.bus._builders import ack
 
 PAUSE = CallPause("keep", True)

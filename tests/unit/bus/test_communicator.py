@@ -22,7 +22,7 @@ from bus.messages import (
 )
 from bus.protocol.broker import Broker
 from bus.protocol.communicator import Communicator, communicator
-from bus.testing.sim_trainer import make_arm, make_manifest
+from bus.testing.makers import make_arm, make_manifest
 from tests.unit.bus._builders import (
     TRAINER_JOIN,
     ack,

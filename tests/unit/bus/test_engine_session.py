@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from bus.messages import (
@@ -18,93 +16,19 @@ from bus.messages import (
     Step,
     TransferInit,
     UpdateFinish,
-    UpdateStart,
 )
 from bus.protocol.calls import (
-    Call,
     CallAbortRequests,
     CallArm,
-    CallEscalate,
     CallPause,
     CallRestore,
     CallResume,
-    SessionEffect,
 )
 from bus.protocol.effects import Note, Send
 from bus.protocol.engine_pause import EnginePauseState
-from bus.protocol.engine_session import EngineSession
-from bus.protocol.instructions import Failure
-from bus.testing.sim_trainer import make_arm, make_chunk, make_manifest, make_sent
+from bus.testing.makers import make_arm, make_chunk
 from tests.unit.bus._builders import nack_in, only
-
-if TYPE_CHECKING:
-    from bus.messages import Message
-
-MANIFEST = make_manifest(("a", "b"))
-PAUSE = PauseLocal("u1", "keep", True, 5_000, 60_000, 0, "keep")
-
-
-class Driver:
-    """A session whose calls return when the test says so."""
-
-    def __init__(self) -> None:
-        self.session = EngineSession(version=3)
-        self.running: Call | None = None
-        self.calls: list[Call] = []
-        self.id = 0
-
-    def command(self, message: Message, *, epoch: int = 1) -> list[SessionEffect]:
-        self.id += 1
-        return self.take(self.session.command(self.id, epoch, message, 0.0))
-
-    def returned(self, *, in_flight: int | None = None) -> list[SessionEffect]:
-        call, self.running = self.running, None
-        assert call is not None
-        return self.take(self.session.done(call, 10.0, in_flight=in_flight))
-
-    def failed(self) -> list[SessionEffect]:
-        call, self.running = self.running, None
-        assert call is not None
-        failure = Failure(NackCode.ENGINE_FAILED, "it broke")
-        return self.take(self.session.failed(call, failure, 10.0))
-
-    def tick(self, heard_ms: float, now_ms: float) -> list[SessionEffect]:
-        return self.take(self.session.tick(heard_ms, now_ms))
-
-    def take(self, effects: list[SessionEffect]) -> list[SessionEffect]:
-        for effect in effects:
-            if not isinstance(effect, Send | Note | CallEscalate):
-                assert self.running is None, "two calls at a time"
-                self.running = effect
-                self.calls.append(effect)
-        return effects
-
-    def paused(self) -> Driver:
-        self.command(PAUSE)
-        self.returned()
-        return self
-
-    def armed(self) -> Driver:
-        self.command(TransferInit("t1", "sim", b"", 0, 0, {}))
-        self.returned()
-        self.command(make_arm("u1", MANIFEST, version=4))
-        self.returned()
-        return self
-
-    def started(self) -> Driver:
-        self.armed().paused()
-        self.command(UpdateStart("u1"))
-        self.returned()
-        return self
-
-    def loaded(self, chunks: int = 1) -> Driver:
-        self.started()
-        for k in range(chunks):
-            self.command(make_chunk("u1", MANIFEST, k, 1))
-            self.command(make_sent("u1", MANIFEST, k, 1))
-            for _ in ("received", "verified", "loaded"):
-                self.returned()
-        return self
+from tests.unit.bus._session import MANIFEST, PAUSE, Driver
 
 
 def test_acks_come_before_the_call_they_stand_for() -> None:

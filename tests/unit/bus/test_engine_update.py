@@ -39,7 +39,7 @@ from bus.protocol.calls import (
 from bus.protocol.engine_update import MIXED, EngineUpdate, EngineUpdateState
 from bus.protocol.instructions import Failure
 from bus.protocol.refusal import Declined
-from bus.testing.sim_trainer import make_arm, make_chunk, make_manifest, make_sent
+from bus.testing.makers import make_arm, make_chunk, make_manifest, make_sent
 from bus.transfer import NO_PLACE, Place
 from tests.unit.bus._builders import messages, only
 

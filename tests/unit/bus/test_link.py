@@ -22,7 +22,7 @@ from bus.messages import (
 )
 from bus.protocol.effects import Effect, Note
 from bus.protocol.link import Link, LinkConfig, LinkState
-from bus.testing.sim_trainer import make_nack
+from bus.testing.makers import make_nack
 from tests.unit.bus._builders import envelope, facts, messages
 
 CONFIG = LinkConfig(retry_ms=500, patience_ms=8_000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bus.messages import NackCode, Step, WaitEngines
 from bus.protocol.requests import ANSWERS_KEPT, Requests
-from bus.testing.sim_trainer import make_nack
+from bus.testing.makers import make_nack
 
 ANSWER = make_nack(NackCode.TIMEOUT)
 

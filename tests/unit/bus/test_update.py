@@ -19,7 +19,7 @@ from bus.messages import (
 )
 from bus.protocol.instructions import Ask, Failure, IllegalTransition, StepDone, StepFailed
 from bus.protocol.update import TRANSITIONS, UNSAFE, UpdateEvent, UpdateMachine, UpdateState
-from bus.testing.sim_trainer import make_arm, make_chunk, make_manifest, make_sent
+from bus.testing.makers import make_arm, make_chunk, make_manifest, make_sent
 from tests.unit.bus._builders import LOST, ack
 
 if TYPE_CHECKING:

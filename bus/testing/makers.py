@@ -1,0 +1,71 @@
+"""Messages of a simulated model's update, for simulations and for tests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bus.manifest import Manifest, TensorMeta
+from bus.messages import Arm, ChunkSent, Nack, NackCode, Verify, WeightChunkMeta
+from bus.testing.sim_engine import TENSORS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def make_manifest(tensors: Sequence[str] = TENSORS, *, chunk_bytes: int = 16) -> Manifest:
+    """The manifest of a simulated model: every tensor has 16 bytes."""
+    metas = [TensorMeta(name, "float32", (4,)) for name in tensors]
+    return Manifest.plan(metas, chunk_bytes=chunk_bytes)
+
+
+def make_arm(
+    update_id: str,
+    manifest: Manifest,
+    *,
+    version: int = 0,
+    label: str = "",
+    communicator: int = 0,
+) -> Arm:
+    """ARM with this manifest."""
+    return Arm(
+        update_id,
+        version,
+        label,
+        "sim",
+        communicator,
+        manifest.names,
+        manifest.dtypes,
+        manifest.shapes,
+        manifest.chunk_ends,
+        manifest.digest(),
+    )
+
+
+def make_chunk(update_id: str, manifest: Manifest, seq: int, payload: int) -> WeightChunkMeta:
+    """One chunk; its handle says which weights it carries."""
+    metas = manifest.chunk(seq)
+    return WeightChunkMeta(
+        update_id,
+        seq,
+        tuple(m.name for m in metas),
+        tuple(m.dtype for m in metas),
+        tuple(m.shape for m in metas),
+        tuple(m.size_bytes for m in metas),
+        str(payload).encode(),
+    )
+
+
+def make_sent(
+    update_id: str, manifest: Manifest, seq: int, payload: int, *, verify: Verify = "full"
+) -> ChunkSent:
+    """The same chunk has left; its sums say which weights it carried."""
+    verified = verify in ("sample", "full")
+    sums = (payload,) * len(manifest.chunk(seq)) if verified else ()
+    return ChunkSent(update_id, seq, verify, sums)
+
+
+def make_nack(
+    code: NackCode, *, step: str = "", update_id: str = "", chunk: int = 0, detail: str = "made up"
+) -> Nack:
+    """A NACK with the rest left empty."""
+    return Nack(code, step, update_id, chunk, detail, "", "", "", "", 0)
