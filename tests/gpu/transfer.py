@@ -183,7 +183,8 @@ async def booted(run: Run, names: set[str]) -> None:
 
     async def wait(group: str) -> None:
         specs = [s for s in ENGINES if s.group == group and s.name in names]
-        async with TrainerAgent(run.serving.broker, group=group) as agent:
+        name = f"boot-{group}"
+        async with TrainerAgent(run.serving.broker, group=group, name=name) as agent:
             views = await agent.wait_for_engines(len(specs), timeout_s=run.options.boot_s)
         found = {view.name: view.endpoint for view in views}
         for spec in specs:
@@ -258,7 +259,8 @@ def main() -> int:
         )
         try:
             making = [sys.executable, "-m", "tests.gpu.checkpoints", folder, options.device]
-            subprocess.run(making, check=True, timeout=120)
+            with _log(options.logs / "checkpoints.log") as log:
+                subprocess.run(making, check=True, timeout=120, stdout=log, stderr=log)
             run.serving.start_broker()
             for spec in ENGINES:
                 if spec.name in needed(to_run):
