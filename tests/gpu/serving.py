@@ -11,11 +11,11 @@ import subprocess
 import sys
 import urllib.request
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from pathlib import Path
 
 PROMPTS: Final = ([5, 17, 99, 3, 42, 7], [11, 200, 31, 8])
 TOKENS: Final = 32
@@ -115,9 +115,15 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def _children(pid: int) -> Iterable[int]:
-    from pathlib import Path  # noqa: PLC0415 - else only for types
+def command(pid: int) -> str:
+    """What a process calls itself."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").replace("\0", " ")
+    except OSError:
+        return ""
 
+
+def _children(pid: int) -> Iterable[int]:
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             yield from map(int, path.read_text(encoding="ascii").split())

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from bus.errors import WavebusError
-from tests.gpu.serving import descendants
+from tests.gpu.serving import command, descendants
 from trainer_agent import TrainerAgent
 
 WARM_UP = 2
@@ -109,16 +109,18 @@ async def remade(
 async def killed(
     agent: TrainerAgent, weights: dict[str, torch.Tensor], sidecar: int
 ) -> dict[str, Any]:
-    """SIGKILL to the engine's processes at the third chunk: how long until the trainer knows, and
-    whether its GPU is free again then."""
+    """SIGKILL to the engine's core at the third chunk: how long until the trainer knows, and whether
+    its GPU is free again then."""
     sender = agent._transport.sender
+    victims = [pid for pid in descendants(sidecar) if "EngineCore" in command(pid)]
+    assert victims, "there is no process of that name"
     transfer, at_s = sender.transfer, 0.0
 
     def kill_and_transfer(seq: int) -> None:
         nonlocal at_s
         if seq == 2:
             at_s = time.monotonic()
-            for pid in descendants(sidecar):
+            for pid in victims:
                 os.kill(pid, signal.SIGKILL)
         transfer(seq)
 
