@@ -109,8 +109,8 @@ async def remade(
 async def killed(
     agent: TrainerAgent, weights: dict[str, torch.Tensor], sidecar: int
 ) -> dict[str, Any]:
-    """SIGKILL to the engine's core at the third chunk: how long until the trainer knows, and whether
-    its GPU is free again then."""
+    """SIGKILL to the engine's core at the third chunk: how long until the trainer knows, and until
+    its GPU is free again."""
     sender = agent._transport.sender
     victims = [pid for pid in descendants(sidecar) if "EngineCore" in command(pid)]
     assert victims, "there is no process of that name"
