@@ -36,6 +36,7 @@ _making = threading.Lock()
 # How often a broadcast is asked whether it has ended: at first, and at last.
 _FIRST_LOOK_S: Final = 50e-6
 _LATER_LOOK_S: Final = 1e-3
+_LONGER: Final = 1.25  # so a look comes late by a quarter of the whole wait at most
 # How often it is asked whether the trainer is still there.
 _STORE_LOOK_S: Final = 0.5
 # Aborting takes milliseconds; who waits for it must not wait for ever.
@@ -109,7 +110,7 @@ class Communicator:
                     raise RuntimeError("the trainer's end is closed or gone")
                 store_look = now + _STORE_LOOK_S
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LATER_LOOK_S)
+            pause_s = min(_LONGER * pause_s, _LATER_LOOK_S)
         if self._closed.is_set():  # what was aborted looks like what has ended
             raise RuntimeError("it was closed meanwhile")
         work.wait()

@@ -32,7 +32,13 @@ class NcclReceiver(Receiver):
         self._check(init)
         try:
             memory = torch.empty(init.chunk_bytes, dtype=torch.uint8, device=self.device)
-            self._communicator = bus.nccl.meet(torch, dist, init, place, self.device)
+        except torch.OutOfMemoryError as error:
+            raise transfer_failed(
+                f"{self.device} has no room for a chunk of {init.chunk_bytes} bytes: lower "
+                "chunk_bytes, or the share of memory that vLLM takes"
+            ) from error
+        try:
+            self._communicator = bus.nccl.meet(torch, dist, init, place, memory.device)
         except (RuntimeError, OSError) as error:
             raise transfer_failed(
                 f"rank {place.rank} of {place.world_size} can't meet the others at "
