@@ -30,11 +30,19 @@ class Backends(Generic[T]):
     Args:
         group: entry points of this group are looked up, when a name is first asked for.
         built_in: those that come with wavebus; no other may take their names.
+        lacking: for those of them that not every machine can have, why this one can't; an empty
+            text, where it can. Asked anew each time.
     """
 
-    def __init__(self, group: str, built_in: Mapping[str, Callable[[], T]]) -> None:
+    def __init__(
+        self,
+        group: str,
+        built_in: Mapping[str, Callable[[], T]],
+        lacking: Mapping[str, Callable[[], str]] | None = None,
+    ) -> None:
         self._group = group
         self._built_in = dict(built_in)
+        self._lacking = dict(lacking or {})
         self._registered: dict[str, Callable[[], T]] = {}
 
     def register(self, name: str, factory: Callable[[], T]) -> None:
@@ -49,16 +57,21 @@ class Backends(Generic[T]):
         self._registered[name] = factory
 
     def names(self) -> tuple[str, ...]:
-        """All there are: built in, registered, installed."""
+        """All there are: built in (what this machine can have), registered, installed."""
+        built_in = (name for name in self._built_in if not self._lack(name))
         installed = (point.name for point in entry_points(group=self._group))
-        return tuple(dict.fromkeys((*self._built_in, *self._registered, *sorted(installed))))
+        return tuple(dict.fromkeys((*built_in, *self._registered, *sorted(installed))))
 
     def find(self, name: str) -> Callable[[], T] | None:
         """What makes ``name``; None if nobody offers it.
 
         Raises:
-            UsageError: an installed package offers it, and can't be imported.
+            UsageError: this machine can't have it; or an installed package offers it, and can't
+                be imported.
         """
+        lack = self._lack(name)
+        if lack:
+            raise UsageError(f"backend={name!r}: {lack}")
         found = self._built_in.get(name) or self._registered.get(name)
         if found is not None:
             return found
@@ -72,3 +85,7 @@ class Backends(Generic[T]):
                 ) from error
             return loaded
         return None
+
+    def _lack(self, name: str) -> str:
+        why = self._lacking.get(name)
+        return why() if why is not None else ""

@@ -27,7 +27,7 @@ SAMPLE_WORDS: Final = 4096
 _WORD_BYTES: Final = 8
 # Words that are summed at a time: what fits a CPU's cache, and what keeps a GPU busy.
 _CPU_WORDS: Final = 1 << 17
-_GPU_WORDS: Final = 1 << 23
+_GPU_WORDS: Final = 1 << 22
 _MASK: Final = (1 << 64) - 1
 _LOW: Final = (1 << 32) - 1
 # Odd, and without a pattern: 2**64 over the golden ratio, as a signed number.
@@ -43,7 +43,8 @@ def checksums(torch: Any, tensors: Sequence[Any], verify: Verify) -> tuple[int, 
 
     Args:
         torch: the module.
-        tensors: of any shape, dtype and strides, on any device, all on the same one.
+        tensors: of any shape, dtype and strides, on any devices. A GPU is waited for twice per
+            chunk, not once per tensor.
         verify: how much to look at.
     """
     if verify not in ("sample", "full"):
@@ -51,18 +52,22 @@ def checksums(torch: Any, tensors: Sequence[Any], verify: Verify) -> tuple[int, 
     sums = [0] * len(tensors)
     places: list[int] = []
     pieces: list[Any] = []
+    large: dict[int, Any] = {}
+    weights: dict[Any, Any] = {}
     for place, tensor in enumerate(tensors):
         words = _words(torch, tensor)
         count = words.numel()
         if verify == "sample" and count > SAMPLE_WORDS:
             words = words[:: count // SAMPLE_WORDS]
         elif count > SAMPLE_WORDS:
-            sums[place] = _sum(torch, words)
+            large[place] = _sum(torch, words, weights)
             continue
         if count:
             places.append(place)
-            pieces.append(words)
+            pieces.append(words if not pieces else words.to(pieces[0].device))
     for place, value in zip(places, _sums_together(torch, pieces), strict=True):
+        sums[place] = value
+    for place, value in zip(large, _values(torch, list(large.values())), strict=True):
         sums[place] = value
     return tuple(sums)
 
@@ -90,15 +95,28 @@ def _words(torch: Any, tensor: Any) -> Any:
     return data.view(torch.int64)
 
 
-def _sum(torch: Any, words: Any) -> int:
+def _sum(torch: Any, words: Any, made: dict[Any, Any]) -> Any:
+    """The sum of one tensor, still on its device. ``made``: weights of earlier ones, by device."""
     step = _CPU_WORDS if words.device.type == "cpu" else _GPU_WORDS
-    weights = _weights(torch, min(step, words.numel()), words.device)
+    count = min(step, words.numel())
+    weights = made.get(words.device)
+    if weights is None or weights.numel() < count:
+        weights = made[words.device] = _weights(torch, count, words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), step):
         part = words[start : start + step]
         part = _mixed(part)
         total += (part * weights[: part.numel()]).sum() + 2 * start * part.sum()
-    return int(total.item()) & _MASK
+    return total
+
+
+def _values(torch: Any, totals: Sequence[Any]) -> Iterable[int]:
+    """Numbers that lie on devices, all fetched at once."""
+    if not totals:
+        return ()
+    return (
+        value & _MASK for value in torch.stack([t.to(totals[0].device) for t in totals]).tolist()
+    )
 
 
 def _sums_together(torch: Any, pieces: Sequence[Any]) -> Iterable[int]:

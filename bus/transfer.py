@@ -10,6 +10,11 @@ A collective backend has its ends in places of one communicator: see :class:`Wor
 ``gloo``: the trainer keeps a store, where all ends find each other; then each chunk is one
 broadcast from rank 0, packed as in a segment of ``shm``.
 
+``nccl``: the same between GPUs. Unpacked, each tensor is broadcast by itself.
+
+``ipc``: trainer and workers share a GPU. The trainer lends its memory there, by CUDA's own
+handles: buffers into which chunks are packed, or, unpacked, the tensors' own.
+
 ``shm``: the trainer owns a ring of POSIX shared memory segments on one host. A
 chunk is packed into one segment, every tensor at a multiple of
 :data:`ALIGN_BYTES`.
@@ -23,12 +28,21 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
+from bus.cuda import HANDLE_BYTES
+
 SHM_FOLDER: Final = "/dev/shm"  # noqa: S108 - where POSIX shared memory lives on Linux
 SHM_PREFIX: Final = "wavebus-"
 ALIGN_BYTES: Final = 64
 
 SegmentName = Annotated[str, Meta(max_length=128, pattern=r"^wavebus-[A-Za-z0-9._-]+\Z")]
 Offset = Annotated[int, Meta(ge=0)]
+Size = Annotated[int, Meta(gt=0)]
+MAX_TENSORS: Final = 200_000
+Offsets = Annotated[tuple[Offset, ...], Meta(max_length=MAX_TENSORS)]
+Host = Annotated[str, Meta(min_length=1, max_length=256)]
+Port = Annotated[int, Meta(gt=0, lt=65536)]
+Uuid = Annotated[str, Meta(pattern=r"^[0-9A-Za-z-]{1,64}\Z")]
+MemoryHandle = Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
 
 T = TypeVar("T")
 
@@ -69,10 +83,10 @@ NO_PLACE: Final = Place(0, 1, 0)
 class GlooInit:
     """The trainer's store, the room for one chunk, and how long one chunk may take."""
 
-    host: Annotated[str, Meta(min_length=1, max_length=256)]
-    port: Annotated[int, Meta(gt=0, lt=65536)]
-    chunk_bytes: Annotated[int, Meta(gt=0)]
-    timeout_ms: Annotated[int, Meta(gt=0)]
+    host: Host
+    port: Port
+    chunk_bytes: Size
+    timeout_ms: Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +101,7 @@ class ShmInit:
     """The ring: names of the segments (files of :data:`SHM_FOLDER`), all of one size."""
 
     segments: Annotated[tuple[SegmentName, ...], Meta(min_length=1, max_length=16)]
-    segment_bytes: Annotated[int, Meta(gt=0)]
+    segment_bytes: Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +109,66 @@ class ShmChunk:
     """Where a chunk lies: index into the ring, and each tensor's offset in bytes."""
 
     segment: Offset
-    offsets_bytes: Annotated[tuple[Offset, ...], Meta(max_length=200_000)]
+    offsets_bytes: Offsets
+
+
+@dataclass(frozen=True, slots=True)
+class NcclInit:
+    """The trainer's store, how chunks come, and how long meeting may take.
+
+    ``chunk_bytes`` is the room for a packed chunk, 0 where tensors come one by one. ``version``
+    is that of the trainer's NCCL, which must be every end's.
+    """
+
+    host: Host
+    port: Port
+    chunk_bytes: Offset
+    timeout_ms: Size
+    version: Annotated[str, Meta(max_length=32)]
+
+
+@dataclass(frozen=True, slots=True)
+class NcclChunk:
+    """How many bytes are broadcast: packed, every tensor at a multiple of :data:`ALIGN_BYTES`;
+    unpacked, what the tensors have."""
+
+    size_bytes: Offset
+
+
+@dataclass(frozen=True, slots=True)
+class IpcMemory:
+    """A whole allocation on the trainer's GPU: CUDA's handle (``cudaIpcMemHandle_t``), its size."""
+
+    handle: MemoryHandle
+    size_bytes: Size
+
+
+@dataclass(frozen=True, slots=True)
+class IpcInit:
+    """The GPU that both ends share, and the buffers there, each of ``buffer_bytes``; none, where
+    tensors stay where they are."""
+
+    gpu: Uuid
+    buffers: Annotated[tuple[IpcMemory, ...], Meta(max_length=16)]
+    buffer_bytes: Offset
+
+
+@dataclass(frozen=True, slots=True)
+class IpcChunk:
+    """Where a packed chunk lies: index of the buffer, and each tensor's offset in bytes."""
+
+    buffer: Offset
+    offsets_bytes: Offsets
+
+
+@dataclass(frozen=True, slots=True)
+class IpcTensors:
+    """Where the tensors of a chunk are: the allocations, and for each tensor in which of them it
+    lies, and how far from its beginning. They are contiguous. What an empty one says is nothing."""
+
+    memories: Annotated[tuple[IpcMemory, ...], Meta(max_length=MAX_TENSORS)]
+    memory_of: Offsets
+    offsets_bytes: Offsets
 
 
 def aligned(size_bytes: int) -> int:

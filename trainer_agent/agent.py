@@ -32,6 +32,7 @@ from trainer_agent.ranks import follow
 from trainer_agent.sources import Weights, as_source
 from trainer_agent.steps import Steps
 from trainer_agent.stream import ChunkStream
+from trainer_agent.transfer import current_gpu, make_sender
 from trainer_agent.transport import Transport
 from trainer_agent.updating import CLEANUP_S, Updates
 from trainer_agent.weight_sync import BusWeightSource, BusWeightSyncClient, WeightSync
@@ -65,12 +66,16 @@ class TrainerAgent:
         rank, ranks: of a trainer with several processes (FSDP). Every rank has an agent, and all
             call :meth:`update_weights` with their part of the same model; rank 0 holds the
             group, does the rest, and sends.
-        backend: how tensors travel: ``shm`` (one host), ``gloo`` (TCP, any number of hosts), or
-            one of your own
+        backend: how tensors travel: ``shm`` (one host), ``gloo`` (TCP, any number of hosts),
+            ``nccl`` (from GPU to GPU), ``ipc`` (engines on the trainer's GPU), or one of your own
             (:func:`trainer_agent.transfer.register_sender`).
         chunk_bytes: at most so much is in one chunk. A larger tensor gets a chunk of its own.
         buffers: how many chunks are under way at a time, with memory for each. Default: two, or
             what a backend of your own says.
+        packed: chunks go through buffers. ``nccl`` and ``ipc`` can do without: tensors are then
+            sent from where they are, and must stay as they are until the update ends.
+        device: the GPU that ``nccl`` and ``ipc`` send from. Default: the current one of the
+            thread that makes the agent, if it uses one already, or else the first.
         verify: how chunks are checked before engines load them: ``sample`` looks at 4,096 words
             of each tensor, ``full`` at all (about a second per 2 GB and core), ``off`` at none.
         lease_ms: how long engines stay paused when trainer and broker are both gone.
@@ -88,6 +93,8 @@ class TrainerAgent:
         backend: str = "shm",
         chunk_bytes: int = 64 * 1024 * 1024,
         buffers: int | None = None,
+        packed: bool = True,
+        device: str = "",
         verify: Verify = "sample",
         lease_ms: int = 30_000,
         timeout_s: float = 300.0,
@@ -110,6 +117,8 @@ class TrainerAgent:
         self.backend = backend
         self.chunk_bytes = chunk_bytes
         self.buffers = buffers
+        self.packed = packed
+        self.device = device or current_gpu()
         self.verify: Verify = verify
         self.lease_ms = lease_ms
         self.timeout_s = timeout_s
@@ -123,7 +132,8 @@ class TrainerAgent:
             link_config=link_config,
         )
         self._steps = Steps(self._line, lease_ms=lease_ms, timeout_s=timeout_s)
-        self._transport = Transport(backend, self._line, self._steps, buffers=buffers)
+        sender = make_sender(backend, buffers=buffers, packed=packed, device=self.device)
+        self._transport = Transport(backend, sender, self._line, self._steps)
         self._updates = Updates(self._line, self._steps, alone=ranks == 1)
         self._sync = WeightSync(
             self._line,
@@ -330,6 +340,8 @@ class TrainerAgent:
             transport=self.backend,
             chunk_bytes=self.chunk_bytes,
             buffers=self.buffers,
+            packed=self.packed,
+            device=self.device,
             verify=self.verify,
             plan=self._sync.who_meets,
         )
@@ -378,6 +390,6 @@ class TrainerAgent:
                 report = await update.commit(label, stream.verify)
             except BaseException:
                 if transport.sender.collective:
-                    transport.spoil()  # whoever was in a broadcast may have left it
+                    await transport.drop()  # whoever was in a broadcast may have left it
                 raise
         return report.version

@@ -14,6 +14,7 @@ from anyio.from_thread import start_blocking_portal
 from bus.errors import BusClosed
 from trainer_agent.agent import TrainerAgent
 from trainer_agent.how import WAIT_S
+from trainer_agent.transfer import current_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +42,8 @@ class SyncTrainerAgent:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._args = args
-        self._kwargs = kwargs
+        # Asked here: the agent is made in the bus's own thread.
+        self._kwargs = {"device": current_gpu(), **kwargs}
         self._stack = contextlib.ExitStack()
         self._portal: BlockingPortal | None = None
         self._agent: TrainerAgent | None = None

@@ -8,15 +8,15 @@ import anyio
 import anyio.to_thread
 
 from bus.errors import Refused
-from bus.gloo import address_towards, host_of
 from bus.messages import NackCode, PlanTransfer, TransferInit, TransferPlan
+from bus.rendezvous import address_towards, host_of
 from bus.transfer import ALONE, World
 from trainer_agent.stream import first_of
-from trainer_agent.transfer import make_sender
 
 if TYPE_CHECKING:
     from trainer_agent.connection import Connection
     from trainer_agent.steps import Steps
+    from trainer_agent.transfer import Sender
 
 _OPENINGS: Final = 3
 
@@ -32,10 +32,8 @@ class Transport:
         theirs: it is a trainer engine's.
     """
 
-    def __init__(
-        self, backend: str, line: Connection, steps: Steps, *, buffers: int | None
-    ) -> None:
-        self.sender = make_sender(backend, buffers=buffers)
+    def __init__(self, backend: str, sender: Sender, line: Connection, steps: Steps) -> None:
+        self.sender = sender
         self.backend = backend
         self.communicator = 0
         self.theirs = False
@@ -88,6 +86,13 @@ class Transport:
         """What is open can't be used any more."""
         self._room_bytes = 0
         self.theirs = False
+
+    async def drop(self) -> None:
+        """As :meth:`spoil`, and let our own go now: whoever waits in a broadcast, here or at an
+        engine, leaves it as soon as its end is one that can."""
+        self.spoil()
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self.sender.close)
 
     def close(self) -> None:
         """Let our own go."""

@@ -38,8 +38,9 @@ class WavebusTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     """What :meth:`TrainerAgent.init_info` returns.
 
     Attributes:
-        transport: the backend of the agent: ``shm``, ``gloo``, or one of your own.
-        chunk_bytes, buffers, verify: as the agent has them.
+        transport: the backend of the agent: ``shm``, ``gloo``, ``nccl``, ``ipc``, or one of your
+            own.
+        chunk_bytes, buffers, packed, device, verify: as the agent has them.
         plan: asks the bus who is to meet; None while those who met are still there.
     """
 
@@ -48,6 +49,8 @@ class WavebusTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     transport: str
     chunk_bytes: int
     buffers: int | None
+    packed: bool
+    device: str
     verify: Verify
     plan: Callable[[], World | None]
 
@@ -63,7 +66,12 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     ) -> None:
         super().__init__(client=client, source=source, is_sender=is_sender)
         self._info = init_info
-        self._sender = make_sender(init_info.transport, buffers=init_info.buffers)
+        self._sender = make_sender(
+            init_info.transport,
+            buffers=init_info.buffers,
+            packed=init_info.packed,
+            device=init_info.device,
+        )
         self._room_bytes = 0
 
     @classmethod
@@ -170,6 +178,11 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
                         sender.transfer(seq)
                 for seq, applied in applying:
                     self._taken(seq, applied)
+        except BaseException:
+            if sender.collective:
+                self._room_bytes = 0
+                sender.close()  # whoever waits in the broadcast leaves it, where it can
+            raise
         finally:
             # Whoever waits in a broken broadcast is not waited for.
             calls.shutdown(wait=False, cancel_futures=True)

@@ -27,9 +27,15 @@ class Receiver(ABC):
 
     Attributes:
         room_bytes: how much a packed chunk may take; None: as much as it likes.
+        device: where the engine has its weights; set before :meth:`open`. Most receivers bring
+            tensors to CPU memory whatever it is.
+        owned: what it brings is the caller's own, and stays after :meth:`release`. May change
+            with :meth:`open`.
     """
 
     room_bytes: int | None = None
+    device: torch.device = torch.device("cpu")
+    owned: bool = False
 
     @abstractmethod
     def open(self, params: bytes, place: Place) -> None:
@@ -47,7 +53,8 @@ class Receiver(ABC):
     def receive(
         self, tensors: tuple[TensorMeta, ...], handle: bytes
     ) -> list[tuple[str, torch.Tensor]]:
-        """Fetch one chunk; the tensors are valid until :meth:`release`.
+        """Fetch one chunk; the tensors are valid until :meth:`release`, or for ever if they are
+        :attr:`owned`.
 
         Raises:
             EngineError: code ``transfer_failed``; nothing is held then.

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import bus.gloo
+from bus import rendezvous
 from bus.transfer import GlooChunk, GlooInit
 from sidecar.transfer.base import Receiver, decoded, packed_offsets, transfer_failed, view_of
 
@@ -31,7 +32,7 @@ class GlooReceiver(Receiver):
         except (RuntimeError, OSError) as error:
             raise transfer_failed(
                 f"rank {place.rank} of {place.world_size} can't meet the others at "
-                f"{init.host}:{init.port}: {bus.gloo.reason(error)}"
+                f"{init.host}:{init.port}: {rendezvous.reason(error)}"
             ) from error
         self._memory = torch.empty(init.chunk_bytes, dtype=torch.uint8)
         self.room_bytes = init.chunk_bytes
@@ -54,7 +55,7 @@ class GlooReceiver(Receiver):
                 bus.gloo.broadcast(dist, self._group, self._memory[: chunk.size_bytes])
             except RuntimeError as error:
                 self.close()  # what comes next in it belongs to nothing
-                raise transfer_failed(f"the broadcast broke: {bus.gloo.reason(error)}") from error
+                raise transfer_failed(f"the broadcast broke: {rendezvous.reason(error)}") from error
         return [
             (meta.name, view_of(self._memory, offset, meta))
             for meta, offset in zip(tensors, offsets, strict=False)

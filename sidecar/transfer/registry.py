@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import torch
+import torch.distributed as dist
+
+from bus import cuda
 from bus.backends import Backends
 from bus.errors import EngineError, UsageError
 from bus.messages import NackCode
@@ -15,8 +19,26 @@ if TYPE_CHECKING:
 
     from sidecar.transfer.base import Receiver
 
+
+def _nccl() -> Receiver:
+    from sidecar.transfer.nccl import NcclReceiver  # noqa: PLC0415 - where there are GPUs
+
+    return NcclReceiver()
+
+
+def _ipc() -> Receiver:
+    from sidecar.transfer.ipc import IpcReceiver  # noqa: PLC0415 - same
+
+    return IpcReceiver()
+
+
 _receivers: Final[Backends[Receiver]] = Backends(
-    "wavebus.receivers", {"shm": ShmReceiver, "gloo": GlooReceiver}
+    "wavebus.receivers",
+    {"shm": ShmReceiver, "gloo": GlooReceiver, "nccl": _nccl, "ipc": _ipc},
+    lacking={
+        "nccl": lambda: cuda.why_no_nccl(torch, dist),
+        "ipc": lambda: cuda.why_missing(torch),
+    },
 )
 
 
@@ -34,8 +56,11 @@ def available_backends() -> tuple[str, ...]:
     return _receivers.names()
 
 
-def make_receiver(backend: str) -> Receiver:
+def make_receiver(backend: str, device: torch.device | None = None) -> Receiver:
     """A closed receiver for ``backend``.
+
+    Args:
+        device: where the engine has its weights. Default: CPU memory.
 
     Raises:
         EngineError: code ``backend_missing``, with the names there are, or why it can't be
@@ -50,4 +75,7 @@ def make_receiver(backend: str) -> Receiver:
             f"no transfer backend {backend!r} here; there are: {', '.join(available_backends())}",
             code=NackCode.BACKEND_MISSING,
         )
-    return factory()
+    receiver = factory()
+    if device is not None:
+        receiver.device = device
+    return receiver

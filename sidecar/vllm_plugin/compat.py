@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from bus.errors import EngineError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
 
 BACKEND: Final = "wavebus"
 OLDEST: Final = (0, 28)
@@ -37,3 +41,17 @@ def check_version(version: str) -> None:
     reason = unsupported_reason(version)
     if reason:
         raise EngineError(reason)
+
+
+def shared_communicators() -> AbstractContextManager[None]:
+    """In this block a worker may join communicators with processes that are not vLLM's.
+
+    In some modes vLLM sets variables of NCCL for its own; NCCL reads them in every communicator,
+    and hangs where one end has them and another hasn't. Those that can lift them (0.32), do so.
+    """
+    try:
+        from vllm.utils.nccl import unpinned_nccl_env  # noqa: PLC0415 - not every vLLM has it
+    except ImportError:
+        return contextlib.nullcontext()
+    lifted: AbstractContextManager[None] = unpinned_nccl_env()
+    return lifted

@@ -5,7 +5,8 @@ Receiving, loading and committing are apart: ``receive`` copies a chunk into sta
 on the worker's device and lets the transport's buffers go; ``load`` hands the
 staged tensors to the model. The copy is not a luxury: vLLM's layerwise reload
 keeps the tensors of a layer that is not complete yet until a later chunk completes
-it, so views of a transport's buffers would be overwritten under it.
+it, so views of a transport's buffers would be overwritten under it. Only a transport
+that brings tensors of one's own (:attr:`Receiver.owned`) does without.
 
 **What never raises, and why.** ``start_weight_update``, ``update_weights`` and
 ``finish_weight_update`` keep a failure for the next ``settle`` operation, instead of
@@ -39,6 +40,7 @@ from bus.messages import NackCode
 from bus.transfer import Place
 from sidecar.transfer import check_delivered, check_room, check_sums, make_receiver
 from sidecar.vllm_plugin import ranks, wire
+from sidecar.vllm_plugin.compat import shared_communicators
 from sidecar.vllm_plugin.cpu import CpuRepacking
 from sidecar.vllm_plugin.manifest_check import ManifestChecker, quiet_loading, tied_head
 
@@ -201,11 +203,12 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _open(self, operation: wire.Open) -> None:
         if self._receiver is None or operation.backend != self._backend:
-            fresh = make_receiver(operation.backend)
+            fresh = make_receiver(operation.backend, self.device)
             self.shutdown()
             self._receiver, self._backend = fresh, operation.backend
         engine = Place(operation.communicator, operation.world_size, operation.first_rank)
-        self._receiver.open(operation.params, engine.of_worker(self._index))
+        with shared_communicators():
+            self._receiver.open(operation.params, engine.of_worker(self._index))
 
     def _arm(self, operation: wire.ArmManifest) -> None:
         self._armed = None
@@ -244,9 +247,10 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _stage(
         self, metas: tuple[TensorMeta, ...], received: list[tuple[str, torch.Tensor]]
     ) -> list[tuple[str, torch.Tensor]]:
-        """Own copies on the worker's device, once they are what the manifest says."""
+        """Own tensors on the worker's device, once they are what the manifest says."""
         check_delivered(self._backend, metas, received)
-        return [(name, tensor.to(self.device, copy=True)) for name, tensor in received]
+        copy = self._receiver is None or not self._receiver.owned
+        return [(name, tensor.to(self.device, copy=copy)) for name, tensor in received]
 
     def _keep(self, failure: wire.Failure | None) -> None:
         """Keep the first failure for the next ``settle``."""

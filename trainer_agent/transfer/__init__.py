@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer_agent.transfer.base import Sender
+from trainer_agent.transfer.base import Sender, current_gpu
 from trainer_agent.transfer.registry import available_backends, make_sender, register_sender
 
-__all__ = ["Sender", "available_backends", "make_sender", "register_sender"]
+__all__ = ["Sender", "available_backends", "current_gpu", "make_sender", "register_sender"]

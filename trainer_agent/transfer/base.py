@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Final
 
+import torch
+
+from bus.errors import UsageError
 from bus.transfer import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from bus.transfer import World
 
@@ -31,12 +32,20 @@ class Sender(ABC):
 
     Attributes:
         depth: how many chunks it has room for at a time; set before :meth:`open`.
+        packed: chunks are packed into buffers; else tensors are sent from where they are. Set
+            before :meth:`open`, and only where :attr:`sends_unpacked`.
+        device: the GPU that it sends from, such as ``cuda:0``, if it is one that does; empty:
+            the current one of the thread that opens it. Set before :meth:`open`.
+        sends_unpacked: it can do without packing.
         collective: engines and sender receive a chunk together, in a communicator that whoever
             comes or goes makes useless.
         verifies: what engines receive is, bit by bit, what was put.
     """
 
     depth: int = DOUBLE
+    packed: bool = True
+    device: str = ""
+    sends_unpacked: ClassVar[bool] = False
     collective: ClassVar[bool] = False
     verifies: ClassVar[bool] = True
 
@@ -67,6 +76,25 @@ class Sender(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let everything go. It also ends a :meth:`meet` that waits in another thread."""
+
+
+def current_gpu() -> str:
+    """The GPU that this thread has chosen, such as ``cuda:1``; empty, as long as there is none in
+    use. New threads begin with the first, whatever others chose: so it is asked in the user's."""
+    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return f"cuda:{torch.cuda.current_device()}" if in_use else ""
+
+
+def gpu(device: str) -> torch.device:
+    """The GPU of that name, with its number; for an empty one, this thread's.
+
+    Raises:
+        UsageError: it is no GPU.
+    """
+    named = torch.device(device or "cuda")
+    if named.type != "cuda":
+        raise UsageError(f"device={device!r}: name a GPU, such as cuda:0")
+    return torch.device("cuda", torch.cuda.current_device() if named.index is None else named.index)
 
 
 def pack(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -7,13 +7,13 @@ deadline on progress and not on the update.
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 import bus.gloo
+from bus import rendezvous
 from bus.errors import WavebusError
 from bus.transfer import GlooChunk, GlooInit, Place, encode
 from trainer_agent.transfer.base import Sender, pack
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bus.transfer import World
-
-# What a chunk may take: so long, and its bytes over a slow network.
-CHUNK_TIMEOUT_S: Final = 30
-_SLOW_BYTES_PER_S: Final = 10_000_000
 
 
 class GlooSender(Sender):
@@ -44,15 +40,9 @@ class GlooSender(Sender):
     def open(self, chunk_bytes: int, world: World) -> bytes:
         self.close()
         room = max(chunk_bytes, 1)
-        timeout_s = CHUNK_TIMEOUT_S + room // _SLOW_BYTES_PER_S
+        timeout_s = rendezvous.patience_s(room)
         try:
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                world.address,
-                0,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_s),
-            )
+            self._store = rendezvous.keep_store(dist, world.address, timeout_s)
         except RuntimeError as error:
             raise WavebusError(f"can't open a store at {world.address}: {error}") from error
         port: int = self._store.port
@@ -69,7 +59,7 @@ class GlooSender(Sender):
         except (RuntimeError, OSError) as error:
             raise WavebusError(
                 f"not all {self._place.world_size - 1} ends of the engines came to "
-                f"{init.host}:{init.port}: {bus.gloo.reason(error)}"
+                f"{init.host}:{init.port}: {rendezvous.reason(error)}"
             ) from error
         if self._init is init:  # not closed meanwhile
             self._group = group
@@ -87,7 +77,7 @@ class GlooSender(Sender):
             bus.gloo.broadcast(dist, self._group, self._buffers[seq % self.depth][:size_bytes])
         except RuntimeError as error:
             raise WavebusError(
-                f"the broadcast of chunk {seq} broke: {bus.gloo.reason(error)}"
+                f"the broadcast of chunk {seq} broke: {rendezvous.reason(error)}"
             ) from error
 
     def close(self) -> None:

@@ -190,6 +190,16 @@ def test_what_differs_in_one_tensor_of_a_chunk_changes_its_sum_alone(verify: Ver
         assert first_difference(sums, found) == place
 
 
+def test_large_tensors_of_a_chunk_have_the_sums_that_they_have_alone() -> None:
+    """Of growing and shrinking sizes, between small ones: what is made for one serves others."""
+    sizes = (5_000, 7, 300_000, 9_000, 140_000, 11)
+    chunk = [torch.randint(-(1 << 40), 1 << 40, (size,)) for size in sizes]
+    sums = checksums(torch, chunk, "full")
+    for tensor, found in zip(chunk, sums, strict=True):
+        if tensor.numel() > SAMPLE_WORDS:
+            assert checksums(torch, [tensor], "full") == (found,)
+
+
 @pytest.mark.parametrize("verify", CHECKS)
 def test_small_tensors_that_changed_places_in_a_chunk_are_seen(verify: Verify) -> None:
     """Both are named, though each arrived whole."""

@@ -1,0 +1,215 @@
+"""One end of an NCCL communicator, the same on both sides.
+
+It is torch's ``ProcessGroupNCCL``, beside whatever groups the process has, and none of its own
+ways of failing: a watchdog that ends the process, or waits without end. Here an end waits with a
+deadline, looks whether the trainer is still there, can be closed meanwhile, and raises.
+
+A peer that dies is not noticed by NCCL itself where GPUs read each other's memory (NVLink): its
+kernel goes on waiting. So the bus tells: an engine's loss fails the trainer's update, which closes
+its end and its store; and who finds that store gone leaves too.
+
+The bus has no torch: whoever has it hands it in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from bus import rendezvous
+from bus.cuda import device_uuid
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from bus.transfer import NcclInit, Place
+
+# torch reads it when a group is made. With it there is no watchdog for the group: a thread that
+# takes the process down when an operation fails, or takes longer than the group's timeout.
+_NO_WATCHDOG: Final = "TORCH_NCCL_BLOCKING_WAIT"
+_making = threading.Lock()
+
+# How often a broadcast is asked whether it has ended: at first, and at last.
+_FIRST_LOOK_S: Final = 50e-6
+_LATER_LOOK_S: Final = 1e-3
+_LONGER: Final = 1.25  # so a look comes late by a quarter of the whole wait at most
+# How often it is asked whether the trainer is still there.
+_STORE_LOOK_S: Final = 0.5
+# Aborting takes milliseconds; who waits for it must not wait for ever.
+_ABORT_S: Final = 10.0
+
+
+class Communicator:
+    """An end that has met the others. Used by one thread at a time; closed by any."""
+
+    def __init__(self, dist: Any, group: Any, store: Any) -> None:
+        self._dist = dist
+        self._group = group
+        self._store = store
+        self._closed = threading.Event()
+        self._closing = threading.Lock()
+
+    def broadcast(self, memories: Sequence[Any], timeout_s: float) -> None:
+        """From rank 0 to all, in one go; returns when this end has done its part on its GPU.
+
+        Args:
+            memories: contiguous tensors of bytes on this end's GPU, as many and as long as at
+                every other end. What the current stream does with them before, is waited for.
+
+        Raises:
+            RuntimeError: an end is gone or silent, or this one was closed. It is closed then.
+        """
+        try:
+            work = self._launch(memories)
+            self._wait(work, timeout_s)
+        except RuntimeError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Leave at once, whatever goes on, and free what NCCL holds on the GPU."""
+        with self._closing:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            # Not shutdown(), which on one host waits for the others to do the same.
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                _within(_ABORT_S, self._group.abort)
+
+    def _launch(self, memories: Sequence[Any]) -> Any:
+        if self._closed.is_set():
+            raise RuntimeError("it is closed")
+        options = self._dist.BroadcastOptions()
+        options.rootRank = 0
+        if len(memories) == 1:
+            return self._group.broadcast([memories[0]], options)
+        self._group._start_coalescing()  # noqa: SLF001 - torch has no public one
+        try:
+            for memory in memories:
+                self._group.broadcast([memory], options)
+        finally:
+            work = self._group._end_coalescing()  # noqa: SLF001 - as above
+        return work
+
+    def _wait(self, work: Any, timeout_s: float) -> None:
+        now = time.monotonic()
+        deadline, store_look = now + timeout_s, now + _STORE_LOOK_S
+        pause_s = _FIRST_LOOK_S
+        while not work.is_completed():
+            if self._closed.is_set():
+                break
+            now = time.monotonic()
+            if now >= deadline:
+                raise RuntimeError(f"not everybody took part within {timeout_s:g} s")
+            if now >= store_look:
+                if not rendezvous.is_kept(self._store):
+                    raise RuntimeError("the trainer's end is closed or gone")
+                store_look = now + _STORE_LOOK_S
+            time.sleep(pause_s)
+            pause_s = min(_LONGER * pause_s, _LATER_LOOK_S)
+        if self._closed.is_set():  # what was aborted looks like what has ended
+            raise RuntimeError("it was closed meanwhile")
+        work.wait()
+
+
+def meet(torch: Any, dist: Any, init: NcclInit, place: Place, device: Any) -> Communicator:
+    """This end, when all are there and have exchanged a first byte.
+
+    Args:
+        device: this end's GPU; no other end may be on it.
+
+    Raises:
+        OSError: the store is not there.
+        RuntimeError: it went away, not everybody came within ``init.timeout_ms``, two ends are
+            on one GPU, or NCCL can't connect them.
+    """
+    timeout_s = init.timeout_ms / 1000
+    deadline = time.monotonic() + timeout_s
+    store = rendezvous.enter(dist, init.host, init.port, place.communicator, timeout_s)
+    # NCCL waits without end for who doesn't come. So it begins when all are here.
+    uuids = rendezvous.roll_call(store, place, device_uuid(torch, device), timeout_s)
+    _check_apart(uuids)
+    group = _new_group(dist, dist.PrefixStore("nccl", store), place, timeout_s)
+    made = Communicator(dist, group, store)
+
+    def connect() -> None:
+        with torch.cuda.device(device):
+            group.eager_connect_single_device(torch.device(device))
+            # What NCCL sets up with the first operation is set up now.
+            first = torch.zeros(1, dtype=torch.uint8, device=device)
+            made.broadcast([first], deadline - time.monotonic())
+
+    try:
+        _within(deadline - time.monotonic(), connect)
+    except TimeoutError as error:
+        made.close()
+        raise RuntimeError(f"NCCL did not connect everybody within {timeout_s:g} s") from error
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def reason(error: Exception) -> str:
+    """What NCCL says of an error: its last word, if it has one."""
+    _, found, last = str(error).partition("Last error:")
+    lines = [line.strip() for line in last.splitlines() if line.strip()] if found else []
+    return lines[0] if lines else rendezvous.reason(error)
+
+
+def _check_apart(uuids: Sequence[str]) -> None:
+    seen: dict[str, int] = {}
+    for rank, uuid in enumerate(uuids):
+        if uuid in seen:
+            raise RuntimeError(
+                f"ranks {seen[uuid]} and {rank} are both on GPU {uuid}, which NCCL can't do: "
+                "use ipc where trainer and engine share a GPU, shm or gloo otherwise"
+            )
+        seen[uuid] = rank
+
+
+def _new_group(dist: Any, store: Any, place: Place, timeout_s: float) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001 - there is no other way
+    with _making, _environment(_NO_WATCHDOG, "1"):
+        return dist.ProcessGroupNCCL(store, place.rank, place.world_size, options)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _within(timeout_s: float, call: Callable[[], object]) -> None:
+    """Make a call that may never return; who doesn't is left behind.
+
+    Raises:
+        TimeoutError: it took longer. And whatever the call raises.
+    """
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - it is raised by who waits
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="wavebus-nccl", daemon=True)
+    thread.start()
+    thread.join(max(timeout_s, 0))
+    if thread.is_alive():
+        raise TimeoutError
+    if failed:
+        raise failed[0]

@@ -1,0 +1,170 @@
+"""Receive from a trainer on the same GPU, whose memory there is mapped.
+
+Its buffers are mapped as long as the transport is open; its own tensors, unpacked, for one chunk:
+the trainer may give their memory back as soon as that is applied.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from bus import cuda
+from bus.transfer import IpcChunk, IpcInit, IpcTensors
+from sidecar.transfer.base import Receiver, decoded, transfer_failed, view_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bus.manifest import TensorMeta
+    from bus.transfer import IpcMemory, Place
+
+
+class IpcReceiver(Receiver):
+    """Tensors are views of the trainer's memory, without a copy."""
+
+    def __init__(self) -> None:
+        self._packed = False
+        self._open = False
+        self._buffers: list[_Mapped] = []
+        self._chunk: list[_Mapped] = []
+
+    def open(self, params: bytes, place: Place) -> None:  # noqa: ARG002 - all are equal
+        init = decoded(params, IpcInit)
+        self.close()
+        self._check(init)
+        short = [memory for memory in init.buffers if memory.size_bytes < init.buffer_bytes]
+        if short:
+            raise transfer_failed(
+                f"a buffer of {short[0].size_bytes} bytes, which should have {init.buffer_bytes}"
+            )
+        self._buffers = self._map(init.buffers)
+        self._packed = bool(init.buffers)
+        self._open = True
+        self.room_bytes = init.buffer_bytes if init.buffers else None
+
+    def receive(
+        self, tensors: tuple[TensorMeta, ...], handle: bytes
+    ) -> list[tuple[str, torch.Tensor]]:
+        if not self._open:
+            raise transfer_failed("the trainer's memory is not mapped: open it first")
+        if self._packed:
+            return self._views(tensors, decoded(handle, IpcChunk))
+        lent = decoded(handle, IpcTensors)
+        check_lent(lent, tensors)
+        self._unmap_chunk()
+        self._chunk = self._map(lent.memories)
+        try:
+            return [
+                (meta.name, self._lent(meta, index, offset))
+                for meta, index, offset in zip(
+                    tensors, lent.memory_of, lent.offsets_bytes, strict=True
+                )
+            ]
+        except BaseException:
+            self._unmap_chunk()
+            raise
+
+    def release(self) -> None:
+        """Who copies, is waited for: the trainer will write there next."""
+        if self._chunk:
+            self._unmap_chunk()
+        elif self._buffers:
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        self._open = False
+        self._unmap_chunk()
+        self._buffers = self._unmapped(self._buffers)
+
+    def _check(self, init: IpcInit) -> None:
+        if self.device.type != "cuda":
+            raise transfer_failed(
+                f"ipc needs an engine on the trainer's GPU, and this one's weights are on "
+                f"{self.device}: use shm or gloo"
+            )
+        own = cuda.device_uuid(torch, self.device)
+        if own != init.gpu:
+            raise transfer_failed(
+                f"the trainer lends memory of GPU {init.gpu}, and this worker is on GPU {own}: "
+                "use nccl between GPUs"
+            )
+
+    def _views(
+        self, tensors: tuple[TensorMeta, ...], chunk: IpcChunk
+    ) -> list[tuple[str, torch.Tensor]]:
+        if chunk.buffer >= len(self._buffers):
+            raise transfer_failed(f"buffer {chunk.buffer} of {len(self._buffers)}")
+        if len(chunk.offsets_bytes) != len(tensors):
+            raise transfer_failed(f"{len(chunk.offsets_bytes)} offsets for {len(tensors)} tensors")
+        memory = self._buffers[chunk.buffer].memory
+        return [
+            (meta.name, view_of(memory, offset, meta))
+            for meta, offset in zip(tensors, chunk.offsets_bytes, strict=True)
+        ]
+
+    def _lent(self, meta: TensorMeta, index: int, offset_bytes: int) -> torch.Tensor:
+        if not meta.size_bytes:
+            dtype: torch.dtype = getattr(torch, meta.dtype)
+            return torch.empty(meta.shape, dtype=dtype, device=self.device)
+        return view_of(self._chunk[index].memory, offset_bytes, meta)
+
+    def _map(self, memories: Sequence[IpcMemory]) -> list[_Mapped]:
+        mapped: list[_Mapped] = []
+        if not memories:
+            return mapped
+        try:
+            with cuda.working_on(torch, self.device) as driver:
+                for memory in memories:
+                    pointer = driver.open(memory.handle)
+                    mapped.append(_Mapped(pointer, memory.size_bytes, self.device))
+        except cuda.CudaError as error:
+            self._unmapped(mapped)
+            raise transfer_failed(
+                f"can't map the trainer's memory: {error}; trainer and engine must be different "
+                "processes of one host, which see each other (containers: --ipc=host)"
+            ) from error
+        return mapped
+
+    def _unmap_chunk(self) -> None:
+        self._chunk = self._unmapped(self._chunk)
+
+    def _unmapped(self, mapped: Sequence[_Mapped]) -> list[_Mapped]:
+        """Let it go, once nobody reads there; what is left of it is nothing."""
+        if mapped:
+            with cuda.working_on(torch, self.device) as driver:
+                for each in mapped:
+                    driver.close(each.pointer)
+        return []
+
+
+class _Mapped:
+    """An allocation of the trainer's, seen from here."""
+
+    def __init__(self, pointer: int, size_bytes: int, device: torch.device) -> None:
+        self.pointer = pointer
+        self.memory: torch.Tensor = cuda.as_tensor(torch, pointer, size_bytes, device)
+
+
+def check_lent(lent: IpcTensors, tensors: Sequence[TensorMeta]) -> None:
+    """A handle says for each tensor of the chunk where it lies, and all of it lies there.
+
+    Raises:
+        EngineError: code ``transfer_failed``, with the first tensor that doesn't.
+    """
+    if not len(lent.memory_of) == len(lent.offsets_bytes) == len(tensors):
+        raise transfer_failed(
+            f"{len(lent.memory_of)} memories and {len(lent.offsets_bytes)} offsets for "
+            f"{len(tensors)} tensors"
+        )
+    for meta, index, offset in zip(tensors, lent.memory_of, lent.offsets_bytes, strict=True):
+        if not meta.size_bytes:
+            continue
+        if index >= len(lent.memories):
+            raise transfer_failed(f"memory {index} of {len(lent.memories)}", tensor=meta.name)
+        end, size_bytes = offset + meta.size_bytes, lent.memories[index].size_bytes
+        if end > size_bytes:
+            raise transfer_failed(
+                f"{meta.name} ends at byte {end} of {size_bytes}", tensor=meta.name
+            )

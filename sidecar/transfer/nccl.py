@@ -1,0 +1,122 @@
+"""Receive on this worker's GPU with NCCL: each chunk is one broadcast from the trainer's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+import bus.nccl
+from bus import rendezvous
+from bus.cuda import nccl_version
+from bus.transfer import NcclChunk, NcclInit
+from sidecar.transfer.base import Receiver, decoded, packed_offsets, transfer_failed, view_of
+
+if TYPE_CHECKING:
+    from bus.manifest import TensorMeta
+    from bus.transfer import Place
+
+
+class NcclReceiver(Receiver):
+    """One rank of the trainer's communicator. Packed, it has room for one chunk; unpacked, it
+    makes new tensors for each, which are the caller's."""
+
+    def __init__(self) -> None:
+        self._communicator: bus.nccl.Communicator | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def open(self, params: bytes, place: Place) -> None:
+        init = decoded(params, NcclInit)
+        self.close()
+        self._check(init)
+        try:
+            memory = torch.empty(init.chunk_bytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise transfer_failed(
+                f"{self.device} has no room for a chunk of {init.chunk_bytes} bytes: lower "
+                "chunk_bytes, or the share of memory that vLLM takes"
+            ) from error
+        try:
+            self._communicator = bus.nccl.meet(torch, dist, init, place, memory.device)
+        except (RuntimeError, OSError) as error:
+            raise transfer_failed(
+                f"rank {place.rank} of {place.world_size} can't meet the others at "
+                f"{init.host}:{init.port}: {bus.nccl.reason(error)}"
+            ) from error
+        self._memory = memory
+        self.owned = not init.chunk_bytes
+        self.room_bytes = init.chunk_bytes or None
+
+    def receive(
+        self, tensors: tuple[TensorMeta, ...], handle: bytes
+    ) -> list[tuple[str, torch.Tensor]]:
+        chunk = decoded(handle, NcclChunk)
+        # Before anything that could leave the others waiting for this rank.
+        if self._communicator is None:
+            raise transfer_failed("the communicator is not open")
+        if self.owned:
+            return self._one_by_one(tensors, chunk, self._communicator)
+        return self._packed(tensors, chunk, self._communicator)
+
+    def close(self) -> None:
+        if self._communicator is not None:
+            self._communicator.close()
+            self._communicator = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def _check(self, init: NcclInit) -> None:
+        """What would leave the others waiting, or break in the middle."""
+        if self.device.type != "cuda":
+            raise transfer_failed(
+                f"nccl needs an engine on a GPU, and this one's weights are on {self.device}: "
+                "use shm or gloo"
+            )
+        own = nccl_version(torch)
+        if own != init.version:
+            raise transfer_failed(
+                f"the trainer's NCCL is {init.version}, this worker's is {own}: they must be the "
+                "same, so install the same torch on both sides"
+            )
+
+    def _packed(
+        self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, communicator: bus.nccl.Communicator
+    ) -> list[tuple[str, torch.Tensor]]:
+        offsets = packed_offsets(tensors)
+        if chunk.size_bytes != offsets[-1] or chunk.size_bytes > self._memory.numel():
+            raise transfer_failed(
+                f"a broadcast of {chunk.size_bytes} bytes for tensors that take {offsets[-1]}, "
+                f"with room for {self._memory.numel()}"
+            )
+        if chunk.size_bytes:
+            self._broadcast(communicator, [self._memory[: chunk.size_bytes]])
+        return [
+            (meta.name, view_of(self._memory, offset, meta))
+            for meta, offset in zip(tensors, offsets, strict=False)
+        ]
+
+    def _one_by_one(
+        self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, communicator: bus.nccl.Communicator
+    ) -> list[tuple[str, torch.Tensor]]:
+        expected_bytes = sum(meta.size_bytes for meta in tensors)
+        if chunk.size_bytes != expected_bytes:
+            raise transfer_failed(
+                f"a broadcast of {chunk.size_bytes} bytes for tensors that have {expected_bytes}"
+            )
+        made: list[tuple[str, torch.Tensor]] = []
+        for meta in tensors:
+            dtype: torch.dtype = getattr(torch, meta.dtype)
+            made.append((meta.name, torch.empty(meta.shape, dtype=dtype, device=self.device)))
+        pieces = [tensor.view(-1).view(torch.uint8) for _, tensor in made if tensor.numel()]
+        if pieces:
+            self._broadcast(communicator, pieces)
+        return made
+
+    def _broadcast(self, communicator: bus.nccl.Communicator, pieces: list[torch.Tensor]) -> None:
+        timeout_s = rendezvous.patience_s(sum(piece.numel() for piece in pieces))
+        try:
+            with torch.cuda.device(self.device):
+                communicator.broadcast(pieces, timeout_s)
+        except RuntimeError as error:
+            self.close()  # what comes next in it belongs to nothing
+            raise transfer_failed(f"the broadcast broke: {bus.nccl.reason(error)}") from error

@@ -1,0 +1,228 @@
+"""What nccl and ipc do without a GPU: say so, and read what the other end says strictly.
+
+What they do with one is in ``tests/gpu``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bus import cuda
+from bus.errors import EngineError, UsageError
+from bus.messages import NackCode
+from bus.transfer import (
+    NO_PLACE,
+    IpcChunk,
+    IpcInit,
+    IpcMemory,
+    IpcTensors,
+    NcclChunk,
+    NcclInit,
+    Place,
+    decode,
+    encode,
+)
+from sidecar.transfer import available_backends as receivers
+from sidecar.transfer import make_receiver
+from sidecar.transfer.ipc import IpcReceiver, check_lent
+from sidecar.transfer.nccl import NcclReceiver
+from tests.contract.transfer_suite import METAS, TENSORS, raw
+from trainer_agent import SyncTrainerAgent, TrainerAgent
+from trainer_agent.sources import meta_of
+from trainer_agent.transfer import available_backends as senders
+from trainer_agent.transfer import current_gpu, make_sender
+from trainer_agent.transfer.base import gpu
+from trainer_agent.transfer.ipc import IpcSender
+from trainer_agent.transfer.nccl import NcclSender, _in_one_piece
+
+if TYPE_CHECKING:
+    from sidecar.transfer import Receiver
+
+HANDLE = bytes(range(64))
+MEMORY = IpcMemory(HANDLE, 4096)
+NCCL = {"host": "h", "port": 1, "chunk_bytes": 64, "timeout_ms": 1000, "version": "2.29.7"}
+IPC = {
+    "gpu": "0a1b2c3d-0000-1111-2222-333344445555",
+    "buffers": [{"handle": HANDLE, "size_bytes": 4096}],
+    "buffer_bytes": 4096,
+}
+no_cuda = pytest.mark.skipif(not cuda.why_missing(torch), reason="there is CUDA on this machine")
+
+
+@no_cuda
+@pytest.mark.parametrize("backend", ["nccl", "ipc"])
+def test_a_machine_without_cuda_neither_lists_nor_makes_them(backend: str) -> None:
+    """At once, and with the reason."""
+    assert backend not in senders()
+    assert backend not in receivers()
+    with pytest.raises(UsageError, match=f"backend='{backend}': it needs CUDA"):
+        make_sender(backend)
+    with pytest.raises(EngineError, match="it needs CUDA") as refused:
+        make_receiver(backend)
+    assert refused.value.code is NackCode.BACKEND_MISSING
+    with pytest.raises(UsageError, match="it needs CUDA"):
+        TrainerAgent(backend=backend)
+
+
+@no_cuda
+def test_why_it_is_missing_names_this_torch() -> None:
+    assert torch.__version__ in cuda.why_missing(torch)
+    assert "CUDA" in cuda.why_no_nccl(torch, dist)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_who_always_packs_says_so(backend: str) -> None:
+    with pytest.raises(UsageError, match=f"packed=False: {backend} always packs"):
+        make_sender(backend, packed=False)
+
+
+def test_a_sender_is_told_what_it_needs_before_it_opens() -> None:
+    sender = make_sender("shm", buffers=3, device="cuda:1")
+    assert (sender.depth, sender.packed, sender.device) == (3, True, "cuda:1")
+
+
+def test_a_receiver_knows_where_its_engine_has_its_weights() -> None:
+    assert make_receiver("shm").device == torch.device("cpu")
+    assert make_receiver("shm", torch.device("meta")).device == torch.device("meta")
+    assert not make_receiver("gloo").owned
+
+
+def test_a_device_that_is_no_gpu_is_refused() -> None:
+    with pytest.raises(UsageError, match="name a GPU"):
+        gpu("cpu")
+    assert gpu("cuda:3") == torch.device("cuda", 3)
+
+
+@no_cuda
+def test_a_trainer_that_uses_no_gpu_has_no_current_one() -> None:
+    assert not current_gpu()
+    assert SyncTrainerAgent()._kwargs == {"device": ""}
+
+
+@pytest.mark.parametrize("sender", [NcclSender(), IpcSender()])
+def test_unpacked_chunks_take_no_room_but_open_the_transport(
+    sender: NcclSender | IpcSender,
+) -> None:
+    assert sender.packed_bytes([65, 0, 1]) == 192
+    sender.packed = False
+    assert sender.packed_bytes([65, 0, 1]) == 1
+
+
+@pytest.mark.parametrize("receiver", [NcclReceiver(), IpcReceiver()])
+def test_an_engine_whose_weights_are_on_the_cpu_is_refused(receiver: Receiver) -> None:
+    """Before it could leave anybody waiting."""
+    params = encode(NCCL if isinstance(receiver, NcclReceiver) else IPC)
+    with pytest.raises(EngineError, match="weights are on cpu: use shm or gloo") as refused:
+        receiver.open(params, Place(1, 2, 1))
+    assert refused.value.code is NackCode.TRANSFER_FAILED
+    receiver.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"port": 0}, "port"),
+        ({"host": ""}, "host"),
+        ({"chunk_bytes": -1}, "chunk_bytes"),
+        ({"timeout_ms": 0}, "timeout_ms"),
+        ({"version": "2" * 33}, "version"),
+        ({"version": 2}, "version"),
+    ],
+)
+def test_nccls_params_out_of_bounds_are_refused_by_field(
+    change: dict[str, object], told: str
+) -> None:
+    with pytest.raises(EngineError, match=told):
+        NcclReceiver().open(encode({**NCCL, **change}), Place(1, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"gpu": ""}, "gpu"),
+        ({"gpu": "../x"}, "gpu"),
+        ({"buffer_bytes": -1}, "buffer_bytes"),
+        ({"buffers": [{"handle": b"x" * 63, "size_bytes": 1}]}, "handle"),
+        ({"buffers": [{"handle": b"x" * 65, "size_bytes": 1}]}, "handle"),
+        ({"buffers": [{"handle": HANDLE, "size_bytes": 0}]}, "size_bytes"),
+        ({"buffers": IPC["buffers"] * 17}, "buffers"),  # type: ignore[operator]
+    ],
+)
+def test_ipcs_params_out_of_bounds_are_refused_by_field(
+    change: dict[str, object], told: str
+) -> None:
+    with pytest.raises(EngineError, match=told):
+        IpcReceiver().open(encode({**IPC, **change}), NO_PLACE)
+
+
+@pytest.mark.parametrize("receiver", [NcclReceiver(), IpcReceiver()])
+def test_nothing_is_received_before_it_is_open(receiver: Receiver) -> None:
+    handle = encode(NcclChunk(0) if isinstance(receiver, NcclReceiver) else IpcChunk(0, ()))
+    with pytest.raises(EngineError, match="open") as refused:
+        receiver.receive((), handle)
+    assert refused.value.code is NackCode.TRANSFER_FAILED
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        NcclInit("h", 1, 0, 1000, "2.29.7"),
+        NcclChunk(7),
+        IpcInit("gpu-1", (MEMORY, MEMORY), 4096),
+        IpcChunk(1, (0, 64)),
+        IpcTensors((MEMORY,), (0, 0), (0, 64)),
+    ],
+)
+def test_what_is_said_arrives(said: object) -> None:
+    assert decode(encode(said), type(said)) == said
+
+
+def test_handles_of_lent_tensors_are_checked_before_anything_is_mapped() -> None:
+    """Every tensor that has bytes lies wholly in an allocation that was named."""
+    full = meta_of("w", torch.zeros(4))
+    empty = meta_of("none", torch.zeros(0, 3))
+    check_lent(IpcTensors((MEMORY,), (0, 0), (4080, 0)), (full, full))
+    check_lent(IpcTensors((), (9,), (1 << 40,)), (empty,))
+    for lent, word in (
+        (IpcTensors((MEMORY,), (0,), (4081,)), "ends at byte 4097 of 4096"),
+        (IpcTensors((MEMORY,), (1,), (0,)), "memory 1 of 1"),
+        (IpcTensors((MEMORY,), (), (0,)), "0 memories"),
+        (IpcTensors((MEMORY,), (0, 0), (0, 0)), "for 1 tensors"),
+    ):
+        with pytest.raises(EngineError, match=word) as refused:
+            check_lent(lent, (full,))
+        assert refused.value.code is NackCode.TRANSFER_FAILED
+
+
+def test_a_handle_fits_a_chunk_of_many_small_tensors() -> None:
+    """A chunk of 100,000 tensors in one allocation: under the bound of the bus's blobs."""
+    many = 100_000
+    offsets = tuple(range(0, many * 512, 512))
+    assert len(encode(IpcTensors((MEMORY,), (0,) * many, offsets))) < 1 << 20
+
+
+def test_cudas_handle_is_as_long_as_the_driver_says() -> None:
+    assert ctypes.sizeof(cuda._Handle) == cuda.HANDLE_BYTES == 64
+
+
+def test_a_driver_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_LIBRARY", "libnocuda.so.1")
+    with pytest.raises(cuda.CudaError, match=r"can't load libnocuda\.so\.1"):
+        cuda.driver.__wrapped__()
+
+
+def test_the_suites_tensors_would_come_in_one_piece_each() -> None:
+    """Bytes of every dtype, shape and stride, without a copy where they lie in order."""
+
+    for meta, tensor in zip(METAS, TENSORS.values(), strict=True):
+        piece = _in_one_piece(tensor, tensor.device)
+        assert piece.dtype == torch.uint8
+        assert piece.shape == (meta.size_bytes,)
+        assert torch.equal(piece, raw(tensor))
+        if tensor.is_contiguous() and tensor.numel():
+            assert piece.data_ptr() == tensor.data_ptr()

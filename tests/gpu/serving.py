@@ -1,0 +1,166 @@
+"""Engines for the GPU scripts: served vLLM under a sidecar, each with a log of its own; and what
+one of them serves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+PROMPTS: Final = ([5, 17, 99, 3, 42, 7], [11, 200, 31, 8])
+TOKENS: Final = 32
+_ANSWER_S: Final = 60.0
+_CPU_ENV: Final = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine: its name and group on the bus, its GPUs, and the checkpoint it boots with."""
+
+    name: str
+    group: str
+    gpus: tuple[int, ...]
+    checkpoint: str = "a"
+
+
+class Serving:
+    """What was started here: a broker and engines. Everything is stopped at the end."""
+
+    def __init__(self, device: str, checkpoints: Path, logs: Path) -> None:
+        self._device = device
+        self._checkpoints = checkpoints
+        self._logs = logs
+        self._processes: list[subprocess.Popen[str]] = []
+        self.sidecars: dict[str, int] = {}
+        self.broker = ""
+
+    def start_broker(self) -> None:
+        """Its address is known when this returns."""
+        arguments = ["broker", "--listen", "tcp://127.0.0.1:*", "--log-format", "json"]
+        process = self._start("broker", [*wavebus(), *arguments], {})
+        assert process.stdout is not None
+        self.broker = process.stdout.readline().strip()
+
+    def start_engine(self, spec: EngineSpec) -> None:
+        """It is up when it joins its group."""
+        server = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(self._checkpoints / spec.checkpoint), "--served-model-name", "m"),
+            *("--skip-tokenizer-init", "--enforce-eager", "--max-num-seqs=8"),
+            *("--max-model-len=1024", f"--tensor-parallel-size={len(spec.gpus)}"),
+        ]
+        environment = dict(_CPU_ENV)
+        if self._device == "cpu":
+            server.append("--dtype=float32")
+        else:
+            # Several boot at once on a GPU: none may measure what is free.
+            server += ["--gpu-memory-utilization=0.1", f"--kv-cache-memory-bytes={1 << 30}"]
+            environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, spec.gpus))}
+        sidecar = [
+            *(*wavebus(), "sidecar", "--broker", self.broker, "--group", spec.group),
+            *("--name", spec.name, "--log-format", "json", "--", *server),
+        ]
+        self.sidecars[spec.name] = self._start(spec.name, sidecar, environment).pid
+
+    def stop(self) -> None:
+        """Engines first; who doesn't end is killed."""
+        for process in reversed(self._processes):
+            process.send_signal(signal.SIGTERM)
+        for process in reversed(self._processes):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            for pid in (*descendants(process.pid), process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+
+    def _start(
+        self, name: str, argv: Sequence[str], environment: dict[str, str]
+    ) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            argv,
+            stdout=subprocess.PIPE if name == "broker" else subprocess.DEVNULL,
+            stderr=(self._logs / f"{name}.log").open("wb"),
+            text=True,
+            env={**os.environ, **environment},
+        )
+        self._processes.append(process)
+        return process
+
+
+def wavebus() -> list[str]:
+    """The command, of the checkout that this is."""
+    return [sys.executable, "-m", "bus.cli"]
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that this one has started, and theirs."""
+    found: list[int] = []
+    for child in _children(pid):
+        found += [child, *descendants(child)]
+    return found
+
+
+def command(pid: int) -> str:
+    """What a process calls itself."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def _children(pid: int) -> Iterable[int]:
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            yield from map(int, path.read_text(encoding="ascii").split())
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine answers with: greedy tokens, and vLLM's own checksums of its weights."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    checksums: dict[str, str]
+
+    def difference(self, other: Served) -> str:
+        """What is another one; empty, if nothing is."""
+        if self.checksums.keys() != other.checksums.keys():
+            return "checksums of other tensors"
+        differing = [k for k, v in self.checksums.items() if other.checksums[k] != v]
+        if differing:
+            return f"checksums differ: {len(differing)}, first {differing[0]}"
+        return "tokens differ" if self.tokens != other.tokens else ""
+
+
+def served(endpoint: str) -> Served:
+    """Ask an engine."""
+    tokens = []
+    for prompt in PROMPTS:
+        sampling = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
+        body = {"token_ids": prompt, "sampling_params": sampling}
+        answer = _post(f"{endpoint}/inference/v1/generate", body)
+        tokens.append(tuple(answer["choices"][0]["token_ids"]))
+    checked = _post(f"{endpoint}/weight_checker", {"action": "checksum"})
+    return Served(tuple(tokens), dict(checked["checksums"]))
+
+
+def _post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
+        return json.load(response)

@@ -1,0 +1,187 @@
+"""The trainer of one case of :mod:`tests.gpu.transfer`, as a process: does it, and writes what it
+saw as one JSON object."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from bus.errors import WavebusError
+from tests.gpu.serving import command, descendants
+from trainer_agent import TrainerAgent
+
+WARM_UP = 2
+
+
+def used_mb() -> dict[str, float]:
+    """Of every GPU that is to be seen, whoever uses it."""
+    found = {}
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        found[f"gpu{index}"] = round((total - free) / 1e6, 1)
+    return found
+
+
+def used_by_process_mb() -> dict[str, float]:
+    """What nvidia-smi tells of each process; nothing, where it can't (containers)."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    rows = (line.split(",") for line in answer.stdout.splitlines())
+    return {row[0].strip(): float(row[1]) for row in rows if row[1].strip().isdigit()}
+
+
+async def update(agent: TrainerAgent, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Twice: the first one also opens the transport."""
+    first_s = await _timed(agent, weights)
+    again_s = await _timed(agent, weights)
+    report = agent.last_update
+    assert report is not None
+    return {
+        "engines": report.engines,
+        "mb": round(report.size_bytes / 1e6, 1),
+        "chunks": report.chunks,
+        "verified": report.verified,
+        "first_ms": round(first_s * 1000, 1),
+        "again_ms": round(again_s * 1000, 1),
+        "paused_ms": round(report.paused_ms, 1),
+        "gb_per_s": round(report.size_bytes / 1e6 / report.paused_ms, 2),
+    }
+
+
+async def _timed(agent: TrainerAgent, weights: dict[str, torch.Tensor]) -> float:
+    since_s = time.perf_counter()
+    await agent.update_weights(weights)
+    return time.perf_counter() - since_s
+
+
+async def refused(agent: TrainerAgent, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """It must be, and in a moment."""
+    since_s = time.perf_counter()
+    try:
+        await agent.update_weights(weights)
+    except WavebusError as error:
+        return {"error": _told(error), "after_s": round(time.perf_counter() - since_s, 2)}
+    raise AssertionError("it was not refused")
+
+
+async def remade(
+    agent: TrainerAgent, weights: dict[str, torch.Tensor], times: int
+) -> dict[str, Any]:
+    """The transport is made anew for every update; GPU memory before and after."""
+    for _ in range(WARM_UP):
+        agent._transport.spoil()
+        await agent.update_weights(weights)
+    before, before_each = used_mb(), used_by_process_mb()
+    took: list[float] = []
+    for _ in range(times):
+        agent._transport.spoil()
+        took.append(await _timed(agent, weights) * 1000)
+    after, after_each = used_mb(), used_by_process_mb()
+    growth = {name: round(after[name] - before[name], 1) for name in before}
+    grown = [name for name, mb in growth.items() if mb > 64]
+    return {
+        "times": times,
+        "each_ms": round(statistics.median(took), 1),
+        "growth_mb": growth,
+        "growth_by_process_mb": {
+            pid: round(mb - before_each[pid], 1)
+            for pid, mb in after_each.items()
+            if pid in before_each
+        },
+        **({"failure": f"memory grew on {', '.join(grown)}"} if grown else {}),
+    }
+
+
+async def killed(
+    agent: TrainerAgent, weights: dict[str, torch.Tensor], sidecar: int
+) -> dict[str, Any]:
+    """SIGKILL to the engine's core at the third chunk: how long until the trainer knows, and until
+    its GPU is free again."""
+    sender = agent._transport.sender
+    victims = [pid for pid in descendants(sidecar) if "EngineCore" in command(pid)]
+    assert victims, "there is no process of that name"
+    transfer, at_s = sender.transfer, 0.0
+
+    def kill_and_transfer(seq: int) -> None:
+        nonlocal at_s
+        if seq == 2:
+            at_s = time.monotonic()
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+        transfer(seq)
+
+    sender.transfer = kill_and_transfer  # type: ignore[method-assign]
+    try:
+        await agent.update_weights(weights)
+    except WavebusError as error:
+        known_s = time.monotonic() - at_s
+        if torch.cuda.is_available():
+            await asyncio.to_thread(torch.cuda.synchronize)
+        free_s = time.monotonic() - at_s
+        return {
+            "error": _told(error),
+            "known_after_s": round(known_s, 2),
+            "gpu_free_after_s": round(free_s, 2),
+        }
+    raise AssertionError("the update went through without the engine")
+
+
+def _told(error: WavebusError) -> str:
+    return f"{type(error).__name__}: {error}"[:400]
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--what", choices=["update", "refused", "remade", "killed"], required=True)
+    parser.add_argument("--broker", required=True)
+    parser.add_argument("--group", required=True)
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--unpacked", action="store_true")
+    parser.add_argument("--chunk-bytes", type=int, default=64 << 20)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--sidecar", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    if options.device != "cpu":
+        torch.cuda.set_device(options.device)
+    weights = load_file(options.weights, options.device)
+    async with TrainerAgent(
+        options.broker,
+        group=options.group,
+        backend=options.backend,
+        packed=not options.unpacked,
+        chunk_bytes=options.chunk_bytes,
+        timeout_s=60.0,
+    ) as agent:
+        await agent.wait_for_engines(options.engines, timeout_s=20)
+        match options.what:
+            case "update":
+                found = await update(agent, weights)
+            case "refused":
+                found = await refused(agent, weights)
+            case "remade":
+                found = await remade(agent, weights, options.times)
+            case _:
+                found = await killed(agent, weights, options.sidecar)
+    options.out.write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,169 @@
+"""Where the ends of a communicator find each other, and how an end of NCCL's kind waits there.
+
+The waiting is tried over gloo, which has the same calls: what is ours in it knows no GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bus.nccl
+from bus import rendezvous
+from bus.transfer import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LOCAL = "127.0.0.1"
+DUPLICATE = """NCCL error in: /x/NCCLUtils.cpp:77, invalid usage, NCCL version 2.29.7
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 1 and rank 0
+"""
+
+
+class Meeting:
+    """A store, and ways into it."""
+
+    def __init__(self) -> None:
+        self.kept: Any = rendezvous.keep_store(dist, LOCAL, 30)
+        self.port: int = self.kept.port
+
+    def enter(self, communicator: int = 1) -> Any:
+        return rendezvous.enter(dist, LOCAL, self.port, communicator, 30)
+
+    def group(self, rank: int) -> bus.nccl.Communicator:
+        """An end that has met one other, over gloo."""
+        store = self.enter()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=30)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOCAL)]
+        return bus.nccl.Communicator(dist, dist.ProcessGroupGloo(store, rank, 2, options), store)
+
+    def both(self) -> tuple[bus.nccl.Communicator, bus.nccl.Communicator]:
+        with ThreadPoolExecutor(2) as threads:
+            first, second = threads.map(self.group, (0, 1))
+        return first, second
+
+
+@pytest.fixture
+def meeting() -> Iterator[Meeting]:
+    made = Meeting()
+    yield made
+    made.kept = None
+
+
+def test_patience_grows_with_the_chunk() -> None:
+    """Thirty seconds, and one more per 10 MB."""
+    assert rendezvous.patience_s(0) == 30
+    assert rendezvous.patience_s(64_000_000) == 36
+
+
+def test_everybody_hears_everybodys_word(meeting: Meeting) -> None:
+    def call(rank: int) -> list[str]:
+        return rendezvous.roll_call(meeting.enter(), Place(1, 3, rank), f"gpu {rank}", 30)
+
+    with ThreadPoolExecutor(3) as threads:
+        heard = list(threads.map(call, range(3)))
+    assert heard == [["gpu 0", "gpu 1", "gpu 2"]] * 3
+
+
+def test_communicators_in_one_store_do_not_meet(meeting: Meeting) -> None:
+    """One end has the number of another, so that nobody comes."""
+    rendezvous.roll_call(meeting.enter(7), Place(7, 1, 0), "x", 5)
+    with pytest.raises(RuntimeError):
+        rendezvous.roll_call(meeting.enter(8), Place(8, 2, 1), "x", 0.2)
+
+
+def test_who_waits_for_the_roll_call_is_freed_when_the_store_goes(meeting: Meeting) -> None:
+    store = meeting.enter()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(rendezvous.roll_call, store, Place(1, 2, 1), "x", 30)
+        time.sleep(0.1)
+        meeting.kept = None
+        with pytest.raises(RuntimeError):
+            waiting.result(10)
+    assert not rendezvous.is_kept(store)
+
+
+def test_two_ends_on_one_gpu_are_refused_by_rank() -> None:
+    bus.nccl._check_apart(["a", "b", "c"])
+    with pytest.raises(RuntimeError, match="ranks 0 and 2 are both on GPU a"):
+        bus.nccl._check_apart(["a", "b", "a"])
+
+
+def test_a_broadcast_ends_when_everybody_has_taken_part(meeting: Meeting) -> None:
+    first, second = meeting.both()
+    sent, got = torch.arange(9, dtype=torch.uint8), torch.zeros(9, dtype=torch.uint8)
+    with ThreadPoolExecutor(1) as threads:
+        receiving = threads.submit(second.broadcast, [got], 10)
+        first.broadcast([sent], 10)
+        receiving.result()
+    assert torch.equal(sent, got)
+    first.close()
+    second.close()
+
+
+def test_a_silent_end_ends_the_wait_in_time(meeting: Meeting) -> None:
+    """And the communicator with it."""
+    first, second = meeting.both()
+    since = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"not everybody took part within 0\.2 s"):
+        second.broadcast([torch.zeros(1, dtype=torch.uint8)], 0.2)
+    assert time.monotonic() - since < 5
+    with pytest.raises(RuntimeError, match="it is closed"):
+        second.broadcast([torch.zeros(1, dtype=torch.uint8)], 0.2)
+    first.close()
+
+
+def test_an_end_that_is_closed_leaves_its_broadcast(meeting: Meeting) -> None:
+    """By another thread: that of an agent whose update has failed."""
+    first, second = meeting.both()
+    closing = threading.Timer(0.2, second.close)
+    closing.start()
+    with pytest.raises(RuntimeError):
+        second.broadcast([torch.zeros(1 << 20, dtype=torch.uint8)], 30)
+    closing.join()
+    first.close()
+
+
+def test_an_end_leaves_its_broadcast_when_the_trainers_store_is_gone(meeting: Meeting) -> None:
+    """What NCCL itself may never notice."""
+    first, second = meeting.both()
+    closing = threading.Timer(0.1, lambda: setattr(meeting, "kept", None))
+    closing.start()
+    since = time.monotonic()
+    with pytest.raises(RuntimeError, match="the trainer's end is closed or gone"):
+        second.broadcast([torch.zeros(1, dtype=torch.uint8)], 30)
+    assert time.monotonic() - since < 5
+    first.close()
+
+
+def test_a_call_that_never_returns_is_left_behind() -> None:
+    never = threading.Event()
+    with pytest.raises(TimeoutError):
+        bus.nccl._within(0.05, never.wait)
+    never.set()
+    with pytest.raises(ZeroDivisionError):
+        bus.nccl._within(5, lambda: 1 // 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (DUPLICATE, "Duplicate GPU detected : rank 1 and rank 0"),
+        ("[/x/y.cpp:5] Connection closed. This is typically", "Connection closed"),
+        ("Last error:\n", "Last error:"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_nccls_last_word_is_told(text: str, told: str) -> None:
+    assert bus.nccl.reason(RuntimeError(text)) == told
