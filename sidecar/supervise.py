@@ -25,7 +25,7 @@ from bus.errors import EngineDead, EngineError, UsageError
 from sidecar.launch import HeldFolder, free_port, guarded
 from sidecar.vllm_http import is_loopback
 from sidecar.vllm_plugin import environment
-from sidecar.vllm_plugin.compat import BACKEND
+from sidecar.vllm_plugin.compat import BACKEND, UNDRIVEN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -280,6 +280,8 @@ def _transfer_options(options: Mapping[str, str]) -> list[str]:
             raise UsageError(f"--{name} {options[name]}: not a JSON object") from error
     if chosen is None:
         return [f"--{name}", json.dumps({"backend": BACKEND})]
-    if chosen != BACKEND:
-        raise UsageError(f"--{name} chooses backend {chosen!r}; the bus needs {BACKEND!r}")
+    if chosen in UNDRIVEN:
+        raise UsageError(
+            f"--{name} chooses vLLM's {chosen!r}, which the bus can't drive: {UNDRIVEN[chosen]}"
+        )
     return []

@@ -10,6 +10,15 @@ from bus.errors import EngineError
 BACKEND: Final = "wavebus"
 OLDEST: Final = (0, 28)
 TESTED: Final = "0.32"
+# Worker engines of vLLM's that the bus can't drive, and why.
+UNDRIVEN: Final = {
+    "sparse_nccl": "its trainer sends patches without a source, so that no manifest can be "
+    "checked, and no later patch mends an update that broke off",
+    "nccl_m2n": "every rank of its trainer sends its own shards into one communicator, and the "
+    "bus has one sender, which sends whole tensors",
+    "sharded_rdt": "its workers pull shards from every rank of its trainer, by plans of their own",
+    "modelexpress": "vLLM has no trainer engine for it",
+}
 BACKEND_OPTION: Final = f'--weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
 
 
@@ -37,3 +46,24 @@ def check_version(version: str) -> None:
     reason = unsupported_reason(version)
     if reason:
         raise EngineError(reason)
+
+
+def check_backend(backend: str, who: str) -> None:
+    """Refuse an engine whose weights the bus can't update.
+
+    Args:
+        backend: chosen at boot, wavebus's or vLLM's; empty for none.
+        who: the engine, in words.
+
+    Raises:
+        EngineError: says why, and what to boot with.
+    """
+    if not backend:
+        raise EngineError(
+            f"{who} transfers weights with no backend: start it with {BACKEND_OPTION}"
+        )
+    if backend in UNDRIVEN:
+        raise EngineError(
+            f"{who} transfers weights with vLLM's {backend!r}, which the bus can't drive: "
+            f"{UNDRIVEN[backend]}. Start it with {BACKEND_OPTION}, or with vLLM's 'nccl' or 'ipc'"
+        )
