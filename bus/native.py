@@ -23,6 +23,15 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "vllm:"
 MAX_DEPTH: Final = 8
+# Worker engines of vLLM's that the bus can't drive, and why.
+UNDRIVEN: Final = {
+    "sparse_nccl": "its trainer sends patches without a source, so that no manifest can be "
+    "checked, and no later patch mends an update that broke off",
+    "nccl_m2n": "every rank of its trainer sends its own shards into one communicator, and the "
+    "bus has one sender, which sends whole tensors",
+    "sharded_rdt": "its workers pull shards from every rank of its trainer, by plans of their own",
+    "modelexpress": "vLLM has no trainer engine for it",
+}
 _IPC_TENSOR: Final = 1  # of MessagePack's extension types
 
 Size = Annotated[int, Meta(ge=0)]
@@ -92,10 +101,10 @@ def decode_info(blob: bytes) -> dict[str, Any]:
         found = msgspec.msgpack.decode(blob, ext_hook=_extension)
     except msgspec.DecodeError as error:
         raise ValueError(f"info: {error}") from error
-    if not isinstance(found, dict):
+    plain = _plain(found, "", 0)
+    if type(plain) is not dict:
         raise ValueError(f"info: a {type(found).__name__}, not a dict")
-    _plain(found, "", 0)
-    return found
+    return found  # type: ignore[no-any-return]  # as decoded: extensions are objects there
 
 
 def encode_chunk(columns: Sequence[str], rest: Mapping[str, Any]) -> bytes:

@@ -22,10 +22,11 @@ import anyio
 import anyio.to_thread
 
 from bus.errors import EngineDead, EngineError, UsageError
+from bus.native import UNDRIVEN
 from sidecar.launch import HeldFolder, free_port, guarded
 from sidecar.vllm_http import is_loopback
 from sidecar.vllm_plugin import environment
-from sidecar.vllm_plugin.compat import BACKEND, UNDRIVEN
+from sidecar.vllm_plugin.compat import BACKEND
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -2,8 +2,9 @@
 
 vLLM loads :func:`register` from the entry point group ``vllm.general_plugins`` in
 every process it starts. It registers one weight transfer backend, ``wavebus``,
-chosen at boot with ``--weight-transfer-config '{"backend": "wavebus"}'``, and makes vLLM's own
-(``nccl``, ``ipc``) obey a sidecar where one of those is chosen; gives engine cores a status page, and guards the pause and resume of those in lockstep; and, where
+chosen at boot with ``--weight-transfer-config '{"backend": "wavebus"}'``, and makes vLLM's
+own (``nccl``, ``ipc``) obey a sidecar where one of those is chosen; gives engine cores a
+status page, and guards the pause and resume of those in lockstep; and, where
 ``WAVEBUS_DP_COORDINATOR=bus`` says so, coordinates data parallel ranks by the bus.
 
 ==================== ==========================================================
@@ -12,6 +13,7 @@ module               what
 ``wire``             the operations, as typed payloads of vLLM's own calls
 ``worker``           the weight transfer engine inside each worker
 ``native``           vLLM's own worker engines, guarded by that one
+``ipc``              the handles that one of those is told
 ``native_factory``   where those are made
 ``manifest_check``   does this manifest fill this model, exactly?
 ``ranks``            the workers of one engine agree on one outcome

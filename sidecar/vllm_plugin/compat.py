@@ -6,19 +6,11 @@ import re
 from typing import Final
 
 from bus.errors import EngineError
+from bus.native import UNDRIVEN
 
 BACKEND: Final = "wavebus"
 OLDEST: Final = (0, 28)
 TESTED: Final = "0.32"
-# Worker engines of vLLM's that the bus can't drive, and why.
-UNDRIVEN: Final = {
-    "sparse_nccl": "its trainer sends patches without a source, so that no manifest can be "
-    "checked, and no later patch mends an update that broke off",
-    "nccl_m2n": "every rank of its trainer sends its own shards into one communicator, and the "
-    "bus has one sender, which sends whole tensors",
-    "sharded_rdt": "its workers pull shards from every rank of its trainer, by plans of their own",
-    "modelexpress": "vLLM has no trainer engine for it",
-}
 BACKEND_OPTION: Final = f'--weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
 
 

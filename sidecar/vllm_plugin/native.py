@@ -14,7 +14,6 @@ How a subclass knows who starts an update: the sidecar asks before that whether 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from bus.errors import EngineError
 from bus.transfer import Place
 from sidecar.transfer.base import transfer_failed
 from sidecar.vllm_plugin import ranks, wire
+from sidecar.vllm_plugin.ipc import rebuildable
 from sidecar.vllm_plugin.manifest_check import refused
 from sidecar.vllm_plugin.worker import (
     InitInfo,
@@ -108,7 +108,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         if not self._opened or operation.backend != self._backend:
             raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
         metas = self._armed_chunk(operation)
-        return native.decode_chunk(operation.handle, _columns(metas))
+        return rebuildable(native.decode_chunk(operation.handle, _columns(metas)))  # type: ignore[no-any-return]
 
     def _receive_and_load(self, seq: int, chunk: dict[str, Any]) -> None:
         self._doors.update_weights(chunk)
@@ -207,7 +207,6 @@ def _columns(metas: tuple[TensorMeta, ...]) -> dict[str, Any]:
     }
 
 
-@functools.cache
 def guarded(name: str, theirs: type[Any]) -> type[Any]:
     """A subclass of ``theirs``, which vLLM's factory knows as ``name``; it obeys a sidecar too."""
 
@@ -218,7 +217,7 @@ def guarded(name: str, theirs: type[Any]) -> type[Any]:
         def _guard(self) -> NativeUpdates:
             # When a sidecar first speaks: nobody else is to notice.
             if self._wavebus is None:
-                plain = super()
+                plain: Any = super()
                 doors = Doors(
                     plain.parse_init_info,
                     plain.init_transfer_engine,

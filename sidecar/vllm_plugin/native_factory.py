@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from bus.native import UNDRIVEN
 from sidecar.vllm_plugin import features
-from sidecar.vllm_plugin.compat import BACKEND, UNDRIVEN
+from sidecar.vllm_plugin.compat import BACKEND
 
 _log = logging.getLogger("vllm.wavebus")
 
@@ -46,7 +47,7 @@ def _guarded(factory: Any, backend: str) -> type[Any] | None:
         from sidecar.vllm_plugin.native import guarded  # noqa: PLC0415 - only in a worker, and slow
 
         return guarded(backend, theirs)
-    except Exception:
+    except Exception:  # noqa: BLE001 - it is logged
         # Whoever boots this engine may have no use for a bus.
         _log.exception("wavebus: can't drive vLLM's worker engine %r", backend)
         return None
