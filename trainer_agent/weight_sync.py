@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
     from bus.manifest import TensorMeta
+    from bus.messages import GroupAck
     from bus.transfer import World
     from trainer_agent.connection import Connection
     from trainer_agent.how import PauseHow
@@ -363,7 +364,23 @@ class WeightSync:
                 if self._native is not None:
                     with anyio.move_on_after(self._timeout_s):  # gathering is the trainer's time
                         await current.until_taken(meta.chunk)
-                await self._steps.step(sent)
+                done = await self._steps.step(sent)
+            if self._native is not None and current.told < current.plan.chunks:
+                self._need_everybody(done)
+
+    def _need_everybody(self, done: GroupAck) -> None:
+        """vLLM's own collectives have no deadline: nobody is to wait in one for who fell out."""
+        if done.excluded and self._transport.communicator:
+            raise UpdateFailed(
+                own_nack(
+                    NackCode.TRANSFER_FAILED,
+                    f"{', '.join(done.excluded)} fell out in the middle, and the next chunk is "
+                    "a collective of all",
+                    step="chunk",
+                    update_id=done.update_id,
+                    hint="the broker's log says why; make the trainer engine anew",
+                )
+            )
 
     async def finish(self, label: str) -> None:
         async with self._one_step:

@@ -92,9 +92,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._tied_head = tied_head(vllm_config, model)
         self._checker = ManifestChecker(vllm_config, model, self._tied_head)
         self._repacking = CpuRepacking(model, device)
-        parallel = vllm_config.parallel_config
-        ranks_here = 0 if parallel.data_parallel_external_lb else parallel.data_parallel_index
-        self._index = ranks_here * parallel.world_size + parallel.rank  # among the engine's workers
+        self._index = worker_index(vllm_config.parallel_config)
         self._armed: Manifest | None = None
         self._backend = ""
         self._receiver: Receiver | None = None
@@ -280,6 +278,13 @@ def _check_protocol(theirs: int) -> None:
             f"the sidecar speaks plugin protocol {theirs}, the wavebus inside vLLM "
             f"{wire.PROTOCOL}: install one version of wavebus for both"
         )
+
+
+def worker_index(parallel: Any) -> int:
+    """This worker's number among those of its engine, which on the bus is one client's: all
+    ranks of data parallelism behind an internal load balancer, one behind an external one."""
+    ranks_here = 0 if parallel.data_parallel_external_lb else parallel.data_parallel_index
+    return int(ranks_here * parallel.world_size + parallel.rank)
 
 
 def not_this_engine(backend: str) -> EngineError:
