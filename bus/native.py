@@ -36,7 +36,7 @@ _IPC_TENSOR: Final = 1  # of MessagePack's extension types
 
 Size = Annotated[int, Meta(ge=0)]
 Sizes = Annotated[tuple[Size, ...], Meta(max_length=16)]
-Handle = Annotated[bytes, Meta(max_length=256)]
+Handle = Annotated[bytes, Meta(max_length=65_536)]  # those of expandable segments are long
 
 
 class IpcTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
