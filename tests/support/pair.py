@@ -69,14 +69,15 @@ class PairTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
 def join(address: str, port: int, rank: int, size: int) -> Any:
     """The group, when all have joined it."""
+    c10d: Any = dist
     timeout = timedelta(seconds=MEET_S)
-    store = dist.TCPStore(
+    store = c10d.TCPStore(
         address, port, is_master=rank == 0, wait_for_workers=False, timeout=timeout
     )
-    options = dist.ProcessGroupGloo._Options()
+    options = c10d.ProcessGroupGloo._Options()
     options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    return dist.ProcessGroupGloo(dist.PrefixStore("pair", store), rank, size, options)
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
+    return c10d.ProcessGroupGloo(c10d.PrefixStore("pair", store), rank, size, options)
 
 
 def broadcast(group: Any, memory: Tensor) -> None:
@@ -124,7 +125,11 @@ class PairWorkerEngine(WeightTransferEngine):  # type: ignore[misc]
         weights = [
             (name, part.clone().view(dtype).view(shape))
             for name, part, dtype, shape in zip(
-                update_info.names, packed.split(sizes), dtypes, update_info.shapes, strict=True
+                update_info.names,
+                torch.split(packed, sizes),
+                dtypes,
+                update_info.shapes,
+                strict=True,
             )
         ]
         if self._rank in update_info.breaks:
