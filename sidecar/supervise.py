@@ -22,6 +22,7 @@ import anyio
 import anyio.to_thread
 
 from bus.errors import EngineDead, EngineError, UsageError
+from bus.native import UNDRIVEN
 from sidecar.launch import HeldFolder, free_port, guarded
 from sidecar.vllm_http import is_loopback
 from sidecar.vllm_plugin import environment
@@ -280,6 +281,8 @@ def _transfer_options(options: Mapping[str, str]) -> list[str]:
             raise UsageError(f"--{name} {options[name]}: not a JSON object") from error
     if chosen is None:
         return [f"--{name}", json.dumps({"backend": BACKEND})]
-    if chosen != BACKEND:
-        raise UsageError(f"--{name} chooses backend {chosen!r}; the bus needs {BACKEND!r}")
+    if chosen in UNDRIVEN:
+        raise UsageError(
+            f"--{name} chooses vLLM's {chosen!r}, which the bus can't drive: {UNDRIVEN[chosen]}"
+        )
     return []

@@ -22,13 +22,12 @@ import anyio
 
 from bus.errors import EngineDead, EngineError, UsageError
 from sidecar.engine import Chunk, EngineInfo, Manifest, PauseMode, Place, SleepLevel, Verify
-from sidecar.transfer import available_backends
 from sidecar.vllm_connections import Connections
 from sidecar.vllm_core import CoreLink
-from sidecar.vllm_inprocess import parse_version
+from sidecar.vllm_inprocess import driven_backends, parse_version
 from sidecar.vllm_plugin import facts
 from sidecar.vllm_plugin.client import PluginClient, engine_error
-from sidecar.vllm_plugin.compat import BACKEND, BACKEND_OPTION, check_version
+from sidecar.vllm_plugin.compat import BACKEND, check_backend, check_version
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -116,16 +115,14 @@ class VllmHttpEngine:
         check_version(version)
         config = await self._config()
         # Asked before any call of the backend: another backend would fail on ours.
-        transfer = config.get("weight_transfer_config") or {}
-        if transfer.get("backend") != BACKEND:
-            found = repr(transfer["backend"]) if transfer else "no backend"
-            raise EngineError(
-                f"the server at {self._url} transfers weights with {found}: "
-                f"start it with {BACKEND_OPTION}"
-            )
+        backend = str((config.get("weight_transfer_config") or {}).get("backend", ""))
+        who = f"the server at {self._url}"
+        check_backend(backend, who)
+        if backend != BACKEND:
+            facts.check_drives(await self._ask_workers(facts.ASK_PRESENCE), backend, who)
         await self._plugin.hello()
         await self._gauges()  # fails here rather than later, if nothing is counted
-        info = _info(config, version, self._url)
+        info = _info(config, version, self._url, backend)
         parallel = config["parallel_config"]
         self._core.learn(
             facts.read(await self._ask_workers(facts.ASK_FACTS)),
@@ -411,7 +408,7 @@ def _refused(path: str, status: int, text: str) -> EngineError:
     )
 
 
-def _info(config: dict[str, Any], version: str, url: str) -> EngineInfo:
+def _info(config: dict[str, Any], version: str, url: str, backend: str) -> EngineInfo:
     parallel = config["parallel_config"]
     if parallel.get("data_parallel_hybrid_lb"):
         raise EngineError(
@@ -427,7 +424,7 @@ def _info(config: dict[str, Any], version: str, url: str) -> EngineInfo:
         dp_rank=int(parallel["data_parallel_rank"]) if external else 0,
         dp_size=dp_size if external else 1,
         workers=world * (1 if external else dp_size),
-        backends=available_backends(),
+        backends=driven_backends(backend),
         endpoint=url,
         can_sleep=bool(config["model_config"].get("enable_sleep_mode")),
     )

@@ -1,8 +1,8 @@
 """Drive a vLLM engine that lives in this process: an ``AsyncLLM``.
 
 The caller builds the ``AsyncLLM`` with ``weight_transfer_config`` backend
-``wavebus`` and keeps it: requests go to it directly, and closing the adapter leaves
-it running.
+``wavebus`` (or ``nccl``, ``ipc`` of vLLM's own) and keeps it: requests go to it
+directly, and closing the adapter leaves it running.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio
 
 from bus.errors import EngineDead, EngineError
+from bus.native import native_name
 from sidecar.engine import Chunk, EngineInfo, Manifest, PauseMode, Place, SleepLevel, Verify
 from sidecar.transfer import available_backends
 from sidecar.vllm_core import CoreLink
 from sidecar.vllm_plugin import facts
 from sidecar.vllm_plugin.client import PluginClient, engine_error
-from sidecar.vllm_plugin.compat import BACKEND, BACKEND_OPTION, check_version
+from sidecar.vllm_plugin.compat import BACKEND, check_backend, check_version
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -48,21 +49,20 @@ class VllmEngine:
         """Check that this engine can be driven.
 
         Raises:
-            EngineError: the vLLM is too old, or the engine was built without the backend
-                ``wavebus``, or with another coordinator; the text says what to change.
+            EngineError: the vLLM is too old, or the engine was built without a backend that
+                the bus drives, or with another coordinator; the text says what to change.
         """
         import vllm  # noqa: PLC0415 - whoever has an AsyncLLM has vLLM; nobody else needs it
 
         check_version(vllm.__version__)
         config = self._llm.vllm_config
         transfer = config.weight_transfer_config
-        if transfer is None or transfer.backend != BACKEND:
-            found = "no weight_transfer_config" if transfer is None else repr(transfer.backend)
-            raise EngineError(
-                f"the AsyncLLM was built with {found}: pass "
-                f"weight_transfer_config={{'backend': {BACKEND!r}}} to AsyncEngineArgs "
-                f"(served: {BACKEND_OPTION})"
-            )
+        backend = "" if transfer is None else str(transfer.backend)
+        who = "the AsyncLLM (weight_transfer_config of AsyncEngineArgs)"
+        check_backend(backend, who)
+        if backend != BACKEND:
+            present = await _call(self._llm.collective_rpc(facts.ASK_PRESENCE))
+            facts.check_drives(present, backend, who)
         await self._plugin.hello()
         parallel = config.parallel_config
         if parallel.data_parallel_hybrid_lb:
@@ -79,7 +79,7 @@ class VllmEngine:
             dp_rank=parallel.data_parallel_rank if external else 0,
             dp_size=parallel.data_parallel_size if external else 1,
             workers=parallel.world_size * (1 if external else parallel.data_parallel_size),
-            backends=available_backends(),
+            backends=driven_backends(backend),
             endpoint="",
             can_sleep=bool(config.model_config.enable_sleep_mode),
         )
@@ -169,6 +169,12 @@ class VllmEngine:
 def parse_version(text: str) -> int:
     """Our version in vLLM's free text; 0 for one that is not ours, such as ``default``."""
     return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def driven_backends(chosen: str) -> tuple[str, ...]:
+    """What an engine can be updated with that was booted with the backend ``chosen``."""
+    ours = available_backends()
+    return ours if chosen == BACKEND else (*ours, native_name(chosen))
 
 
 class _Doors:

@@ -26,6 +26,7 @@ from bus.messages import (
 )
 from bus.runtime.peer import default_name
 from bus.settings import DEFAULT_BROKER
+from bus.transfer import ALONE
 from trainer_agent.connection import Connection
 from trainer_agent.how import WAIT_S, PauseHow
 from trainer_agent.ranks import follow
@@ -308,9 +309,8 @@ class TrainerAgent:
 
     # -- vLLM's trainer engines ---------------------------------------------------
 
-    async def init_info(self) -> Any:
-        """Arm the rendezvous: what ``WeightTransferTrainerFactory.trainer_init`` takes to have
-        wavebus's own trainer engine send, over this agent's backend.
+    async def init_info(self, engine: str = "wavebus", **fields: Any) -> Any:
+        """Arm the rendezvous: what ``WeightTransferTrainerFactory.trainer_init`` takes.
 
         ::
 
@@ -322,29 +322,44 @@ class TrainerAgent:
         (That is with :class:`trainer_agent.SyncTrainerAgent`. With an event loop, await this,
         and call ``trainer_init`` and ``send_weights`` in a thread.)
 
+        Args:
+            engine: ``wavebus`` sends over this agent's backend; ``nccl`` and ``ipc`` are vLLM's
+                own, and need engines that were booted with their worker side.
+            fields: of that engine's init info, such as ``packed``. Who meets, and where, is
+                filled in: make a new info, and a trainer engine of it, when engines come or go.
+
         Raises:
-            UsageError: there is no vLLM here, or one without trainer engines.
+            UsageError: there is no vLLM here, or one without such a trainer engine; or an
+                engine was not booted with its worker side, and is named.
         """
-        try:
-            # In a thread: it takes seconds, and the bus must hear from us.
-            made = await anyio.to_thread.run_sync(
-                importlib.import_module, "trainer_agent.vllm_trainer"
+        vllm_trainer = await self._import("trainer_agent.vllm_trainer")
+        if engine == vllm_trainer.BACKEND:
+            return vllm_trainer.WavebusTrainerInitInfo(
+                rank=self.rank,
+                transport=self.backend,
+                chunk_bytes=self.chunk_bytes,
+                buffers=self.buffers,
+                packed=self.packed,
+                device=self.device,
+                verify=self.verify,
+                plan=self._sync.who_meets,
+                **fields,
             )
+        infos = await self._import("trainer_agent.vllm_infos")
+        world = ALONE if self.rank else await self._sync.meet_native(engine)
+        info = infos.native_info(engine, fields, rank=self.rank, world=world)
+        self._sync.promise(infos.packed_bytes(engine, info))
+        return info
+
+    async def _import(self, module: str) -> Any:
+        """What needs vLLM; in a thread, since it takes seconds, and the bus must hear from us."""
+        try:
+            return await anyio.to_thread.run_sync(importlib.import_module, module)
         except ImportError as error:
             raise UsageError(
                 f"vLLM's trainer engines can't be imported ({error}): install vllm 0.28 or later "
                 "where the trainer runs, or use update_weights(), which needs none"
             ) from error
-        return made.WavebusTrainerInitInfo(
-            rank=self.rank,
-            transport=self.backend,
-            chunk_bytes=self.chunk_bytes,
-            buffers=self.buffers,
-            packed=self.packed,
-            device=self.device,
-            verify=self.verify,
-            plan=self._sync.who_meets,
-        )
 
     def client(
         self,
@@ -353,11 +368,18 @@ class TrainerAgent:
         clear_cache: bool = True,
         wait_s: float = WAIT_S,
         escalate: Escalation = "keep",
+        chunk_bytes: int | None = None,
     ) -> BusWeightSyncClient:
         """The ``client`` of vLLM's trainer engines: each of their updates is one of the bus's.
-        Its arguments are those of :meth:`paused`."""
+
+        Args:
+            mode, clear_cache, wait_s, escalate: as :meth:`paused` has them.
+            chunk_bytes: for a trainer engine of your own that calls ``update_weights`` more than
+                once: at most so much it puts into one call, or a larger tensor alone. vLLM's own
+                need none.
+        """
         how = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
-        return BusWeightSyncClient(self._sync, how)
+        return BusWeightSyncClient(self._sync, how, chunk_bytes)
 
     def source(self, weights: Weights) -> BusWeightSource:
         """The ``source`` of vLLM's trainer engines: ``weights``, which nobody reads before

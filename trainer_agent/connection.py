@@ -27,6 +27,7 @@ from bus.runtime.peer import HOST, PID, Peer, route_of
 from bus.runtime.zmq_transport import ZmqClient
 
 if TYPE_CHECKING:
+    from bus.messages import EngineView
     from bus.runtime.base import ClientTransport
 
 M = TypeVar("M", bound=Message)
@@ -149,6 +150,11 @@ class Connection:
     async def status(self) -> Status:
         """The broker's whole view."""
         return await self.ask(StatusRequest(), Status, timeout_s=min(self._timeout_s, _STATUS_S))
+
+    async def engines(self) -> tuple[EngineView, ...]:
+        """Those of the group."""
+        status = await self.status()
+        return next((group.engines for group in status.groups if group.name == self._group), ())
 
     async def _explain(self, message: Message, wait_s: float) -> str:
         """Who has not answered, as far as the broker can tell."""

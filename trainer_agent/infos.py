@@ -1,9 +1,8 @@
 """The plain dicts that a trainer engine of vLLM's kind gives its client, and the bus messages
 that they stand for.
 
-A dict tells of one worker engine by its keys. So far that is ``wavebus``, the one that engines
-on the bus run. vLLM's own (``nccl``, ``ipc``, ...) have other keys, and would get their messages
-here, in :func:`transfer_init` and :func:`chunk_messages`.
+A dict tells of its worker engine by its keys. These are of ``wavebus``, to which
+``agent.init_info()`` leads; for vLLM's own (``nccl``, ``ipc``) see :mod:`trainer_agent.native`.
 """
 
 from __future__ import annotations
@@ -62,6 +61,11 @@ def chunk_info(
             tuple(sums),
         )
     )
+
+
+def is_ours(info: object) -> bool:
+    """Whether an ``init_info`` is of worker engine ``wavebus``."""
+    return isinstance(info, dict) and set(info) == set(_Init.__struct_fields__)
 
 
 def transfer_init(info: object, update_id: str) -> TransferInit:

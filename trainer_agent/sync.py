@@ -7,6 +7,7 @@ they like. Everything else is :class:`trainer_agent.TrainerAgent`'s.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any, Self
 
 from anyio.from_thread import start_blocking_portal
@@ -130,10 +131,10 @@ class SyncTrainerAgent:
         with portal.wrap_async_context_manager(sleep) as ack:
             yield ack
 
-    def init_info(self) -> Any:
+    def init_info(self, engine: str = "wavebus", **fields: Any) -> Any:
         """See :meth:`TrainerAgent.init_info`."""
         portal, agent = self._connected()
-        return portal.call(agent.init_info)
+        return portal.call(functools.partial(agent.init_info, engine, **fields))
 
     def client(
         self,
@@ -142,10 +143,15 @@ class SyncTrainerAgent:
         clear_cache: bool = True,
         wait_s: float = WAIT_S,
         escalate: Escalation = "keep",
+        chunk_bytes: int | None = None,
     ) -> BusWeightSyncClient:
         """See :meth:`TrainerAgent.client`."""
         return self._connected()[1].client(
-            mode=mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate
+            mode=mode,
+            clear_cache=clear_cache,
+            wait_s=wait_s,
+            escalate=escalate,
+            chunk_bytes=chunk_bytes,
         )
 
     def source(self, weights: Weights) -> BusWeightSource:

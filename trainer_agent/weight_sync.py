@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,27 +31,30 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 import torch
 
-from bus.errors import BusClosed, BusTimeout, UpdateFailed, UsageError, WavebusError, refusal
+import bus.log
+from bus.errors import BusClosed, BusTimeout, UpdateFailed, UsageError, WavebusError
 from bus.messages import NackCode
-from trainer_agent import infos
+from bus.transfer import ALONE
+from trainer_agent import infos, native
+from trainer_agent.current import CurrentUpdate, once_more
 from trainer_agent.plan import Plan
 from trainer_agent.ranks import reached
-from trainer_agent.refusals import nack_of, own_nack
-from trainer_agent.sources import as_announced, tensor_metas
+from trainer_agent.refusals import own_nack
+from trainer_agent.sources import tensor_metas
 from trainer_agent.stream import announced, first_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
     from bus.manifest import TensorMeta
-    from bus.messages import Verify
+    from bus.messages import GroupAck
     from bus.transfer import World
     from trainer_agent.connection import Connection
     from trainer_agent.how import PauseHow
     from trainer_agent.sources import WeightSource
     from trainer_agent.steps import Steps
     from trainer_agent.transport import Transport
-    from trainer_agent.updating import Update, Updates
+    from trainer_agent.updating import Updates
 
 T = TypeVar("T")
 
@@ -71,19 +73,20 @@ class BusWeightSyncClient:
 
     Its calls block, from any thread but the agent's event loop. All of them raise
 
-    - :class:`bus.errors.UsageError`: for infos of worker engines that the bus does not drive, and
-      calls out of order;
+    - :class:`bus.errors.UsageError`: for infos of worker engines that engines were not booted
+      with, or that the bus can't express, and calls out of order;
     - what :meth:`TrainerAgent.update_weights` raises: the update is undone, engines have resumed;
     - :class:`bus.errors.BusClosed`: the agent is not connected.
     """
 
-    def __init__(self, sync: WeightSync, how: PauseHow) -> None:
+    def __init__(self, sync: WeightSync, how: PauseHow, chunk_bytes: int | None = None) -> None:
         self._sync = sync
         self._how = how
+        self._chunk_bytes = chunk_bytes
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have every engine open its end of the trainer engine's transport."""
-        self._sync.call(lambda: self._sync.init(init_info))
+        self._sync.call(lambda: self._sync.init(init_info, self._chunk_bytes))
 
     def shutdown_weight_transfer_engine(self) -> None:
         """The transport is not to be used again; engines let it go when the next one is opened,
@@ -153,44 +156,6 @@ class BusWeightSource:
         return self._fresh
 
 
-class _Current:
-    """The update that a client has begun, and the pass over its source."""
-
-    def __init__(self, update: Update, plan: Plan, inner: WeightSource) -> None:
-        self.update = update
-        self.plan = plan
-        self.verified: Verify = "off"
-        self.started = anyio.Event()  # or failed
-        self.undone = anyio.Event()
-        self.failure: BaseException | None = None
-        self.over = False
-        self.untaken = len(plan.metas)
-        self._inner = inner
-        self._left: Iterator[tuple[str, torch.Tensor]] | None = None
-        self._taking = threading.Lock()
-
-    def begin_pass(self) -> Iterator[tuple[str, torch.Tensor]]:
-        with self._taking:
-            self._left = iter(self._inner)
-            self.untaken = len(self.plan.metas)
-        return as_announced(self.plan.metas, self._left)
-
-    def take(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
-        """The next one; None at the end. Once the update has failed, nobody takes any more."""
-        with self._taking:
-            if self.failure is not None:
-                raise _again(self.failure)
-            pair = next(tensors, None)
-            self.untaken -= pair is not None
-            return pair
-
-    def drain(self) -> None:
-        """Take what is left of the source, for those who gather it with us."""
-        with self._taking:
-            for _ in iter(self._inner) if self._left is None else self._left:
-                pass
-
-
 class WeightSync:
     """What the client and the source of one agent share. Its coroutines are for :meth:`call`."""
 
@@ -213,13 +178,16 @@ class WeightSync:
         self._rank = rank
         self._chunk_bytes = chunk_bytes
         self._timeout_s = timeout_s
+        self._log = bus.log.logger()
         self._source: BusWeightSource | None = None
-        self._current: _Current | None = None
+        self._current: CurrentUpdate | None = None
         self._begun = anyio.Event()  # the next update is
         self._one_step = anyio.Lock()
         self._closing: asyncio.Task[None] | None = None  # of a pass; tasks are held weakly
         self._planned = 0  # the communicator that the last plan told of,
         self._met = 0  # and the one of those who opened their ends
+        self._native: native.Native | None = None  # what is open is vLLM's own
+        self._packed_bytes: int | None = None  # of the info that vLLM's own was promised
 
     # -- for any thread ---------------------------------------------------------
 
@@ -268,7 +236,9 @@ class WeightSync:
         """Of what the source's metadata told."""
         if self._source is None:
             raise UsageError("no source yet: give the trainer engine source=agent.source(model)")
-        return Plan(self._source.take_metas(), chunk_bytes=self._chunk_bytes)
+        theirs = self._native
+        chunk_bytes = self._chunk_bytes if theirs is None else theirs.plan_bytes
+        return Plan(self._source.take_metas(), chunk_bytes=chunk_bytes)
 
     def passing(self, source: BusWeightSource) -> Iterator[tuple[str, torch.Tensor]]:
         """One pass over a source."""
@@ -294,7 +264,7 @@ class WeightSync:
                 self._break_off(current, error)
             raise
 
-    def _break_off(self, current: _Current, error: BaseException) -> None:
+    def _break_off(self, current: CurrentUpdate, error: BaseException) -> None:
         loop = self._connected()
         if _runs_here(loop):  # the collector closes a pass wherever it happens to run
             self._closing = loop.create_task(self._fail(current, error))
@@ -315,11 +285,35 @@ class WeightSync:
         self._planned = world.number
         return world
 
-    async def init(self, info: object) -> None:
+    async def meet_native(self, engine: str) -> World:
+        """Who meets, once every engine is known to run vLLM's worker engine ``engine``."""
+        native.need_engines(await self._line.engines(), engine)
+        return await self._transport.plan()
+
+    def promise(self, packed_bytes: int | None) -> None:
+        """How the trainer engine will cut its source whose info was made last."""
+        self._packed_bytes = packed_bytes
+
+    async def init(self, info: object, chunk_bytes: int | None) -> None:
         async with self._one_step:
             await self._undo_unfinished()
-            await self._transport.open_theirs(infos.transfer_init(info, self._steps.new_id()))
-            self._met = self._planned
+            if infos.is_ours(info):
+                await self._transport.open_theirs(infos.transfer_init(info, self._steps.new_id()))
+                self._met, self._native = self._planned, None
+                return
+            try:
+                await self._init_native(info, chunk_bytes or self._packed_bytes)
+            except WavebusError as error:
+                if native.meets(info):  # and vLLM's rendezvous waits, before it raises this
+                    self._log.error("trainer_engine_refused", detail=str(error))
+                raise
+
+    async def _init_native(self, info: object, chunk_bytes: int | None) -> None:
+        engine = native.engine_of_all(await self._line.engines())
+        world = await self._transport.plan() if native.meets(info) else ALONE
+        opening = native.transfer_init(info, engine, world, self._steps.new_id())
+        await self._transport.open_theirs(opening)
+        self._met, self._native = 0, native.Native(opening.backend, chunk_bytes)
 
     async def shutdown(self) -> None:
         async with self._one_step:
@@ -337,7 +331,7 @@ class WeightSync:
             await self._undo_unfinished()
             source = self._source
             assert source is not None, "the plan is its"
-            current = _Current(self._updates.begin(how), plan, source.inner)
+            current = CurrentUpdate(self._updates.begin(how), plan, source.inner, self.loop)
             self._current = current
             self._begun.set()
             self._begun = anyio.Event()
@@ -360,10 +354,33 @@ class WeightSync:
     async def update(self, info: object) -> None:
         current = self._need()
         async with self._undone_on_failure(current):
-            meta, sent = infos.chunk_messages(info, current.plan, current.update.id)
+            if self._native is None:
+                meta, sent = infos.chunk_messages(info, current.plan, current.update.id)
+            else:
+                seq, current.told = current.told, current.told + 1
+                meta, sent = native.chunk_messages(info, current.plan, seq, current.update.id)
             current.verified = sent.verify
             async with announced(self._steps.step, meta):
-                await self._steps.step(sent)
+                if self._native is not None:
+                    with anyio.move_on_after(self._timeout_s):  # gathering is the trainer's time
+                        await current.until_taken(meta.chunk)
+                done = await self._steps.step(sent)
+            if self._native is not None and current.told < current.plan.chunks:
+                self._need_everybody(done)
+
+    def _need_everybody(self, done: GroupAck) -> None:
+        """vLLM's own collectives have no deadline: nobody is to wait in one for who fell out."""
+        if done.excluded and self._transport.communicator:
+            raise UpdateFailed(
+                own_nack(
+                    NackCode.TRANSFER_FAILED,
+                    f"{', '.join(done.excluded)} fell out in the middle, and the next chunk is "
+                    "a collective of all",
+                    step="chunk",
+                    update_id=done.update_id,
+                    hint="the broker's log says why; make the trainer engine anew",
+                )
+            )
 
     async def finish(self, label: str) -> None:
         async with self._one_step:
@@ -381,7 +398,7 @@ class WeightSync:
         with self._updates.beside() as number:
             await reached(self._line, number, "go")
 
-    async def _started(self) -> _Current:
+    async def _started(self) -> CurrentUpdate:
         """Rank 0's: the update that is started, or will be."""
         if self._current is None:
             with anyio.move_on_after(self._timeout_s):
@@ -394,17 +411,17 @@ class WeightSync:
             )
         await current.started.wait()
         if current.failure is not None:
-            raise _again(current.failure)
+            raise once_more(current.failure)
         return current
 
     # -- when it fails ----------------------------------------------------------
 
-    def _need(self) -> _Current:
+    def _need(self) -> CurrentUpdate:
         current = self._current
         if current is None:
             raise UsageError("no update is under way: start_weight_update() comes first")
         if current.failure is not None:
-            raise _again(current.failure)
+            raise once_more(current.failure)
         return current
 
     async def _undo_unfinished(self) -> None:
@@ -413,7 +430,7 @@ class WeightSync:
             await self._fail(current, UsageError("the update was begun, and never finished"))
 
     @contextlib.asynccontextmanager
-    async def _undone_on_failure(self, current: _Current) -> AsyncIterator[None]:
+    async def _undone_on_failure(self, current: CurrentUpdate) -> AsyncIterator[None]:
         try:
             yield
         except BaseException as group:  # noqa: BLE001 - it is raised again
@@ -421,27 +438,22 @@ class WeightSync:
             await self._fail(current, error)
             raise error from None
 
-    async def _fail(self, current: _Current, error: BaseException) -> None:
+    async def _fail(self, current: CurrentUpdate, error: BaseException) -> None:
         """Undo it, once; returns when it is undone."""
         if current.over:
             return
         if current.failure is not None:
             await current.undone.wait()
             return
-        current.failure = error
-        if current.started.is_set() and self._transport.communicator:
+        started = current.started.is_set()
+        current.failed(error)
+        if started and self._transport.communicator:
             self._transport.spoil()  # whoever was in a broadcast may have left it
-        current.started.set()
         try:
             with anyio.CancelScope(shield=True):
                 await current.update.end(error)
         finally:
             current.undone.set()
-
-
-def _again(error: BaseException) -> BaseException:
-    """What an update failed with, to be raised once more, elsewhere."""
-    return refusal(nack_of(error))
 
 
 def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:

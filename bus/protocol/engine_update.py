@@ -21,9 +21,10 @@
     ABORTING   done           NONE        ack abort: untouched, restored or partial
 
 Invariants: a chunk is loaded at most once, in order, and not before the sender has said that
-all of it was sent and its sums are right; one chunk is staged at a time; UPDATE_FINISH needs
-every chunk of the manifest; the version only grows, and at COMMIT; ``partial`` (quarantined)
-is over only with a commit, and an update that begins in it tells the engine to recover.
+all of it was sent and its sums are right (but backends of vLLM's own load what they receive, see
+:mod:`bus.native`); one chunk is staged at a time; UPDATE_FINISH needs every chunk of the
+manifest; the version only grows, and at COMMIT; ``partial`` (quarantined) is over only with a
+commit, and an update that begins in it tells the engine to recover.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from bus.messages import (
     UpdateStart,
     WeightChunkMeta,
 )
+from bus.native import loads_when_received
 from bus.protocol.calls import (
     CALL_STEPS,
     CallAbortRequests,
@@ -350,7 +352,8 @@ class EngineUpdate:
     def issued(self, call: object) -> None:
         """A call is made now: from the first load on, or the sleep that discards them, the old
         weights are gone."""
-        if isinstance(call, CallLoad):
+        loads = isinstance(call, CallReceive) and loads_when_received(call.backend)
+        if loads or isinstance(call, CallLoad):
             self._loaded = True
         elif isinstance(call, CallSleep) and call.level == 2:  # noqa: PLR2004 - the level
             self.partial = True

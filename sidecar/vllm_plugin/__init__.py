@@ -2,8 +2,9 @@
 
 vLLM loads :func:`register` from the entry point group ``vllm.general_plugins`` in
 every process it starts. It registers one weight transfer backend, ``wavebus``,
-chosen at boot with ``--weight-transfer-config '{"backend": "wavebus"}'``; gives engine
-cores a status page, and guards the pause and resume of those in lockstep; and, where
+chosen at boot with ``--weight-transfer-config '{"backend": "wavebus"}'``, and makes vLLM's
+own (``nccl``, ``ipc``) obey a sidecar where one of those is chosen; gives engine cores a
+status page, and guards the pause and resume of those in lockstep; and, where
 ``WAVEBUS_DP_COORDINATOR=bus`` says so, coordinates data parallel ranks by the bus.
 
 ==================== ==========================================================
@@ -11,6 +12,9 @@ module               what
 ==================== ==========================================================
 ``wire``             the operations, as typed payloads of vLLM's own calls
 ``worker``           the weight transfer engine inside each worker
+``native``           vLLM's own worker engines, guarded by that one
+``ipc``              the handles that one of those is told
+``native_factory``   where those are made
 ``manifest_check``   does this manifest fill this model, exactly?
 ``ranks``            the workers of one engine agree on one outcome
 ``facts``            what a sidecar asks of a worker
@@ -33,7 +37,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from sidecar.vllm_plugin import environment
+from sidecar.vllm_plugin import environment, native_factory
 from sidecar.vllm_plugin.compat import BACKEND, unsupported_reason
 
 __all__ = ["BACKEND", "register"]
@@ -74,6 +78,7 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(
         BACKEND, "sidecar.vllm_plugin.worker", "WavebusWeightTransferEngine"
     )
+    native_factory.install(WeightTransferEngineFactory)
     _registered = True
     _install(by_bus=by_bus)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from bus.errors import EngineError
 from bus.messages import NackCode
+from bus.native import loads_when_received
 from sidecar.vllm_plugin import wire
 
 if TYPE_CHECKING:
@@ -64,24 +65,26 @@ class PluginClient:
         await self._perform(wire.Settle())
 
     async def receive(self, chunk: Chunk) -> None:
-        await self._perform(
-            wire.Receive(
-                chunk.seq,
-                chunk.backend,
-                tuple(meta.name for meta in chunk.tensors),
-                tuple(meta.dtype for meta in chunk.tensors),
-                tuple(meta.shape for meta in chunk.tensors),
-                chunk.handle,
-            )
+        """Fetch a chunk. vLLM's own worker engines load it as well: in an update session, and
+        without a second look at what has arrived."""
+        operation = wire.Receive(
+            chunk.seq,
+            chunk.backend,
+            tuple(meta.name for meta in chunk.tensors),
+            tuple(meta.dtype for meta in chunk.tensors),
+            tuple(meta.shape for meta in chunk.tensors),
+            chunk.handle,
         )
+        if loads_when_received(chunk.backend):
+            await self._update(operation)
+        else:
+            await self._perform(operation)
 
     async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
         await self._perform(wire.Verify(seq, verify, sums))
 
     async def load(self, seq: int) -> None:
-        await self._expect(active=True)
-        await self._doors.update_weights(wire.encode(wire.Load(seq)))
-        await self._perform(wire.Settle())
+        await self._update(wire.Load(seq))
 
     async def restore(self) -> None:
         """Close the session; opened first if it isn't. Layers that are not complete get their
@@ -94,6 +97,11 @@ class PluginClient:
     async def finish_update(self) -> None:
         await self._expect(active=True)
         await self._doors.finish_weight_update()
+        await self._perform(wire.Settle())
+
+    async def _update(self, operation: wire.UpdateOp) -> None:
+        await self._expect(active=True)
+        await self._doors.update_weights(wire.encode(operation))
         await self._perform(wire.Settle())
 
     async def _active(self) -> bool:

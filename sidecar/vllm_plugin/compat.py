@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from bus.errors import EngineError
+from bus.native import UNDRIVEN
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -55,3 +56,24 @@ def shared_communicators() -> AbstractContextManager[None]:
         return contextlib.nullcontext()
     lifted: AbstractContextManager[None] = unpinned_nccl_env()
     return lifted
+
+
+def check_backend(backend: str, who: str) -> None:
+    """Refuse an engine whose weights the bus can't update.
+
+    Args:
+        backend: chosen at boot, wavebus's or vLLM's; empty for none.
+        who: the engine, in words.
+
+    Raises:
+        EngineError: says why, and what to boot with.
+    """
+    if not backend:
+        raise EngineError(
+            f"{who} transfers weights with no backend: start it with {BACKEND_OPTION}"
+        )
+    if backend in UNDRIVEN:
+        raise EngineError(
+            f"{who} transfers weights with vLLM's {backend!r}, which the bus can't drive: "
+            f"{UNDRIVEN[backend]}. Start it with {BACKEND_OPTION}, or with vLLM's 'nccl' or 'ipc'"
+        )

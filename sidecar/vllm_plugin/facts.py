@@ -1,7 +1,9 @@
-"""What a sidecar asks of a worker by vLLM's ``collective_rpc``: two methods, by name.
+"""What a sidecar asks of a worker by vLLM's ``collective_rpc``: methods, by name.
 
-The plugin adds them to vLLM's ``WorkerBase``. Answers are plain dicts and lists, which
-pass vLLM's codec and JSON alike.
+The plugin adds two to vLLM's ``WorkerBase``. Answers are plain dicts and lists, which
+pass vLLM's codec and JSON alike. Whether the plugin is there at all, is asked with a method that
+any worker has: a call that fails in all workers would spoil the executor's later answers
+(:mod:`sidecar.vllm_plugin.ranks`).
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from sidecar.vllm_plugin.core_page import page_path
 
 ASK_FACTS: Final = "wavebus_facts"
 ASK_REQUESTS: Final = "wavebus_requests"
+ASK_PRESENCE: Final = "__str__"
+_PRESENT: Final = "wavebus's plugin, and it drives "
 _MAX_PATH: Final = 4096
 # What vLLM hangs on to every request's id, to tell equal ones apart.
 _TAIL: Final = re.compile(r"-[0-9a-f]{8}\Z")
@@ -56,10 +60,31 @@ def read_requests(answer: Any) -> tuple[str, ...]:
         return ()
 
 
+def check_drives(answer: Any, backend: str, who: str) -> None:
+    """Whether the plugin is in the worker that answers, and drives vLLM's ``backend`` there.
+
+    Raises:
+        EngineError: it isn't, or doesn't.
+    """
+    found = str(answer[0]) if isinstance(answer, list) and answer else ""
+    if found != _PRESENT + backend:
+        said = found if found.startswith(_PRESENT) else "there is no plugin of wavebus's"
+        raise EngineError(
+            f"{who} was booted with vLLM's worker engine {backend!r}, and in its workers: {said}. "
+            "Install wavebus where vLLM runs, and let VLLM_PLUGINS, if it is set, name wavebus"
+        )
+
+
 def install(worker_base: Any) -> None:
     """Add the methods to ``WorkerBase`` of the module ``vllm.v1.worker.worker_base``."""
     setattr(worker_base.WorkerBase, ASK_FACTS, _facts)
     setattr(worker_base.WorkerBase, ASK_REQUESTS, _requests)
+    setattr(worker_base.WorkerWrapperBase, ASK_PRESENCE, _presence)
+
+
+def _presence(wrapper: Any) -> str:
+    engine = getattr(getattr(wrapper, "worker", None), "weight_transfer_engine", None)
+    return _PRESENT + getattr(engine, "wavebus_drives", "no worker engine of vLLM's")
 
 
 def _facts(_worker: Any) -> dict[str, Any]:

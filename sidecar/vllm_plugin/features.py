@@ -112,6 +112,16 @@ def guard_gaps(core: Any) -> list[str]:
     ]
 
 
+def factory_gaps(factory: Any) -> list[str]:
+    """What forbids to make vLLM's worker engines in its ``WeightTransferEngineFactory``'s place."""
+    gaps = [
+        *_signature_gaps(factory, create_engine=("config", "vllm_config", "device", "model")),
+    ]
+    if not isinstance(getattr(factory, "_registry", None), dict):
+        gaps.append(f"{factory.__name__} has no _registry")
+    return gaps
+
+
 def _signature_gaps(theirs: Any, **methods: tuple[str, ...]) -> Iterator[str]:
     if theirs is None:
         yield f"no class with {', '.join(methods)}"

@@ -8,7 +8,8 @@ strict: unknown operations, unknown fields and wrong types are refused.
 
 Everything but :class:`Load` goes through ``init_info``: vLLM ends the update
 session of a worker whose ``update_weights`` raised, and refuses that call outside
-of one, while receiving must be possible without a pause.
+of one, while receiving must be possible without a pause. Only what vLLM's own worker
+engines receive, they also load: then :class:`Receive` goes through ``update_info``.
 
 vLLM's calls return nothing to the caller, and an exception arrives as its text,
 wrapped in more text. So a :class:`Failure` is put at the end of the text between
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 KEY: Final = "wavebus"
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 MAX_PAYLOAD_CHARS: Final = 32 * 1024 * 1024
 DETAIL_CHARS: Final = 2000
 TENSOR_CHARS: Final = 512
@@ -83,7 +84,8 @@ class ArmManifest(msgspec.Struct, frozen=True, tag="arm", forbid_unknown_fields=
 
 
 class Receive(msgspec.Struct, frozen=True, tag="receive", forbid_unknown_fields=True):
-    """Fetch one chunk into staging."""
+    """Fetch one chunk, into staging; through ``update_info``, by vLLM's own worker engine, into
+    the model."""
 
     seq: Count
     backend: ShortText
@@ -110,16 +112,18 @@ class Discard(msgspec.Struct, frozen=True, tag="discard", forbid_unknown_fields=
 
 
 class Load(msgspec.Struct, frozen=True, tag="load", forbid_unknown_fields=True):
-    """Load the staged chunk into the model. The one operation of ``update_info``."""
+    """Load the staged chunk into the model; nothing is left of one that vLLM's own worker engine
+    received."""
 
     seq: Count
 
 
 InitOp: TypeAlias = Hello | Expect | Open | ArmManifest | Receive | Verify | Settle | Discard
+UpdateOp: TypeAlias = Receive | Load
 T = TypeVar("T")
 
 
-def encode(operation: InitOp | Load) -> dict[str, str]:
+def encode(operation: InitOp | UpdateOp) -> dict[str, str]:
     """The dict that carries an operation."""
     return {KEY: base64.b64encode(msgspec.msgpack.encode(operation)).decode()}
 

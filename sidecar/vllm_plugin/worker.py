@@ -37,6 +37,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from bus.errors import EngineError
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import NackCode
+from bus.native import engine_of
 from bus.transfer import Place
 from sidecar.transfer import check_delivered, check_room, check_sums, make_receiver
 from sidecar.vllm_plugin import ranks, wire
@@ -73,9 +74,12 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
-class _Staged:
+class Staged:
+    """A chunk that was received; ``loaded``, if whoever received it has loaded it too."""
+
     seq: int
     tensors: list[tuple[str, torch.Tensor]]
+    loaded: bool = False
 
 
 class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -90,13 +94,11 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._tied_head = tied_head(vllm_config, model)
         self._checker = ManifestChecker(vllm_config, model, self._tied_head)
         self._repacking = CpuRepacking(model, device)
-        parallel = vllm_config.parallel_config
-        ranks_here = 0 if parallel.data_parallel_external_lb else parallel.data_parallel_index
-        self._index = ranks_here * parallel.world_size + parallel.rank  # among the engine's workers
+        self._index = worker_index(vllm_config.parallel_config)
         self._armed: Manifest | None = None
         self._backend = ""
         self._receiver: Receiver | None = None
-        self._staged: _Staged | None = None
+        self._staged: Staged | None = None
         self._active = False
         self._failure: wire.Failure | None = None
 
@@ -114,30 +116,40 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         Raises:
             WorkerRefusal: in the last worker, with a :class:`wire.Failure` in its text.
         """
-        failure = ranks.agree(_attempt(lambda: self._perform(init_info.raw)))
+        failure = ranks.agree(attempt(lambda: self._perform(init_info.raw)))
         if failure is not None and ranks.speaks_for_all():
             raise WorkerRefusal(failure.to_text())
 
     def start_weight_update(self) -> None:
         """Put the model into loading format: its parameters are on meta from here on."""
         self._staged = self._failure = None
-        self._repacking.before_start()
-        self._keep(_attempt(lambda: initialize_layerwise_reload(self.model)))
+        self._keep(attempt(self._start))
         self._active = True
+
+    def _start(self) -> None:
+        self._repacking.before_start()
+        initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load the staged chunk. Own method, since vLLM's synchronizes a CPU, which fails."""
-        self._keep(_attempt(lambda: self.receive_weights(self.parse_update_info(update_info))))
+        self._keep(attempt(lambda: self.receive_weights(self.parse_update_info(update_info))))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        load: wire.Load = wire.decode(update_info.raw, wire.Load)
-        staged, self._staged = self._staged_chunk(load.seq), None
+        operation: wire.UpdateOp = wire.decode(update_info.raw, wire.UpdateOp)
+        if isinstance(operation, wire.Receive):
+            raise not_this_engine(operation.backend)
+        self._load(operation.seq)
+
+    def _load(self, seq: int) -> None:
+        staged, self._staged = self._staged_chunk(seq), None
+        if staged.loaded:
+            return
         with quiet_loading(), torch.no_grad():
             self.model.load_weights((n, t) for n, t in staged.tensors if n != self._tied_head)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def _staged_chunk(self, seq: int) -> _Staged:
+    def _staged_chunk(self, seq: int) -> Staged:
         if self._staged is None or self._staged.seq != seq:
             found = "nothing" if self._staged is None else f"chunk {self._staged.seq}"
             raise EngineError(f"chunk {seq} is asked for, but {found} is staged")
@@ -146,7 +158,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def finish_weight_update(self) -> None:
         """Post-process what was loaded; layers without any load get their old weights back."""
         self._staged = self._failure = None
-        self._keep(_attempt(self._finish))
+        self._keep(attempt(self._finish))
         self._active = False
 
     def _finish(self) -> None:
@@ -202,6 +214,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 info.load_numel = 0
 
     def _open(self, operation: wire.Open) -> None:
+        if engine_of(operation.backend):
+            raise not_this_engine(operation.backend)
         if self._receiver is None or operation.backend != self._backend:
             fresh = make_receiver(operation.backend, self.device)
             self.shutdown()
@@ -222,8 +236,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         check_room(self._backend, self._receiver, manifest)
         self._armed = manifest
 
-    def _receive(self, operation: wire.Receive) -> None:
-        self._staged = None
+    def _armed_chunk(self, operation: wire.Receive) -> tuple[TensorMeta, ...]:
+        """What is to be received."""
         columns = zip(operation.names, operation.dtypes, operation.shapes, strict=False)
         metas = tuple(TensorMeta(*column) for column in columns)
         if self._armed is None:
@@ -233,6 +247,11 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 f"chunk {operation.seq} is not the one of the armed manifest",
                 code=NackCode.TRANSFER_FAILED,
             )
+        return metas
+
+    def _receive(self, operation: wire.Receive) -> None:
+        self._staged = None
+        metas = self._armed_chunk(operation)
         if self._receiver is None or operation.backend != self._backend:
             raise EngineError(
                 f"transport {operation.backend!r} is not open in this worker",
@@ -240,7 +259,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             )
         received = self._receiver.receive(metas, operation.handle)
         try:
-            self._staged = _Staged(operation.seq, self._stage(metas, received))
+            self._staged = Staged(operation.seq, self._stage(metas, received))
         finally:
             self._receiver.release()
 
@@ -265,7 +284,22 @@ def _check_protocol(theirs: int) -> None:
         )
 
 
-def _attempt(action: Callable[[], None]) -> wire.Failure | None:
+def worker_index(parallel: Any) -> int:
+    """This worker's number among those of its engine, which on the bus is one client's: all
+    ranks of data parallelism behind an internal load balancer, one behind an external one."""
+    ranks_here = 0 if parallel.data_parallel_external_lb else parallel.data_parallel_index
+    return int(ranks_here * parallel.world_size + parallel.rank)
+
+
+def not_this_engine(backend: str) -> EngineError:
+    """The error of what another worker engine of vLLM's would have to do."""
+    return EngineError(
+        f"this engine was not booted with vLLM's worker engine {engine_of(backend)!r}",
+        code=NackCode.BACKEND_MISSING,
+    )
+
+
+def attempt(action: Callable[[], None]) -> wire.Failure | None:
     """Do it; return how it failed, so that it can be agreed on before anyone raises."""
     try:
         action()

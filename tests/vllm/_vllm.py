@@ -50,8 +50,8 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
     The plugin comes by its entry point: the installed one, or else one written to
     ``folder`` (a checkout that nobody installed). The same folder brings the plugins
     of :mod:`_faulty`, whose transport fails on purpose inside the workers, of :mod:`_tuned`,
-    which lets the core rest for ``rest_ms`` after each step, and of :mod:`_sleepy`, which
-    brings sleep to CPUs.
+    which lets the core rest for ``rest_ms`` after each step, of :mod:`_sleepy`, which brings
+    sleep to CPUs, and of :mod:`tests.support.pair`, which is a worker engine such as vLLM's own.
     """
     root = Path(__file__).resolve().parents[2]
     info = folder / "wavebus_vllm_tests-0.dist-info"
@@ -63,6 +63,7 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
         "wavebus_faulty = _faulty:register\n"
         "wavebus_tuned = _tuned:register\n"
         "wavebus_sleepy = _sleepy:register\n"
+        "wavebus_pair = tests.support.pair_plugin:register\n"
     )
     path = [str(folder), str(root), str(Path(__file__).parent)]
     return {

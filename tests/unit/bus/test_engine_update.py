@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -506,6 +507,29 @@ def test_an_abort_while_a_chunk_is_received_finds_nothing_loaded() -> None:
     driver.returned()
     assert driver.calls[-1] == CallRestore()
     assert outcome(driver.returned()) == "restored"
+
+
+def test_what_vllms_own_engines_receive_they_have_loaded() -> None:
+    """Also what they failed to receive: nobody knows how far it came."""
+    for fails in (False, True):
+        driver = Driver(opened=False)
+        opening = TransferInit("t1", "vllm:nccl", b"p", 0, 0, {})
+        driver.issue(driver.update.open(1, opening))
+        driver.returned()
+        arm = replace(make_arm("u1", MANIFEST, version=4), backend="vllm:nccl")
+        driver.issue(driver.update.arm(2, arm))
+        driver.returned()
+        driver.start()
+        driver.returned()
+        driver.chunk(0)
+        assert isinstance(driver.calls[-1], CallReceive)
+        if fails:
+            driver.failed()
+        else:
+            driver.returned()
+        driver.abort()
+        assert driver.calls[-1] == CallAbortRequests()
+        assert outcome(driver.returned()) == "partial"
 
 
 def test_an_abort_while_a_chunk_is_loaded_finds_it_loaded() -> None:

@@ -98,7 +98,18 @@ def config(backend: str | None) -> dict[str, Any]:
             {"version": {"version": "0.32.0"}, "server_info": config(None)},
             r"no backend: start it with --weight-transfer-config",
         ),
-        ({"version": {"version": "0.32.0"}, "server_info": config("nccl")}, "'nccl'"),
+        (
+            {
+                "version": {"version": "0.32.0"},
+                "server_info": config("nccl"),
+                "collective_rpc": {"results": ["<WorkerWrapperBase object>"]},
+            },
+            "worker engine 'nccl'.* no plugin",
+        ),
+        (
+            {"version": {"version": "0.32.0"}, "server_info": config("sharded_rdt")},
+            "'sharded_rdt', which the bus can't drive",
+        ),
         ({"health": web.HTTPServiceUnavailable()}, "no healthy server"),
     ],
 )

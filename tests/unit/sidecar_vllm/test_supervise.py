@@ -49,6 +49,8 @@ def test_what_is_given_stays(options: list[str], url: str) -> None:
     prepared = prepare([*given, "--no-enable-scale-out"], {})
     assert prepared.argv == (*given, "--no-enable-scale-out")
     assert prepared.base_url == url
+    vllms_own = ["--weight-transfer-config", '{"backend": "nccl"}']
+    assert prepare([*COMMAND, *vllms_own], {}).argv.count("--weight-transfer-config") == 1
     dotted = prepare([*COMMAND, "--weight-transfer-config.backend", "wavebus"], {})
     assert "--weight-transfer-config" not in dotted.argv
 
@@ -60,9 +62,9 @@ def test_what_is_given_stays(options: list[str], url: str) -> None:
         (["--host=example.org"], {}, "loopback"),
         (["--port", "http"], {}, "--port http"),
         (["--uds", "/tmp/x"], {}, "--uds"),
-        (["--weight-transfer-config", '{"backend": "nccl"}'], {}, "'nccl'"),
+        (["--weight-transfer-config", '{"backend": "nccl_m2n"}'], {}, "'nccl_m2n'.* own shards"),
         (["--weight-transfer-config", "nccl"], {}, "JSON"),
-        (["--weight-transfer-config.backend", "ipc"], {}, "'ipc'"),
+        (["--weight-transfer-config.backend", "sparse_nccl"], {}, "'sparse_nccl'.* source"),
         ([], {"VLLM_SERVER_DEV_MODE": "0"}, "VLLM_SERVER_DEV_MODE=0"),
     ],
 )

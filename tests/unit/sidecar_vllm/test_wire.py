@@ -33,6 +33,13 @@ def test_operations_survive_json(operation: wire.InitOp) -> None:
     assert wire.decode(info, wire.InitOp) == operation
 
 
+def test_what_is_loaded_when_received_goes_by_the_other_door() -> None:
+    """Where vLLM wants an update session."""
+    operation = wire.Receive(3, "vllm:nccl", ("a",), ("float32",), ((2, 3),), b"")
+    assert wire.decode(wire.encode(operation), wire.UpdateOp) == operation
+    assert wire.decode(wire.encode(wire.Load(3)), wire.UpdateOp) == wire.Load(3)
+
+
 def _packed(content: object) -> dict[str, str]:
     return {"wavebus": base64.b64encode(msgspec.msgpack.encode(content)).decode()}
 

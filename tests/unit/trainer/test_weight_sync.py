@@ -309,19 +309,20 @@ NCCL_UPDATE = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
 
 
 def test_infos_of_other_worker_engines_are_refused(checkpoint: Checkpoint) -> None:
-    """By what they hold, and with the one that is supported; the update is undone."""
+    """By what they hold, and with what engines were booted with; the update is undone."""
 
     async def scenario() -> None:
         async with a_bench(checkpoint) as bench:
             _, source = bench.source(10)
             trainer = await bench.trainer(source)
             client = trainer.client
-            with pytest.raises(UsageError, match=r"master_address.*worker engine 'wavebus'"):
-                await asyncio.to_thread(client.init_weight_transfer_engine, NCCL_INIT)
-            for foreign in (NCCL_UPDATE, [NCCL_UPDATE]):
+            for foreign in (NCCL_INIT, {"packed": True}):
+                with pytest.raises(UsageError, match="they were booted e0 with wavebus"):
+                    await asyncio.to_thread(client.init_weight_transfer_engine, foreign)
+            for update in (NCCL_UPDATE, [NCCL_UPDATE]):
                 await asyncio.to_thread(client.start_weight_update)
                 with pytest.raises(UsageError, match="worker engine 'wavebus'"):
-                    await asyncio.to_thread(client.update_weights, foreign)
+                    await asyncio.to_thread(client.update_weights, update)
                 await bench.assert_at_rest()
             plan = trainer.plan()
             other = {**chunk_info(plan, 0, b"", "off", ()), "names": ["w"]}

@@ -1,0 +1,269 @@
+"""vLLM's own worker engines, driven over the bus: guarded by what wavebus's has.
+
+An engine that is booted with ``--weight-transfer-config '{"backend": "nccl"}'`` gets a subclass
+of the class that vLLM's factory knows by that name, whichever it is. What others tell it, goes
+to that class as if there were no wavebus. What the sidecar tells it, are the operations of
+:mod:`sidecar.vllm_plugin.wire`, carried out as by :class:`WavebusWeightTransferEngine`: so
+manifests are checked before anybody enters a collective, no worker raises alone, and an update
+that broke off can be recovered. Only four things are then the other class's own: opening its
+transport, starting, receiving (which loads) and finishing.
+
+How a subclass knows who starts an update: the sidecar asks before that whether one is open
+(:class:`wire.Expect`); nobody else does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bus import native
+from bus.errors import EngineError
+from bus.transfer import Place
+from sidecar.transfer.base import transfer_failed
+from sidecar.vllm_plugin import ranks, wire
+from sidecar.vllm_plugin.ipc import rebuildable
+from sidecar.vllm_plugin.manifest_check import refused
+from sidecar.vllm_plugin.worker import (
+    InitInfo,
+    Staged,
+    WavebusWeightTransferEngine,
+    attempt,
+    not_this_engine,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bus.manifest import TensorMeta
+
+__all__ = ["NativeUpdates", "guarded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """The methods of the guarded class, without what its subclass adds."""
+
+    parse_init_info: Callable[[dict[str, Any]], Any]
+    init_transfer_engine: Callable[[Any], None]
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
+    shutdown: Callable[[], None]
+
+
+class NativeUpdates(WavebusWeightTransferEngine):
+    """The sidecar's half of a guarded engine. Backends of wavebus's work in it as well."""
+
+    def __init__(self, name: str, doors: Doors, *args: Any) -> None:
+        super().__init__(*args)
+        self.expected = False  # the next start is the sidecar's
+        self._name = name
+        self._doors = doors
+        self._opened = False  # theirs
+        self._started_theirs = False  # the update session was
+
+    @property
+    def active(self) -> bool:
+        """Whether the sidecar's update session is open."""
+        return self._active
+
+    def start_weight_update(self) -> None:
+        """As the transport that is open has it."""
+        self.expected = False
+        self._started_theirs = self._opened
+        super().start_weight_update()
+
+    def _start(self) -> None:
+        if not self._started_theirs:
+            super()._start()
+            return
+        self._repacking.before_start()
+        self._doors.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive and load a chunk, or see that it was."""
+        operation: wire.UpdateOp | None = None
+        chunk: dict[str, Any] = {}
+
+        def prepare() -> None:
+            nonlocal operation, chunk
+            operation = wire.decode(update_info, wire.UpdateOp)
+            if isinstance(operation, wire.Receive):
+                chunk = self._update_info(operation)
+
+        # Agreed on before anybody enters a collective: who stayed out, would be waited for.
+        failure = ranks.agree(attempt(prepare))
+        if failure is not None or not isinstance(operation, wire.Receive):
+            self._keep(failure)
+            if failure is None:
+                super().update_weights(update_info)
+            return
+        seq = operation.seq
+        self._keep(attempt(lambda: self._receive_and_load(seq, chunk)))
+
+    def _update_info(self, operation: wire.Receive) -> dict[str, Any]:
+        """What the guarded engine is to be told."""
+        self._staged = None
+        if not self._opened or operation.backend != self._backend:
+            raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
+        metas = self._armed_chunk(operation)
+        return rebuildable(native.decode_chunk(operation.handle, _columns(metas)))  # type: ignore[no-any-return]
+
+    def _receive_and_load(self, seq: int, chunk: dict[str, Any]) -> None:
+        self._doors.update_weights(chunk)
+        self._staged = Staged(seq, [], loaded=True)
+
+    def _finish(self) -> None:
+        if not self._started_theirs:
+            super()._finish()
+            return
+        self._doors.finish_weight_update()
+        self._repacking.after_finish()
+
+    def shutdown(self) -> None:
+        """Let both go: the receiver of wavebus's, and the transport that is theirs."""
+        super().shutdown()
+        if self._opened:
+            self._opened = False
+            self._doors.shutdown()
+
+    def closed_with_theirs(self) -> None:
+        """The guarded engine is shut down, whoever asked for it."""
+        self._opened = False
+        self.shutdown()
+
+    # -- operations ------------------------------------------------------------------
+
+    def _perform(self, raw: dict[str, Any]) -> None:
+        self.expected = False
+        super()._perform(raw)
+
+    def _expect(self, active: bool) -> None:
+        self.expected = not self._active
+        super()._expect(active)
+
+    def _open(self, operation: wire.Open) -> None:
+        if not native.engine_of(operation.backend):
+            if self._opened:
+                self.shutdown()
+            super()._open(operation)
+            return
+        typed: Any = None
+
+        def prepare() -> None:
+            nonlocal typed
+            if native.engine_of(operation.backend) != self._name:
+                raise not_this_engine(operation.backend)
+            info = native.decode_info(operation.params)
+            place = Place(operation.communicator, operation.world_size, operation.first_rank)
+            typed = self._doors.parse_init_info(self._placed(info, place))
+
+        failure = ranks.agree(attempt(prepare))
+        if failure is not None:
+            raise EngineError(failure.detail, code=failure.code)
+        self.shutdown()
+        self._armed = None
+        try:
+            self._doors.init_transfer_engine(typed)
+        except Exception as error:
+            raise transfer_failed(
+                f"vLLM's {self._name!r} did not open: {type(error).__name__}: {error}"
+            ) from error
+        self._backend, self._opened = operation.backend, True
+
+    def _placed(self, info: dict[str, Any], place: Place) -> dict[str, Any]:
+        """The info with the place that the bus gave, where it has one.
+
+        vLLM's workers add to ``rank_offset`` their index among all workers of all ranks of
+        data parallelism, which they know themselves: also behind an external load balancer,
+        where each rank is an engine of its own on the bus.
+        """
+        if "rank_offset" not in info:
+            return info
+        if not place.communicator:
+            raise transfer_failed("a place in a communicator is asked for, and none was given")
+        parallel = self.vllm_config.parallel_config
+        added = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        offset = place.of_worker(self._index).rank - added
+        return {**info, "rank_offset": offset, "world_size": place.world_size}
+
+    def _arm(self, operation: wire.ArmManifest) -> None:
+        if self._opened and self._tied_head in operation.names:
+            raise refused(
+                self._tied_head,
+                "is tied to the embeddings, and vLLM's own worker engines can't load it by "
+                "itself: leave it out",
+            )
+        super()._arm(operation)
+
+
+def _columns(metas: tuple[TensorMeta, ...]) -> dict[str, Any]:
+    """A chunk's tensors, as vLLM's update infos tell of them."""
+    return {
+        "names": [meta.name for meta in metas],
+        "dtype_names": [meta.dtype for meta in metas],
+        "shapes": [list(meta.shape) for meta in metas],
+    }
+
+
+def guarded(name: str, theirs: type[Any]) -> type[Any]:
+    """A subclass of ``theirs``, which vLLM's factory knows as ``name``; it obeys a sidecar too."""
+
+    class Guarded(theirs):  # type: ignore[misc]
+        wavebus_drives = name
+        _wavebus: NativeUpdates | None = None
+
+        def _guard(self) -> NativeUpdates:
+            # When a sidecar first speaks: nobody else is to notice.
+            if self._wavebus is None:
+                plain: Any = super()
+                doors = Doors(
+                    plain.parse_init_info,
+                    plain.init_transfer_engine,
+                    plain.start_weight_update,
+                    plain.update_weights,
+                    plain.finish_weight_update,
+                    plain.shutdown,
+                )
+                self._wavebus = NativeUpdates(
+                    name, doors, self.config, self.vllm_config, self.device, self.model
+                )
+            return self._wavebus
+
+        def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
+            if wire.KEY in init_dict:
+                return self._guard().parse_init_info(init_dict)
+            return super().parse_init_info(init_dict)
+
+        def init_transfer_engine(self, init_info: Any) -> None:
+            if isinstance(init_info, InitInfo):
+                self._guard().init_transfer_engine(init_info)
+            else:
+                super().init_transfer_engine(init_info)
+
+        def start_weight_update(self) -> None:
+            if self._wavebus is not None and self._wavebus.expected:
+                self._wavebus.start_weight_update()
+            else:
+                super().start_weight_update()
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            if wire.KEY in update_info:
+                self._guard().update_weights(update_info)
+            else:
+                super().update_weights(update_info)
+
+        def finish_weight_update(self) -> None:
+            if self._wavebus is not None and self._wavebus.active:
+                self._wavebus.finish_weight_update()
+            else:
+                super().finish_weight_update()
+
+        def shutdown(self) -> None:
+            if self._wavebus is not None:
+                self._wavebus.closed_with_theirs()
+            super().shutdown()
+
+    Guarded.__name__ = Guarded.__qualname__ = f"{theirs.__name__}OnTheBus"
+    return Guarded

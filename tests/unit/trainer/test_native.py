@@ -1,0 +1,90 @@
+"""What vLLM's own trainer engines tell, on its way to the workers. No GPU: handles are made up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from bus import native as blobs
+from bus.errors import UsageError
+from bus.manifest import TensorMeta
+from bus.transfer import World
+from sidecar.vllm_plugin.ipc import rebuildable
+from trainer_agent import native
+from trainer_agent.plan import Plan
+
+WORLD = World(7, 4, "10.0.0.1")
+METAS = [TensorMeta("a", "float32", (2, 3)), TensorMeta("b", "bfloat16", (4,))]
+NCCL = {"master_address": "10.0.0.1", "master_port": 5, "rank_offset": 1, "world_size": 4}
+
+
+def handle(index: int) -> tuple[Any, ...]:
+    """What PyTorch's ``reduce_tensor`` gives of a CUDA tensor."""
+    return (
+        torch.Tensor,
+        torch.Size((2, 3)),
+        (3, 1),
+        0,
+        torch.storage.TypedStorage,
+        torch.float32,
+        index,
+        b"h" * 66,
+        24,
+        512,
+        False,
+        b"/torch_1_2",
+        0,
+        b"e" * 64,
+        True,
+    )
+
+
+def test_ipc_handles_arrive_as_they_were() -> None:
+    """Without pickle; PyTorch may rebuild from them."""
+    info = {
+        "names": ["a", "b"],
+        "dtype_names": ["float32", "bfloat16"],
+        "shapes": [[2, 3], [4]],
+        "ipc_handles": [{"GPU-1": handle(0)}, {"GPU-1": handle(1)}],
+        "ipc_handles_pickled": None,
+        "tensor_sizes": None,
+    }
+    meta, sent = native.chunk_messages(info, Plan(METAS, chunk_bytes=1 << 20), 0, "u1")
+    assert (sent.verify, sent.sums) == ("unsupported", ())
+    told = {
+        "names": list(meta.names),
+        "dtype_names": list(meta.dtypes),
+        "shapes": [list(shape) for shape in meta.shapes],
+    }
+    assert rebuildable(blobs.decode_chunk(meta.handle, told)) == info
+
+
+@pytest.mark.parametrize(
+    ("info", "text"),
+    [
+        ([{}], "a list"),
+        ({"names": ["a", "c"]}, "other names than were armed"),
+        ({"shapes": [[2, 3], [5]]}, "other shapes"),
+        ({"rest": torch.zeros(1)}, "rest: a Tensor"),
+        ({"ipc_handles": [b"0" * (5 << 20)]}, "packed=True"),
+    ],
+)
+def test_what_can_not_be_told_is_refused(info: Any, text: str) -> None:
+    """By its key; a chunk that was not armed, with what would have told of it."""
+    with pytest.raises(UsageError, match=text):
+        native.chunk_messages(info, Plan(METAS, chunk_bytes=1 << 20), 0, "u1")
+    with pytest.raises(UsageError, match=r"chunk 1, and 1 were armed.*chunk_bytes"):
+        native.chunk_messages({}, Plan(METAS, chunk_bytes=1 << 20), 1, "u1")
+
+
+def test_only_who_meets_needs_a_place() -> None:
+    opening = native.transfer_init(NCCL, "nccl", WORLD, "t1")
+    assert (opening.backend, opening.communicator) == ("vllm:nccl", 7)
+    assert blobs.decode_info(opening.params) == NCCL
+    assert native.transfer_init({"packed": True}, "ipc", WORLD, "t1").communicator == 0
+    with pytest.raises(UsageError, match=r"world_size=2, and .* are 4"):
+        native.transfer_init(NCCL | {"world_size": 2}, "nccl", WORLD, "t1")
+    with pytest.raises(UsageError, match="rank_offset=2"):
+        native.transfer_init(NCCL | {"rank_offset": 2}, "nccl", WORLD, "t1")

@@ -1,0 +1,221 @@
+"""What the trainer engines of vLLM's own tell their client, as bus messages.
+
+Their dicts don't say which worker engine they are for: that is the one which all engines of the
+group were booted with. Nor do they number their chunks: those come in order, and are cut as
+:attr:`Native.chunk_bytes` says.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from bus import native
+from bus.errors import UsageError
+from bus.messages import ChunkSent, TransferInit
+from bus.transfer import ALONE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bus.messages import EngineView, WeightChunkMeta
+    from bus.transfer import World
+    from trainer_agent.plan import Plan
+
+# What `rebuild_cuda_tensor` takes.
+_REBUILT_FROM: Final = 15
+_TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
+_STORAGES: Final = (torch.storage.TypedStorage, torch.storage.UntypedStorage)
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """A transport of vLLM's own that engines have opened.
+
+    Attributes:
+        backend: its name on the bus, such as ``vllm:nccl``.
+        chunk_bytes: the trainer engine puts at most so much into one ``update_weights``;
+            None: all.
+    """
+
+    backend: str
+    chunk_bytes: int | None
+
+    @property
+    def plan_bytes(self) -> int:
+        """Where a plan is to cut."""
+        return sys.maxsize if self.chunk_bytes is None else self.chunk_bytes
+
+
+def need_engines(views: Sequence[EngineView], engine: str) -> None:
+    """Every engine was booted with vLLM's worker engine ``engine``.
+
+    Raises:
+        UsageError: names one that was not, or says that there are none.
+    """
+    if not views:
+        raise UsageError(f"no engines yet to meet vLLM's {engine!r}: wait_for_engines() first")
+    wanted = native.native_name(engine)
+    for view in views:
+        if wanted not in view.backends:
+            why = native.UNDRIVEN.get(engine, "")
+            raise UsageError(
+                f"engine {view.name} was not booted with vLLM's worker engine {engine!r} (it has "
+                f"{', '.join(view.backends)})"
+                + (
+                    f", which the bus can't drive: {why}"
+                    if why
+                    else f': boot it with --weight-transfer-config \'{{"backend": "{engine}"}}\''
+                )
+            )
+
+
+def engine_of_all(views: Sequence[EngineView]) -> str:
+    """The worker engine of vLLM's that all engines were booted with.
+
+    Raises:
+        UsageError: they were not all booted with one, and with the same.
+    """
+    found = {view.name: _native_of(view) for view in views}
+    chosen = set(found.values())
+    if len(chosen) == 1 and (only := chosen.pop()):
+        return only
+    told = ", ".join(f"{name} with {engine or 'wavebus'}" for name, engine in found.items())
+    raise UsageError(
+        "a trainer engine of vLLM's own needs engines that were booted with its worker engine, "
+        f"all with the same: they were booted {told or 'nowhere, there are none'} "
+        "(agent.init_info() leads to wavebus's own trainer engine, which needs no such)"
+    )
+
+
+def _native_of(view: EngineView) -> str:
+    return next(filter(None, map(native.engine_of, view.backends)), "")
+
+
+def meets(info: object) -> bool:
+    """Whether those who are told this meet in a communicator."""
+    return isinstance(info, dict) and "rank_offset" in info
+
+
+def transfer_init(info: object, engine: str, world: World, update_id: str) -> TransferInit:
+    """What engines hear of an ``init_info``.
+
+    Args:
+        world: who meets, where anybody does.
+
+    Raises:
+        UsageError: it can't be told over the bus, or is for others than are there.
+    """
+    told = _dict(info, "init_info")
+    if meets(info):
+        _check_world(told, world)
+    params = _encoded("init_info", told, ())
+    backend = native.native_name(engine)
+    number = world.number if meets(info) else ALONE.number
+    return TransferInit(update_id, backend, params, number, 0, {})
+
+
+def _check_world(info: dict[str, Any], world: World) -> None:
+    if info["rank_offset"] != 1:
+        raise UsageError(
+            f"init_info: rank_offset={info['rank_offset']}: on the bus one rank sends, and the "
+            "first worker is number 1"
+        )
+    size = info.get("world_size")
+    if size != world.size:
+        raise UsageError(
+            f"init_info: world_size={size}, and the trainer's sender with the workers of all "
+            f"engines are {world.size}: have agent.init_info() fill it"
+        )
+
+
+def chunk_messages(
+    info: object, plan: Plan, seq: int, update_id: str
+) -> tuple[WeightChunkMeta, ChunkSent]:
+    """What engines hear of the ``seq``-th ``update_info``, before and after the chunk.
+
+    Raises:
+        UsageError: it can't be told over the bus, or is of other tensors than were armed.
+    """
+    rest = _dict(info, "update_info")
+    if seq >= plan.chunks:
+        raise UsageError(f"update_info: chunk {seq}, and {plan.chunks} were armed: {_HOW_CUT}")
+    meta = plan.chunk_meta(update_id, seq, b"")
+    columns: dict[str, list[Any]] = {
+        "names": list(meta.names),
+        "dtype_names": list(meta.dtypes),
+        "shapes": [list(shape) for shape in meta.shapes],
+    }
+    told = [name for name in columns if name in rest]
+    for name in told:
+        found = rest.pop(name)
+        if name == "shapes":
+            found = [list(shape) for shape in found]
+        if list(found) != columns[name]:
+            raise UsageError(
+                f"update_info: chunk {seq} has other {name} than were armed: {_HOW_CUT}"
+            )
+    handle = _encoded("update_info", rest, told)
+    return plan.chunk_meta(update_id, seq, handle), ChunkSent(update_id, seq, "unsupported", ())
+
+
+_HOW_CUT: Final = (
+    "say how the trainer engine cuts its source, with agent.client(chunk_bytes=...) or, for "
+    "packed 'ipc', by agent.init_info('ipc', packed=True, ...)"
+)
+
+
+def _dict(info: object, what: str) -> dict[str, Any]:
+    if not isinstance(info, dict):
+        raise UsageError(
+            f"{what}: a {type(info).__name__}, not a dict; a list, with one info for each "
+            "worker, does not go over the bus"
+        )
+    return dict(info)
+
+
+def _encoded(what: str, info: dict[str, Any], columns: Sequence[str]) -> bytes:
+    try:
+        plain = {key: _plain(value) for key, value in info.items()}
+        if what == "init_info":
+            return native.encode_info(plain)
+        return native.encode_chunk(columns, plain)
+    except ValueError as error:
+        more = "; 'ipc' takes less with packed=True" if "ipc_handles" in info else ""
+        raise UsageError(f"{what}: {error}{more}") from error
+
+
+def _plain(value: Any) -> Any:
+    """The value with what PyTorch rebuilds CUDA tensors from in a form of its own."""
+    if type(value) is tuple and len(value) == _REBUILT_FROM and value[0] in _TENSORS:
+        return _ipc_tensor(value)
+    if type(value) in (list, tuple):
+        return [_plain(each) for each in value]
+    if type(value) is dict:
+        return {key: _plain(each) for key, each in value.items()}
+    return value
+
+
+def _ipc_tensor(args: tuple[Any, ...]) -> native.IpcTensor:
+    _, size, stride, offset, storage, dtype, device, handle, nbytes, start = args[:10]
+    requires_grad, counter, counter_offset, event, event_sync = args[10:]
+    if storage not in _STORAGES or not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a tensor's handle has {storage!r} and {dtype!r}")
+    return native.IpcTensor(
+        size=tuple(map(int, size)),
+        stride=tuple(map(int, stride)),
+        offset=offset,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device,
+        handle=handle or b"",
+        storage_bytes=nbytes,
+        storage_offset_bytes=start,
+        requires_grad=requires_grad,
+        counter=counter or b"",
+        counter_offset=counter_offset,
+        event=event or b"",
+        event_sync=event_sync,
+    )

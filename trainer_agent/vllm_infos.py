@@ -1,0 +1,65 @@
+"""The init infos of vLLM's own trainer engines, filled with what the bus knows."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+from bus.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bus.transfer import World
+
+
+def native_info(engine: str, given: Mapping[str, Any], *, rank: int, world: World) -> Any:
+    """What ``WeightTransferTrainerFactory.trainer_init`` takes for the trainer engine ``engine``.
+
+    Args:
+        given: fields that are the user's choice; they win.
+        rank: this trainer rank's.
+        world: who meets; its address becomes ``master_address``, with a free port.
+
+    Raises:
+        UsageError: vLLM has no such trainer engine, or it can't be imported, or has other fields.
+    """
+    registry = WeightTransferTrainerFactory._registry  # noqa: SLF001 - there is no other door
+    if engine not in registry:
+        raise UsageError(
+            f"vLLM has no trainer engine {engine!r}; there are: {', '.join(sorted(registry))}"
+        )
+    try:
+        info_class = registry[engine]().init_info_cls
+    except ImportError as error:
+        raise UsageError(f"vLLM's trainer engine {engine!r} can't be imported: {error}") from error
+    fields = {field.name for field in dataclasses.fields(info_class)}
+    filled: dict[str, Any] = {"rank": rank}
+    if "master_port" in fields and "master_port" not in given:
+        filled["master_address"] = world.address
+        # Only the sender listens; the others don't use it.
+        filled["master_port"] = 0 if rank else _free_port(world.address)
+    if "world_size" in fields:
+        filled["world_size"] = world.size
+    try:
+        return info_class(**{**filled, **given})
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"init_info of vLLM's trainer engine {engine!r}: {error}") from error
+
+
+def packed_bytes(engine: str, info: Any) -> int | None:
+    """At most so much the trainer engine puts into one ``update_weights``; None: all."""
+    if engine == "ipc" and info.packed:
+        size_bytes: int = info.packed_buffer_size_bytes
+        return size_bytes
+    return None
+
+
+def _free_port(address: str) -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+    return port
