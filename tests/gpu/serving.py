@@ -29,12 +29,14 @@ _CPU_ENV: Final = {
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine: its name and group on the bus, its GPUs, and the checkpoint it boots with."""
+    """One engine: its name and group on the bus, its GPUs, the checkpoint it boots with, and what
+    vLLM is told besides (on GPUs)."""
 
     name: str
     group: str
     gpus: tuple[int, ...]
     checkpoint: str = "a"
+    args: tuple[str, ...] = ()
 
 
 class Serving:
@@ -69,6 +71,7 @@ class Serving:
         else:
             # Several boot at once on a GPU: none may measure what is free.
             server += ["--gpu-memory-utilization=0.1", f"--kv-cache-memory-bytes={1 << 30}"]
+            server += spec.args
             environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, spec.gpus))}
         sidecar = [
             *(*wavebus(), "sidecar", "--broker", self.broker, "--group", spec.group),
@@ -146,14 +149,17 @@ class Served:
         return "tokens differ" if self.tokens != other.tokens else ""
 
 
+def tokens_of(endpoint: str, count: int, prompt: Sequence[int] = PROMPTS[0]) -> tuple[int, ...]:
+    """So many greedy tokens after ``prompt``."""
+    sampling = {"max_tokens": count, "temperature": 0.0, "ignore_eos": True}
+    body = {"token_ids": prompt, "sampling_params": sampling}
+    answer = _post(f"{endpoint}/inference/v1/generate", body)
+    return tuple(answer["choices"][0]["token_ids"])
+
+
 def served(endpoint: str) -> Served:
     """Ask an engine."""
-    tokens = []
-    for prompt in PROMPTS:
-        sampling = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
-        body = {"token_ids": prompt, "sampling_params": sampling}
-        answer = _post(f"{endpoint}/inference/v1/generate", body)
-        tokens.append(tuple(answer["choices"][0]["token_ids"]))
+    tokens = [tokens_of(endpoint, TOKENS, prompt) for prompt in PROMPTS]
     checked = _post(f"{endpoint}/weight_checker", {"action": "checksum"})
     return Served(tuple(tokens), dict(checked["checksums"]))
 

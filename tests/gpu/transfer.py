@@ -28,15 +28,18 @@ from typing import IO, Any, Final
 from tests.gpu.serving import EngineSpec, Served, Serving, served
 from trainer_agent import TrainerAgent
 
+_FP8: Final = ("--quantization=fp8",)
 ENGINES: Final = (
     EngineSpec("one", "one", (1,)),
-    EngineSpec("zero", "zero", (0,)),
+    EngineSpec("zero", "zero", (0,), args=("--enable-sleep-mode",)),
+    EngineSpec("fp8", "fp8", (1,), args=_FP8),
     EngineSpec("pair-a", "pair", (1,)),
     EngineSpec("pair-b", "pair", (1,)),
     EngineSpec("split", "split", (0, 1)),
     EngineSpec("wide", "wide", (1, 2)),
     EngineSpec("fresh", "fresh", (0,), "b"),
     EngineSpec("fresh-split", "fresh-split", (0, 1), "b"),
+    EngineSpec("fresh-fp8", "fresh-fp8", (1,), "b", _FP8),
 )
 ON_CPU: Final = {"nccl": "gloo", "ipc": "shm"}
 
@@ -54,26 +57,28 @@ class Case:
     cuda_only: bool = False
     chunk_bytes: int = 64 << 20
     limit_s: float = 60.0
+    # The engine of the same layout that has loaded the other checkpoint from its files.
+    fresh: str = "fresh"
 
     def engines(self) -> list[EngineSpec]:
         return [spec for spec in ENGINES if spec.group == self.group]
-
-    def fresh(self) -> str:
-        """The engine of the same layout that has loaded the other checkpoint from its files."""
-        return "fresh-split" if len(self.engines()[0].gpus) > 1 else "fresh"
 
 
 CASES: Final = {
     "nccl-packed": Case("one", "nccl"),
     "nccl-unpacked": Case("one", "nccl", packed=False),
+    "nccl-one-chunk": Case("one", "nccl", packed=False, chunk_bytes=2 << 30),
     "ipc-packed": Case("zero", "ipc"),
     "ipc-unpacked": Case("zero", "ipc", packed=False),
     "ipc-other-gpu": Case("one", "ipc", "refused", cuda_only=True),
     "nccl-same-gpu": Case("zero", "nccl", "refused", cuda_only=True),
     "ipc-two-engines": Case("pair", "ipc", device="cuda:1"),
     "shm-two-engines": Case("pair", "shm"),
-    "gloo-tp2": Case("split", "gloo"),
-    "nccl-tp2": Case("wide", "nccl", gpus=3, cuda_only=True),
+    "ipc-asleep-1": Case("zero", "ipc", "asleep-1", cuda_only=True),
+    "ipc-asleep-2": Case("zero", "ipc", "asleep-2", cuda_only=True),
+    "nccl-fp8": Case("fp8", "nccl", fresh="fresh-fp8", cuda_only=True),
+    "gloo-tp2": Case("split", "gloo", fresh="fresh-split"),
+    "nccl-tp2": Case("wide", "nccl", gpus=3, fresh="fresh-split", cuda_only=True),
     "ipc-remade": Case("zero", "ipc", "remade", limit_s=75),
     "nccl-remade": Case("one", "nccl", "remade", limit_s=90),
     "nccl-killed": Case("one", "nccl", "killed", chunk_bytes=8 << 20, limit_s=75),
@@ -124,7 +129,7 @@ class Run:
         expected = self.serves[specs[0].name] if case.what == "refused" else target
         for spec in specs:
             self.serves[spec.name] = expected
-            source = spec.name if expected == spec.checkpoint else case.fresh()
+            source = spec.name if expected == spec.checkpoint else case.fresh
             reference = self.loaded.get((source, expected))
             if reference is None:
                 return found | {"failure": f"nothing to compare with: {source} did not boot"}
@@ -203,7 +208,7 @@ async def booted(run: Run, names: set[str]) -> None:
 def needed(cases: list[str]) -> set[str]:
     """The engines that these cases need, with those they are compared to."""
     names = {spec.name for case in cases for spec in CASES[case].engines()}
-    return names | {CASES[case].fresh() for case in cases}
+    return names | {CASES[case].fresh for case in cases}
 
 
 def table(rows: list[dict[str, Any]]) -> str:

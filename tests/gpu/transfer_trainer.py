@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -12,16 +13,21 @@ import statistics
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
 
 from bus.errors import WavebusError
-from tests.gpu.serving import command, descendants
+from tests.gpu.serving import command, descendants, tokens_of
 from trainer_agent import TrainerAgent
 
+if TYPE_CHECKING:
+    from bus.messages import SleepLevel
+
 WARM_UP = 2
+LONG = 600
+CHOICES = ["update", "refused", "remade", "asleep-1", "asleep-2", "killed"]
 
 
 def used_mb() -> dict[str, float]:
@@ -106,6 +112,39 @@ async def remade(
     }
 
 
+async def asleep(
+    agent: TrainerAgent, weights: dict[str, torch.Tensor], level: SleepLevel, endpoint: str
+) -> dict[str, Any]:
+    """An update of an engine that sleeps, in the middle of a request; what it gives back."""
+    await agent.update_weights(weights)  # the transport is open, and CUDA warm
+    request = asyncio.create_task(asyncio.to_thread(tokens_of, endpoint, LONG))
+    while not (await agent.wait_for_engines(1))[0].in_flight:  # noqa: ASYNC110 - no event tells it
+        await asyncio.sleep(0.05)
+    memory, marks = [used_mb()["gpu0"]], [time.perf_counter()]
+
+    def mark() -> None:
+        memory.append(used_mb()["gpu0"])
+        marks.append(time.perf_counter())
+
+    async with agent.asleep(level=level):
+        mark()
+        await agent.update_weights(weights)
+        mark()
+    mark()
+    came = len(await request)
+    took = [round((b - a) * 1000, 1) for a, b in itertools.pairwise(marks)]
+    return {
+        "given_back_mb": round(memory[0] - memory[1], 1),
+        "with_weights_mb": round(memory[0] - memory[2], 1),
+        "afterwards_mb": round(memory[0] - memory[3], 1),
+        "pause_and_sleep_ms": took[0],
+        "wake_and_update_ms": took[1],
+        "wake_cache_ms": took[2],
+        "tokens": came,
+        **({} if came == LONG else {"failure": f"{came} of {LONG} tokens came"}),
+    }
+
+
 async def killed(
     agent: TrainerAgent, weights: dict[str, torch.Tensor], sidecar: int
 ) -> dict[str, Any]:
@@ -146,7 +185,7 @@ def _told(error: WavebusError) -> str:
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--what", choices=["update", "refused", "remade", "killed"], required=True)
+    parser.add_argument("--what", choices=CHOICES, required=True)
     parser.add_argument("--broker", required=True)
     parser.add_argument("--group", required=True)
     parser.add_argument("--engines", type=int, default=1)
@@ -170,7 +209,7 @@ async def main() -> None:
         chunk_bytes=options.chunk_bytes,
         timeout_s=60.0,
     ) as agent:
-        await agent.wait_for_engines(options.engines, timeout_s=20)
+        engines = await agent.wait_for_engines(options.engines, timeout_s=20)
         match options.what:
             case "update":
                 found = await update(agent, weights)
@@ -178,6 +217,10 @@ async def main() -> None:
                 found = await refused(agent, weights)
             case "remade":
                 found = await remade(agent, weights, options.times)
+            case "asleep-1":
+                found = await asleep(agent, weights, 1, engines[0].endpoint)
+            case "asleep-2":
+                found = await asleep(agent, weights, 2, engines[0].endpoint)
             case _:
                 found = await killed(agent, weights, options.sidecar)
     options.out.write_text(json.dumps(found), encoding="utf-8")
