@@ -200,8 +200,9 @@ class VllmHttpEngine:
         return int(sum(map(float, found)))
 
     async def request_ids(self) -> tuple[str, ...]:
-        """Of the requests that have begun. A core that stands in a collective is not waited
-        for: then there are none to be told."""
+        """Of the requests that have begun; workers know until their next step of one that has
+        ended. A core that stands in a collective is not waited for: then there are none to be
+        told."""
         with anyio.move_on_after(REQUEST_IDS_S):
             try:
                 return facts.read_requests(await self._ask_workers(facts.ASK_REQUESTS))

@@ -16,6 +16,10 @@ Built from a private copy of the configuration: layers enter themselves in the
 compilation config's ``static_forward_context``, and rotary embeddings in a module
 wide cache; neither may learn of this model. It holds no weights (8 B parameters
 take some MB of Python objects).
+
+A model that vLLM quantises as it loads (``--quantization fp8`` over a bf16 checkpoint) takes
+the tensors of one that isn't quantised, and quantises a layer when it is full, which meta
+tensors can't be. So it is checked as what it is loaded from.
 """
 
 from __future__ import annotations
@@ -85,6 +89,8 @@ class ManifestChecker:
         self._vllm_config = vllm_config
         self._serving = serving
         self._tied_head = tied_head
+        online = quantised_while_loading(serving)
+        self._quantised = vllm_config.quant_config is not None and not online
         self._model: torch.nn.Module | None = None
 
     def check(self, manifest: Manifest) -> None:
@@ -123,7 +129,7 @@ class ManifestChecker:
             parameters=dict(model.named_parameters()),
             destinations=names,
             sources={_storage(source): index for index, source in enumerate(sources)},
-            exact_dtype=self._vllm_config.quant_config is None,
+            exact_dtype=not self._quantised,
         )
         start = 0
         for end in manifest.chunk_ends:
@@ -178,9 +184,8 @@ class ManifestChecker:
 
     def _may_lack(self, parameter: str, written: int) -> bool:
         """A tied head is never loaded; scales of quantised weights may be computed."""
-        quantised = self._vllm_config.quant_config is not None
         return not written and (
-            parameter == self._tied_head or (quantised and "scale" in parameter)
+            parameter == self._tied_head or (self._quantised and "scale" in parameter)
         )
 
     def _may_ignore(self, meta: TensorMeta, manifest: Manifest) -> bool:
@@ -321,6 +326,8 @@ def build_meta_model(vllm_config: Any, serving: torch.nn.Module) -> torch.nn.Mod
     compilation.disabled_custom_ops = Counter()
     private = copy.copy(vllm_config)
     private.compilation_config = compilation
+    if quantised_while_loading(serving):
+        private.quant_config = None
     with (
         _kept_rotary_cache(),
         set_default_torch_dtype(private.model_config.dtype),
@@ -335,6 +342,12 @@ def build_meta_model(vllm_config: Any, serving: torch.nn.Module) -> torch.nn.Mod
             if table is not None:
                 module._buffers[key] = table.cpu()  # noqa: SLF001
     return model
+
+
+def quantised_while_loading(model: torch.nn.Module) -> bool:
+    """Whether vLLM quantises layers as it loads them, from a checkpoint that isn't quantised."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    return any(getattr(method, "uses_meta_device", False) for method in methods)
 
 
 class _TablesOnCpu(TorchFunctionMode):

@@ -250,6 +250,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     options = parser.parse_args()
     rendezvous.CHUNK_TIMEOUT_S = PATIENCE_S  # type: ignore[misc]
+    rendezvous.SLOW_BYTES_PER_S = 10_000_000_000  # type: ignore[misc]
     failed = 0
     with options.json_out.open("w") as out:
         for backend, packed in (("nccl", True), ("nccl", False), ("ipc", True), ("ipc", False)):

@@ -32,14 +32,14 @@ _FP8: Final = ("--quantization=fp8",)
 ENGINES: Final = (
     EngineSpec("one", "one", (1,)),
     EngineSpec("zero", "zero", (0,), args=("--enable-sleep-mode",)),
-    EngineSpec("fp8", "fp8", (1,), args=_FP8),
+    EngineSpec("fp8", "fp8", (0,), args=_FP8),
     EngineSpec("pair-a", "pair", (1,)),
     EngineSpec("pair-b", "pair", (1,)),
     EngineSpec("split", "split", (0, 1)),
     EngineSpec("wide", "wide", (1, 2)),
     EngineSpec("fresh", "fresh", (0,), "b"),
     EngineSpec("fresh-split", "fresh-split", (0, 1), "b"),
-    EngineSpec("fresh-fp8", "fresh-fp8", (1,), "b", _FP8),
+    EngineSpec("fresh-fp8", "fresh-fp8", (0,), "b", _FP8),
 )
 ON_CPU: Final = {"nccl": "gloo", "ipc": "shm"}
 
@@ -74,9 +74,9 @@ CASES: Final = {
     "nccl-same-gpu": Case("zero", "nccl", "refused", cuda_only=True),
     "ipc-two-engines": Case("pair", "ipc", device="cuda:1"),
     "shm-two-engines": Case("pair", "shm"),
-    "ipc-asleep-1": Case("zero", "ipc", "asleep-1", cuda_only=True),
-    "ipc-asleep-2": Case("zero", "ipc", "asleep-2", cuda_only=True),
-    "nccl-fp8": Case("fp8", "nccl", fresh="fresh-fp8", cuda_only=True),
+    "ipc-asleep-1": Case("zero", "ipc", "asleep-1", gpus=1, cuda_only=True),
+    "ipc-asleep-2": Case("zero", "ipc", "asleep-2", gpus=1, cuda_only=True),
+    "ipc-fp8": Case("fp8", "ipc", gpus=1, fresh="fresh-fp8", cuda_only=True),
     "gloo-tp2": Case("split", "gloo", fresh="fresh-split"),
     "nccl-tp2": Case("wide", "nccl", gpus=3, fresh="fresh-split", cuda_only=True),
     "ipc-remade": Case("zero", "ipc", "remade", limit_s=75),

@@ -81,12 +81,15 @@ def test_trainer_killed_in_the_middle_of_an_update(bus: Bus) -> None:
 
 
 def test_trainer_killed_in_the_middle_of_a_broadcast(bus: Bus) -> None:
-    """Engines that wait in it are let go; what they hold a part of, a whole update mends."""
+    """Engines that wait in it are let go; what they hold a part of, a whole update mends.
+
+    Two chunks are under way at a time: with the third, the first has been applied.
+    """
     for name in ("e0", "e1"):
         bus.sidecar(name)
     weights = f"{bus.checkpoint.folder}/model.safetensors"
     script = ROOT / "tests" / "support" / "dies_sending.py"
-    bus.add(Proc(sys.executable, str(script), bus.address, weights, "1")).wait()
+    bus.add(Proc(sys.executable, str(script), bus.address, weights, "2")).wait()
     assert {bus.broker.wait_event("quarantined")["peer"] for _ in range(2)} == {"e0", "e1"}
     with SyncTrainerAgent(bus.address, name="next", lease_ms=LEASE_MS, backend="gloo") as agent:
         agent.wait_for_engines(2)

@@ -210,9 +210,10 @@ def test_what_runs_is_told_from_inside(under_test: Served) -> None:
         later = engine.core_view()
         assert later is not None
         assert later.step >= view.step
-        assert await engine.request_ids() == ()
+        while await engine.request_ids():  # workers let it go with a step that follows its last
+            pass
 
-    under_test.run(scenario())
+    under_test.run(asyncio.wait_for(scenario(), under_test.wait_s))
 
 
 # The server dies here: this test stays the last one that uses it.
