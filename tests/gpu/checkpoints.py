@@ -6,6 +6,35 @@ import sys
 from pathlib import Path
 
 
+def make_moe(folder: Path, seed: int) -> None:
+    """1.2 billion parameters in bf16, 32 experts, made on a GPU."""
+    import torch  # noqa: PLC0415 - slow
+    import transformers  # noqa: PLC0415 - slower
+
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=32_768,
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_experts=32,
+        num_experts_per_tok=2,
+        moe_intermediate_size=1024,
+        max_position_embeddings=4096,
+        initializer_range=0.05,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(seed)
+    with torch.device("cuda"):
+        made = transformers.Qwen3MoeForCausalLM(config)
+    made.bfloat16().save_pretrained(folder)
+
+
 def make(folder: Path, seed: int, device: str) -> None:
     """Half a billion parameters in bf16, made on a GPU; on the CPU a tiny one in float32."""
     import torch  # noqa: PLC0415 - slow
@@ -36,4 +65,7 @@ def make(folder: Path, seed: int, device: str) -> None:
 
 if __name__ == "__main__":
     for number, name in enumerate(("a", "b")):
-        make(Path(sys.argv[1]) / name, 7 + number, sys.argv[2])
+        if "dense" in sys.argv[3:]:
+            make(Path(sys.argv[1]) / name, 7 + number, sys.argv[2])
+        if "moe" in sys.argv[3:]:
+            make_moe(Path(sys.argv[1]) / f"moe-{name}", 7 + number)

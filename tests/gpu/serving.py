@@ -37,6 +37,25 @@ class EngineSpec:
     gpus: tuple[int, ...]
     checkpoint: str = "a"
     args: tuple[str, ...] = ()
+    ranks: int = 1  # of a DP group of experts, one per GPU; each is an engine on the bus
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its engines on the bus."""
+        return tuple(f"{self.name}-{n}" for n in range(self.ranks)) if self.moe else (self.name,)
+
+    @property
+    def moe(self) -> bool:
+        return self.ranks > 1
+
+    @property
+    def model(self) -> str:
+        """The checkpoint's folder."""
+        return model_folder(self.checkpoint, moe=self.moe)
+
+
+def model_folder(checkpoint: str, *, moe: bool) -> str:
+    return f"moe-{checkpoint}" if moe else checkpoint
 
 
 class Serving:
@@ -61,9 +80,9 @@ class Serving:
         """It is up when it joins its group."""
         server = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(self._checkpoints / spec.checkpoint), "--served-model-name", "m"),
+            *("--model", str(self._checkpoints / spec.model), "--served-model-name", "m"),
             *("--skip-tokenizer-init", "--enforce-eager", "--max-num-seqs=8"),
-            *("--max-model-len=1024", f"--tensor-parallel-size={len(spec.gpus)}"),
+            *("--max-model-len=1024", f"--tensor-parallel-size={len(spec.gpus) // spec.ranks}"),
         ]
         environment = dict(_CPU_ENV)
         if self._device == "cpu":
@@ -73,9 +92,12 @@ class Serving:
             server += ["--gpu-memory-utilization=0.1", f"--kv-cache-memory-bytes={1 << 30}"]
             server += spec.args
             environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, spec.gpus))}
+        who = ["--name", spec.name]
+        if spec.moe:
+            who = ["--dp-group", spec.name, "--dp-size", str(spec.ranks)]
         sidecar = [
             *(*wavebus(), "sidecar", "--broker", self.broker, "--group", spec.group),
-            *("--name", spec.name, "--log-format", "json", "--", *server),
+            *(*who, "--log-format", "json", "--", *server),
         ]
         self.sidecars[spec.name] = self._start(spec.name, sidecar, environment).pid
 

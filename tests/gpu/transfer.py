@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
-from tests.gpu.serving import EngineSpec, Served, Serving, served
+from tests.gpu.serving import EngineSpec, Served, Serving, model_folder, served
 from trainer_agent import TrainerAgent
 
+_MOE: Final = ("--enable-expert-parallel",)
 _FP8: Final = ("--quantization=fp8",)
 ENGINES: Final = (
     EngineSpec("one", "one", (1,)),
@@ -39,6 +40,8 @@ ENGINES: Final = (
     EngineSpec("wide", "wide", (1, 2)),
     EngineSpec("fresh", "fresh", (0,), "b"),
     EngineSpec("fresh-split", "fresh-split", (0, 1), "b"),
+    EngineSpec("moe", "moe", (0, 1), args=_MOE, ranks=2),
+    EngineSpec("fresh-moe", "fresh-moe", (0, 1), "b", _MOE, ranks=2),
     EngineSpec("fresh-fp8", "fresh-fp8", (0,), "b", _FP8),
 )
 ON_CPU: Final = {"nccl": "gloo", "ipc": "shm"}
@@ -77,6 +80,7 @@ CASES: Final = {
     "ipc-asleep-1": Case("zero", "ipc", "asleep-1", gpus=1, cuda_only=True),
     "ipc-asleep-2": Case("zero", "ipc", "asleep-2", gpus=1, cuda_only=True),
     "ipc-fp8": Case("fp8", "ipc", gpus=1, fresh="fresh-fp8", cuda_only=True),
+    "shm-moe-dp2": Case("moe", "shm", fresh="fresh-moe", cuda_only=True),
     "gloo-tp2": Case("split", "gloo", fresh="fresh-split"),
     "nccl-tp2": Case("wide", "nccl", gpus=3, fresh="fresh-split", cuda_only=True),
     "ipc-remade": Case("zero", "ipc", "remade", limit_s=75),
@@ -115,7 +119,8 @@ class Run:
 
     def _run(self, name: str, case: Case) -> dict[str, Any]:
         specs = case.engines()
-        missing = [s.name for s in specs if s.name not in self.endpoints]
+        names = [name for spec in specs for name in spec.names]
+        missing = [name for name in names if name not in self.endpoints]
         if missing:
             return {"failure": f"did not boot: {', '.join(missing)}"}
         # Another one than they have, so that what was not sent shows.
@@ -129,24 +134,28 @@ class Run:
         expected = self.serves[specs[0].name] if case.what == "refused" else target
         for spec in specs:
             self.serves[spec.name] = expected
-            source = spec.name if expected == spec.checkpoint else case.fresh
-            reference = self.loaded.get((source, expected))
-            if reference is None:
-                return found | {"failure": f"nothing to compare with: {source} did not boot"}
-            differs = served(self.endpoints[spec.name]).difference(reference)
-            if differs:
-                return found | {"failure": f"{spec.name} is not as {source} loaded it: {differs}"}
+            fresh = next(each for each in ENGINES if each.name == case.fresh)
+            sources = spec.names if expected == spec.checkpoint else fresh.names
+            for rank, source in zip(spec.names, sources, strict=True):
+                reference = self.loaded.get((source, expected))
+                if reference is None:
+                    return found | {"failure": f"nothing to compare with: {source} did not boot"}
+                differs = served(self.endpoints[rank]).difference(reference)
+                if differs:
+                    return found | {"failure": f"{rank} is not as {source} loaded it: {differs}"}
         return found | {"serves": f"as loaded from files ({expected})"}
 
     def _trainer(self, name: str, case: Case, target: str) -> dict[str, Any]:
         out = self.logs / f"{name}.json"
         on_cpu = self.options.device == "cpu"
+        weights = model_folder(target, moe=case.engines()[0].moe)
         argv = [
             *(sys.executable, "-m", "tests.gpu.transfer_trainer", "--what", case.what),
             *("--broker", self.serving.broker, "--group", case.group),
-            *("--engines", str(len(case.engines())), "--backend", self.backend(case)),
+            *("--engines", str(sum(spec.ranks for spec in case.engines()))),
+            *("--backend", self.backend(case)),
             *("--device", "cpu" if on_cpu else case.device, "--times", str(self.options.times)),
-            *("--weights", str(self.checkpoints / target / "model.safetensors")),
+            *("--weights", str(self.checkpoints / weights / "model.safetensors")),
             *("--chunk-bytes", str(20_000 if on_cpu else case.chunk_bytes), "--out", str(out)),
             *([] if case.packed or on_cpu else ["--unpacked"]),
             *("--sidecar", str(self.serving.sidecars[case.engines()[0].name])),
@@ -190,13 +199,15 @@ async def booted(run: Run, names: set[str]) -> None:
         specs = [s for s in ENGINES if s.group == group and s.name in names]
         name = f"boot-{group}"
         async with TrainerAgent(run.serving.broker, group=group, name=name) as agent:
-            views = await agent.wait_for_engines(len(specs), timeout_s=run.options.boot_s)
+            ranks = sum(spec.ranks for spec in specs)
+            views = await agent.wait_for_engines(ranks, timeout_s=run.options.boot_s)
         found = {view.name: view.endpoint for view in views}
         for spec in specs:
-            answer = await asyncio.to_thread(served, found[spec.name])
-            run.loaded[spec.name, spec.checkpoint] = answer
+            for name in spec.names:
+                answer = await asyncio.to_thread(served, found[name])
+                run.loaded[name, spec.checkpoint] = answer
+                run.endpoints[name] = found[name]
             run.serves[spec.name] = spec.checkpoint
-            run.endpoints[spec.name] = found[spec.name]
 
     groups = {spec.group for spec in ENGINES if spec.name in names}
     outcomes = await asyncio.gather(*map(wait, sorted(groups)), return_exceptions=True)
@@ -263,9 +274,10 @@ def main() -> int:
             {},
         )
         try:
+            shapes = {"moe" if s.moe else "dense" for s in ENGINES if s.name in needed(to_run)}
             making = [sys.executable, "-m", "tests.gpu.checkpoints", folder, options.device]
             with _log(options.logs / "checkpoints.log") as log:
-                subprocess.run(making, check=True, timeout=120, stdout=log, stderr=log)
+                subprocess.run([*making, *shapes], check=True, timeout=120, stdout=log, stderr=log)
             run.serving.start_broker()
             for spec in ENGINES:
                 if spec.name in needed(to_run):
