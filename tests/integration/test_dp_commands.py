@@ -19,6 +19,7 @@ from trainer_agent import TrainerAgent
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from bus.messages import SleepLevel
     from tests.integration.conftest import Bus
     from tests.support.procs import Proc
 
@@ -73,6 +74,25 @@ def test_ranks_serve_take_an_update_and_end(bus: Bus, moe: Checkpoint, tmp_path:
     for rank in started:
         rank.signal(signal.SIGTERM)
     assert [rank.wait() for rank in started] == [0, 0]
+
+
+def test_ranks_sleep_and_wake_together(bus: Bus, moe: Checkpoint, tmp_path: Path) -> None:
+    """Of either level, with an update in between; afterwards each serves it."""
+    ranks(bus, moe, tmp_path)
+    found = engines(bus)
+    new = moe.weights
+
+    async def sleep(level: SleepLevel) -> None:
+        async with TrainerAgent(bus.address) as trainer:
+            await trainer.wait_for_engines(2)
+            async with trainer.asleep(level=level):
+                await trainer.update_weights(list(new.items()))
+
+    for level in (1, 2):
+        new = perturbed(moe.weights, 20 + level)
+        asyncio.run(sleep(level))
+        for name in ("e1", "e0"):
+            assert generate(found[name].endpoint, 12) == moe.greedy(new, PROMPT, 12)
 
 
 def test_a_rank_that_is_stopped_alone_takes_its_mates_with_it(

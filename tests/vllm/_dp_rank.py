@@ -81,6 +81,12 @@ class Rank:
     async def do_resume(self) -> None:
         await self._engine.resume()
 
+    async def do_sleep(self, level: int) -> None:
+        await self._engine.sleep(level)  # type: ignore[arg-type]
+
+    async def do_wake(self) -> None:
+        await self._engine.wake()
+
     async def do_request_ids(self) -> list[str]:
         return list(await self._engine.request_ids())
 

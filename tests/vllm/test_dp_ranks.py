@@ -150,6 +150,27 @@ def test_a_pause_in_the_middle(
     tested.run(scenario())
 
 
+@pytest.mark.parametrize("alone", [None, 0, 1])
+def test_a_sleep_in_the_middle(tested: UnderTest, pair: Pair, alone: int | None) -> None:
+    """Of both ranks, or of one: the other need not be asked. No token is lost by it."""
+
+    async def scenario() -> None:
+        names = [await pair.begin(rank, LONG) for rank in (0, 1)]
+        for rank, name in enumerate(names):
+            await pair.until(rank, name, 10)
+        await pair.both("pause", mode="keep", clear_cache=True)
+        if alone is None:
+            await pair.both("sleep", level=1)
+        else:
+            await pair.ranks[alone].do("sleep", level=1)
+        await pair.stays_paused(0.3)
+        await pair.both("wake")
+        for rank, name in enumerate(names):
+            await pair.ends_exactly(rank, name, LONG)
+
+    tested.run(scenario())
+
+
 @pytest.mark.parametrize("first", [None, 0, 1])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_request_that_comes_in_a_pause(
