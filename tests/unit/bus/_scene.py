@@ -16,7 +16,7 @@ from bus.testing.watch import Watch
 if TYPE_CHECKING:
     from bus.messages import Message, NackCode
     from bus.testing.sim_engine import SimEngine
-    from bus.testing.sim_trainer import Outcome
+    from bus.testing.sim_scripts import Outcome
 
 HONEST = Faults(delay_ms=1.0)
 

@@ -1,0 +1,340 @@
+"""What a simulated trainer does, as scripts: generators that yield what is to be asked."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from bus.errors import Refused, UpdateFailed, WavebusError, refusal
+from bus.messages import (
+    Abort,
+    Commit,
+    Escalation,
+    GroupAck,
+    Message,
+    Nack,
+    NackCode,
+    PauseLocal,
+    PauseMode,
+    PlanTransfer,
+    Resume,
+    Sleep,
+    SleepLevel,
+    TransferInit,
+    TransferPlan,
+    UpdateFinish,
+    UpdateStart,
+    Verify,
+    Wake,
+)
+from bus.testing.makers import make_arm, make_chunk, make_manifest, make_nack, make_sent
+from bus.testing.sim_engine import TENSORS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bus.manifest import Manifest
+
+# A script yields requests to be answered together, or a number of milliseconds to wait.
+Yielded: TypeAlias = tuple["Message | Later", ...] | float
+Script: TypeAlias = Generator[Yielded, tuple[Message, ...], "Outcome"]
+Steps: TypeAlias = Generator[Yielded, tuple[Message, ...], GroupAck]
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A request that is asked so long after the others of its batch."""
+
+    message: Message
+    after_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a script ended: ``version`` is what was committed, 0 if nothing was."""
+
+    what: str
+    update_id: str
+    version: int = 0
+    payload: int = 0
+    excluded: tuple[str, ...] = ()
+    error: WavebusError | None = None
+
+
+class Scripts(ABC):
+    """Of one trainer. Who runs one, asks what it yields, and sends back the answers.
+
+    Attributes:
+        collective: whether engines are in one communicator with it.
+        send_ms: what it takes to send one chunk; 0: the second message follows the first.
+    """
+
+    def __init__(
+        self,
+        boot: int,
+        *,
+        lease_ms: int,
+        timeout_ms: int,
+        wait_ms: int,
+        escalate: Escalation,
+        depth: int,
+    ) -> None:
+        self.boot = boot
+        self.lease_ms = lease_ms
+        self.timeout_ms = timeout_ms
+        self.wait_ms = wait_ms
+        self.escalate = escalate
+        self.depth = depth
+        self.collective = False
+        self.send_ms = 0.0
+        self._held: tuple[str, int] | None = None  # the pause, and the epoch it was made in
+        self._count = itertools.count(1)
+        self._transfers = itertools.count(1)
+        self._open = False
+        self._communicator = 0
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """What the bus gave it."""
+
+    def update(
+        self,
+        payload: int,
+        *,
+        tensors: Sequence[str] = TENSORS,
+        chunk_bytes: int = 16,
+        mode: PauseMode = "keep",
+        think_ms: float = 0.0,
+        verify: Verify = "full",
+    ) -> Script:
+        """A whole update: weights named ``payload``, in chunks, with a pause around it.
+
+        ``think_ms`` is what the trainer takes between two steps.
+        """
+        update_id = self.new_update_id()
+        manifest = make_manifest(tensors, chunk_bytes=chunk_bytes)
+        try:
+            armed = yield from self._fit(update_id, payload, manifest, mode)
+            if think_ms:
+                yield think_ms
+            try:
+                if self._held is None:
+                    yield from self._pause(update_id, mode)
+            except WavebusError:
+                yield from self._undo(update_id, resume=False)
+                raise
+            try:
+                done = yield from self._load(update_id, payload, armed, manifest, think_ms, verify)
+            except WavebusError:
+                yield from self._undo(update_id, resume=True)
+                raise
+            yield from self._resume(update_id)
+        except WavebusError as error:
+            return Outcome("update", update_id, error=error)
+        return Outcome("update", update_id, done.version, payload, done.excluded)
+
+    def asleep(
+        self,
+        level: SleepLevel,
+        *,
+        payload: int = 0,
+        hold_ms: float = 100.0,
+        verify: Verify = "full",
+    ) -> Script:
+        """A sleep for so long; with a payload, in it, an update of all weights."""
+        pause_id = self.new_update_id()
+        update_id = self.new_update_id()
+        manifest = make_manifest()
+        done = None
+        try:
+            yield from self._pause(pause_id, "keep")
+            try:
+                yield from self._step(Sleep(pause_id, level))
+                if hold_ms:
+                    yield hold_ms
+                if payload:
+                    yield from self._woken(pause_id)
+                    armed = yield from self._armed(update_id, payload, manifest)
+                    done = yield from self._load(
+                        update_id, payload, armed, manifest, hold_ms, verify
+                    )
+            except WavebusError:
+                yield from self._undo(update_id, resume=False)
+                with contextlib.suppress(Refused):
+                    yield from self._resume(pause_id)
+                raise
+            yield from self._resume(pause_id)
+        except WavebusError as error:
+            return Outcome("asleep", update_id, error=error)
+        if done is None:
+            return Outcome("asleep", update_id)
+        return Outcome("asleep", update_id, done.version, payload, done.excluded)
+
+    def pause(self, *, hold_ms: float = 100.0, mode: PauseMode = "keep") -> Script:
+        """A pause for so long, and a resume."""
+        update_id = self.new_update_id()
+        try:
+            yield from self._pause(update_id, mode)
+            if hold_ms:
+                yield hold_ms
+            yield from self._resume(update_id)
+        except WavebusError as error:
+            return Outcome("pause", update_id, error=error)
+        return Outcome("pause", update_id)
+
+    def hasty(self, payload: int) -> Script:
+        """An update whose start does not wait for ARMED; whatever came of it is given up."""
+        update_id = self.new_update_id()
+        manifest = make_manifest()
+        try:
+            if not self._open:
+                yield from self._reopen()
+            yield from self._pause(update_id, "keep")
+            arm = make_arm(update_id, manifest, communicator=self._communicator)
+            answers = yield (arm, UpdateStart(update_id))
+            if all(isinstance(answer, GroupAck) for answer in answers):
+                yield from self._send_all(update_id, payload, manifest, 0.0, "full")
+            yield from self._undo(update_id, resume=True)
+            for answer in answers:
+                _checked(answer)
+        except WavebusError as error:
+            return Outcome("hasty", update_id, error=error)
+        return Outcome("hasty", update_id)
+
+    def ask(self, *messages: Message) -> Script:
+        """These requests, all at once."""
+        answers = yield messages
+        for answer in answers:
+            if isinstance(answer, Nack):
+                return Outcome("ask", "", error=refusal(answer))
+        return Outcome("ask", "")
+
+    def new_update_id(self) -> str:
+        return f"u{next(self._count)}-{self.boot:x}"
+
+    # -- parts of scripts -----------------------------------------------------------
+
+    def _fit(self, update_id: str, payload: int, manifest: Manifest, mode: PauseMode) -> Steps:
+        """Armed, if need be after a wake: a trainer that is gone may have left one asleep."""
+        try:
+            return (yield from self._armed(update_id, payload, manifest))
+        except Refused as refused:
+            if refused.code is not NackCode.ENGINE_ASLEEP:
+                raise
+        yield from self._pause(update_id, mode)
+        try:
+            yield from self._woken(update_id)
+            return (yield from self._armed(update_id, payload, manifest))
+        except WavebusError:
+            yield from self._undo(update_id, resume=True)
+            raise
+
+    def _woken(self, pause_id: str) -> Steps:
+        return (yield from self._step(Wake(pause_id)))
+
+    def _load(
+        self,
+        update_id: str,
+        payload: int,
+        armed: GroupAck,
+        manifest: Manifest,
+        think_ms: float,
+        verify: Verify,
+    ) -> Steps:
+        """From the start to the commit."""
+        yield from self._step(UpdateStart(update_id))
+        yield from self._send_all(update_id, payload, manifest, think_ms, verify)
+        yield from self._step(UpdateFinish(update_id))
+        return (yield from self._step(Commit(update_id, armed.version, f"p{payload}")))
+
+    def _armed(self, update_id: str, payload: int, manifest: Manifest) -> Steps:
+        if not self._open:
+            yield from self._reopen()
+        label = f"p{payload}"
+        arm = make_arm(update_id, manifest, label=label, communicator=self._communicator)
+        try:
+            return (yield from self._step(arm))
+        except Refused as refused:
+            if refused.code is not NackCode.TRANSFER_CLOSED:
+                raise
+        yield from self._reopen()
+        arm = make_arm(update_id, manifest, label=label, communicator=self._communicator)
+        return (yield from self._step(arm))
+
+    def _reopen(self) -> Steps:
+        self._open = False
+        self._communicator = 0
+        if self.collective:
+            (plan,) = yield (PlanTransfer(),)
+            if isinstance(plan, Nack):
+                raise refusal(plan)
+            assert isinstance(plan, TransferPlan)
+            self._communicator = plan.communicator
+        params = f"{self.boot:x}-{next(self._transfers)}".encode()
+        init = TransferInit(self.new_update_id(), "sim", params, self._communicator, 0, {})
+        done = yield from self._step(init)
+        self._open = True
+        return done
+
+    def _send_all(
+        self, update_id: str, payload: int, manifest: Manifest, think_ms: float, verify: Verify
+    ) -> Generator[Yielded, tuple[Message, ...]]:
+        for first in range(0, manifest.chunks, self.depth):
+            numbers = range(first, min(first + self.depth, manifest.chunks))
+            if think_ms:
+                yield think_ms
+            self._check_window(update_id)
+            batch: list[Message | Later] = []
+            for place, k in enumerate(numbers):
+                batch.append(make_chunk(update_id, manifest, k, payload))
+                sent = make_sent(update_id, manifest, k, payload, verify=verify)
+                batch.append(Later(sent, (place + 1) * self.send_ms))
+            answers = yield tuple(batch)
+            for answer in answers:
+                _checked(answer)
+
+    def _pause(self, update_id: str, mode: PauseMode) -> Steps:
+        ask = PauseLocal(
+            update_id, mode, True, self.lease_ms, self.timeout_ms, self.wait_ms, self.escalate
+        )
+        done = yield from self._step(ask)
+        self._held = (update_id, self.epoch)
+        return done
+
+    def _resume(self, update_id: str) -> Steps:
+        try:
+            return (yield from self._step(Resume(update_id)))
+        finally:
+            self._held = None
+
+    def _undo(self, update_id: str, *, resume: bool) -> Generator[Yielded, tuple[Message, ...]]:
+        """What fails here, the broker mends."""
+        with contextlib.suppress(Refused):
+            # Whoever holds the pause now: an update that nobody goes on with stands in the way.
+            (answer,) = yield (Abort(update_id, "the trainer gave up"),)
+            _checked(answer)
+        if resume:
+            with contextlib.suppress(Refused):
+                yield from self._resume(update_id)
+
+    def _step(self, message: Message) -> Steps:
+        self._check_window(getattr(message, "update_id", ""))
+        (answer,) = yield (message,)
+        return _checked(answer)
+
+    def _check_window(self, update_id: str) -> None:
+        if self._held is not None and self._held[1] != self.epoch:
+            self._held = None
+            raise UpdateFailed(make_nack(NackCode.FENCED, step="update", update_id=update_id))
+
+
+def _checked(answer: Message) -> GroupAck:
+    if isinstance(answer, Nack):
+        raise refusal(answer)
+    assert isinstance(answer, GroupAck)
+    return answer
