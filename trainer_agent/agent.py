@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import anyio
 import anyio.to_thread
 
-from bus.errors import Refused, UsageError
+from bus.errors import Refused, UsageError, WavebusError
 from bus.ids import check_name
 from bus.messages import (
     EngineView,
@@ -226,9 +226,14 @@ class TrainerAgent:
         ack = await self._steps.pause(update_id, how)
         try:
             yield ack
-        finally:
+        except BaseException as error:
             with anyio.move_on_after(CLEANUP_S, shield=True):
-                await self._steps.resume(update_id)
+                try:
+                    await self._steps.resume(update_id)
+                except WavebusError as also:  # what went wrong first is what is to be known
+                    error.add_note(f"and the engines could not be resumed: {also}")
+            raise
+        await self._steps.resume(update_id)
 
     @contextlib.asynccontextmanager
     async def asleep(

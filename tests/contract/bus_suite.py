@@ -310,6 +310,10 @@ class BusContract:
                 async with bus.agent.asleep(level=2):
                     pass
             assert refused.value.code is NackCode.EMPTY_GROUP
+            with pytest.raises(KeyError) as failed:  # what the trainer did is what is raised
+                async with bus.agent.asleep(level=2):
+                    raise KeyError("loss")
+            assert "no engine is left" in failed.value.__notes__[0]
             assert "engine" in bus.server.machine.groups["policy"].roster.quarantined
             waiting = asyncio.create_task(under_test.generate(PROMPT, 8))
             new = under_test.other_weights(39)
