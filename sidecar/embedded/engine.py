@@ -270,10 +270,14 @@ class EmbeddedEngine:
         await _answer(self._started().call(lambda: updater.start(recover=recover)))
 
     async def receive(self, chunk: Chunk) -> None:
-        await self._transport(lambda: self._update().receive(chunk))
+        updater = self._update()
+        short = updater.is_short(len(chunk.tensors))
+        await self._transport(lambda: updater.receive(chunk), short=short)
 
     async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
-        await self._transport(lambda: self._update().verify(seq, verify, sums))
+        updater = self._update()
+        short = updater.is_short(updater.staged_tensors, verify)
+        await self._transport(lambda: updater.verify(seq, verify, sums), short=short)
 
     async def load(self, seq: int) -> None:
         updater = self._update()
@@ -332,9 +336,13 @@ class EmbeddedEngine:
         assert self._updater is not None, "made together with the core"
         return self._updater
 
-    async def _transport(self, action: Callable[[], None]) -> None:
-        """Run ``action`` in the thread of the receiver, which may block on the other end."""
+    async def _transport(self, action: Callable[[], None], *, short: bool = False) -> None:
+        """Run ``action`` in the thread of the receiver, which may block on the other end; or here,
+        if it is too short to be handed over."""
         self._started()
+        if short:
+            action()
+            return
         loop = asyncio.get_running_loop()
         await asyncio.shield(loop.run_in_executor(self._transport_thread, action))
 

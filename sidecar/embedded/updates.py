@@ -24,7 +24,7 @@ discards the weights makes them foreign, too.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from bus.errors import EngineError
 from bus.messages import NackCode
@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from sidecar.transfer import Receiver
 
 
+# Receiving and sampling so many takes 1 ms at most.
+SHORT_TENSORS: Final = 16
+
+
 class UpdateState(StrEnum):
     IDLE = "idle"
     LOADING = "loading"
@@ -53,7 +57,8 @@ class Updater:
 
     :meth:`open_transfer`, :meth:`receive`, :meth:`verify` and :meth:`close` may block on the
     other end, or take long, and run outside the core's thread, one at a time; :meth:`arm` runs
-    anywhere; the others run in the core's thread.
+    anywhere; the others run in the core's thread. Of a receive and a verify, :meth:`is_short`
+    tells whether the loop's own thread is good enough.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -119,6 +124,16 @@ class Updater:
         except EngineError:
             self._unstage()
             raise
+
+    def is_short(self, tensors: int, verify: Verify = "off") -> bool:
+        """Whether to receive a chunk of so many tensors, or to verify it, takes less than waking
+        a thread does on a busy host: it waits for nobody, and looks at little."""
+        waits = self._receiver is None or self._receiver.waits
+        return not waits and verify != "full" and tensors <= SHORT_TENSORS
+
+    @property
+    def staged_tensors(self) -> int:
+        return len(self._staged)
 
     def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
         self._loading("verify")

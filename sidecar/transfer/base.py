@@ -31,11 +31,13 @@ class Receiver(ABC):
             tensors to CPU memory whatever it is.
         owned: what it brings is the caller's own, and stays after :meth:`release`. May change
             with :meth:`open`.
+        waits: :meth:`receive` waits for the other end, or copies.
     """
 
     room_bytes: int | None = None
     device: torch.device = torch.device("cpu")
     owned: bool = False
+    waits: bool = True
 
     @abstractmethod
     def open(self, params: bytes, place: Place) -> None:

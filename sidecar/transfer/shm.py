@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class ShmReceiver(Receiver):
     """Maps the trainer's ring of segments, read-only by convention."""
 
+    waits = False
+
     def __init__(self) -> None:
         self._segments: list[torch.Tensor] = []
 

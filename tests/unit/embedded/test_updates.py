@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
+from bus.checksum import checksums
 from bus.errors import EngineError
 from bus.messages import NackCode
+from sidecar.embedded.updates import Updater
+from sidecar.transfer.shm import ShmReceiver
 from tests.support.checkpoints import Checkpoint, perturbed
 from tests.support.push import Push, manifest_of
 from tests.unit.embedded.harness import PROMPT, greedy, run, serving
@@ -18,7 +23,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from bus.messages import Verify
     from sidecar.embedded.engine import EmbeddedEngine
+    from sidecar.engine import Chunk
 
 
 async def _refused(call: Awaitable[Any], said: str) -> None:
@@ -132,6 +139,50 @@ def test_receiving_leaves_the_model_alone(checkpoint: Checkpoint) -> None:
             await _assert_serves(engine, checkpoint, checkpoint.weights, 0)
 
     run(scenario())
+
+
+@pytest.mark.parametrize("verify", ["off", "sample", "full"])
+@pytest.mark.parametrize(("chunks", "waits"), [(1, False), (1000, False), (1000, True)])
+def test_what_is_short_needs_no_thread(
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    verify: Verify,
+    chunks: int,
+    waits: bool,
+) -> None:
+    """Few tensors of a receiver that waits for nobody; whatever takes long leaves the loop."""
+    threads: dict[str, int] = {}
+    receive, verify_it = Updater.receive, Updater.verify
+
+    def receives(self: Updater, chunk: Chunk) -> None:
+        threads["receive"] = threading.get_ident()
+        receive(self, chunk)
+
+    def verifies(self: Updater, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
+        threads["verify"] = threading.get_ident()
+        verify_it(self, seq, verify, sums)
+
+    monkeypatch.setattr(Updater, "receive", receives)
+    monkeypatch.setattr(Updater, "verify", verifies)
+    monkeypatch.setattr(ShmReceiver, "waits", waits)
+
+    async def scenario() -> None:
+        async with serving(checkpoint) as engine:
+            await engine.pause("keep", clear_cache=True)
+            new = perturbed(checkpoint.weights, 3)
+            push = Push(engine, new, chunks=min(chunks, len(new)))
+            await push.begin()
+            chunk = push.offer(0)
+            await engine.receive(chunk)
+            sent = [new[meta.name] for meta in chunk.tensors]
+            await engine.verify(0, verify, checksums(torch, sent, verify))
+            push.close()
+
+    run(scenario())
+    here = threading.get_ident()
+    short = chunks == 1000 and not waits
+    assert (threads["receive"] == here) == short
+    assert (threads["verify"] == here) == (short and verify != "full")
 
 
 def test_a_refused_manifest_takes_the_place_of_an_armed_one(checkpoint: Checkpoint) -> None:
