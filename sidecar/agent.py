@@ -200,6 +200,8 @@ class Sidecar:
                     await self._last_call()
                     if self.session.phase == "paused":
                         await self.engine.resume()
+                    elif self.session.phase == "asleep":
+                        await self.engine.wake()
             tasks = [*self._tasks, *([self._caller] if self._caller else [])]
             for task in tasks:
                 task.cancel()

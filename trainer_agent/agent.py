@@ -31,11 +31,11 @@ from trainer_agent.connection import Connection
 from trainer_agent.how import WAIT_S, PauseHow
 from trainer_agent.ranks import follow
 from trainer_agent.sources import Weights, as_source
-from trainer_agent.steps import Steps
+from trainer_agent.steps import CLEANUP_S, Steps
 from trainer_agent.stream import ChunkStream
 from trainer_agent.transfer import current_gpu, make_sender
 from trainer_agent.transport import Transport
-from trainer_agent.updating import CLEANUP_S, Updates
+from trainer_agent.updating import Updates
 from trainer_agent.weight_sync import BusWeightSource, BusWeightSyncClient, WeightSync
 
 if TYPE_CHECKING:
@@ -265,7 +265,8 @@ class TrainerAgent:
         Raises:
             PauseFailed: see :meth:`paused`.
             Refused: an engine can't sleep (with code ``wrong_state``, before any does), or
-                failed to; or, when the block ends, to wake, for want of weights or of memory.
+                failed to; or, when the block ends, no engine could be woken, for want of
+                weights or of memory. One of several that has no room yet is asked again.
         """
         async with self.paused(mode=mode, wait_s=wait_s, escalate=escalate):
             yield await self._steps.sleep(level)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, Final
 
-from bus.errors import UpdateFailed
+import anyio
+
+from bus.errors import Refused, UpdateFailed, WavebusError
 from bus.ids import new_update_id
 from bus.messages import (
     Abort,
@@ -22,6 +25,10 @@ from trainer_agent.refusals import own_nack
 if TYPE_CHECKING:
     from trainer_agent.connection import Connection
     from trainer_agent.how import PauseHow
+
+
+# What is undone when something has failed, may take so long.
+CLEANUP_S: Final = 30.0
 
 
 class Steps:
@@ -66,7 +73,14 @@ class Steps:
             int(how.wait_s * 1000),
             how.escalate,
         )
-        ack = await self.step(ask)
+        try:
+            ack = await self.step(ask)
+        except Refused:
+            raise
+        except BaseException:  # nobody waits for it any more: it is completed, then resumed
+            with anyio.move_on_after(CLEANUP_S, shield=True), contextlib.suppress(WavebusError):
+                await self._line.ask(Resume(update_id), GroupAck)
+            raise
         self._window = (update_id, self._line.epoch)
         return ack
 

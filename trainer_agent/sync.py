@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any, Self
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
 from bus.errors import BusClosed
 from trainer_agent.agent import TrainerAgent
 from trainer_agent.how import WAIT_S
+from trainer_agent.steps import CLEANUP_S
 from trainer_agent.transfer import current_gpu
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable, Iterator
     from types import TracebackType
 
     from anyio.from_thread import BlockingPortal
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from trainer_agent.report import UpdateReport
     from trainer_agent.sources import Weights
     from trainer_agent.weight_sync import BusWeightSource, BusWeightSyncClient
+
+T = TypeVar("T")
 
 
 class SyncTrainerAgent:
@@ -89,8 +94,8 @@ class SyncTrainerAgent:
         escalate: Escalation = "keep",
     ) -> int:
         """See :meth:`TrainerAgent.update_weights`."""
-        portal, agent = self._connected()
-        return portal.call(
+        agent = self._connected()[1]
+        return self._call(
             lambda: agent.update_weights(
                 source,
                 label=label,
@@ -111,9 +116,9 @@ class SyncTrainerAgent:
         escalate: Escalation = "keep",
     ) -> Iterator[GroupAck]:
         """See :meth:`TrainerAgent.paused`."""
-        portal, agent = self._connected()
+        agent = self._connected()[1]
         pause = agent.paused(mode=mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
-        with portal.wrap_async_context_manager(pause) as ack:
+        with self._block(pause) as ack:
             yield ack
 
     @contextlib.contextmanager
@@ -126,9 +131,9 @@ class SyncTrainerAgent:
         escalate: Escalation = "keep",
     ) -> Iterator[GroupAck]:
         """See :meth:`TrainerAgent.asleep`. The bus hears from this trainer meanwhile."""
-        portal, agent = self._connected()
+        agent = self._connected()[1]
         sleep = agent.asleep(level=level, mode=mode, wait_s=wait_s, escalate=escalate)
-        with portal.wrap_async_context_manager(sleep) as ack:
+        with self._block(sleep) as ack:
             yield ack
 
     def init_info(self, engine: str = "wavebus", **fields: Any) -> Any:
@@ -167,6 +172,42 @@ class SyncTrainerAgent:
     def last_update(self) -> UpdateReport | None:
         """See :attr:`TrainerAgent.last_update`."""
         return self._connected()[1].last_update
+
+    @contextlib.contextmanager
+    def _block(self, entered: Any) -> Iterator[GroupAck]:
+        """A block of the agent's; an interrupt on its way in leaves it, too."""
+        block = self._connected()[0].wrap_async_context_manager(entered)
+        try:
+            ack = block.__enter__()
+        except KeyboardInterrupt:
+            with contextlib.suppress(Exception, KeyboardInterrupt):
+                block.__exit__(*sys.exc_info())
+            raise
+        try:
+            yield ack
+        except BaseException:
+            if not block.__exit__(*sys.exc_info()):
+                raise
+        else:
+            block.__exit__(None, None, None)
+
+    def _call(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run it in the bus's thread; who is interrupted, waits until it is undone."""
+        ended = threading.Event()
+
+        async def run() -> T:
+            try:
+                return await work()
+            finally:
+                ended.set()
+
+        future = self._connected()[0].start_task_soon(run)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            ended.wait(2 * CLEANUP_S)
+            raise
 
     async def _make(self) -> TrainerAgent:
         return TrainerAgent(*self._args, **self._kwargs)

@@ -13,7 +13,7 @@ happens in between::
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Self
 
 import anyio
 
@@ -21,6 +21,7 @@ from bus.errors import BusClosed, BusTimeout, Refused, UsageError
 from bus.messages import Arm, Commit, NackCode, UpdateFinish, UpdateStart
 from trainer_agent.ranks import Leading
 from trainer_agent.report import UpdateReport
+from trainer_agent.steps import CLEANUP_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from trainer_agent.how import PauseHow
     from trainer_agent.plan import Plan
     from trainer_agent.steps import Steps
-
-CLEANUP_S: Final = 30.0
 
 
 class Updates:
@@ -131,7 +130,7 @@ class Update:
             manifest.chunk_ends,
             manifest.digest(),
         )
-        if self._steps.asleep:
+        if self._steps.asleep and self._steps.held:
             await self._steps.wake()
         try:
             self._armed = await self._ask_to_arm(ask)
@@ -204,10 +203,10 @@ class Update:
     async def _undo(self) -> None:
         """Give it up, and let the engines go on. What fails here, the broker mends: it aborts
         and resumes for a trainer that is gone."""
-        with anyio.move_on_after(CLEANUP_S, shield=True):
-            if self._open:
-                with contextlib.suppress(Refused, BusTimeout, BusClosed):
-                    await self._steps.abort(self.id)
-            if self._pause is not None:
-                with contextlib.suppress(Refused, BusTimeout, BusClosed):
-                    await self._steps.resume(self.id)
+        suppressed = contextlib.suppress(Refused, BusTimeout, BusClosed)
+        if self._open:
+            with anyio.move_on_after(CLEANUP_S, shield=True), suppressed:
+                await self._steps.abort(self.id)
+        if self._pause is not None:
+            with anyio.move_on_after(CLEANUP_S, shield=True), suppressed:
+                await self._steps.resume(self.id)

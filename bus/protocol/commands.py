@@ -165,6 +165,10 @@ class Commands:
         if message.update_id != self._group.pause.update_id:
             raise wrong_state(f"the pause under way is {self._group.pause.update_id}", "update_id")
         update = self._group.update
+        if update.state in (UpdateState.COMMITTING, UpdateState.ABORTING):  # it ends by itself
+            self._group.holding.requests.ask((Step.RESUME, 0), msg_id)
+            self._group.resume_asked = True
+            return []
         if update.state in UNSAFE:
             raise wrong_state(
                 f"update {update.update_id} is {update.state.value}: engines may hold "

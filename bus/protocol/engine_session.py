@@ -161,7 +161,7 @@ class EngineSession:
                 return self.update.finish(msg_id, message)
             case Commit():
                 return self.update.commit(msg_id, message)
-            case Abort() if self.phase == "emptied" and message.update_id == self.shown_id:
+            case Abort() if self._left_emptied(message.update_id):
                 self._forsake(msg_id)
                 return []
             case Abort():
@@ -178,6 +178,11 @@ class EngineSession:
             raise wrong_state("the pause keeps KV caches, which a sleep drops", "clear_cache")
         self._forsaken = False
         return self.memory.sleep(msg_id, message)
+
+    def _left_emptied(self, pause_id: str) -> bool:
+        """Whether an ABORT is of the pause, and no update is there that it could be of."""
+        idle = self.update.state is EngineUpdateState.NONE
+        return idle and self.phase == "emptied" and pause_id == self.shown_id
 
     def _forsake(self, msg_id: int) -> None:
         """Nobody will bring the weights that this sleep has discarded, until somebody does."""

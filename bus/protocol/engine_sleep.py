@@ -4,6 +4,9 @@
 
     state          event             next           engine call, ack
     AWAKE          SLEEP             FALLING        sleep(level)
+    WEIGHTS_AWAKE  SLEEP, in another pause than the last
+                                     FALLING        sleep(level): that pause was left behind
+    ASLEEP         SLEEP             ASLEEP         ack sleep; of another pause, at any level
     FALLING        sleep returned    ASLEEP         ack sleep
     FALLING        sleep failed      ASLEEP         nack sleep: nobody knows what sleeps now
     ASLEEP         WAKE              WAKING         wake_weights()
@@ -78,19 +81,20 @@ class EngineSleep:
 
     def sleep(self, msg_id: int, message: Sleep) -> list[SessionEffect]:
         """SLEEP."""
-        if self.state is _S.AWAKE:
+        another = message.update_id != self._pause_id  # else it is late
+        if self.state is _S.AWAKE or (self.state is _S.WEIGHTS_AWAKE and another):
             self.state = _S.FALLING
             self._level = message.level
             self._pause_id = message.update_id
             self._queue.add(CallSleep(message.level), msg_id)
             return []
-        if message.level != self._level:
+        if message.level != self._level and not another:
             raise wrong_state(f"the engine sleeps at level {self._level}", "level")
         if self.state is _S.FALLING:
             return []
         if self.state is _S.ASLEEP:
             return [ack(msg_id, Step.SLEEP, message.update_id)]
-        raise wrong_state("the engine's weights are awake, or about to be")
+        raise wrong_state("the engine's weights are about to be awake")
 
     def wake(self, msg_id: int, message: Wake) -> list[SessionEffect]:
         """WAKE."""

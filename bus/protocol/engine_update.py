@@ -145,7 +145,8 @@ class EngineUpdate:
 
     def arm(self, msg_id: int, message: Arm) -> list[SessionEffect]:
         """ARM."""
-        if message.update_id == self.update_id and self.state is not _S.NONE:
+        known = message.update_id == self.update_id
+        if known and self.state not in (_S.NONE, _S.ABORTING):
             return [] if self.state is _S.ARMING else [ack(msg_id, Step.ARM, self.update_id)]
         if self.state not in (_S.NONE, _S.ARMED):
             raise wrong_state(f"update {self.update_id} is {self.state.value}")

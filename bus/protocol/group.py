@@ -86,6 +86,7 @@ class Group:
         self.update = UpdateMachine()
         self.last_resumed = ""
         self.orphaned = False  # who asked for the pause under way is gone
+        self.resume_asked = False  # while an update was being committed, or undone
         self._commands = Commands(self)
 
     @property
@@ -373,8 +374,11 @@ class Group:
             if over:
                 return self.obey(over, now_ms)
         idle = self.update.state is UpdateState.IDLE
-        if self.orphaned and idle and self.pause.state is PauseState.PAUSED:
-            return self.obey(self.pause.resume(now_ms), now_ms)
+        if self.pause.state is not PauseState.PAUSED:
+            self.resume_asked = False
+        elif (self.orphaned or self.resume_asked) and idle:
+            told = self.leave_emptied("its weights went in a sleep, and no update came")
+            return told + self.obey(self.pause.resume(now_ms), now_ms)
         if not self._busy() and self.roster.admit_late():
             return self.serve_waiters(now_ms)
         return []

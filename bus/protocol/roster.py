@@ -45,8 +45,10 @@ class Roster:
             self._late.add(peer.name)
         self.engines[peer.name] = peer
         self._look_at(peer)
-        if peer.phase == "quarantined":
-            self.quarantined[peer.name] = "joined with a part of an update loaded"
+        if peer.name in self._late:  # its mates have fallen out with it
+            self._late.update(self.mates(peer.name))
+        if peer.phase in ("quarantined", "emptied"):
+            self.quarantined[peer.name] = "joined without whole weights"
         else:
             self.quarantined.pop(peer.name, None)
 

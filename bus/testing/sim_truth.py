@@ -289,7 +289,7 @@ class Truth:
 
     def _begin_sleep(self, call: CallSleep) -> None:
         self._need_idle("it is put to sleep")
-        if self.asleep:
+        if "weights" in self.asleep:
             self._refuse("it is put to sleep twice")
         if self._started and not self.broken:
             self._refuse("it is put to sleep in the middle of an update")

@@ -62,7 +62,7 @@ class Memory:
         Raises:
             EngineError: code ``wrong_state``, if it sleeps.
         """
-        if self.state is not _S.AWAKE:
+        if self.state is _S.ASLEEP:
             raise EngineError(f"sleep: the engine is {self.state}", code=NackCode.WRONG_STATE)
         self._kept = [_bytes(each).clone() for each in self._weights] if level == 1 else []
         for storage in (*self._weights, *self._cache):

@@ -226,3 +226,27 @@ def test_a_late_sleep_of_a_pause_that_is_over_is_refused() -> None:
     assert nack_in(driver.command(Sleep("u1", 1))).code is NackCode.WRONG_STATE
     driver.command(PAUSE)
     assert not isinstance(driver.running, CallSleep)
+
+
+def test_an_update_armed_again_while_the_emptied_end_their_requests_is_refused() -> None:
+    """It is not taken for armed by its name."""
+    driver = asleep(2)
+    driver.command(Wake("u1"))
+    driver.returned()
+    driver.armed()
+    driver.command(Abort("u1", "a mate refused"))
+    driver.command(Abort("u1", "nobody is left who would bring its weights"))
+    assert driver.running == CallAbortRequests()
+    nack = nack_in(driver.command(make_arm("u1", MANIFEST, version=4)))
+    assert nack.code is NackCode.WRONG_STATE
+
+
+def test_a_late_sleep_of_this_pause_does_not_undo_its_wake() -> None:
+    """One of another pause does: that trainer is gone."""
+    driver = asleep(1)
+    driver.command(Wake("u1"))
+    driver.returned()
+    assert nack_in(driver.command(Sleep("u1", 1))).code is NackCode.WRONG_STATE
+    driver.command(PauseLocal("u2", "keep", True, 5_000, 60_000, 0, "keep"))
+    driver.command(Sleep("u2", 2))
+    assert driver.calls[-1] == CallSleep(2)

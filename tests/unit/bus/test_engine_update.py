@@ -201,7 +201,7 @@ NEW = {
 }
 OLD = {
     "open": set[EngineUpdateState](),
-    "arm": set(_S) - {_S.NONE},
+    "arm": set(_S) - {_S.NONE, _S.ABORTING},
     "arm another": set[EngineUpdateState](),
     "start": MIXED,
     "chunk": {_S.LOADING, _S.FINISHING, _S.FINISHED, _S.COMMITTING, _S.ABORTING},

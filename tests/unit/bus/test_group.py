@@ -728,3 +728,22 @@ def test_a_pause_that_is_recovered_frees_no_quarantined_dp_group() -> None:
     scene.pause()
     assert isinstance(scene.settled().error, PauseFailed)
     assert scene.running() == {"e2", "e3"}
+
+
+def test_mates_of_a_rank_that_fell_out_of_a_pause_stay_out_with_it() -> None:
+    """It is back before the update begins: none of its DP group takes part, so that none
+    serves another version than its mates."""
+    scene = Scene(2, 1)
+    ask = PauseLocal("p1", "keep", True, 6000, 60_000, 0, "keep")
+    scene.trainer.run(scene.trainer.ask(ask))
+    assert scene.world.run_until(lambda: not scene.trainer.busy)
+    held = scene.world.held
+    scene.world.network.cut(scene.engine("e1").route)
+    assert scene.world.run_until(lambda: "e1" not in held.roster.engines)
+    scene.world.network.heal(scene.engine("e1").route)
+    assert scene.world.run_until(lambda: "e1" in held.roster.engines)
+    assert held.pause.state is not PauseState.RUNNING
+    assert held.roster.ready() == ["e2"]
+    scene.trainer.run(scene.trainer.ask(Resume("p1")))
+    scene.rest()
+    assert held.roster.ready() == ["e0", "e1", "e2"]

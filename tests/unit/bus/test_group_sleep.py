@@ -5,9 +5,18 @@ from __future__ import annotations
 import pytest
 
 from bus.messages import NackCode, PauseLocal, Resume, Sleep, SleepLevel, Wake
-from bus.protocol.calls import CallResume, CallSleep, CallWakeWeights
+from bus.protocol.calls import (
+    CallCommit,
+    CallLoad,
+    CallRestore,
+    CallResume,
+    CallSleep,
+    CallStart,
+    CallWakeWeights,
+)
 from bus.protocol.pause import PauseState
 from bus.protocol.sleep import SleepState
+from bus.protocol.update import UpdateState
 from bus.testing.makers import make_arm, make_manifest
 from tests.unit.bus._builders import facts
 from tests.unit.bus._scene import Scene, code_of
@@ -175,3 +184,50 @@ def test_an_update_that_is_armed_again_keeps_its_version() -> None:
         if type(each) is type(make_arm("u", manifest))
     }
     assert versions == {("u1", 1), ("u2", 2)}
+
+
+def test_a_sleep_after_one_in_which_the_update_failed() -> None:
+    """The same level or the other: what the last one left behind, the next takes over."""
+    for level in (1, 2):
+        scene = Scene(1, 1)
+        scene.engine("e1").behaviour.fail_next.add(CallLoad)
+        nap(scene, 2, payload=7)
+        scene.settled()
+        assert "e1" in scene.world.held.roster.quarantined
+        nap(scene, level, payload=8)
+        assert scene.settled().error is None
+        assert scene.running() == {"e0", "e1"}
+        for engine in scene.world.alive:
+            assert set(engine.truth.weights.values()) == {8}
+
+
+def test_the_next_broker_knows_the_emptied_from_when_they_join() -> None:
+    """A resume is not asked of them, however soon it comes; the trainer hears why."""
+    scene = Scene(2)
+    pause_id = paused(scene)
+    scene.trainer.run(scene.trainer.ask(Sleep(pause_id, 2)))
+    assert scene.world.run_until(lambda: not scene.trainer.busy)
+    scene.world.restart_broker()
+    assert scene.world.run_until(lambda: scene.trainer.joined and scene.world.joined())
+    scene.trainer.run(scene.trainer.pause(hold_ms=0.0))
+    assert scene.world.run_until(lambda: not scene.trainer.busy, within_ms=3000.0)
+    assert code_of(scene.trainer.outcomes[-1]) is NackCode.EMPTY_GROUP
+
+
+@pytest.mark.parametrize("state", ["committing", "aborting"])
+def test_a_resume_that_comes_while_an_update_ends_follows_it(state: str) -> None:
+    """A trainer that was cancelled asks once; nobody is left paused."""
+    scene = Scene(1, 1)
+    if state == "aborting":
+        scene.engine("e1").behaviour.fail_next.add(CallStart)
+        scene.engine("e0").behaviour.slow_ms[CallRestore] = 500.0
+    else:
+        scene.engine("e0").behaviour.slow_ms[CallCommit] = 500.0
+    scene.update()
+    scene.until(UpdateState(state))
+    group = scene.world.held
+    group.command(group.holder, 10**6, group.epoch, Resume(group.pause.update_id), 0.0)  # type: ignore[arg-type]
+    assert group.pause.state is PauseState.PAUSED
+    scene.trainer.kill()
+    scene.rest()
+    assert "e0" in scene.running()
