@@ -157,6 +157,14 @@ class SimTrainer(Scripts):
         self._script = script
         self._advance(None)
 
+    def cancel(self) -> None:
+        """Give the script up where it is: nobody waits for its answers any more."""
+        self._script = None
+        self._waiting = {}
+        self._held = None
+        if self._timer is not None:
+            self._timer.cancel()
+
     # -- asking -----------------------------------------------------------------
 
     def _advance(self, answers: tuple[Message, ...] | None) -> None:
@@ -243,7 +251,4 @@ class SimTrainer(Scripts):
     def _end_of_life(self) -> None:
         self.alive = False
         self.window = None
-        self._script = None
-        self._waiting = {}
-        if self._timer is not None:
-            self._timer.cancel()
+        self.cancel()

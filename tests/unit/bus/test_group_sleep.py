@@ -225,9 +225,8 @@ def test_a_resume_that_comes_while_an_update_ends_follows_it(state: str) -> None
         scene.engine("e0").behaviour.slow_ms[CallCommit] = 500.0
     scene.update()
     scene.until(UpdateState(state))
-    group = scene.world.held
-    group.command(group.holder, 10**6, group.epoch, Resume(group.pause.update_id), 0.0)  # type: ignore[arg-type]
-    assert group.pause.state is PauseState.PAUSED
-    scene.trainer.kill()
+    scene.trainer.cancel()
+    scene.trainer.run(scene.trainer.ask(Resume(scene.world.held.pause.update_id)))
     scene.rest()
+    assert scene.trainer.outcomes[-1].error is None
     assert "e0" in scene.running()
