@@ -183,13 +183,9 @@ class SyncTrainerAgent:
             with contextlib.suppress(Exception, KeyboardInterrupt):
                 block.__exit__(*sys.exc_info())
             raise
-        try:
+        with contextlib.ExitStack() as entered_block:
+            entered_block.push(block)
             yield ack
-        except BaseException:
-            if not block.__exit__(*sys.exc_info()):
-                raise
-        else:
-            block.__exit__(None, None, None)
 
     def _call(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run it in the bus's thread; who is interrupted, waits until it is undone."""

@@ -178,9 +178,8 @@ class Commands:
         if state is PauseState.RESUMING:
             self._group.holding.requests.ask((Step.RESUME, 0), msg_id)
             return []
-        told = self._group.leave_emptied("its weights went in a sleep, and no update came")
-        instructions = self._group.pause.resume(now_ms)
-        return [*told, *self._group.run(msg_id, Step.RESUME, instructions, now_ms)]
+        self._group.holding.requests.ask((Step.RESUME, 0), msg_id)
+        return self._group.resume(now_ms)
 
     def _sleep(self, msg_id: int, message: Sleep, now_ms: float) -> list[Effect]:
         members = self._window(message.update_id)

@@ -140,6 +140,11 @@ class Group:
                 effects.append(self.note("quarantined", self.pause.update_id, "error", fields))
         return effects
 
+    def resume(self, now_ms: float) -> list[Effect]:
+        """End the pause, for all who have weights."""
+        told = self.leave_emptied("its weights went in a sleep, and no update came")
+        return told + self.obey(self.pause.resume(now_ms), now_ms)
+
     # -- the engines ----------------------------------------------------------
 
     def joined(self, peer: Peer, now_ms: float) -> list[Effect]:
@@ -377,8 +382,7 @@ class Group:
         if self.pause.state is not PauseState.PAUSED:
             self.resume_asked = False
         elif (self.orphaned or self.resume_asked) and idle:
-            told = self.leave_emptied("its weights went in a sleep, and no update came")
-            return told + self.obey(self.pause.resume(now_ms), now_ms)
+            return self.resume(now_ms)
         if not self._busy() and self.roster.admit_late():
             return self.serve_waiters(now_ms)
         return []

@@ -150,11 +150,10 @@ class SleepMachine:
     def _round_done(self) -> list[Instruction]:
         assert self.round is not None
         done, self.round = self.round, None
-        failed = self._failure is not None
         if self.state is _S.FALLING:
             self._go(_E.ALL_ASLEEP)
         else:
-            self._go(_E.SOME_FAILED if failed else _E.ALL_AWAKE)
+            self._go(_E.SOME_FAILED if self._failure else _E.ALL_AWAKE)
         if self._failure is not None:
             return [StepFailed(done.step, self._failure)]
         return [StepDone(done.step, done)]

@@ -12,7 +12,7 @@ from bus.messages import NackCode
 from bus.transfer import aligned, decode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from bus.manifest import TensorMeta
     from bus.transfer import Place
@@ -93,6 +93,36 @@ def packed_offsets(tensors: Iterable[TensorMeta]) -> list[int]:
     for meta in tensors:
         offsets.append(offsets[-1] + aligned(meta.size_bytes))
     return offsets
+
+
+def views_of(
+    memory: torch.Tensor, offsets_bytes: Sequence[int], tensors: Sequence[TensorMeta]
+) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a packed chunk, where their offsets say, without a copy.
+
+    Raises:
+        EngineError: code ``transfer_failed``: another number of offsets, or one ends behind the
+            buffer.
+    """
+    if len(offsets_bytes) != len(tensors):
+        raise transfer_failed(f"{len(offsets_bytes)} offsets for {len(tensors)} tensors")
+    return [
+        (meta.name, view_of(memory, offset, meta))
+        for meta, offset in zip(tensors, offsets_bytes, strict=True)
+    ]
+
+
+def check_broadcast(size_bytes: int, expected_bytes: int, room_bytes: int) -> None:
+    """A packed broadcast is of the chunk that was announced, and fits.
+
+    Raises:
+        EngineError: code ``transfer_failed``, with all three sizes.
+    """
+    if size_bytes != expected_bytes or size_bytes > room_bytes:
+        raise transfer_failed(
+            f"a broadcast of {size_bytes} bytes for tensors that take {expected_bytes}, "
+            f"with room for {room_bytes}"
+        )
 
 
 def view_of(memory: torch.Tensor, offset_bytes: int, meta: TensorMeta) -> torch.Tensor:

@@ -10,7 +10,14 @@ import torch.distributed as dist
 import bus.gloo
 from bus import rendezvous
 from bus.transfer import GlooChunk, GlooInit
-from sidecar.transfer.base import Receiver, decoded, packed_offsets, transfer_failed, view_of
+from sidecar.transfer.base import (
+    Receiver,
+    check_broadcast,
+    decoded,
+    packed_offsets,
+    transfer_failed,
+    views_of,
+)
 
 if TYPE_CHECKING:
     from bus.manifest import TensorMeta
@@ -45,21 +52,14 @@ class GlooReceiver(Receiver):
         # Before anything that could leave the others waiting for this rank.
         if self._group is None:
             raise transfer_failed("the communicator is not open")
-        if chunk.size_bytes != offsets[-1] or chunk.size_bytes > self._memory.numel():
-            raise transfer_failed(
-                f"a broadcast of {chunk.size_bytes} bytes for tensors that take {offsets[-1]}, "
-                f"with room for {self._memory.numel()}"
-            )
+        check_broadcast(chunk.size_bytes, offsets[-1], self._memory.numel())
         if chunk.size_bytes:
             try:
                 bus.gloo.broadcast(dist, self._group, self._memory[: chunk.size_bytes])
             except RuntimeError as error:
                 self.close()  # what comes next in it belongs to nothing
                 raise transfer_failed(f"the broadcast broke: {rendezvous.reason(error)}") from error
-        return [
-            (meta.name, view_of(self._memory, offset, meta))
-            for meta, offset in zip(tensors, offsets, strict=False)
-        ]
+        return views_of(self._memory, offsets[:-1], tensors)
 
     def close(self) -> None:
         self._group = None

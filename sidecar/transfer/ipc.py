@@ -12,7 +12,7 @@ import torch
 
 from bus import cuda
 from bus.transfer import IpcChunk, IpcInit, IpcTensors
-from sidecar.transfer.base import Receiver, decoded, transfer_failed, view_of
+from sidecar.transfer.base import Receiver, decoded, transfer_failed, view_of, views_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,13 +96,7 @@ class IpcReceiver(Receiver):
     ) -> list[tuple[str, torch.Tensor]]:
         if chunk.buffer >= len(self._buffers):
             raise transfer_failed(f"buffer {chunk.buffer} of {len(self._buffers)}")
-        if len(chunk.offsets_bytes) != len(tensors):
-            raise transfer_failed(f"{len(chunk.offsets_bytes)} offsets for {len(tensors)} tensors")
-        memory = self._buffers[chunk.buffer].memory
-        return [
-            (meta.name, view_of(memory, offset, meta))
-            for meta, offset in zip(tensors, chunk.offsets_bytes, strict=True)
-        ]
+        return views_of(self._buffers[chunk.buffer].memory, chunk.offsets_bytes, tensors)
 
     def _lent(self, meta: TensorMeta, index: int, offset_bytes: int) -> torch.Tensor:
         if not meta.size_bytes:

@@ -11,7 +11,14 @@ import bus.nccl
 from bus import rendezvous
 from bus.cuda import nccl_version
 from bus.transfer import NcclChunk, NcclInit
-from sidecar.transfer.base import Receiver, decoded, packed_offsets, transfer_failed, view_of
+from sidecar.transfer.base import (
+    Receiver,
+    check_broadcast,
+    decoded,
+    packed_offsets,
+    transfer_failed,
+    views_of,
+)
 
 if TYPE_CHECKING:
     from bus.manifest import TensorMeta
@@ -83,17 +90,10 @@ class NcclReceiver(Receiver):
         self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, communicator: bus.nccl.Communicator
     ) -> list[tuple[str, torch.Tensor]]:
         offsets = packed_offsets(tensors)
-        if chunk.size_bytes != offsets[-1] or chunk.size_bytes > self._memory.numel():
-            raise transfer_failed(
-                f"a broadcast of {chunk.size_bytes} bytes for tensors that take {offsets[-1]}, "
-                f"with room for {self._memory.numel()}"
-            )
+        check_broadcast(chunk.size_bytes, offsets[-1], self._memory.numel())
         if chunk.size_bytes:
             self._broadcast(communicator, [self._memory[: chunk.size_bytes]])
-        return [
-            (meta.name, view_of(self._memory, offset, meta))
-            for meta, offset in zip(tensors, offsets, strict=False)
-        ]
+        return views_of(self._memory, offsets[:-1], tensors)
 
     def _one_by_one(
         self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, communicator: bus.nccl.Communicator

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bus.transfer import SHM_FOLDER, ShmChunk, ShmInit
-from sidecar.transfer.base import Receiver, decoded, transfer_failed, view_of
+from sidecar.transfer.base import Receiver, decoded, transfer_failed, views_of
 
 if TYPE_CHECKING:
     from bus.manifest import TensorMeta
@@ -42,13 +42,7 @@ class ShmReceiver(Receiver):
             raise transfer_failed(
                 f"segment {chunk.segment} of {len(self._segments)}: open the ring first"
             )
-        if len(chunk.offsets_bytes) != len(tensors):
-            raise transfer_failed(f"{len(chunk.offsets_bytes)} offsets for {len(tensors)} tensors")
-        segment = self._segments[chunk.segment]
-        return [
-            (meta.name, view_of(segment, offset, meta))
-            for meta, offset in zip(tensors, chunk.offsets_bytes, strict=True)
-        ]
+        return views_of(self._segments[chunk.segment], chunk.offsets_bytes, tensors)
 
     def close(self) -> None:
         self._segments = []

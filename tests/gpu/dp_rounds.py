@@ -33,6 +33,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 import aiohttp
 import torch
 
+from tests.gpu.serving import CPU_ENV
 from trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ async def bus(options: argparse.Namespace, folder: Path, logs: Path) -> AsyncIte
         ],
         stdout=subprocess.DEVNULL,
         stderr=_log(logs / "ranks.log"),
-        env={**os.environ, **(_CPU_ENV if options.cpu else {})},
+        env={**os.environ, **(CPU_ENV if options.cpu else {})},
     )
     try:
         yield address
@@ -164,13 +165,6 @@ async def bus(options: argparse.Namespace, folder: Path, logs: Path) -> AsyncIte
                 await asyncio.to_thread(process.wait, 90)
             process.kill()
             process.wait()
-
-
-_CPU_ENV: Final = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 def _log(path: Path) -> IO[bytes]:

@@ -29,11 +29,11 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from urllib.request import Request, urlopen
 
 import torch
 
 from tests.gpu.register import register
+from tests.gpu.serving import CPU_ENV, Served, served
 from tests.support import pair_plugin
 from trainer_agent import SyncTrainerAgent
 
@@ -43,16 +43,8 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).resolve().parents[2]
 LIMIT_S: Final = 225.0
 ROUND_S: Final = 45.0
-ASK_S: Final = 30.0
 STOP_S: Final = 15.0
-TOKENS: Final = 48
-PROMPTS: Final = ([5, 17, 99, 3, 42, 7], [11, 200, 13], [250, 1, 1, 2, 3, 5, 8, 13, 21])
 CHECKPOINTS: Final = 3  # what engines boot with, and two to be sent
-_CPU_ENV: Final = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -220,7 +212,7 @@ def environment(folder: Path, *, cpu: bool) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([*path, *([more] if more else [])]),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        **(_CPU_ENV if cpu else {}),
+        **(CPU_ENV if cpu else {}),
     }
 
 
@@ -247,36 +239,6 @@ def gpu(index: int) -> dict[str, str]:
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = seen.split(",") if seen else [str(i) for i in range(torch.cuda.device_count())]
     return {"CUDA_VISIBLE_DEVICES": names[index]}
-
-
-# -- what an engine serves ------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Served:
-    """Tokens of each prompt, and sums of each tensor."""
-
-    tokens: list[list[int]]
-    sums: dict[str, str]
-
-
-def served(url: str) -> Served:
-    """What the engine at ``url`` serves now."""
-    tokens = []
-    for prompt in PROMPTS:
-        sampling = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
-        answer = _post(
-            f"{url}/inference/v1/generate", {"token_ids": prompt, "sampling_params": sampling}
-        )
-        tokens.append(list(answer["choices"][0]["token_ids"]))
-    return Served(tokens, _post(f"{url}/weight_checker", {"action": "checksum"})["checksums"])
-
-
-def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    asked = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urlopen(asked, timeout=ASK_S) as response:
-        answer: dict[str, Any] = json.load(response)
-        return answer
 
 
 # -- rounds ---------------------------------------------------------------------------
@@ -308,9 +270,9 @@ def update(
 def judge(outcome: Outcome, before: Served, after: Served, fresh: Served) -> None:
     """Does it serve what the fresh one does, and not what it did before?"""
     equal = sum(a == b for a, b in zip(after.tokens, fresh.tokens, strict=True))
-    same = sum(after.sums.get(name) == value for name, value in fresh.sums.items())
+    same = sum(after.checksums.get(name) == value for name, value in fresh.checksums.items())
     outcome.tokens = f"{equal} of {len(fresh.tokens)}"
-    outcome.sums = f"{same} of {len(fresh.sums)}"
+    outcome.sums = f"{same} of {len(fresh.checksums)}"
     outcome.changed = after.tokens != before.tokens
     right = after == fresh and outcome.changed and outcome.verified == "unsupported"
     outcome.result = "equal" if right else "DIFFERS"

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-PROMPTS: Final = ([5, 17, 99, 3, 42, 7], [11, 200, 31, 8])
-TOKENS: Final = 32
+PROMPTS: Final = ([5, 17, 99, 3, 42, 7], [11, 200, 13], [250, 1, 1, 2, 3, 5, 8, 13, 21])
+TOKENS: Final = 48
 _ANSWER_S: Final = 60.0
-_CPU_ENV: Final = {
+CPU_ENV: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
@@ -84,7 +84,7 @@ class Serving:
             *("--skip-tokenizer-init", "--enforce-eager", "--max-num-seqs=8"),
             *("--max-model-len=1024", f"--tensor-parallel-size={len(spec.gpus) // spec.ranks}"),
         ]
-        environment = dict(_CPU_ENV)
+        environment = dict(CPU_ENV)
         if self._device == "cpu":
             server.append("--dtype=float32")
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
@@ -46,7 +47,6 @@ from bus.testing.sim_world import GROUP, SimWorld
 from bus.testing.watch import Watch
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Callable, Sequence
 
     from bus.testing.sim_trainer import SimTrainer
@@ -57,6 +57,12 @@ class Schedulable(Protocol):
 
     @property
     def actions(self) -> tuple[Any, ...]: ...
+
+
+class Runs(Protocol):
+    """It plays one schedule."""
+
+    def run(self) -> None: ...
 
 
 S = TypeVar("S", bound=Schedulable)
@@ -84,11 +90,19 @@ SHARE: Final = float(os.environ.get("WAVEBUS_MODEL_SHARE", "1"))
 SETTLE_MS: Final = 120_000.0
 
 
-def play_all(count: int, build: Callable[[random.Random], S], play: Callable[[S], None]) -> None:
-    """Play what ``build`` makes of the seeds 0 to ``count``: the same on every machine.
+def play_all(
+    count: int, build: Callable[[random.Random], S], player: Callable[[S, Counter[str]], Runs]
+) -> Counter[str]:
+    """Have a new ``player`` run what ``build`` makes of each of the seeds 0 to ``count``, the same
+    on every machine; return which states all of them reached.
 
     ``WAVEBUS_SHRINK=1`` leaves out of the first schedule that fails every action that it can.
     """
+    reach: Counter[str] = Counter()
+
+    def play(schedule: S) -> None:
+        player(schedule, reach).run()
+
     for seed in range(max(1, int(count * SHARE))):
         schedule = build(random.Random(seed))
         try:
@@ -98,6 +112,7 @@ def play_all(count: int, build: Callable[[random.Random], S], play: Callable[[S]
                 schedule = _shrunk(schedule, play)
             error.add_note(f"schedule of seed {seed}: {schedule}")
             raise
+    return reach
 
 
 def _shrunk(schedule: S, play: Callable[[S], None]) -> S:

@@ -3,9 +3,7 @@ and restarted under the same name, brokers restarted, and rivals at the door."""
 
 from __future__ import annotations
 
-from collections import Counter
-
-from tests.model._play import Play, Schedule, play_all, reached, schedules
+from tests.model._play import Play, play_all, reached, schedules
 
 KINDS = [
     "kill",
@@ -34,12 +32,7 @@ KINDS = [
 
 def test_one_name_is_one_process_and_one_group_has_one_holder() -> None:
     """Every invariant after every event, in every schedule; and the states were reached."""
-    reach: Counter[str] = Counter()
-
-    def play(schedule: Schedule) -> None:
-        Play(schedule, reach).run()
-
-    play_all(250, schedules(KINDS, most=10, fail=0, longest_ms=3000), play)
+    reach = play_all(250, schedules(KINDS, most=10, fail=0, longest_ms=3000), Play)
     reached(
         reach,
         {

@@ -3,9 +3,7 @@ a half-made pause is recovered forward, and nobody is left behind."""
 
 from __future__ import annotations
 
-from collections import Counter
-
-from tests.model._play import Play, Schedule, play_all, reached, schedules
+from tests.model._play import Play, play_all, reached, schedules
 
 KINDS = [
     "pause",
@@ -36,12 +34,7 @@ KINDS = [
 
 def test_the_pause_is_true_and_recovered_forward() -> None:
     """Every invariant after every event, in every schedule; and the states were reached."""
-    reach: Counter[str] = Counter()
-
-    def play(schedule: Schedule) -> None:
-        Play(schedule, reach).run()
-
-    play_all(300, schedules(KINDS), play)
+    reach = play_all(300, schedules(KINDS), Play)
     reached(
         reach,
         {

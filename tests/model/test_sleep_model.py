@@ -3,9 +3,7 @@ meanwhile. Nobody is resumed with memory or weights missing, or left asleep."""
 
 from __future__ import annotations
 
-from collections import Counter
-
-from tests.model._play import Play, Schedule, play_all, reached, schedules
+from tests.model._play import Play, play_all, reached, schedules
 
 KINDS = [
     "sleep",
@@ -42,12 +40,7 @@ KINDS = [
 
 def test_who_sleeps_is_woken_and_serves_whole_weights() -> None:
     """Every invariant after every event, in every schedule; and the states were reached."""
-    reach: Counter[str] = Counter()
-
-    def play(schedule: Schedule) -> None:
-        Play(schedule, reach).run()
-
-    play_all(350, schedules(KINDS, most=10), play)
+    reach = play_all(350, schedules(KINDS, most=10), Play)
     reached(
         reach,
         {

@@ -3,9 +3,7 @@ weights, each chunk once and in order, versions that only grow."""
 
 from __future__ import annotations
 
-from collections import Counter
-
-from tests.model._play import Play, Schedule, play_all, reached, schedules
+from tests.model._play import Play, play_all, reached, schedules
 
 KINDS = [
     "update",
@@ -43,12 +41,7 @@ KINDS = [
 
 def test_weights_are_never_mixed_and_versions_only_grow() -> None:
     """Every invariant after every event, in every schedule; and the states were reached."""
-    reach: Counter[str] = Counter()
-
-    def play(schedule: Schedule) -> None:
-        Play(schedule, reach).run()
-
-    play_all(300, schedules(KINDS, most=9), play)
+    reach = play_all(300, schedules(KINDS, most=9), Play)
     reached(
         reach,
         {

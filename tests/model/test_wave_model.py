@@ -4,7 +4,6 @@ and resumes over a bad bus. Nothing wedges, and every request ends with all its 
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -23,6 +22,7 @@ from tests.model._play import SETTLE_MS, play_all, reached
 
 if TYPE_CHECKING:
     import random
+    from collections import Counter
 
     from bus.messages import Escalation, PauseMode
     from bus.protocol.waves import DpGroup
@@ -341,12 +341,7 @@ class Play:
 
 def test_no_order_of_requests_and_pauses_wedges_a_group() -> None:
     """Every invariant after every event, in every schedule; and the states were reached."""
-    reach: Counter[str] = Counter()
-
-    def play(schedule: Schedule) -> None:
-        Play(schedule, reach).run()
-
-    play_all(250, schedule, play)
+    reach = play_all(250, schedule, Play)
     reached(
         reach,
         {

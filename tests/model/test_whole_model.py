@@ -3,9 +3,7 @@ is cut, killed, restarted, slow, failing or lost, the broker too."""
 
 from __future__ import annotations
 
-from collections import Counter
-
-from tests.model._play import Play, Schedule, play_all, reached, schedules
+from tests.model._play import Play, play_all, reached, schedules
 
 KINDS = [
     "update",
@@ -46,12 +44,7 @@ KINDS = [
 def test_a_group_comes_back_from_anything() -> None:
     """Every invariant after every event; healed, all that was asked is answered, nobody is
     left paused but the quarantined, and one whole update brings all to one version."""
-    reach: Counter[str] = Counter()
-
-    def play(schedule: Schedule) -> None:
-        Play(schedule, reach).run()
-
-    play_all(350, schedules(KINDS, most=12), play)
+    reach = play_all(350, schedules(KINDS, most=12), Play)
     reached(
         reach,
         {

@@ -70,8 +70,9 @@ class Sender(ABC):
         """Every engine has taken the chunk; its room may be used again."""
 
     def packed_bytes(self, sizes_bytes: Sequence[int]) -> int:
-        """Room that tensors of these sizes take in one chunk."""
-        return sum(map(aligned, sizes_bytes))
+        """Room that tensors of these sizes take in one chunk. Unpacked they take none; the one
+        byte has the transport opened all the same."""
+        return sum(map(aligned, sizes_bytes)) if self.packed else 1
 
     @abstractmethod
     def close(self) -> None:

@@ -78,10 +78,6 @@ class IpcSender(Sender):
     def taken(self, seq: int) -> None:
         self._lent.pop(seq, None)
 
-    def packed_bytes(self, sizes_bytes: Sequence[int]) -> int:
-        """Unpacked, a chunk takes no room; the one byte has the transport opened all the same."""
-        return super().packed_bytes(sizes_bytes) if self.packed else 1
-
     def close(self) -> None:
         """The memory is free at once, whoever of the engines is still there."""
         self._retired = _freed([*self._retired, *self._buffers], self._gpu)

@@ -110,10 +110,6 @@ class NcclSender(Sender):
                 f"the broadcast of chunk {seq} broke: {bus.nccl.reason(error)}"
             ) from error
 
-    def packed_bytes(self, sizes_bytes: Sequence[int]) -> int:
-        """Unpacked, a chunk takes no room; the one byte has the transport opened all the same."""
-        return super().packed_bytes(sizes_bytes) if self.packed else 1
-
     def close(self) -> None:
         """With the store gone, whoever still waits for the others is told so."""
         communicator, self._communicator = self._communicator, None
