@@ -2,15 +2,15 @@
 
 A core that blocks in a collective answers nobody, so what it does must be readable from
 outside: it writes into a small shared page (a file, on tmpfs if there is one), and its
-sidecar reads that. A write is two ``pack_into``, a microsecond or two and no system call:
-first the one of two slots that readers don't look at, then a counter whose last bit says
-which slot is good. So a writer that is interrupted in the middle (by a thread that wants
-the GIL, for milliseconds) keeps no reader waiting; a reader tries again only if two whole
-writes passed under it.
+sidecar reads that. The page has two slots, written in turn, each with the number of its write
+and a checksum: a reader takes the newest slot that is whole. So a writer that is interrupted
+in the middle (by a thread that wants the GIL, for milliseconds) keeps no reader waiting, and
+whole means whole whatever order the stores of a write become visible in. A write costs a
+microsecond or two, and no system call.
 
-Layout: magic ``WBCP``, layout version, counter, and twice: pid, rank, phase, flags, step,
-wave, since (ns of CLOCK_MONOTONIC, the same clock for all processes of a host), waiting,
-running.
+Layout: magic ``WBCP``, layout version, and twice: checksum (CRC-32 of what follows it), pid,
+number of the write, step, wave, since (ns of CLOCK_MONOTONIC, the same clock for all processes
+of a host), waiting, running, rank, phase, flags.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import mmap
 import os
 import struct
 import time
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, get_args
 
@@ -31,14 +32,15 @@ if TYPE_CHECKING:
 
 PAGE_BYTES: Final = 128
 _MAGIC: Final = b"WBCP"
-_LAYOUT: Final = 2
+_LAYOUT: Final = 3
 _HEAD: Final = struct.Struct("<4sI")
-_COUNTER: Final = struct.Struct("@Q")  # native: written by one store, not byte by byte
-_COUNTER_AT: Final = _HEAD.size
-_BODY: Final = struct.Struct("<IHBBQQQII")
-_SLOTS_AT: Final = (_COUNTER_AT + _COUNTER.size, _COUNTER_AT + _COUNTER.size + _BODY.size)
+_SUM: Final = struct.Struct("<I")
+_BODY: Final = struct.Struct("<IQQQQIIHBB")
+_SLOT_BYTES: Final = _SUM.size + _BODY.size
+_SLOTS_AT: Final = (_HEAD.size, _HEAD.size + _SLOT_BYTES)
 _PHASES: Final[tuple[CorePhase, ...]] = get_args(CorePhase)
 _NUMBER: Final = {phase: number for number, phase in enumerate(_PHASES)}
+_WRITE: Final = 1  # where a body has the number of its write
 _READS: Final = 1000
 
 # Flags.
@@ -107,22 +109,21 @@ class CorePage:
 
     def enter(self, phase: CorePhase) -> None:
         """The core begins to do this, now."""
-        memory = self._memory
         self._writes += 1
-        _BODY.pack_into(
-            memory,
-            _SLOTS_AT[self._writes % 2],
+        body = _BODY.pack(
             os.getpid(),
-            self._rank,
-            _NUMBER[phase],
-            self._flags,
+            self._writes,
             self._step,
             self._wave,
             time.monotonic_ns(),
             self._waiting,
             self._running,
+            self._rank,
+            _NUMBER[phase],
+            self._flags,
         )
-        _COUNTER.pack_into(memory, _COUNTER_AT, self._writes)
+        at = _SLOTS_AT[self._writes % 2]
+        self._memory[at : at + _SLOT_BYTES] = _SUM.pack(zlib.crc32(body)) + body
 
     def view(self) -> CoreView:
         """What the page says."""
@@ -169,12 +170,19 @@ def _read(memory: mmap.mmap) -> CoreView:
     if magic != _MAGIC or layout != _LAYOUT:
         raise NoPage(f"not a status page of layout {_LAYOUT} (another version of wavebus?)")
     for _ in range(_READS):
-        (before,) = _COUNTER.unpack_from(memory, _COUNTER_AT)
-        body = _BODY.unpack_from(memory, _SLOTS_AT[before % 2])
-        (after,) = _COUNTER.unpack_from(memory, _COUNTER_AT)
-        if before == after:
-            pid, rank, phase, flags, step, wave, since_ns, waiting, running = body
+        if whole := [body for at in _SLOTS_AT if (body := _slot(memory, at)) is not None]:
+            newest = max(whole, key=lambda body: body[_WRITE])
+            pid, _, step, wave, since_ns, waiting, running, rank, phase, flags = newest
             return CoreView(
                 pid, rank, _PHASES[phase], flags, step, wave, since_ns / 1e9, waiting, running
             )
-    raise NoPage("the page is written faster than it can be read")
+    raise NoPage("no slot is whole: the page is just being made, or written faster than it is read")
+
+
+def _slot(memory: mmap.mmap, at: int) -> tuple[int, ...] | None:
+    """What stands in this slot; None while it is being written."""
+    slot = memory[at : at + _SLOT_BYTES]
+    (checksum,) = _SUM.unpack_from(slot)
+    if zlib.crc32(slot[_SUM.size :]) != checksum:
+        return None
+    return _BODY.unpack_from(slot, _SUM.size)

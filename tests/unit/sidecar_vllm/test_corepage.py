@@ -66,7 +66,8 @@ def test_a_new_core_takes_the_page_over(tmp_path: Path) -> None:
 
 def test_it_can_be_read_at_any_time(tmp_path: Path) -> None:
     """The writer writes as fast as it can, and threads of its own take the GIL from it in the
-    middle; each view is whole: all its numbers are of one write."""
+    middle; each view is whole: all its numbers are of one write, and none is older than what
+    was seen before."""
     program = f"""
 import threading
 from pathlib import Path
@@ -93,13 +94,14 @@ while True:
             assert writer.stdout is not None
             writer.stdout.readline()
             reader = PageReader(tmp_path / "page")
-            seen = set()
+            seen = [0]
             deadline_s = time.monotonic() + 1.5
             while time.monotonic() < deadline_s:
                 view = reader.read()
                 assert view.step == view.wave == view.waiting == view.running
-                seen.add(view.step)
-            assert len(seen) > 10
+                assert view.step >= seen[-1]
+                seen.append(view.step)
+            assert len(set(seen)) > 10
         finally:
             writer.kill()
 
