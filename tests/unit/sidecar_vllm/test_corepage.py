@@ -64,6 +64,28 @@ def test_a_new_core_takes_the_page_over(tmp_path: Path) -> None:
         assert (reader.read().phase, reader.read().step) == ("idle", 0)
 
 
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_write_cut_anywhere_shows_the_one_before(tmp_path: Path, backwards: bool) -> None:
+    """A writer that has come as far as any byte, its stores seen in order or the last first."""
+    with CorePage(tmp_path / "page") as page:
+        page.count(step=1, wave=1)
+        page.enter("step")
+        before, then = page.view(), (tmp_path / "page").read_bytes()
+        page.count(step=2**40 + 2, wave=2**50 + 2, waiting=2, running=2)
+        page.enter("sync")
+        after, now = page.view(), (tmp_path / "page").read_bytes()
+    written = [at for at in range(PAGE_BYTES) if then[at] != now[at]]
+    assert len(written) > 10  # the checksum among them
+    for cut in range(len(written)):
+        page_bytes = bytearray(then)
+        for at in (written[::-1] if backwards else written)[:cut]:
+            page_bytes[at] = now[at]
+        (tmp_path / "cut").write_bytes(page_bytes)
+        assert PageReader(tmp_path / "cut").read() == before
+    (tmp_path / "cut").write_bytes(now)
+    assert PageReader(tmp_path / "cut").read() == after
+
+
 def test_it_can_be_read_at_any_time(tmp_path: Path) -> None:
     """The writer writes as fast as it can, and threads of its own take the GIL from it in the
     middle; each view is whole: all its numbers are of one write, and none is older than what
