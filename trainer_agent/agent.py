@@ -266,7 +266,8 @@ class TrainerAgent:
             PauseFailed: see :meth:`paused`.
             Refused: an engine can't sleep (with code ``wrong_state``, before any does), or
                 failed to; or, when the block ends, no engine could be woken, for want of
-                weights or of memory. One of several that has no room yet is asked again.
+                weights or of memory. One of several is named in the log, and is asked again
+                until it has room.
         """
         async with self.paused(mode=mode, wait_s=wait_s, escalate=escalate):
             yield await self._steps.sleep(level)

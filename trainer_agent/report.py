@@ -16,7 +16,8 @@ class UpdateReport:
     Attributes:
         version: given by the bus; label: the trainer's own.
         engines: how many serve the version.
-        excluded: engines that fell out on the way (dead, or quarantined).
+        excluded: engines that fell out on the way: dead, quarantined, or still paused, since
+            they could not resume (the broker asks those again).
         interrupted: requests that the pause held (frozen, in ``keep``), over all engines.
         arm_ms: the manifest check, before the pause.
         pause_ms: from the first PAUSE_LOCAL to the last engine idle.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 
+import bus.log
 from bus.errors import Refused, UpdateFailed, WavebusError
 from bus.ids import new_update_id
 from bus.messages import (
@@ -46,6 +47,7 @@ class Steps:
         self._lease_ms = lease_ms
         self._timeout_s = timeout_s
         self._ids = 0
+        self._log = bus.log.logger()
         self._window: tuple[str, int] | None = None  # the pause we hold: its id and epoch
 
     @property
@@ -98,12 +100,16 @@ class Steps:
         return done
 
     async def resume(self, update_id: str) -> GroupAck:
-        """Let the group go; who sleeps, wakes."""
+        """Let the group go; who sleeps, wakes. Engines that can't are named in the answer, and
+        in the log: the broker asks them again, while the others serve."""
         self.asleep = False
         try:
-            return await self.step(Resume(update_id))
+            ack = await self.step(Resume(update_id))
         finally:
             self._window = None
+        if ack.excluded:
+            self._log.warning("engines_not_resumed", engines=list(ack.excluded))
+        return ack
 
     async def abort(self, update_id: str) -> None:
         """Give an update up, whoever holds the pause by now: one that nobody goes on with would

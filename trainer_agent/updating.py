@@ -178,7 +178,7 @@ class Update:
             label=label,
             update_id=self.id,
             engines=done.engines,
-            excluded=done.excluded,
+            excluded=tuple(dict.fromkeys((*done.excluded, *(resumed.excluded if resumed else ())))),
             interrupted=pause.in_flight if pause else 0,
             arm_ms=self._armed.duration_ms,
             pause_ms=pause.duration_ms if pause else 0.0,

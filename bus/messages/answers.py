@@ -119,7 +119,8 @@ class AwaitStep:
 class GroupAck:
     """Every engine of the group has done ``step``.
 
-    ``excluded`` names engines that fell out on the way (dead or quarantined).
+    ``excluded`` names engines that fell out on the way: dead, quarantined, or (with
+    ``resume``) still paused, since they could not resume.
     ``in_flight`` is summed over the engines; ``slowest`` is who acked last.
     ``paused_ms`` (with ``resume`` only) is the time from the first PAUSE_LOCAL to
     the last RESUME ack. ``escalated`` names engines whose ``wait`` pause came to its

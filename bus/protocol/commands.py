@@ -205,6 +205,9 @@ class Commands:
     def _wake(self, msg_id: int, message: Wake, now_ms: float) -> list[Effect]:
         members = self._window(message.update_id)
         sleep = self._group.sleep
+        if sleep.state is SleepState.WAKING:  # who asked before may have been cancelled
+            self._group.holding.requests.ask((Step.WAKE, 0), msg_id)
+            return []
         if sleep.round is not None:
             raise wrong_state(f"the group is {sleep.state.value}")
         return self._group.run(msg_id, Step.WAKE, sleep.wake(message, members, now_ms), now_ms)

@@ -20,6 +20,8 @@ Invariants:
 - PAUSE_GLOBAL is asked only after every rank has acked PAUSE_LOCAL, RESUME only
   after every rank has acked PAUSE_GLOBAL: no engine gets a resume without a
   completed pause, and the group is called paused only when every engine in it is.
+- An engine that can't resume holds up nobody: the others' resume is done without it, and the
+  trainer hears its name. It is still paused, and is asked again later (:mod:`bus.protocol.group`).
 - A half-made pause is never undone. What goes wrong on the way (an engine lost or
   refusing, the trainer gone, a resume asked too early, time over) is noted as the
   failure; the pause is completed on whoever is left, and then all resume, once.
@@ -91,6 +93,7 @@ class PauseMachine:
         self.members: dict[str, str] = {}  # engine -> its DP group, of those in this pause
         self.round: Round | None = None
         self.failure: Failure | None = None
+        self.unresumed: dict[str, Failure] = {}  # who fell out of the resume, and why
         self.asked_ms = 0.0
         self.deadline_ms: float | None = None
         self._in_flight = 0
@@ -103,6 +106,7 @@ class PauseMachine:
         self.update_id = message.update_id
         self.members = dict(members)
         self.failure = None
+        self.unresumed = {}
         self.asked_ms = now_ms
         self.deadline_ms = now_ms + message.timeout_ms
         self._asked = message
@@ -177,6 +181,8 @@ class PauseMachine:
         for each in gone:
             del self.members[each]
         self._again.difference_update(gone)
+        if self.state is PauseState.RESUMING:
+            self.unresumed.update(dict.fromkeys(gone, failure))
         if not self.members:
             return self._emptied()
         if self.round is not None:
@@ -243,7 +249,7 @@ class PauseMachine:
         self._go(PauseEvent.EMPTIED)
         self.round = None
         self.deadline_ms = None
-        failure = self.failure or Failure(
+        failure = self.failure or next(iter(self.unresumed.values()), None) or Failure(
             NackCode.EMPTY_GROUP,
             "no engine is left in the pause",
             hint="those that are quarantined wait for an update of all weights",

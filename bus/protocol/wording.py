@@ -75,13 +75,14 @@ def done_ack(
     """The trainer's answer when every engine has done a step, but those ``left_out``."""
     step, current = done.step, done.round
     in_pause = step in WINDOW_STEPS
+    fallen = pause.unresumed if in_pause else update.excluded
     since_ms = pause.asked_ms if step is Step.PAUSE_GLOBAL else current.asked_ms
     return GroupAck(
         step=step,
         update_id=pause.update_id if in_pause else update.update_id,
         version=version if in_pause else update.version,
         engines=current.engines,
-        excluded=left_out if in_pause else tuple({**update.excluded, **dict.fromkeys(left_out)}),
+        excluded=tuple({**fallen, **dict.fromkeys(left_out)}),
         in_flight=current.in_flight,
         slowest=current.slowest,
         slowest_ms=round(current.slowest_ms, 3),

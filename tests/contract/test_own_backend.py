@@ -53,7 +53,7 @@ def test_the_example_runs() -> None:
         [sys.executable, str(EXAMPLE)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         cwd=ROOT,
     )

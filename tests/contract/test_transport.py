@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from bus.runtime.base import ClientTransport, ServerTransport
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 BIG = 8 * 1024 * 1024
 
 

@@ -149,7 +149,7 @@ def test_settings_come_from_file_then_environment_then_flags(bus: Bus, tmp_path:
 
 def test_doctor_prints_what_to_do(bus: Bus) -> None:
     """It finds the broker, shared memory and the clock; --json has a hint for each problem."""
-    answer = run_wavebus("doctor", "--broker", bus.address, "--json", timeout_s=240)
+    answer = run_wavebus("doctor", "--broker", bus.address, "--json", timeout_s=400)
     report = json.loads(answer.stdout)
     assert report["ok"] is (answer.returncode == 0)
     checks = {check["name"]: check for check in report["checks"]}
@@ -162,7 +162,7 @@ def test_demo_runs_a_few_updates(tmp_path: Path) -> None:
     """The demo trains, updates its engines in the middle of requests, and draws a picture."""
     picture = tmp_path / "demo.png"
     answer = run_wavebus(
-        "demo", "--updates", "6", "--json", "--picture", str(picture), timeout_s=170
+        "demo", "--updates", "6", "--json", "--picture", str(picture), timeout_s=400
     )
     assert answer.returncode == 0, answer.stderr
     result = json.loads(answer.stdout)

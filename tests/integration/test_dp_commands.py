@@ -53,7 +53,7 @@ def ranks(bus: Bus, moe: Checkpoint, folder: Path, size: int = 2) -> list[Proc]:
 def test_ranks_serve_take_an_update_and_end(bus: Bus, moe: Checkpoint, tmp_path: Path) -> None:
     """Each serves requests; one update reaches all; SIGTERM ends them in order."""
     started = ranks(bus, moe, tmp_path)
-    (group,) = asyncio.run(fetch_status(bus.address, timeout_s=10)).groups
+    (group,) = asyncio.run(fetch_status(bus.address, timeout_s=60)).groups
     assert {(e.dp_group, e.dp_rank) for e in group.engines} == {("moe", 0), ("moe", 1)}
     found = engines(bus)
     for name in ("e1", "e0"):

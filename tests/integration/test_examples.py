@@ -15,7 +15,7 @@ def test_the_colocated_one_loses_no_token() -> None:
         [sys.executable, str(EXAMPLES / "colocated.py")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         cwd=EXAMPLES.parent,
     )

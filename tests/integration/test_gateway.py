@@ -188,7 +188,7 @@ def test_it_ends_with_its_parent_however_that_ends() -> None:
             check=True,
         ).stdout.split()
         process.signal(signal.SIGKILL)
-        process.wait_event("gateway_ended", timeout_s=5)
+        process.wait_event("gateway_ended", timeout_s=60)
         for child in children:
             with contextlib.suppress(ProcessLookupError):  # the gateway has gone
                 os.kill(int(child), signal.SIGKILL)

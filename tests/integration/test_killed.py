@@ -43,7 +43,7 @@ def generate(endpoint: str, tokens: int = 8) -> list[int]:
 
 def engines(bus: Bus) -> dict[str, EngineView]:
     """The engines as the broker sees them."""
-    status = asyncio.run(fetch_status(bus.address, timeout_s=10))
+    status = asyncio.run(fetch_status(bus.address, timeout_s=60))
     return {engine.name: engine for group in status.groups for engine in group.engines}
 
 

@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from bus.errors import Refused
+from bus.errors import EngineError, Refused
 from bus.messages import NackCode
 from sidecar import Sidecar
 from sidecar.bench.agents import StubEngine
+from sidecar.engine import EngineInfo
 from tests.support.broker import a_broker
 from trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bus.messages import PauseMode
+    from bus.messages import PauseMode, SleepLevel
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 class Broken(StubEngine):
@@ -108,5 +109,122 @@ def test_a_version_outlives_broker_and_engine() -> None:
                 await trainer.wait_for_engines(1)
                 assert await trainer.update_weights(weights) > 3
                 await trainer.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
+
+
+class Sleeper(StubEngine):
+    """Refuses the first ``refusals`` of what resumes it; its pauses return when they are let go."""
+
+    def __init__(self, refusals: int = 0) -> None:
+        self.refusals = refusals
+        self.asleep = False
+        self.pausing = asyncio.Event()
+        self.let_go = asyncio.Event()
+        self.let_go.set()
+        self.running = asyncio.Event()
+
+    async def start(self) -> EngineInfo:
+        return EngineInfo("stub", "test", "none", 0, 1, 1, ("shm",), "", can_sleep=True)
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:  # noqa: ARG002
+        self.running.clear()
+        self.pausing.set()
+        await self.let_go.wait()
+
+    async def sleep(self, level: SleepLevel) -> None:  # noqa: ARG002
+        self.asleep = True
+
+    async def wake(self) -> None:
+        await self.resume()
+        self.asleep = False
+
+    async def resume(self) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise EngineError("no room for the KV cache yet")
+        self.running.set()
+
+
+@contextlib.asynccontextmanager
+async def two_sleepers(one: Sleeper, other: Sleeper | None = None) -> AsyncIterator[TrainerAgent]:
+    async with contextlib.AsyncExitStack() as stack:
+        _, address = await stack.enter_async_context(a_broker())
+        engines = [one] if other is None else [one, other]
+        for engine, name in zip(engines, ("one", "other"), strict=False):
+            await stack.enter_async_context(Sidecar(engine, broker=address, name=name))
+        agent = await stack.enter_async_context(TrainerAgent(address, name="trainer"))
+        await agent.wait_for_engines(len(engines))
+        yield agent
+
+
+def test_one_that_can_not_resume_is_named_and_asked_again() -> None:
+    """The update is committed, the other serves it; the report says who is still paused."""
+
+    async def scenario() -> None:
+        one, other = Sleeper(refusals=1), Sleeper()
+        async with two_sleepers(one, other) as agent:
+            assert await agent.update_weights({"w": torch.zeros(4)}) == 1
+            assert agent.last_update is not None
+            assert agent.last_update.excluded == ("one",)
+            assert other.running.is_set()
+            await one.running.wait()
+            assert await agent.update_weights({"w": torch.ones(4)}) == 2
+            assert agent.last_update.excluded == ()
+
+    asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
+
+
+def test_the_only_one_that_can_not_wake_says_why() -> None:
+    """At the end of the block; and it wakes as soon as it can."""
+
+    async def scenario() -> None:
+        engine = Sleeper(refusals=1)
+        async with two_sleepers(engine) as agent:
+            with pytest.raises(Refused, match="no room for the KV cache yet") as refused:
+                async with agent.asleep():
+                    assert engine.asleep
+            assert refused.value.code is NackCode.ENGINE_FAILED
+            await engine.running.wait()
+            assert not engine.asleep
+
+    asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
+
+
+def test_a_pause_that_is_cancelled_is_completed_and_resumed() -> None:
+    """Whoever cancels it gets its task back when the engines generate again."""
+
+    async def scenario() -> None:
+        engine = Sleeper()
+        engine.let_go.clear()
+        async with two_sleepers(engine) as agent:
+            pausing = asyncio.create_task(agent.paused().__aenter__())
+            await engine.pausing.wait()
+            pausing.cancel()
+            engine.let_go.set()
+            with pytest.raises(asyncio.CancelledError):
+                await pausing
+            assert engine.running.is_set()
+            async with agent.paused():
+                assert not engine.running.is_set()
+
+    asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
+
+
+def test_a_sidecar_that_is_closed_wakes_what_sleeps() -> None:
+    """An engine that runs on is left as it was found."""
+
+    async def scenario() -> None:
+        engine = Sleeper()
+        async with a_broker() as (_, address):
+            sidecar = Sidecar(engine, broker=address, name="engine")
+            await sidecar.start()
+            async with TrainerAgent(address, name="trainer") as agent:
+                await agent.wait_for_engines(1)
+                await agent.asleep().__aenter__()
+                assert engine.asleep
+                await sidecar.close()
+                assert not engine.asleep
+                assert engine.running.is_set()
 
     asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))

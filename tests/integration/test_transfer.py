@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from tests.support.checkpoints import Checkpoint
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 
 
 @pytest.fixture(scope="module")

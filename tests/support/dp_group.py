@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from sidecar.corepage import CoreView
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 _LOOK_S = 0.001
 
 

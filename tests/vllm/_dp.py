@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 BOOT_S = 240
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 OTHER_PROMPT = [9, 8, 7, 6, 5]
 
 

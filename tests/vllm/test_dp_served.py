@@ -82,7 +82,7 @@ class Asked(threading.Thread):
     def run(self) -> None:
         body = json.dumps(self._body).encode()
         request = Request(self._url, body, {"content-type": "application/json"})
-        with urlopen(request, timeout=120) as response:
+        with urlopen(request, timeout=300) as response:
             [choice] = json.load(response)["choices"]
         self.tokens = choice["token_ids"]
 
@@ -99,7 +99,7 @@ def test_pauses_of_the_group_lose_nothing(served: Served) -> None:
 
     async def scenario() -> None:
         async with TrainerAgent(broker=served.address, group="policy") as agent:
-            await agent.wait_for_engines(2, timeout_s=60)
+            await agent.wait_for_engines(2, timeout_s=180)
             for round_ in range(5):
                 asked = [Asked(zero, LONG), Asked(one, LONG)]
                 await asyncio.sleep(0.3 * round_)
@@ -128,7 +128,7 @@ def test_a_sidecar_killed_when_its_rank_alone_is_paused(served: Served) -> None:
 
     async def half_a_pause() -> None:
         async with TrainerAgent(broker=served.address, group="policy") as agent:
-            await agent.wait_for_engines(2, timeout_s=60)
+            await agent.wait_for_engines(2, timeout_s=180)
 
             async def pause() -> None:
                 async with agent.paused(mode="keep"):
@@ -139,7 +139,7 @@ def test_a_sidecar_killed_when_its_rank_alone_is_paused(served: Served) -> None:
             assert not asked.done()
             os.kill(victim["pid"], signal.SIGKILL)
             os.kill(mate["pid"], signal.SIGCONT)
-            await asyncio.wait([asked], timeout=60)
+            await asyncio.wait([asked], timeout=180)
             assert asked.done()
             await asyncio.gather(asked, return_exceptions=True)
 

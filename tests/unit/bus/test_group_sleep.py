@@ -230,3 +230,43 @@ def test_a_resume_that_comes_while_an_update_ends_follows_it(state: str) -> None
     scene.rest()
     assert scene.trainer.outcomes[-1].error is None
     assert "e0" in scene.running()
+
+
+def test_a_wake_that_is_asked_again_is_the_one_under_way() -> None:
+    """Whoever was cancelled while the weights woke may go on in the same pause."""
+    scene = Scene(1, 1)
+    pause_id = paused(scene)
+    scene.trainer.run(scene.trainer.ask(Sleep(pause_id, 1)))
+    assert scene.world.run_until(lambda: not scene.trainer.busy)
+    scene.engine("e0").behaviour.slow_ms[CallWakeWeights] = 500.0
+    scene.trainer.run(scene.trainer.ask(Wake(pause_id)))
+    scene.until(SleepState.WAKING)
+    scene.trainer.cancel()
+    for message in (Wake(pause_id), Resume(pause_id)):
+        scene.trainer.run(scene.trainer.ask(message))
+        assert scene.world.run_until(lambda: not scene.trainer.busy)
+        assert scene.trainer.outcomes[-1].error is None
+    scene.rest()
+    for engine in scene.world.alive:
+        assert [c for c in engine.calls if isinstance(c, CallWakeWeights)] == [CallWakeWeights()]
+    assert scene.running() == {"e0", "e1"}
+
+
+def test_one_that_does_not_wake_with_the_resume_is_asked_again() -> None:
+    """The others run meanwhile, and the trainer's block has ended."""
+    scene = Scene(1, 1)
+    scene.engine("e1").behaviour.fail_next.add(CallResume)
+    nap(scene, 1)
+    assert scene.settled().error is None
+    calls = [c for c in scene.engine("e1").calls if isinstance(c, CallResume)]
+    assert calls == [CallResume(asleep=True)] * 2
+    assert scene.running() == {"e0", "e1"}
+
+
+def test_the_only_one_that_does_not_wake_says_why() -> None:
+    """With its own words, and it is asked again."""
+    scene = Scene(1)
+    scene.engine("e0").behaviour.fail_next.add(CallResume)
+    nap(scene, 1)
+    assert code_of(scene.settled()) is NackCode.ENGINE_FAILED
+    assert scene.running() == {"e0"}

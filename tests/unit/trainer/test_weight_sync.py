@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from trainer_agent.weight_sync import BusWeightSource, BusWeightSyncClient
 
 CHUNK_BYTES = 1 << 14
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
