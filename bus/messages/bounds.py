@@ -48,6 +48,7 @@ Verify: TypeAlias = Literal["off", "sample", "full", "unsupported"]
 # and its weights are gone.
 Phase: TypeAlias = Literal[
     "running",
+    "unsure",
     "pausing",
     "paused",
     "asleep",

@@ -7,7 +7,8 @@
     PAUSING   wait_ms is over  PAUSING   pause(escalate) too, beside the `wait` that drains
     PAUSING   pause returned   PAUSED    ack pause_global, if it was asked; of two pauses
                                          the later return counts
-    PAUSING   pause failed     RUNNING   nack pause_global; of two, if both failed
+    PAUSING   pause failed     UNSURE    nack pause_global; of two, if both failed
+    UNSURE    PAUSE_LOCAL      PAUSING   pause(mode, clear_cache); ack pause_local when issued
     PAUSED    RESUME           RESUMING  resume()
     PAUSING   RESUME           PAUSING   remembered: resume() follows the pause's return
     RESUMING  resume returned  RUNNING   ack resume
@@ -16,8 +17,9 @@
 
 Invariants: an engine gets a resume only after its pause has returned, and one resume
 per pause; paused is acked by that return and by nothing else; doubled commands are
-acked again and call nothing. What sleeps in a pause (:mod:`bus.protocol.engine_sleep`) is
-woken by its resume.
+acked again and call nothing. A pause that failed may have been made all the same: only
+another one, which returns, tells, and until then there is no resume. What sleeps in a
+pause (:mod:`bus.protocol.engine_sleep`) is woken by its resume.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ class EnginePauseState(StrEnum):
     PAUSING = "pausing"
     PAUSED = "paused"
     RESUMING = "resuming"
+    UNSURE = "unsure"
 
 
 _S = EnginePauseState
@@ -86,7 +89,7 @@ class EnginePause:
             self._next = (msg_id, message)
             return []
         self.lease_ms = float(message.lease_ms)
-        if self.state is _S.RUNNING:
+        if self.state in (_S.RUNNING, _S.UNSURE):
             self._begin(msg_id, message, now_ms)
         if message.update_id != self.update_id:
             # A new pause; or one that was left behind, half made, is taken over by this one.
@@ -133,7 +136,7 @@ class EnginePause:
 
     def globally(self, msg_id: int, message: PauseGlobal) -> list[SessionEffect]:
         """PAUSE_GLOBAL."""
-        if self.state is _S.RUNNING or message.update_id != self.update_id:
+        if self.state in (_S.RUNNING, _S.UNSURE) or message.update_id != self.update_id:
             raise wrong_state(
                 f"the engine is {self.state.value} (pause {self.update_id or 'none'})", "update_id"
             )
@@ -152,6 +155,8 @@ class EnginePause:
             raise wrong_state("the engine is not paused", "update_id")
         if message.update_id != self.update_id:
             raise wrong_state(f"the engine is in pause {self.update_id}", "update_id")
+        if self.state is _S.UNSURE:
+            raise wrong_state("nobody knows whether the engine is paused", hint="pause it again")
         if self.state is _S.PAUSING:
             self._resume_asked = msg_id
         elif self.state is _S.PAUSED:
@@ -181,8 +186,7 @@ class EnginePause:
         return effects
 
     def pause_failed(self, reply_to: int, failure: Failure) -> list[SessionEffect]:
-        """A pause call raised: the engine could not be paused, and runs. Of two, the other
-        one decides."""
+        """A pause call raised: the engine runs, or does not. Of two, the other one decides."""
         self._pending -= 1
         self._escalate_ms = None
         if self._pending:
@@ -190,7 +194,7 @@ class EnginePause:
         if self._returned:
             self._pending += 1
             return self.pause_returned(0.0)
-        self.state = _S.RUNNING
+        self.state = _S.UNSURE
         reply_to = self._global_asked or reply_to
         self._global_asked = 0
         self._resume_asked = None

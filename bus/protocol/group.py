@@ -186,6 +186,12 @@ class Group:
             stray = Abort(beat.update_id, "nobody is left who would bring its weights")
         elif self.roster.broken(peer.name):
             return []
+        elif self.roster.unsure(peer.name):
+            # A pause of it failed, and may have been made; so all of them are paused first.
+            if beat.phase != "unsure":
+                return []
+            names = self.roster.mates(peer.name)
+            stray = self._complete(beat.update_id)
         elif beat.phase in ("paused", "asleep") and peer.name not in self.roster.staying():
             # Of a DP group, all have paused, or this one would not have; those that
             # have resumed wait for it.

@@ -249,10 +249,14 @@ class PauseMachine:
         self._go(PauseEvent.EMPTIED)
         self.round = None
         self.deadline_ms = None
-        failure = self.failure or next(iter(self.unresumed.values()), None) or Failure(
-            NackCode.EMPTY_GROUP,
-            "no engine is left in the pause",
-            hint="those that are quarantined wait for an update of all weights",
+        failure = (
+            self.failure
+            or next(iter(self.unresumed.values()), None)
+            or Failure(
+                NackCode.EMPTY_GROUP,
+                "no engine is left in the pause",
+                hint="those that are quarantined wait for an update of all weights",
+            )
         )
         return [StepFailed(step, failure) for step in steps]
 

@@ -153,6 +153,10 @@ class Roster:
             self.engines[mate].phase == "running" for mate in self.mates(name)
         )
 
+    def unsure(self, name: str) -> bool:
+        """Whether it, or a rank that it stands with, can't tell if it is paused."""
+        return any(self.engines[mate].phase == "unsure" for mate in self.mates(name))
+
     def quarantine(self, name: str, reason: str) -> None:
         """An engine may hold a part of an update."""
         if name in self.engines:

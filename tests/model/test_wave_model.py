@@ -4,6 +4,7 @@ and resumes over a bad bus. Nothing wedges, and every request ends with all its 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +23,6 @@ from tests.model._play import SETTLE_MS, play_all, reached
 
 if TYPE_CHECKING:
     import random
-    from collections import Counter
 
     from bus.messages import Escalation, PauseMode
     from bus.protocol.waves import DpGroup
@@ -127,6 +127,10 @@ class Wire:
                 if routes - self._asked:
                     raise TruthError("PAUSE_LOCAL is not asked of all ranks at once")
             self._pause = group.pause.state
+            if group.pause.state is PauseState.RUNNING:
+                for name, peer in group.roster.engines.items():
+                    unsure = peer.phase == "paused" and group.roster.unsure(name)
+                    self._reach["paused beside an unsure rank"] += unsure
             for name, dp_group in group.waves.dp_groups.items():
                 self._check_wave(dp_group)
                 self._before[name] = (dp_group.wave.state, dp_group.wave.kept)
@@ -364,3 +368,17 @@ def test_no_order_of_requests_and_pauses_wedges_a_group() -> None:
             "wave down": 10,
         },
     )
+
+
+def test_a_pause_that_raised_although_it_was_made_is_made_again() -> None:
+    """By a rank whose mate is paused, and before a new broker resumes either of them."""
+    actions = (
+        Action(37, "refuse_and_pause", 31),
+        Action(200, "pause", 53),
+        Action(4, "refuse_and_pause", 16),
+        Action(168, "restart_broker", 23),
+    )
+    drawn = Schedule(20916, (2,), 0, 10, 5, 20, reorder=True, actions=actions)
+    reach: Counter[str] = Counter()
+    Play(drawn, reach).run()
+    assert reach["paused beside an unsure rank"] > 0

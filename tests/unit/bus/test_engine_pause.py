@@ -62,6 +62,8 @@ class Driver:
             self.returned()
         if state is _S.RESUMING:
             self.resume()
+        if state is _S.UNSURE:
+            self.failed()
         assert self.pause.state is state
         return self
 
@@ -94,12 +96,12 @@ def test_a_phase_two_that_comes_after_the_return_is_acked_at_once() -> None:
 
 @pytest.mark.parametrize("state", EnginePauseState)
 def test_a_doubled_pause_local_calls_nothing(state: EnginePauseState) -> None:
-    """It is acked again; the engine is called once."""
+    """It is acked again; the engine is called once, unless that has failed."""
     driver = Driver().to(state)
     before = list(driver.calls)
     effects = driver.local(msg_id=9)
-    if state is _S.RUNNING:
-        assert len(driver.calls) == 1
+    if state in (_S.RUNNING, _S.UNSURE):
+        assert driver.calls == [*before, CallPause("keep", True)]
     else:
         assert driver.calls == before
     assert bool(messages(effects)) is (state is not _S.RESUMING)
@@ -127,7 +129,7 @@ def test_resume_is_for_the_pause_under_way(state: EnginePauseState, update_id: s
     """Only a completed pause of this id is resumed; a pending one remembers it."""
     driver = Driver().to(state)
     calls = list(driver.calls)
-    if state is _S.RUNNING or update_id == "u0":
+    if state in (_S.RUNNING, _S.UNSURE) or update_id == "u0":
         with pytest.raises(Declined):
             driver.resume(update_id)
         assert driver.pause.state is state
@@ -160,15 +162,16 @@ def test_a_doubled_resume_calls_once_and_is_acked_again() -> None:
     assert driver.calls.count(CallResume()) == 1
 
 
-def test_a_pause_that_fails_leaves_the_engine_running() -> None:
-    """Whoever waits for phase 2 hears why; the next pause is a new call."""
+def test_a_pause_that_fails_is_made_anew() -> None:
+    """Whoever waits for phase 2 hears why; nobody knows if it was made: no resume follows, and
+    the next pause is a new call."""
     driver = Driver().to(_S.PAUSING)
     driver.globally(msg_id=22)
     driver.resume()
     effects = driver.failed()
     nack = only(effects, Nack)
     assert (nack.step, nack.code) == (Step.PAUSE_GLOBAL, NackCode.ENGINE_FAILED)
-    assert driver.pause.state is _S.RUNNING
+    assert driver.pause.state is _S.UNSURE
     driver.local("u2")
     driver.returned()
     assert CallResume() not in driver.calls
@@ -274,7 +277,7 @@ def test_of_two_pauses_both_may_fail() -> None:
     driver.pause.escalate()
     assert not driver.failed()
     assert only(driver.pause.pause_failed(0, BROKEN), Nack).code is NackCode.ENGINE_FAILED
-    assert driver.pause.state is _S.RUNNING
+    assert driver.pause.state is _S.UNSURE
 
 
 def test_a_resume_waits_for_both_pauses() -> None:

@@ -747,3 +747,14 @@ def test_mates_of_a_rank_that_fell_out_of_a_pause_stay_out_with_it() -> None:
     scene.trainer.run(scene.trainer.ask(Resume("p1")))
     scene.rest()
     assert held.roster.ready() == ["e0", "e1", "e2"]
+
+
+def test_an_engine_whose_pause_failed_is_paused_again_and_resumed() -> None:
+    """It may have been paused all the same; nobody else would ever resume it."""
+    scene = Scene(1, 1)
+    scene.engine("e1").behaviour.fail_next.add(CallPause)
+    scene.pause()
+    assert code_of(scene.settled()) is NackCode.ENGINE_FAILED
+    calls = [type(c) for c in scene.engine("e1").calls if isinstance(c, CallPause | CallResume)]
+    assert calls == [CallPause, CallPause, CallResume]
+    assert scene.running() == {"e0", "e1"}
