@@ -24,11 +24,8 @@ if TYPE_CHECKING:
 HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parents[1]
 PATCHES: Final = sorted(HERE.glob("*.patch"))
-COPIED: Final = (
-    *("bus", "sidecar", "trainer_agent", "pyproject.toml"),
-    *("tests/unit/bus", "tests/model", "tests/support", "tests/integration/test_transfer.py"),
-    "tests/unit/sidecar_vllm/test_corepage.py",
-)
+COPIED: Final = ("bus", "sidecar", "trainer_agent", "tests", "pyproject.toml")
+LEFT: Final = shutil.ignore_patterns("__pycache__", "mutants", "gpu")
 AT_ONCE: Final = 2
 LIMIT_S: Final = 180.0
 SHARE: Final = "0.4"  # of a model's examples
@@ -84,9 +81,8 @@ def run_suite(folder: Path, suite: tuple[str, ...], patch: Path | None = None) -
     """Copy the packages, break them, and run the suite there."""
     for name in COPIED:
         source, target = ROOT / name, folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, target, ignore=LEFT)
         else:
             shutil.copy(source, target)
     if patch is not None:

@@ -118,24 +118,11 @@ while True:
             reader = PageReader(tmp_path / "page")
             seen = [0]
             deadline_s = time.monotonic() + 1.5
-            while time.monotonic() < deadline_s:
+            while time.monotonic() < deadline_s or seen[-1] < 100:
+                assert writer.poll() is None
                 view = reader.read()
                 assert view.step == view.wave == view.waiting == view.running
                 assert view.step >= seen[-1]
                 seen.append(view.step)
-            assert len(set(seen)) > 10
         finally:
             writer.kill()
-
-
-def test_a_write_costs_microseconds(tmp_path: Path) -> None:
-    """A core makes several at each step."""
-    with CorePage(tmp_path / "page") as page:
-        best_s = 1.0
-        for _ in range(5):
-            began_s = time.perf_counter()
-            for number in range(1000):
-                page.count(step=number, wave=0)
-                page.enter("step")
-            best_s = min(best_s, time.perf_counter() - began_s)
-        assert best_s / 1000 < 20e-6
