@@ -300,7 +300,7 @@ def test_a_pause_asked_while_a_resume_is_under_way(tested: UnderTest, pair: Pair
             calls += [rank.order("resume"), rank.order("pause", mode="keep")]
             if rank.rank == 0:
                 await pair.shows(0, phase="barrier")
-        await asyncio.wait_for(asyncio.gather(*calls), 30)
+        await asyncio.wait_for(asyncio.gather(*calls), 120)
 
         resumed = pair.ranks[0].order("resume")
         await pair.shows(0, phase="barrier")
@@ -420,7 +420,7 @@ def test_a_hundred_rounds(tested: UnderTest, pair: Pair) -> None:
                 for rank in dice.sample(pair.ranks, 2):
                     calls.append(rank.order(verb, **args))
                     await asyncio.sleep(dice.choice([0.0, 0.0, 0.01]))
-                await asyncio.wait_for(asyncio.gather(*calls), 30)
+                await asyncio.wait_for(asyncio.gather(*calls), 120)
                 await asyncio.sleep(dice.choice([0.0, 0.05]))
             assert not [task for task in loads if task.done()]
         took_s = time.monotonic() - began_s
