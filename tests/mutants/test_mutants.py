@@ -27,6 +27,7 @@ PATCHES: Final = sorted(HERE.glob("*.patch"))
 COPIED: Final = (
     *("bus", "sidecar", "trainer_agent", "pyproject.toml"),
     *("tests/unit/bus", "tests/model", "tests/support", "tests/integration/test_transfer.py"),
+    *("tests/contract/test_shm_transport.py", "tests/contract/transfer_suite.py"),
 )
 AT_ONCE: Final = 2
 LIMIT_S: Final = 180.0

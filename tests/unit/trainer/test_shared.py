@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from bus.errors import UsageError
 from trainer_agent import share_memory
 from trainer_agent.shared import is_shared, place_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Model(nn.Module):
@@ -64,6 +72,19 @@ def test_what_is_shared_already_stays_where_it_is() -> None:
     places = [place_of(parameter) for parameter in model.parameters()]
     share_memory(model)
     assert [place_of(parameter) for parameter in model.parameters()] == places
+
+
+def test_what_is_spread_over_ranks_is_refused_by_name(tmp_path: Path) -> None:
+    """A rank has a part of it, which is not what is sent."""
+    meeting = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    try:
+        model = nn.Linear(2, 2)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(UsageError, match="weight is on cpu, or spread over ranks"):
+            share_memory(model)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_is_not_in_cpu_memory_is_refused_by_name() -> None:
