@@ -17,7 +17,8 @@ handles: buffers into which chunks are packed, or, unpacked, the tensors' own.
 
 ``shm``: the trainer owns a ring of POSIX shared memory segments on one host. A
 chunk is packed into one segment, every tensor at a multiple of
-:data:`ALIGN_BYTES`.
+:data:`ALIGN_BYTES`. Unpacked, there is no ring: tensors lie in shared memory already, which has no
+name and is found through the trainer's descriptors of it.
 """
 
 from __future__ import annotations
@@ -98,10 +99,11 @@ class GlooChunk:
 
 @dataclass(frozen=True, slots=True)
 class ShmInit:
-    """The ring: names of the segments (files of :data:`SHM_FOLDER`), all of one size."""
+    """The ring: names of the segments (files of :data:`SHM_FOLDER`), all of one size; none, and no
+    size, where tensors stay where they are."""
 
-    segments: Annotated[tuple[SegmentName, ...], Meta(min_length=1, max_length=16)]
-    segment_bytes: Size
+    segments: Annotated[tuple[SegmentName, ...], Meta(max_length=16)]
+    segment_bytes: Offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,28 @@ class ShmChunk:
     """Where a chunk lies: index into the ring, and each tensor's offset in bytes."""
 
     segment: Offset
+    offsets_bytes: Offsets
+
+
+@dataclass(frozen=True, slots=True)
+class ShmMemory:
+    """Shared memory without a name: a process's descriptor of it, and what tells that it is this
+    memory, and not another's that has the same numbers where they are looked up."""
+
+    pid: Size
+    descriptor: Offset
+    device: Offset
+    inode: Offset
+    size_bytes: Size
+
+
+@dataclass(frozen=True, slots=True)
+class ShmTensors:
+    """Where the tensors of a chunk are: the memories, and for each tensor in which of them it
+    lies, and how far from its beginning. They are contiguous. What an empty one says is nothing."""
+
+    memories: Annotated[tuple[ShmMemory, ...], Meta(max_length=MAX_TENSORS)]
+    memory_of: Offsets
     offsets_bytes: Offsets
 
 

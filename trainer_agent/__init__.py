@@ -9,10 +9,18 @@ if TYPE_CHECKING:
     from trainer_agent.agent import TrainerAgent
     from trainer_agent.cache import CpuCache
     from trainer_agent.report import UpdateReport
+    from trainer_agent.shared import share_memory
     from trainer_agent.sources import WeightSource
     from trainer_agent.sync import SyncTrainerAgent
 
-__all__ = ["CpuCache", "SyncTrainerAgent", "TrainerAgent", "UpdateReport", "WeightSource"]
+__all__ = [
+    "CpuCache",
+    "SyncTrainerAgent",
+    "TrainerAgent",
+    "UpdateReport",
+    "WeightSource",
+    "share_memory",
+]
 
 _HOMES: Final = {
     "CpuCache": "trainer_agent.cache",
@@ -20,6 +28,7 @@ _HOMES: Final = {
     "TrainerAgent": "trainer_agent.agent",
     "UpdateReport": "trainer_agent.report",
     "WeightSource": "trainer_agent.sources",
+    "share_memory": "trainer_agent.shared",
 }
 
 

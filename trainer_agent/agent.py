@@ -73,8 +73,9 @@ class TrainerAgent:
         chunk_bytes: at most so much is in one chunk. A larger tensor gets a chunk of its own.
         buffers: how many chunks are under way at a time, with memory for each. Default: two, or
             what a backend of your own says.
-        packed: chunks go through buffers. ``nccl`` and ``ipc`` can do without: tensors are then
-            sent from where they are, and must stay as they are until the update ends.
+        packed: chunks go through buffers. ``nccl``, ``ipc``, and ``shm`` with weights in shared
+            memory (:func:`trainer_agent.share_memory`) can do without: tensors are then sent
+            from where they are, and must stay as they are until the update ends.
         device: the GPU that ``nccl`` and ``ipc`` send from. Default: the current one of the
             thread that makes the agent, if it uses one already, or else the first.
         verify: how chunks are checked before engines load them: ``sample`` looks at 4,096 words

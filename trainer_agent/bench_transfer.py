@@ -1,9 +1,10 @@
 """The trainer of ``bench transfer``: a process that makes a model, and sends it on command.
 
-``python -m trainer_agent.bench_transfer ADDRESS GROUP BACKEND FOLDER SHAPE AMOUNT LOOP``. SHAPE is
-``megabytes`` (a few large tensors) or ``tensors`` (many small ones), and AMOUNT is how many. It
-writes the model into FOLDER and says its size, waits for an engine that has loaded it, says so, and
-then answers, by lines on stdin:
+``python -m trainer_agent.bench_transfer ADDRESS GROUP BACKEND FOLDER SHAPE AMOUNT HOW LOOP``. SHAPE
+is ``megabytes`` (a few large tensors) or ``tensors`` (many small ones), and AMOUNT is how many. HOW
+is ``packed``, or ``lent``, where the model lies in shared memory and is sent from there. It writes
+the model into FOLDER and says its size, waits for an engine that has loaded it, says so, and then
+answers, by lines on stdin:
 
 - ``memcpy``: how long it takes to copy as many bytes from one buffer to another.
 - ``update``: how long one update took, and when its parts were, in seconds on
@@ -24,6 +25,7 @@ from bus.runtime import loop
 from bus.runtime.lines import answer, commands
 from trainer_agent.agent import TrainerAgent
 from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
+from trainer_agent.shared import share_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,8 +103,8 @@ class TimedSender:
 class MeasuredAgent(TrainerAgent):
     """A trainer's agent that notes when it put chunks, and when the last one was acked."""
 
-    def __init__(self, broker: str, *, group: str, backend: str) -> None:
-        super().__init__(broker, group=group, backend=backend)
+    def __init__(self, broker: str, *, group: str, backend: str, packed: bool) -> None:
+        super().__init__(broker, group=group, backend=backend, packed=packed)
         self.timed = TimedSender(self._transport.sender)
         self._transport.sender = cast("Sender", self.timed)
 
@@ -121,15 +123,17 @@ class Copy:
 
 
 async def drive(
-    broker: str, group: str, backend: str, folder: Path, shape: Shape, amount: int
+    broker: str, group: str, backend: str, folder: Path, shape: Shape, amount: int, *, lent: bool
 ) -> None:
     """Make the model, hold the group and do what is asked, until stdin ends."""
     model = Policy(MODELS[shape](amount))
     save_checkpoint(model, folder)
+    if lent:
+        share_memory(model)
     sizes = [weight.numel() * weight.element_size() for weight in model.parameters()]
     copy = Copy(sum(sizes))
     answer(size_bytes=sum(sizes), tensors=len(sizes))
-    async with MeasuredAgent(broker, group=group, backend=backend) as agent:
+    async with MeasuredAgent(broker, group=group, backend=backend, packed=not lent) as agent:
         await agent.wait_for_engines(1, timeout_s=BOOT_S)
         answer(ready=True)
         async for command in commands():
@@ -161,8 +165,10 @@ async def _update(agent: MeasuredAgent, model: Policy) -> dict[str, Any]:
 if __name__ == "__main__":
     bus.log.configure(json=True)
     torch.set_num_threads(1)  # a core for the trainer, one for the engine
-    address, group_name, backend_name, target, kind_of_model, count, kind = sys.argv[1:]
+    address, group_name, backend_name, target, kind_of_model, count, how, kind = sys.argv[1:]
     driving = drive(
-        address, group_name, backend_name, Path(target), cast("Shape", kind_of_model), int(count)
+        *(address, group_name, backend_name, Path(target), cast("Shape", kind_of_model)),
+        int(count),
+        lent=how == "lent",
     )
     loop.run(driving, loop=cast("LoopChoice", kind))

@@ -6,16 +6,19 @@ ranks is gathered once, however often it is sent.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import TYPE_CHECKING
 
 import torch
 
 from bus.errors import UsageError
+from bus.transfer import aligned
+from trainer_agent.shared import allocate
 from trainer_agent.sources import as_announced, as_source, tensor_metas
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from bus.manifest import TensorMeta
     from trainer_agent.sources import Weights
@@ -33,11 +36,16 @@ class CpuCache:
 
     Args:
         weights: stored at once; None: nothing yet.
+        shared: in shared memory, from where ``shm`` sends with ``packed=False`` and no copy; not
+            pinned for a GPU then.
         keep: False on ranks other than 0 of a trainer of several: they gather with the others in
             :meth:`store`, and have nothing to send.
     """
 
-    def __init__(self, weights: Weights | None = None, *, keep: bool = True) -> None:
+    def __init__(
+        self, weights: Weights | None = None, *, shared: bool = False, keep: bool = True
+    ) -> None:
+        self._shared = shared
         self._keep = keep
         self._metas: list[TensorMeta] = []
         self._memory: list[torch.Tensor] = []
@@ -64,7 +72,8 @@ class CpuCache:
             if self._passes:
                 raise UsageError("the cache is being sent: await the update first")
             if metas != self._metas:
-                self._memory = [_room(meta) for meta in metas] if self._keep else []
+                rooms = _shared_rooms if self._shared else _rooms
+                self._memory = rooms(metas) if self._keep else []
             self._metas = []
             for place, (_, tensor) in enumerate(as_announced(metas, iter(source))):
                 if self._keep:
@@ -93,7 +102,20 @@ class CpuCache:
                 self._passes -= 1
 
 
-def _room(meta: TensorMeta) -> torch.Tensor:
+def _rooms(metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
     """Pinned where there is a GPU, which copies faster to and from that."""
-    dtype: torch.dtype = getattr(torch, meta.dtype)
-    return torch.empty(meta.shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+    pinned = torch.cuda.is_available()
+    return [
+        torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), pin_memory=pinned)
+        for meta in metas
+    ]
+
+
+def _shared_rooms(metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
+    """All in one piece of shared memory."""
+    starts = [0, *itertools.accumulate(aligned(meta.size_bytes) for meta in metas)]
+    memory = allocate(starts[-1])
+    return [
+        memory[start : start + meta.size_bytes].view(getattr(torch, meta.dtype)).view(meta.shape)
+        for meta, start in zip(metas, starts, strict=False)
+    ]

@@ -191,6 +191,12 @@ def _transfer_table(figures: dict[str, Any]) -> str:
         rows.append(f"  {what:<18}{figures[name]:9.2f} GB/s  {ratio:.2f} x memcpy")
     rows.append(f"  {'whole update':<18}{figures['update_ms']:9.2f} ms")
     rows.append(f"  {'engine paused for':<18}{figures['paused_ms']:9.2f} ms")
+    if "lent_ratio_memcpy" in figures:
+        speed, ratio = figures["lent_transfer_gb_per_s"], figures["lent_ratio_memcpy"]
+        rows.append("the same, lent from shared memory")
+        rows.append(f"  {'transfer and load':<18}{speed:9.2f} GB/s  {ratio:.2f} x memcpy")
+        rows.append(f"  {'whole update':<18}{figures['lent_update_ms']:9.2f} ms")
+        rows.append(f"  {'engine paused for':<18}{figures['lent_paused_ms']:9.2f} ms")
     rows.append(f"{figures['tensors']} small tensors")
     rows.append(f"  {'whole update':<18}{figures['small_update_ms']:9.2f} ms")
     rows.append(f"  {'control plane':<18}{figures['small_control_ms']:9.2f} ms")

@@ -10,6 +10,11 @@ else the host does falls on both alike:
 - **update**: the trainer sends the model over the bus. Of that, *transfer* is the time from the
   start of the first chunk's put to the last chunk's ack: written, told, read and loaded.
 
+Over ``shm`` all that is done twice: with a model in memory of the trainer's own, which is packed
+into the ring, and with one in shared memory (``trainer_agent.share_memory``), which is lent: the
+engine loads from there, and nothing is written. These are two ways to use wavebus, with figures of
+their own.
+
 Then a model of many small tensors, where what counts is the control plane: names, shapes and
 checks. Its time is the update's whole time without the moments in which the sender put, or the
 engine received or loaded. These overlap, so they are counted as moments and not added up: time
@@ -40,6 +45,11 @@ Span: TypeAlias = "tuple[float, float]"
 
 GROUP: Final = "bench"
 _WARM_ROUNDS: Final = 2
+# Of the figures with large tensors, what differs where they are lent.
+_COMPARED: Final = (
+    *("memcpy_gb_per_s", "transfer_gb_per_s", "ratio_memcpy"),
+    *("update_ms", "pause_ms", "paused_ms"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +112,34 @@ async def measure(
         BenchBroken: a process died.
     """
     say(f"few large tensors: {megabytes} MB")
+    large = await _large(backend, megabytes, rounds, loop, lent=False)
+    if backend == "shm":
+        say(f"the same, lent: {megabytes} MB")
+        lent = await _large(backend, megabytes, rounds, loop, lent=True)
+        large |= {f"lent_{name}": lent[name] for name in _COMPARED}
+    say(f"many small tensors: {tensors}")
+    async with _running(backend, "tensors", tensors, loop) as running:
+        sent = running.tensors
+        small = [await running.update() for _ in range(_WARM_ROUNDS + rounds)][_WARM_ROUNDS:]
+    return {
+        "engine": "embedded",
+        "backend": backend,
+        "rounds": rounds,
+        **large,
+        "tensors": sent,
+        "small_update_ms": _median(update.update_ms for update in small),
+        "small_control_ms": _median(update.control_ms for update in small),
+    }
+
+
+async def _large(
+    backend: str, megabytes: int, rounds: int, loop: LoopChoice, *, lent: bool
+) -> dict[str, float]:
+    """Rounds of all three kinds with few large tensors."""
     copies: list[float] = []
     twos: list[float] = []
-    large: list[Round] = []
-    async with _running(backend, "megabytes", megabytes, loop) as running:
+    updates: list[Round] = []
+    async with _running(backend, "megabytes", megabytes, loop, lent=lent) as running:
         size_bytes = running.size_bytes
         for index in range(-_WARM_ROUNDS, rounds):
             copy_ms, two_ms = await running.memcpy_ms(), await running.two_memcpy_ms()
@@ -113,36 +147,31 @@ async def measure(
             if index >= 0:
                 copies.append(copy_ms)
                 twos.append(two_ms)
-                large.append(update)
-    say(f"many small tensors: {tensors}")
-    async with _running(backend, "tensors", tensors, loop) as running:
-        sent = running.tensors
-        small = [await running.update() for _ in range(_WARM_ROUNDS + rounds)][_WARM_ROUNDS:]
+                updates.append(update)
     memcpy, two, transfer = (
         round(size_bytes / statistics.median(times_ms) / 1e6, 3)
-        for times_ms in (copies, twos, [update.transfer_ms for update in large])
+        for times_ms in (copies, twos, [update.transfer_ms for update in updates])
     )
     return {
-        "engine": "embedded",
-        "backend": backend,
         "megabytes": round(size_bytes / 1e6, 1),
-        "rounds": rounds,
         "memcpy_gb_per_s": memcpy,
         "two_memcpy_gb_per_s": two,
         "transfer_gb_per_s": transfer,
         "ratio_memcpy": round(transfer / memcpy, 3),
-        "update_ms": _median(update.update_ms for update in large),
-        "pause_ms": _median(update.pause_ms for update in large),
-        "paused_ms": _median(update.paused_ms for update in large),
-        "tensors": sent,
-        "small_update_ms": _median(update.update_ms for update in small),
-        "small_control_ms": _median(update.control_ms for update in small),
+        "update_ms": _median(update.update_ms for update in updates),
+        "pause_ms": _median(update.pause_ms for update in updates),
+        "paused_ms": _median(update.paused_ms for update in updates),
     }
 
 
 @contextlib.asynccontextmanager
 async def _running(
-    backend: str, shape: Literal["megabytes", "tensors"], amount: int, loop: LoopChoice
+    backend: str,
+    shape: Literal["megabytes", "tensors"],
+    amount: int,
+    loop: LoopChoice,
+    *,
+    lent: bool = False,
 ) -> AsyncIterator[Running]:
     """Broker, trainer and engine, for the length of a block."""
     async with contextlib.AsyncExitStack() as stack:
@@ -154,7 +183,8 @@ async def _running(
         trainer = await stack.enter_async_context(
             worker(
                 "trainer_agent.bench_transfer",
-                *(address, GROUP, backend, checkpoint, shape, amount, loop),
+                *(address, GROUP, backend, checkpoint, shape, amount),
+                *("lent" if lent else "packed", loop),
             )
         )
         made = await trainer.answer()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from bus.manifest import TensorMeta
-    from bus.transfer import Place
+    from bus.transfer import IpcTensors, Place, ShmTensors
 
 T = TypeVar("T")
 
@@ -138,3 +138,43 @@ def view_of(memory: torch.Tensor, offset_bytes: int, meta: TensorMeta) -> torch.
         )
     dtype: torch.dtype = getattr(torch, meta.dtype)
     return memory[offset_bytes:end].view(dtype).view(meta.shape)
+
+
+def check_lent(lent: IpcTensors | ShmTensors, tensors: Sequence[TensorMeta]) -> None:
+    """A handle says for each tensor of the chunk where it lies, and all of it lies there.
+
+    Raises:
+        EngineError: code ``transfer_failed``, with the first tensor that doesn't.
+    """
+    if not len(lent.memory_of) == len(lent.offsets_bytes) == len(tensors):
+        raise transfer_failed(
+            f"{len(lent.memory_of)} memories and {len(lent.offsets_bytes)} offsets for "
+            f"{len(tensors)} tensors"
+        )
+    for meta, index, offset in zip(tensors, lent.memory_of, lent.offsets_bytes, strict=True):
+        if not meta.size_bytes:
+            continue
+        if index >= len(lent.memories):
+            raise transfer_failed(f"memory {index} of {len(lent.memories)}", tensor=meta.name)
+        end, size_bytes = offset + meta.size_bytes, lent.memories[index].size_bytes
+        if end > size_bytes:
+            raise transfer_failed(
+                f"{meta.name} ends at byte {end} of {size_bytes}", tensor=meta.name
+            )
+
+
+def lent_views(
+    memories: Sequence[torch.Tensor],
+    lent: IpcTensors | ShmTensors,
+    tensors: Sequence[TensorMeta],
+    device: torch.device,
+) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a lent chunk, as :func:`check_lent` has passed it, in its ``memories``."""
+    received: list[tuple[str, torch.Tensor]] = []
+    for meta, index, offset in zip(tensors, lent.memory_of, lent.offsets_bytes, strict=True):
+        if meta.size_bytes:
+            received.append((meta.name, view_of(memories[index], offset, meta)))
+        else:
+            dtype: torch.dtype = getattr(torch, meta.dtype)
+            received.append((meta.name, torch.empty(meta.shape, dtype=dtype, device=device)))
+    return received

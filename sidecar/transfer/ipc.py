@@ -12,7 +12,14 @@ import torch
 
 from bus import cuda
 from bus.transfer import IpcChunk, IpcInit, IpcTensors
-from sidecar.transfer.base import Receiver, decoded, transfer_failed, view_of, views_of
+from sidecar.transfer.base import (
+    Receiver,
+    check_lent,
+    decoded,
+    lent_views,
+    transfer_failed,
+    views_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,12 +63,8 @@ class IpcReceiver(Receiver):
         self._unmap_chunk()
         self._chunk = self._map(lent.memories)
         try:
-            return [
-                (meta.name, self._lent(meta, index, offset))
-                for meta, index, offset in zip(
-                    tensors, lent.memory_of, lent.offsets_bytes, strict=True
-                )
-            ]
+            memories = [mapped.memory for mapped in self._chunk]
+            return lent_views(memories, lent, tensors, self.device)
         except BaseException:
             self._unmap_chunk()
             raise
@@ -98,12 +101,6 @@ class IpcReceiver(Receiver):
             raise transfer_failed(f"buffer {chunk.buffer} of {len(self._buffers)}")
         return views_of(self._buffers[chunk.buffer].memory, chunk.offsets_bytes, tensors)
 
-    def _lent(self, meta: TensorMeta, index: int, offset_bytes: int) -> torch.Tensor:
-        if not meta.size_bytes:
-            dtype: torch.dtype = getattr(torch, meta.dtype)
-            return torch.empty(meta.shape, dtype=dtype, device=self.device)
-        return view_of(self._chunk[index].memory, offset_bytes, meta)
-
     def _map(self, memories: Sequence[IpcMemory]) -> list[_Mapped]:
         mapped: list[_Mapped] = []
         if not memories:
@@ -139,26 +136,3 @@ class _Mapped:
     def __init__(self, pointer: int, size_bytes: int, device: torch.device) -> None:
         self.pointer = pointer
         self.memory: torch.Tensor = cuda.as_tensor(torch, pointer, size_bytes, device)
-
-
-def check_lent(lent: IpcTensors, tensors: Sequence[TensorMeta]) -> None:
-    """A handle says for each tensor of the chunk where it lies, and all of it lies there.
-
-    Raises:
-        EngineError: code ``transfer_failed``, with the first tensor that doesn't.
-    """
-    if not len(lent.memory_of) == len(lent.offsets_bytes) == len(tensors):
-        raise transfer_failed(
-            f"{len(lent.memory_of)} memories and {len(lent.offsets_bytes)} offsets for "
-            f"{len(tensors)} tensors"
-        )
-    for meta, index, offset in zip(tensors, lent.memory_of, lent.offsets_bytes, strict=True):
-        if not meta.size_bytes:
-            continue
-        if index >= len(lent.memories):
-            raise transfer_failed(f"memory {index} of {len(lent.memories)}", tensor=meta.name)
-        end, size_bytes = offset + meta.size_bytes, lent.memories[index].size_bytes
-        if end > size_bytes:
-            raise transfer_failed(
-                f"{meta.name} ends at byte {end} of {size_bytes}", tensor=meta.name
-            )

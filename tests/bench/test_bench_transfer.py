@@ -24,6 +24,9 @@ def test_figures_agree_with_each_other() -> None:
     assert figures["two_memcpy_gb_per_s"] > 0
     quotient = figures["transfer_gb_per_s"] / figures["memcpy_gb_per_s"]
     assert figures["ratio_memcpy"] == pytest.approx(quotient, abs=0.001)
+    lent = figures["lent_transfer_gb_per_s"] / figures["lent_memcpy_gb_per_s"]
+    assert figures["lent_ratio_memcpy"] == pytest.approx(lent, abs=0.001)
+    assert 0 < figures["lent_pause_ms"] < figures["lent_paused_ms"] < figures["lent_update_ms"]
     assert 0 < figures["pause_ms"] < figures["paused_ms"] < figures["update_ms"]
     assert 0 < figures["small_control_ms"] < figures["small_update_ms"]
 

@@ -21,6 +21,7 @@ from bus.manifest import Manifest
 from bus.messages import NackCode
 from bus.transfer import NO_PLACE
 from tests.support.push import Push, plan
+from trainer_agent import CpuCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -122,13 +123,15 @@ async def update(
     *,
     recover: bool = False,
     backend: str = "shm",
+    lent: bool = False,
 ) -> None:
     """Send them to the paused engine and commit them, as the next version."""
     push = Push(
         under_test.engine,
-        weights,
+        dict(CpuCache(weights, shared=True)) if lent else weights,
         manifest or plan(weights, MANY_BYTES),
         backend=backend,
+        packed=not lent,
         workers=under_test.workers,
     )
     await push.whole(under_test.version + 1, recover=recover)
@@ -352,10 +355,10 @@ class EngineContract:
         assert len(result.tokens) == under_test.long_tokens
         assert [version for version, _, _ in result.weight_versions] == [before, before + 1]
 
-    @pytest.mark.parametrize("backend", ["shm", "gloo"])
+    @pytest.mark.parametrize(("backend", "lent"), [("shm", False), ("shm", True), ("gloo", False)])
     @pytest.mark.parametrize("chunks", ["one", "seven", "each tensor"])
     def test_an_update_in_any_number_of_chunks(
-        self, under_test: EngineUnderTest, chunks: str, backend: str
+        self, under_test: EngineUnderTest, chunks: str, backend: str, lent: bool
     ) -> None:
         """How the tensors are cut into chunks changes nothing."""
         new = under_test.other_weights(13)
@@ -363,7 +366,7 @@ class EngineContract:
 
         async def scenario() -> None:
             await under_test.engine.pause("keep", clear_cache=True)
-            await update(under_test, new, manifest, backend=backend)
+            await update(under_test, new, manifest, backend=backend, lent=lent)
             await under_test.engine.resume()
             result = await under_test.generate(PROMPT, 16)
             assert result.tokens == under_test.reference(new, PROMPT, 16)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,10 +14,23 @@ import torch
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.transfer import ALONE, NO_PLACE, SHM_FOLDER, SHM_PREFIX, ShmChunk, ShmInit, encode
+from bus.transfer import (
+    ALONE,
+    NO_PLACE,
+    SHM_FOLDER,
+    SHM_PREFIX,
+    ShmChunk,
+    ShmInit,
+    ShmMemory,
+    ShmTensors,
+    decode,
+    encode,
+)
 from sidecar.transfer import make_receiver
-from tests.contract.transfer_suite import METAS, TENSORS, TransferContract
+from tests.contract.transfer_suite import METAS, TENSORS, Ends, TransferContract
+from trainer_agent import shared
 from trainer_agent.sources import meta_of
+from trainer_agent.transfer import make_sender
 from trainer_agent.transfer.shm import ShmSender, sweep
 
 if TYPE_CHECKING:
@@ -41,6 +56,28 @@ class TestContract(TransferContract):
     """What every backend keeps."""
 
     backend = "shm"
+
+
+class TestUnpackedContract(TransferContract):
+    """The same where nothing is packed."""
+
+    backend = "shm"
+
+    @pytest.fixture
+    def ends(self) -> Iterator[Ends]:
+        made = Ends(self.backend)
+        made.sender = make_sender(self.backend, packed=False)
+        yield made
+        made.close()
+
+    def test_a_transport_that_is_not_there_is_refused(self, ends: Ends) -> None:
+        """There is none to be opened; memory that is gone is refused when it is needed."""
+        ends.open(1)
+        handle = ends.sender.put(0, [TENSORS["float32"]])
+        ends.sender.taken(0)
+        with pytest.raises(EngineError, match="can't open") as refused:
+            ends.receiver.receive((METAS[0],), handle)
+        assert refused.value.code is NackCode.TRANSFER_FAILED
 
 
 def test_names_are_gone_as_soon_as_everybody_has_them(sender: ShmSender) -> None:
@@ -99,7 +136,7 @@ def test_segments_of_a_killed_trainer_are_swept(sender: ShmSender) -> None:
         (encode(ShmInit(("wavebus-not-there",), 64)), "one host"),
         (encode({"segments": ["../etc/passwd"], "segment_bytes": 64}), "segments"),
         (encode({"segments": ["wavebus-../x"], "segment_bytes": 64}), "segments"),
-        (encode({"segments": [], "segment_bytes": 64}), "segments"),
+        (encode({"segments": [], "segment_bytes": 64}), "segment_bytes: 64 of 0 segments"),
         (encode({"segments": ["wavebus-x"], "segment_bytes": 0}), "segment_bytes"),
     ],
 )
@@ -124,3 +161,148 @@ def test_bad_handles_are_refused(sender: ShmSender) -> None:
             receiver.receive((meta,), encode(handle))
     with pytest.raises(EngineError, match="ShmChunk"):
         receiver.receive((meta,), b"\x90")
+
+
+# Memory that is lent
+
+
+def in_shared_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of it there, behind some bytes that are none of it."""
+    memory = shared.allocate(64 + tensor.nbytes)
+    copy = memory[64:].view(tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor)
+
+
+def mappings() -> int:
+    """How many mappings of lent memory this process has: the trainer's and the engines'."""
+    with Path("/proc/self/maps").open(encoding="utf-8") as lines:
+        return sum("/memfd:wavebus" in line for line in lines)
+
+
+@pytest.fixture
+def lending() -> Iterator[Ends]:
+    made = Ends("shm")
+    made.sender = make_sender("shm", packed=False)
+    made.open(1)
+    yield made
+    made.close()
+
+
+def test_what_lies_in_shared_memory_is_not_copied(lending: Ends) -> None:
+    """Engines see what the trainer writes there, and none of what they write reaches it."""
+    tensor = in_shared_memory(torch.arange(12.0).reshape(3, 4))
+    meta = meta_of("w", tensor)
+    [(_, got)] = lending.send(0, (meta,), lending.sender.put(0, [tensor]))
+    assert torch.equal(got, tensor)
+    tensor[1, 1] = 77.0
+    assert got[1, 1] == 77.0
+    got[2, 2] = 99.0
+    assert tensor[2, 2] == 10.0
+
+
+def test_a_part_of_what_lies_there_is_not_copied_unless_it_has_gaps(lending: Ends) -> None:
+    whole = in_shared_memory(torch.arange(12.0).reshape(3, 4))
+    parts = [whole[1:], whole[:, 1]]
+    metas = tuple(meta_of(str(place), part) for place, part in enumerate(parts))
+    received = lending.send(0, metas, lending.sender.put(0, parts))
+    whole.zero_()
+    assert [got.tolist() for _, got in received] == [[[0.0] * 4] * 2, [1.0, 5.0, 9.0]]
+
+
+def test_memory_is_mapped_once_and_only_as_long_as_chunks_lie_there(lending: Ends) -> None:
+    """Or the engines would keep the memory of models that are gone."""
+    first, second = in_shared_memory(torch.ones(5)), in_shared_memory(torch.zeros(5))
+    meta = meta_of("w", first)
+    places = set()
+    before = mappings()
+    for seq in range(3):
+        [(_, got)] = lending.send(seq, (meta,), lending.sender.put(seq, [first]))
+        places.add(got.data_ptr())
+        lending.taken(seq)
+    assert len(places) == 1
+    assert mappings() == before + 1
+    del got
+    [(_, got)] = lending.send(3, (meta,), lending.sender.put(3, [second]))
+    assert torch.equal(got, second)
+    assert mappings() == before + 1
+    del got
+    lending.receiver.close()
+    assert mappings() == before
+
+
+def test_memory_goes_with_its_last_tensor() -> None:
+    before, files = mappings(), len(list(Path("/proc/self/fd").iterdir()))
+    part = in_shared_memory(torch.ones(1000))[10:20]
+    assert mappings() == before + 1
+    assert torch.equal(part, torch.ones(10))
+    del part
+    assert (mappings(), len(list(Path("/proc/self/fd").iterdir()))) == (before, files)
+
+
+def _lend_and_wait(handles: multiprocessing.Queue[tuple[bytes, bytes]]) -> None:
+    sender = make_sender("shm", packed=False)
+    params = sender.open(1, ALONE)
+    tensor = in_shared_memory(TENSORS["float32"])
+    handles.put((params, sender.put(0, [tensor])))
+    signal.pause()
+
+
+def test_a_killed_trainer_leaves_nothing_but_what_engines_have_mapped() -> None:
+    """Who has mapped its memory, reads on; who has not, is told by name that it can't."""
+    context = multiprocessing.get_context("spawn")
+    handles: multiprocessing.Queue[tuple[bytes, bytes]] = context.Queue()
+    process = context.Process(target=_lend_and_wait, args=(handles,))
+    process.start()
+    params, handle = handles.get(timeout=60)
+    before = mappings()
+    receiver, late = make_receiver("shm"), make_receiver("shm")
+    for each in (receiver, late):
+        each.open(params, NO_PLACE)
+    [(_, got)] = receiver.receive((METAS[0],), handle)
+    assert torch.equal(got, TENSORS["float32"])
+    process.kill()
+    process.join()
+    assert torch.equal(got, TENSORS["float32"])
+    with pytest.raises(EngineError, match="can't open") as refused:
+        late.receive((METAS[0],), handle)
+    assert refused.value.code is NackCode.TRANSFER_FAILED
+    assert not list(Path(SHM_FOLDER).glob(f"{SHM_PREFIX}{process.pid}-*"))
+    del got
+    receiver.close()
+    assert mappings() == before
+
+
+def test_other_memory_than_the_trainers_is_not_read(lending: Ends) -> None:
+    """Where engines don't see the trainer's processes, its numbers are another's."""
+    tensor = in_shared_memory(torch.ones(5))
+    other = in_shared_memory(torch.zeros(5))
+    meta = meta_of("w", tensor)
+    [memory] = decode(lending.sender.put(0, [tensor]), ShmTensors).memories
+    [others] = decode(lending.sender.put(1, [other]), ShmTensors).memories
+    for wrong in (
+        replace(memory, descriptor=others.descriptor),
+        replace(memory, inode=others.inode),
+        replace(memory, device=memory.device + 1),
+        replace(memory, size_bytes=memory.size_bytes + 1),
+    ):
+        with pytest.raises(EngineError, match="is not the memory that the trainer lends"):
+            lending.receiver.receive((meta,), encode(ShmTensors((wrong,), (0,), (64,))))
+
+
+def test_bad_handles_of_lent_memory_are_refused(lending: Ends) -> None:
+    """Nothing of it is mapped then."""
+    tensor = in_shared_memory(torch.ones(5))
+    meta = meta_of("w", tensor)
+    handle = decode(lending.sender.put(0, [tensor]), ShmTensors)
+    before = mappings()
+    for wrong, word in (
+        (replace(handle, memory_of=(1,)), "memory 1 of 1"),
+        (replace(handle, offsets_bytes=(65,)), "ends at byte 85 of 84"),
+        (replace(handle, offsets_bytes=()), "0 offsets"),
+        (ShmTensors((ShmMemory(0, 0, 0, 0, 1),), (0,), (0,)), "pid"),
+        (ShmChunk(0, (0,)), "ShmTensors"),
+    ):
+        with pytest.raises(EngineError, match=word) as refused:
+            lending.receiver.receive((meta,), encode(wrong))
+        assert refused.value.code is NackCode.TRANSFER_FAILED
+    assert mappings() == before

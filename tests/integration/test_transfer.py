@@ -16,7 +16,7 @@ from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.fsdp import train
 from tests.support.serving import an_engine, assert_serve
-from trainer_agent import TrainerAgent
+from trainer_agent import CpuCache, TrainerAgent, share_memory
 from trainer_agent.transfer import register_sender
 from trainer_agent.transfer.shm import ShmSender
 
@@ -92,7 +92,9 @@ class FlippingSender(ShmSender):
 
     def transfer(self, seq: int) -> None:
         if seq == self.chunk:
-            self._segments[seq % self.depth].memory[0] ^= 1
+            packed = self.packed
+            memory = self._segments[seq % self.depth].memory if packed else self._lent[seq][0]
+            memory.view(torch.uint8).view(-1)[0] ^= 1
 
 
 class UnverifiedSender(ShmSender):
@@ -101,9 +103,10 @@ class UnverifiedSender(ShmSender):
     verifies: ClassVar[bool] = False
 
 
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("chunk", [0, 2])
 def test_a_byte_that_flips_fails_the_update(
-    checkpoint: Checkpoint, chunk: int, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, chunk: int, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensor, chunk and engine are named. With nothing loaded yet the old weights serve on;
     otherwise the engine is quarantined until the next update."""
@@ -118,7 +121,7 @@ def test_a_byte_that_flips_fails_the_update(
             an_engine(checkpoint, broker, "e0") as engine,
         ):
             async with TrainerAgent(
-                broker, backend="shm-flipping", chunk_bytes=1 << 14, verify="full"
+                broker, backend="shm-flipping", packed=packed, chunk_bytes=1 << 14, verify="full"
             ) as agent:
                 await agent.wait_for_engines(1)
                 with pytest.raises(UpdateFailed) as failed:
@@ -135,6 +138,76 @@ def test_a_byte_that_flips_fails_the_update(
                 await assert_serve(checkpoint, new, agent.last_update.version, engine)  # type: ignore[union-attr]
 
     run(scenario())
+
+
+def test_a_model_in_shared_memory_is_lent_to_several_engines(checkpoint: Checkpoint) -> None:
+    """Each takes what is there at the time, without a copy of the trainer's."""
+    model = torch.nn.Module()
+    names = {name: name.replace(".", "/") for name in checkpoint.weights}
+    for name, weight in perturbed(checkpoint.weights, 12).items():
+        model.register_parameter(names[name], torch.nn.Parameter(weight.clone()))
+    share_memory(model)
+    source = {name: model.get_parameter(names[name]).detach() for name in names}
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            TrainerAgent(broker, packed=False, chunk_bytes=1 << 14) as agent,
+            an_engine(checkpoint, broker, "e0") as first,
+            an_engine(checkpoint, broker, "e1") as second,
+        ):
+            await agent.wait_for_engines(2)
+            for version in (1, 2):
+                assert await agent.update_weights(source) == version
+                await assert_serve(checkpoint, source, version, first, second)
+                for weight, new in zip(
+                    source.values(), perturbed(checkpoint.weights, 13).values(), strict=True
+                ):
+                    weight.copy_(new)
+            assert agent.last_update is not None
+            assert (agent.last_update.verified, agent.last_update.engines) == ("sample", 2)
+
+    run(scenario())
+
+
+class StoringSender(ShmSender):
+    """Has the trainer store its next weights, while engines are yet to read these."""
+
+    cache: ClassVar[CpuCache]
+    refused: ClassVar[list[str]]
+
+    def transfer(self, seq: int) -> None:
+        try:
+            self.cache.store({"w": torch.ones(1)})
+        except UsageError as error:  # kept no longer: it holds the update, which holds the cache
+            self.refused.append(f"{seq}: {error}")
+
+
+def test_a_cache_that_is_lent_can_not_be_stored_again_before_the_update_has_ended(
+    checkpoint: Checkpoint,
+) -> None:
+    """Not even when all of it was put; and then it can."""
+    register_sender("shm-storing", StoringSender)
+    register_receiver("shm-storing", ShmReceiver)
+    StoringSender.cache = cache = CpuCache(perturbed(checkpoint.weights, 14), shared=True)
+    refused: list[str] = []
+    StoringSender.refused = refused
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            TrainerAgent(broker, backend="shm-storing", packed=False) as agent,
+            an_engine(checkpoint, broker, "e0") as engine,
+        ):
+            await agent.wait_for_engines(1)
+            for version, seed in ((1, 14), (2, 15)):
+                new = perturbed(checkpoint.weights, seed)
+                cache.store(new)
+                await agent.update_weights(cache)
+                await assert_serve(checkpoint, new, version, engine)
+
+    run(scenario())
+    assert refused == ["0: the cache is being sent: await the update first"] * 2
 
 
 def test_a_backend_that_cannot_verify_says_so(checkpoint: Checkpoint) -> None:

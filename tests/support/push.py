@@ -47,6 +47,7 @@ class Push:
     Args:
         manifest: how it is cut. Default: into ``chunks`` of about as many tensors.
         backend: what sends.
+        packed: through buffers, and not from where the weights are.
         received_by: the receiver's backend, where a test has one of its own.
         workers: how many receivers the engine has.
         verify: which checksums are sent along.
@@ -60,6 +61,7 @@ class Push:
         *,
         chunks: int = 1,
         backend: str = "shm",
+        packed: bool = True,
         received_by: str = "",
         workers: int = 1,
         verify: Verify = "full",
@@ -70,7 +72,7 @@ class Push:
         self._received_by = received_by or backend
         self._workers = workers
         self._verify: Verify = verify
-        self._sender = make_sender(backend)
+        self._sender = make_sender(backend, packed=packed)
 
     async def open(self) -> None:
         """Open both ends."""

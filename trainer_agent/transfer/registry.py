@@ -79,7 +79,7 @@ def make_sender(
     if buffers is not None:
         sender.depth = buffers
     if not packed and not sender.sends_unpacked:
-        raise UsageError(f"packed=False: {backend} always packs; nccl and ipc need not")
+        raise UsageError(f"packed=False: {backend} always packs; shm, nccl and ipc need not")
     sender.packed = packed
     sender.device = device
     return sender

@@ -4,6 +4,11 @@ The trainer creates a ring of segments, the engines map them, and then the names
 are removed at once: the memory lives as long as somebody maps it and no longer,
 whoever is killed. In the short time before that, a segment whose owner died is
 recognised by the advisory lock it no longer holds, and swept by the next trainer.
+
+Unpacked, there is no ring. Tensors that lie in shared memory already
+(:mod:`trainer_agent.shared`) are read by the engines where they are; so they must stay
+as they are until the chunk is applied. Others are copied into shared memory that is
+made for the chunk.
 """
 
 from __future__ import annotations
@@ -13,30 +18,36 @@ import mmap
 import os
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from bus.errors import WavebusError
 from bus.runtime import held
-from bus.transfer import SHM_FOLDER, SHM_PREFIX, ShmChunk, ShmInit, aligned, encode
+from bus.transfer import SHM_FOLDER, SHM_PREFIX, ShmChunk, ShmInit, ShmTensors, aligned, encode
+from trainer_agent import shared
 from trainer_agent.transfer.base import Sender, pack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bus.transfer import World
+    from bus.transfer import ShmMemory, World
 
 
 class ShmSender(Sender):
     """One chunk is written while the engines load the one before."""
 
+    sends_unpacked: ClassVar[bool] = True
+
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
+        self._lent: dict[int, list[torch.Tensor]] = {}
 
     def open(self, chunk_bytes: int, world: World) -> bytes:  # noqa: ARG002 - no collective
         self.close()
         sweep()
+        if not self.packed:
+            return encode(ShmInit((), 0))
         size_bytes = aligned(max(chunk_bytes, 1))
         try:
             for _ in range(self.depth):
@@ -54,14 +65,54 @@ class ShmSender(Sender):
             segment.unlink()
 
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
+        if not self.packed:
+            return self._lend(seq, tensors)
         index = seq % self.depth
         offsets = pack(self._segments[index].memory, tensors)
         return encode(ShmChunk(index, tuple(offsets[:-1])))
+
+    def taken(self, seq: int) -> None:
+        self._lent.pop(seq, None)
 
     def close(self) -> None:
         for segment in self._segments:
             segment.close()
         self._segments = []
+        self._lent = {}
+
+    def _lend(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
+        if not seq:  # what an update that broke off has left
+            self._lent = {}
+        lent = self._lent[seq] = _all_shared(tensors)
+        places: dict[ShmMemory, int] = {}
+        memory_of: list[int] = []
+        offsets: list[int] = []
+        for tensor in lent:
+            memory_index = offset = 0
+            if tensor.numel():
+                memory, offset = shared.place_of(tensor)
+                memory_index = places.setdefault(memory, len(places))
+            memory_of.append(memory_index)
+            offsets.append(offset)
+        return encode(ShmTensors(tuple(places), tuple(memory_of), tuple(offsets)))
+
+
+def _all_shared(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, in shared memory and contiguous; those that are not are copied there."""
+    lent = list(tensors)
+    others = [
+        place
+        for place, tensor in enumerate(tensors)
+        if tensor.numel() and not (tensor.is_contiguous() and shared.is_shared(tensor))
+    ]
+    if others:
+        sizes_bytes = [lent[place].numel() * lent[place].element_size() for place in others]
+        memory = shared.allocate(sum(map(aligned, sizes_bytes)))
+        starts = pack(memory, [lent[place] for place in others])
+        for place, start, size_bytes in zip(others, starts, sizes_bytes, strict=False):
+            whole = memory[start : start + size_bytes]
+            lent[place] = whole.view(lent[place].dtype).view(lent[place].shape)
+    return lent
 
 
 class _Segment:

@@ -115,8 +115,8 @@ def test_a_backends_blob_survives_and_a_wrong_one_is_refused_by_field() -> None:
     assert decode(encode(ring), ShmInit) == ring
     for wrong in (
         encode(ShmInit(("../etc/passwd",), 4096)),
-        encode(ShmInit((), 4096)),
-        encode(ShmInit(("wavebus-1-a",), 0)),
+        encode(ShmInit(("wavebus-1-a",) * 17, 4096)),
+        encode(ShmInit(("wavebus-1-a",), -1)),
         encode(ShmChunk(0, (1,))),
         b"\xc1",
         b"",
