@@ -101,8 +101,8 @@ class TimedSender:
 class MeasuredAgent(TrainerAgent):
     """A trainer's agent that notes when it put chunks, and when the last one was acked."""
 
-    def __init__(self, broker: str, *, group: str, backend: str) -> None:
-        super().__init__(broker, group=group, backend=backend)
+    def __init__(self, broker: str, *, group: str, backend: str, **options: Any) -> None:
+        super().__init__(broker, group=group, backend=backend, **options)
         self.timed = TimedSender(self._transport.sender)
         self._transport.sender = cast("Sender", self.timed)
 

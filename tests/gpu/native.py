@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from tests.gpu.register import register
+from tests.gpu.register import register, register_pair
 from tests.gpu.serving import CPU_ENV, Served, served
 from tests.support import pair_plugin
 from trainer_agent import SyncTrainerAgent
@@ -200,11 +200,7 @@ def environment(folder: Path, *, cpu: bool) -> dict[str, str]:
         register(ROOT, folder)
         path.insert(0, str(folder))
     if cpu:
-        info = folder / "wavebus_pair-0.dist-info"
-        info.mkdir(parents=True, exist_ok=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wavebus-pair\nVersion: 0\n")
-        entry = f"pair = {pair_plugin.__name__}:register\n"
-        (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entry}")
+        register_pair(folder)
         path.insert(0, str(folder))
     more = os.environ.get("PYTHONPATH")
     return {
