@@ -59,7 +59,17 @@ MODELS: Final = {
         head_dim=128,
         max_positions=4096,
     ),
-    "tiny": PolicyConfig(vocab_size=256, max_positions=4096),
+    # 26 million in 91: on a CPU it decodes slowly enough to be followed token by token.
+    "tiny": PolicyConfig(
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_layers=8,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        max_positions=4096,
+    ),
 }
 # How vLLM's own trainer engine tells its client, and what wavebus calls that.
 _ROUTES: Final = {

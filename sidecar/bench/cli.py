@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from bus.commands.options import json_option
-from bus.errors import UsageError
+from bus.errors import UsageError, WavebusError
 from bus.runtime import loop as event_loop
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def pause(*, engine: EngineKind, dp_size: int, rounds: int, as_json: bool) -> No
     type=click.Choice(["8b", "tiny"]),
     default="8b",
     show_default=True,
-    help="vllm: the shape of Qwen3-8B in bf16, or some kilobytes.",
+    help="vllm: the shape of Qwen3-8B, or 26 million parameters; bf16 on GPUs.",
 )
 @click.option(
     "--requests",
@@ -261,6 +261,8 @@ def transfer(
             logs.mkdir(parents=True, exist_ok=True)
         figures = _run(transfer_vllm.measure(plan, kind, _say, logs=logs), kind)
         click.echo(json.dumps(figures) if as_json else transfer_vllm.table(figures))
+        if not figures["weights_arrived"]:
+            raise WavebusError("the servers do not all serve the weights that were sent")
         return
     from sidecar.bench import transfer as measuring  # noqa: PLC0415 - it needs torch
 
