@@ -21,7 +21,7 @@ from sidecar.bench.processes import BenchBroken
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
 
-_PROMPT_TOKENS: Final = 32
+PROMPT_TOKENS: Final = 32
 _DATA: Final = b"data: "
 _END: Final = b"[DONE]"
 
@@ -122,7 +122,7 @@ async def greedy(url: str, tokens: int) -> list[int]:
 
 def prompt_of(index: int) -> list[int]:
     """Another one for each request, of tokens that every vocabulary has."""
-    return [1 + (index * 7 + place * (index + 3)) % 13 for place in range(_PROMPT_TOKENS)]
+    return [1 + (index * 7 + place * (index + 3)) % 13 for place in range(PROMPT_TOKENS)]
 
 
 def longest_gap_ms(came: Iterable[Sequence[float]], since_s: float, until_s: float) -> float:

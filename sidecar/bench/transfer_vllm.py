@@ -42,7 +42,14 @@ import torch
 from bus.errors import UsageError
 from sidecar.bench.processes import Worker, worker
 from sidecar.bench.serving import Settings
-from sidecar.bench.streams import gaps_ms, greedy, longest_gap_ms, percentile, streaming
+from sidecar.bench.streams import (
+    PROMPT_TOKENS,
+    gaps_ms,
+    greedy,
+    longest_gap_ms,
+    percentile,
+    streaming,
+)
 from sidecar.bench.window import Window, window
 from sidecar.launch import free_port
 
@@ -67,7 +74,8 @@ _BEGUN_TOKENS: Final = 8
 _ORDINARY_TOKENS: Final = 40
 _MAX_MODEL_LEN: Final = 1024
 _GREEDY_TOKENS: Final = 24
-_KV_CACHE_BYTES: Final = 6 << 30
+_KV_CACHE_TOKEN_BYTES: Final = 2 * 36 * 8 * 128 * 2  # keys and values of the large model, in bf16
+_KV_CACHE_SPARE: Final = 1.5
 _CPU_ENV: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -392,7 +400,7 @@ def _server_settings(plan: Plan, way: Way, group: str, address: str, model: Path
             else (
                 "--dtype=bfloat16",
                 "--gpu-memory-utilization=0.05",
-                f"--kv-cache-memory-bytes={_KV_CACHE_BYTES}",
+                f"--kv-cache-memory-bytes={_kv_cache_bytes(plan)}",
             )
         ),
     )
@@ -404,6 +412,12 @@ def _server_settings(plan: Plan, way: Way, group: str, address: str, model: Path
     if way == "native":
         return Settings(argv, env)
     return Settings(argv, env, address, group)
+
+
+def _kv_cache_bytes(plan: Plan) -> int:
+    """Enough for all requests at once: one that is put off would make a gap of its own."""
+    tokens = plan.requests * (PROMPT_TOKENS + plan.tokens) + _MAX_MODEL_LEN
+    return int(tokens * _KV_CACHE_TOKEN_BYTES * _KV_CACHE_SPARE)
 
 
 def _second_gpu() -> str:
