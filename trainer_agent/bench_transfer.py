@@ -103,8 +103,8 @@ class TimedSender:
 class MeasuredAgent(TrainerAgent):
     """A trainer's agent that notes when it put chunks, and when the last one was acked."""
 
-    def __init__(self, broker: str, *, group: str, backend: str, packed: bool) -> None:
-        super().__init__(broker, group=group, backend=backend, packed=packed)
+    def __init__(self, broker: str, *, group: str, backend: str, **options: Any) -> None:
+        super().__init__(broker, group=group, backend=backend, **options)
         self.timed = TimedSender(self._transport.sender)
         self._transport.sender = cast("Sender", self.timed)
 

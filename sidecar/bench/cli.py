@@ -7,12 +7,13 @@ import json
 import signal
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from bus.commands.options import json_option
-from bus.errors import UsageError
+from bus.errors import UsageError, WavebusError
 from bus.runtime import loop as event_loop
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from bus.runtime.loop import LoopChoice
     from sidecar.bench.pause import EngineKind
+    from sidecar.bench.transfer_vllm import Device, Model
 
 _NEEDS: Final = ("aiohttp", "fastapi", "uvicorn", "httptools", "torch")
 
@@ -126,54 +128,159 @@ def pause(*, engine: EngineKind, dp_size: int, rounds: int, as_json: bool) -> No
 @bench.command()
 @click.option(
     "--engine",
-    type=click.Choice(["embedded"]),
+    type=click.Choice(["embedded", "vllm"]),
     default="embedded",
     show_default=True,
-    help="What loads the weights.",
+    help="What loads the weights; vllm: real servers, that decode meanwhile.",
 )
 @click.option(
-    "--backend", default="shm", show_default=True, help="How tensors travel: shm (one host)."
+    "--backend",
+    default="",
+    help="How tensors travel. Default: shm; with vllm nccl, or gloo on a CPU.",
 )
 @click.option(
     "--megabytes",
     type=click.IntRange(min=1),
     default=400,
     show_default=True,
-    help="Size of the model of few large tensors.",
+    help="embedded: size of the model of few large tensors.",
 )
 @click.option(
     "--tensors",
     type=click.IntRange(20, 100_000),
     default=40_000,
     show_default=True,
-    help="Tensors of the model of many small ones.",
+    help="embedded: tensors of the model of many small ones.",
 )
 @click.option(
     "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds of each kind."
 )
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    default="cuda",
+    show_default=True,
+    help="vllm: two GPUs, or none.",
+)
+@click.option(
+    "--model-size",
+    type=click.Choice(["8b", "tiny"]),
+    default="8b",
+    show_default=True,
+    help="vllm: the shape of Qwen3-8B, or 26 million parameters; bf16 on GPUs.",
+)
+@click.option(
+    "--requests",
+    type=click.IntRange(1, 256),
+    default=32,
+    show_default=True,
+    help="vllm: requests that decode while the weights come.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(100, 900),
+    default=200,
+    show_default=True,
+    help="vllm: of each request.",
+)
+@click.option(
+    "--native-engine",
+    default="nccl",
+    show_default=True,
+    help="vllm: the trainer and worker engine of vLLM's, or of a plugin, to compare with.",
+)
+@click.option(
+    "--chunk-megabytes",
+    type=click.IntRange(min=1),
+    default=2048,
+    show_default=True,
+    help="vllm: at most so much is in a chunk of wavebus's backend.",
+)
+@click.option(
+    "--packed/--unpacked",
+    default=True,
+    show_default=True,
+    help="vllm: chunks of wavebus's backend go through buffers.",
+)
+@click.option(
+    "--logs",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="vllm: a folder that keeps what all processes log.",
+)
 @json_option
 def transfer(
-    *, engine: str, backend: str, megabytes: int, tensors: int, rounds: int, as_json: bool
+    *,
+    engine: str,
+    backend: str,
+    megabytes: int,
+    tensors: int,
+    rounds: int,
+    device: Device,
+    model_size: Model,
+    requests: int,
+    tokens: int,
+    native_engine: str,
+    chunk_megabytes: int,
+    packed: bool,
+    logs: Path | None,
+    as_json: bool,
 ) -> None:
-    """What an update's transfer costs: its bandwidth beside memcpy's, and its control plane.
+    """What an update's transfer costs: its bandwidth, and its control plane.
 
-    One engine, one trainer, one broker, each in its own process. First few large tensors: updates
-    alternate with plain copies of as many bytes. Then many small ones: what an update takes beside
-    putting, receiving and loading them.
+    embedded: one engine, one trainer, one broker, each in its own process. First few large
+    tensors: updates alternate with plain copies of as many bytes. Then many small ones: what an
+    update takes beside putting, receiving and loading them.
+
+    vllm: updates over the bus, by vLLM's worker engine and by wavebus's, alternate with vLLM's
+    own flow and with a raw broadcast; how long requests stand still, and whose time that is.
     """
-    del engine  # there is one, so far
     _need("torch", "aiohttp")
+    kind = event_loop.chosen("auto")
+    if engine == "vllm":
+        from sidecar.bench import transfer_vllm  # noqa: PLC0415 - it needs torch
+
+        backend = backend or ("nccl" if device == "cuda" else "gloo")
+        plan = transfer_vllm.Plan(
+            model=model_size,
+            device=device,
+            native_engine=native_engine,
+            backend=backend,
+            chunk_bytes=chunk_megabytes * 1_000_000,
+            packed=packed,
+            rounds=rounds,
+            requests=requests,
+            tokens=tokens,
+        )
+        try:
+            plan.check()
+        except UsageError as error:
+            raise click.UsageError(str(error)) from error
+        _known(backend)
+        _need("vllm")
+        if logs is not None:
+            logs.mkdir(parents=True, exist_ok=True)
+        figures = _run(transfer_vllm.measure(plan, kind, _say, logs=logs), kind)
+        click.echo(json.dumps(figures) if as_json else transfer_vllm.table(figures))
+        if not figures["weights_arrived"]:
+            raise WavebusError("the servers do not all serve the weights that were sent")
+        return
     from sidecar.bench import transfer as measuring  # noqa: PLC0415 - it needs torch
-    from sidecar.transfer import available_backends  # noqa: PLC0415 - same
+
+    backend = backend or "shm"
+    _known(backend)
+    figures = _run(measuring.measure(backend, megabytes, tensors, rounds, kind, _say), kind)
+    click.echo(json.dumps(figures) if as_json else _transfer_table(figures))
+
+
+def _known(backend: str) -> None:
+    """It is one of those that this host has."""
+    from sidecar.transfer import available_backends  # noqa: PLC0415 - it needs torch
 
     known = available_backends()
     if backend not in known:
         raise click.BadParameter(
             f"{backend!r}: choose one of {', '.join(known)}", param_hint="--backend"
         )
-    kind = event_loop.chosen("auto")
-    figures = _run(measuring.measure(backend, megabytes, tensors, rounds, kind, _say), kind)
-    click.echo(json.dumps(figures) if as_json else _transfer_table(figures))
 
 
 def _transfer_table(figures: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import resource
 import sys
 import tempfile
@@ -13,7 +14,8 @@ from typing import IO, TYPE_CHECKING, Any, Final
 from bus.errors import UsageError, WavebusError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
+    from pathlib import Path
 
 _ANSWER_S: Final = 120.0
 _GRACE_S: Final = 5.0
@@ -29,10 +31,20 @@ class BenchBroken(WavebusError):
 class Worker:
     """A process driven by lines (see :mod:`bus.runtime.lines`)."""
 
-    def __init__(self, module: str, process: asyncio.subprocess.Process, log: IO[bytes]) -> None:
+    def __init__(
+        self,
+        module: str,
+        process: asyncio.subprocess.Process,
+        log: IO[bytes],
+        *,
+        answer_s: float = _ANSWER_S,
+        grace_s: float = _GRACE_S,
+    ) -> None:
         self._module = module
         self._process = process
         self._log = log
+        self._answer_s = answer_s
+        self._grace_s = grace_s
 
     async def ask(self, command: str) -> dict[str, Any]:
         """Send a line, and return its answer."""
@@ -51,7 +63,7 @@ class Worker:
         assert self._process.stdout is not None
         line = b""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_ANSWER_S):
+            async with asyncio.timeout(self._answer_s):
                 line = await self._process.stdout.readline()
         if not line:
             self._log.seek(0)
@@ -65,7 +77,7 @@ class Worker:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            async with asyncio.timeout(_GRACE_S):
+            async with asyncio.timeout(self._grace_s):
                 await self._process.wait()
         except BaseException:
             with contextlib.suppress(ProcessLookupError):
@@ -75,9 +87,23 @@ class Worker:
 
 
 @contextlib.asynccontextmanager
-async def worker(module: str, *args: object) -> AsyncIterator[Worker]:
-    """Run ``python -m module args`` for the length of a block."""
-    with tempfile.TemporaryFile() as log:
+async def worker(
+    module: str,
+    *args: object,
+    answer_s: float = _ANSWER_S,
+    grace_s: float = _GRACE_S,
+    env: Mapping[str, str] | None = None,
+    log_path: Path | None = None,
+) -> AsyncIterator[Worker]:
+    """Run ``python -m module args`` for the length of a block.
+
+    Args:
+        answer_s: how long each of its answers may take.
+        grace_s: how long it may take to end; then it is killed.
+        env: variables beside those of this process.
+        log_path: where its stderr is kept. Default: its end is told if it breaks, and that is all.
+    """
+    with tempfile.TemporaryFile() if log_path is None else log_path.open("w+b") as log:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -86,9 +112,10 @@ async def worker(module: str, *args: object) -> AsyncIterator[Worker]:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=log,
+            env={**os.environ, **(env or {})},
             limit=1 << 20,
         )
-        started = Worker(module, process, log)
+        started = Worker(module, process, log, answer_s=answer_s, grace_s=grace_s)
         try:
             yield started
         finally:

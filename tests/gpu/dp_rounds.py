@@ -33,6 +33,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 import aiohttp
 import torch
 
+from tests.gpu.checkpoints import make, moe_config
 from tests.gpu.serving import CPU_ENV
 from trainer_agent import TrainerAgent
 
@@ -79,32 +80,10 @@ class Load:
 
 
 def model(folder: Path, *, small: bool) -> dict[str, torch.Tensor]:
-    """A random Qwen3 MoE: its config in ``folder``, and its weights (also saved there)."""
-    import transformers  # noqa: PLC0415 - slow, and only here
-
-    hidden, layers, experts = (64, 2, 4) if small else (1024, 12, 32)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=1024,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=max(2, hidden // 64),
-        num_key_value_heads=max(1, hidden // 256),
-        head_dim=64,
-        num_experts=experts,
-        num_experts_per_tok=2,
-        moe_intermediate_size=hidden,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        dtype="float32" if small else "bfloat16",
-    )
-    torch.manual_seed(7)
-    made = transformers.Qwen3MoeForCausalLM(config)
-    made = made.float() if small else made.bfloat16()
-    made.save_pretrained(folder)
-    return _per_expert(dict(made.state_dict()), experts)
+    """A random Qwen3 MoE, saved in ``folder``; and its weights."""
+    config = moe_config(small=small, vocab_size=1024)
+    made = make(config, folder, 7, "cpu")
+    return _per_expert(dict(made.state_dict()), config.num_experts)
 
 
 def _per_expert(state: dict[str, torch.Tensor], experts: int) -> dict[str, torch.Tensor]:

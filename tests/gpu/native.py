@@ -15,11 +15,8 @@ Without GPUs the same runs with a pair of engines that is made like vLLM's own
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,17 +25,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
-from tests.gpu.register import register
-from tests.gpu.serving import CPU_ENV, Served, served
+from tests.gpu.checkpoints import dense_config, make
+from tests.gpu.register import register, register_pair
+from tests.gpu.serving import EngineSpec, Served, Serving, served
 from tests.support import pair_plugin
 from trainer_agent import SyncTrainerAgent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 LIMIT_S: Final = 225.0
@@ -57,16 +52,6 @@ class Round:
     checkpoint: int
     fields: dict[str, Any]
     chunk_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Booted:
-    """A server: the group that it is alone in, its backend, GPU and checkpoint."""
-
-    group: str
-    backend: str
-    gpu: int
-    checkpoint: int
 
 
 @dataclass
@@ -102,93 +87,16 @@ ON_CPU: Final = (
 
 
 def checkpoints(folder: Path, *, small: bool) -> list[dict[str, torch.Tensor]]:
-    """Random Qwen3 weights, several sets of one model, each saved in a folder by its number."""
-    import transformers  # noqa: PLC0415 - slow, and only here
-
-    hidden, layers, vocabulary = (64, 2, 256) if small else (1024, 28, 32_000)
-    config = transformers.Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 32 if small else 16,
-        num_key_value_heads=hidden // 64 if small else 8,
-        head_dim=32 if small else 128,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        dtype="float32" if small else "bfloat16",
-    )
-    device = "cpu" if small else "cuda:0"
-    with torch.device(device):
-        model = transformers.Qwen3ForCausalLM(config)
-    model = model.float() if small else model.bfloat16()
+    """Random weights, several sets of one model, each saved in a folder by its number."""
     made: list[dict[str, torch.Tensor]] = []
     for number in range(CHECKPOINTS):
-        _randomise(model, number)
-        model.save_pretrained(folder / str(number))
-        made.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        config = dense_config(small=small)
+        model = make(config, folder / str(number), number, "cpu" if small else "cuda:0")
+        made.append({name: p.detach() for name, p in model.named_parameters()})
     return made
 
 
-@torch.no_grad()
-def _randomise(model: torch.nn.Module, seed: int) -> None:
-    first = next(model.parameters())
-    source = torch.Generator(first.device).manual_seed(seed)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=source, device=first.device)
-        fan_in = parameter.shape[-1]
-        scale = noise * 0.1 + 1 if parameter.ndim == 1 else noise * 2 / fan_in**0.5
-        parameter.copy_(scale)
-
-
 # -- processes ------------------------------------------------------------------------
-
-
-class Processes:
-    """Those that this one has started, stopped at the end whatever happens."""
-
-    def __init__(self, logs: Path, environment: Mapping[str, str]) -> None:
-        self.logs = logs
-        self._environment = dict(environment)
-        self._running: list[tuple[str, subprocess.Popen[str]]] = []
-
-    def start(self, name: str, argv: Sequence[str], **env: str) -> subprocess.Popen[str]:
-        """Its stderr goes into a file of the logs."""
-        with (self.logs / f"{name}.log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", *argv],
-                stdout=subprocess.PIPE if name == "broker" else log,
-                stderr=log,
-                text=True,
-                cwd=ROOT,
-                env={**self._environment, **env},
-            )
-        self._running.append((name, process))
-        return process
-
-    def ended(self) -> str:
-        """What has ended, which nothing should; empty if nothing has."""
-        ended = [name for name, process in self._running if process.poll() is not None]
-        return ", ".join(ended)
-
-    def stop(self) -> None:
-        """All; a sidecar stops its server."""
-        for _, process in reversed(self._running):
-            process.send_signal(signal.SIGTERM)
-        until_s = time.monotonic() + STOP_S
-        for _, process in reversed(self._running):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, until_s - time.monotonic()))
-            process.kill()
-            process.wait()
-
-    def tails(self, lines: int = 12) -> Iterator[str]:
-        """The last lines of every log."""
-        for path in sorted(self.logs.glob("*.log")):
-            last = path.read_text(errors="replace").splitlines()[-lines:]
-            yield f"-- {path.name}\n" + "\n".join(last)
 
 
 def environment(folder: Path, *, cpu: bool) -> dict[str, str]:
@@ -200,45 +108,14 @@ def environment(folder: Path, *, cpu: bool) -> dict[str, str]:
         register(ROOT, folder)
         path.insert(0, str(folder))
     if cpu:
-        info = folder / "wavebus_pair-0.dist-info"
-        info.mkdir(parents=True, exist_ok=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wavebus-pair\nVersion: 0\n")
-        entry = f"pair = {pair_plugin.__name__}:register\n"
-        (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entry}")
+        register_pair(folder)
         path.insert(0, str(folder))
     more = os.environ.get("PYTHONPATH")
     return {
-        **os.environ,
         "PYTHONPATH": os.pathsep.join([*path, *([more] if more else [])]),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        **(CPU_ENV if cpu else {}),
     }
-
-
-def server_argv(options: argparse.Namespace, broker: str, booted: Booted, model: Path) -> list[str]:
-    """A sidecar with its server."""
-    transfer = json.dumps({"backend": booted.backend})
-    sized = (
-        ["--dtype=float32"]
-        if options.device == "cpu"
-        # Several servers share a GPU, and none is to take what another has measured as free.
-        else ["--gpu-memory-utilization=0.1", f"--kv-cache-memory-bytes={2 << 30}"]
-    )
-    return [
-        *("bus.cli", "sidecar", "--broker", broker, "--group", booted.group),
-        *("--name", booted.group, "--log-format", "json", "--", sys.executable),
-        *("-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-        *("--skip-tokenizer-init", "--enforce-eager", "--max-num-seqs=8", "--max-model-len=1024"),
-        *("--no-enable-prefix-caching", "--weight-transfer-config", transfer, *sized),
-    ]
-
-
-def gpu(index: int) -> dict[str, str]:
-    """The variable that shows a process one of the GPUs that this one sees."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = seen.split(",") if seen else [str(i) for i in range(torch.cuda.device_count())]
-    return {"CUDA_VISIBLE_DEVICES": names[index]}
 
 
 # -- rounds ---------------------------------------------------------------------------
@@ -290,17 +167,20 @@ class Bench:
         self.figures: dict[str, Any] = {}
         self._folder = folder
         options.logs.mkdir(parents=True, exist_ok=True)
-        self.processes = Processes(options.logs, environment(folder, cpu=self.cpu))
+        variables = environment(folder, cpu=self.cpu)
+        self.serving = Serving(options.device, folder, options.logs, variables)
         self._agents: dict[str, SyncTrainerAgent] = {}
 
-    def engines(self) -> list[Booted]:
-        """Those that are updated, and one fresh one for each checkpoint that is sent."""
+    def engines(self) -> list[EngineSpec]:
+        """Those that are updated, and one fresh one for each checkpoint that is sent; each alone
+        in the group of its name."""
         place = {"nccl": 1, "ipc": 0, "pair": 0}
-        updated = {r.engine: Booted(r.engine, r.engine, place[r.engine], 0) for r in self.rounds}
+        names = dict.fromkeys(r.engine for r in self.rounds)
+        updated = [EngineSpec(n, n, (place[n],), "0", backend=n) for n in names]
         sent = sorted({r.checkpoint for r in self.rounds})
         last = 0 if self.cpu else torch.cuda.device_count() - 1
-        fresh = [Booted(f"fresh-{n}", "wavebus", min(n % 2, last), n) for n in sent]
-        return [*updated.values(), *fresh]
+        fresh = [EngineSpec(f"fresh-{n}", f"fresh-{n}", (min(n % 2, last),), str(n)) for n in sent]
+        return [*updated, *fresh]
 
     def run(self) -> None:
         """All rounds; an outcome says what went wrong, and the others are tried."""
@@ -317,24 +197,21 @@ class Bench:
                 judge(outcome, before, served(urls[this.engine]), fresh[this.checkpoint])
 
     def _boot(self) -> dict[str, str]:
-        broker = self.processes.start(
-            "broker", ["bus.cli", "broker", "--listen", "tcp://127.0.0.1:*"]
-        )
-        assert broker.stdout is not None
-        address = broker.stdout.readline().strip()
-        for booted in self.engines():
-            argv = server_argv(self.options, address, booted, self._folder / str(booted.checkpoint))
-            env = {} if self.cpu else gpu(booted.gpu)
-            self.processes.start(booted.group, argv, **env)
+        self.serving.start_broker()
+        for spec in self.engines():
+            self.serving.start_engine(spec)
         urls: dict[str, str] = {}
-        for booted in self.engines():
+        for spec in self.engines():
             agent = SyncTrainerAgent(
-                address, group=booted.group, name=f"trainer-{booted.group}", timeout_s=ROUND_S
+                self.serving.broker,
+                group=spec.group,
+                name=f"trainer-{spec.group}",
+                timeout_s=ROUND_S,
             )
             agent.connect()
-            self._agents[booted.group] = agent
+            self._agents[spec.group] = agent
             [view] = agent.wait_for_engines(1, timeout_s=self.options.boot_s)
-            urls[booted.group] = view.endpoint
+            urls[spec.group] = view.endpoint
             self.figures["software"] = view.software
         return urls
 
@@ -388,13 +265,14 @@ def main() -> None:
         try:
             pool.submit(bench.run).result(LIMIT_S)
         except TimeoutError:
-            failure = f"not done within {LIMIT_S:g} s; ended: {bench.processes.ended() or 'nobody'}"
+            ended = ", ".join(bench.serving.ended())
+            failure = f"not done within {LIMIT_S:g} s; ended: {ended or 'nobody'}"
         except Exception as error:  # noqa: BLE001 - what there is, is printed all the same
             failure = f"{type(error).__name__}: {error}"
             traceback.print_exc()
         if failure:
-            print("\n".join(bench.processes.tails()))
-        bench.processes.stop()
+            print(bench.serving.tails())
+        bench.serving.stop()
     found = {
         **bench.figures,
         "torch": torch.__version__,

@@ -1,9 +1,10 @@
 """Make a checkout that is not installed known to vLLM and to `wavebus`.
 
-    python -m tests.gpu.register FOLDER
+    python -m tests.gpu.register FOLDER [pair]
 
 writes wavebus's entry points into FOLDER, which must be on PYTHONPATH, as the checkout
-must. For machines that reach no package index.
+must. For machines that reach no package index. With ``pair`` vLLM also finds the worker and
+trainer engine of :mod:`tests.support.pair`, which stand in for its own where there is no CUDA.
 """
 
 from __future__ import annotations
@@ -19,14 +20,26 @@ def register(checkout: Path, folder: Path) -> None:
     lines: list[str] = []
     for group, entries in project["entry-points"].items():
         lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items()), ""]
-    info = folder / f"{project['name']}-{project['version']}.dist-info"
+    _write(folder, project["name"], project["version"], lines)
+
+
+def register_pair(folder: Path) -> None:
+    """The same for the pair of engines that needs no CUDA."""
+    entry = "wavebus_pair = tests.support.pair_plugin:register"
+    _write(folder, "wavebus-pair", "0", ["[vllm.general_plugins]", entry])
+
+
+def _write(folder: Path, name: str, version: str, lines: list[str]) -> None:
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n",
-        encoding="utf-8",
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8"
     )
-    (info / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    register(Path(__file__).resolve().parents[2], Path(sys.argv[1]))
+    target = Path(sys.argv[1])
+    register(Path(__file__).resolve().parents[2], target)
+    if "pair" in sys.argv[2:]:
+        register_pair(target)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 PROMPTS: Final = ([5, 17, 99, 3, 42, 7], [11, 200, 13], [250, 1, 1, 2, 3, 5, 8, 13, 21])
 TOKENS: Final = 48
@@ -29,8 +29,8 @@ CPU_ENV: Final = {
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine: its name and group on the bus, its GPUs, the checkpoint it boots with, and what
-    vLLM is told besides (on GPUs)."""
+    """One engine: its name and group on the bus, its GPUs, the checkpoint it boots with, what vLLM
+    is told besides (on GPUs), and with which worker engine it is booted."""
 
     name: str
     group: str
@@ -38,6 +38,7 @@ class EngineSpec:
     checkpoint: str = "a"
     args: tuple[str, ...] = ()
     ranks: int = 1  # of a DP group of experts, one per GPU; each is an engine on the bus
+    backend: str = "wavebus"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -59,13 +60,24 @@ def model_folder(checkpoint: str, *, moe: bool) -> str:
 
 
 class Serving:
-    """What was started here: a broker and engines. Everything is stopped at the end."""
+    """What was started here: a broker and engines. Everything is stopped at the end.
 
-    def __init__(self, device: str, checkpoints: Path, logs: Path) -> None:
+    Args:
+        environment: variables for all of them, beside those of this process.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        checkpoints: Path,
+        logs: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._device = device
         self._checkpoints = checkpoints
         self._logs = logs
-        self._processes: list[subprocess.Popen[str]] = []
+        self._environment = {**os.environ, **(environment or {})}
+        self._processes: dict[str, subprocess.Popen[str]] = {}
         self.sidecars: dict[str, int] = {}
         self.broker = ""
 
@@ -83,6 +95,7 @@ class Serving:
             *("--model", str(self._checkpoints / spec.model), "--served-model-name", "m"),
             *("--skip-tokenizer-init", "--enforce-eager", "--max-num-seqs=8"),
             *("--max-model-len=1024", f"--tensor-parallel-size={len(spec.gpus) // spec.ranks}"),
+            *("--weight-transfer-config", json.dumps({"backend": spec.backend})),
         ]
         environment = dict(CPU_ENV)
         if self._device == "cpu":
@@ -91,7 +104,7 @@ class Serving:
             # Several boot at once on a GPU: none may measure what is free.
             server += ["--gpu-memory-utilization=0.1", f"--kv-cache-memory-bytes={1 << 30}"]
             server += spec.args
-            environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, spec.gpus))}
+            environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(_gpu, spec.gpus))}
         who = ["--name", spec.name]
         if spec.moe:
             who = ["--dp-group", spec.name, "--dp-size", str(spec.ranks)]
@@ -103,15 +116,28 @@ class Serving:
 
     def stop(self) -> None:
         """Engines first; who doesn't end is killed."""
-        for process in reversed(self._processes):
+        started = list(reversed(self._processes.values()))
+        for process in started:
             process.send_signal(signal.SIGTERM)
-        for process in reversed(self._processes):
+        for process in started:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(20)
             for pid in (*descendants(process.pid), process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.wait()
+
+    def ended(self) -> list[str]:
+        """Those that have ended, which none should."""
+        return [name for name, process in self._processes.items() if process.poll() is not None]
+
+    def tails(self, lines: int = 12) -> str:
+        """The last lines of every log."""
+        told = []
+        for name in self._processes:
+            log = (self._logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+            told += [f"-- {name}", *log.splitlines()[-lines:]]
+        return "\n".join(told)
 
     def _start(
         self, name: str, argv: Sequence[str], environment: dict[str, str]
@@ -121,10 +147,16 @@ class Serving:
             stdout=subprocess.PIPE if name == "broker" else subprocess.DEVNULL,
             stderr=(self._logs / f"{name}.log").open("wb"),
             text=True,
-            env={**os.environ, **environment},
+            env={**self._environment, **environment},
         )
-        self._processes.append(process)
+        self._processes[name] = process
         return process
+
+
+def _gpu(index: int) -> str:
+    """What shows a process one of the GPUs that this one sees."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return seen.split(",")[index] if seen else str(index)
 
 
 def wavebus() -> list[str]:

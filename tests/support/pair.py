@@ -56,14 +56,15 @@ class PairUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 @dataclass
 class PairTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """The trainer's. ``breaks``: ranks that are to fail at the second chunk."""
+    """The trainer's. By default all goes in one chunk; ``breaks``: ranks that are to fail at the
+    second one."""
 
     backend: ClassVar[str] = "pair"
 
     master_address: str
     master_port: int
     world_size: int
-    buffer_bytes: int = 1 << 14
+    buffer_bytes: int = 1 << 30
     breaks: list[int] = field(default_factory=list)
 
 

@@ -1,0 +1,63 @@
+"""One end of the raw broadcast that transfers are measured against.
+
+``python -m sidecar.bench.broadcast RANK PORT DEVICE SIZE_BYTES LOOP``, until stdin ends: one of two
+processes, with torch's own collectives and nothing else. Says when both have met, and answers each
+line with how long one broadcast of SIZE_BYTES took it. DEVICE is ``cuda`` (NCCL; each on the GPU of
+its rank) or ``cpu`` (gloo).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+
+from bus.runtime import loop
+from bus.runtime.lines import answer, commands
+
+if TYPE_CHECKING:
+    from bus.runtime.loop import LoopChoice
+
+
+def broadcast_ms(memory: torch.Tensor) -> float:
+    """From rank 0's memory into the other's, from when both are there."""
+    dist.all_reduce(torch.zeros(1, device=memory.device))
+    _synchronize(memory)
+    since_s = time.monotonic()
+    dist.broadcast(memory, 0)
+    _synchronize(memory)
+    return (time.monotonic() - since_s) * 1000
+
+
+def _synchronize(memory: torch.Tensor) -> None:
+    if memory.is_cuda:
+        torch.cuda.synchronize()
+
+
+async def serve(rank: int, port: int, device: str, size_bytes: int) -> None:
+    """Meet the other end, and do what is asked."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=2,
+    )
+    memory = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+    broadcast_ms(memory)
+    answer(ready=True)
+    async for _ in commands():
+        answer(broadcast_ms=broadcast_ms(memory))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    place, where, kind_of_device, size, kind = sys.argv[1:]
+    loop.run(
+        serve(int(place), int(where), kind_of_device, int(size)), loop=cast("LoopChoice", kind)
+    )

@@ -1,0 +1,136 @@
+"""A vLLM server of ``bench transfer --engine vllm``: a process that starts it, and stops it at its
+end.
+
+``python -m sidecar.bench.serving SETTINGS LOOP``, until stdin ends; SETTINGS is a
+:class:`Settings` in JSON. Says the server's ``url`` when it takes requests. With a broker the
+server has a sidecar, and ``calls`` answers with what that has called since it was last asked:
+``[name, since, until]``, in seconds on ``time.monotonic()``'s clock, which all processes of a host
+share. Without one, it is vLLM alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+
+import bus.log
+from bus.runtime import loop
+from bus.runtime.lines import answer, commands
+from sidecar.agent import Sidecar
+from sidecar.supervise import SupervisedServer
+from sidecar.vllm_http import VllmHttpEngine
+from sidecar.vllm_plugin import wire
+
+if TYPE_CHECKING:
+    from bus.runtime.loop import LoopChoice
+    from sidecar.bench.window import Call
+
+_BOOT_S: Final = 300.0
+_PLUGINS: Final = "VLLM_PLUGINS"
+_OURS: Final = "sidecar.vllm_plugin"
+_Operation: TypeAlias = "wire.InitOp | wire.UpdateOp"
+# vLLM's own calls, by their routes; those that carry an operation are told by that.
+_ROUTES: Final = {
+    "/pause": "pause",
+    "/start_weight_update": "start",
+    "/finish_weight_update": "finish",
+    "/update_weight_version": "commit",
+    "/resume": "resume",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to start. ``group``: the one that the engine is alone in; empty without a broker."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+    broker: str = ""
+    group: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class TimedEngine(VllmHttpEngine):
+    """An engine that notes each call of an update."""
+
+    def __init__(self, server: SupervisedServer) -> None:
+        super().__init__(server=server, ready_timeout_s=_BOOT_S)
+        self.calls: list[Call] = []
+
+    async def post(
+        self, path: str, body: Any = None, *, query: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        since_s = time.monotonic()
+        try:
+            return await super().post(path, body, query=query)
+        finally:
+            self.calls.append((called(path, body), since_s, time.monotonic()))
+
+
+def called(path: str, body: Any) -> str:
+    """What a post is, in the words of :mod:`sidecar.bench.window`."""
+    match path:
+        case "/init_weight_transfer_engine":
+            return _tag(wire.decode(body["init_info"], wire.InitOp))
+        case "/update_weights":
+            operation = wire.decode(body["update_info"], wire.UpdateOp)
+            # What vLLM's own worker engines receive, they load in the same call.
+            return "update" if isinstance(operation, wire.Receive) else _tag(operation)
+    return _ROUTES.get(path, path.removeprefix("/"))
+
+
+def _tag(operation: _Operation) -> str:
+    return str(operation.__struct_config__.tag)
+
+
+async def on_the_bus(settings: Settings) -> None:
+    """Serve with a sidecar, and tell what it called."""
+    env = {**os.environ, **settings.env}
+    engine = TimedEngine(SupervisedServer(settings.argv, env=env, ready_timeout_s=_BOOT_S))
+    async with Sidecar(
+        engine, broker=settings.broker, group=settings.group, name=f"engine-{settings.group}"
+    ) as sidecar:
+        await sidecar.joined()
+        assert sidecar.info is not None
+        answer(url=sidecar.info.endpoint)
+        async for _ in commands():
+            answer(calls=engine.calls)
+            engine.calls = []
+
+
+async def alone(settings: Settings) -> None:
+    """Serve, as if there were no wavebus."""
+    env = {**os.environ, _PLUGINS: ",".join(foreign_plugins()), **settings.env}
+    server = SupervisedServer(settings.argv, env=env, ready_timeout_s=_BOOT_S)
+    try:
+        answer(url=await server.start())
+        async for _ in commands():
+            pass
+    finally:
+        await server.stop()
+
+
+def foreign_plugins() -> list[str]:
+    """vLLM's plugins here that are not wavebus's, by name."""
+    found = entry_points()
+    groups = [group for group in found.groups if group.startswith("vllm.")]
+    plugins = [point for group in groups for point in found.select(group=group)]
+    ours = {point.name for point in plugins if point.value.startswith(_OURS)}
+    return sorted({point.name for point in plugins} - ours)
+
+
+if __name__ == "__main__":
+    told, kind = sys.argv[1:]
+    chosen = Settings(**json.loads(told))
+    bus.log.configure(level="warning", json=True)
+    serving = on_the_bus(chosen) if chosen.broker else alone(chosen)
+    with contextlib.suppress(KeyboardInterrupt):
+        loop.run(serving, loop=cast("LoopChoice", kind))

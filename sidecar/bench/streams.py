@@ -1,0 +1,159 @@
+"""Requests that stream from a served engine, and when their tokens came.
+
+What users of an engine feel of an update is the gap that it makes between two tokens. So each
+arrival is noted, as it is read off the server's answer; tokens that come in one piece came at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+
+from sidecar.bench.processes import BenchBroken
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable, Sequence
+
+PROMPT_TOKENS: Final = 32
+_DATA: Final = b"data: "
+_END: Final = b"[DONE]"
+
+
+class Streams:
+    """Requests under way.
+
+    Attributes:
+        came: of each request, when tokens came, in seconds on ``time.monotonic()``'s clock.
+        counts: of each request, how many came so far.
+    """
+
+    def __init__(self, requests: int, tokens: int) -> None:
+        self.came: list[list[float]] = [[] for _ in range(requests)]
+        self.counts = [0] * requests
+        self._tokens = tokens
+        self._changed = asyncio.Event()
+
+    async def have(self, tokens: int) -> None:
+        """Return when every request has got so many tokens."""
+        while min(self.counts) < tokens:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def run(self, session: aiohttp.ClientSession, url: str, index: int) -> None:
+        """One request, to its end.
+
+        Raises:
+            BenchBroken: it ended otherwise than with all its tokens.
+        """
+        body = {
+            "token_ids": prompt_of(index),
+            "sampling_params": {
+                "max_tokens": self._tokens,
+                "temperature": 0.0,
+                "ignore_eos": True,
+            },
+            "stream": True,
+        }
+        async with session.post(f"{url}/inference/v1/generate", json=body) as response:
+            if not response.ok:
+                raise BenchBroken(f"request {index}: {(await response.text())[:500]}")
+            async for line in response.content:
+                if line.startswith(_DATA) and not line.startswith(_DATA + _END):
+                    self._note(index, json.loads(line[len(_DATA) :]))
+        if self.counts[index] != self._tokens:
+            raise BenchBroken(
+                f"request {index} ended with {self.counts[index]} of {self._tokens} tokens"
+            )
+
+    def _note(self, index: int, told: dict[str, Any]) -> None:
+        if "choices" not in told:
+            raise BenchBroken(f"request {index}: {told}")
+        count = sum(len(choice["token_ids"] or ()) for choice in told["choices"])
+        if count:
+            self.came[index].append(time.monotonic())
+            self.counts[index] += count
+            self._changed.set()
+
+
+@contextlib.asynccontextmanager
+async def streaming(url: str, requests: int, tokens: int) -> AsyncIterator[Streams]:
+    """So many greedy requests of so many tokens each, begun together. Leaving the block waits
+    until all have ended.
+
+    Raises:
+        BenchBroken: one failed, or ended with fewer tokens.
+    """
+    streams = Streams(requests, tokens)
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None)
+    try:
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+            asyncio.TaskGroup() as tasks,
+        ):
+            for index in range(requests):
+                tasks.create_task(streams.run(session, url, index))
+            yield streams
+    except BaseExceptionGroup as group:
+        first = group.exceptions[0]
+        if isinstance(first, aiohttp.ClientError):
+            raise BenchBroken(f"a request failed: {first}") from first
+        raise first from None
+
+
+async def greedy(url: str, tokens: int) -> list[int]:
+    """What a quiet engine answers to one request."""
+    sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+    body = {"token_ids": prompt_of(0), "sampling_params": sampling}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/inference/v1/generate", json=body, raise_for_status=True) as response,
+    ):
+        answer = await response.json()
+    return list(answer["choices"][0]["token_ids"])
+
+
+def prompt_of(index: int) -> list[int]:
+    """Another one for each request, of tokens that every vocabulary has."""
+    return [1 + (index * 7 + place * (index + 3)) % 13 for place in range(PROMPT_TOKENS)]
+
+
+def longest_gap_ms(came: Iterable[Sequence[float]], since_s: float, until_s: float) -> float:
+    """The longest gap between two tokens of a request that some part of the given time is in.
+
+    Raises:
+        BenchBroken: a request had no token before, or none afterwards: its gap is not known.
+    """
+    longest_s = 0.0
+    for times in came:
+        if not times or times[0] > since_s or times[-1] < until_s:
+            raise BenchBroken(
+                "a request began or ended while the engine was updated: take more tokens"
+            )
+        longest_s = max(
+            longest_s, *(b - a for a, b in itertools.pairwise(times) if a < until_s and b > since_s)
+        )
+    return longest_s * 1000
+
+
+def gaps_ms(came: Iterable[Sequence[float]], since_s: float, until_s: float) -> list[float]:
+    """All gaps between tokens that lie within the given time."""
+    return [
+        (b - a) * 1000
+        for times in came
+        for a, b in itertools.pairwise(times)
+        if a >= since_s and b <= until_s
+    ]
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The least value that so many percent are not above."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]

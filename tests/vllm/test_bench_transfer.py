@@ -1,0 +1,65 @@
+"""``wavebus bench transfer --engine vllm``, whole, on a CPU: with a tiny model, gloo, and a trainer
+and worker engine that are made like vLLM's own."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.procs import run_wavebus
+from tests.vllm._vllm import boot_environment, require_vllm
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+require_vllm()
+pytestmark = [pytest.mark.vllm]
+
+LIMIT_S = 500.0
+WAYS = ("native", "bus_native", "bus")
+OF_VLLM = ("pause", "start", "finish", "resume")
+
+
+def test_all_ways_alternate_in_one_run(tmp_path: Path) -> None:
+    """The command itself fails if a request doesn't get all its tokens. All servers serve what was
+    sent, and the figures agree with each other."""
+    answer = run_wavebus(
+        *("bench", "transfer", "--engine", "vllm", "--device", "cpu", "--model-size", "tiny"),
+        *("--backend", "gloo", "--native-engine", "pair", "--requests", "4", "--rounds", "2"),
+        *("--tokens", "300", "--logs", str(tmp_path / "logs"), "--json"),
+        env=boot_environment(tmp_path),
+        timeout_s=LIMIT_S,
+    )
+    assert answer.returncode == 0, answer.stderr
+    figures = json.loads(answer.stdout)
+    assert (figures["engine"], figures["backend"], figures["rounds"]) == ("vllm", "gloo", 2)
+    assert (figures["requests"], figures["tensors"]) == (4, 91)
+    assert figures["weights_arrived"]
+    assert figures["raw_gb_per_s"] > 0
+    for way in WAYS:
+        seen = figures[way]
+        assert len(seen["gaps_ms"]) == 2
+        assert seen["step_p50_ms"] <= seen["step_p99_ms"]
+        assert seen["step_p99_ms"] > 0
+        assert 0 < seen["transfer_ms"] < seen["window_ms"] <= seen["update_ms"]
+        assert 0 < seen["control_ms"] < seen["window_ms"]
+        assert seen["control_share"] > 0
+        assert set(OF_VLLM) <= set(seen["phases_ms"])
+        assert figures[f"ratio_raw_{way}"] > 0
+    # Who updates in a pause makes a gap of at least that.
+    assert max(figures["native"]["gaps_ms"]) > figures["native"]["phases_ms"]["update"]
+    assert set(figures["native"]["phases_ms"]) == {*OF_VLLM, "update"}
+    assert {"arm", "update", "settle", "commit"} <= set(figures["bus_native"]["phases_ms"])
+    assert {"put", "receive", "verify", "load"} <= set(figures["bus"]["phases_ms"])
+    native_gap = figures["native"]["gap_ms"]
+    for way in ("bus_native", "bus"):
+        ratio = figures[way]["gap_ms"] / native_gap
+        assert figures[f"ratio_gap_{way}"] == pytest.approx(ratio, abs=0.001)
+    # The server of vLLM's own flow has no wavebus in it, and the others have.
+    logs = {way: (tmp_path / "logs" / f"{way}.log").read_text(errors="replace") for way in WAYS}
+    made = "Creating weight transfer engine: "
+    assert f"{made}PairWorkerEngine" in logs["native"]
+    assert made not in logs["bus_native"]  # it is made by wavebus's factory
+    assert f"{made}WavebusWeightTransferEngine" in logs["bus"]
