@@ -108,7 +108,12 @@ class PluginClient:
 
     async def restore(self) -> None:
         """Close the session; opened first if it isn't. Layers that are not complete get their
-        old weights back: without a load, all of them."""
+        old weights back: without a load, all of them. Or the LoRA adapter before takes its place
+        again."""
+        if self._adapter:
+            await self._perform(wire.UndoAdapter())
+            await self._doors.drop_adapter(self._adapter)
+            return
         if not await self._active():
             await self._doors.start_weight_update()
         await self._perform(wire.Discard())
