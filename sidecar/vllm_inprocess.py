@@ -183,8 +183,8 @@ class VllmEngine:
 
     async def commit(self, version: int) -> None:
         await self._plugin.settle()
-        self._doors.settle()
         await _call(self._llm.update_weight_version(str(version)))
+        self._doors.settle()
 
 
 def parse_version(text: str) -> int:

@@ -68,6 +68,7 @@ class Adapters:
         self._lacking = lacking
         self._held: dict[str, Held] = {}
         self._before: _Before | None = None
+        self._settled = False  # what is in its place now
         self._ids: dict[str, set[int]] = {}  # under which each was loaded
         self._paths: dict[str, str] = {}  # where those of others were loaded from
         self._stepping = False
@@ -113,16 +114,23 @@ class Adapters:
         """
         fresh = Held(config, tensors)
         self._built(fresh, 1)
-        self.undo()
+        self.begin()
         self._before = _Before(name, self._held.get(name))
         self._held[name] = fresh
         self._unload(name)
 
-    def undo(self) -> None:
-        """What was loaded and not settled is as before."""
-        before, self._before = self._before, None
-        if before is None:
+    def begin(self) -> None:
+        """Another update begins: what the last one has settled stays."""
+        self.undo(settled=False)
+        self._before = None
+        self._settled = False
+
+    def undo(self, *, settled: bool) -> None:
+        """What the update under way has loaded is as before; ``settled``: even if it is settled."""
+        before = self._before
+        if before is None or (self._settled and not settled):
             return
+        self._before = None
         if before.held is None:
             self._held.pop(before.name, None)
         else:
@@ -130,8 +138,8 @@ class Adapters:
         self._unload(before.name)
 
     def settle(self) -> None:
-        """What was loaded stays."""
-        self._before = None
+        """What was loaded is being committed."""
+        self._settled = True
 
     # -- when vLLM loads one ---------------------------------------------------------
 

@@ -53,7 +53,7 @@ class PluginClient:
         """Is the plugin there, and does it speak our protocol? A LoRA adapter that a sidecar
         before us has loaded, and not committed, goes."""
         await self._perform(wire.Hello(wire.PROTOCOL))
-        await self._perform(wire.UndoAdapter())
+        await self._perform(wire.UndoAdapter(settled=False))
 
     async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
         self._adapter = ""
@@ -111,7 +111,7 @@ class PluginClient:
         old weights back: without a load, all of them. Or the LoRA adapter before takes its place
         again."""
         if self._adapter:
-            await self._perform(wire.UndoAdapter())
+            await self._perform(wire.UndoAdapter(settled=True))
             await self._doors.drop_adapter(self._adapter)
             return
         if not await self._active():
@@ -127,7 +127,7 @@ class PluginClient:
         await self._perform(wire.Settle())
 
     async def settle(self) -> None:
-        """What was loaded is about to be committed: a LoRA adapter can't be undone any more."""
+        """What was loaded is about to be committed: a sidecar after us leaves a LoRA adapter."""
         if self._adapter:
             await self._perform(wire.SettleAdapter())
 

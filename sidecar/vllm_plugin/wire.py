@@ -125,11 +125,14 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", forbid_unknow
 
 
 class UndoAdapter(msgspec.Struct, frozen=True, tag="undo_adapter", forbid_unknown_fields=True):
-    """Go back to the LoRA adapter before the one that was loaded last, unless that is settled."""
+    """Go back to the LoRA adapter before the one that was loaded last, if an update has loaded one
+    and the next has not been armed. ``settled``: even from one that is settled."""
+
+    settled: bool
 
 
 class SettleAdapter(msgspec.Struct, frozen=True, tag="settle_adapter", forbid_unknown_fields=True):
-    """The LoRA adapter that was loaded last is to stay; the one before is let go."""
+    """The LoRA adapter that was loaded last is being committed."""
 
 
 InitOp: TypeAlias = (

@@ -199,8 +199,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 self._settle()
             case wire.LoadAdapter(seq=seq):
                 self._load_adapter(seq)
-            case wire.UndoAdapter():
-                self._adapters.undo()
+            case wire.UndoAdapter(settled=settled):
+                self._adapters.undo(settled=settled)
             case wire.SettleAdapter():
                 self._adapters.settle()
 
@@ -255,6 +255,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
         if isinstance(self._receiver, LoraReceiver):
             self._adapters.check(self._receiver.config, manifest)
+            self._adapters.begin()
         else:
             self._checker.check(manifest)
         check_room(self._backend, self._receiver, manifest)

@@ -394,6 +394,7 @@ def test_engines_without_lora(with_lora: WithLora) -> None:
 
 def test_a_fresh_engine_says_the_same(with_lora: WithLora, tmp_path: Path) -> None:
     """One that is started with the adapter, loaded by vLLM alone."""
+    with_lora.base = dict(with_lora.checkpoint.weights)
     made = with_lora.made(91)
 
     async def scenario() -> None:
@@ -403,6 +404,7 @@ def test_a_fresh_engine_says_the_same(with_lora: WithLora, tmp_path: Path) -> No
             TrainerAgent(address, name="trainer") as agent,
         ):
             await agent.wait_for_engines(1)
+            await agent.update_weights(with_lora.base)
             await agent.update_adapter(NAME, made.tensors, config=made.config)
         updated, _ = await with_lora.generate(48, with_lora.engine.lora_request(NAME))
         fresh = WithLora.__new__(WithLora)

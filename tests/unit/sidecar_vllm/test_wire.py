@@ -26,7 +26,7 @@ FAILURE = wire.Failure(NackCode.MANIFEST_REFUSED, 'it\'s "too" /tmp/big\nby half
         wire.Settle(),
         wire.Discard(),
         wire.LoadAdapter(3),
-        wire.UndoAdapter(),
+        wire.UndoAdapter(settled=True),
         wire.SettleAdapter(),
     ],
 )
