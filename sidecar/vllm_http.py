@@ -299,6 +299,8 @@ class VllmHttpEngine:
             EngineDead: the connection was refused or broke.
         """
         async with self._response(method, path, body=body) as response:
+            if response.status >= SERVER_ERROR:
+                self._open().failed()
             return response.status, await response.text()
 
     async def _ask_workers(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:

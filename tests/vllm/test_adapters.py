@@ -43,6 +43,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 NAME = "policy-lora"
 MAX_RANK = 8
+# On CPUs a request without an adapter, beside one with, gets what lies in the last slot: it stays
+# empty until a test fills both.
 LORA_ARGS = {"enable_lora": True, "max_lora_rank": MAX_RANK, "max_loras": 2, "max_cpu_loras": 2}
 LAYER = "base_model.model.model.layers.1."
 WAIT_S = 240.0
