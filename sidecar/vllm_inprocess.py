@@ -157,7 +157,6 @@ class VllmEngine:
 
     async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
         await self._plugin.open_transfer(backend, params, place)
-
         self._doors.adapter_path = adapter_path(params) if adapter_of(backend) else ""
 
     async def arm(self, manifest: Manifest) -> None:

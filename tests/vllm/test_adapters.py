@@ -28,6 +28,7 @@ from tests.vllm._vllm import (
     async_llm,
     boot_environment,
     engine_args,
+    generate,
     require_vllm,
 )
 from trainer_agent import TrainerAgent, adapter
@@ -74,21 +75,8 @@ class WithLora:
         self, count: int, lora: Any = None, *, watch: Watch | None = None
     ) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Greedy tokens, and which version each is of."""
-        from vllm import SamplingParams  # noqa: PLC0415 - after the boot
-
-        params = SamplingParams(
-            temperature=0.0, max_tokens=count, detokenize=False, ignore_eos=True
-        )
-        prompt = {"prompt_token_ids": list(PROMPT)}
-        had, last = 0, None
-        async for output in self.llm.generate(
-            prompt, params, f"l{next(self._names)}", lora_request=lora
-        ):
-            last = output.outputs[0]
-            if watch is not None:
-                await watch.note(len(last.token_ids) - had)
-            had = len(last.token_ids)
-        assert last is not None
+        note = watch.note if watch is not None else None
+        last = await generate(self.llm, f"l{next(self._names)}", count, note=note, lora=lora)
         spans = [(parse_version(s.version), s.start, s.end) for s in last.weight_versions]
         return list(last.token_ids), spans
 
