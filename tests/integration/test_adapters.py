@@ -133,6 +133,25 @@ def test_every_engine_reads_the_adapter() -> None:
     run(scenario())
 
 
+def test_a_trainer_engine_is_to_be_made_anew() -> None:
+    """Its transport went when engines opened the adapter's."""
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            Sidecar(Reads(), broker=broker, name="e0"),
+            TrainerAgent(broker, name="trainer") as agent,
+        ):
+            await agent.wait_for_engines(1)
+            await agent.update_adapter(NAME, tensors(1.0), config=CONFIG)
+            agent.source({"w": torch.zeros(4)})
+            with pytest.raises(Refused, match="make the trainer engine anew") as refused:
+                await asyncio.to_thread(agent.client().start_weight_update)
+            assert refused.value.code is NackCode.TRANSFER_CLOSED
+
+    run(scenario())
+
+
 def test_an_engine_that_fails_to_load_serves_the_one_before() -> None:
     """The other one goes on with the new one. Nobody is mixed, and nobody quarantined; the next
     update brings both to the same."""

@@ -353,7 +353,7 @@ def test_an_update_that_was_loaded_and_not_committed(
                     with pytest.raises(RuntimeError, match="given up"):
                         await agent.update_adapter(name, lost.tensors, config=lost.config)
                     assert folders() == []
-            await with_lora.assert_serves(good, version)
+                    await with_lora.assert_serves(good, version)
             with pytest.raises(UsageError, match="nobody has sent it"):
                 with_lora.engine.lora_request("never")
 
