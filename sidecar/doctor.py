@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from bus.commands.doctor import Check
+from bus.lora import FOLDER_PREFIX
 from bus.transfer import SHM_FOLDER, SHM_PREFIX
 from sidecar.vllm_plugin.compat import TESTED, unsupported_reason
 
@@ -77,7 +78,7 @@ def _shared_memory() -> Check:
 
 def _leftovers() -> Check:
     found = Path(SHM_FOLDER).glob(f"{SHM_PREFIX}*")
-    left = sorted(path.name for path in found if path.is_file())
+    left = sorted(p.name for p in found if p.is_file() or p.name.startswith(FOLDER_PREFIX))
     if not left:
         return Check("left segments", "ok", "none")
     return Check(

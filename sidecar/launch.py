@@ -1,19 +1,15 @@
-"""What starting a process beside the sidecar takes: a port, a folder, and a guard over it."""
+"""What starting a process beside the sidecar takes: a port, and a guard over it."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
-import shutil
 import socket
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from bus.errors import EngineError
-from bus.runtime.held import sweep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,34 +39,6 @@ def free_port(host: str = "127.0.0.1") -> int:
                 continue
             return port
     raise EngineError(f"no free port on {host} between {_FIRST_PORT} and {_FIRST_PORT + _PORTS}")
-
-
-class HeldFolder:
-    """A new folder in ``parent`` that is its maker's, and is removed by :meth:`close`.
-
-    Those whose maker was killed are known by the advisory lock that they no longer have,
-    and go when the next one with this prefix is made.
-    """
-
-    def __init__(self, prefix: str, parent: Path) -> None:
-        sweep(parent.glob(f"{prefix}*/"), lambda left: shutil.rmtree(left, ignore_errors=True))
-        while True:
-            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-            try:
-                self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                continue  # another one took it for left before it was locked
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            if self.path.is_dir():
-                break
-            os.close(self._lock)
-
-    def close(self) -> None:
-        """Remove it; a second time does nothing."""
-        if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
 
 
 def guarded(argv: Sequence[str], grace_s: float) -> list[str]:

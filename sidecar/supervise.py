@@ -23,7 +23,8 @@ import anyio.to_thread
 
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.native import UNDRIVEN
-from sidecar.launch import HeldFolder, free_port, guarded
+from bus.runtime.held import HeldFolder
+from sidecar.launch import free_port, guarded
 from sidecar.vllm_http import is_loopback
 from sidecar.vllm_plugin import environment
 from sidecar.vllm_plugin.compat import BACKEND
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Prepared", "SupervisedServer", "prepare"]
 
 DEV_MODE: Final = "VLLM_SERVER_DEV_MODE"
+LORA_UPDATING: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 LAST_LINES: Final = 30
 _PAGES_PREFIX: Final = "wavebus-server-"
 HEALTH_PERIOD_S: Final = 0.25
@@ -60,7 +62,8 @@ def prepare(argv: Sequence[str], env: Mapping[str, str]) -> Prepared:
 
     Adds ``--host 127.0.0.1``, a free ``--port``, the weight transfer backend and
     ``--enable-scale-out`` (the token-in, token-out route) where they are missing, and
-    ``VLLM_SERVER_DEV_MODE=1`` to the environment. Options in a ``--config`` file are
+    ``VLLM_SERVER_DEV_MODE=1`` to the environment; with ``--enable-lora`` also
+    ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``, unless it is set. Options in a ``--config`` file are
     not seen; those given here come later and win.
 
     Raises:
@@ -96,7 +99,10 @@ def prepare(argv: Sequence[str], env: Mapping[str, str]) -> Prepared:
     if env.get(DEV_MODE, "1") != "1":
         raise UsageError(f"{DEV_MODE}={env[DEV_MODE]}: the RL routes need {DEV_MODE}=1")
     netloc = f"[{host}]" if ":" in host else host
-    return Prepared((*argv, *added), {**env, DEV_MODE: "1"}, f"http://{netloc}:{port}")
+    switches = {DEV_MODE: "1"}
+    if "enable-lora" in options:
+        switches[LORA_UPDATING] = env.get(LORA_UPDATING, "1")
+    return Prepared((*argv, *added), {**env, **switches}, f"http://{netloc}:{port}")
 
 
 class SupervisedServer:

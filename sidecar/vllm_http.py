@@ -21,7 +21,9 @@ import aiohttp
 import anyio
 
 from bus.errors import EngineDead, EngineError, UsageError
+from bus.lora import adapter_of
 from sidecar.engine import Chunk, EngineInfo, Manifest, PauseMode, Place, SleepLevel, Verify
+from sidecar.vllm_adapters import AdapterRoutes
 from sidecar.vllm_connections import Connections
 from sidecar.vllm_core import CoreLink
 from sidecar.vllm_inprocess import driven_backends, parse_version
@@ -95,7 +97,8 @@ class VllmHttpEngine:
         self._core = CoreLink(dp_coordinator)
         self._server = server
         self._ready_timeout_s = ready_timeout_s
-        self._plugin = PluginClient(_Doors(self))
+        self._adapters = AdapterRoutes(self.status_of, self._url)
+        self._plugin = PluginClient(_Doors(self, self._adapters))
         self._connections: Connections | None = None
 
     async def start(self) -> EngineInfo:
@@ -246,6 +249,8 @@ class VllmHttpEngine:
 
     async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
         await self._plugin.open_transfer(backend, params, place)
+        if adapter := adapter_of(backend):
+            await self._adapters.open(adapter, params)
 
     async def arm(self, manifest: Manifest) -> None:
         await self._plugin.arm(manifest)
@@ -269,6 +274,7 @@ class VllmHttpEngine:
         await self._plugin.finish_update()
 
     async def commit(self, version: int) -> None:
+        await self._plugin.settle()
         await self.post("/update_weight_version", {"new_version": str(version)})
 
     # -- HTTP --------------------------------------------------------------------------
@@ -286,6 +292,17 @@ class VllmHttpEngine:
             answer: dict[str, Any] = await response.json()
             return answer
 
+    async def status_of(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
+        """One call of a route that needs no plugin: how the server answers, whatever it says.
+
+        Raises:
+            EngineDead: the connection was refused or broke.
+        """
+        async with self._response(method, path, body=body) as response:
+            if response.status >= SERVER_ERROR:
+                self._open().failed()
+            return response.status, await response.text()
+
     async def _ask_workers(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
         """What each worker, or the plugin in it, answers. See
         :meth:`sidecar.vllm_inprocess.VllmEngine.sleep` for why they are asked to sleep."""
@@ -299,6 +316,16 @@ class VllmHttpEngine:
 
     @asynccontextmanager
     async def _answer(
+        self, method: str, path: str, **how: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        async with self._response(method, path, **how) as response:
+            if not response.ok:
+                self._open().failed()
+                raise _refused(path, response.status, await response.text())
+            yield response
+
+    @asynccontextmanager
+    async def _response(
         self,
         method: str,
         path: str,
@@ -315,9 +342,6 @@ class VllmHttpEngine:
                     method, self._url + path, json=body, params=query, timeout=timeout
                 ) as response,
             ):
-                if not response.ok:
-                    self._open().failed()
-                    raise _refused(path, response.status, await response.text())
                 yield response
         except TimeoutError as error:
             raise EngineError(f"{self._url}{path}: no answer in {timeout_s} s") from error
@@ -367,8 +391,9 @@ class VllmHttpEngine:
 class _Doors:
     """:class:`sidecar.vllm_plugin.client.Doors` of an API server."""
 
-    def __init__(self, engine: VllmHttpEngine) -> None:
+    def __init__(self, engine: VllmHttpEngine, adapters: AdapterRoutes) -> None:
         self._engine = engine
+        self._adapters = adapters
 
     async def init_weight_transfer(self, info: dict[str, Any]) -> None:
         await self._engine.post("/init_weight_transfer_engine", {"init_info": info})
@@ -381,6 +406,12 @@ class _Doors:
 
     async def finish_weight_update(self) -> None:
         await self._engine.post("/finish_weight_update")
+
+    async def load_adapter(self, name: str) -> None:
+        await self._adapters.load(name)
+
+    async def drop_adapter(self, name: str) -> None:
+        await self._adapters.drop(name)
 
 
 def is_loopback(host: str) -> bool:

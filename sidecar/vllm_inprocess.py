@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
-from bus.errors import EngineDead, EngineError
+from bus.errors import EngineDead, EngineError, UsageError
+from bus.lora import adapter_of
 from bus.native import native_name
 from sidecar.engine import Chunk, EngineInfo, Manifest, PauseMode, Place, SleepLevel, Verify
 from sidecar.transfer import available_backends
+from sidecar.vllm_adapters import adapter_id, adapter_path
 from sidecar.vllm_core import CoreLink
 from sidecar.vllm_plugin import facts
 from sidecar.vllm_plugin.client import PluginClient, engine_error
@@ -43,7 +45,8 @@ class VllmEngine:
     def __init__(self, async_llm: Any, *, dp_coordinator: DpCoordinator = "vllm") -> None:
         self._llm = async_llm
         self._core = CoreLink(dp_coordinator)
-        self._plugin = PluginClient(_Doors(async_llm))
+        self._doors = _Doors(async_llm)
+        self._plugin = PluginClient(self._doors)
 
     async def start(self) -> EngineInfo:
         """Check that this engine can be driven.
@@ -86,6 +89,20 @@ class VllmEngine:
         told = facts.read(await _call(self._llm.collective_rpc(facts.ASK_FACTS)))
         self._core.learn(told, info, cores=1 if external else parallel.data_parallel_size)
         return info
+
+    def lora_request(self, adapter: str) -> Any:
+        """vLLM's ``LoRARequest`` of an adapter that came over the bus, for
+        ``AsyncLLM.generate(..., lora_request=...)``. Ask for it with every request: with another
+        version of the adapter it is another one, which has no part in the others' prefix cache.
+
+        Raises:
+            UsageError: no update of it was committed here.
+        """
+        request = self._doors.settled.get(adapter)
+        if request is None:
+            have = ", ".join(sorted(self._doors.settled)) or "none"
+            raise UsageError(f"adapter={adapter!r}: nobody has sent it yet (there are: {have})")
+        return request
 
     async def close(self) -> None:
         """Nothing to do: the engine is the caller's."""
@@ -140,6 +157,7 @@ class VllmEngine:
 
     async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
         await self._plugin.open_transfer(backend, params, place)
+        self._doors.adapter_path = adapter_path(params) if adapter_of(backend) else ""
 
     async def arm(self, manifest: Manifest) -> None:
         await self._plugin.arm(manifest)
@@ -163,7 +181,9 @@ class VllmEngine:
         await self._plugin.finish_update()
 
     async def commit(self, version: int) -> None:
+        await self._plugin.settle()
         await _call(self._llm.update_weight_version(str(version)))
+        self._doors.settle()
 
 
 def parse_version(text: str) -> int:
@@ -181,6 +201,9 @@ class _Doors:
     """:class:`sidecar.vllm_plugin.client.Doors` of an ``AsyncLLM``."""
 
     def __init__(self, async_llm: Any) -> None:
+        self.adapter_path = ""  # of the one that is under way
+        self.loaded: dict[str, Any] = {}  # requests of adapters, since the last commit
+        self.settled: dict[str, Any] = {}  # and of those that are committed
         self._llm = async_llm
 
     async def init_weight_transfer(self, info: dict[str, Any]) -> None:
@@ -202,6 +225,21 @@ class _Doors:
 
     async def finish_weight_update(self) -> None:
         await _call(self._llm.finish_weight_update())
+
+    async def load_adapter(self, name: str) -> None:
+        from vllm.lora.request import LoRARequest  # noqa: PLC0415 - see start()
+
+        told = (name, adapter_id(name), self.adapter_path)
+        await _call(self._llm.add_lora(LoRARequest(*told, load_inplace=True)))
+        self.loaded[name] = LoRARequest(*told)
+
+    async def drop_adapter(self, name: str) -> None:
+        self.loaded.pop(name, None)
+
+    def settle(self) -> None:
+        """What was loaded is committed."""
+        self.settled.update(self.loaded)
+        self.loaded.clear()
 
 
 async def _call(call: Awaitable[Any]) -> Any:

@@ -27,6 +27,7 @@ from bus.messages import (
 from bus.runtime.peer import default_name
 from bus.settings import DEFAULT_BROKER
 from bus.transfer import ALONE
+from trainer_agent.adapter import Adapter, send_adapter
 from trainer_agent.connection import Connection
 from trainer_agent.how import WAIT_S, PauseHow
 from trainer_agent.ranks import follow
@@ -39,7 +40,7 @@ from trainer_agent.updating import Updates
 from trainer_agent.weight_sync import BusWeightSource, BusWeightSyncClient, WeightSync
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
     from types import TracebackType
 
     from bus.protocol.link import LinkConfig
@@ -309,6 +310,56 @@ class TrainerAgent:
             with self._updates.beside() as number:
                 return await follow(self._line, as_source(source), number)
         return await self._update(source, label, how)
+
+    async def update_adapter(
+        self,
+        adapter: str,
+        source: Weights,
+        *,
+        config: Mapping[str, Any],
+        label: str = "",
+        mode: PauseMode = "keep",
+        clear_cache: bool = True,
+        wait_s: float = WAIT_S,
+        escalate: Escalation = "keep",
+    ) -> int:
+        """Send one LoRA adapter to every engine and have them serve it, in place of the one of
+        that name: as :meth:`update_weights` does, with all else as it is. Engines read it by its
+        path on tmpfs, so they run on this host.
+
+        Args:
+            adapter: its name: what clients of served engines ask for as their model, and what
+                :meth:`sidecar.vllm_inprocess.VllmEngine.lora_request` takes.
+            source: all of its tensors, by the names that PEFT gives them in a checkpoint
+                (``base_model.model.….lora_A.weight``); of a module its LoRA parameters are taken.
+            config: PEFT's ``adapter_config``, such as ``LoraConfig.to_dict()`` gives: ``r``,
+                ``lora_alpha``, ``target_modules`` and what else there is.
+
+        Returns:
+            The version the bus gave; the model's weights and adapters share one count.
+
+        Raises:
+            ManifestRefused: an engine's model doesn't take these tensors, or its
+                ``max_lora_rank`` is too low.
+            UpdateFailed: it was given up: with code ``backend_missing``, before anything
+                happened, because an engine has no LoRA enabled. Engines that had loaded it have
+                the one before again.
+            Refused, BusTimeout: as :meth:`update_weights`.
+            UsageError: name, source or config can't be an adapter's; or the trainer has several
+                ranks: gather the adapter first, and give rank 0 an agent of its own for it.
+        """
+        if self.ranks != 1:
+            raise UsageError(
+                f"update_adapter: this agent is one of {self.ranks} ranks: gather the adapter, and "
+                "send it with an agent of rank=0, ranks=1"
+            )
+        fresh = Adapter(adapter, source, config)
+        how = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
+        async with self._updates.begin(how) as update:
+            report = await send_adapter(
+                fresh, update, self._transport, self._steps, label=label, verify=self.verify
+            )
+        return report.version
 
     @property
     def last_update(self) -> UpdateReport | None:

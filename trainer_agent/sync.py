@@ -21,7 +21,7 @@ from trainer_agent.steps import CLEANUP_S
 from trainer_agent.transfer import current_gpu
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable, Iterator, Mapping
     from types import TracebackType
 
     from anyio.from_thread import BlockingPortal
@@ -98,6 +98,33 @@ class SyncTrainerAgent:
         return self._call(
             lambda: agent.update_weights(
                 source,
+                label=label,
+                mode=mode,
+                clear_cache=clear_cache,
+                wait_s=wait_s,
+                escalate=escalate,
+            )
+        )
+
+    def update_adapter(
+        self,
+        adapter: str,
+        source: Weights,
+        *,
+        config: Mapping[str, Any],
+        label: str = "",
+        mode: PauseMode = "keep",
+        clear_cache: bool = True,
+        wait_s: float = WAIT_S,
+        escalate: Escalation = "keep",
+    ) -> int:
+        """See :meth:`TrainerAgent.update_adapter`."""
+        agent = self._connected()[1]
+        return self._call(
+            lambda: agent.update_adapter(
+                adapter,
+                source,
+                config=config,
                 label=label,
                 mode=mode,
                 clear_cache=clear_cache,

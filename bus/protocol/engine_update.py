@@ -16,7 +16,8 @@
     FINISHED   COMMIT         COMMITTING  commit(version)
     COMMITTING done           NONE        ack commit; the version is served, partial is over
     any other  ABORT          ABORTING    what the call under way leaves behind decides:
-                                          nothing loaded since the start: restore()
+                                          nothing loaded since the start, or nothing but an
+                                          adapter (:mod:`bus.lora`): restore()
                                           something loaded: abort_requests(), partial
     ABORTING   done           NONE        ack abort: untouched, restored or partial
 
@@ -24,7 +25,9 @@ Invariants: a chunk is loaded at most once, in order, and not before the sender 
 all of it was sent and its sums are right (but backends of vLLM's own load what they receive, see
 :mod:`bus.native`); one chunk is staged at a time; UPDATE_FINISH needs every chunk of the
 manifest; the version only grows, and at COMMIT; ``partial`` (quarantined) is over only with a
-commit, and an update that begins in it tells the engine to recover.
+commit, and an update that begins in it tells the engine to recover. An update brings either the
+model's weights or one adapter: ``partial`` is over only with one of the same, and others are
+refused meanwhile.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from collections import deque
 from enum import StrEnum
 from typing import Final
 
+from bus.lora import adapter_of
 from bus.manifest import Manifest
 from bus.messages import (
     Abort,
@@ -98,6 +102,7 @@ class EngineUpdate:
         self.update_id = ""
         self.version = version
         self.partial = False
+        self._part_of = ""  # what is partial: an adapter, or (empty) the model's weights
         self.applied = 0
         self._queue = queue
         # Chunks that WEIGHT_CHUNK_META has told of and those that CHUNK_SENT has; the last of each
@@ -154,6 +159,7 @@ class EngineUpdate:
             raise wrong_state(
                 f"version {message.version}, the engine is at {self.version}", "version"
             )
+        self._need_mending(message)
         self._need_transfer(message)
         self._manifest = manifest_of(message)
         self.state = _S.ARMING
@@ -338,12 +344,14 @@ class EngineUpdate:
         if isinstance(call, (CallRestore, CallAbortRequests)):
             # The undoing itself failed: only a whole update brings this engine back.
             self.partial = True
+            if isinstance(call, CallRestore):
+                self._part_of = adapter_of(self._backend)
             note = Note("abort_failed", "error", {"detail": failure.detail})
             return [note, *self._aborted(job.reply_to, "partial", 0.0)]
         if isinstance(call, CallArm):
             self.state = _S.NONE
         elif isinstance(call, CallStart):
-            self._loaded = True  # half started: not to be trusted
+            self._loaded = not adapter_of(self._backend)  # half started: not to be trusted
         elif isinstance(call, CallFinish):
             self.state = _S.LOADING
         elif isinstance(call, CallCommit):
@@ -355,9 +363,10 @@ class EngineUpdate:
         weights are gone."""
         loads = isinstance(call, CallReceive) and loads_when_received(call.backend)
         if loads or isinstance(call, CallLoad):
-            self._loaded = True
+            self._loaded = not adapter_of(self._backend)  # an engine keeps the adapter before
         elif isinstance(call, CallSleep) and call.level == 2:  # noqa: PLR2004 - the level
             self.partial = True
+            self._part_of = ""
 
     def forsake(self, msg_id: int) -> None:
         """Nobody is there to bring the weights that a sleep has discarded."""
@@ -381,6 +390,7 @@ class EngineUpdate:
         self.state = _S.ABORTING
         if self._loaded:
             self.partial = True
+            self._part_of = ""
             self._queue.add(CallAbortRequests(), msg_id)
             return []
         if began and not self.partial:
@@ -391,6 +401,16 @@ class EngineUpdate:
     def _aborted(self, msg_id: int, outcome: str, took_ms: float) -> list[SessionEffect]:
         self.state = _S.NONE
         return [ack(msg_id, Step.ABORT, self.update_id, outcome=outcome, took_ms=took_ms)]
+
+    def _need_mending(self, message: Arm) -> None:
+        """What an engine holds a part of, only the whole of the same mends."""
+        if self.partial and adapter_of(message.backend) != self._part_of:
+            what = f"the adapter {self._part_of!r}" if self._part_of else "the model's weights"
+            raise wrong_state(
+                f"the engine has lost {what}, or holds a part of an update of them",
+                "backend",
+                hint=f"update {what} first",
+            )
 
     def _need_transfer(self, message: Arm) -> None:
         transfer = self._transfer

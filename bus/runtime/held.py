@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from pathlib import Path
 
 
 def sweep(paths: Iterable[Path], remove: Callable[[Path], None]) -> list[str]:
@@ -32,3 +34,31 @@ def sweep(paths: Iterable[Path], remove: Callable[[Path], None]) -> list[str]:
         finally:
             os.close(descriptor)
     return removed
+
+
+class HeldFolder:
+    """A new folder in ``parent`` that is its maker's, and is removed by :meth:`close`.
+
+    Those whose maker was killed are known by the advisory lock that they no longer have,
+    and go when the next one with this prefix is made.
+    """
+
+    def __init__(self, prefix: str, parent: Path) -> None:
+        sweep(parent.glob(f"{prefix}*/"), lambda left: shutil.rmtree(left, ignore_errors=True))
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+            try:
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue  # another one took it for left before it was locked
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if self.path.is_dir():
+                break
+            os.close(self._lock)
+
+    def close(self) -> None:
+        """Remove it; a second time does nothing."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1

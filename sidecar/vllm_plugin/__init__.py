@@ -16,6 +16,8 @@ module               what
 ``ipc``              the handles that one of those is told
 ``native_factory``   where those are made
 ``manifest_check``   does this manifest fill this model, exactly?
+``adapters``         LoRA adapters that came over the bus, in each worker
+``adapter_check``    does this adapter fit this model?
 ``ranks``            the workers of one engine agree on one outcome
 ``facts``            what a sidecar asks of a worker
 ``client``           the order of calls, for both adapters

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bus.errors import EngineError
+from bus.lora import adapter_of
 from bus.messages import NackCode
 from bus.native import loads_when_received
 from sidecar.vllm_plugin import wire
@@ -27,27 +28,39 @@ class Doors(Protocol):
 
     async def finish_weight_update(self) -> None: ...
 
+    async def load_adapter(self, name: str) -> None:
+        """vLLM's own in-place load of a LoRA adapter; workers take what they have staged."""
+
+    async def drop_adapter(self, name: str) -> None:
+        """The same undone."""
+
 
 class PluginClient:
     """Drives the plugin of one engine; the update half of :class:`sidecar.engine.Engine`.
 
-    It remembers nothing: whether an update session is open is asked of the workers,
-    so that a restarted sidecar, or one whose call was cancelled, recovers as well.
+    It remembers nothing but whether a LoRA adapter is what comes: whether an update session is
+    open is asked of the workers, so that a restarted sidecar, or one whose call was cancelled,
+    recovers as well.
     And it asks before every call that vLLM would refuse, because a refusal by all
     workers at once spoils the executor's later answers (:mod:`sidecar.vllm_plugin.ranks`).
     """
 
     def __init__(self, doors: Doors) -> None:
         self._doors = doors
+        self._adapter = ""
 
     async def hello(self) -> None:
-        """Is the plugin there, and does it speak our protocol?"""
+        """Is the plugin there, and does it speak our protocol? A LoRA adapter that a sidecar
+        before us has loaded, and not committed, goes."""
         await self._perform(wire.Hello(wire.PROTOCOL))
+        await self._perform(wire.UndoAdapter(settled=False))
 
     async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
+        self._adapter = ""
         await self._perform(
             wire.Open(backend, params, place.communicator, place.world_size, place.rank)
         )
+        self._adapter = adapter_of(backend)
 
     async def arm(self, manifest: Manifest) -> None:
         await self._perform(
@@ -57,7 +70,10 @@ class PluginClient:
     async def start_update(self, *, recover: bool) -> None:
         """Open a session. ``recover``: through a whole one first, which puts vLLM's own
         bookkeeping in order after a load that broke off (the model's weights are then
-        undefined until every chunk is loaded)."""
+        undefined until every chunk is loaded). LoRA adapters need none."""
+        if self._adapter:
+            await self._expect(active=False)
+            return
         if recover:
             await self.restore()
         await self._expect(active=False)
@@ -84,20 +100,36 @@ class PluginClient:
         await self._perform(wire.Verify(seq, verify, sums))
 
     async def load(self, seq: int) -> None:
+        if self._adapter:
+            await self._perform(wire.LoadAdapter(seq))
+            await self._doors.load_adapter(self._adapter)
+            return
         await self._update(wire.Load(seq))
 
     async def restore(self) -> None:
         """Close the session; opened first if it isn't. Layers that are not complete get their
-        old weights back: without a load, all of them."""
+        old weights back: without a load, all of them. Or the LoRA adapter before takes its place
+        again."""
+        if self._adapter:
+            await self._perform(wire.UndoAdapter(settled=True))
+            await self._doors.drop_adapter(self._adapter)
+            return
         if not await self._active():
             await self._doors.start_weight_update()
         await self._perform(wire.Discard())
         await self.finish_update()
 
     async def finish_update(self) -> None:
+        if self._adapter:
+            return
         await self._expect(active=True)
         await self._doors.finish_weight_update()
         await self._perform(wire.Settle())
+
+    async def settle(self) -> None:
+        """What was loaded is about to be committed: a sidecar after us leaves a LoRA adapter."""
+        if self._adapter:
+            await self._perform(wire.SettleAdapter())
 
     async def _update(self, operation: wire.UpdateOp) -> None:
         await self._expect(active=True)

@@ -122,6 +122,31 @@ def factory_gaps(factory: Any) -> list[str]:
     return gaps
 
 
+def adapter_gaps(worker_manager: Any, lora_model: Any) -> list[str]:
+    """What forbids adapters: vLLM's modules ``vllm.lora.worker_manager`` and ``lora_model``."""
+    theirs = getattr(worker_manager, "LRUCacheWorkerLoRAManager", None)
+    return [
+        *_signature_gaps(
+            theirs,
+            _load_adapter=("self", "lora_request"),
+            _apply_adapters=("self", "lora_requests"),
+        ),
+        *_signature_gaps(
+            getattr(lora_model, "LoRAModel", None),
+            from_lora_tensors=(
+                "lora_model_id",
+                "tensors",
+                "peft_helper",
+                "device",
+                "dtype",
+                "model_vocab_size",
+                "weights_mapper",
+                "skip_prefixes",
+            ),
+        ),
+    ]
+
+
 def _signature_gaps(theirs: Any, **methods: tuple[str, ...]) -> Iterator[str]:
     if theirs is None:
         yield f"no class with {', '.join(methods)}"

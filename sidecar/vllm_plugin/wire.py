@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 KEY: Final = "wavebus"
-PROTOCOL: Final = 4
+PROTOCOL: Final = 5
 MAX_PAYLOAD_CHARS: Final = 32 * 1024 * 1024
 DETAIL_CHARS: Final = 2000
 TENSOR_CHARS: Final = 512
@@ -118,7 +118,36 @@ class Load(msgspec.Struct, frozen=True, tag="load", forbid_unknown_fields=True):
     seq: Count
 
 
-InitOp: TypeAlias = Hello | Expect | Open | ArmManifest | Receive | Verify | Settle | Discard
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", forbid_unknown_fields=True):
+    """Have the staged LoRA adapter in the place of the one before, which is kept."""
+
+    seq: Count
+
+
+class UndoAdapter(msgspec.Struct, frozen=True, tag="undo_adapter", forbid_unknown_fields=True):
+    """Go back to the LoRA adapter before the one that was loaded last, if an update has loaded one
+    and the next has not been armed. ``settled``: even from one that is settled."""
+
+    settled: bool
+
+
+class SettleAdapter(msgspec.Struct, frozen=True, tag="settle_adapter", forbid_unknown_fields=True):
+    """The LoRA adapter that was loaded last is being committed."""
+
+
+InitOp: TypeAlias = (
+    Hello
+    | Expect
+    | Open
+    | ArmManifest
+    | Receive
+    | Verify
+    | Settle
+    | Discard
+    | LoadAdapter
+    | UndoAdapter
+    | SettleAdapter
+)
 UpdateOp: TypeAlias = Receive | Load
 T = TypeVar("T")
 

@@ -34,13 +34,17 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from bus.errors import EngineError
+from bus.errors import EngineError, UsageError
+from bus.lora import PREFIX as ADAPTERS
+from bus.lora import adapter_of, check_adapter_name
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import NackCode
 from bus.native import engine_of
 from bus.transfer import Place
 from sidecar.transfer import check_delivered, check_room, check_sums, make_receiver
+from sidecar.transfer.lora import LoraReceiver
 from sidecar.vllm_plugin import ranks, wire
+from sidecar.vllm_plugin.adapters import Adapters
 from sidecar.vllm_plugin.compat import shared_communicators
 from sidecar.vllm_plugin.cpu import CpuRepacking
 from sidecar.vllm_plugin.manifest_check import ManifestChecker, quiet_loading, tied_head
@@ -94,6 +98,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._tied_head = tied_head(vllm_config, model)
         self._checker = ManifestChecker(vllm_config, model, self._tied_head)
         self._repacking = CpuRepacking(model, device)
+        self._adapters = Adapters.of(model)
         self._index = worker_index(vllm_config.parallel_config)
         self._armed: Manifest | None = None
         self._backend = ""
@@ -192,6 +197,12 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 self._discard()
             case wire.Settle():
                 self._settle()
+            case wire.LoadAdapter(seq=seq):
+                self._load_adapter(seq)
+            case wire.UndoAdapter(settled=settled):
+                self._adapters.undo(settled=settled)
+            case wire.SettleAdapter():
+                self._adapters.settle()
 
     def _expect(self, active: bool) -> None:
         if active != self._active:
@@ -217,12 +228,22 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if engine_of(operation.backend):
             raise not_this_engine(operation.backend)
         if self._receiver is None or operation.backend != self._backend:
-            fresh = make_receiver(operation.backend, self.device)
+            fresh = self._make_receiver(operation.backend)
             self.shutdown()
             self._receiver, self._backend = fresh, operation.backend
         engine = Place(operation.communicator, operation.world_size, operation.first_rank)
         with shared_communicators():
             self._receiver.open(operation.params, engine.of_worker(self._index))
+
+    def _make_receiver(self, backend: str) -> Receiver:
+        if not backend.startswith(ADAPTERS):
+            return make_receiver(backend, self.device)
+        try:
+            check_adapter_name(adapter_of(backend))
+        except UsageError as error:
+            raise EngineError(str(error), code=NackCode.MALFORMED) from error
+        self._adapters.need()
+        return LoraReceiver()
 
     def _arm(self, operation: wire.ArmManifest) -> None:
         self._armed = None
@@ -232,7 +253,11 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             )
         except ValueError as error:
             raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
-        self._checker.check(manifest)
+        if isinstance(self._receiver, LoraReceiver):
+            self._adapters.check(self._receiver.config, manifest)
+            self._adapters.begin()
+        else:
+            self._checker.check(manifest)
         check_room(self._backend, self._receiver, manifest)
         self._armed = manifest
 
@@ -266,10 +291,20 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _stage(
         self, metas: tuple[TensorMeta, ...], received: list[tuple[str, torch.Tensor]]
     ) -> list[tuple[str, torch.Tensor]]:
-        """Own tensors on the worker's device, once they are what the manifest says."""
+        """Own tensors on the worker's device, once they are what the manifest says. vLLM keeps
+        adapters in CPU memory."""
         check_delivered(self._backend, metas, received)
+        if isinstance(self._receiver, LoraReceiver):
+            return received
         copy = self._receiver is None or not self._receiver.owned
         return [(name, tensor.to(self.device, copy=copy)) for name, tensor in received]
+
+    def _load_adapter(self, seq: int) -> None:
+        staged, self._staged = self._staged_chunk(seq), None
+        if not isinstance(self._receiver, LoraReceiver):
+            raise EngineError("no adapter is open", code=NackCode.WRONG_STATE)
+        name = adapter_of(self._backend)
+        self._adapters.load(name, self._receiver.config, dict(staged.tensors))
 
     def _keep(self, failure: wire.Failure | None) -> None:
         """Keep the first failure for the next ``settle``."""

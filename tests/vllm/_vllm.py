@@ -194,6 +194,7 @@ async def generate(
     tokens: int,
     prompt: Sequence[int] = PROMPT,
     note: Callable[[int], Awaitable[None]] | None = None,
+    lora: Any = None,
 ) -> Any:
     """A greedy request to an ``AsyncLLM``: vLLM's last output, with all tokens; ``note`` is
     told how many are new, as they arrive."""
@@ -202,7 +203,8 @@ async def generate(
     # Not min_tokens, which forbids the end-of-sequence token instead of going past it.
     params = SamplingParams(temperature=0.0, max_tokens=tokens, detokenize=False, ignore_eos=True)
     had, last = 0, None
-    async for output in llm.generate({"prompt_token_ids": list(prompt)}, params, name):
+    asked = {"prompt_token_ids": list(prompt)}
+    async for output in llm.generate(asked, params, name, lora_request=lora):
         last = output.outputs[0]
         if note is not None:
             await note(len(last.token_ids) - had)

@@ -17,12 +17,14 @@ import fcntl
 import mmap
 import os
 import secrets
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from bus.errors import WavebusError
+from bus.lora import FOLDER_PREFIX
 from bus.runtime import held
 from bus.transfer import SHM_FOLDER, SHM_PREFIX, ShmChunk, ShmInit, ShmTensors, aligned, encode
 from trainer_agent import shared
@@ -151,7 +153,11 @@ class _Segment:
 
 
 def sweep(folder: Path = Path(SHM_FOLDER)) -> list[str]:
-    """Remove segments whose owner is gone; return their names."""
-    # Folders of that prefix are others', with pages of engine cores.
+    """Remove segments and adapters whose owner is gone; return their names."""
+    # Other folders of that prefix are others', with pages of engine cores.
     segments = (path for path in folder.glob(f"{SHM_PREFIX}*") if path.is_file())
-    return held.sweep(segments, lambda left: left.unlink(missing_ok=True))
+    adapters = folder.glob(f"{FOLDER_PREFIX}*/")
+    return [
+        *held.sweep(segments, lambda left: left.unlink(missing_ok=True)),
+        *held.sweep(adapters, lambda left: shutil.rmtree(left, ignore_errors=True)),
+    ]

@@ -33,6 +33,7 @@ from bus.protocol.calls import (
     CallQueue,
     CallReceive,
     CallRestore,
+    CallSleep,
     CallStart,
     CallVerify,
     SessionEffect,
@@ -530,6 +531,97 @@ def test_what_vllms_own_engines_receive_they_have_loaded() -> None:
         driver.abort()
         assert driver.calls[-1] == CallAbortRequests()
         assert outcome(driver.returned()) == "partial"
+
+
+ADAPTER = "lora:policy-lora"
+
+
+def arm_with(driver: Driver, backend: str, update_id: str) -> list[SessionEffect]:
+    """TRANSFER_INIT and ARM; for an adapter, or for the model's weights."""
+    opening = TransferInit(f"t-{update_id}", backend, b"p", 0, 0, {})
+    driver.issue(driver.update.open(1, opening))
+    driver.returned()
+    arm = replace(make_arm(update_id, MANIFEST, version=4), backend=backend)
+    return driver.issue(driver.update.arm(2, arm))
+
+
+def load_with(driver: Driver, backend: str, update_id: str) -> None:
+    """As far as every chunk is loaded."""
+    arm_with(driver, backend, update_id)
+    driver.returned()
+    driver.start(update_id)
+    driver.returned()
+    for k in range(CHUNKS):
+        driver.apply(k, update_id)
+
+
+@pytest.mark.parametrize("fails", ["start", "load", "nothing", "finish"])
+def test_an_adapter_is_undone_however_far_it_came(fails: str) -> None:
+    """The engine has kept the one before: nobody is quarantined."""
+    driver = Driver(opened=False)
+    arm_with(driver, ADAPTER, "u1")
+    driver.returned()
+    driver.start()
+    if fails == "start":
+        driver.failed()
+    else:
+        driver.returned()
+        driver.chunk(0)
+        driver.sent(0)
+        driver.returned()
+        driver.returned()
+        assert driver.calls[-1] == CallLoad(0)
+        driver.failed() if fails == "load" else driver.returned()
+    if fails == "finish":
+        for k in range(1, CHUNKS):
+            driver.apply(k)
+        driver.finish()
+        driver.failed()
+    driver.abort()
+    assert driver.calls[-1] == CallRestore()
+    assert outcome(driver.returned()) == "restored"
+    assert not driver.update.mixed
+
+
+@pytest.mark.parametrize(
+    ("lost", "sent"), [("sim", ADAPTER), (ADAPTER, "sim"), (ADAPTER, "lora:another")]
+)
+def test_what_is_lost_only_the_whole_of_the_same_mends(lost: str, sent: str) -> None:
+    """A quarantine is not ended by an update that brings something else."""
+    driver = Driver(opened=False)
+    load_with(driver, lost, "u1")
+    driver.abort()
+    if lost == ADAPTER:
+        driver.failed()
+    else:
+        driver.returned()
+    assert driver.update.partial
+    with pytest.raises(Declined) as declined:
+        arm_with(driver, sent, "u2")
+    assert declined.value.failure.code is NackCode.WRONG_STATE
+    assert declined.value.failure.field == "backend"
+    told = "policy-lora" if lost == ADAPTER else "the model's weights"
+    assert told in declined.value.failure.detail
+    load_with(driver, lost, "u3")
+    driver.finish("u3")
+    driver.returned()
+    driver.commit("u3")
+    driver.returned()
+    assert not driver.update.mixed
+    opening = TransferInit("t4", sent, b"p", 0, 0, {})
+    driver.issue(driver.update.open(1, opening))
+    driver.returned()
+    driver.issue(driver.update.arm(2, replace(make_arm("u4", MANIFEST, version=5), backend=sent)))
+    assert driver.calls[-1] == CallArm(MANIFEST)
+
+
+def test_weights_that_a_sleep_has_discarded_no_adapter_mends() -> None:
+    """Nor does a load of an adapter before it count for them."""
+    driver = Driver(opened=False)
+    driver.update.issued(CallSleep(2))
+    assert driver.update.partial
+    with pytest.raises(Declined, match="the model's weights"):
+        arm_with(driver, ADAPTER, "u1")
 
 
 def test_an_abort_while_a_chunk_is_loaded_finds_it_loaded() -> None:

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from sidecar.launch import HeldFolder, free_port
+from bus.runtime.held import HeldFolder
+from sidecar.launch import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 MAKES_ONE = """
 import sys
 from pathlib import Path
-from sidecar.launch import HeldFolder
+from bus.runtime.held import HeldFolder
 folder = HeldFolder("held-", Path(sys.argv[1]))
 (folder.path / "page").touch()
 print(folder.path, flush=True)

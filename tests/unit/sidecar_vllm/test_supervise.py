@@ -36,6 +36,15 @@ def test_what_is_missing_is_added() -> None:
     assert prepared.env == {"A": "b", "VLLM_SERVER_DEV_MODE": "1"}
 
 
+def test_lora_adapters_may_be_updated() -> None:
+    """Where the server takes any, and nobody has said otherwise."""
+    switch = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+    for option in ("--enable-lora", "--enable_lora"):
+        assert prepare([*COMMAND, option], {}).env[switch] == "1"
+        assert prepare([*COMMAND, option], {switch: "0"}).env[switch] == "0"
+    assert switch not in prepare(COMMAND, {}).env
+
+
 @pytest.mark.parametrize(
     ("options", "url"),
     [

@@ -25,6 +25,9 @@ FAILURE = wire.Failure(NackCode.MANIFEST_REFUSED, 'it\'s "too" /tmp/big\nby half
         wire.Receive(3, "shm", ("a",), ("float32",), ((2, 3),), b"\x80"),
         wire.Settle(),
         wire.Discard(),
+        wire.LoadAdapter(3),
+        wire.UndoAdapter(settled=True),
+        wire.SettleAdapter(),
     ],
 )
 def test_operations_survive_json(operation: wire.InitOp) -> None:

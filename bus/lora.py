@@ -1,0 +1,64 @@
+"""A LoRA adapter alone: a transfer backend of its own, whose one chunk is a folder on tmpfs.
+
+A backend with a name such as ``lora:policy-lora`` carries that adapter, and no other weights. The
+trainer writes it as PEFT does, into a folder of :data:`bus.transfer.SHM_FOLDER` that only its user
+may enter; engines of the same host read it by its path. ``TransferInit.params`` and
+``WeightChunkMeta.handle`` are both an :class:`AdapterFolder`.
+
+An update of an adapter can be undone until it is committed, since engines keep the one before:
+whoever gives it up has not loaded a part of anything.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+from msgspec import Meta
+
+from bus.errors import UsageError
+from bus.transfer import SHM_PREFIX
+
+PREFIX: Final = "lora:"
+FOLDER_PREFIX: Final = f"{SHM_PREFIX}lora-"
+CONFIG_FILE: Final = "adapter_config.json"
+WEIGHTS_FILE: Final = "adapter_model.safetensors"
+MAX_CONFIG_BYTES: Final = 1024 * 1024
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """Where an adapter lies: the folder's name, and what its config's SHA-256 is, in hex. Sums of
+    its tensors travel as those of other chunks do."""
+
+    folder: Annotated[str, Meta(max_length=128, pattern=r"^wavebus-lora-[A-Za-z0-9_-]+\Z")]
+    config_sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+
+
+def check_adapter_name(name: str) -> str:
+    """``name`` if it can be an adapter's: what clients of a served engine ask for as a model.
+
+    Raises:
+        UsageError: it can't.
+    """
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"adapter={name!r}: 1 to 128 letters, digits and . _ -, starting with a letter or digit"
+        )
+    return name
+
+
+def adapter_backend(name: str) -> str:
+    """The transfer backend that carries the adapter ``name``.
+
+    Raises:
+        UsageError: see :func:`check_adapter_name`.
+    """
+    return PREFIX + check_adapter_name(name)
+
+
+def adapter_of(backend: str) -> str:
+    """The adapter that a transfer backend carries; empty if it carries a model's weights."""
+    return backend.removeprefix(PREFIX) if backend.startswith(PREFIX) else ""

@@ -1,0 +1,102 @@
+"""Read a LoRA adapter from the folder on tmpfs into which its trainer wrote it.
+
+What is read is copied: nothing of the folder is needed any more once an adapter is received.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from bus.lora import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE, AdapterFolder
+from bus.transfer import SHM_FOLDER
+from sidecar.transfer.base import Receiver, decoded, transfer_failed
+
+if TYPE_CHECKING:
+    import torch
+
+    from bus.manifest import TensorMeta
+    from bus.transfer import Place
+
+
+class LoraReceiver(Receiver):
+    """Takes one adapter at a time, to CPU memory.
+
+    Attributes:
+        config: PEFT's ``adapter_config``, as the trainer wrote it.
+    """
+
+    owned = True
+
+    def __init__(self) -> None:
+        self.config: dict[str, Any] = {}
+        self._folder: AdapterFolder | None = None
+
+    @property
+    def path(self) -> str:
+        """The folder; empty while none is open."""
+        return "" if self._folder is None else str(_path(self._folder))
+
+    def open(self, params: bytes, place: Place) -> None:  # noqa: ARG002 - all are equal
+        self._folder = None
+        folder = decoded(params, AdapterFolder)
+        self.config = _read_config(folder)
+        self._folder = folder
+
+    def receive(
+        self, tensors: tuple[TensorMeta, ...], handle: bytes
+    ) -> list[tuple[str, torch.Tensor]]:
+        folder = decoded(handle, AdapterFolder)
+        if folder != self._folder:
+            raise transfer_failed(f"the adapter in {folder.folder} is not the one that was opened")
+        self.config = _read_config(folder)
+        try:
+            with safe_open(_path(folder) / WEIGHTS_FILE, framework="pt") as file:
+                names = set(file.keys())
+                return [
+                    (meta.name, file.get_tensor(meta.name).clone())
+                    for meta in tensors
+                    if meta.name in names
+                ]
+        except (OSError, SafetensorError) as error:
+            raise transfer_failed(f"{WEIGHTS_FILE} in {folder.folder}: {error}") from error
+
+    def close(self) -> None:
+        self._folder = None
+
+
+def _path(folder: AdapterFolder) -> Path:
+    return Path(SHM_FOLDER) / folder.folder
+
+
+def _read_config(folder: AdapterFolder) -> dict[str, Any]:
+    """The config, if it is the one that was written.
+
+    Raises:
+        EngineError: code ``transfer_failed``: it is not there, or another one.
+    """
+    try:
+        with (_path(folder) / CONFIG_FILE).open("rb") as file:
+            text = file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise transfer_failed(
+            f"can't read {_path(folder) / CONFIG_FILE}: {error.strerror}; trainer and engine must "
+            "run on one host, as one user"
+        ) from error
+    found = hashlib.sha256(text).hexdigest()
+    if found != folder.config_sha256:
+        raise transfer_failed(
+            f"{CONFIG_FILE} in {folder.folder} is not what was written: SHA-256 {found}, expected "
+            f"{folder.config_sha256}"
+        )
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise transfer_failed(f"{CONFIG_FILE} in {folder.folder}: {error}") from error
+    if not isinstance(config, dict):
+        raise transfer_failed(f"{CONFIG_FILE} in {folder.folder}: not a JSON object")
+    return config
