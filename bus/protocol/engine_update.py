@@ -20,20 +20,35 @@
                                           something loaded: abort_requests(), partial
     ABORTING   done           NONE        ack abort: untouched, restored or partial
 
+``partial`` is a set of targets, of which an update is for one: the model, or its draft model.
+
+::
+
+    event                                        partial        then
+    something of target t was loaded, or its
+    start or restore failed, and it is given up  + t            quarantined
+    a sleep that discards weights is called      + all targets  quarantined, or emptied
+    ARM of any target, while partial             (same)         armed as ever
+    UPDATE_START, while partial                  (same)         start_update(recover)
+    ABORT, nothing of t loaded, t not in it      (same)         restore(t)
+    ABORT, nothing of t loaded, t in it          (same)         no call: nothing to restore
+    COMMIT of t                                  - t            whole, if it is empty now; else
+                                                                the ack says "partial"
+
 Invariants: a chunk is loaded at most once, in order, and not before the sender has said that
 all of it was sent and its sums are right (but backends of vLLM's own load what they receive, see
 :mod:`bus.native`); one chunk is staged at a time; UPDATE_FINISH needs every chunk of the
-manifest; the version only grows, and at COMMIT; ``partial`` (quarantined) is over only with a
-commit, and an update that begins in it tells the engine to recover.
+manifest; the version only grows, and at COMMIT; a target leaves ``partial`` only by a commit of
+its own, and an update that begins while there is any, tells the engine to recover; the engine is
+resumed only when there is none; a target that is not in it has all the weights of its version.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from enum import StrEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from bus.manifest import Manifest
 from bus.messages import (
     Abort,
     Arm,
@@ -41,6 +56,7 @@ from bus.messages import (
     Commit,
     NackCode,
     Step,
+    Target,
     TransferInit,
     UpdateFinish,
     UpdateStart,
@@ -67,9 +83,13 @@ from bus.protocol.calls import (
     nack,
 )
 from bus.protocol.effects import Note
+from bus.protocol.fitting import check_chunk, check_sums, manifest_of
 from bus.protocol.instructions import Failure
 from bus.protocol.refusal import Declined, wrong_state
 from bus.transfer import NO_PLACE, Place
+
+if TYPE_CHECKING:
+    from bus.manifest import Manifest
 
 
 class EngineUpdateState(StrEnum):
@@ -92,12 +112,16 @@ MIXED: Final = frozenset(_S) - {_S.NONE, _S.ARMING, _S.ARMED}
 class EngineUpdate:
     """See the module. Calls go into ``queue``."""
 
-    def __init__(self, queue: CallQueue, version: int, name: str = "") -> None:
+    def __init__(
+        self, queue: CallQueue, version: int, name: str = "", *, draft: bool = False
+    ) -> None:
         self._name = name
+        self._draft = draft
         self.state = _S.NONE
         self.update_id = ""
         self.version = version
-        self.partial = False
+        self.partial: set[Target] = set()
+        self.target: Target = "model"  # of this update, or the last
         self.applied = 0
         self._queue = queue
         # Chunks that WEIGHT_CHUNK_META has told of and those that CHUNK_SENT has; the last of each
@@ -116,7 +140,7 @@ class EngineUpdate:
     @property
     def mixed(self) -> bool:
         """Whether the model may hold weights of two versions: no resume then."""
-        return self.partial or self.state in MIXED
+        return bool(self.partial) or self.state in MIXED
 
     # -- commands -------------------------------------------------------------
 
@@ -154,16 +178,26 @@ class EngineUpdate:
             raise wrong_state(
                 f"version {message.version}, the engine is at {self.version}", "version"
             )
+        if message.target == "draft" and not self._draft:
+            raise Declined(
+                Failure(
+                    NackCode.DRAFT_MISSING,
+                    "this engine has no draft model whose weights can be updated",
+                    field="target",
+                    hint="start vLLM with a speculative_config that has a model",
+                )
+            )
         self._need_transfer(message)
         self._manifest = manifest_of(message)
         self.state = _S.ARMING
         self.update_id = message.update_id
+        self.target = message.target
         self.applied = 0
         self._forget_chunks()
         self._loaded = False
         self._backend = message.backend
         self._target_version = message.version
-        self._queue.add(CallArm(self._manifest), msg_id)
+        self._queue.add(CallArm(self._manifest, self.target), msg_id)
         return []
 
     def start(self, msg_id: int, message: UpdateStart, *, paused: bool) -> list[SessionEffect]:
@@ -178,7 +212,7 @@ class EngineUpdate:
         if not paused:
             raise wrong_state("the engine runs; an update starts in a pause")
         self.state = _S.STARTING
-        self._queue.add(CallStart(recover=self.partial), msg_id)
+        self._queue.add(CallStart(bool(self.partial), self.target), msg_id)
         return []
 
     def chunk(self, msg_id: int, message: WeightChunkMeta) -> list[SessionEffect]:
@@ -266,7 +300,7 @@ class EngineUpdate:
     def commit(self, msg_id: int, message: Commit) -> list[SessionEffect]:
         """COMMIT."""
         if message.update_id and message.update_id == self._last_commit:
-            return [ack(msg_id, Step.COMMIT, message.update_id)]
+            return [self._commit_ack(msg_id)]
         self._need(message.update_id)
         if self.state is _S.COMMITTING:
             return []
@@ -281,7 +315,7 @@ class EngineUpdate:
     def abort(self, msg_id: int, message: Abort) -> list[SessionEffect]:
         """ABORT."""
         if self.state is _S.NONE or message.update_id != self.update_id:
-            outcome = "partial" if self.partial else "untouched"
+            outcome = self._or_partial("untouched")
             return [ack(msg_id, Step.ABORT, message.update_id, outcome=outcome)]
         if self.state is _S.ABORTING:
             return []
@@ -306,8 +340,8 @@ class EngineUpdate:
             opened = ack(job.reply_to, Step.TRANSFER_INIT, call.update_id, took_ms=took_ms)
             return self._settle([opened])
         if isinstance(call, (CallRestore, CallAbortRequests)):
-            restored = isinstance(call, CallRestore)
-            return self._aborted(job.reply_to, "restored" if restored else "partial", took_ms)
+            outcome = self._or_partial("restored")
+            return self._aborted(job.reply_to, outcome, took_ms)
         if isinstance(call, CallArm):
             self.state = _S.ARMED
         elif isinstance(call, CallStart):
@@ -320,8 +354,9 @@ class EngineUpdate:
         elif isinstance(call, CallCommit):
             self.state = _S.NONE
             self.version = call.version
-            self.partial = False
+            self.partial.discard(self.target)
             self._last_commit = self.update_id
+            return self._settle([self._commit_ack(job.reply_to, took_ms)])
         step = CALL_STEPS[type(call)]
         return self._settle([ack(job.reply_to, step, self.update_id, chunk=chunk, took_ms=took_ms)])
 
@@ -337,7 +372,8 @@ class EngineUpdate:
         chunk = call.chunk if isinstance(call, CallReceive | CallVerify | CallLoad) else 0
         if isinstance(call, (CallRestore, CallAbortRequests)):
             # The undoing itself failed: only a whole update brings this engine back.
-            self.partial = True
+            if isinstance(call, CallRestore):
+                self.partial.add(self.target)
             note = Note("abort_failed", "error", {"detail": failure.detail})
             return [note, *self._aborted(job.reply_to, "partial", 0.0)]
         if isinstance(call, CallArm):
@@ -357,7 +393,9 @@ class EngineUpdate:
         if loads or isinstance(call, CallLoad):
             self._loaded = True
         elif isinstance(call, CallSleep) and call.level == 2:  # noqa: PLR2004 - the level
-            self.partial = True
+            self.partial.add("model")
+            if self._draft:
+                self.partial.add("draft")
 
     def forsake(self, msg_id: int) -> None:
         """Nobody is there to bring the weights that a sleep has discarded."""
@@ -372,7 +410,7 @@ class EngineUpdate:
             return effects
         msg_id, self._abort_asked = self._abort_asked, None
         if self.state is _S.NONE:  # it ended by itself: refused
-            outcome = "partial" if self.partial else "untouched"
+            outcome = self._or_partial("untouched")
             return [*effects, ack(msg_id, Step.ABORT, self.update_id, outcome=outcome)]
         return [*effects, *self._begin_abort(msg_id)]
 
@@ -380,17 +418,24 @@ class EngineUpdate:
         began = self.state in MIXED
         self.state = _S.ABORTING
         if self._loaded:
-            self.partial = True
+            self.partial.add(self.target)
             self._queue.add(CallAbortRequests(), msg_id)
             return []
-        if began and not self.partial:
-            self._queue.add(CallRestore(), msg_id)
+        if began and self.target not in self.partial:
+            self._queue.add(CallRestore(self.target), msg_id)
             return []
-        return self._aborted(msg_id, "partial" if self.partial else "untouched", 0.0)
+        return self._aborted(msg_id, self._or_partial("untouched"), 0.0)
 
     def _aborted(self, msg_id: int, outcome: str, took_ms: float) -> list[SessionEffect]:
         self.state = _S.NONE
         return [ack(msg_id, Step.ABORT, self.update_id, outcome=outcome, took_ms=took_ms)]
+
+    def _or_partial(self, outcome: str) -> str:
+        return "partial" if self.partial else outcome
+
+    def _commit_ack(self, msg_id: int, took_ms: float = 0.0) -> SessionEffect:
+        outcome = self._or_partial("")
+        return ack(msg_id, Step.COMMIT, self._last_commit, outcome=outcome, took_ms=took_ms)
 
     def _need_transfer(self, message: Arm) -> None:
         transfer = self._transfer
@@ -420,63 +465,3 @@ _UPDATE_CALLS: Final = (
     CallLoad,
     CallFinish,
 )
-
-
-def manifest_of(message: Arm) -> Manifest:
-    """The manifest that an ARM carries.
-
-    Raises:
-        Declined: it contradicts itself or its digest; names the field.
-    """
-    try:
-        manifest = Manifest(message.names, message.dtypes, message.shapes, message.chunk_ends)
-    except ValueError as error:
-        field, _, detail = str(error).partition(": ")
-        raise Declined(Failure(NackCode.MANIFEST_REFUSED, detail, field=field)) from error
-    if manifest.digest() != message.digest:
-        raise Declined(
-            Failure(NackCode.MANIFEST_REFUSED, "is not the manifest's digest", field="digest")
-        )
-    return manifest
-
-
-def check_chunk(manifest: Manifest, message: WeightChunkMeta) -> None:
-    """A chunk is the one that the manifest plans.
-
-    Raises:
-        Declined: names the field that differs.
-    """
-    part = manifest.part(message.chunk)
-    for field, planned, told in (
-        ("names", manifest.names[part], message.names),
-        ("dtypes", manifest.dtypes[part], message.dtypes),
-        ("shapes", manifest.shapes[part], message.shapes),
-        ("sizes_bytes", manifest.sizes_bytes(message.chunk), message.sizes_bytes),
-    ):
-        if planned != told:
-            raise Declined(
-                Failure(
-                    NackCode.MANIFEST_REFUSED,
-                    f"chunk {message.chunk} differs from the armed manifest",
-                    field=field,
-                )
-            )
-
-
-def check_sums(manifest: Manifest, message: ChunkSent) -> None:
-    """There is a sum for each of the chunk's tensors, or for none where nothing is verified.
-
-    Raises:
-        Declined: there are more, or fewer.
-    """
-    part = manifest.part(message.chunk)
-    expected = part.stop - part.start if message.verify in ("sample", "full") else 0
-    if len(message.sums) != expected:
-        raise Declined(
-            Failure(
-                NackCode.MALFORMED,
-                f"{len(message.sums)} sums to verify ({message.verify}) {expected} tensors "
-                f"of chunk {message.chunk}",
-                field="sums",
-            )
-        )

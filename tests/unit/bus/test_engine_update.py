@@ -464,7 +464,7 @@ def test_an_abort_after_the_start_and_before_a_load_restores() -> None:
     driver = Driver().to(_S.STARTING)
     driver.returned()
     assert driver.abort() == []
-    assert driver.calls[-1] == CallRestore()
+    assert driver.calls[-1] == CallRestore("model")
     assert driver.update.mixed
     assert outcome(driver.returned()) == "restored"
     assert not driver.update.mixed
@@ -505,7 +505,7 @@ def test_an_abort_while_a_chunk_is_received_finds_nothing_loaded() -> None:
     driver.chunk(0)
     assert driver.abort() == []
     driver.returned()
-    assert driver.calls[-1] == CallRestore()
+    assert driver.calls[-1] == CallRestore("model")
     assert outcome(driver.returned()) == "restored"
 
 
@@ -582,7 +582,7 @@ def test_a_quarantined_engine_is_told_to_recover_and_freed_by_the_commit() -> No
     driver.arm("u2")
     driver.returned()
     driver.start("u2")
-    assert driver.calls[-1] == CallStart(recover=True)
+    assert driver.calls[-1] == CallStart(recover=True, target="model")
     driver.returned()
     assert outcome(driver.abort("u2")) == "partial"
     driver.arm("u3")
@@ -815,7 +815,7 @@ def test_a_chunk_that_is_not_what_was_sent_is_not_loaded(chunk: int, found: str)
     with pytest.raises(Declined):
         driver.finish()
     assert outcome([*driver.abort(), *driver.returned()]) == found
-    assert driver.update.partial is (found == "partial")
+    assert bool(driver.update.partial) is (found == "partial")
     assert ("load", chunk) not in load_calls(driver)
 
 
