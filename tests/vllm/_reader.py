@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import torch
 
 READ_MODELS = "tests_read_models"
+# What a layer calls the width of its input: sharded, whole, or an output head's.
+WIDTHS = ("input_size_per_partition", "input_size", "embedding_dim")
 
 
 def register() -> None:
@@ -35,7 +37,7 @@ def _digests(model: torch.nn.Module) -> dict[str, str]:
             continue
         repacked: Any = getattr(layer, "cpu_linear", None)
         if repacked is not None:  # what it makes of all unit vectors is its matrix
-            width: Any = getattr(layer, "input_size_per_partition", None) or layer.embedding_dim
-            weight = repacked(torch.eye(int(width)), weight, None)
+            sizes = (getattr(layer, name, None) for name in WIDTHS)
+            weight = repacked(torch.eye(next(size for size in sizes if size)), weight, None)
         found[name] = hashlib.sha256(weight.detach().contiguous().numpy().tobytes()).hexdigest()
     return found
