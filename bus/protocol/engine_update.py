@@ -14,7 +14,7 @@
     FINISHING  done           FINISHED    ack finish
     FINISHING  failed         LOADING     nack finish; it may be tried again
     FINISHED   COMMIT         COMMITTING  commit(version)
-    COMMITTING done           NONE        ack commit; the version is served, partial is over
+    COMMITTING done           NONE        ack commit; the version is served
     any other  ABORT          ABORTING    what the call under way leaves behind decides:
                                           nothing loaded since the start: restore()
                                           something loaded: abort_requests(), partial

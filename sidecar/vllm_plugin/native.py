@@ -108,6 +108,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         if not self._opened or operation.backend != self._backend:
             raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
         metas = self._armed_chunk(operation)
+        self._need_its_session()
         return rebuildable(native.decode_chunk(operation.handle, _columns(metas)))  # type: ignore[no-any-return]
 
     def _receive_and_load(self, seq: int, chunk: dict[str, Any]) -> None:

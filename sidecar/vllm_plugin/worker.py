@@ -174,18 +174,22 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _load(self, seq: int) -> None:
         staged, self._staged = self._staged_chunk(seq), None
+        if staged.loaded:
+            return
+        self._need_its_session()
+        head = self._loadable[self._target].tied_head
+        with quiet_loading(), torch.no_grad():
+            self.model.load_weights((n, t) for n, t in staged.tensors if n != head)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def _need_its_session(self) -> None:
+        """The session is of the model that was armed: tensors of one may fit the other, too."""
         if self._armed_for != self._target:
             raise EngineError(
                 f"what was armed for the {self._armed_for} is not loaded into the {self._target}",
                 code=NackCode.WRONG_STATE,
             )
-        head = self._loadable[self._target].tied_head
-        if staged.loaded:
-            return
-        with quiet_loading(), torch.no_grad():
-            self.model.load_weights((n, t) for n, t in staged.tensors if n != head)
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
 
     def _staged_chunk(self, seq: int) -> Staged:
         if self._staged is None or self._staged.seq != seq:
