@@ -124,7 +124,8 @@ class Sidecar:
         """Start the engine and begin to join; return once the engine takes requests."""
         self.info = await self.engine.start()
         try:
-            self.session = EngineSession(self.name, version=await self.engine.version())
+            version = await self.engine.version()
+            self.session = EngineSession(self.name, version=version, draft=self.info.draft)
             boot = new_boot()
             transport = self._transport or ZmqClient(self._broker, route_of(self.name, boot))
             self._peer = Peer(
@@ -225,6 +226,7 @@ class Sidecar:
             backends=info.backends,
             endpoint=info.endpoint,
             can_sleep=info.can_sleep,
+            draft=info.draft,
             version=self.session.version,
             phase=self.session.phase,
             update_id=self.session.shown_id,
@@ -377,18 +379,18 @@ class Sidecar:
                 await engine.verify(chunk, verify, sums)
             case CallLoad(chunk):
                 await engine.load(chunk)
-            case CallArm(manifest):
-                await engine.arm(manifest)
-            case CallStart(recover):
-                await engine.start_update(recover=recover)
+            case CallArm(manifest, target):
+                await engine.arm(manifest, target)
+            case CallStart(recover, target):
+                await engine.start_update(recover=recover, target=target)
             case CallFinish():
                 await engine.finish_update()
             case CallCommit(version):
                 await engine.commit(version)
             case CallOpenTransfer(backend=backend, params=params, place=place):
                 await engine.open_transfer(backend, params, place)
-            case CallRestore():
-                await engine.restore()
+            case CallRestore(target):
+                await engine.restore(target)
             case CallAbortRequests():
                 await engine.abort_requests()
         return None

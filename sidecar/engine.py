@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from bus.errors import EngineError
 from bus.manifest import Manifest, TensorMeta
-from bus.messages import PauseMode, SleepLevel, Verify
+from bus.messages import NackCode, PauseMode, SleepLevel, Target, Verify
 from bus.transfer import Place
 from sidecar.corepage import CoreView
 
@@ -25,8 +26,10 @@ __all__ = [
     "PauseMode",
     "Place",
     "SleepLevel",
+    "Target",
     "TensorMeta",
     "Verify",
+    "need_model",
 ]
 
 
@@ -43,6 +46,7 @@ class EngineInfo:
     backends: tuple[str, ...]
     endpoint: str
     can_sleep: bool = False
+    draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +130,19 @@ class Engine(Protocol):
                 ``transfer_failed`` when the other end can't be reached.
         """
 
-    async def arm(self, manifest: Manifest) -> None:
-        """Check the manifest against the model; load nothing, change nothing.
+    async def arm(self, manifest: Manifest, target: Target = "model") -> None:
+        """Check the manifest against the target; load nothing, change nothing.
 
         Raises:
             EngineError: with code ``manifest_refused`` and ``tensor`` set, for an
                 unknown, missing or misshapen tensor, a wrong dtype, or half of a
-                fused parameter.
+                fused parameter; and of a draft, for a tensor that it shares with the model.
+                With code ``draft_missing`` where there is no draft that can be updated.
         """
 
-    async def start_update(self, *, recover: bool) -> None:
-        """Get ready to load. ``recover``: an earlier update broke off after a load."""
+    async def start_update(self, *, recover: bool, target: Target = "model") -> None:
+        """Get ready to load into the target. ``recover``: an earlier update, of whichever
+        target, broke off after a load."""
 
     async def receive(self, chunk: Chunk) -> None:
         """Fetch the chunk's tensors into staging; the model is untouched."""
@@ -151,11 +157,21 @@ class Engine(Protocol):
     async def load(self, seq: int) -> None:
         """Load the received chunk into the model, and let the staging go."""
 
-    async def restore(self) -> None:
-        """After ``start_update`` and no load: bring the old weights back."""
+    async def restore(self, target: Target = "model") -> None:
+        """After ``start_update`` of the target, and no load: bring its old weights back."""
 
     async def finish_update(self) -> None:
         """Every chunk is loaded: post-process."""
 
     async def commit(self, version: int) -> None:
         """Serve as this version from now on."""
+
+
+def need_model(target: Target) -> None:
+    """For engines without speculative decoding.
+
+    Raises:
+        EngineError: code ``draft_missing``, for any target but the model.
+    """
+    if target != "model":
+        raise EngineError("this engine has no draft model", code=NackCode.DRAFT_MISSING)

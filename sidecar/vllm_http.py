@@ -22,7 +22,16 @@ import anyio
 
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.lora import adapter_of
-from sidecar.engine import Chunk, EngineInfo, Manifest, PauseMode, Place, SleepLevel, Verify
+from sidecar.engine import (
+    Chunk,
+    EngineInfo,
+    Manifest,
+    PauseMode,
+    Place,
+    SleepLevel,
+    Target,
+    Verify,
+)
 from sidecar.vllm_adapters import AdapterRoutes
 from sidecar.vllm_connections import Connections
 from sidecar.vllm_core import CoreLink
@@ -125,7 +134,8 @@ class VllmHttpEngine:
             facts.check_drives(await self._ask_workers(facts.ASK_PRESENCE), backend, who)
         await self._plugin.hello()
         await self._gauges()  # fails here rather than later, if nothing is counted
-        info = _info(config, version, self._url, backend)
+        draft = facts.read_draft(await self._ask_workers(facts.ASK_DRAFT))
+        info = _info(config, version, self._url, backend, draft=draft)
         parallel = config["parallel_config"]
         self._core.learn(
             facts.read(await self._ask_workers(facts.ASK_FACTS)),
@@ -252,11 +262,11 @@ class VllmHttpEngine:
         if adapter := adapter_of(backend):
             await self._adapters.open(adapter, params)
 
-    async def arm(self, manifest: Manifest) -> None:
-        await self._plugin.arm(manifest)
+    async def arm(self, manifest: Manifest, target: Target = "model") -> None:
+        await self._plugin.arm(manifest, target)
 
-    async def start_update(self, *, recover: bool) -> None:
-        await self._plugin.start_update(recover=recover)
+    async def start_update(self, *, recover: bool, target: Target = "model") -> None:
+        await self._plugin.start_update(recover=recover, target=target)
 
     async def receive(self, chunk: Chunk) -> None:
         await self._plugin.receive(chunk)
@@ -267,8 +277,8 @@ class VllmHttpEngine:
     async def load(self, seq: int) -> None:
         await self._plugin.load(seq)
 
-    async def restore(self) -> None:
-        await self._plugin.restore()
+    async def restore(self, target: Target = "model") -> None:
+        await self._plugin.restore(target)
 
     async def finish_update(self) -> None:
         await self._plugin.finish_update()
@@ -398,8 +408,9 @@ class _Doors:
     async def init_weight_transfer(self, info: dict[str, Any]) -> None:
         await self._engine.post("/init_weight_transfer_engine", {"init_info": info})
 
-    async def start_weight_update(self) -> None:
-        await self._engine.post("/start_weight_update")
+    async def start_weight_update(self, target: Target) -> None:
+        route = "/start_draft_weight_update" if target == "draft" else "/start_weight_update"
+        await self._engine.post(route)
 
     async def update_weights(self, info: dict[str, Any]) -> None:
         await self._engine.post("/update_weights", {"update_info": info})
@@ -440,7 +451,9 @@ def _refused(path: str, status: int, text: str) -> EngineError:
     )
 
 
-def _info(config: dict[str, Any], version: str, url: str, backend: str) -> EngineInfo:
+def _info(
+    config: dict[str, Any], version: str, url: str, backend: str, *, draft: bool
+) -> EngineInfo:
     parallel = config["parallel_config"]
     if parallel.get("data_parallel_hybrid_lb"):
         raise EngineError(
@@ -459,4 +472,5 @@ def _info(config: dict[str, Any], version: str, url: str, backend: str) -> Engin
         backends=driven_backends(backend),
         endpoint=url,
         can_sleep=bool(config["model_config"].get("enable_sleep_mode")),
+        draft=draft,
     )

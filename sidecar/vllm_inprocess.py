@@ -14,7 +14,16 @@ import anyio
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.lora import adapter_of
 from bus.native import native_name
-from sidecar.engine import Chunk, EngineInfo, Manifest, PauseMode, Place, SleepLevel, Verify
+from sidecar.engine import (
+    Chunk,
+    EngineInfo,
+    Manifest,
+    PauseMode,
+    Place,
+    SleepLevel,
+    Target,
+    Verify,
+)
 from sidecar.transfer import available_backends
 from sidecar.vllm_adapters import adapter_id, adapter_path
 from sidecar.vllm_core import CoreLink
@@ -73,6 +82,7 @@ class VllmEngine:
                 "data_parallel_hybrid_lb puts several ranks of a DP group behind one client; "
                 "use data_parallel_external_lb, with one sidecar per rank"
             )
+        draft = facts.read_draft(await _call(self._llm.collective_rpc(facts.ASK_DRAFT)))
         # Behind an internal load balancer one client pauses all ranks: a DP group of one.
         external = bool(parallel.data_parallel_external_lb)
         info = EngineInfo(
@@ -85,6 +95,7 @@ class VllmEngine:
             backends=driven_backends(backend),
             endpoint="",
             can_sleep=bool(config.model_config.enable_sleep_mode),
+            draft=draft,
         )
         told = facts.read(await _call(self._llm.collective_rpc(facts.ASK_FACTS)))
         self._core.learn(told, info, cores=1 if external else parallel.data_parallel_size)
@@ -159,11 +170,11 @@ class VllmEngine:
         await self._plugin.open_transfer(backend, params, place)
         self._doors.adapter_path = adapter_path(params) if adapter_of(backend) else ""
 
-    async def arm(self, manifest: Manifest) -> None:
-        await self._plugin.arm(manifest)
+    async def arm(self, manifest: Manifest, target: Target = "model") -> None:
+        await self._plugin.arm(manifest, target)
 
-    async def start_update(self, *, recover: bool) -> None:
-        await self._plugin.start_update(recover=recover)
+    async def start_update(self, *, recover: bool, target: Target = "model") -> None:
+        await self._plugin.start_update(recover=recover, target=target)
 
     async def receive(self, chunk: Chunk) -> None:
         await self._plugin.receive(chunk)
@@ -174,8 +185,8 @@ class VllmEngine:
     async def load(self, seq: int) -> None:
         await self._plugin.load(seq)
 
-    async def restore(self) -> None:
-        await self._plugin.restore()
+    async def restore(self, target: Target = "model") -> None:
+        await self._plugin.restore(target)
 
     async def finish_update(self) -> None:
         await self._plugin.finish_update()
@@ -213,8 +224,11 @@ class _Doors:
 
         await _call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(info)))
 
-    async def start_weight_update(self) -> None:
-        await _call(self._llm.start_weight_update())
+    async def start_weight_update(self, target: Target) -> None:
+        if target == "draft":
+            await _call(self._llm.start_draft_weight_update())
+        else:
+            await _call(self._llm.start_weight_update())
 
     async def update_weights(self, info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import (  # noqa: PLC0415 - see start()

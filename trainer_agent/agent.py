@@ -21,6 +21,7 @@ from bus.messages import (
     PauseMode,
     SleepLevel,
     Status,
+    Target,
     Verify,
     WaitEngines,
 )
@@ -278,6 +279,7 @@ class TrainerAgent:
         self,
         source: Weights,
         *,
+        target: Target = "model",
         label: str = "",
         mode: PauseMode = "keep",
         clear_cache: bool = True,
@@ -292,6 +294,9 @@ class TrainerAgent:
             source: an ``nn.Module``, a state dict, ``(name, tensor)`` pairs, or a
                 :class:`trainer_agent.sources.WeightSource`; all weights of the model,
                 by their Hugging Face names.
+            target: ``draft`` updates the draft model of the engines' speculative decoding. What
+                it shares with the model that it drafts for (embeddings, output head) is not
+                part of it, and is refused.
             label: your own name of these weights, for logs and status.
 
         Returns:
@@ -300,6 +305,7 @@ class TrainerAgent:
         Raises:
             ManifestRefused: an engine's model doesn't take these tensors; nothing was
                 loaded, and the old weights serve on.
+            Refused: with code ``draft_missing``, if an engine has no draft model.
             PauseFailed: see :meth:`paused`.
             UpdateFailed: it was given up; engines that had loaded a part are quarantined
                 until the next whole update.
@@ -309,7 +315,7 @@ class TrainerAgent:
         if self.rank:
             with self._updates.beside() as number:
                 return await follow(self._line, as_source(source), number)
-        return await self._update(source, label, how)
+        return await self._update(source, target, label, how)
 
     async def update_adapter(
         self,
@@ -428,6 +434,7 @@ class TrainerAgent:
         wait_s: float = WAIT_S,
         escalate: Escalation = "keep",
         chunk_bytes: int | None = None,
+        target: Target = "model",
     ) -> BusWeightSyncClient:
         """The ``client`` of vLLM's trainer engines: each of their updates is one of the bus's.
 
@@ -436,9 +443,10 @@ class TrainerAgent:
             chunk_bytes: for a trainer engine of your own that calls ``update_weights`` more than
                 once: at most so much it puts into one call, or a larger tensor alone. vLLM's own
                 need none.
+            target: as :meth:`update_weights` has it.
         """
         how = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
-        return BusWeightSyncClient(self._sync, how, chunk_bytes)
+        return BusWeightSyncClient(self._sync, how, chunk_bytes, target)
 
     def source(self, weights: Weights) -> BusWeightSource:
         """The ``source`` of vLLM's trainer engines: ``weights``, which nobody reads before
@@ -447,9 +455,9 @@ class TrainerAgent:
 
     # -- one update -------------------------------------------------------------
 
-    async def _update(self, source: Weights, label: str, how: PauseHow) -> int:
+    async def _update(self, source: Weights, target: Target, label: str, how: PauseHow) -> int:
         transport = self._transport
-        async with self._updates.begin(how) as update:
+        async with self._updates.begin(how, target) as update:
             stream = ChunkStream(
                 as_source(source),
                 transport.sender,

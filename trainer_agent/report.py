@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bus.messages import Verify
+    from bus.messages import Target, Verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,7 @@ class UpdateReport:
 
     Attributes:
         version: given by the bus; label: the trainer's own.
+        target: ``model``, or ``draft``.
         engines: how many serve the version.
         excluded: engines that fell out on the way: dead, quarantined, or still paused, since
             they could not resume (the broker asks those again).
@@ -31,6 +32,7 @@ class UpdateReport:
 
     version: int
     label: str
+    target: Target
     update_id: str
     engines: int
     excluded: tuple[str, ...]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from anyio.from_thread import BlockingPortal
 
-    from bus.messages import EngineView, Escalation, GroupAck, PauseMode, SleepLevel, Status
+    from bus.messages import EngineView, Escalation, GroupAck, PauseMode, SleepLevel, Status, Target
     from trainer_agent.report import UpdateReport
     from trainer_agent.sources import Weights
     from trainer_agent.weight_sync import BusWeightSource, BusWeightSyncClient
@@ -87,6 +87,7 @@ class SyncTrainerAgent:
         self,
         source: Weights,
         *,
+        target: Target = "model",
         label: str = "",
         mode: PauseMode = "keep",
         clear_cache: bool = True,
@@ -98,6 +99,7 @@ class SyncTrainerAgent:
         return self._call(
             lambda: agent.update_weights(
                 source,
+                target=target,
                 label=label,
                 mode=mode,
                 clear_cache=clear_cache,
@@ -176,6 +178,7 @@ class SyncTrainerAgent:
         wait_s: float = WAIT_S,
         escalate: Escalation = "keep",
         chunk_bytes: int | None = None,
+        target: Target = "model",
     ) -> BusWeightSyncClient:
         """See :meth:`TrainerAgent.client`."""
         return self._connected()[1].client(
@@ -184,6 +187,7 @@ class SyncTrainerAgent:
             wait_s=wait_s,
             escalate=escalate,
             chunk_bytes=chunk_bytes,
+            target=target,
         )
 
     def source(self, weights: Weights) -> BusWeightSource:

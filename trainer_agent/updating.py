@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
-    from bus.messages import GroupAck, Verify
+    from bus.messages import GroupAck, Target, Verify
     from trainer_agent.connection import Connection
     from trainer_agent.how import PauseHow
     from trainer_agent.plan import Plan
@@ -49,7 +49,7 @@ class Updates:
         self._begun = 0  # refused ones too: the other ranks count as well
         self._busy = False
 
-    def begin(self, how: PauseHow) -> Update:
+    def begin(self, how: PauseHow, target: Target = "model") -> Update:
         """Rank 0's part of the next one. It ends with :meth:`Update.end`, or as a context.
 
         Raises:
@@ -57,7 +57,7 @@ class Updates:
         """
         update_id = self._steps.new_id()
         leading = Leading(self._line, self._take(), alone=self._alone)
-        return Update(update_id, self, self._steps, leading, how)
+        return Update(update_id, self, self._steps, leading, how, target)
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[int]:
@@ -84,9 +84,16 @@ class Update:
     """One update of the group. Whoever gets an error from a step, ends it with that."""
 
     def __init__(
-        self, update_id: str, updates: Updates, steps: Steps, leading: Leading, how: PauseHow
+        self,
+        update_id: str,
+        updates: Updates,
+        steps: Steps,
+        leading: Leading,
+        how: PauseHow,
+        target: Target,
     ) -> None:
         self.id = update_id
+        self._target = target
         self._updates = updates
         self._steps = steps
         self._leading = leading
@@ -122,6 +129,7 @@ class Update:
             self.id,
             self._steps.version,
             label,
+            self._target,
             backend,
             communicator,
             manifest.names,
@@ -176,6 +184,7 @@ class Update:
         report = UpdateReport(
             version=done.version,
             label=label,
+            target=self._target,
             update_id=self.id,
             engines=done.engines,
             excluded=tuple(dict.fromkeys((*done.excluded, *(resumed.excluded if resumed else ())))),

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
     from bus.manifest import TensorMeta
-    from bus.messages import GroupAck
+    from bus.messages import GroupAck, Target
     from bus.transfer import World
     from trainer_agent.connection import Connection
     from trainer_agent.how import PauseHow
@@ -79,9 +79,16 @@ class BusWeightSyncClient:
     - :class:`bus.errors.BusClosed`: the agent is not connected.
     """
 
-    def __init__(self, sync: WeightSync, how: PauseHow, chunk_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        sync: WeightSync,
+        how: PauseHow,
+        chunk_bytes: int | None = None,
+        target: Target = "model",
+    ) -> None:
         self._sync = sync
         self._how = how
+        self._target: Target = target
         self._chunk_bytes = chunk_bytes
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -103,7 +110,7 @@ class BusWeightSyncClient:
             refused = error
             self._sync.call(lambda: self._sync.refuse(refused, self._how))
             raise
-        self._sync.call(lambda: self._sync.start(plan, self._how))
+        self._sync.call(lambda: self._sync.start(plan, self._how, self._target))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Tell of one chunk; return when every engine has applied it."""
@@ -326,12 +333,13 @@ class WeightSync:
             await self._undo_unfinished()
             await self._updates.begin(how).end(error)
 
-    async def start(self, plan: Plan, how: PauseHow) -> None:
+    async def start(self, plan: Plan, how: PauseHow, target: Target) -> None:
         async with self._one_step:
             await self._undo_unfinished()
             source = self._source
             assert source is not None, "the plan is its"
-            current = CurrentUpdate(self._updates.begin(how), plan, source.inner, self.loop)
+            update = self._updates.begin(how, target)
+            current = CurrentUpdate(update, plan, source.inner, self.loop)
             self._current = current
             self._begun.set()
             self._begun = anyio.Event()

@@ -55,6 +55,7 @@ def _table(address: str, answer: Status) -> str:
         lines.append("")
         lines.append(
             f"group {group.name}: version {group.version}, {group.pause}, update {group.update}"
+            + (" of the draft" if group.update_target == "draft" else "")
             + (f" ({group.update_id})" if group.update_id else "")
             + f", epoch {group.epoch}, trainer {group.holder or 'none'}"
         )

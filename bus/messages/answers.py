@@ -34,7 +34,8 @@ class Ack(msgspec.Struct, frozen=True):
 
     ``chunk`` counts only for the step ``chunk``. ``duration_ms`` is what the
     engine took. ``in_flight`` is the number of requests it holds. ``outcome``
-    says what an ABORT found: ``untouched``, ``restored`` or ``partial``; and of a
+    says what an ABORT found: ``untouched``, ``restored`` or ``partial``; of a COMMIT whether
+    the engine is still ``partial``, by an update of its other model; and of a
     ``wait`` pause whether it ``drained``, or was ``escalated``. ``waited_for`` are
     the requests that a ``wait`` pause still waited for at its deadline.
     """
@@ -66,6 +67,7 @@ class NackCode(StrEnum):
     WRONG_STATE = "wrong_state"
     MANIFEST_REFUSED = "manifest_refused"
     BACKEND_MISSING = "backend_missing"
+    DRAFT_MISSING = "draft_missing"
     TRANSFER_CLOSED = "transfer_closed"
     TRANSFER_FAILED = "transfer_failed"
     CHECKSUM_MISMATCH = "checksum_mismatch"

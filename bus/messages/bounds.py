@@ -40,6 +40,9 @@ PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 SleepLevel: TypeAlias = Literal[1, 2]
 # What a `wait` pause becomes at its deadline.
 Escalation: TypeAlias = Literal["keep", "abort"]
+# Which of an engine's models an update is for: the one that it serves, or the draft model of its
+# speculative decoding.
+Target: TypeAlias = Literal["model", "draft"]
 # What an engine's core does, by its status page; empty: it has none.
 CorePhase: TypeAlias = Literal["", "idle", "work", "step", "dummy", "sync", "barrier"]
 # How a chunk is checked before it is loaded: `unsupported` where a backend can't.

@@ -17,6 +17,7 @@ class EngineFacts:
     ``workers`` counts its TP x PP worker processes; ``endpoint`` is the URL at
     which it takes requests, empty if it takes none over the network;
     ``can_sleep``: it was started so that it can give its memory back;
+    ``draft``: it has a draft model whose weights can be updated;
     ``kind`` is the adapter (``embedded``, ``vllm``, ``vllm-http``) and
     ``software`` what runs behind it, with its version.
     """
@@ -31,6 +32,7 @@ class EngineFacts:
     backends: Annotated[tuple[ShortText, ...], Meta(max_length=32)]
     endpoint: ShortText
     can_sleep: bool
+    draft: bool
     version: Count
     phase: Phase
     update_id: UpdateId

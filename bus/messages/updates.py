@@ -15,6 +15,7 @@ from bus.messages.bounds import (
     LongText,
     Shapes,
     ShortText,
+    Target,
     TensorNames,
     UpdateId,
     Verify,
@@ -54,7 +55,8 @@ class TransferInit:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """The manifest of an update (see :class:`bus.manifest.Manifest`) and its version.
+    """The manifest of an update (see :class:`bus.manifest.Manifest`) and its version; ``target``
+    is the model that it is for.
 
     The trainer sends the last ``version`` it knows, the broker puts the one it assigned, which
     is greater: also when it is a new broker, and whoever serves that version is yet to join.
@@ -63,6 +65,7 @@ class Arm:
     update_id: UpdateId
     version: Count
     label: ShortText
+    target: Target
     backend: ShortText
     communicator: Count
     names: TensorNames

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from bus.messages.bounds import CorePhase, Count, LongText, ShortText, UpdateId
+from bus.messages.bounds import CorePhase, Count, LongText, ShortText, Target, UpdateId
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class EngineView:
     endpoint: ShortText
     kind: ShortText
     software: ShortText
+    draft: bool
     version: Count
     phase: ShortText
     in_flight: Count
@@ -69,6 +70,8 @@ class StatusRequest:
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
+    """``update_target``: which model the update under way is for; ``model`` if there is none."""
+
     name: ShortText
     epoch: Count
     version: Count
@@ -76,6 +79,7 @@ class GroupStatus:
     pause: ShortText
     update: ShortText
     update_id: UpdateId
+    update_target: Target
     waiting_for: Annotated[tuple[ShortText, ...], Meta(max_length=16_384)]
     engines: Annotated[tuple[EngineView, ...], Meta(max_length=16_384)]
     dp_groups: Annotated[tuple[DpGroupView, ...], Meta(max_length=16_384)]

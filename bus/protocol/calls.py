@@ -21,6 +21,7 @@ from bus.messages import (
     Sleep,
     SleepLevel,
     Step,
+    Target,
     TransferInit,
     UpdateFinish,
     UpdateStart,
@@ -79,11 +80,15 @@ class CallOpenTransfer:
 @dataclass(frozen=True, slots=True)
 class CallArm:
     manifest: Manifest
+    target: Target
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
+    """``recover``: an update, of this target or the other, broke off after a load."""
+
     recover: bool
+    target: Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +113,7 @@ class CallLoad:
 
 @dataclass(frozen=True, slots=True)
 class CallRestore:
-    pass
+    target: Target
 
 
 @dataclass(frozen=True, slots=True)

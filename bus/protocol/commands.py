@@ -30,7 +30,7 @@ from bus.messages import (
     Wake,
     WeightChunkMeta,
 )
-from bus.protocol.engine_update import check_chunk, check_sums, manifest_of
+from bus.protocol.fitting import check_chunk, check_sums, manifest_of
 from bus.protocol.instructions import Failure
 from bus.protocol.pause import PauseState
 from bus.protocol.refusal import Declined, wrong_state
@@ -38,6 +38,8 @@ from bus.protocol.sleep import SleepState
 from bus.protocol.update import UNSAFE, UpdateState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from bus.manifest import Manifest
     from bus.protocol.communicator import Communicator
     from bus.protocol.effects import Effect
@@ -266,6 +268,8 @@ class Commands:
             self._need_communicator(message.communicator)
         manifest = manifest_of(message)
         members = self._group.roster.members()
+        if message.target == "draft":
+            self._need_current(members)
         self._manifest = manifest
         update_id, version = self._given
         # Armed again, after it was refused, an update is the same: an ARM that is late can't
@@ -277,6 +281,21 @@ class Commands:
         return self._group.run(
             msg_id, Step.ARM, self._group.update.arm(asked, members, now_ms), now_ms
         )
+
+    def _need_current(self, members: Iterable[str]) -> None:
+        """An update of a draft gives a version, too, and that must mean the same model weights
+        everywhere: not on one that came late, or was left behind, and has others."""
+        behind = self._group.roster.behind(members, self._group.version)
+        if behind:
+            raise Declined(
+                Failure(
+                    NackCode.WRONG_STATE,
+                    f"{', '.join(behind[:8])}: not at the group's version {self._group.version}",
+                    behind[0],
+                    field="target",
+                    hint="update the model first, then its draft",
+                )
+            )
 
     def _chunk(self, msg_id: int, message: WeightChunkMeta, now_ms: float) -> list[Effect]:
         self._group.update.need(UpdateState.LOADING, message.update_id)

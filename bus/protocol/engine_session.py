@@ -6,7 +6,7 @@ Invariants, beside those of :mod:`bus.protocol.engine_pause`,
 - One engine call at a time, in order; a call that is slow is still pending, and
   nothing is decided in its place.
 - No resume while weights may be mixed: an engine that loaded a part of an update is
-  quarantined, and stays paused until a whole one is committed.
+  quarantined, and stays paused until a whole one of the same target is committed.
 - Commands of an older epoch change nothing.
 - With the broker silent for longer than the pause's lease, an engine that loaded
   nothing gives the update up and resumes by itself, waking what sleeps. One whose
@@ -61,13 +61,14 @@ LEASE_RETRY_MS: Final = 1000.0
 
 
 class EngineSession:
-    """Commands and results of engine calls go in, effects come out."""
+    """Commands and results of engine calls go in, effects come out. ``draft``: the engine has a
+    draft model whose weights can be updated."""
 
-    def __init__(self, name: str = "", *, version: int = 0) -> None:
+    def __init__(self, name: str = "", *, version: int = 0, draft: bool = False) -> None:
         self._queue = CallQueue()
         self.memory = EngineSleep(self._queue)
         self.pause = EnginePause(self._queue, self.memory)
-        self.update = EngineUpdate(self._queue, version, name)
+        self.update = EngineUpdate(self._queue, version, name, draft=draft)
         self.epoch = 0
         self._resume_tried_ms = -LEASE_RETRY_MS
         self._forsaken = False  # asleep without weights, and nobody holds the pause any more
@@ -273,7 +274,7 @@ class EngineSession:
             return self.pause.escalate_ms
         if self.pause.state is not EnginePauseState.PAUSED or len(self._queue):
             return None
-        broken_off = self.update.partial and self.update.state is EngineUpdateState.NONE
+        broken_off = bool(self.update.partial) and self.update.state is EngineUpdateState.NONE
         if broken_off and not self._awaits_weights:
             return None  # quarantined: only a whole update ends this
         again_ms = self._resume_tried_ms + LEASE_RETRY_MS

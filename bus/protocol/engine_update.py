@@ -14,30 +14,45 @@
     FINISHING  done           FINISHED    ack finish
     FINISHING  failed         LOADING     nack finish; it may be tried again
     FINISHED   COMMIT         COMMITTING  commit(version)
-    COMMITTING done           NONE        ack commit; the version is served, partial is over
+    COMMITTING done           NONE        ack commit; the version is served
     any other  ABORT          ABORTING    what the call under way leaves behind decides:
                                           nothing loaded since the start, or nothing but an
                                           adapter (:mod:`bus.lora`): restore()
                                           something loaded: abort_requests(), partial
     ABORTING   done           NONE        ack abort: untouched, restored or partial
 
+``partial`` is a set of parts, of which an update brings one: the model, its draft model, or a LoRA
+adapter.
+
+::
+
+    event                                        partial        then
+    something of a model p was loaded, or its
+    start failed, and it is given up             + p            quarantined
+    the restore of p failed                      + p            quarantined
+    a sleep that discards weights is called      + both models  quarantined, or emptied
+    ARM of any part, while partial               (same)         armed as ever
+    UPDATE_START, while partial                  (same)         start_update(recover)
+    ABORT, nothing of p loaded, p not in it      (same)         restore(p)
+    ABORT, nothing of p loaded, p in it          (same)         no call: nothing to restore
+    COMMIT of p                                  - p            whole, if it is empty now; else
+                                                                the ack says "partial"
+
 Invariants: a chunk is loaded at most once, in order, and not before the sender has said that
 all of it was sent and its sums are right (but backends of vLLM's own load what they receive, see
 :mod:`bus.native`); one chunk is staged at a time; UPDATE_FINISH needs every chunk of the
-manifest; the version only grows, and at COMMIT; ``partial`` (quarantined) is over only with a
-commit, and an update that begins in it tells the engine to recover. An update brings either the
-model's weights or one adapter: ``partial`` is over only with one of the same, and others are
-refused meanwhile.
+manifest; the version only grows, and at COMMIT; a part leaves ``partial`` only by a commit of
+its own, and an update that begins while there is any, tells the engine to recover; the engine is
+resumed only when there is none; a part that is not in it has all the weights of its version.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from enum import StrEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from bus.lora import adapter_of
-from bus.manifest import Manifest
 from bus.messages import (
     Abort,
     Arm,
@@ -45,6 +60,7 @@ from bus.messages import (
     Commit,
     NackCode,
     Step,
+    Target,
     TransferInit,
     UpdateFinish,
     UpdateStart,
@@ -71,9 +87,13 @@ from bus.protocol.calls import (
     nack,
 )
 from bus.protocol.effects import Note
+from bus.protocol.fitting import check_chunk, check_sums, manifest_of
 from bus.protocol.instructions import Failure
 from bus.protocol.refusal import Declined, wrong_state
 from bus.transfer import NO_PLACE, Place
+
+if TYPE_CHECKING:
+    from bus.manifest import Manifest
 
 
 class EngineUpdateState(StrEnum):
@@ -96,13 +116,17 @@ MIXED: Final = frozenset(_S) - {_S.NONE, _S.ARMING, _S.ARMED}
 class EngineUpdate:
     """See the module. Calls go into ``queue``."""
 
-    def __init__(self, queue: CallQueue, version: int, name: str = "") -> None:
+    def __init__(
+        self, queue: CallQueue, version: int, name: str = "", *, draft: bool = False
+    ) -> None:
         self._name = name
+        self._draft = draft
         self.state = _S.NONE
         self.update_id = ""
         self.version = version
-        self.partial = False
-        self._part_of = ""  # what is partial: an adapter, or (empty) the model's weights
+        self.partial: set[str] = set()  # of what it has not all the weights
+        self.target: Target = "model"  # of this update, or the last
+        self._part = "model"  # what this update, or the last, brings: its target, or an adapter
         self.applied = 0
         self._queue = queue
         # Chunks that WEIGHT_CHUNK_META has told of and those that CHUNK_SENT has; the last of each
@@ -121,7 +145,7 @@ class EngineUpdate:
     @property
     def mixed(self) -> bool:
         """Whether the model may hold weights of two versions: no resume then."""
-        return self.partial or self.state in MIXED
+        return bool(self.partial) or self.state in MIXED
 
     # -- commands -------------------------------------------------------------
 
@@ -159,17 +183,27 @@ class EngineUpdate:
             raise wrong_state(
                 f"version {message.version}, the engine is at {self.version}", "version"
             )
-        self._need_mending(message)
+        if message.target == "draft" and not self._draft:
+            raise Declined(
+                Failure(
+                    NackCode.DRAFT_MISSING,
+                    "this engine has no draft model whose weights can be updated",
+                    field="target",
+                    hint="start vLLM with a speculative_config that has a model",
+                )
+            )
         self._need_transfer(message)
         self._manifest = manifest_of(message)
         self.state = _S.ARMING
         self.update_id = message.update_id
+        self.target = message.target
+        self._part = message.backend if adapter_of(message.backend) else message.target
         self.applied = 0
         self._forget_chunks()
         self._loaded = False
         self._backend = message.backend
         self._target_version = message.version
-        self._queue.add(CallArm(self._manifest), msg_id)
+        self._queue.add(CallArm(self._manifest, self.target), msg_id)
         return []
 
     def start(self, msg_id: int, message: UpdateStart, *, paused: bool) -> list[SessionEffect]:
@@ -184,7 +218,7 @@ class EngineUpdate:
         if not paused:
             raise wrong_state("the engine runs; an update starts in a pause")
         self.state = _S.STARTING
-        self._queue.add(CallStart(recover=self.partial), msg_id)
+        self._queue.add(CallStart(bool(self.partial), self.target), msg_id)
         return []
 
     def chunk(self, msg_id: int, message: WeightChunkMeta) -> list[SessionEffect]:
@@ -272,7 +306,7 @@ class EngineUpdate:
     def commit(self, msg_id: int, message: Commit) -> list[SessionEffect]:
         """COMMIT."""
         if message.update_id and message.update_id == self._last_commit:
-            return [ack(msg_id, Step.COMMIT, message.update_id)]
+            return [self._commit_ack(msg_id)]
         self._need(message.update_id)
         if self.state is _S.COMMITTING:
             return []
@@ -287,7 +321,7 @@ class EngineUpdate:
     def abort(self, msg_id: int, message: Abort) -> list[SessionEffect]:
         """ABORT."""
         if self.state is _S.NONE or message.update_id != self.update_id:
-            outcome = "partial" if self.partial else "untouched"
+            outcome = self._or_partial("untouched")
             return [ack(msg_id, Step.ABORT, message.update_id, outcome=outcome)]
         if self.state is _S.ABORTING:
             return []
@@ -312,8 +346,8 @@ class EngineUpdate:
             opened = ack(job.reply_to, Step.TRANSFER_INIT, call.update_id, took_ms=took_ms)
             return self._settle([opened])
         if isinstance(call, (CallRestore, CallAbortRequests)):
-            restored = isinstance(call, CallRestore)
-            return self._aborted(job.reply_to, "restored" if restored else "partial", took_ms)
+            outcome = self._or_partial("restored")
+            return self._aborted(job.reply_to, outcome, took_ms)
         if isinstance(call, CallArm):
             self.state = _S.ARMED
         elif isinstance(call, CallStart):
@@ -326,8 +360,9 @@ class EngineUpdate:
         elif isinstance(call, CallCommit):
             self.state = _S.NONE
             self.version = call.version
-            self.partial = False
+            self.partial.discard(self._part)
             self._last_commit = self.update_id
+            return self._settle([self._commit_ack(job.reply_to, took_ms)])
         step = CALL_STEPS[type(call)]
         return self._settle([ack(job.reply_to, step, self.update_id, chunk=chunk, took_ms=took_ms)])
 
@@ -343,9 +378,8 @@ class EngineUpdate:
         chunk = call.chunk if isinstance(call, CallReceive | CallVerify | CallLoad) else 0
         if isinstance(call, (CallRestore, CallAbortRequests)):
             # The undoing itself failed: only a whole update brings this engine back.
-            self.partial = True
             if isinstance(call, CallRestore):
-                self._part_of = adapter_of(self._backend)
+                self.partial.add(self._part)
             note = Note("abort_failed", "error", {"detail": failure.detail})
             return [note, *self._aborted(job.reply_to, "partial", 0.0)]
         if isinstance(call, CallArm):
@@ -365,8 +399,9 @@ class EngineUpdate:
         if loads or isinstance(call, CallLoad):
             self._loaded = not adapter_of(self._backend)  # an engine keeps the adapter before
         elif isinstance(call, CallSleep) and call.level == 2:  # noqa: PLR2004 - the level
-            self.partial = True
-            self._part_of = ""
+            self.partial.add("model")
+            if self._draft:
+                self.partial.add("draft")
 
     def forsake(self, msg_id: int) -> None:
         """Nobody is there to bring the weights that a sleep has discarded."""
@@ -381,7 +416,7 @@ class EngineUpdate:
             return effects
         msg_id, self._abort_asked = self._abort_asked, None
         if self.state is _S.NONE:  # it ended by itself: refused
-            outcome = "partial" if self.partial else "untouched"
+            outcome = self._or_partial("untouched")
             return [*effects, ack(msg_id, Step.ABORT, self.update_id, outcome=outcome)]
         return [*effects, *self._begin_abort(msg_id)]
 
@@ -389,28 +424,24 @@ class EngineUpdate:
         began = self.state in MIXED
         self.state = _S.ABORTING
         if self._loaded:
-            self.partial = True
-            self._part_of = ""
+            self.partial.add(self._part)
             self._queue.add(CallAbortRequests(), msg_id)
             return []
-        if began and not self.partial:
-            self._queue.add(CallRestore(), msg_id)
+        if began and self._part not in self.partial:
+            self._queue.add(CallRestore(self.target), msg_id)
             return []
-        return self._aborted(msg_id, "partial" if self.partial else "untouched", 0.0)
+        return self._aborted(msg_id, self._or_partial("untouched"), 0.0)
 
     def _aborted(self, msg_id: int, outcome: str, took_ms: float) -> list[SessionEffect]:
         self.state = _S.NONE
         return [ack(msg_id, Step.ABORT, self.update_id, outcome=outcome, took_ms=took_ms)]
 
-    def _need_mending(self, message: Arm) -> None:
-        """What an engine holds a part of, only the whole of the same mends."""
-        if self.partial and adapter_of(message.backend) != self._part_of:
-            what = f"the adapter {self._part_of!r}" if self._part_of else "the model's weights"
-            raise wrong_state(
-                f"the engine has lost {what}, or holds a part of an update of them",
-                "backend",
-                hint=f"update {what} first",
-            )
+    def _or_partial(self, outcome: str) -> str:
+        return "partial" if self.partial else outcome
+
+    def _commit_ack(self, msg_id: int, took_ms: float = 0.0) -> SessionEffect:
+        outcome = self._or_partial("")
+        return ack(msg_id, Step.COMMIT, self._last_commit, outcome=outcome, took_ms=took_ms)
 
     def _need_transfer(self, message: Arm) -> None:
         transfer = self._transfer
@@ -440,63 +471,3 @@ _UPDATE_CALLS: Final = (
     CallLoad,
     CallFinish,
 )
-
-
-def manifest_of(message: Arm) -> Manifest:
-    """The manifest that an ARM carries.
-
-    Raises:
-        Declined: it contradicts itself or its digest; names the field.
-    """
-    try:
-        manifest = Manifest(message.names, message.dtypes, message.shapes, message.chunk_ends)
-    except ValueError as error:
-        field, _, detail = str(error).partition(": ")
-        raise Declined(Failure(NackCode.MANIFEST_REFUSED, detail, field=field)) from error
-    if manifest.digest() != message.digest:
-        raise Declined(
-            Failure(NackCode.MANIFEST_REFUSED, "is not the manifest's digest", field="digest")
-        )
-    return manifest
-
-
-def check_chunk(manifest: Manifest, message: WeightChunkMeta) -> None:
-    """A chunk is the one that the manifest plans.
-
-    Raises:
-        Declined: names the field that differs.
-    """
-    part = manifest.part(message.chunk)
-    for field, planned, told in (
-        ("names", manifest.names[part], message.names),
-        ("dtypes", manifest.dtypes[part], message.dtypes),
-        ("shapes", manifest.shapes[part], message.shapes),
-        ("sizes_bytes", manifest.sizes_bytes(message.chunk), message.sizes_bytes),
-    ):
-        if planned != told:
-            raise Declined(
-                Failure(
-                    NackCode.MANIFEST_REFUSED,
-                    f"chunk {message.chunk} differs from the armed manifest",
-                    field=field,
-                )
-            )
-
-
-def check_sums(manifest: Manifest, message: ChunkSent) -> None:
-    """There is a sum for each of the chunk's tensors, or for none where nothing is verified.
-
-    Raises:
-        Declined: there are more, or fewer.
-    """
-    part = manifest.part(message.chunk)
-    expected = part.stop - part.start if message.verify in ("sample", "full") else 0
-    if len(message.sums) != expected:
-        raise Declined(
-            Failure(
-                NackCode.MALFORMED,
-                f"{len(message.sums)} sums to verify ({message.verify}) {expected} tensors "
-                f"of chunk {message.chunk}",
-                field="sums",
-            )
-        )

@@ -134,11 +134,15 @@ class Group:
         """The pause ends for engines that a sleep has left without weights: they sleep on."""
         effects: list[Effect] = []
         for name in sorted(self.sleep.discarded & self.roster.engines.keys()):
-            if name not in self.roster.quarantined:
-                self.roster.quarantine(name, reason)
-                fields = {"peer": name, "reason": reason}
-                effects.append(self.note("quarantined", self.pause.update_id, "error", fields))
+            effects += self._quarantine(name, reason, self.pause.update_id)
         return effects
+
+    def _quarantine(self, name: str, reason: str, update_id: str) -> list[Effect]:
+        """Unless it is already."""
+        if name in self.roster.quarantined:
+            return []
+        self.roster.quarantine(name, reason)
+        return [self.note("quarantined", update_id, "error", {"peer": name, "reason": reason})]
 
     def resume(self, now_ms: float) -> list[Effect]:
         """End the pause, for all who have weights."""
@@ -341,11 +345,24 @@ class Group:
 
     def _step_done(self, done: StepDone, now_ms: float) -> list[Effect]:
         if done.step is Step.COMMIT:
-            self.version = self.update.version
-            self.roster.committed(self.update.members, self.version)
-            self.sleep.committed(self.update.members)
-        elif done.step is Step.RESUME:
+            return [*self._committed(), *self._tell(done, now_ms)]
+        if done.step is Step.RESUME:
             self.last_resumed = self.pause.update_id
+        return self._tell(done, now_ms)
+
+    def _committed(self) -> list[Effect]:
+        """All serve the version, but those whose other model is not whole yet."""
+        members, partial = self.update.members, self.update.partial
+        self.version = self.update.version
+        self.roster.committed(members, self.version, partial)
+        self.sleep.committed(members.keys() - partial)
+        effects: list[Effect] = []
+        for name in sorted(members.keys() & partial - self.sleep.discarded):
+            reason = "it holds a part of an update of its other model"
+            effects += self._quarantine(name, reason, self.update.update_id)
+        return effects
+
+    def _tell(self, done: StepDone, now_ms: float) -> list[Effect]:
         left_out = self.roster.left_out()
         answer = done_ack(done, self.pause, self.update, self.version, left_out, now_ms)
         fields = done_fields(done, answer, self.update)
@@ -398,7 +415,8 @@ class Group:
     def status(self, now_ms: float) -> GroupStatus:
         """What `wavebus status` shows of the group."""
         update_id = ""
-        if self.update.state is not UpdateState.IDLE:
+        updating = self.update.state is not UpdateState.IDLE
+        if updating:
             update_id = self.update.update_id
         elif self.pause.state is not PauseState.RUNNING:
             update_id = self.pause.update_id
@@ -410,6 +428,7 @@ class Group:
             pause=(self.pause if self.sleep.state is SleepState.AWAKE else self.sleep).state.value,
             update=self.update.state.value,
             update_id=update_id,
+            update_target=self.update.target if updating else "model",
             waiting_for=tuple(sorted({n for each in self._rounds() for n in each.waiting})),
             engines=self.roster.views(now_ms),
             dp_groups=self.waves.views(),

@@ -70,6 +70,7 @@ class Peer:
             endpoint=self.facts.endpoint,
             kind=self.facts.kind,
             software=self.facts.software,
+            draft=self.facts.draft,
             version=self.version,
             phase=self.phase,
             in_flight=self.in_flight,

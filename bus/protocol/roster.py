@@ -25,8 +25,9 @@ class Roster:
 
     ``late`` ones joined in the middle of a pause or an update, and take part from
     the next one on. ``quarantined`` ones hold a part of an update; they stay paused
-    until a whole one is committed. ``broken`` ones are ranks of a DP group that is not
-    whole: it can't step, and so is neither paused nor updated until it is.
+    until a whole one of the same target is committed: their ack of a COMMIT says
+    whether it was. ``broken`` ones are ranks of a DP group that is not whole: it can't
+    step, and so is neither paused nor updated until it is.
     """
 
     def __init__(self, group: str) -> None:
@@ -147,6 +148,10 @@ class Roster:
         engines = (self.engines[name] for name in names if name in self.engines)
         return sorted(p.name for p in engines if p.facts is None or not p.facts.can_sleep)
 
+    def behind(self, names: Iterable[str], version: int) -> list[str]:
+        """Which of them don't serve this version, by name."""
+        return sorted(name for name in names if self.engines[name].version != version)
+
     def still_pausing(self, name: str) -> bool:
         """A rank whose pause has been pending for some heartbeats, while a mate runs."""
         return self._pausing.get(name, 0) > PENDING_BEATS and any(
@@ -185,10 +190,11 @@ class Roster:
         self.quarantined.pop(name, None)
         return False
 
-    def committed(self, names: Iterable[str], version: int) -> None:
-        """These serve the version."""
+    def committed(self, names: Iterable[str], version: int, partial: set[str]) -> None:
+        """These serve the version, as soon as they are whole; ``partial`` ones are not yet."""
         for name in names:
-            self.quarantined.pop(name, None)
+            if name not in partial:
+                self.quarantined.pop(name, None)
             peer = self.engines.get(name)
             if peer is not None:
                 peer.version = version

@@ -52,6 +52,7 @@ from bus.messages import (
     Message,
     NackCode,
     Step,
+    Target,
     TransferInit,
     UpdateFinish,
     UpdateStart,
@@ -135,9 +136,10 @@ class UpdateMachine:
         self.update_id = ""
         self.version = 0
         self.label = ""
+        self.target: Target = "model"
         self.members: dict[str, str] = {}  # engine -> its DP group, of those in this update
         self.excluded: dict[str, Failure] = {}
-        self.partial: set[str] = set()  # excluded or aborted with part of the weights loaded
+        self.partial: set[str] = set()  # who say that they hold a part, of this target or another
         self.round: Round | None = None
         self.chunks: dict[int, Round] = {}  # those under way, by number
         self.chunks_asked = 0
@@ -175,6 +177,7 @@ class UpdateMachine:
         self._begin(_E.ARM_ASKED, message.update_id, members)
         self.version = message.version
         self.label = message.label
+        self.target = message.target
         self.chunks_planned = len(message.chunk_ends)
         return self._ask(Step.ARM, message, now_ms)
 
@@ -226,7 +229,7 @@ class UpdateMachine:
         """An engine has done a step; duplicates and old ones change nothing."""
         if ack.update_id != self.update_id:
             return []
-        if ack.step is Step.ABORT and ack.outcome == "partial":
+        if ack.step in (Step.ABORT, Step.COMMIT) and ack.outcome == "partial":
             self.partial.add(name)
         if ack.step is Step.CHUNK:
             return self._chunk_acked(name, ack, now_ms)
@@ -283,6 +286,7 @@ class UpdateMachine:
         self.members = dict(members)
         self.excluded = {}
         self.partial = set()
+        self.target = "model"
         self.failure = None
         self.chunks.clear()
         self.chunks_asked = 0

@@ -105,7 +105,11 @@ def done_fields(done: StepDone, answer: GroupAck, update: UpdateMachine) -> dict
         case Step.CHUNK:
             fields |= {"chunk": done.chunk, "chunks": update.chunks_planned}
         case Step.ARM | Step.COMMIT:
-            fields |= {"version": update.version, "label": update.label}
+            fields |= {
+                "version": update.version,
+                "label": update.label,
+                "target": update.target,
+            }
         case Step.PAUSE_GLOBAL:
             fields["in_flight"] = answer.in_flight
         case Step.RESUME:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bus.manifest import Manifest, TensorMeta
-from bus.messages import Arm, ChunkSent, Nack, NackCode, Verify, WeightChunkMeta
+from bus.messages import Arm, ChunkSent, Nack, NackCode, Target, Verify, WeightChunkMeta
 from bus.testing.sim_engine import TENSORS
 
 if TYPE_CHECKING:
@@ -25,12 +25,14 @@ def make_arm(
     version: int = 0,
     label: str = "",
     communicator: int = 0,
+    target: Target = "model",
 ) -> Arm:
     """ARM with this manifest."""
     return Arm(
         update_id,
         version,
         label,
+        target,
         "sim",
         communicator,
         manifest.names,

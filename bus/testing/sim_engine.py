@@ -83,6 +83,7 @@ class SimEngine:
         dp_group: the DP group it is a rank of; its own name if empty.
         tensors: the names of its model's weights, all of shape (4,) and dtype float32.
         version: the version it serves from the beginning.
+        draft: it has a draft model of the same names.
         boot: what tells this life from another one of the same name.
     """
 
@@ -99,6 +100,7 @@ class SimEngine:
         dp_size: int = 1,
         tensors: Iterable[str] = TENSORS,
         version: int = 0,
+        draft: bool = False,
         seed: int = 0,
         behaviour: Behaviour | None = None,
         link_config: LinkConfig | None = None,
@@ -108,9 +110,10 @@ class SimEngine:
         self.dp_group = dp_group or name
         self.dp_rank = dp_rank
         self.dp_size = dp_size
+        self.draft = draft
         self.behaviour = behaviour or Behaviour()
-        self.truth = Truth(name, tensors, version=version)
-        self.session = EngineSession(name, version=version)
+        self.truth = Truth(name, tensors, version=version, draft=draft)
+        self.session = EngineSession(name, version=version, draft=draft)
         self.alive = True
         self.lease_ran_out = False  # in the pause under way
         self.pause_failed = False  # its last pause call failed
@@ -189,6 +192,7 @@ class SimEngine:
             backends=("sim",),
             endpoint="",
             can_sleep=True,
+            draft=self.draft,
             version=session.version,
             phase=session.phase,
             update_id=session.shown_id,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from bus.errors import Refused, UpdateFailed, WavebusError, refusal
 from bus.messages import (
     Abort,
+    Arm,
     Commit,
     Escalation,
     GroupAck,
@@ -24,6 +25,7 @@ from bus.messages import (
     Resume,
     Sleep,
     SleepLevel,
+    Target,
     TransferInit,
     TransferPlan,
     UpdateFinish,
@@ -111,6 +113,7 @@ class Scripts(ABC):
         mode: PauseMode = "keep",
         think_ms: float = 0.0,
         verify: Verify = "full",
+        target: Target = "model",
     ) -> Script:
         """A whole update: weights named ``payload``, in chunks, with a pause around it.
 
@@ -119,7 +122,7 @@ class Scripts(ABC):
         update_id = self.new_update_id()
         manifest = make_manifest(tensors, chunk_bytes=chunk_bytes)
         try:
-            armed = yield from self._fit(update_id, payload, manifest, mode)
+            armed = yield from self._fit(update_id, payload, manifest, mode, target)
             if think_ms:
                 yield think_ms
             try:
@@ -219,17 +222,19 @@ class Scripts(ABC):
 
     # -- parts of scripts -----------------------------------------------------------
 
-    def _fit(self, update_id: str, payload: int, manifest: Manifest, mode: PauseMode) -> Steps:
+    def _fit(
+        self, update_id: str, payload: int, manifest: Manifest, mode: PauseMode, target: Target
+    ) -> Steps:
         """Armed, if need be after a wake: a trainer that is gone may have left one asleep."""
         try:
-            return (yield from self._armed(update_id, payload, manifest))
+            return (yield from self._armed(update_id, payload, manifest, target))
         except Refused as refused:
             if refused.code is not NackCode.ENGINE_ASLEEP:
                 raise
         yield from self._pause(update_id, mode)
         try:
             yield from self._woken(update_id)
-            return (yield from self._armed(update_id, payload, manifest))
+            return (yield from self._armed(update_id, payload, manifest, target))
         except WavebusError:
             yield from self._undo(update_id, resume=True)
             raise
@@ -252,19 +257,24 @@ class Scripts(ABC):
         yield from self._step(UpdateFinish(update_id))
         return (yield from self._step(Commit(update_id, armed.version, f"p{payload}")))
 
-    def _armed(self, update_id: str, payload: int, manifest: Manifest) -> Steps:
+    def _armed(
+        self, update_id: str, payload: int, manifest: Manifest, target: Target = "model"
+    ) -> Steps:
         if not self._open:
             yield from self._reopen()
         label = f"p{payload}"
-        arm = make_arm(update_id, manifest, label=label, communicator=self._communicator)
+
+        def arm() -> Arm:
+            number = self._communicator
+            return make_arm(update_id, manifest, label=label, communicator=number, target=target)
+
         try:
-            return (yield from self._step(arm))
+            return (yield from self._step(arm()))
         except Refused as refused:
             if refused.code is not NackCode.TRANSFER_CLOSED:
                 raise
         yield from self._reopen()
-        arm = make_arm(update_id, manifest, label=label, communicator=self._communicator)
-        return (yield from self._step(arm))
+        return (yield from self._step(arm()))
 
     def _reopen(self) -> Steps:
         self._open = False

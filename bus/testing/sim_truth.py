@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.manifest import Manifest
+    from bus.messages import Target
 
 GARBLED: Final = -1  # the payload of what broke on its way
 GONE: Final = -2  # of what a sleep has discarded
@@ -50,24 +51,31 @@ class Truth:
     Attributes:
         running: it may generate. True from the moment a resume is called.
         idle: a pause has returned, and nothing has been resumed since.
-        weights: per tensor, the payload that was loaded into it last.
+        models: of each target, per tensor, the payload that was loaded into it last.
         version: what it serves; changes when a commit returns.
         loaded: chunks loaded since the last start, in order.
         sent: chunks of which the sender has said that they have left, by the caller's word.
-        broken: an update broke off after a load.
+        broken: the targets of which an update broke off after a load.
         in_flight: requests held.
         asleep: which of its memory sleeps, or may: of ``weights`` and ``cache``.
+
+    Args:
+        draft: it has a draft model, of the same tensors.
     """
 
-    def __init__(self, name: str, tensors: Iterable[str], *, version: int = 0) -> None:
+    def __init__(
+        self, name: str, tensors: Iterable[str], *, version: int = 0, draft: bool = False
+    ) -> None:
         self.name = name
         self.running = True
         self.idle = False
-        self.weights = dict.fromkeys(tensors, version)
+        targets: tuple[Target, ...] = ("model", "draft") if draft else ("model",)
+        model = dict.fromkeys(tensors, version)
+        self.models: dict[Target, dict[str, int]] = {each: dict(model) for each in targets}
         self.version = version
         self.manifest: Manifest | None = None
         self.loaded: list[int] = []
-        self.broken = False
+        self.broken: set[Target] = set()
         self.in_flight = 0
         self.asleep: set[str] = set()
         self.pauses = 0
@@ -76,6 +84,7 @@ class Truth:
         self.aborted_requests = 0
         self.transfer: CallOpenTransfer | None = None
         self.sent: dict[int, bool] = {}  # chunks that have left, and whether to verify them
+        self._target: Target = "model"  # of the update, from its ARM on
         self._started = False
         self._finished = False
         self._load_begun = False
@@ -89,9 +98,14 @@ class Truth:
         return self._staged[0] if self._staged else None
 
     @property
+    def weights(self) -> dict[str, int]:
+        """The model's, per tensor."""
+        return self.models["model"]
+
+    @property
     def mixed(self) -> bool:
-        """Whether its tensors hold weights of more than one update."""
-        return len(set(self.weights.values())) > 1
+        """Whether the tensors of one of its models hold weights of more than one update."""
+        return any(len(set(weights.values())) > 1 for weights in self.models.values())
 
     def begin(self, call: Call) -> None:
         """A call is made."""
@@ -112,16 +126,18 @@ class Truth:
                 if self.asleep and not asleep:
                     self._refuse(f"resumed while {self.asleep} sleep")
                 if self.mixed or self.broken or self._started:
-                    self._refuse(f"resumed with mixed weights {self.weights}")
+                    self._refuse(f"resumed with mixed weights {self.models}")
                 self.idle = False
                 self.running = True
             case CallOpenTransfer() | CallAbortRequests():
                 pass
             case CallArm(manifest):
                 self._check_manifest(manifest)
-            case CallStart(recover):
+            case CallStart(recover, target):
                 self._need_weights("an update is started")
-                if recover is not self.broken:
+                if target != self._target:
+                    self._refuse(f"an update of the {target} starts, armed is the {self._target}")
+                if recover is not bool(self.broken):
                     self._refuse(f"start_update(recover={recover}), but broken is {self.broken}")
             case CallReceive():
                 self._receive(call)
@@ -129,8 +145,8 @@ class Truth:
                 self._need_staged(chunk, "verified")
             case CallLoad(chunk):
                 self._begin_load(chunk)
-            case CallRestore():
-                if self._load_begun:
+            case CallRestore(target):
+                if self._load_begun or target != self._target:
                     self._refuse("restored after a load: the old weights are gone")
             case CallFinish():
                 self._need_weights("an update is finished")
@@ -154,8 +170,8 @@ class Truth:
                 self.resumes += 1
             case CallOpenTransfer():
                 self.transfer = call
-            case CallArm(manifest):
-                self.manifest = manifest
+            case CallArm(manifest, target):
+                self.manifest, self._target = manifest, target
             case CallStart():
                 self._started = True
                 self._finished = self._load_begun = False
@@ -173,12 +189,13 @@ class Truth:
             case CallCommit(version):
                 self.version = version
                 self.commits.append(version)
-                self.broken = False
+                self.broken.discard(self._target)
                 self._started = self._finished = self._load_begun = False
             case CallAbortRequests():
                 self.aborted_requests += self.in_flight
                 self.in_flight = 0
-                self._break_off()
+                if self._load_begun:
+                    self._break_off()
 
     def fail(self, call: Call) -> None:
         """The call has raised."""
@@ -193,7 +210,9 @@ class Truth:
                 self._load_begun = True  # half started
                 self._started = True
                 self.loaded = []
-            case CallRestore() | CallAbortRequests():
+            case CallRestore():
+                self._break_off()
+            case CallAbortRequests() if self._load_begun:
                 self._break_off()
             case CallOpenTransfer():
                 self.transfer = None
@@ -213,14 +232,15 @@ class Truth:
     def refusal(self, call: Call) -> EngineError | None:
         """What the engine itself has against a call: a manifest that does not fit."""
         if isinstance(call, CallArm):
-            unknown = [name for name in call.manifest.names if name not in self.weights]
+            weights = self.models[call.target]
+            unknown = [name for name in call.manifest.names if name not in weights]
             if unknown:
                 return EngineError(
                     "the model has no such tensor",
                     code=NackCode.MANIFEST_REFUSED,
                     tensor=unknown[0],
                 )
-            missing = [name for name in self.weights if name not in call.manifest.names]
+            missing = [name for name in weights if name not in call.manifest.names]
             if missing:
                 return EngineError(
                     "the manifest lacks it", code=NackCode.MANIFEST_REFUSED, tensor=missing[0]
@@ -256,7 +276,7 @@ class Truth:
         self._load_begun = True
         assert self.manifest is not None
         assert self._staged is not None
-        self.weights[self.manifest.chunk(chunk)[0].name] = self._staged[1]
+        self.models[self._target][self.manifest.chunk(chunk)[0].name] = self._staged[1]
 
     def _end_chunk(self, call: CallReceive | CallLoad) -> None:
         assert self.manifest is not None
@@ -266,7 +286,7 @@ class Truth:
             return
         assert self._staged is not None
         for meta in self.manifest.chunk(call.chunk):
-            self.weights[meta.name] = self._staged[1]
+            self.models[self._target][meta.name] = self._staged[1]
         self._staged = None
         self.loaded.append(call.chunk)
 
@@ -278,30 +298,32 @@ class Truth:
         self._need_idle("an update is committed")
         if not self._finished:
             self._refuse("committed before it was finished")
-        if self.mixed:
-            self._refuse(f"committed with mixed weights {self.weights}")
+        weights = self.models[self._target]
+        if len(set(weights.values())) > 1:
+            self._refuse(f"committed with mixed weights {weights}")
         if version <= self.version:
             self._refuse(f"version {version} after {self.version}")
 
     def _break_off(self) -> None:
-        self.broken = True
+        self.broken.add(self._target)
         self._started = self._finished = self._load_begun = False
 
     def _begin_sleep(self, call: CallSleep) -> None:
         self._need_idle("it is put to sleep")
         if "weights" in self.asleep:
             self._refuse("it is put to sleep twice")
-        if self._started and not self.broken:
+        if self._started and self._target not in self.broken:
             self._refuse("it is put to sleep in the middle of an update")
         self.asleep = {"weights", "cache"}
         if call.level == 2:  # noqa: PLR2004 - the level
-            self.weights = dict.fromkeys(self.weights, GONE)
-            self.broken = True
+            for target, weights in self.models.items():
+                self.models[target] = dict.fromkeys(weights, GONE)
+            self.broken.update(self.models)
 
     def _check_manifest(self, manifest: Manifest) -> None:
         if "weights" in self.asleep:
             self._refuse("a manifest is armed while the weights sleep")
-        if self._started and not self.broken:
+        if self._started and self._target not in self.broken:
             self._refuse(f"a manifest of {manifest.chunks} chunks in the middle of an update")
 
     def _need_weights(self, what: str) -> None:

@@ -53,7 +53,9 @@ class SimWorld:
         faults: Faults | None = None,
         config: BrokerConfig = FAST_BROKER,
         link_config: LinkConfig = FAST_LINK,
+        draft: bool = False,
     ) -> None:
+        self.draft = draft  # engines have a draft model
         self.scheduler = SimScheduler()
         self.network = MemoryNetwork(self.scheduler, seed=seed, faults=faults)
         self.config = config
@@ -179,6 +181,7 @@ class SimWorld:
             dp_rank=dp_rank,
             dp_size=dp_size,
             version=version,
+            draft=self.draft,
             seed=self._random.randrange(2**32),
             behaviour=behaviour,
             link_config=self.link_config,

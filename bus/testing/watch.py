@@ -103,7 +103,7 @@ class Watch:
     def _check_engine(self, engine: SimEngine) -> None:
         truth = engine.truth
         if truth.running and engine.alive and truth.mixed:
-            raise TruthError(f"{engine.name} generates with mixed weights {truth.weights}")
+            raise TruthError(f"{engine.name} generates with mixed weights {truth.models}")
         if GARBLED in truth.weights.values():
             raise TruthError(f"{engine.name} loaded what was not sent: {truth.weights}")
         if not engine.alive:
@@ -119,9 +119,10 @@ class Watch:
         if truth.version != before and commits == self._commits.get(engine.boot, 0):
             raise TruthError(f"{engine.name} is at version {truth.version} without a commit")
         if commits != self._commits.get(engine.boot, 0):
-            payload = next(iter(truth.weights.values()))
-            known = self._payloads.setdefault(truth.version, set())
-            known.add(payload)
+            if "model" not in truth.broken:  # a draft's version does not say what its model has
+                payload = next(iter(truth.weights.values()))
+                self._payloads.setdefault(truth.version, set()).add(payload)
+            self.reach["engine committed, partial still"] += bool(truth.broken)
             self.reach["engine committed"] += 1
         self._versions[engine.boot] = truth.version
         self._commits[engine.boot] = commits

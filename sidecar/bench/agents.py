@@ -14,7 +14,7 @@ import bus.log
 from bus.runtime import loop
 from bus.runtime.lines import answer, commands
 from sidecar.agent import Sidecar
-from sidecar.engine import Chunk, EngineInfo
+from sidecar.engine import Chunk, EngineInfo, Target
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
@@ -70,10 +70,10 @@ class StubEngine:
     async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
         pass
 
-    async def arm(self, manifest: Manifest) -> None:
+    async def arm(self, manifest: Manifest, target: Target = "model") -> None:
         pass
 
-    async def start_update(self, *, recover: bool) -> None:
+    async def start_update(self, *, recover: bool, target: Target = "model") -> None:
         pass
 
     async def receive(self, chunk: Chunk) -> None:
@@ -85,7 +85,7 @@ class StubEngine:
     async def load(self, seq: int) -> None:
         pass
 
-    async def restore(self) -> None:
+    async def restore(self, target: Target = "model") -> None:
         pass
 
     async def finish_update(self) -> None:

@@ -21,7 +21,7 @@ from sidecar.embedded.requests import Delta, Request
 from sidecar.embedded.server import DataPlane
 from sidecar.embedded.updates import Updater
 from sidecar.embedded.weights import load_folder
-from sidecar.engine import EngineInfo
+from sidecar.engine import EngineInfo, need_model
 from sidecar.transfer import available_backends
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sidecar.embedded.experts import Exchange
     from sidecar.embedded.parallel.options import DataParallel
     from sidecar.embedded.sampling import SamplingParams
-    from sidecar.engine import Chunk
+    from sidecar.engine import Chunk, Target
 
 T = TypeVar("T")
 
@@ -261,11 +261,13 @@ class EmbeddedEngine:
     async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
         await self._transport(lambda: self._update().open_transfer(backend, params, place))
 
-    async def arm(self, manifest: Manifest) -> None:
+    async def arm(self, manifest: Manifest, target: Target = "model") -> None:
         self._started()
+        need_model(target)
         self._update().arm(manifest)
 
-    async def start_update(self, *, recover: bool) -> None:
+    async def start_update(self, *, recover: bool, target: Target = "model") -> None:
+        need_model(target)
         updater = self._update()
         await _answer(self._started().call(lambda: updater.start(recover=recover)))
 
@@ -283,7 +285,8 @@ class EmbeddedEngine:
         updater = self._update()
         await _answer(self._started().call(lambda: updater.load(seq)))
 
-    async def restore(self) -> None:
+    async def restore(self, target: Target = "model") -> None:
+        need_model(target)
         await _answer(self._started().call(self._update().restore))
 
     async def finish_update(self) -> None:

@@ -20,6 +20,7 @@ module               what
 ``adapter_check``    does this adapter fit this model?
 ``ranks``            the workers of one engine agree on one outcome
 ``facts``            what a sidecar asks of a worker
+``draft``            a worker's draft model, and how it was built
 ``client``           the order of calls, for both adapters
 ``core_page``        the status page inside each engine core
 ``core_guard``       holes in the pause and resume of cores in lockstep, closed

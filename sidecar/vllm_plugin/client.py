@@ -12,7 +12,7 @@ from sidecar.vllm_plugin import wire
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
-    from bus.messages import Verify
+    from bus.messages import Target, Verify
     from bus.transfer import Place
     from sidecar.engine import Chunk
 
@@ -22,7 +22,7 @@ class Doors(Protocol):
 
     async def init_weight_transfer(self, info: dict[str, Any]) -> None: ...
 
-    async def start_weight_update(self) -> None: ...
+    async def start_weight_update(self, target: Target) -> None: ...
 
     async def update_weights(self, info: dict[str, Any]) -> None: ...
 
@@ -62,22 +62,26 @@ class PluginClient:
         )
         self._adapter = adapter_of(backend)
 
-    async def arm(self, manifest: Manifest) -> None:
+    async def arm(self, manifest: Manifest, target: Target) -> None:
         await self._perform(
-            wire.ArmManifest(manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends)
+            wire.ArmManifest(
+                manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends, target
+            )
         )
 
-    async def start_update(self, *, recover: bool) -> None:
-        """Open a session. ``recover``: through a whole one first, which puts vLLM's own
-        bookkeeping in order after a load that broke off (the model's weights are then
+    async def start_update(self, *, recover: bool, target: Target) -> None:
+        """Open a session of the target. ``recover``: the one that an update left open, of
+        whichever target, is closed first; and the target goes through a whole one, which puts
+        vLLM's own bookkeeping in order after a load that broke off (its weights are then
         undefined until every chunk is loaded). LoRA adapters need none."""
         if self._adapter:
-            await self._expect(active=False)
             return
         if recover:
-            await self.restore()
+            if await self._active():
+                await self._close()
+            await self.restore(target)
         await self._expect(active=False)
-        await self._doors.start_weight_update()
+        await self._doors.start_weight_update(target)
         await self._perform(wire.Settle())
 
     async def receive(self, chunk: Chunk) -> None:
@@ -106,16 +110,19 @@ class PluginClient:
             return
         await self._update(wire.Load(seq))
 
-    async def restore(self) -> None:
-        """Close the session; opened first if it isn't. Layers that are not complete get their
-        old weights back: without a load, all of them. Or the LoRA adapter before takes its place
-        again."""
+    async def restore(self, target: Target) -> None:
+        """Close the session; one of the target is opened first if none is. Layers that are not
+        complete get their old weights back: without a load, all of them. Or the LoRA adapter
+        before takes its place again."""
         if self._adapter:
             await self._perform(wire.UndoAdapter(settled=True))
             await self._doors.drop_adapter(self._adapter)
             return
         if not await self._active():
-            await self._doors.start_weight_update()
+            await self._doors.start_weight_update(target)
+        await self._close()
+
+    async def _close(self) -> None:
         await self._perform(wire.Discard())
         await self.finish_update()
 

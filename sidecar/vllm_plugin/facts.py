@@ -1,6 +1,6 @@
 """What a sidecar asks of a worker by vLLM's ``collective_rpc``: methods, by name.
 
-The plugin adds two to vLLM's ``WorkerBase``. Answers are plain dicts and lists, which
+The plugin adds three to vLLM's ``WorkerBase``. Answers are plain dicts and lists, which
 pass vLLM's codec and JSON alike. Whether the plugin is there at all, is asked with a method that
 any worker has: a call that fails in all workers would spoil the executor's later answers
 (:mod:`sidecar.vllm_plugin.ranks`).
@@ -22,6 +22,7 @@ from sidecar.vllm_plugin.core_page import page_path
 
 ASK_FACTS: Final = "wavebus_facts"
 ASK_REQUESTS: Final = "wavebus_requests"
+ASK_DRAFT: Final = "wavebus_draft"
 ASK_PRESENCE: Final = "__str__"
 _PRESENT: Final = "wavebus's plugin, and it drives "
 _MAX_PATH: Final = 4096
@@ -60,6 +61,11 @@ def read_requests(answer: Any) -> tuple[str, ...]:
         return ()
 
 
+def read_draft(answer: Any) -> bool:
+    """Whether every worker has a draft model whose weights can be updated."""
+    return isinstance(answer, list) and bool(answer) and all(each is True for each in answer)
+
+
 def check_drives(answer: Any, backend: str, who: str) -> None:
     """Whether the plugin is in the worker that answers, and drives vLLM's ``backend`` there.
 
@@ -79,6 +85,7 @@ def install(worker_base: Any) -> None:
     """Add the methods to ``WorkerBase`` of the module ``vllm.v1.worker.worker_base``."""
     setattr(worker_base.WorkerBase, ASK_FACTS, _facts)
     setattr(worker_base.WorkerBase, ASK_REQUESTS, _requests)
+    setattr(worker_base.WorkerBase, ASK_DRAFT, _draft)
     setattr(worker_base.WorkerWrapperBase, ASK_PRESENCE, _presence)
 
 
@@ -101,6 +108,19 @@ def _facts(_worker: Any) -> dict[str, Any]:
         )
     )
     return facts
+
+
+def _draft(worker: Any) -> bool:
+    """Have the worker engine know the worker's draft model; whether its weights can be updated.
+
+    An older vLLM has no such question, and other workers than those for GPUs and CPUs say no.
+    """
+    ask = getattr(worker, "supports_draft_weight_updates", None)
+    if ask is None or not ask():
+        return False
+    from sidecar.vllm_plugin import draft  # noqa: PLC0415 - needs torch
+
+    return draft.introduce(worker)
 
 
 def _requests(worker: Any) -> list[str]:

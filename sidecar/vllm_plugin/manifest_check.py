@@ -17,6 +17,9 @@ compilation config's ``static_forward_context``, and rotary embeddings in a modu
 wide cache; neither may learn of this model. It holds no weights (8 B parameters
 take some MB of Python objects).
 
+A draft model that takes its embeddings or its output head from the model it drafts for (EAGLE and
+MTP, by :mod:`vllm.v1.spec_decode`) must not be sent those: they would be loaded into that model.
+
 A model that vLLM quantises as it loads (``--quantization fp8`` over a bf16 checkpoint) takes
 the tensors of one that isn't quantised, and quantises a layer when it is full, which meta
 tensors can't be. So it is checked as what it is loaded from.
@@ -63,14 +66,31 @@ def quiet_loading() -> AbstractContextManager[None]:
     return manager
 
 
-def tied_head(vllm_config: Any, model: torch.nn.Module) -> str:
+@dataclass(frozen=True)
+class Blueprint:
+    """What vLLM built a model of.
+
+    Attributes:
+        vllm_config, model_config, prefix: what its constructor was given.
+        quantised: its checkpoint is, or its weights are as they are loaded.
+        shared: its parameters that are another model's, by name.
+    """
+
+    vllm_config: Any
+    model_config: Any
+    quantised: bool
+    prefix: str = ""
+    shared: frozenset[str] = frozenset()
+
+
+def tied_head(model_config: Any, model: torch.nn.Module) -> str:
     """The tensor to keep from the loader: an output head tied to the embeddings.
 
     vLLM 0.32 skips it by itself, but fails when the embeddings are not in the same
     chunk (``models/utils.py``). It also ties a head that was equal to the embeddings
     in its checkpoint, whatever the configuration says. Empty where nothing is tied.
     """
-    config = vllm_config.model_config.hf_text_config
+    config = model_config.hf_text_config
     tied = bool(getattr(config, "tie_word_embeddings", False))
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -85,12 +105,12 @@ def tied_head(vllm_config: Any, model: torch.nn.Module) -> str:
 class ManifestChecker:
     """Checks manifests against the model of one worker. The meta model is kept."""
 
-    def __init__(self, vllm_config: Any, serving: torch.nn.Module, tied_head: str) -> None:
-        self._vllm_config = vllm_config
+    def __init__(self, built: Blueprint, serving: torch.nn.Module, tied_head: str) -> None:
+        self._built = built
         self._serving = serving
         self._tied_head = tied_head
         online = quantised_while_loading(serving)
-        self._quantised = vllm_config.quant_config is not None and not online
+        self._quantised = built.quantised and not online
         self._model: torch.nn.Module | None = None
 
     def check(self, manifest: Manifest) -> None:
@@ -117,7 +137,7 @@ class ManifestChecker:
 
     def _load(self, manifest: Manifest) -> _Trace:
         if self._model is None:
-            self._model = build_meta_model(self._vllm_config, self._serving)
+            self._model = build_meta_model(self._built, self._serving)
         model = self._model
         names = {_storage(p): n for n, p in model.named_parameters()}
         sources = [
@@ -129,6 +149,7 @@ class ManifestChecker:
             parameters=dict(model.named_parameters()),
             destinations=names,
             sources={_storage(source): index for index, source in enumerate(sources)},
+            shared=self._built.shared,
             exact_dtype=not self._quantised,
         )
         start = 0
@@ -140,6 +161,8 @@ class ManifestChecker:
             except EngineError:
                 raise
             except Exception as error:
+                if trace.current.name in self._built.shared:  # a place that was made later
+                    raise _shared(trace.current, trace.current.name) from error
                 raise _loader_refusal(trace.current, error) from error
             start = end
         return trace
@@ -156,7 +179,7 @@ class ManifestChecker:
             missing = self._missing_name(name, given)
             share = f"{written} of {expected} elements" if written else "nothing"
             raise refused(missing, f"missing: the manifest fills {share} of the model's {name}")
-        parallel = self._vllm_config.parallel_config
+        parallel = self._built.vllm_config.parallel_config
         # Without expert parallelism, experts are cut across data parallel ranks as well.
         dp_rank, dp_size = parallel.data_parallel_rank, parallel.data_parallel_size
         whole = parallel.world_size == 1 and dp_size == 1
@@ -183,9 +206,12 @@ class ManifestChecker:
                 )
 
     def _may_lack(self, parameter: str, written: int) -> bool:
-        """A tied head is never loaded; scales of quantised weights may be computed."""
+        """A tied head is never loaded, nor is what is another model's; scales of quantised
+        weights may be computed."""
         return not written and (
-            parameter == self._tied_head or (self._quantised and "scale" in parameter)
+            parameter == self._tied_head
+            or parameter in self._built.shared
+            or (self._quantised and "scale" in parameter)
         )
 
     def _may_ignore(self, meta: TensorMeta, manifest: Manifest) -> bool:
@@ -193,7 +219,7 @@ class ManifestChecker:
         if meta.name == self._tied_head:
             embeddings = [m for m in manifest.tensors() if m.name.endswith("embed_tokens.weight")]
             return any((m.shape, m.dtype) == (meta.shape, meta.dtype) for m in embeddings)
-        parallel = self._vllm_config.parallel_config
+        parallel = self._built.vllm_config.parallel_config
         elsewhere = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
         return "rotary_emb.inv_freq" in meta.name or (elsewhere and ".experts." in meta.name)
 
@@ -215,6 +241,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     parameters: dict[str, torch.nn.Parameter]
     destinations: dict[int, str]
     sources: dict[int, int]
+    shared: frozenset[str]
     exact_dtype: bool
     used: set[int] = field(default_factory=set)
     metas: tuple[TensorMeta, ...] = ()
@@ -273,6 +300,8 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if parameter is None:
             return
         index = self._at
+        if parameter in self.shared:
+            raise _shared(self.metas[index], parameter)
         if source is not None:
             known = self.sources.get(_storage(source))
             if known is None:
@@ -308,7 +337,7 @@ _FILLS = frozenset(
 )
 
 
-def build_meta_model(vllm_config: Any, serving: torch.nn.Module) -> torch.nn.Module:
+def build_meta_model(built: Blueprint, serving: torch.nn.Module) -> torch.nn.Module:
     """The worker's model once more, without memory and unknown to the serving one.
 
     Layers and loaders ask integer tables, such as the map of experts, for values: those are
@@ -318,23 +347,25 @@ def build_meta_model(vllm_config: Any, serving: torch.nn.Module) -> torch.nn.Mod
     from vllm.model_executor.model_loader.utils import initialize_model  # noqa: PLC0415
     from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: PLC0415
 
-    compilation = copy.copy(vllm_config.compilation_config)
+    compilation = copy.copy(built.vllm_config.compilation_config)
     compilation.mode = CompilationMode.NONE
     compilation.static_forward_context = {}
     compilation.static_all_moe_layers = []
     compilation.enabled_custom_ops = Counter()
     compilation.disabled_custom_ops = Counter()
-    private = copy.copy(vllm_config)
+    private = copy.copy(built.vllm_config)
     private.compilation_config = compilation
     if quantised_while_loading(serving):
         private.quant_config = None
     with (
         _kept_rotary_cache(),
-        set_default_torch_dtype(private.model_config.dtype),
+        set_default_torch_dtype(built.model_config.dtype),
         torch.device("meta"),
         _TablesOnCpu(),
     ):
-        model: torch.nn.Module = initialize_model(private, model_config=private.model_config)
+        model: torch.nn.Module = initialize_model(
+            private, prefix=built.prefix, model_config=built.model_config
+        )
     tables = {n: b for n, b in serving.named_buffers() if not (b.is_floating_point() or b.is_meta)}
     for name, module in model.named_modules():
         for key in list(module._buffers):  # noqa: SLF001 - the module's own, no child's
@@ -379,6 +410,14 @@ def _kept_rotary_cache() -> Iterator[None]:
 def refused(tensor: str, reason: str) -> EngineError:
     """``reason`` as an error that names the tensor, in its text as well."""
     return EngineError(f"{tensor}: {reason}", code=NackCode.MANIFEST_REFUSED, tensor=tensor)
+
+
+def _shared(meta: TensorMeta, parameter: str) -> EngineError:
+    return refused(
+        meta.name,
+        f"fills {parameter}, which this draft shares with the model that it drafts for: leave it "
+        "out, it comes with that model's updates",
+    )
 
 
 def _loader_refusal(meta: TensorMeta, error: Exception) -> EngineError:

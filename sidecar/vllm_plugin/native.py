@@ -78,7 +78,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         if not self._started_theirs:
             super()._start()
             return
-        self._repacking.before_start()
+        self._loadable[self._target].repacking.before_start()
         self._doors.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -108,6 +108,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         if not self._opened or operation.backend != self._backend:
             raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
         metas = self._armed_chunk(operation)
+        self._need_its_session()
         return rebuildable(native.decode_chunk(operation.handle, _columns(metas)))  # type: ignore[no-any-return]
 
     def _receive_and_load(self, seq: int, chunk: dict[str, Any]) -> None:
@@ -119,7 +120,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
             super()._finish()
             return
         self._doors.finish_weight_update()
-        self._repacking.after_finish()
+        self._loadable[self._target].repacking.after_finish()
 
     def shutdown(self) -> None:
         """Let both go: the receiver of wavebus's, and the transport that is theirs."""
@@ -189,9 +190,10 @@ class NativeUpdates(WavebusWeightTransferEngine):
         return {**info, "rank_offset": offset, "world_size": place.world_size}
 
     def _arm(self, operation: wire.ArmManifest) -> None:
-        if self._opened and self._tied_head in operation.names:
+        target = self._loadable.get(operation.target)
+        if self._opened and target is not None and target.tied_head in operation.names:
             raise refused(
-                self._tied_head,
+                target.tied_head,
                 "is tied to the embeddings, and vLLM's own worker engines can't load it by "
                 "itself: leave it out",
             )
@@ -230,6 +232,19 @@ def guarded(name: str, theirs: type[Any]) -> type[Any]:
                     name, doors, self.config, self.vllm_config, self.device, self.model
                 )
             return self._wavebus
+
+        def introduce_draft(self, model: Any, built: Any) -> None:
+            self._guard().introduce_draft(model, built)
+
+        def set_weight_update_target(self, model: Any, model_config: Any) -> None:
+            super().set_weight_update_target(model, model_config)
+            if self._wavebus is not None:
+                self._wavebus.set_weight_update_target(model, model_config)
+
+        def reset_weight_update_target(self) -> None:
+            super().reset_weight_update_target()
+            if self._wavebus is not None:
+                self._wavebus.reset_weight_update_target()
 
         def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
             if wire.KEY in init_dict:

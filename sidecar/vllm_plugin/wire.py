@@ -35,6 +35,7 @@ from bus.messages import (  # noqa: TC001 - msgspec reads them when it decodes
     NackCode,
     Shapes,
     ShortText,
+    Target,
     TensorNames,
 )
 from bus.messages import Verify as VerifyMode  # noqa: TC001 - as above
@@ -75,12 +76,13 @@ class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
 
 
 class ArmManifest(msgspec.Struct, frozen=True, tag="arm", forbid_unknown_fields=True):
-    """Check a manifest against the model."""
+    """Check a manifest against the target."""
 
     names: TensorNames
     dtypes: Dtypes
     shapes: Shapes
     chunk_ends: Counts
+    target: Target
 
 
 class Receive(msgspec.Struct, frozen=True, tag="receive", forbid_unknown_fields=True):

@@ -38,7 +38,7 @@ from bus.errors import EngineError, UsageError
 from bus.lora import PREFIX as ADAPTERS
 from bus.lora import adapter_of, check_adapter_name
 from bus.manifest import Manifest, TensorMeta
-from bus.messages import NackCode
+from bus.messages import NackCode, Target
 from bus.native import engine_of
 from bus.transfer import Place
 from sidecar.transfer import check_delivered, check_room, check_sums, make_receiver
@@ -47,7 +47,12 @@ from sidecar.vllm_plugin import ranks, wire
 from sidecar.vllm_plugin.adapters import Adapters
 from sidecar.vllm_plugin.compat import shared_communicators
 from sidecar.vllm_plugin.cpu import CpuRepacking
-from sidecar.vllm_plugin.manifest_check import ManifestChecker, quiet_loading, tied_head
+from sidecar.vllm_plugin.manifest_check import (
+    Blueprint,
+    ManifestChecker,
+    quiet_loading,
+    tied_head,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,26 +91,53 @@ class Staged:
     loaded: bool = False
 
 
+class Loadable:
+    """One of the worker's models, and what it takes to load it."""
+
+    def __init__(self, model: torch.nn.Module, built: Blueprint, device: torch.device) -> None:
+        self.model = model
+        self.tied_head = tied_head(built.model_config, model)
+        self.checker = ManifestChecker(built, model, self.tied_head)
+        self.repacking = CpuRepacking(model, device)
+
+
 class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Dispatches each update to a receiver; checks manifests; loads."""
+    """Dispatches each update to a receiver; checks manifests; loads.
+
+    vLLM says which model a session is for before it starts, and points ``self.model`` at that one
+    until it has finished. A manifest is armed before that: so :meth:`introduce_draft`.
+    """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    supports_draft_weight_update = False
+    supports_draft_weight_update = True
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._tied_head = tied_head(vllm_config, model)
-        self._checker = ManifestChecker(vllm_config, model, self._tied_head)
-        self._repacking = CpuRepacking(model, device)
+        quantised = vllm_config.quant_config is not None
+        built = Blueprint(vllm_config, vllm_config.model_config, quantised)
+        self._loadable: dict[Target, Loadable] = {"model": Loadable(model, built, device)}
         self._adapters = Adapters.of(model)
         self._index = worker_index(vllm_config.parallel_config)
         self._armed: Manifest | None = None
+        self._armed_for: Target = "model"
         self._backend = ""
         self._receiver: Receiver | None = None
         self._staged: Staged | None = None
         self._active = False
         self._failure: wire.Failure | None = None
+
+    def introduce_draft(self, model: torch.nn.Module, built: Blueprint) -> None:
+        """The worker's draft model, whose manifests can be armed from now on."""
+        known = self._loadable.get("draft")
+        if known is None or known.model is not model:
+            self._loadable["draft"] = Loadable(model, built, self.device)
+
+    @property
+    def _target(self) -> Target:
+        """Which model the session is for."""
+        draft = self._loadable.get("draft")
+        return "draft" if draft is not None and draft.model is self.model else "model"
 
     # -- doors of vLLM ---------------------------------------------------------------
 
@@ -132,7 +164,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._active = True
 
     def _start(self) -> None:
-        self._repacking.before_start()
+        self._loadable[self._target].repacking.before_start()
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -149,10 +181,20 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         staged, self._staged = self._staged_chunk(seq), None
         if staged.loaded:
             return
+        self._need_its_session()
+        head = self._loadable[self._target].tied_head
         with quiet_loading(), torch.no_grad():
-            self.model.load_weights((n, t) for n, t in staged.tensors if n != self._tied_head)
+            self.model.load_weights((n, t) for n, t in staged.tensors if n != head)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
+
+    def _need_its_session(self) -> None:
+        """The session is of the model that was armed: tensors of one may fit the other, too."""
+        if self._armed_for != self._target:
+            raise EngineError(
+                f"what was armed for the {self._armed_for} is not loaded into the {self._target}",
+                code=NackCode.WRONG_STATE,
+            )
 
     def _staged_chunk(self, seq: int) -> Staged:
         if self._staged is None or self._staged.seq != seq:
@@ -168,7 +210,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _finish(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        self._repacking.after_finish()
+        self._loadable[self._target].repacking.after_finish()
 
     def shutdown(self) -> None:
         self._staged = None
@@ -253,13 +295,19 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             )
         except ValueError as error:
             raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
+        target = operation.target
         if isinstance(self._receiver, LoraReceiver):
             self._adapters.check(self._receiver.config, manifest)
             self._adapters.begin()
+        elif target not in self._loadable:
+            raise EngineError(
+                "this worker has no draft model whose weights can be updated",
+                code=NackCode.DRAFT_MISSING,
+            )
         else:
-            self._checker.check(manifest)
+            self._loadable[target].checker.check(manifest)
         check_room(self._backend, self._receiver, manifest)
-        self._armed = manifest
+        self._armed, self._armed_for = manifest, target
 
     def _armed_chunk(self, operation: wire.Receive) -> tuple[TensorMeta, ...]:
         """What is to be received."""

@@ -299,6 +299,18 @@ class BusContract:
             assert (await bus.agent.status()).groups[0].pause == "running"
 
     @contract
+    async def test_a_draft_that_no_engine_has(self, under_test: EngineUnderTest) -> None:
+        """The trainer hears who, before anything is paused."""
+        async with whole_bus(under_test) as bus:
+            with pytest.raises(Refused, match="no draft model") as refused:
+                await bus.agent.update_weights(under_test.other_weights(40), target="draft")
+            assert refused.value.code is NackCode.DRAFT_MISSING
+            assert (refused.value.nack.peer, refused.value.nack.step) == ("engine", "arm")
+            (group,) = (await bus.agent.status()).groups
+            assert (group.pause, group.update, group.update_target) == ("running", "idle", "model")
+            assert not group.engines[0].draft
+
+    @contract
     async def test_a_sleep_without_an_update(self, under_test: EngineUnderTest) -> None:
         """At level 1 the old weights serve on; at level 2 there are none until an update."""
         async with whole_bus(under_test) as bus:

@@ -509,6 +509,15 @@ class EngineContract:
             await under_test.engine.open_transfer("pigeons", b"", NO_PLACE)
         assert refused.value.code is NackCode.BACKEND_MISSING
 
+    @contract
+    async def test_a_draft_that_is_not_there_is_refused(self, under_test: EngineUnderTest) -> None:
+        """By its code; what was armed, and what is served, is not touched."""
+        with pytest.raises(EngineError, match="no draft model") as refused:
+            await under_test.engine.arm(plan(under_test.weights, MANY_BYTES), "draft")
+        assert refused.value.code is NackCode.DRAFT_MISSING
+        result = await under_test.generate(PROMPT, 8)
+        assert result.tokens == under_test.reference(under_test.weights, PROMPT, 8)
+
 
 async def _running(under_test: EngineUnderTest) -> tuple[asyncio.Task[Generated], Watch]:
     """A long request that has its first tokens."""

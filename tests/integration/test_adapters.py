@@ -26,7 +26,7 @@ from trainer_agent import TrainerAgent
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from bus.messages import EngineView, PauseMode, Verify
+    from bus.messages import EngineView, PauseMode, Target, Verify
     from bus.transfer import Place
     from sidecar.engine import Chunk
 
@@ -87,7 +87,7 @@ class Reads(StubEngine):
         if self.fails:
             raise RuntimeError("no room for it")
 
-    async def restore(self) -> None:
+    async def restore(self, target: Target = "model") -> None:  # noqa: ARG002
         self.serves = self._before
         self.restored.set()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from bus import codec
+from bus.errors import Refused
 from bus.messages import (
     WIRE_MAJOR,
     WIRE_MINOR,
@@ -49,6 +50,7 @@ from bus.testing.watch import Watch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from bus.testing.sim_scripts import Outcome
     from bus.testing.sim_trainer import SimTrainer
 
 
@@ -184,7 +186,9 @@ def schedules(
 
 
 class Play:
-    """One schedule, played."""
+    """One schedule, played. ``draft``: engines have draft models, which are updated, too."""
+
+    draft = False
 
     def __init__(self, schedule: Schedule, reach: Counter[str]) -> None:
         self.schedule = schedule
@@ -196,7 +200,7 @@ class Play:
             jitter_ms=float(schedule.jitter_ms),
             reorder=schedule.reorder,
         )
-        self.world = SimWorld(seed=schedule.seed, faults=faults)
+        self.world = SimWorld(seed=schedule.seed, faults=faults, draft=self.draft)
         self.watch = Watch(self.world, reach)
         self.payload = 0
         self.brokers = 1
@@ -247,7 +251,8 @@ class Play:
             self.watch.check_versions()
 
     def last_update(self) -> None:
-        """A whole update frees whoever is quarantined; afterwards all serve one version."""
+        """A whole update, of each target, frees whoever is quarantined; afterwards all serve one
+        version."""
         world = self.world
         if not self.trainer.joined:
             assert world.run_until(lambda: self.trainer.joined, within_ms=SETTLE_MS), self.story()
@@ -256,13 +261,31 @@ class Play:
         self.update(None, 0)
         assert world.settle(within_ms=SETTLE_MS), self.story()
         outcome = self.trainer.outcomes[-1]
+        if self.draft:
+            outcome = self._last_of_the_draft(outcome)
         assert outcome.error is None, f"{outcome}: {self.story()}"
         assert not outcome.excluded, self.story()
         for engine in world.alive:
             assert engine.truth.running, self.story()
             assert engine.truth.version == outcome.version, self.story()
-            assert set(engine.truth.weights.values()) == {self.payload}, self.story()
+            for target, weights in engine.truth.models.items():
+                payload = self.payload - (self.draft and target == "model")
+                assert set(weights.values()) == {payload}, self.story()
         self.reach["freed by a whole update"] += len(was_quarantined)
+
+    def _last_of_the_draft(self, model: Outcome) -> Outcome:
+        """The model is whole by now; whose draft is not, stays where it was."""
+        refused = model.error
+        if refused is not None:  # nobody was left to be resumed
+            assert isinstance(refused, Refused), self.story()
+            assert refused.code is NackCode.EMPTY_GROUP, self.story()
+        for engine in self.world.alive:
+            assert engine.session.update.partial <= {"draft"}, self.story()
+            assert not (engine.truth.running and engine.truth.broken), self.story()
+            self.reach["draft left partial by the model's"] += bool(engine.truth.broken)
+        self.update_draft(None, 0)
+        assert self.world.settle(within_ms=SETTLE_MS), self.story()
+        return self.trainer.outcomes[-1]
 
     # -- actions ------------------------------------------------------------------
 
@@ -272,6 +295,20 @@ class Play:
             think_ms = 30.0 * index
             script = self.trainer.update(self.payload, think_ms=think_ms, verify=self.verify)
             self.trainer.run(script)
+
+    def update_draft(self, _engine: SimEngine | None, index: int) -> None:
+        if self.trainer.alive and not self.trainer.busy:
+            self.payload += 1
+            script = self.trainer.update(
+                self.payload, think_ms=30.0 * index, verify=self.verify, target="draft"
+            )
+            self.trainer.run(script)
+
+    def fail_draft_load(self, engine: SimEngine | None, _index: int) -> None:
+        """The next load, of a draft, fails on one engine."""
+        if engine is not None:
+            engine.behaviour.fail_next.add(CallLoad)
+            self.update_draft(None, 0)
 
     def fail_load(self, engine: SimEngine | None, _index: int) -> None:
         """The next load fails on one engine, while its mates have yet to receive the chunk."""
@@ -501,7 +538,8 @@ class Play:
             group = self.world.group
             if group is not None and state == "unsent":
                 return any(chunk.awaits_sender for chunk in group.update.chunks.values())
-            return group is not None and getattr(group, kind).state == state
+            machine = "update" if kind == "update_draft" else kind
+            return group is not None and getattr(group, machine).state == state
 
         self.world.run_until(lambda: there() or not self.trainer.busy, within_ms=3000.0)
         if there():

@@ -186,6 +186,51 @@ def make_checkpoint(
     return Checkpoint(folder, weights, layers, heads, kv_heads, tie, experts, top_k)
 
 
+def make_eagle(folder: Path, seed: int, *, hidden: int = 64, vocab: int = 128) -> dict[str, Tensor]:
+    """Write an EAGLE draft for a checkpoint of the same sizes: one layer of a Llama, without
+    embeddings and output head of its own. Returns its weights."""
+    heads = hidden // HEAD_DIM
+    kv_heads = max(heads // 2, 1)
+    inner = 2 * hidden
+    matrices = {
+        "fc": (hidden, 2 * hidden),
+        "layers.0.self_attn.q_proj": (heads * HEAD_DIM, hidden),
+        "layers.0.self_attn.k_proj": (kv_heads * HEAD_DIM, hidden),
+        "layers.0.self_attn.v_proj": (kv_heads * HEAD_DIM, hidden),
+        "layers.0.self_attn.o_proj": (hidden, heads * HEAD_DIM),
+        "layers.0.mlp.gate_proj": (inner, hidden),
+        "layers.0.mlp.up_proj": (inner, hidden),
+        "layers.0.mlp.down_proj": (hidden, inner),
+    }
+    shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": shape for n, shape in matrices.items()}
+    shapes["layers.0.post_attention_layernorm.weight"] = (hidden,)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {name: _random(name, shape, generator) for name, shape in shapes.items()}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 4096,
+        "rope_theta": ROPE_THETA,
+        "rms_norm_eps": RMS_EPS,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": "float32",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return weights
+
+
 def perturbed(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Another full set of weights: each matrix turned halfway towards a fresh random one."""
     generator = torch.Generator().manual_seed(seed)

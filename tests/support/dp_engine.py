@@ -7,7 +7,7 @@ import base64
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
-from sidecar.engine import Chunk, EngineInfo
+from sidecar.engine import Chunk, EngineInfo, Target, need_model
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
@@ -79,11 +79,13 @@ class GroupEngine:
             ],
         )
 
-    async def arm(self, manifest: Manifest) -> None:
+    async def arm(self, manifest: Manifest, target: Target = "model") -> None:
+        need_model(target)
         fields = (manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends)
         await self._all("arm", manifest=fields)
 
-    async def start_update(self, *, recover: bool) -> None:
+    async def start_update(self, *, recover: bool, target: Target = "model") -> None:
+        need_model(target)
         await self._all("start_update", recover=recover)
 
     async def receive(self, chunk: Chunk) -> None:
@@ -99,7 +101,8 @@ class GroupEngine:
     async def load(self, seq: int) -> None:
         await self._all("load", seq=seq)
 
-    async def restore(self) -> None:
+    async def restore(self, target: Target = "model") -> None:
+        need_model(target)
         await self._all("restore")
 
     async def finish_update(self) -> None:

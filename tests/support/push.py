@@ -17,7 +17,7 @@ from trainer_agent.transfer import make_sender
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from bus.messages import Verify
+    from bus.messages import Target, Verify
     from sidecar.engine import Engine
 
 COMMUNICATOR = 7
@@ -51,6 +51,7 @@ class Push:
         received_by: the receiver's backend, where a test has one of its own.
         workers: how many receivers the engine has.
         verify: which checksums are sent along.
+        target: which of the engine's models they are for.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Push:
         received_by: str = "",
         workers: int = 1,
         verify: Verify = "full",
+        target: Target = "model",
     ) -> None:
         self.engine = engine
         self.weights = weights
@@ -72,6 +74,7 @@ class Push:
         self._received_by = received_by or backend
         self._workers = workers
         self._verify: Verify = verify
+        self._target: Target = target
         self._sender = make_sender(backend, packed=packed)
 
     async def open(self) -> None:
@@ -90,8 +93,8 @@ class Push:
     async def begin(self, *, recover: bool = False) -> None:
         """Open, arm and start; the engine must be paused."""
         await self.open()
-        await self.engine.arm(self.manifest)
-        await self.engine.start_update(recover=recover)
+        await self.engine.arm(self.manifest, self._target)
+        await self.engine.start_update(recover=recover, target=self._target)
 
     def offer(self, seq: int) -> Chunk:
         """Put one chunk where the engine can fetch it."""

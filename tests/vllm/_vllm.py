@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from bus.messages import Target
     from sidecar.engine import Engine
 
 PROMPT = [5, 17, 99, 3, 42, 7]
@@ -51,7 +52,8 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
     ``folder`` (a checkout that nobody installed). The same folder brings the plugins
     of :mod:`_faulty`, whose transport fails on purpose inside the workers, of :mod:`_tuned`,
     which lets the core rest for ``rest_ms`` after each step, of :mod:`_sleepy`, which brings
-    sleep to CPUs, and of :mod:`tests.support.pair`, which is a worker engine such as vLLM's own.
+    sleep to CPUs, of :mod:`tests.support.pair`, which is a worker engine such as vLLM's own, and
+    of :mod:`_reader`, which reads what a worker's models hold.
     """
     root = Path(__file__).resolve().parents[2]
     info = folder / "wavebus_vllm_tests-0.dist-info"
@@ -64,6 +66,7 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
         "wavebus_tuned = _tuned:register\n"
         "wavebus_sleepy = _sleepy:register\n"
         "wavebus_pair = tests.support.pair_plugin:register\n"
+        "wavebus_reader = _reader:register\n"
     )
     path = [str(folder), str(root), str(Path(__file__).parent)]
     return {
@@ -212,8 +215,10 @@ async def generate(
     return last
 
 
-async def paused_update(engine: Engine, weights: Mapping[str, torch.Tensor], version: int) -> None:
+async def paused_update(
+    engine: Engine, weights: Mapping[str, torch.Tensor], version: int, target: Target = "model"
+) -> None:
     """A whole update, between a pause (keep) and its resume."""
     await engine.pause("keep", clear_cache=True)
-    await Push(engine, weights, plan(weights)).whole(version)
+    await Push(engine, weights, plan(weights), target=target).whole(version)
     await engine.resume()

@@ -75,6 +75,7 @@ def facts(
         backends=("sim",),
         endpoint="",
         can_sleep=can_sleep,
+        draft=False,
         version=version,
         phase=phase,
         update_id="",

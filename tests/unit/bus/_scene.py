@@ -14,7 +14,7 @@ from bus.testing.sim_world import SimWorld
 from bus.testing.watch import Watch
 
 if TYPE_CHECKING:
-    from bus.messages import Message, NackCode
+    from bus.messages import Message, NackCode, Target
     from bus.testing.sim_engine import SimEngine
     from bus.testing.sim_scripts import Outcome
 
@@ -24,9 +24,9 @@ HONEST = Faults(delay_ms=1.0)
 class Scene:
     """A world with engines that have joined, a trainer, and a watch over them."""
 
-    def __init__(self, *sizes: int, trainer: bool = True) -> None:
+    def __init__(self, *sizes: int, trainer: bool = True, draft: bool = False) -> None:
         self.reach: Counter[str] = Counter()
-        self.world = SimWorld(seed=3, faults=HONEST)
+        self.world = SimWorld(seed=3, faults=HONEST, draft=draft)
         self.watch = Watch(self.world, self.reach)
         for size in sizes:
             self.world.add_dp_group(size)
@@ -39,8 +39,8 @@ class Scene:
     def engine(self, name: str) -> SimEngine:
         return self.world.engines[name]
 
-    def update(self, payload: int = 7) -> None:
-        self.trainer.run(self.trainer.update(payload))
+    def update(self, payload: int = 7, target: Target = "model") -> None:
+        self.trainer.run(self.trainer.update(payload, target=target))
 
     def pause(self) -> None:
         self.trainer.run(self.trainer.pause(hold_ms=300.0))

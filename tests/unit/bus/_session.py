@@ -22,8 +22,8 @@ PAUSE = PauseLocal("u1", "keep", True, 5_000, 60_000, 0, "keep")
 class Driver:
     """A session whose calls return when the test says so."""
 
-    def __init__(self) -> None:
-        self.session = EngineSession(version=3)
+    def __init__(self, *, draft: bool = False) -> None:
+        self.session = EngineSession(version=3, draft=draft)
         self.running: Call | None = None
         self.calls: list[Call] = []
         self.id = 0

@@ -38,12 +38,12 @@ def test_the_end_of_a_call_that_does_not_run_is_a_defect() -> None:
 def test_what_waits_can_be_dropped_but_for_a_pause() -> None:
     """Chunks of an update that failed make no sense; a pause was acked as issued."""
     queue = CallQueue()
-    arm = CallArm(make_manifest())
+    arm = CallArm(make_manifest(), "model")
     queue.add(arm, 1)
     queue.issue(0.0)
     queue.add(CallLoad(0), 2)
     queue.add(PAUSE, 3)
-    queue.add(CallRestore(), 4)
+    queue.add(CallRestore("model"), 4)
     queue.drop_waiting()
     assert len(queue) == 2
     queue.end(arm)

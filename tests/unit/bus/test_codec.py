@@ -32,9 +32,12 @@ from bus.messages import (
 )
 from bus.protocol.broker import Broker
 from bus.protocol.effects import Note, Send
+from bus.testing.makers import make_arm, make_manifest
 from tests.unit.bus._builders import nack_in
 
-FACTS = EngineFacts("sim", "sim 1", "m", "dp0", 0, 1, 1, ("sim",), "", True, 0, "running", "")
+FACTS = EngineFacts(
+    "sim", "sim 1", "m", "dp0", 0, 1, 1, ("sim",), "", True, False, 0, "running", ""
+)
 JOIN = Join("engine", "host", 7, FACTS, GatewayFacts("dp0", 2, 3, running=True))
 PAUSE = PauseLocal("u1", "keep", True, 30_000, 60_000, 0, "keep")
 BEAT = Heartbeat("running", 0, 0, "")
@@ -165,6 +168,14 @@ def test_a_bad_body_is_refused_by_name(body: bytes, code: NackCode, field: str) 
     error = refused(frame(body))
     assert (error.code, error.field) == (code, field)
     assert "PAUSE_LOCAL" in error.detail
+
+
+@pytest.mark.parametrize("target", ["head", "", 1, None])
+def test_a_target_is_one_of_two_words(target: object) -> None:
+    """An update of anything else is nobody's."""
+    arm = make_arm("u1", make_manifest())
+    error = refused(frame(body_of(arm, target=target), kind="ARM"))
+    assert (error.code, error.field) == (NackCode.MALFORMED, "target")
 
 
 def test_a_body_field_that_stands_twice_is_refused() -> None:

@@ -167,7 +167,7 @@ def test_an_engine_that_started_and_loaded_nothing_is_restored_then_resumes() ->
     """In this order."""
     driver = Driver().started()
     driver.tick(0.0, 5_000.0)
-    assert driver.calls[-1] == CallRestore()
+    assert driver.calls[-1] == CallRestore("model")
     driver.returned()
     assert driver.session.phase == "paused"
     driver.tick(0.0, 5_001.0)

@@ -153,7 +153,7 @@ def test_nothing_is_armed_while_the_weights_sleep() -> None:
     assert only(driver.returned(), Ack).step is Step.WAKE
     assert only(driver.command(Wake("u1")), Ack).step is Step.WAKE
     update(driver)
-    assert CallStart(recover=False) in driver.calls
+    assert CallStart(recover=False, target="model") in driver.calls
     driver.command(Resume("u1"))
     assert driver.calls[-1] == CallResume(asleep=True)
 
@@ -177,7 +177,7 @@ def test_discarded_weights_are_not_resumed_until_a_commit(outcome: str) -> None:
     driver.returned()
     assert nack_in(driver.command(Resume("u1"))).code is NackCode.WRONG_STATE
     update(driver)
-    assert CallStart(recover=True) in driver.calls
+    assert CallStart(recover=True, target="model") in driver.calls
     assert driver.session.phase == "asleep"  # its KV cache
     driver.command(Resume("u1"))
     assert driver.calls[-1] == CallResume(asleep=True)

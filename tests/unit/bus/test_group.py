@@ -540,7 +540,7 @@ def test_an_engine_that_got_something_else_than_was_sent_falls_out_unloaded() ->
     scene.update()
     assert scene.settled().excluded == ("e1",)
     assert set(scene.engine("e1").truth.weights.values()) == {0}
-    assert CallRestore() in scene.engine("e1").calls
+    assert CallRestore("model") in scene.engine("e1").calls
     assert scene.versions() == {"e0": 1, "e1": 0}
     assert scene.running() == {"e0", "e1"}
 

@@ -83,9 +83,12 @@ def test_one_seed_is_one_course_of_events() -> None:
         ([CallResume()], "without a completed pause"),
         ([CallPause("keep", True), CallPause("keep", True)], "paused twice"),
         ([CallPause("keep", True), CallResume(), CallResume()], "without a completed pause"),
-        ([CallStart(recover=False)], "while it may generate"),
-        ([CallPause("keep", True), CallStart(recover=True)], "broken is False"),
-        ([CallPause("keep", True), CallStart(recover=False), CallLoad(0)], "chunk 0 is loaded"),
+        ([CallStart(recover=False, target="model")], "while it may generate"),
+        ([CallPause("keep", True), CallStart(recover=True, target="model")], r"broken is set\(\)"),
+        (
+            [CallPause("keep", True), CallStart(recover=False, target="model"), CallLoad(0)],
+            "chunk 0 is loaded",
+        ),
         ([CallPause("keep", True), CallCommit(1)], "before it was finished"),
     ],
 )

@@ -16,6 +16,8 @@ from sidecar.vllm_http import VllmHttpEngine
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
 
+    from bus.messages import Target
+
 
 @pytest.mark.parametrize("url", ["http://10.0.0.7:8000", "http://example.org", "http://[2001::1]"])
 def test_only_loopback(url: str) -> None:
@@ -120,6 +122,23 @@ def test_servers_that_cannot_be_driven(routes: dict[str, Any], text: str) -> Non
         async with serving(Server(**routes)) as (engine, _):
             with pytest.raises(EngineError, match=text):
                 await engine.start()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("target", "route"),
+    [("model", "start_weight_update"), ("draft", "start_draft_weight_update")],
+)
+def test_each_target_has_its_route(target: Target, route: str) -> None:
+    """vLLM points its worker engines at a draft by the call that starts."""
+
+    async def scenario() -> None:
+        server = Server(init_weight_transfer_engine={}, **{route: {}})
+        async with serving(server) as (engine, _):
+            engine._connections = vllm_connections.Connections(5.0)
+            await engine.start_update(recover=False, target=target)
+            await server.asked(route)
 
     run(scenario())
 

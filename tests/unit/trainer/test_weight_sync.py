@@ -409,6 +409,8 @@ def test_calls_that_make_no_sense(checkpoint: Checkpoint) -> None:
             await _raises(UsageError, "comes first", trainer.client.update_weights, {})
             with pytest.raises(UsageError, match="in a thread"):
                 trainer.client.start_weight_update()
+            drafts = bench.agent.client(target="draft")
+            await _raises(UpdateFailed, "no draft model", drafts.start_weight_update)
             bench.agent.source(source)
             await _raises(UsageError, "another source", next, iter(trainer.source))
         client = TrainerAgent("tcp://127.0.0.1:1").client()
