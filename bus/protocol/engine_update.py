@@ -3,7 +3,7 @@
 ::
 
     state      event          next        engine call, ack
-    NONE       ARM            ARMING      arm(manifest)
+    NONE       ARM            ARMING      arm(manifest); a patch only onto its base, see below
     ARMING     done           ARMED       ack arm
     ARMING     failed         NONE        nack arm
     ARMED      UPDATE_START   STARTING    start_update(recover); the engine is paused
@@ -25,15 +25,20 @@ all of it was sent and its sums are right (but backends of vLLM's own load what 
 :mod:`bus.native`); one chunk is staged at a time; UPDATE_FINISH needs every chunk of the
 manifest; the version only grows, and at COMMIT; ``partial`` (quarantined) is over only with a
 commit, and an update that begins in it tells the engine to recover.
+
+A patch changes some elements of what is served, so that what is served must be what it is a
+difference from: ARM of a patch is refused (``other_base``) unless the engine serves version
+``base``, and all of it. Who is ``partial`` serves no version, whatever it says; who has booted and
+committed nothing is at 0, which is nobody's base. Both need a whole set of weights first: no patch
+brings an engine back, and none begins with recover.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from enum import StrEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from bus.manifest import Manifest
 from bus.messages import (
     Abort,
     Arm,
@@ -66,10 +71,14 @@ from bus.protocol.calls import (
     ack,
     nack,
 )
+from bus.protocol.checks import check_chunk, check_sums, manifest_of
 from bus.protocol.effects import Note
 from bus.protocol.instructions import Failure
 from bus.protocol.refusal import Declined, wrong_state
 from bus.transfer import NO_PLACE, Place
+
+if TYPE_CHECKING:
+    from bus.manifest import Manifest
 
 
 class EngineUpdateState(StrEnum):
@@ -108,6 +117,7 @@ class EngineUpdate:
         self._loaded = False  # a load has begun since the start
         self._manifest: Manifest | None = None
         self._backend = ""
+        self._base = 0  # of a patch
         self._target_version = 0
         self._transfer: CallOpenTransfer | None = None
         self._last_commit = ""
@@ -154,14 +164,17 @@ class EngineUpdate:
             raise wrong_state(
                 f"version {message.version}, the engine is at {self.version}", "version"
             )
+        manifest = manifest_of(message)
+        self._need_base(message.base)
         self._need_transfer(message)
-        self._manifest = manifest_of(message)
+        self._manifest = manifest
         self.state = _S.ARMING
         self.update_id = message.update_id
         self.applied = 0
         self._forget_chunks()
         self._loaded = False
         self._backend = message.backend
+        self._base = message.base
         self._target_version = message.version
         self._queue.add(CallArm(self._manifest), msg_id)
         return []
@@ -177,6 +190,7 @@ class EngineUpdate:
             raise wrong_state(f"the update is {self.state.value}, not armed")
         if not paused:
             raise wrong_state("the engine runs; an update starts in a pause")
+        self._need_base(self._base)
         self.state = _S.STARTING
         self._queue.add(CallStart(recover=self.partial), msg_id)
         return []
@@ -392,6 +406,25 @@ class EngineUpdate:
         self.state = _S.NONE
         return [ack(msg_id, Step.ABORT, self.update_id, outcome=outcome, took_ms=took_ms)]
 
+    def _need_base(self, base: int) -> None:
+        """A patch is a difference from what is served here."""
+        if not base or (base == self.version and not self.partial):
+            return
+        serves = (
+            "holds no whole version (an update broke off, or a sleep discarded its weights)"
+            if self.partial
+            else f"serves version {self.version}" + ("" if self.version else " (as it was booted)")
+        )
+        raise Declined(
+            Failure(
+                NackCode.OTHER_BASE,
+                f"the patch is a difference from version {base}, and the engine {serves}",
+                field="base",
+                hint="send a whole set of weights first, over a backend such as shm or nccl "
+                "(agent.update_weights)",
+            )
+        )
+
     def _need_transfer(self, message: Arm) -> None:
         transfer = self._transfer
         if transfer is None or transfer.backend != message.backend:
@@ -420,63 +453,3 @@ _UPDATE_CALLS: Final = (
     CallLoad,
     CallFinish,
 )
-
-
-def manifest_of(message: Arm) -> Manifest:
-    """The manifest that an ARM carries.
-
-    Raises:
-        Declined: it contradicts itself or its digest; names the field.
-    """
-    try:
-        manifest = Manifest(message.names, message.dtypes, message.shapes, message.chunk_ends)
-    except ValueError as error:
-        field, _, detail = str(error).partition(": ")
-        raise Declined(Failure(NackCode.MANIFEST_REFUSED, detail, field=field)) from error
-    if manifest.digest() != message.digest:
-        raise Declined(
-            Failure(NackCode.MANIFEST_REFUSED, "is not the manifest's digest", field="digest")
-        )
-    return manifest
-
-
-def check_chunk(manifest: Manifest, message: WeightChunkMeta) -> None:
-    """A chunk is the one that the manifest plans.
-
-    Raises:
-        Declined: names the field that differs.
-    """
-    part = manifest.part(message.chunk)
-    for field, planned, told in (
-        ("names", manifest.names[part], message.names),
-        ("dtypes", manifest.dtypes[part], message.dtypes),
-        ("shapes", manifest.shapes[part], message.shapes),
-        ("sizes_bytes", manifest.sizes_bytes(message.chunk), message.sizes_bytes),
-    ):
-        if planned != told:
-            raise Declined(
-                Failure(
-                    NackCode.MANIFEST_REFUSED,
-                    f"chunk {message.chunk} differs from the armed manifest",
-                    field=field,
-                )
-            )
-
-
-def check_sums(manifest: Manifest, message: ChunkSent) -> None:
-    """There is a sum for each of the chunk's tensors, or for none where nothing is verified.
-
-    Raises:
-        Declined: there are more, or fewer.
-    """
-    part = manifest.part(message.chunk)
-    expected = part.stop - part.start if message.verify in ("sample", "full") else 0
-    if len(message.sums) != expected:
-        raise Declined(
-            Failure(
-                NackCode.MALFORMED,
-                f"{len(message.sums)} sums to verify ({message.verify}) {expected} tensors "
-                f"of chunk {message.chunk}",
-                field="sums",
-            )
-        )

@@ -25,8 +25,9 @@ def make_arm(
     version: int = 0,
     label: str = "",
     communicator: int = 0,
+    base: int = 0,
 ) -> Arm:
-    """ARM with this manifest."""
+    """ARM with this manifest; ``base`` is a patch's."""
     return Arm(
         update_id,
         version,
@@ -37,6 +38,8 @@ def make_arm(
         manifest.dtypes,
         manifest.shapes,
         manifest.chunk_ends,
+        manifest.counts,
+        base,
         manifest.digest(),
     )
 

@@ -51,7 +51,13 @@ class PluginClient:
 
     async def arm(self, manifest: Manifest) -> None:
         await self._perform(
-            wire.ArmManifest(manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends)
+            wire.ArmManifest(
+                manifest.names,
+                manifest.dtypes,
+                manifest.shapes,
+                manifest.chunk_ends,
+                manifest.counts,
+            )
         )
 
     async def start_update(self, *, recover: bool) -> None:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 KEY: Final = "wavebus"
-PROTOCOL: Final = 4
+PROTOCOL: Final = 5
 MAX_PAYLOAD_CHARS: Final = 32 * 1024 * 1024
 DETAIL_CHARS: Final = 2000
 TENSOR_CHARS: Final = 512
@@ -75,12 +75,13 @@ class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
 
 
 class ArmManifest(msgspec.Struct, frozen=True, tag="arm", forbid_unknown_fields=True):
-    """Check a manifest against the model."""
+    """Check a manifest against the model; of a patch, if there are ``counts``."""
 
     names: TensorNames
     dtypes: Dtypes
     shapes: Shapes
     chunk_ends: Counts
+    counts: Counts
 
 
 class Receive(msgspec.Struct, frozen=True, tag="receive", forbid_unknown_fields=True):

@@ -80,7 +80,7 @@ class TrainerEngine:
         self.sender.opened()
 
     def plan(self) -> Plan:
-        return Plan(tensor_metas(self.source.metadata()), chunk_bytes=CHUNK_BYTES)
+        return Plan.of_source(tensor_metas(self.source.metadata()), chunk_bytes=CHUNK_BYTES)
 
     def send_weights(self, label: str | None = None) -> None:
         plan = self.plan()
