@@ -407,9 +407,6 @@ class TrainerAgent:
             patches: each of another tensor.
             base: the version whose weights they are a difference from: engines that serve another
                 one refuse them. Default: the last that this agent has committed.
-
-        Raises:
-            UsageError: there is no such version.
         """
         if base is None:
             base = 0 if self.last_update is None else self.last_update.version

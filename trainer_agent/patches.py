@@ -74,18 +74,9 @@ class BusPatches:
     Args:
         base: the version that they are a difference from.
         following: hears what they are, when all were read.
-
-    Raises:
-        UsageError: ``base`` is no version.
     """
 
     def __init__(self, patches: Iterable[AnyPatch], base: int, following: NextPatch) -> None:
-        if base <= 0:
-            raise UsageError(
-                f"base={base}: a patch is a difference from a version that engines serve, and "
-                "this agent has committed none: update_weights() first, with a whole set of "
-                "weights, or say base="
-            )
         self._patches = patches
         self._base = base
         self._following = following
@@ -94,9 +85,16 @@ class BusPatches:
         """The patches as they are.
 
         Raises:
-            UsageError: after the last one, names a tensor that can't be patched so.
+            UsageError: ``base`` is no version; or, after the last one, names a tensor that can't
+                be patched so.
         """
         self._following.put(None)
+        if self._base <= 0:
+            raise UsageError(
+                f"base={self._base}: a patch is a difference from a version that engines serve, "
+                "and this agent has committed none: update_weights() first, with a whole set of "
+                "weights, or say base="
+            )
         metas: list[TensorMeta] = []
         counts: list[int] = []
         flaws: list[torch.Tensor] = []

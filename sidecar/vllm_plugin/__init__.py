@@ -16,6 +16,7 @@ module               what
 ``ipc``              the handles that one of those is told
 ``native_factory``   where those are made
 ``manifest_check``   does this manifest fill this model, exactly?
+``in_place``         can a patch be written where the model's weights serve?
 ``ranks``            the workers of one engine agree on one outcome
 ``facts``            what a sidecar asks of a worker
 ``client``           the order of calls, for both adapters

@@ -3,13 +3,16 @@
     python -m tests.gpu.native --json-out native.json
 
 The trainer is this process, on the first GPU. ``nccl``, packed and not, goes to an engine on the
-second one; ``ipc``, packed and not, to an engine on the trainer's own. After each update the
-engine's greedy tokens and the sums of ``/weight_checker`` must be those of an engine that was
-booted with the checkpoint which was sent. Prints one table, last; exits with 1 if anything is
-wrong or took too long. Some two minutes, most of which is booting.
+second one; ``ipc``, packed and not, to an engine on the trainer's own; ``sparse_nccl`` to a third
+engine, on the second GPU: patches onto a whole set of weights that the agent has sent by itself,
+and onto each other. After each update the engine's greedy tokens and the sums of
+``/weight_checker`` must be those of an engine that was booted with the checkpoint which was sent.
+Prints one table, last; exits with 1 if anything is wrong or took too long. Some two minutes, most
+of which is booting.
 
 Without GPUs the same runs with a pair of engines that is made like vLLM's own
-(:mod:`tests.support.pair`): ``--device cpu``. There ``/weight_checker`` verifies nothing.
+(:mod:`tests.support.pair`), and ``sparse_nccl`` over gloo (:mod:`tests.support.sparse_pair`):
+``--device cpu``. There ``/weight_checker`` verifies nothing.
 """
 
 from __future__ import annotations
@@ -44,19 +47,27 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 LIMIT_S: Final = 225.0
 ROUND_S: Final = 45.0
 STOP_S: Final = 15.0
-CHECKPOINTS: Final = 3  # what engines boot with, and two to be sent
+RANDOM: Final = 3  # checkpoints: what engines boot with, and two to be sent;
+MIXED: Final = (
+    3  # the number of another one: the first that is sent, and some elements of the second
+)
+SHARE: Final = 0.02  # so many
+SPARSE: Final = "sparse_nccl"
 
 
 @dataclass(frozen=True)
 class Round:
     """One update: with which of vLLM's trainer engines, and how its info is filled.
-    ``chunk_bytes`` is for ``agent.client``."""
+    ``chunk_bytes`` is for ``agent.client``. ``base`` is the checkpoint onto which patches go;
+    ``based``: the engine serves it already."""
 
     name: str
     engine: str
     checkpoint: int
     fields: dict[str, Any]
     chunk_bytes: int | None = None
+    base: int | None = None
+    based: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,15 +97,21 @@ class Outcome:
     detail: str = field(default="", repr=False)
 
 
+PATCHES: Final = (
+    Round("sparse_nccl, few elements", SPARSE, MIXED, {}, base=1),
+    Round("sparse_nccl, most elements", SPARSE, 2, {}, base=MIXED, based=True),
+)
 ON_GPUS: Final = (
     Round("nccl, packed", "nccl", 1, {"packed": True}),
     Round("nccl, unpacked", "nccl", 2, {"packed": False}),
     Round("ipc, unpacked", "ipc", 1, {"packed": False}),
     Round("ipc, packed", "ipc", 2, {"packed": True, "packed_buffer_size_bytes": 1 << 28}),
+    *PATCHES,
 )
 ON_CPU: Final = (
     Round("pair, many chunks", "pair", 1, {"buffer_bytes": 1 << 15}, 1 << 15),
     Round("pair, one chunk", "pair", 2, {"buffer_bytes": 1 << 30}),
+    *PATCHES,
 )
 
 
@@ -125,8 +142,11 @@ def checkpoints(folder: Path, *, small: bool) -> list[dict[str, torch.Tensor]]:
         model = transformers.Qwen3ForCausalLM(config)
     model = model.float() if small else model.bfloat16()
     made: list[dict[str, torch.Tensor]] = []
-    for number in range(CHECKPOINTS):
-        _randomise(model, number)
+    for number in (*range(RANDOM), MIXED):
+        if number == MIXED:
+            _mix(model, made[1], made[2])
+        else:
+            _randomise(model, number)
         model.save_pretrained(folder / str(number))
         made.append({name: p.detach().clone() for name, p in model.named_parameters()})
     return made
@@ -141,6 +161,15 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
         fan_in = parameter.shape[-1]
         scale = noise * 0.1 + 1 if parameter.ndim == 1 else noise * 2 / fan_in**0.5
         parameter.copy_(scale)
+
+
+@torch.no_grad()
+def _mix(
+    model: torch.nn.Module, first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]
+) -> None:
+    for name, parameter in model.named_parameters():
+        other = torch.rand(parameter.shape, device=parameter.device) < SHARE
+        parameter.copy_(torch.where(other, second[name], first[name]))
 
 
 # -- processes ------------------------------------------------------------------------
@@ -244,20 +273,38 @@ def gpu(index: int) -> dict[str, str]:
 # -- rounds ---------------------------------------------------------------------------
 
 
+def difference(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> Iterator[Any]:
+    """Where and what is other by now, of each tensor."""
+    from vllm.distributed.weight_transfer.sparse_nccl_engine import (  # noqa: PLC0415
+        SparseWeightPatch,
+    )
+
+    for name, weight in new.items():
+        [at] = torch.nonzero((weight != old[name]).flatten(), as_tuple=True)
+        values = weight.flatten()[at]
+        yield SparseWeightPatch(name, at.to(torch.int32), values, tuple(weight.shape))
+
+
 def update(
-    agent: SyncTrainerAgent, this: Round, weights: dict[str, torch.Tensor], outcome: Outcome
+    agent: SyncTrainerAgent, this: Round, weights: list[dict[str, torch.Tensor]], outcome: Outcome
 ) -> None:
     """What a user writes, with a clock."""
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
 
+    new = weights[this.checkpoint]
+    if this.base is not None and not this.based:
+        agent.update_weights(weights[this.base])
     trainer = WeightTransferTrainerFactory.trainer_init(
         agent.init_info(this.engine, **this.fields),
         client=agent.client(chunk_bytes=this.chunk_bytes),
-        source=agent.source(weights),
+        source=agent.source(new) if this.base is None else None,
     )
     try:
         begun_s = time.perf_counter()
-        trainer.send_weights()
+        if this.base is None:
+            trainer.send_weights()
+        else:
+            trainer.send_weights(agent.patches(difference(weights[this.base], new)))
         outcome.sent_ms = round((time.perf_counter() - begun_s) * 1000, 1)
     finally:
         trainer.shutdown()
@@ -295,7 +342,7 @@ class Bench:
 
     def engines(self) -> list[Booted]:
         """Those that are updated, and one fresh one for each checkpoint that is sent."""
-        place = {"nccl": 1, "ipc": 0, "pair": 0}
+        place = {"nccl": 1, "ipc": 0, "pair": 0, SPARSE: 1}
         updated = {r.engine: Booted(r.engine, r.engine, place[r.engine], 0) for r in self.rounds}
         sent = sorted({r.checkpoint for r in self.rounds})
         last = 0 if self.cpu else torch.cuda.device_count() - 1
@@ -312,7 +359,7 @@ class Bench:
         fresh = {r.checkpoint: served(urls[f"fresh-{r.checkpoint}"]) for r in self.rounds}
         for this, outcome in zip(self.rounds, self.outcomes, strict=True):
             before = served(urls[this.engine])
-            self._one(this, weights[this.checkpoint], outcome)
+            self._one(this, weights, outcome)
             if outcome.result == "sent":
                 judge(outcome, before, served(urls[this.engine]), fresh[this.checkpoint])
 
@@ -324,12 +371,17 @@ class Bench:
         address = broker.stdout.readline().strip()
         for booted in self.engines():
             argv = server_argv(self.options, address, booted, self._folder / str(booted.checkpoint))
-            env = {} if self.cpu else gpu(booted.gpu)
+            sparse = {pair_plugin.SPARSE: "1"} if booted.backend == SPARSE else {}
+            env = sparse if self.cpu else gpu(booted.gpu)
             self.processes.start(booted.group, argv, **env)
         urls: dict[str, str] = {}
         for booted in self.engines():
             agent = SyncTrainerAgent(
-                address, group=booted.group, name=f"trainer-{booted.group}", timeout_s=ROUND_S
+                address,
+                group=booted.group,
+                name=f"trainer-{booted.group}",
+                backend="nccl" if booted.backend == SPARSE and not self.cpu else "shm",
+                timeout_s=ROUND_S,
             )
             agent.connect()
             self._agents[booted.group] = agent
@@ -338,7 +390,7 @@ class Bench:
             self.figures["software"] = view.software
         return urls
 
-    def _one(self, this: Round, weights: dict[str, torch.Tensor], outcome: Outcome) -> None:
+    def _one(self, this: Round, weights: list[dict[str, torch.Tensor]], outcome: Outcome) -> None:
         """In a thread: a collective that hangs is left behind, and this process with it."""
         pool = ThreadPoolExecutor(1)
         try:
@@ -370,7 +422,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json-out", type=Path, required=True)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--only", choices=["", "nccl", "ipc", "pair"], default="")
+    parser.add_argument("--only", choices=["", "nccl", "ipc", "pair", SPARSE], default="")
     parser.add_argument("--boot-s", type=float, default=150.0)
     parser.add_argument("--logs", type=Path, default=Path("gpu-logs/native"))
     options = parser.parse_args()
@@ -380,6 +432,7 @@ def main() -> None:
             parser.error(f"{need} GPUs are needed, and {torch.cuda.device_count()} are here")
     else:
         pair_plugin.register()
+        pair_plugin.register_sparse()
     options.logs = options.logs.resolve()
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(options, Path(name))

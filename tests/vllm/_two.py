@@ -51,14 +51,15 @@ class Two:
         self.weights: Mapping[str, Tensor] = checkpoint.weights
         self.oracle = Oracle(checkpoint.folder)
         self._runner = runner
+        self.broker = ""
         self._asked = 0
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         self._runner.run(asyncio.wait_for(work, LIMIT_S))
 
     @contextlib.asynccontextmanager
-    async def on_the_bus(self) -> AsyncIterator[SyncTrainerAgent]:
-        """Both joined; and a trainer that waited for them."""
+    async def on_the_bus(self, ranks: int = 1) -> AsyncIterator[SyncTrainerAgent]:
+        """Both joined; and rank 0 of a trainer that waited for them."""
         async with (
             a_broker() as (_, broker),
             Sidecar(VllmEngine(self.llm), broker=broker, group="policy", name="here") as here,
@@ -68,7 +69,8 @@ class Two:
         ):
             await here.joined()
             await served.joined()
-            agent = SyncTrainerAgent(broker, timeout_s=60.0)
+            self.broker = broker
+            agent = SyncTrainerAgent(broker, ranks=ranks, timeout_s=60.0)
             await asyncio.to_thread(agent.connect)
             try:
                 await asyncio.to_thread(agent.wait_for_engines, 2)

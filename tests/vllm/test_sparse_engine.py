@@ -18,13 +18,12 @@ from tests.support import pair_plugin
 from tests.support.checkpoints import perturbed
 from tests.vllm._two import Two, booted_two
 from tests.vllm._vllm import require_vllm
+from trainer_agent import SyncTrainerAgent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
-
-    from trainer_agent import SyncTrainerAgent
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
@@ -199,13 +198,44 @@ def test_what_says_not_what_it_is_does_not_start(two: Two) -> None:
 
     async def scenario() -> None:
         async with two.on_the_bus() as agent:
-            with pytest.raises(UsageError, match="has committed none"):
-                agent.patches([])
             trainer = await asyncio.to_thread(trainer_of, agent)
+            with pytest.raises(UsageError, match="has committed none"):
+                await asyncio.to_thread(trainer.send_weights, agent.patches([]))
             bare = list(difference(weights, changed(weights, 9)))
             with pytest.raises(UsageError, match=r"send_weights\(agent.patches\(patches\)\)"):
                 await asyncio.to_thread(trainer.send_weights, bare)
             await two.assert_serve(weights)
+
+    two.run(scenario())
+
+
+def test_the_other_ranks_of_a_trainer_have_no_part_in_a_patch(two: Two) -> None:
+    """They call what rank 0 calls; and have it in the next whole set."""
+    base, last = perturbed(two.weights, 13), perturbed(two.weights, 14)
+    new = changed(base, 15)
+
+    async def scenario() -> None:
+        async with two.on_the_bus(ranks=2) as agent:
+            other = SyncTrainerAgent(two.broker, name="other", rank=1, ranks=2, timeout_s=60.0)
+            both = (agent, other)
+
+            async def whole(weights: Mapping[str, Tensor]) -> list[int]:
+                calls = (asyncio.to_thread(each.update_weights, weights) for each in both)
+                return await asyncio.gather(*calls)
+
+            def patched(each: SyncTrainerAgent) -> None:
+                trainer_of(each).send_weights(each.patches(difference(base, new)))
+
+            await asyncio.to_thread(other.connect)
+            try:
+                await whole(base)
+                await asyncio.gather(*(asyncio.to_thread(patched, each) for each in both))
+                await two.assert_serve(new)
+                first, second = await whole(last)
+                assert first == second
+                await two.assert_serve(last)
+            finally:
+                await asyncio.to_thread(other.close)
 
     two.run(scenario())
 
