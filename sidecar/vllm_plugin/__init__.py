@@ -3,7 +3,7 @@
 vLLM loads :func:`register` from the entry point group ``vllm.general_plugins`` in
 every process it starts. It registers one weight transfer backend, ``wavebus``,
 chosen at boot with ``--weight-transfer-config '{"backend": "wavebus"}'``, and makes vLLM's
-own (``nccl``, ``ipc``) obey a sidecar where one of those is chosen; gives engine cores a
+own (such as ``nccl``) obey a sidecar where one of those is chosen; gives engine cores a
 status page, and guards the pause and resume of those in lockstep; and, where
 ``WAVEBUS_DP_COORDINATOR=bus`` says so, coordinates data parallel ranks by the bus.
 
