@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bus.errors import ManifestRefused, UpdateFailed, UsageError
+from bus.errors import EngineError, ManifestRefused, UpdateFailed, UsageError
 from bus.messages import NackCode
 from tests.support import pair_plugin
 from tests.support.checkpoints import perturbed
@@ -207,6 +207,18 @@ def test_what_says_not_what_it_is_does_not_start(two: Two) -> None:
             await two.assert_serve(weights)
 
     two.run(scenario())
+
+
+def test_a_worker_in_which_an_update_broke_off_takes_no_patch() -> None:
+    """Whatever its sidecar remembers: that may be another one by now."""
+    from sidecar.vllm_plugin import wire  # noqa: PLC0415 - it needs vLLM
+    from sidecar.vllm_plugin.worker import WavebusWeightTransferEngine  # noqa: PLC0415 - same
+
+    worker = WavebusWeightTransferEngine.__new__(WavebusWeightTransferEngine)
+    worker._active = True
+    with pytest.raises(EngineError, match="no patch mends it") as refused:
+        worker._arm(wire.ArmManifest(("a",), ("float32",), ((2,),), (1,), (1,)))
+    assert refused.value.code is NackCode.OTHER_BASE
 
 
 def test_the_other_ranks_of_a_trainer_have_no_part_in_a_patch(two: Two) -> None:
