@@ -30,6 +30,7 @@ DTYPE_BYTES: Final[dict[str, int]] = {
     "uint8": 1,
     "bool": 1,
 }
+INDEX_BYTES: Final = 4  # of a patch: where a value belongs, in its flattened tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +51,15 @@ class Manifest:
     """Names, dtypes, shapes and chunk plan of an update.
 
     ``chunk_ends[k]`` is the index after the last tensor of chunk ``k``: strictly
-    growing, the last one equal to the number of tensors.
+    growing, the last one equal to the number of tensors. ``counts`` is a patch's: how many
+    elements of each tensor are sent, each with its index. Empty: all of all tensors are.
     """
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     chunk_ends: tuple[int, ...]
+    counts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself.
@@ -79,6 +82,15 @@ class Manifest:
         ends = (0, *self.chunk_ends)
         if ends[-1] != count or any(b <= a for a, b in pairwise(ends)):
             raise ValueError(f"chunk_ends: must grow and end at {count}, got {self.chunk_ends}")
+        if self.counts:
+            self._check_counts(count)
+
+    def _check_counts(self, count: int) -> None:
+        if len(self.counts) != count:
+            raise ValueError(f"counts: {len(self.counts)} entries for {count} names")
+        for name, shape, part in zip(self.names, self.shapes, self.counts, strict=True):
+            if part > math.prod(shape):
+                raise ValueError(f"counts: {part} elements of {name}, which has {math.prod(shape)}")
 
     @classmethod
     def plan(cls, tensors: Iterable[TensorMeta], *, chunk_bytes: int) -> Manifest:
@@ -109,6 +121,22 @@ class Manifest:
             tuple(ends),
         )
 
+    @classmethod
+    def of_patch(cls, tensors: Iterable[TensorMeta], counts: Iterable[int]) -> Manifest:
+        """A patch, which is one chunk: ``counts`` elements of each of ``tensors``.
+
+        Raises:
+            ValueError: as the constructor does.
+        """
+        metas = list(tensors)
+        return cls(
+            tuple(m.name for m in metas),
+            tuple(m.dtype for m in metas),
+            tuple(m.shape for m in metas),
+            (len(metas),),
+            tuple(counts),
+        )
+
     @property
     def chunks(self) -> int:
         return len(self.chunk_ends)
@@ -126,13 +154,17 @@ class Manifest:
         return tuple(map(TensorMeta, self.names[part], self.dtypes[part], self.shapes[part]))
 
     def sizes_bytes(self, seq: int) -> tuple[int, ...]:
-        """How large the tensors of chunk ``seq`` are, in order."""
+        """How large the tensors of chunk ``seq`` are, in order; of a patch, what it has of them."""
         part = self.part(seq)
+        if self.counts:
+            sent = zip(self.dtypes[part], self.counts[part], strict=True)
+            return tuple(count * (DTYPE_BYTES[dtype] + INDEX_BYTES) for dtype, count in sent)
         return tuple(map(_size_bytes, self.shapes[part], self.dtypes[part]))
 
     def digest(self) -> str:
-        """SHA-256 over the canonical encoding of all four fields, in hex."""
-        blob = msgspec.msgpack.encode((self.names, self.dtypes, self.shapes, self.chunk_ends))
+        """SHA-256 over the canonical encoding of all fields, in hex."""
+        fields = (self.names, self.dtypes, self.shapes, self.chunk_ends, self.counts)
+        blob = msgspec.msgpack.encode(fields)
         return hashlib.sha256(blob).hexdigest()
 
 

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "vllm:"
 MAX_DEPTH: Final = 8
+# Those whose updates are patches: some elements of some tensors, onto what an engine serves.
+PATCHING: Final = frozenset({"sparse_nccl"})
 # Worker engines of vLLM's that the bus can't drive, and why.
 UNDRIVEN: Final = {
-    "sparse_nccl": "its trainer sends patches without a source, so that no manifest can be "
-    "checked, and no later patch mends an update that broke off",
     "nccl_m2n": "every rank of its trainer sends its own shards into one communicator, and the "
     "bus has one sender, which sends whole tensors",
     "sharded_rdt": "its workers pull shards from every rank of its trainer, by plans of their own",
@@ -59,7 +59,7 @@ class IpcTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    columns: Annotated[tuple[str, ...], Meta(max_length=3)]
+    columns: Annotated[tuple[str, ...], Meta(max_length=4)]
     rest: bytes
 
 
@@ -71,6 +71,11 @@ def native_name(engine: str) -> str:
 def engine_of(backend: str) -> str:
     """The worker engine of vLLM's that a transfer backend is; empty for wavebus's own."""
     return backend.removeprefix(PREFIX) if backend.startswith(PREFIX) else ""
+
+
+def takes_patches(backend: str) -> bool:
+    """Whether all updates over a transfer backend are patches; over the others, none is."""
+    return engine_of(backend) in PATCHING
 
 
 def loads_when_received(backend: str) -> bool:

@@ -1,7 +1,7 @@
 """Drive a vLLM engine that lives in this process: an ``AsyncLLM``.
 
 The caller builds the ``AsyncLLM`` with ``weight_transfer_config`` backend
-``wavebus`` (or ``nccl``, ``ipc`` of vLLM's own) and keeps it: requests go to it
+``wavebus`` (or one of vLLM's own, such as ``nccl``) and keeps it: requests go to it
 directly, and closing the adapter leaves it running.
 """
 

@@ -62,7 +62,7 @@ class Adapter:
         self.config = config_text(config)
         self.tensors = adapter_tensors(source)
         metas = [meta_of(name, tensor) for name, tensor in self.tensors.items()]
-        self.plan = Plan(metas, chunk_bytes=sys.maxsize)
+        self.plan = Plan.of_source(metas, chunk_bytes=sys.maxsize)
 
     def sums(self, verify: Verify) -> tuple[int, ...]:
         """Of its tensors, where they are."""

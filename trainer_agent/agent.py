@@ -31,6 +31,7 @@ from bus.transfer import ALONE
 from trainer_agent.adapter import Adapter, send_adapter
 from trainer_agent.connection import Connection
 from trainer_agent.how import WAIT_S, PauseHow
+from trainer_agent.patches import BusPatches
 from trainer_agent.ranks import follow
 from trainer_agent.sources import Weights, as_source
 from trainer_agent.steps import CLEANUP_S, Steps
@@ -41,11 +42,12 @@ from trainer_agent.updating import Updates
 from trainer_agent.weight_sync import BusWeightSource, BusWeightSyncClient, WeightSync
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Iterable, Mapping
     from types import TracebackType
 
     from bus.protocol.link import LinkConfig
     from bus.runtime.base import ClientTransport
+    from trainer_agent.patches import AnyPatch
     from trainer_agent.report import UpdateReport
 
 
@@ -388,8 +390,9 @@ class TrainerAgent:
         and call ``trainer_init`` and ``send_weights`` in a thread.)
 
         Args:
-            engine: ``wavebus`` sends over this agent's backend; ``nccl`` and ``ipc`` are vLLM's
-                own, and need engines that were booted with their worker side.
+            engine: ``wavebus`` sends over this agent's backend; ``nccl``, ``ipc`` and
+                ``sparse_nccl`` are vLLM's own, and need engines that were booted with their worker
+                side.
             fields: of that engine's init info, such as ``packed``. Who meets, and where, is
                 filled in: make a new info, and a trainer engine of it, when engines come or go.
 
@@ -452,6 +455,23 @@ class TrainerAgent:
         """The ``source`` of vLLM's trainer engines: ``weights``, which nobody reads before
         every engine is armed, on any rank. An agent has one at a time, its last."""
         return self._sync.wrap(as_source(weights))
+
+    def patches(self, patches: Iterable[AnyPatch], *, base: int | None = None) -> BusPatches:
+        """What vLLM's ``sparse_nccl`` trainer engine sends: patches, with which every engine is
+        armed before any leaves. An agent has one such update at a time, its last.
+
+        ::
+
+            trainer.send_weights(agent.patches(patches))
+
+        Args:
+            patches: each of another tensor.
+            base: the version whose weights they are a difference from: engines that serve another
+                one refuse them. Default: the last that this agent has committed.
+        """
+        if base is None:
+            base = 0 if self.last_update is None else self.last_update.version
+        return BusPatches(patches, base, self._sync.next_patch)
 
     # -- one update -------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from bus.errors import refusal
+from bus.errors import UsageError, refusal
 from trainer_agent.refusals import nack_of
 from trainer_agent.sources import as_announced
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class CurrentUpdate:
-    """One of rank 0's. ``loop``: the agent's; tensors are taken in other threads.
+    """One of rank 0's. ``loop``: the agent's; tensors are taken in other threads, from ``inner``,
+    which a patch has none of.
 
     Attributes:
         told: how many chunks the trainer engine has told of.
@@ -32,7 +33,11 @@ class CurrentUpdate:
     """
 
     def __init__(
-        self, update: Update, plan: Plan, inner: WeightSource, loop: AbstractEventLoop | None
+        self,
+        update: Update,
+        plan: Plan,
+        inner: WeightSource | None,
+        loop: AbstractEventLoop | None,
     ) -> None:
         self.update = update
         self.plan = plan
@@ -42,7 +47,7 @@ class CurrentUpdate:
         self.failure: BaseException | None = None
         self.over = False
         self.told = 0
-        self.untaken = len(plan.metas)
+        self.untaken = 0 if inner is None else len(plan.metas)
         self._loop = loop
         self._awaited = 0
         self._reached = anyio.Event()
@@ -51,6 +56,12 @@ class CurrentUpdate:
         self._taking = threading.Lock()
 
     def begin_pass(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """
+        Raises:
+            UsageError: the update is a patch.
+        """
+        if self._inner is None:
+            raise UsageError("the update under way is a patch, which reads no source")
         with self._taking:
             self._left = iter(self._inner)
             self.untaken = len(self.plan.metas)
@@ -74,7 +85,7 @@ class CurrentUpdate:
             what it failed with.
         """
         self._reached = anyio.Event()
-        self._awaited = self.plan.manifest.chunk_ends[seq]
+        self._awaited = 0 if self._inner is None else self.plan.manifest.chunk_ends[seq]
         if self.failure is None and self._taken < self._awaited:
             await self._reached.wait()
         self._awaited = 0
@@ -98,6 +109,8 @@ class CurrentUpdate:
 
     def drain(self) -> None:
         """Take what is left of the source, for those who gather it with us."""
+        if self._inner is None:
+            return
         with self._taking:
             for _ in iter(self._inner) if self._left is None else self._left:
                 pass

@@ -2,7 +2,7 @@
 that they stand for.
 
 A dict tells of its worker engine by its keys. These are of ``wavebus``, to which
-``agent.init_info()`` leads; for vLLM's own (``nccl``, ``ipc``) see :mod:`trainer_agent.native`.
+``agent.init_info()`` leads; for vLLM's own (such as ``nccl``) see :mod:`trainer_agent.native`.
 """
 
 from __future__ import annotations

@@ -45,6 +45,11 @@ class Native:
     chunk_bytes: int | None
 
     @property
+    def patching(self) -> bool:
+        """Whether its updates are patches."""
+        return native.takes_patches(self.backend)
+
+    @property
     def plan_bytes(self) -> int:
         """Where a plan is to cut."""
         return sys.maxsize if self.chunk_bytes is None else self.chunk_bytes
@@ -148,6 +153,7 @@ def chunk_messages(
         "names": list(meta.names),
         "dtype_names": list(meta.dtypes),
         "shapes": [list(shape) for shape in meta.shapes],
+        "num_updates_list": list(plan.manifest.counts),
     }
     told = [name for name in columns if name in rest]
     for name in told:

@@ -1,8 +1,8 @@
-"""What an update will send, from its source's metadata alone."""
+"""What an update will send, from its metadata alone."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from bus.errors import UsageError
 from bus.manifest import Manifest
@@ -16,21 +16,43 @@ if TYPE_CHECKING:
 
 
 class Plan:
-    """The manifest of a source, and how large its chunks are.
+    """What is sent of which tensors; made by one of the class methods.
 
-    Raises:
-        UsageError: the metadata contradicts itself.
+    Attributes:
+        base: the version that a patch is a difference from; 0 for a source.
     """
 
-    def __init__(self, metas: Sequence[TensorMeta], *, chunk_bytes: int) -> None:
+    def __init__(self, metas: Sequence[TensorMeta], manifest: Manifest, *, base: int = 0) -> None:
+        self.metas = metas
+        self.manifest = manifest
+        self.base = base
+        self.chunks = manifest.chunks
+        self._sizes_bytes = [manifest.sizes_bytes(seq) for seq in range(self.chunks)]
+        self.size_bytes = sum(map(sum, self._sizes_bytes))
+
+    @classmethod
+    def of_source(cls, metas: Sequence[TensorMeta], *, chunk_bytes: int) -> Self:
+        """All of a source's tensors, in chunks.
+
+        Raises:
+            UsageError: the metadata contradicts itself.
+        """
         try:
-            self.manifest = Manifest.plan(metas, chunk_bytes=chunk_bytes)
+            return cls(metas, Manifest.plan(metas, chunk_bytes=chunk_bytes))
         except ValueError as error:
             raise UsageError(f"source: {error}") from error
-        self.metas = metas
-        self.chunks = self.manifest.chunks
-        self._sizes_bytes = [self.manifest.sizes_bytes(seq) for seq in range(self.chunks)]
-        self.size_bytes = sum(map(sum, self._sizes_bytes))
+
+    @classmethod
+    def of_patch(cls, metas: Sequence[TensorMeta], counts: Sequence[int], *, base: int) -> Self:
+        """``counts`` elements of each tensor, onto version ``base``; all in one chunk.
+
+        Raises:
+            UsageError: a tensor stands twice, or has fewer elements than are to be changed.
+        """
+        try:
+            return cls(metas, Manifest.of_patch(metas, counts), base=base)
+        except ValueError as error:
+            raise UsageError(f"patches: {error}") from error
 
     def room_bytes(self, sender: Sender) -> int:
         """What a sender needs for the largest chunk."""

@@ -38,7 +38,7 @@ class ChunkStream:
     def __init__(
         self, source: WeightSource, sender: Sender, *, chunk_bytes: int, verify: Verify
     ) -> None:
-        self.plan = Plan(tensor_metas(source.metadata()), chunk_bytes=chunk_bytes)
+        self.plan = Plan.of_source(tensor_metas(source.metadata()), chunk_bytes=chunk_bytes)
         self.room_bytes = self.plan.room_bytes(sender)
         self._left = iter(source)
         self._tensors = as_announced(self.plan.metas, self._left)

@@ -21,12 +21,13 @@ from trainer_agent.steps import CLEANUP_S
 from trainer_agent.transfer import current_gpu
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
     from types import TracebackType
 
     from anyio.from_thread import BlockingPortal
 
     from bus.messages import EngineView, Escalation, GroupAck, PauseMode, SleepLevel, Status, Target
+    from trainer_agent.patches import AnyPatch, BusPatches
     from trainer_agent.report import UpdateReport
     from trainer_agent.sources import Weights
     from trainer_agent.weight_sync import BusWeightSource, BusWeightSyncClient
@@ -193,6 +194,10 @@ class SyncTrainerAgent:
     def source(self, weights: Weights) -> BusWeightSource:
         """See :meth:`TrainerAgent.source`."""
         return self._connected()[1].source(weights)
+
+    def patches(self, patches: Iterable[AnyPatch], *, base: int | None = None) -> BusPatches:
+        """See :meth:`TrainerAgent.patches`."""
+        return self._connected()[1].patches(patches, base=base)
 
     def status(self) -> Status:
         """See :meth:`TrainerAgent.status`."""

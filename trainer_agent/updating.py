@@ -49,14 +49,18 @@ class Updates:
         self._begun = 0  # refused ones too: the other ranks count as well
         self._busy = False
 
-    def begin(self, how: PauseHow, target: Target = "model") -> Update:
+    def begin(self, how: PauseHow, target: Target = "model", *, alone: bool = False) -> Update:
         """Rank 0's part of the next one. It ends with :meth:`Update.end`, or as a context.
+
+        Args:
+            alone: the other ranks have no part in it, and don't count it.
 
         Raises:
             UsageError: one is under way.
         """
         update_id = self._steps.new_id()
-        leading = Leading(self._line, self._take(), alone=self._alone)
+        number = self._take(counts=not alone)
+        leading = Leading(self._line, number, alone=alone or self._alone)
         return Update(update_id, self, self._steps, leading, how, target)
 
     @contextlib.contextmanager
@@ -72,11 +76,11 @@ class Updates:
         """The next may begin."""
         self._busy = False
 
-    def _take(self) -> int:
+    def _take(self, *, counts: bool = True) -> int:
         if self._busy:
             raise UsageError("an update is under way; await it first")
         self._busy = True
-        self._begun += 1
+        self._begun += counts
         return self._begun
 
 
@@ -136,6 +140,8 @@ class Update:
             manifest.dtypes,
             manifest.shapes,
             manifest.chunk_ends,
+            manifest.counts,
+            plan.base,
             manifest.digest(),
         )
         if self._steps.asleep and self._steps.held:

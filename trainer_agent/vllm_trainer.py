@@ -113,7 +113,9 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         self._sender.close()
 
     def _plan(self) -> Plan:
-        return Plan(tensor_metas(self.source.metadata()), chunk_bytes=self._info.chunk_bytes)
+        return Plan.of_source(
+            tensor_metas(self.source.metadata()), chunk_bytes=self._info.chunk_bytes
+        )
 
     # -- the rendezvous -----------------------------------------------------------
 

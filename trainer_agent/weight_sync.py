@@ -14,6 +14,10 @@ first tensor of a pass    waits for that, on every rank, or raises
 ``finish_weight_update``  UPDATE_FINISH, COMMIT, resume
 ========================= ==============================================================
 
+A trainer engine that sends patches reads no source. It reads its patches to their end before it
+calls ``start_weight_update``; wrapped by :meth:`TrainerAgent.patches`, they have told by then what
+the update is armed with. The other ranks of the trainer have no part in it.
+
 What fails in between undoes the update: ABORT, resume, and the others are told. So does a pass
 over the source that is left before its end.
 
@@ -37,6 +41,7 @@ from bus.messages import NackCode
 from bus.transfer import ALONE
 from trainer_agent import infos, native
 from trainer_agent.current import CurrentUpdate, once_more
+from trainer_agent.patches import NextPatch
 from trainer_agent.plan import Plan
 from trainer_agent.ranks import reached
 from trainer_agent.refusals import own_nack
@@ -101,9 +106,13 @@ class BusWeightSyncClient:
         self._sync.call(self._sync.shutdown)
 
     def start_weight_update(self) -> None:
-        """Begin an update: every engine is armed with what the source's metadata tells, then
-        paused. One that was begun and not finished is undone first."""
+        """Begin an update: every engine is armed with what the source's metadata tells, or the
+        patches that were read, then paused. One that was begun and not finished is undone first."""
         self._sync.need_rank_0()
+        if self._sync.patching:
+            patch = self._sync.next_patch.take()
+            self._sync.call(lambda: self._sync.start(patch, self._how))
+            return
         try:
             plan = self._sync.source_plan()
         except Exception as error:  # the other ranks wait for this update, whatever it is
@@ -187,6 +196,7 @@ class WeightSync:
         self._timeout_s = timeout_s
         self._log = bus.log.logger()
         self._source: BusWeightSource | None = None
+        self.next_patch = NextPatch()
         self._current: CurrentUpdate | None = None
         self._begun = anyio.Event()  # the next update is
         self._one_step = anyio.Lock()
@@ -234,6 +244,11 @@ class WeightSync:
         self._source = BusWeightSource(self, source)
         return self._source
 
+    @property
+    def patching(self) -> bool:
+        """Whether the trainer engine sends patches."""
+        return self._native is not None and self._native.patching
+
     def need_rank_0(self) -> None:
         """The others only read their source."""
         if self._rank:
@@ -245,7 +260,7 @@ class WeightSync:
             raise UsageError("no source yet: give the trainer engine source=agent.source(model)")
         theirs = self._native
         chunk_bytes = self._chunk_bytes if theirs is None else theirs.plan_bytes
-        return Plan(self._source.take_metas(), chunk_bytes=chunk_bytes)
+        return Plan.of_source(self._source.take_metas(), chunk_bytes=chunk_bytes)
 
     def passing(self, source: BusWeightSource) -> Iterator[tuple[str, torch.Tensor]]:
         """One pass over a source."""
@@ -333,13 +348,15 @@ class WeightSync:
             await self._undo_unfinished()
             await self._updates.begin(how).end(error)
 
-    async def start(self, plan: Plan, how: PauseHow, target: Target) -> None:
+    async def start(self, plan: Plan, how: PauseHow, target: Target = "model") -> None:
         async with self._one_step:
             await self._undo_unfinished()
             source = self._source
-            assert source is not None, "the plan is its"
-            update = self._updates.begin(how, target)
-            current = CurrentUpdate(update, plan, source.inner, self.loop)
+            patch = bool(plan.base)
+            assert patch or source is not None, "the plan is its"
+            update = self._updates.begin(how, target, alone=patch)
+            inner = None if patch or source is None else source.inner
+            current = CurrentUpdate(update, plan, inner, self.loop)
             self._current = current
             self._begun.set()
             self._begun = anyio.Event()

@@ -66,6 +66,7 @@ class NackCode(StrEnum):
     FENCED = "fenced"
     WRONG_STATE = "wrong_state"
     MANIFEST_REFUSED = "manifest_refused"
+    OTHER_BASE = "other_base"
     BACKEND_MISSING = "backend_missing"
     DRAFT_MISSING = "draft_missing"
     TRANSFER_CLOSED = "transfer_closed"

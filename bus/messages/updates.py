@@ -60,6 +60,10 @@ class Arm:
 
     The trainer sends the last ``version`` it knows, the broker puts the one it assigned, which
     is greater: also when it is a new broker, and whoever serves that version is yet to join.
+
+    A patch changes ``counts`` elements of each tensor, and nothing of the others: it is a
+    difference from the weights of version ``base``, and from no others. Both are empty (and 0)
+    for a whole set of weights.
     """
 
     update_id: UpdateId
@@ -72,6 +76,8 @@ class Arm:
     dtypes: Dtypes
     shapes: Shapes
     chunk_ends: Counts
+    counts: Counts
+    base: Count
     digest: ShortText
 
 

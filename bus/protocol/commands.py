@@ -30,7 +30,7 @@ from bus.messages import (
     Wake,
     WeightChunkMeta,
 )
-from bus.protocol.fitting import check_chunk, check_sums, manifest_of
+from bus.protocol.checks import check_chunk, check_sums, manifest_of
 from bus.protocol.instructions import Failure
 from bus.protocol.pause import PauseState
 from bus.protocol.refusal import Declined, wrong_state

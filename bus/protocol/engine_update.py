@@ -3,7 +3,7 @@
 ::
 
     state      event          next        engine call, ack
-    NONE       ARM            ARMING      arm(manifest)
+    NONE       ARM            ARMING      arm(manifest); a patch only onto its base, see below
     ARMING     done           ARMED       ack arm
     ARMING     failed         NONE        nack arm
     ARMED      UPDATE_START   STARTING    start_update(recover); the engine is paused
@@ -44,6 +44,12 @@ all of it was sent and its sums are right (but backends of vLLM's own load what 
 manifest; the version only grows, and at COMMIT; a part leaves ``partial`` only by a commit of
 its own, and an update that begins while there is any, tells the engine to recover; the engine is
 resumed only when there is none; a part that is not in it has all the weights of its version.
+
+A patch changes some elements of what is served, so that what is served must be what it is a
+difference from: ARM of a patch is refused (``other_base``) unless the engine serves version
+``base``, and all of it. Who is ``partial`` serves no version, whatever it says; who has booted and
+committed nothing is at 0, which is nobody's base. Both need a whole set of weights first: no patch
+brings an engine back, and none begins with recover.
 """
 
 from __future__ import annotations
@@ -86,8 +92,8 @@ from bus.protocol.calls import (
     ack,
     nack,
 )
+from bus.protocol.checks import check_chunk, check_sums, manifest_of
 from bus.protocol.effects import Note
-from bus.protocol.fitting import check_chunk, check_sums, manifest_of
 from bus.protocol.instructions import Failure
 from bus.protocol.refusal import Declined, wrong_state
 from bus.transfer import NO_PLACE, Place
@@ -137,6 +143,7 @@ class EngineUpdate:
         self._loaded = False  # a load has begun since the start
         self._manifest: Manifest | None = None
         self._backend = ""
+        self._base = 0  # of a patch
         self._target_version = 0
         self._transfer: CallOpenTransfer | None = None
         self._last_commit = ""
@@ -192,8 +199,10 @@ class EngineUpdate:
                     hint="start vLLM with a speculative_config that has a model",
                 )
             )
+        manifest = manifest_of(message)
+        self._need_base(message.base)
         self._need_transfer(message)
-        self._manifest = manifest_of(message)
+        self._manifest = manifest
         self.state = _S.ARMING
         self.update_id = message.update_id
         self.target = message.target
@@ -202,6 +211,7 @@ class EngineUpdate:
         self._forget_chunks()
         self._loaded = False
         self._backend = message.backend
+        self._base = message.base
         self._target_version = message.version
         self._queue.add(CallArm(self._manifest, self.target), msg_id)
         return []
@@ -217,6 +227,7 @@ class EngineUpdate:
             raise wrong_state(f"the update is {self.state.value}, not armed")
         if not paused:
             raise wrong_state("the engine runs; an update starts in a pause")
+        self._need_base(self._base)
         self.state = _S.STARTING
         self._queue.add(CallStart(bool(self.partial), self.target), msg_id)
         return []
@@ -442,6 +453,25 @@ class EngineUpdate:
     def _commit_ack(self, msg_id: int, took_ms: float = 0.0) -> SessionEffect:
         outcome = self._or_partial("")
         return ack(msg_id, Step.COMMIT, self._last_commit, outcome=outcome, took_ms=took_ms)
+
+    def _need_base(self, base: int) -> None:
+        """A patch is a difference from what is served here."""
+        if not base or (base == self.version and not self.partial):
+            return
+        serves = (
+            "holds no whole version (an update broke off, or a sleep discarded its weights)"
+            if self.partial
+            else f"serves version {self.version}" + ("" if self.version else " (as it was booted)")
+        )
+        raise Declined(
+            Failure(
+                NackCode.OTHER_BASE,
+                f"the patch is a difference from version {base}, and the engine {serves}",
+                field="base",
+                hint="send a whole set of weights first, over a backend such as shm or nccl "
+                "(agent.update_weights)",
+            )
+        )
 
     def _need_transfer(self, message: Arm) -> None:
         transfer = self._transfer

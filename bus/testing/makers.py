@@ -26,8 +26,9 @@ def make_arm(
     label: str = "",
     communicator: int = 0,
     target: Target = "model",
+    base: int = 0,
 ) -> Arm:
-    """ARM with this manifest."""
+    """ARM with this manifest; ``base`` is a patch's."""
     return Arm(
         update_id,
         version,
@@ -39,6 +40,8 @@ def make_arm(
         manifest.dtypes,
         manifest.shapes,
         manifest.chunk_ends,
+        manifest.counts,
+        base,
         manifest.digest(),
     )
 

@@ -3,7 +3,7 @@
 vLLM loads :func:`register` from the entry point group ``vllm.general_plugins`` in
 every process it starts. It registers one weight transfer backend, ``wavebus``,
 chosen at boot with ``--weight-transfer-config '{"backend": "wavebus"}'``, and makes vLLM's
-own (``nccl``, ``ipc``) obey a sidecar where one of those is chosen; gives engine cores a
+own (such as ``nccl``) obey a sidecar where one of those is chosen; gives engine cores a
 status page, and guards the pause and resume of those in lockstep; and, where
 ``WAVEBUS_DP_COORDINATOR=bus`` says so, coordinates data parallel ranks by the bus.
 
@@ -18,6 +18,7 @@ module               what
 ``manifest_check``   does this manifest fill this model, exactly?
 ``adapters``         LoRA adapters that came over the bus, in each worker
 ``adapter_check``    does this adapter fit this model?
+``in_place``         can a patch be written where the model's weights serve?
 ``ranks``            the workers of one engine agree on one outcome
 ``facts``            what a sidecar asks of a worker
 ``draft``            a worker's draft model, and how it was built

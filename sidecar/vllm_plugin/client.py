@@ -65,7 +65,12 @@ class PluginClient:
     async def arm(self, manifest: Manifest, target: Target) -> None:
         await self._perform(
             wire.ArmManifest(
-                manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends, target
+                manifest.names,
+                manifest.dtypes,
+                manifest.shapes,
+                manifest.chunk_ends,
+                target,
+                manifest.counts,
             )
         )
 

@@ -75,5 +75,6 @@ def check_backend(backend: str, who: str) -> None:
     if backend in UNDRIVEN:
         raise EngineError(
             f"{who} transfers weights with vLLM's {backend!r}, which the bus can't drive: "
-            f"{UNDRIVEN[backend]}. Start it with {BACKEND_OPTION}, or with vLLM's 'nccl' or 'ipc'"
+            f"{UNDRIVEN[backend]}. Start it with {BACKEND_OPTION}, or with "
+            "vLLM's 'nccl', 'ipc' or 'sparse_nccl'"
         )

@@ -23,6 +23,10 @@ MTP, by :mod:`vllm.v1.spec_decode`) must not be sent those: they would be loaded
 A model that vLLM quantises as it loads (``--quantization fp8`` over a bf16 checkpoint) takes
 the tensors of one that isn't quantised, and quantises a layer when it is full, which meta
 tensors can't be. So it is checked as what it is loaded from.
+
+A patch need not fill the model. What it names must be known, and of the full shape and dtype; and
+since it is written into the parameters that serve, through the loaders of those that don't yet, the
+ones it touches must still lie as they were loaded (:mod:`sidecar.vllm_plugin.in_place`).
 """
 
 from __future__ import annotations
@@ -38,8 +42,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bus.errors import EngineError
-from bus.messages import NackCode
 from sidecar.vllm_plugin import ranks
+from sidecar.vllm_plugin.in_place import check_in_place, refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -123,7 +127,13 @@ class ManifestChecker:
         used = torch.zeros(len(manifest.names), dtype=torch.uint8)
         try:
             trace = self._load(manifest)
-            self._check_parameters(manifest, trace)
+            if manifest.counts:
+                check_in_place(
+                    self._built.vllm_config, self._serving, trace.parameters, trace.origins()
+                )
+            else:
+                self._check_filled(manifest, trace)
+            self._check_read(trace)
             used[list(trace.used)] = 1
         except Exception as error:  # noqa: BLE001 - raised below: the peers wait in between
             problem = error
@@ -169,7 +179,7 @@ class ManifestChecker:
 
     # -- judging -----------------------------------------------------------------------
 
-    def _check_parameters(self, manifest: Manifest, trace: _Trace) -> None:
+    def _check_filled(self, manifest: Manifest, trace: _Trace) -> None:
         given = set(manifest.names)
         for name, parameter in trace.parameters.items():
             expected = int(getattr(parameter, "weight_loader_numel", parameter.numel()))
@@ -179,6 +189,8 @@ class ManifestChecker:
             missing = self._missing_name(name, given)
             share = f"{written} of {expected} elements" if written else "nothing"
             raise refused(missing, f"missing: the manifest fills {share} of the model's {name}")
+
+    def _check_read(self, trace: _Trace) -> None:
         parallel = self._built.vllm_config.parallel_config
         # Without expert parallelism, experts are cut across data parallel ranks as well.
         dp_rank, dp_size = parallel.data_parallel_rank, parallel.data_parallel_size
@@ -270,6 +282,13 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def written(self, parameter: str) -> int:
         """How many of its elements were written."""
         return sum(map(_numel, self._writes.get(parameter, ())))
+
+    def origins(self) -> dict[str, str]:
+        """The parameters that are written, each with a tensor that it is written from."""
+        return {
+            name: self.metas[next(iter(regions.values()))].name
+            for name, regions in self._writes.items()
+        }
 
     def read(self, index: int) -> int:
         """How many elements of a tensor of the manifest were read."""
@@ -405,11 +424,6 @@ def _kept_rotary_cache() -> Iterator[None]:
     finally:
         for key in set(cache) - before:
             del cache[key]
-
-
-def refused(tensor: str, reason: str) -> EngineError:
-    """``reason`` as an error that names the tensor, in its text as well."""
-    return EngineError(f"{tensor}: {reason}", code=NackCode.MANIFEST_REFUSED, tensor=tensor)
 
 
 def _shared(meta: TensorMeta, parameter: str) -> EngineError:

@@ -22,8 +22,8 @@ from bus.errors import EngineError
 from bus.transfer import Place
 from sidecar.transfer.base import transfer_failed
 from sidecar.vllm_plugin import ranks, wire
+from sidecar.vllm_plugin.in_place import refused
 from sidecar.vllm_plugin.ipc import rebuildable
-from sidecar.vllm_plugin.manifest_check import refused
 from sidecar.vllm_plugin.worker import (
     InitInfo,
     Staged,
@@ -109,7 +109,8 @@ class NativeUpdates(WavebusWeightTransferEngine):
             raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
         metas = self._armed_chunk(operation)
         self._need_its_session()
-        return rebuildable(native.decode_chunk(operation.handle, _columns(metas)))  # type: ignore[no-any-return]
+        columns = _columns(metas, self._armed_counts(operation.seq))
+        return rebuildable(native.decode_chunk(operation.handle, columns))  # type: ignore[no-any-return]
 
     def _receive_and_load(self, seq: int, chunk: dict[str, Any]) -> None:
         self._doors.update_weights(chunk)
@@ -200,12 +201,13 @@ class NativeUpdates(WavebusWeightTransferEngine):
         super()._arm(operation)
 
 
-def _columns(metas: tuple[TensorMeta, ...]) -> dict[str, Any]:
-    """A chunk's tensors, as vLLM's update infos tell of them."""
+def _columns(metas: tuple[TensorMeta, ...], counts: tuple[int, ...]) -> dict[str, Any]:
+    """A chunk's tensors, as vLLM's update infos tell of them; ``counts`` are a patch's."""
     return {
         "names": [meta.name for meta in metas],
         "dtype_names": [meta.dtype for meta in metas],
         "shapes": [list(meta.shape) for meta in metas],
+        "num_updates_list": list(counts),
     }
 
 

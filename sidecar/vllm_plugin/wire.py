@@ -76,13 +76,14 @@ class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
 
 
 class ArmManifest(msgspec.Struct, frozen=True, tag="arm", forbid_unknown_fields=True):
-    """Check a manifest against the target."""
+    """Check a manifest against the target; of a patch, if there are ``counts``."""
 
     names: TensorNames
     dtypes: Dtypes
     shapes: Shapes
     chunk_ends: Counts
     target: Target
+    counts: Counts
 
 
 class Receive(msgspec.Struct, frozen=True, tag="receive", forbid_unknown_fields=True):

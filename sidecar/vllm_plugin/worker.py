@@ -289,9 +289,19 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _arm(self, operation: wire.ArmManifest) -> None:
         self._armed = None
+        if operation.counts and self._active:
+            raise EngineError(
+                "an update broke off in this engine, and no patch mends it: send a whole set of "
+                "weights",
+                code=NackCode.OTHER_BASE,
+            )
         try:
             manifest = Manifest(
-                operation.names, operation.dtypes, operation.shapes, operation.chunk_ends
+                operation.names,
+                operation.dtypes,
+                operation.shapes,
+                operation.chunk_ends,
+                operation.counts,
             )
         except ValueError as error:
             raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
@@ -321,6 +331,10 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 code=NackCode.TRANSFER_FAILED,
             )
         return metas
+
+    def _armed_counts(self, seq: int) -> tuple[int, ...]:
+        """Of a patch: how many elements of each of a chunk's tensors come."""
+        return () if self._armed is None else self._armed.counts[self._armed.part(seq)]
 
     def _receive(self, operation: wire.Receive) -> None:
         self._staged = None

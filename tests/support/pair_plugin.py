@@ -1,4 +1,5 @@
-"""Makes :mod:`tests.support.pair` known to vLLM, as somebody's plugin would: by name.
+"""Makes :mod:`tests.support.pair` known to vLLM, as somebody's plugin would: by name; and on
+request :mod:`tests.support.sparse_pair`, in place of what vLLM knows by its name.
 
 vLLM is told of it by an entry point (``boot_environment`` of the tests writes it).
 """
@@ -6,8 +7,13 @@ vLLM is told of it by an entry point (``boot_environment`` of the tests writes i
 from __future__ import annotations
 
 import contextlib
+import os
+from typing import Final
 
 MODULE = "tests.support.pair"
+SPARSE_MODULE = "tests.support.sparse_pair"
+# Set to 1, engines take patches, for which their weights must lie as they were loaded.
+SPARSE: Final = "WAVEBUS_TESTS_SPARSE"
 
 
 def register() -> None:
@@ -20,3 +26,28 @@ def register() -> None:
     with contextlib.suppress(ValueError):  # it was called before
         WeightTransferEngineFactory.register_engine("pair", MODULE, "PairWorkerEngine")
         WeightTransferTrainerFactory.register_engine("pair", MODULE, "PairTrainerEngine")
+    if os.environ.get(SPARSE) == "1":
+        register_sparse()
+        keep_unpacked()
+
+
+def register_sparse() -> None:
+    """``sparse_nccl`` is the one for CPUs, from now on."""
+    from vllm.distributed.weight_transfer.factory import (  # noqa: PLC0415 - only inside vLLM
+        WeightTransferEngineFactory,
+        WeightTransferTrainerFactory,
+    )
+
+    for factory, name in (
+        (WeightTransferEngineFactory, "SparseWorkerEngine"),
+        (WeightTransferTrainerFactory, "SparseTrainerEngine"),
+    ):
+        factory._registry.pop("sparse_nccl", None)
+        factory.register_engine("sparse_nccl", SPARSE_MODULE, name)
+
+
+def keep_unpacked() -> None:
+    """Have vLLM compute with weights as they are loaded, which on CPUs it packs."""
+    from vllm import _custom_ops  # noqa: PLC0415 - only inside vLLM
+
+    _custom_ops._supports_onednn = False

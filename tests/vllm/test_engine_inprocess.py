@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bus.errors import EngineError
-from bus.manifest import Manifest
+from bus.manifest import Manifest, TensorMeta
 from bus.messages import NackCode
 from sidecar.engine import Chunk
 from sidecar.vllm_inprocess import VllmEngine, parse_version
@@ -186,6 +186,26 @@ def test_manifests_that_vllm_would_take(
         assert refused.value.code is NackCode.MANIFEST_REFUSED
         assert refused.value.tensor == tensor
         await under_test.assert_serves(under_test.weights, under_test.version)
+
+    under_test.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [(K_PROJ, "qkv_proj.weight out anew"), ("lm_head.weight", "packed for the CPU")],
+)
+def test_what_vllm_has_packed_takes_no_patch(
+    under_test: InProcess, tensor: str, reason: str
+) -> None:
+    """It is written where weights serve, and here those don't lie as they were loaded."""
+    engine, weight = under_test.engine, under_test.weights[tensor]
+    patch = Manifest.of_patch([TensorMeta(tensor, "float32", tuple(weight.shape))], [1])
+
+    async def scenario() -> None:
+        with pytest.raises(EngineError, match=reason) as refused:
+            await engine.arm(patch)
+        assert refused.value.code is NackCode.MANIFEST_REFUSED
+        assert refused.value.tensor == tensor
 
     under_test.run(scenario())
 

@@ -7,9 +7,6 @@ booted with it: one in this process, with two workers, and one that is served, w
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
-import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -18,135 +15,30 @@ import pytest
 
 from bus.errors import ManifestRefused, UpdateFailed, UsageError
 from bus.transfer import Place
-from sidecar import Sidecar
 from sidecar.launch import free_port
-from sidecar.supervise import SupervisedServer
-from sidecar.vllm_http import VllmHttpEngine
-from sidecar.vllm_inprocess import VllmEngine
 from tests.support import pair_plugin
-from tests.support.broker import a_broker
-from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
-from tests.vllm._vllm import (
-    MAX_POSITIONS,
-    PROMPT,
-    Oracle,
-    async_llm,
-    boot_environment,
-    engine_args,
-    generate,
-    require_vllm,
-    server_argv,
-)
-from trainer_agent import SyncTrainerAgent
+from tests.support.checkpoints import perturbed
+from tests.vllm._two import TOKENS, Two, booted_two
+from tests.vllm._vllm import require_vllm
 from trainer_agent.sources import PairSource
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+    from collections.abc import Iterator
 
-    from torch import Tensor
+    from trainer_agent import SyncTrainerAgent
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
-LIMIT_S = 300.0
-TOKENS = 16
 CHUNK_BYTES = 1 << 14
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
-PAIR = {"backend": "pair"}
-
-
-class Two:
-    """An engine in this process, one that is served, and who asks them."""
-
-    def __init__(
-        self, llm: Any, server: SupervisedServer, checkpoint: Checkpoint, runner: asyncio.Runner
-    ) -> None:
-        self.llm = llm
-        self.server = server
-        self.weights: Mapping[str, Tensor] = checkpoint.weights
-        self.oracle = Oracle(checkpoint.folder)
-        self._runner = runner
-        self._asked = 0
-
-    def run(self, work: Coroutine[Any, Any, None]) -> None:
-        self._runner.run(asyncio.wait_for(work, LIMIT_S))
-
-    @contextlib.asynccontextmanager
-    async def on_the_bus(self) -> AsyncIterator[SyncTrainerAgent]:
-        """Both joined; and a trainer that waited for them."""
-        async with (
-            a_broker() as (_, broker),
-            Sidecar(VllmEngine(self.llm), broker=broker, group="policy", name="here") as here,
-            Sidecar(
-                VllmHttpEngine(self.server.base_url), broker=broker, group="policy", name="served"
-            ) as served,
-        ):
-            await here.joined()
-            await served.joined()
-            agent = SyncTrainerAgent(broker, timeout_s=60.0)
-            await asyncio.to_thread(agent.connect)
-            try:
-                await asyncio.to_thread(agent.wait_for_engines, 2)
-                yield agent
-            finally:
-                await asyncio.to_thread(agent.close)
-
-    async def assert_serve(self, weights: Mapping[str, Tensor]) -> None:
-        """Both, greedily, the tokens of transformers with these weights: so none is paused."""
-        expected = self.oracle.greedy(weights, TOKENS)
-        self._asked += 1
-        last = await generate(self.llm, f"r{self._asked}", TOKENS)
-        assert list(last.token_ids) == expected
-        assert await self.served_tokens() == expected
-        self.weights = weights
-
-    async def served_tokens(self) -> list[int]:
-        """Of the one that is served."""
-        sampling = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
-        body = {"token_ids": PROMPT, "sampling_params": sampling}
-        url = f"{self.server.base_url}/inference/v1/generate"
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(url, json=body, raise_for_status=True) as response,
-        ):
-            [choice] = (await response.json())["choices"]
-        return list(choice["token_ids"])
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
-    folder = tmp_path_factory.mktemp("native")
-    checkpoint = make_checkpoint(folder / "model", seed=1, max_positions=MAX_POSITIONS)
-    environment = boot_environment(folder)
-    transfer = ("--weight-transfer-config", '{"backend": "pair"}')
-    server = SupervisedServer(
-        server_argv(checkpoint.folder, *transfer), env={**os.environ, **environment}
-    )
-    booted = async_llm(
-        environment,
-        engine_args(checkpoint.folder, weight_transfer_config=PAIR, tensor_parallel_size=2),
-    )
-    starter = VllmHttpEngine(server=server)
-
-    async def boot() -> Any:
-        starting = asyncio.create_task(starter.start())
-        await asyncio.sleep(0)  # it boots while this process does
-        llm = await booted.__aenter__()
-        assert "vllm:pair" in (await starting).backends
-        return llm
-
-    with asyncio.Runner() as runner:
-        try:
-            llm = runner.run(boot())
-            pair_plugin.register()
-            tested = Two(llm, server, checkpoint, runner)
-            yield tested
-        finally:
-            runner.run(starter.close())
-            runner.run(booted.__aexit__(None, None, None))
-            # While warnings are no errors yet: vLLM leaves its sockets to the collector.
-            del tested.llm, llm
-            gc.collect()
+    with booted_two(tmp_path_factory.mktemp("native"), "pair") as tested:
+        pair_plugin.register()
+        yield tested
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from bus.manifest import Manifest
 from bus.messages import (
     Abort,
     Ack,
@@ -621,6 +622,165 @@ def test_weights_that_a_sleep_has_discarded_no_adapter_mends() -> None:
     assert driver.calls[-1] == CallRestore("model")
     assert outcome(driver.returned()) == "partial"
     assert driver.update.partial == {"model"}
+
+
+PATCH = Manifest.of_patch(make_manifest(("a", "c")).tensors(), (2, 0))
+
+
+class Patched(Driver):
+    """With vLLM's engine for patches; it serves version 3, unless the test says otherwise."""
+
+    def __init__(self, *, version: int = 3) -> None:
+        super().__init__(version=version, opened=False)
+        self.open_for_patches()
+
+    def open_for_patches(self) -> None:
+        opening = TransferInit(f"t{len(self.calls)}", "vllm:sparse_nccl", b"p", 0, 0, {})
+        self.issue(self.update.open(1, opening))
+        self.returned()
+
+    def arm_patch(self, base: int, update_id: str = "u1", version: int = 9) -> None:
+        arm = make_arm(update_id, PATCH, version=version, base=base)
+        self.issue(self.update.arm(2, replace(arm, backend="vllm:sparse_nccl")))
+
+    def refused_patch(self, base: int, update_id: str = "u1") -> Failure:
+        calls = len(self.calls)
+        with pytest.raises(Declined) as declined:
+            self.arm_patch(base, update_id)
+        assert len(self.calls) == calls
+        return declined.value.failure
+
+    def receive(self, update_id: str = "u1") -> None:
+        self.start(update_id)
+        self.returned()
+        meta = make_chunk(update_id, PATCH, 0, 1)
+        self.issue(self.update.chunk(10, replace(meta, sizes_bytes=PATCH.sizes_bytes(0))))
+
+
+def test_a_patch_goes_onto_the_version_that_it_is_a_difference_from() -> None:
+    """And makes the next, which is the base of the one after it."""
+    driver = Patched()
+    driver.arm_patch(3, "u1", 5)
+    assert driver.calls[-1] == CallArm(PATCH, "model")
+    driver.returned()
+    driver.receive()
+    assert CallStart(recover=False, target="model") in driver.calls
+    driver.returned()
+    driver.issue(driver.update.sent(20, ChunkSent("u1", 0, "unsupported", ())))
+    driver.returned()
+    driver.finish()
+    driver.returned()
+    driver.commit(version=5)
+    driver.returned()
+    assert driver.update.version == 5
+    assert driver.refused_patch(3, "u2").code is NackCode.OTHER_BASE
+    driver.arm_patch(5, "u3")
+    assert driver.calls[-1] == CallArm(PATCH, "model")
+
+
+@pytest.mark.parametrize(("version", "base"), [(3, 2), (3, 4), (0, 1), (5, 3)])
+def test_a_patch_onto_another_version_is_refused(version: int, base: int) -> None:
+    """Older, newer, or nobody's: with both versions, and what brings the engine there."""
+    failure = Patched(version=version).refused_patch(base)
+    assert (failure.code, failure.field) == (NackCode.OTHER_BASE, "base")
+    assert f"version {base}" in failure.detail
+    assert f"serves version {version}" in failure.detail
+    assert ("as it was booted" in failure.detail) is (version == 0)
+    assert "whole set of weights" in failure.hint
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_patch_mends_an_engine_that_holds_a_part_of_one(fails: bool) -> None:
+    """It says the version that it had, and has it no more."""
+    driver = Patched()
+    driver.arm_patch(3)
+    driver.returned()
+    driver.receive()
+    if fails:
+        driver.failed()
+    else:
+        driver.returned()
+    driver.abort()
+    assert outcome(driver.returned()) == "partial"
+    assert driver.update.version == 3
+    failure = driver.refused_patch(3, "u2")
+    assert failure.code is NackCode.OTHER_BASE
+    assert "holds no whole version" in failure.detail
+
+
+def test_a_patch_that_broke_off_is_mended_by_a_whole_set_of_weights() -> None:
+    """Over another transport; then patches go onto that."""
+    driver = Patched()
+    driver.arm_patch(3)
+    driver.returned()
+    driver.receive()
+    driver.failed()
+    driver.abort()
+    driver.returned()
+    driver.open()
+    driver.returned()
+    driver.to(_S.COMMITTING)
+    assert CallStart(recover=True, target="model") in driver.calls
+    driver.returned()
+    driver.open_for_patches()
+    assert driver.refused_patch(3, "u3").code is NackCode.OTHER_BASE
+    driver.arm_patch(4, "u4")
+    assert driver.calls[-1] == CallArm(PATCH, "model")
+
+
+def test_a_patch_that_was_given_up_before_it_came_leaves_its_base() -> None:
+    driver = Patched()
+    driver.arm_patch(3)
+    driver.returned()
+    driver.start()
+    driver.returned()
+    driver.abort()
+    assert driver.calls[-1] == CallRestore("model")
+    assert outcome(driver.returned()) == "restored"
+    driver.arm_patch(3, "u2")
+    assert driver.calls[-1] == CallArm(PATCH, "model")
+
+
+def test_no_patch_starts_on_weights_that_went_in_a_sleep() -> None:
+    """Not if they went after it was armed, either."""
+    driver = Patched()
+    driver.arm_patch(3)
+    driver.returned()
+    driver.update.issued(CallSleep(2))
+    with pytest.raises(Declined) as declined:
+        driver.start()
+    assert declined.value.failure.code is NackCode.OTHER_BASE
+    assert not any(isinstance(call, CallStart) for call in driver.calls)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "field"),
+    [
+        ({"base": 0}, NackCode.MANIFEST_REFUSED, "base"),
+        ({"backend": "sim"}, NackCode.BACKEND_MISSING, "backend"),
+        ({"backend": "vllm:nccl"}, NackCode.BACKEND_MISSING, "backend"),
+        ({"counts": (2, 5)}, NackCode.MANIFEST_REFUSED, "counts"),
+        ({"counts": (2,)}, NackCode.MANIFEST_REFUSED, "counts"),
+        ({"counts": (1, 1)}, NackCode.MANIFEST_REFUSED, "digest"),
+        ({"counts": ()}, NackCode.MANIFEST_REFUSED, "digest"),
+    ],
+)
+def test_what_is_half_a_patch_is_refused(
+    change: dict[str, Any], code: NackCode, field: str
+) -> None:
+    """With a base go counts, and a transport of patches."""
+    arm = replace(make_arm("u1", PATCH, version=4, base=3), backend="vllm:sparse_nccl")
+    with pytest.raises(Declined) as declined:
+        Patched().update.arm(2, replace(arm, **change))
+    failure = declined.value.failure
+    assert (failure.code, failure.field) == (code, field)
+
+
+def test_a_whole_set_of_weights_is_no_patch() -> None:
+    """Nor has it a base, or goes where patches go."""
+    for change in ({"base": 3}, {"backend": "vllm:sparse_nccl"}):
+        with pytest.raises(Declined):
+            Driver().update.arm(2, replace(make_arm("u1", MANIFEST, version=4), **change))
 
 
 def test_an_abort_while_a_chunk_is_loaded_finds_it_loaded() -> None:

@@ -62,6 +62,8 @@ def test_chunks_are_as_full_as_the_bound_allows(metas: list[TensorMeta], chunk_b
         ({"chunk_ends": (0, 2)}, "chunk_ends", "must grow"),
         ({"chunk_ends": ()}, "chunk_ends", "end at 2"),
         ({"names": (), "dtypes": (), "shapes": (), "chunk_ends": ()}, "names", "at least one"),
+        ({"counts": (4,)}, "counts", "1 entries for 2"),
+        ({"counts": (5, 16)}, "counts", "5 elements of a, which has 4"),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused_by_field(
@@ -94,12 +96,20 @@ def test_no_tensors_or_doubled_ones_are_no_plan(metas: list[TensorMeta]) -> None
         Manifest(RIGHT.names, RIGHT.dtypes, ((4,), (4, 4)), RIGHT.chunk_ends),
         Manifest(RIGHT.names, RIGHT.dtypes, RIGHT.shapes, (2,)),
         Manifest(("b", "a"), RIGHT.dtypes, RIGHT.shapes, RIGHT.chunk_ends),
+        Manifest(RIGHT.names, RIGHT.dtypes, RIGHT.shapes, RIGHT.chunk_ends, (4, 16)),
     ],
 )
 def test_the_digest_tells_every_field(other: Manifest) -> None:
-    """Names, dtypes, shapes, chunks, and the order."""
+    """Names, dtypes, shapes, chunks, counts, and the order."""
     assert other.digest() != RIGHT.digest()
     assert Manifest.plan(METAS, chunk_bytes=16).digest() == RIGHT.digest()
+
+
+def test_a_patch_is_one_chunk_of_values_with_their_indices() -> None:
+    """So many elements of each tensor, all or none of them, too."""
+    patch = Manifest.of_patch([*METAS, TensorMeta("c", "bfloat16", (3, 5))], (4, 0, 7))
+    assert (patch.chunks, patch.counts) == (1, (4, 0, 7))
+    assert patch.sizes_bytes(0) == (4 * (4 + 4), 0, 7 * (2 + 4))
 
 
 def test_sizes_are_in_bytes() -> None:

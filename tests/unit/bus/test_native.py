@@ -95,3 +95,5 @@ def test_names() -> None:
     assert native.engine_of("nccl") == ""
     assert native.loads_when_received("vllm:ipc")
     assert not native.loads_when_received("gloo")
+    assert native.takes_patches("vllm:sparse_nccl")
+    assert not any(map(native.takes_patches, ("sparse_nccl", "vllm:nccl", "gloo")))

@@ -21,7 +21,7 @@ FAILURE = wire.Failure(NackCode.MANIFEST_REFUSED, 'it\'s "too" /tmp/big\nby half
         wire.Expect(True),
         wire.Open("gloo", b"\x00\xff", 1 << 62, 9, 3),
         wire.Verify(3, "full", (0, (1 << 64) - 1)),
-        wire.ArmManifest(("a",), ("float32",), ((2, 3),), (1,), "draft"),
+        wire.ArmManifest(("a",), ("float32",), ((2, 3),), (1,), "draft", (4,)),
         wire.Receive(3, "shm", ("a",), ("float32",), ((2, 3),), b"\x80"),
         wire.Settle(),
         wire.Discard(),

@@ -51,7 +51,7 @@ def test_ipc_handles_arrive_as_they_were() -> None:
         "ipc_handles_pickled": None,
         "tensor_sizes": None,
     }
-    meta, sent = native.chunk_messages(info, Plan(METAS, chunk_bytes=1 << 20), 0, "u1")
+    meta, sent = native.chunk_messages(info, Plan.of_source(METAS, chunk_bytes=1 << 20), 0, "u1")
     assert (sent.verify, sent.sums) == ("unsupported", ())
     told = {
         "names": list(meta.names),
@@ -74,9 +74,9 @@ def test_ipc_handles_arrive_as_they_were() -> None:
 def test_what_can_not_be_told_is_refused(info: Any, text: str) -> None:
     """By its key; a chunk that was not armed, with what would have told of it."""
     with pytest.raises(UsageError, match=text):
-        native.chunk_messages(info, Plan(METAS, chunk_bytes=1 << 20), 0, "u1")
+        native.chunk_messages(info, Plan.of_source(METAS, chunk_bytes=1 << 20), 0, "u1")
     with pytest.raises(UsageError, match=r"chunk 1, and 1 were armed.*chunk_bytes"):
-        native.chunk_messages({}, Plan(METAS, chunk_bytes=1 << 20), 1, "u1")
+        native.chunk_messages({}, Plan.of_source(METAS, chunk_bytes=1 << 20), 1, "u1")
 
 
 def test_only_who_meets_needs_a_place() -> None:

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.serving import an_engine, assert_serve
 from trainer_agent import SyncTrainerAgent, TrainerAgent
 from trainer_agent.infos import chunk_info, init_info
+from trainer_agent.native import Native
 from trainer_agent.plan import Plan
 from trainer_agent.sources import PairSource, tensor_metas
 from trainer_agent.transfer.shm import ShmSender
@@ -80,7 +82,7 @@ class TrainerEngine:
         self.sender.opened()
 
     def plan(self) -> Plan:
-        return Plan(tensor_metas(self.source.metadata()), chunk_bytes=CHUNK_BYTES)
+        return Plan.of_source(tensor_metas(self.source.metadata()), chunk_bytes=CHUNK_BYTES)
 
     def send_weights(self, label: str | None = None) -> None:
         plan = self.plan()
@@ -260,6 +262,34 @@ def test_a_pass_that_is_left_undoes_the_update(checkpoint: Checkpoint) -> None:
                 await bench.assert_at_rest()
                 await bench.assert_serves(checkpoint.weights, 0)
                 await asyncio.to_thread(trainer.init)
+
+    run(scenario())
+
+
+def test_a_patch_is_no_update_of_the_other_ranks(checkpoint: Checkpoint) -> None:
+    """Who does not count it, is not behind by one afterwards. No engine here takes patches."""
+    patch = SimpleNamespace(
+        name="a",
+        indices=torch.zeros(1, dtype=torch.int32),
+        values=torch.zeros(1),
+        full_shape=(1,),
+    )
+
+    async def scenario() -> None:
+        options: dict[str, Any] = {"ranks": 2, "timeout_s": 10.0}
+        async with (
+            a_bench(checkpoint, **options) as bench,
+            TrainerAgent(bench.broker, name="second", rank=1, **options) as second,
+        ):
+            bench.agent._sync._native = Native("vllm:sparse_nccl", None)
+            assert list(bench.agent.patches([patch], base=1)) == [patch]
+            with pytest.raises(UpdateFailed, match="not open any more"):
+                await asyncio.to_thread(bench.agent.client().start_weight_update)
+            weights, _ = bench.source(9)
+            both = (bench.agent, second)
+            calls = (each.update_weights(weights) for each in both)
+            assert await asyncio.gather(*calls) == [1, 1]
+            await bench.assert_serves(weights, 1)
 
     run(scenario())
 

@@ -1,7 +1,4 @@
-"""Does a message carry what it should: a manifest that is itself, and chunks of just that?
-
-Asked by the broker and, again, by every engine.
-"""
+"""What an update's messages must agree on: asked by the broker, and by every engine again."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from bus.manifest import Manifest
 from bus.messages import NackCode
+from bus.native import takes_patches
 from bus.protocol.instructions import Failure
 from bus.protocol.refusal import Declined
 
@@ -23,13 +21,24 @@ def manifest_of(message: Arm) -> Manifest:
         Declined: it contradicts itself or its digest; names the field.
     """
     try:
-        manifest = Manifest(message.names, message.dtypes, message.shapes, message.chunk_ends)
+        manifest = Manifest(
+            message.names, message.dtypes, message.shapes, message.chunk_ends, message.counts
+        )
     except ValueError as error:
         field, _, detail = str(error).partition(": ")
         raise Declined(Failure(NackCode.MANIFEST_REFUSED, detail, field=field)) from error
     if manifest.digest() != message.digest:
         raise Declined(
             Failure(NackCode.MANIFEST_REFUSED, "is not the manifest's digest", field="digest")
+        )
+    if bool(message.base) is not bool(message.counts):
+        raise Declined(
+            Failure(NackCode.MANIFEST_REFUSED, "a patch has both counts and a base", field="base")
+        )
+    if bool(message.counts) is not takes_patches(message.backend):
+        sent = "patches" if message.counts else "whole sets of weights"
+        raise Declined(
+            Failure(NackCode.BACKEND_MISSING, f"{message.backend} has no {sent}", field="backend")
         )
     return manifest
 

@@ -1,0 +1,73 @@
+"""vLLM's own ``sparse_nccl``, both ends, on a CPU: over gloo, and otherwise as it is.
+
+What vLLM sends, checks, receives and loads, is vLLM's. Two things are not: the communicator, and
+that vLLM waits for a GPU when a chunk has come. :mod:`tests.support.pair_plugin` registers both
+ends under vLLM's own name.
+
+A value of :data:`BREAKS` plus its own rank makes a worker fail, once it has written the patch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from vllm.distributed.weight_transfer import sparse_nccl_engine as vllms
+
+from tests.support.pair import broadcast, join
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BREAKS: Final = 65_536.0
+
+
+class Gloo:
+    """What vLLM's engines use of a ``PyNcclCommunicator``."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, address: str, port: int, rank: int, size: int) -> None:
+        self.breaks = False
+        self._rank = rank
+        self._group = join(address, port, rank, size)
+
+    def broadcast(self, tensor: Tensor, src: int, stream: object) -> None:
+        assert (src, stream) == (0, None)
+        broadcast(self._group, tensor)
+        if self._rank and tensor.is_floating_point():
+            self.breaks |= bool((tensor == BREAKS + self._rank).any())
+
+    def destroy(self) -> None:
+        self._group = None
+
+
+def _of_worker(info: Any, parallel: Any) -> Gloo:
+    place = parallel.data_parallel_index * parallel.world_size + parallel.rank
+    return Gloo(info.master_address, info.master_port, place + info.rank_offset, info.world_size)
+
+
+def _of_trainer(info: Any) -> Gloo:
+    return Gloo(info.master_address, info.master_port, 0, info.world_size)
+
+
+def _no_stream(device: object = None) -> None:
+    """A CPU has none."""
+
+
+vllms.worker_init_process_group = _of_worker
+vllms.open_trainer_endpoint = _of_trainer
+torch.cuda.current_stream = _no_stream  # type: ignore[assignment]
+
+
+class SparseWorkerEngine(vllms.SparseNCCLWeightTransferEngine):  # type: ignore[misc]
+    """In each of vLLM's workers."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.model_update_group.breaks:
+            self.model_update_group.breaks = False
+            raise RuntimeError("broken on purpose")
+
+
+SparseTrainerEngine = vllms.SparseNCCLTrainerWeightTransferEngine

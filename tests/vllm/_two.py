@@ -1,0 +1,134 @@
+"""Two engines of one model for tests: one in this process, with two workers, and one that is
+served, with one. Both were booted with the same worker engine of vLLM's kind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from sidecar import Sidecar
+from sidecar.supervise import SupervisedServer
+from sidecar.vllm_http import VllmHttpEngine
+from sidecar.vllm_inprocess import VllmEngine
+from tests.support.broker import a_broker
+from tests.support.checkpoints import Checkpoint, make_checkpoint
+from tests.vllm._vllm import (
+    MAX_POSITIONS,
+    PROMPT,
+    Oracle,
+    async_llm,
+    boot_environment,
+    engine_args,
+    generate,
+    server_argv,
+)
+from trainer_agent import SyncTrainerAgent
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+LIMIT_S = 120.0
+TOKENS = 16
+
+
+class Two:
+    """An engine in this process, one that is served, and who asks them."""
+
+    def __init__(
+        self, llm: Any, server: SupervisedServer, checkpoint: Checkpoint, runner: asyncio.Runner
+    ) -> None:
+        self.llm = llm
+        self.server = server
+        self.weights: Mapping[str, Tensor] = checkpoint.weights
+        self.oracle = Oracle(checkpoint.folder)
+        self._runner = runner
+        self.broker = ""
+        self._asked = 0
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        self._runner.run(asyncio.wait_for(work, LIMIT_S))
+
+    @contextlib.asynccontextmanager
+    async def on_the_bus(self, ranks: int = 1) -> AsyncIterator[SyncTrainerAgent]:
+        """Both joined; and rank 0 of a trainer that waited for them."""
+        async with (
+            a_broker() as (_, broker),
+            Sidecar(VllmEngine(self.llm), broker=broker, group="policy", name="here") as here,
+            Sidecar(
+                VllmHttpEngine(self.server.base_url), broker=broker, group="policy", name="served"
+            ) as served,
+        ):
+            await here.joined()
+            await served.joined()
+            self.broker = broker
+            agent = SyncTrainerAgent(broker, ranks=ranks, timeout_s=60.0)
+            await asyncio.to_thread(agent.connect)
+            try:
+                await asyncio.to_thread(agent.wait_for_engines, 2)
+                yield agent
+            finally:
+                await asyncio.to_thread(agent.close)
+
+    async def assert_serve(self, weights: Mapping[str, Tensor]) -> None:
+        """Both, greedily, the tokens of transformers with these weights: so none is paused."""
+        expected = self.oracle.greedy(weights, TOKENS)
+        self._asked += 1
+        last = await generate(self.llm, f"r{self._asked}", TOKENS)
+        assert list(last.token_ids) == expected
+        assert await self.served_tokens() == expected
+        self.weights = weights
+
+    async def served_tokens(self) -> list[int]:
+        """Of the one that is served."""
+        sampling = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
+        body = {"token_ids": PROMPT, "sampling_params": sampling}
+        url = f"{self.server.base_url}/inference/v1/generate"
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(url, json=body, raise_for_status=True) as response,
+        ):
+            [choice] = (await response.json())["choices"]
+        return list(choice["token_ids"])
+
+
+@contextlib.contextmanager
+def booted_two(folder: Path, engine: str, **environment: str) -> Iterator[Two]:
+    """Both, booted with vLLM's worker engine ``engine``, under some environment variables."""
+    checkpoint = make_checkpoint(folder / "model", seed=1, max_positions=MAX_POSITIONS)
+    environment = {**boot_environment(folder), **environment}
+    transfer = {"backend": engine}
+    argv = server_argv(checkpoint.folder, "--weight-transfer-config", json.dumps(transfer))
+    server = SupervisedServer(argv, env={**os.environ, **environment})
+    booted = async_llm(
+        environment,
+        engine_args(checkpoint.folder, weight_transfer_config=transfer, tensor_parallel_size=2),
+    )
+    starter = VllmHttpEngine(server=server)
+
+    async def boot() -> Any:
+        starting = asyncio.create_task(starter.start())
+        await asyncio.sleep(0)  # it boots while this process does
+        llm = await booted.__aenter__()
+        assert f"vllm:{engine}" in (await starting).backends
+        return llm
+
+    with asyncio.Runner() as runner:
+        try:
+            llm = runner.run(boot())
+            tested = Two(llm, server, checkpoint, runner)
+            yield tested
+        finally:
+            runner.run(starter.close())
+            runner.run(booted.__aexit__(None, None, None))
+            # While warnings are no errors yet: vLLM leaves its sockets to the collector.
+            del tested.llm, llm
+            gc.collect()
