@@ -1,6 +1,6 @@
 """What a sidecar asks of a worker by vLLM's ``collective_rpc``: methods, by name.
 
-The plugin adds two to vLLM's ``WorkerBase``. Answers are plain dicts and lists, which
+The plugin adds three to vLLM's ``WorkerBase``. Answers are plain dicts and lists, which
 pass vLLM's codec and JSON alike. Whether the plugin is there at all, is asked with a method that
 any worker has: a call that fails in all workers would spoil the executor's later answers
 (:mod:`sidecar.vllm_plugin.ranks`).
@@ -22,6 +22,7 @@ from sidecar.vllm_plugin.core_page import page_path
 
 ASK_FACTS: Final = "wavebus_facts"
 ASK_REQUESTS: Final = "wavebus_requests"
+ASK_LOADING: Final = "wavebus_loading"
 ASK_PRESENCE: Final = "__str__"
 _PRESENT: Final = "wavebus's plugin, and it drives "
 _MAX_PATH: Final = 4096
@@ -79,12 +80,20 @@ def install(worker_base: Any) -> None:
     """Add the methods to ``WorkerBase`` of the module ``vllm.v1.worker.worker_base``."""
     setattr(worker_base.WorkerBase, ASK_FACTS, _facts)
     setattr(worker_base.WorkerBase, ASK_REQUESTS, _requests)
+    setattr(worker_base.WorkerBase, ASK_LOADING, _loading)
     setattr(worker_base.WorkerWrapperBase, ASK_PRESENCE, _presence)
 
 
 def _presence(wrapper: Any) -> str:
     engine = getattr(getattr(wrapper, "worker", None), "weight_transfer_engine", None)
     return _PRESENT + getattr(engine, "wavebus_drives", "no worker engine of vLLM's")
+
+
+def _loading(worker: Any) -> dict[str, Any]:
+    """How updates of this worker go: :meth:`sidecar.vllm_plugin.plans.Plans.account`; empty where
+    no sidecar has spoken to it yet."""
+    engine = getattr(worker, "weight_transfer_engine", None)
+    return dict(getattr(engine, "wavebus_loading", {}))
 
 
 def _facts(_worker: Any) -> dict[str, Any]:

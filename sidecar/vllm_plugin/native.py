@@ -23,7 +23,7 @@ from bus.transfer import Place
 from sidecar.transfer.base import transfer_failed
 from sidecar.vllm_plugin import ranks, wire
 from sidecar.vllm_plugin.ipc import rebuildable
-from sidecar.vllm_plugin.manifest_check import refused
+from sidecar.vllm_plugin.loader_trace import refused
 from sidecar.vllm_plugin.worker import (
     InitInfo,
     Staged,
@@ -230,6 +230,10 @@ def guarded(name: str, theirs: type[Any]) -> type[Any]:
                     name, doors, self.config, self.vllm_config, self.device, self.model
                 )
             return self._wavebus
+
+        @property
+        def wavebus_loading(self) -> dict[str, Any]:
+            return {} if self._wavebus is None else self._wavebus.wavebus_loading
 
         def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
             if wire.KEY in init_dict:

@@ -1,12 +1,16 @@
 """The weight transfer engine inside each vLLM worker.
 
 vLLM calls it with dicts that carry the operations of :mod:`sidecar.vllm_plugin.wire`.
-Receiving, loading and committing are apart: ``receive`` copies a chunk into staging
-on the worker's device and lets the transport's buffers go; ``load`` hands the
-staged tensors to the model. The copy is not a luxury: vLLM's layerwise reload
-keeps the tensors of a layer that is not complete yet until a later chunk completes
-it, so views of a transport's buffers would be overwritten under it. Only a transport
-that brings tensors of one's own (:attr:`Receiver.owned`) does without.
+Receiving, loading and committing are apart. There are two ways to load
+(:mod:`sidecar.vllm_plugin.plans`):
+
+* By vLLM's loader. ``receive`` copies a chunk into staging on the worker's device and lets
+  the transport's buffers go; ``load`` hands the staged tensors to the model. That copy is not a
+  luxury: vLLM's layerwise reload keeps the tensors of a layer that is not complete yet until
+  a later chunk completes it, so views of a transport's buffers would be overwritten under it.
+  Only a transport that brings tensors of one's own (:attr:`Receiver.owned`) does without.
+* By a copy plan. ``load`` copies straight from where the transport has them into the serving
+  parameters, and then lets the transport's buffers go.
 
 **What never raises, and why.** ``start_weight_update``, ``update_weights`` and
 ``finish_weight_update`` keep a failure for the next ``settle`` operation, instead of
@@ -41,9 +45,10 @@ from bus.native import engine_of
 from bus.transfer import Place
 from sidecar.transfer import check_delivered, check_room, check_sums, make_receiver
 from sidecar.vllm_plugin import ranks, wire
-from sidecar.vllm_plugin.compat import shared_communicators
+from sidecar.vllm_plugin.compat import deferred_layers, shared_communicators
 from sidecar.vllm_plugin.cpu import CpuRepacking
 from sidecar.vllm_plugin.manifest_check import ManifestChecker, quiet_loading, tied_head
+from sidecar.vllm_plugin.plans import Plans
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,12 +98,14 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         super().__init__(config, vllm_config, device, model)
         self._tied_head = tied_head(vllm_config, model)
         self._checker = ManifestChecker(vllm_config, model, self._tied_head)
+        self._plans = Plans(vllm_config, model, device, self._tied_head)
         self._repacking = CpuRepacking(model, device)
         self._index = worker_index(vllm_config.parallel_config)
         self._armed: Manifest | None = None
         self._backend = ""
         self._receiver: Receiver | None = None
         self._staged: Staged | None = None
+        self._held = False  # what is staged lies in the transport's buffers
         self._active = False
         self._failure: wire.Failure | None = None
 
@@ -121,14 +128,18 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             raise WorkerRefusal(failure.to_text())
 
     def start_weight_update(self) -> None:
-        """Put the model into loading format: its parameters are on meta from here on."""
-        self._staged = self._failure = None
+        """Get ready to copy by the plan; or put the model into loading format: its parameters are
+        on meta from there on."""
+        self._unstage()
+        self._failure = None
         self._keep(attempt(self._start))
         self._active = True
 
     def _start(self) -> None:
+        planned = self._plans.start(reloading=is_reloading(self.model))
         self._repacking.before_start()
-        initialize_layerwise_reload(self.model)
+        if not planned:
+            initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load the staged chunk. Own method, since vLLM's synchronizes a CPU, which fails."""
@@ -142,10 +153,22 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _load(self, seq: int) -> None:
         staged, self._staged = self._staged_chunk(seq), None
-        if staged.loaded:
-            return
-        with quiet_loading(), torch.no_grad():
-            self.model.load_weights((n, t) for n, t in staged.tensors if n != self._tied_head)
+        try:
+            if not staged.loaded:
+                self._load_tensors(staged.tensors)
+        finally:
+            self._unstage()
+
+    def _load_tensors(self, received: list[tuple[str, torch.Tensor]]) -> None:
+        tensors = [(n, t) for n, t in received if n != self._tied_head]
+        with torch.no_grad():
+            if self._plans.update is not None:
+                self._plans.update.load(tensors)
+            else:
+                self._plans.receives(tensors)
+                with quiet_loading():
+                    self.model.load_weights(iter(tensors))
+                self._plans.loaded()
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
@@ -157,19 +180,31 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def finish_weight_update(self) -> None:
         """Post-process what was loaded; layers without any load get their old weights back."""
-        self._staged = self._failure = None
+        self._unstage()
+        self._failure = None
         self._keep(attempt(self._finish))
+        self._plans.close()
         self._active = False
 
     def _finish(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
+        if self._plans.update is not None:
+            for layer in deferred_layers(self.model):
+                layer.process_weights_after_loading(self.model_config.dtype)
+        else:
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._plans.finished()
         self._repacking.after_finish()
 
     def shutdown(self) -> None:
-        self._staged = None
+        self._unstage()
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
+
+    @property
+    def wavebus_loading(self) -> dict[str, Any]:
+        """See :meth:`Plans.account`."""
+        return self._plans.account()
 
     # -- operations ------------------------------------------------------------------
 
@@ -206,7 +241,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _discard(self) -> None:
         """Empty the layers' buffers: with them, a tensor that can't be loaded would be tried
         again by every finish, and fail it for good."""
-        self._staged = None
+        self._unstage()
+        self._plans.close_comparison()
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -216,6 +252,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _open(self, operation: wire.Open) -> None:
         if engine_of(operation.backend):
             raise not_this_engine(operation.backend)
+        if self._held:
+            self._unstage()
         if self._receiver is None or operation.backend != self._backend:
             fresh = make_receiver(operation.backend, self.device)
             self.shutdown()
@@ -232,7 +270,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             )
         except ValueError as error:
             raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
-        self._checker.check(manifest)
+        trace = self._checker.check(manifest)
+        self._plans.learn(manifest, trace)
         check_room(self._backend, self._receiver, manifest)
         self._armed = manifest
 
@@ -250,7 +289,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         return metas
 
     def _receive(self, operation: wire.Receive) -> None:
-        self._staged = None
+        self._unstage()
         metas = self._armed_chunk(operation)
         if self._receiver is None or operation.backend != self._backend:
             raise EngineError(
@@ -258,18 +297,36 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 code=NackCode.TRANSFER_FAILED,
             )
         received = self._receiver.receive(metas, operation.handle)
+        self._held = True
         try:
-            self._staged = Staged(operation.seq, self._stage(metas, received))
-        finally:
-            self._receiver.release()
+            check_delivered(self._backend, metas, received)
+            if not self._loads_in_place():
+                received = self._own(received)
+                self._release()
+        except BaseException:
+            self._release()
+            raise
+        self._staged = Staged(operation.seq, received)
 
-    def _stage(
-        self, metas: tuple[TensorMeta, ...], received: list[tuple[str, torch.Tensor]]
-    ) -> list[tuple[str, torch.Tensor]]:
-        """Own tensors on the worker's device, once they are what the manifest says."""
-        check_delivered(self._backend, metas, received)
+    def _loads_in_place(self) -> bool:
+        """Whether what is received can be copied into the model from where the transport has it."""
+        lasts = self._receiver is not None and self._receiver.lasts
+        return lasts and self._plans.update is not None
+
+    def _own(self, received: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """The worker's own tensors, on its device."""
         copy = self._receiver is None or not self._receiver.owned
         return [(name, tensor.to(self.device, copy=copy)) for name, tensor in received]
+
+    def _unstage(self) -> None:
+        self._staged = None
+        self._release()
+
+    def _release(self) -> None:
+        """Let the transport have its buffers back."""
+        if self._held and self._receiver is not None:
+            self._receiver.release()
+        self._held = False
 
     def _keep(self, failure: wire.Failure | None) -> None:
         """Keep the first failure for the next ``settle``."""
@@ -282,6 +339,11 @@ def _check_protocol(theirs: int) -> None:
             f"the sidecar speaks plugin protocol {theirs}, the wavebus inside vLLM "
             f"{wire.PROTOCOL}: install one version of wavebus for both"
         )
+
+
+def is_reloading(model: torch.nn.Module) -> bool:
+    """Whether layers are in the middle of vLLM's reload."""
+    return any(get_layerwise_info(layer).can_load() for layer in model.modules())
 
 
 def worker_index(parallel: Any) -> int:
