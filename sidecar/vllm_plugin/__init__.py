@@ -16,6 +16,11 @@ module               what
 ``ipc``              the handles that one of those is told
 ``native_factory``   where those are made
 ``manifest_check``   does this manifest fill this model, exactly?
+``loader_trace``     what a model's own loader does with the tensors that it is given
+``copy_plan``        a plan to copy by, made of that
+``planned``          a plan at work: an update by it, and one that proves it
+``plans``            by the plan or by the loader?
+``cpu``              what vLLM's reload forgets on CPUs
 ``ranks``            the workers of one engine agree on one outcome
 ``facts``            what a sidecar asks of a worker
 ``client``           the order of calls, for both adapters

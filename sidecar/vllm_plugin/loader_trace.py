@@ -9,6 +9,8 @@ loader cut and turned both sides. On the meta device that costs no memory. It wo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -18,7 +20,7 @@ from bus.errors import EngineError
 from bus.messages import NackCode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from bus.manifest import TensorMeta
 
@@ -136,17 +138,24 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_copy(args[0], args[1])
         elif func in _FILLS:
             self._note_fill(args[0], args[1] if len(args) > 1 else 0)
-        elif func._schema.is_mutable:  # noqa: SLF001 - the only door to an operator's schema
+        elif (kind := _kind_of(func)) is Kind.CHANGES:
             for changed in _changed(func, args, kwargs):
                 self._note_change(changed, str(func))
+        elif kind is Kind.MAKES:
+            for used in _tensors((*args, *kwargs.values())):
+                name = self._known_name(used)
+                if name:
+                    self._is_no_copy(f"something is made of {name} by {func}")
         return result
 
     def _note_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         name = self._name_of.get(_storage(target))
+        index = self._index_of.get(_storage(source))
         if name is None:
+            if index is not None:
+                self._is_no_copy(f"{self.metas[index].name} is copied into no parameter or buffer")
             self._note_change(target, "a copy")
             return
-        index = self._index_of.get(_storage(source))
         if index is None:
             self._derived.add(self._at)
             self._is_no_copy(f"{name} is filled with something made of {self.current.name}")
@@ -175,12 +184,18 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_change(self, changed: torch.Tensor, how: str) -> None:
         """Something that can't be repeated was done to what is loaded, or to where it goes."""
         index = self._index_of.get(_storage(changed))
-        name = self._name_of.get(_storage(changed))
         if index is not None:
             self._derived.add(index)
-            self._is_no_copy(f"{self.metas[index].name} is changed by {how}")
-        elif name is not None:
+        name = self._known_name(changed)
+        if name:
             self._is_no_copy(f"{name} is changed by {how}")
+
+    def _known_name(self, tensor: torch.Tensor) -> str:
+        """Of the tensor that is loaded, parameter or buffer that this is, or a view of."""
+        storage = _storage(tensor)
+        if storage in self._index_of:
+            return self.metas[self._index_of[storage]].name
+        return self._name_of.get(storage, "")
 
     def _note_write(
         self, target: torch.Tensor, name: str, index: int, *, of_tensor: bool = True
@@ -218,13 +233,38 @@ def refused(tensor: str, reason: str) -> EngineError:
     return EngineError(f"{tensor}: {reason}", code=NackCode.MANIFEST_REFUSED, tensor=tensor)
 
 
+class Kind(Enum):
+    """What an operator does to its arguments."""
+
+    VIEWS = auto()  # returns some of the same memory
+    CHANGES = auto()  # writes to it
+    MAKES = auto()  # makes something of it
+
+
+@cache
+def _kind_of(func: Any) -> Kind:
+    schema = func._schema  # noqa: SLF001 - there is no other door
+    if schema.is_mutable:
+        return Kind.CHANGES
+    views = any(returned.alias_info is not None for returned in schema.returns)
+    return Kind.VIEWS if views else Kind.MAKES
+
+
 def _changed(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors that an operator writes to."""
     for place, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - see above
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         given = args[place] if place < len(args) else kwargs.get(argument.name)
-        yield from given if isinstance(given, list | tuple) else () if given is None else (given,)
+        yield from _tensors((given,))
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _tensors(argument)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -7,10 +7,10 @@ name fails in the middle of the load and takes the engine down.
 
 So a second model of the same configuration and shard is built on the meta device,
 once, and the manifest is loaded into it chunk by chunk through vLLM's own loader,
-as meta tensors. A dispatch mode sees every write and its source. Then every element
-of every parameter must have been written, by one tensor, and every tensor must have
-been used up. On pipeline, tensor or expert shards a worker sees its own part; the
-workers then merge which tensors were used by anyone.
+as meta tensors; the same manifest once. A dispatch mode sees every write and its source.
+Then every element of every parameter must have been written, by one tensor, and every
+tensor must have been used up. On pipeline, tensor or expert shards a worker sees its own
+part; the workers then merge which tensors were used by anyone.
 
 Built from a private copy of the configuration: layers enter themselves in the
 compilation config's ``static_forward_context``, and rotary embeddings in a module
@@ -87,6 +87,7 @@ class ManifestChecker:
         online = quantised_while_loading(serving)
         self._quantised = vllm_config.quant_config is not None and not online
         self._model: torch.nn.Module | None = None
+        self._last: tuple[Manifest, LoaderTrace] | None = None
 
     def check(self, manifest: Manifest) -> LoaderTrace:
         """Refuse what would not fill the model. A collective of the engine's workers.
@@ -115,6 +116,8 @@ class ManifestChecker:
     # -- loading -----------------------------------------------------------------------
 
     def _load(self, manifest: Manifest) -> LoaderTrace:
+        if self._last is not None and self._last[0] == manifest:
+            return self._last[1]
         if self._model is None:
             self._model = build_meta_model(self._vllm_config, self._serving)
         model = self._model
@@ -135,6 +138,8 @@ class ManifestChecker:
             except Exception as error:
                 raise _loader_refusal(trace.current, error) from error
             start = end
+        trace.sources.clear()
+        self._last = manifest, trace
         return trace
 
     # -- judging -----------------------------------------------------------------------

@@ -90,6 +90,8 @@ class Plans:
             known.plan = make_plan(trace, unloaded=self._tied_head)
         except NoPlanError as error:
             self._drop(known, str(error))
+        except Exception as error:  # noqa: BLE001 - the update goes well without a plan
+            self._drop(known, f"{type(error).__name__}: {error}", level=logging.ERROR)
 
     def start(self, *, reloading: bool) -> bool:
         """Choose the way of a session. A collective of the engine's workers.

@@ -27,6 +27,7 @@ PATCHES: Final = sorted(HERE.glob("*.patch"))
 COPIED: Final = (
     *("bus", "sidecar", "trainer_agent", "pyproject.toml"),
     *("tests/unit/bus", "tests/model", "tests/support", "tests/integration/test_transfer.py"),
+    *("tests/unit/sidecar_vllm/test_plans.py", "tests/unit/sidecar_vllm/_small_model.py"),
 )
 AT_ONCE: Final = 2
 LIMIT_S: Final = 180.0

@@ -50,7 +50,8 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
     The plugin comes by its entry point: the installed one, or else one written to
     ``folder`` (a checkout that nobody installed). The same folder brings the plugins
     of :mod:`_faulty`, whose transport fails on purpose inside the workers, of :mod:`_tuned`,
-    which lets the core rest for ``rest_ms`` after each step, of :mod:`_sleepy`, which brings
+    which lets the core rest for ``rest_ms`` after each step, of :mod:`_ways`, which lets a script
+    choose how updates are loaded, of :mod:`_sleepy`, which brings
     sleep to CPUs, and of :mod:`tests.support.pair`, which is a worker engine such as vLLM's own.
     """
     root = Path(__file__).resolve().parents[2]
@@ -63,6 +64,7 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
         "wavebus_faulty = _faulty:register\n"
         "wavebus_tuned = _tuned:register\n"
         "wavebus_sleepy = _sleepy:register\n"
+        "wavebus_ways = _ways:register\n"
         "wavebus_pair = tests.support.pair_plugin:register\n"
     )
     path = [str(folder), str(root), str(Path(__file__).parent)]
@@ -215,3 +217,13 @@ async def paused_update(engine: Engine, weights: Mapping[str, torch.Tensor], ver
     await engine.pause("keep", clear_cache=True)
     await Push(engine, weights, plan(weights)).whole(version)
     await engine.resume()
+
+
+async def ways(llm: Any) -> set[str]:
+    """How the last update of an ``AsyncLLM`` went into its workers' models, by their account."""
+    return {each["way"] for each in await llm.collective_rpc("wavebus_loading")}
+
+
+def in_another_order(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of another manifest, for which nobody has a plan yet."""
+    return dict(reversed(list(weights.items())))

@@ -74,6 +74,21 @@ def _changed_in_place(model: Small, tensor: Tensor) -> None:
     model.norm.data.copy_(tensor)
 
 
+def _kept_beside(model: Small, tensor: Tensor) -> None:
+    model.norm.data.copy_(tensor)
+    model.doubled = tensor * 2
+
+
+def _derived_from_parameters(model: Small, tensor: Tensor) -> None:
+    model.norm.data.copy_(tensor)
+    model.product = model.qkv.data @ model.qkv.data.t()
+
+
+def _through_memory_of_its_own(model: Small, tensor: Tensor) -> None:
+    memory = torch.empty(tensor.shape, device=tensor.device)
+    model.norm.data.copy_(memory.copy_(tensor))
+
+
 def _composed(model: Small, tensor: Tensor) -> None:
     model.norm.data.copy_(tensor)
     model.norm.data.copy_(-torch.exp(model.norm.data))
@@ -102,7 +117,7 @@ def _filled_over(model: Small, tensor: Tensor) -> None:
 @pytest.mark.parametrize(
     ("loader", "reason"),
     [
-        (lambda m, t: m.norm.data.copy_(t + 1), "made of norm"),
+        (lambda m, t: m.norm.data.copy_(t + 1), "made of norm by aten.add"),
         (lambda m, t: m.norm.data.copy_(t.to(torch.float64)), "made of norm"),
         (lambda m, t: m.norm.data.copy_(torch.cat([t[4:], t[:4]])), "made of norm"),
         (lambda m, t: m.norm.data.copy_(t.flip(0)), "made of norm"),
@@ -115,6 +130,9 @@ def _filled_over(model: Small, tensor: Tensor) -> None:
         (lambda m, t: m.norm.data[1:].copy_(t[1:]), "elements 0 to 1 of norm are not filled"),
         (lambda m, t: m.norm.data[:-1].copy_(t[1:]), "7 of 8 elements"),
         (lambda m, _: m.norm.data.zero_(), "norm is filled with no tensor"),
+        (_kept_beside, "made of norm by aten.mul"),
+        (_derived_from_parameters, "made of qkv by aten.mm"),
+        (_through_memory_of_its_own, "norm is copied into no parameter"),
         (_changed_in_place, "norm is changed by aten.add_"),
         (_composed, "made of norm"),
         (_added_later, "norm is changed by aten.add_"),

@@ -197,6 +197,18 @@ def test_an_update_that_broke_off_proves_nothing() -> None:
     assert "process_weights_after_loading" not in vars(worker.model.linear.quant_method)
 
 
+def test_half_of_an_update_proves_nothing() -> None:
+    """However it ends: what did not come, was not compared."""
+    worker = Worker()
+    assert not worker.plans.start(reloading=False)
+    half = [(n, t) for n, t in all_weights(1).items() if n.startswith("experts")]
+    worker._load(half, None)
+    worker.plans.finished()
+    assert worker.plans.account() == {"way": "loader", "proven": False, "reason": ""}
+    assert worker.update(2) == "loader"
+    assert worker.update(3) == "plan"
+
+
 def test_a_planned_update_that_broke_off_is_mended_by_either_way() -> None:
     worker = Worker()
     worker.update(1)
@@ -333,7 +345,7 @@ def test_a_loader_that_computes_gets_no_plan_and_says_so_once(
             worker.arm(names=[*reversed(all_weights(0))])
             assert worker.update(seed) == "loader"
     [record] = caplog.records
-    assert "norm is filled with something made of norm" in record.getMessage()
+    assert "something is made of norm by aten.add" in record.getMessage()
     assert worker.plans.account()["reason"] in record.getMessage()
 
 
