@@ -59,14 +59,24 @@ class Serving(Small):
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device=device)
         self.linear = Linear(device)
-        self.loaders["linear"] = lambda model, tensor: model.get_parameter(
-            "linear.weight"
-        ).data.copy_(tensor)
+        self.loaders["linear.upper"] = lambda model, tensor: _half(model, 0).copy_(tensor)
+        self.loaders["linear.lower"] = lambda model, tensor: _half(model, 1).copy_(tensor)
+
+
+def _half(model: Small, place: int) -> Tensor:
+    return model.get_parameter("linear.weight").data.chunk(2)[place]
 
 
 def all_weights(seed: int) -> dict[str, Tensor]:
     linear = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(seed + 1))
-    return {**weights(seed), "linear": linear}
+    upper, lower = linear.chunk(2)
+    return {**weights(seed), "linear.upper": upper, "linear.lower": lower}
+
+
+def packed_of(seed: int) -> Tensor:
+    """What the layer that repacks is to have."""
+    new = all_weights(seed)
+    return torch.cat([new["linear.upper"], new["linear.lower"]]).t()
 
 
 class Worker:
@@ -119,7 +129,8 @@ class Worker:
             self.plans.close()
         elif not planned:
             linear.quant_method.process_weights_after_loading(linear)
-        linear.weight = kept
+        if not planned:
+            linear.weight = kept
         self.plans.finished()
         self.plans.close()
         return str(self.plans.account()["way"])
@@ -139,10 +150,10 @@ class Worker:
     def assert_serves(self, seed: int) -> None:
         new = all_weights(seed)
         loaded = Small()
-        loaded.load_weights((n, t) for n, t in new.items() if n != "linear")
+        loaded.load_weights((n, t) for n, t in new.items() if not n.startswith("linear"))
         for name, tensor in loaded.state_dict().items():
             assert torch.equal(self.model.state_dict()[name], tensor), name
-        assert torch.equal(self.model.linear.packed, new["linear"].t())
+        assert torch.equal(self.model.linear.packed, packed_of(seed))
 
 
 def test_the_second_update_goes_by_the_plan() -> None:
@@ -183,7 +194,7 @@ def test_weights_are_found_again_where_they_are_now() -> None:
     assert worker.plans.start(reloading=False)
     assert worker.plans.update is not None
     worker.plans.update.load(list(all_weights(3).items()))
-    assert torch.equal(inner.packed, all_weights(3)["linear"].t())
+    assert torch.equal(inner.packed, packed_of(3))
 
 
 def test_an_update_that_broke_off_proves_nothing() -> None:
@@ -314,11 +325,11 @@ def test_a_wrong_plan_is_found_out_and_dropped(
 def test_a_layer_that_repacks_is_compared_before_it_does() -> None:
     """Afterwards there is nothing to compare with."""
     worker = Worker()
-    worker.model.loaders["linear"] = lambda model, tensor: model.get_parameter(
-        "linear.weight"
-    ).data.copy_(tensor * 2)
+    worker.model.loaders["linear.lower"] = lambda m, tensor: _half(m, 1).copy_(tensor * 2)
     assert worker.update(1) == "loader"
-    assert "linear.weight is not what was received as linear" in worker.plans.account()["reason"]
+    assert (
+        "linear.weight is not what was received as linear.lower" in worker.plans.account()["reason"]
+    )
     assert worker.update(2) == "loader"
 
 
