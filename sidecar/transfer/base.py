@@ -31,12 +31,15 @@ class Receiver(ABC):
             tensors to CPU memory whatever it is.
         owned: what it brings is the caller's own, and stays after :meth:`release`. May change
             with :meth:`open`.
+        lasts: until :meth:`release` nothing that becomes of the other end can take the tensors
+            away. If not, they are copied as soon as they are there.
         waits: :meth:`receive` waits for the other end, or copies.
     """
 
     room_bytes: int | None = None
     device: torch.device = torch.device("cpu")
     owned: bool = False
+    lasts: bool = True
     waits: bool = True
 
     @abstractmethod

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 class IpcReceiver(Receiver):
     """Tensors are views of the trainer's memory, without a copy."""
 
+    lasts = False
+
     def __init__(self) -> None:
         self._packed = False
         self._open = False

@@ -19,6 +19,11 @@ module               what
 ``adapters``         LoRA adapters that came over the bus, in each worker
 ``adapter_check``    does this adapter fit this model?
 ``in_place``         can a patch be written where the model's weights serve?
+``loader_trace``     what a model's own loader does with the tensors that it is given
+``copy_plan``        a plan to copy by, made of that
+``planned``          a plan at work: an update by it, and one that proves it
+``plans``            by the plan or by the loader?
+``cpu``              what vLLM's reload forgets on CPUs
 ``ranks``            the workers of one engine agree on one outcome
 ``facts``            what a sidecar asks of a worker
 ``draft``            a worker's draft model, and how it was built

@@ -13,7 +13,7 @@ import torch
 from bus.errors import EngineError
 from bus.messages import NackCode
 from sidecar.vllm_plugin import ranks
-from sidecar.vllm_plugin.in_place import refused
+from sidecar.vllm_plugin.loader_trace import refused
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest, TensorMeta

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from bus.errors import EngineError
 from bus.native import UNDRIVEN
@@ -56,6 +56,18 @@ def shared_communicators() -> AbstractContextManager[None]:
         return contextlib.nullcontext()
     lifted: AbstractContextManager[None] = unpinned_nccl_env()
     return lifted
+
+
+def deferred_layers(model: Any) -> list[Any]:
+    """Layers that vLLM's reload post-processes at its end, whatever was loaded: attention, which
+    derives what it keeps from other layers' weights."""
+    from vllm.model_executor.layers import attention  # noqa: PLC0415 - only inside a worker
+
+    is_deferred = getattr(attention, "is_deferred_attention_layer", None)
+    if is_deferred is None:  # older than 0.32
+        kinds = (attention.Attention, attention.MLAAttention)
+        return [layer for layer in model.modules() if isinstance(layer, kinds)]
+    return [layer for layer in model.modules() if is_deferred(layer)]
 
 
 def check_backend(backend: str, who: str) -> None:

@@ -23,6 +23,7 @@ from sidecar.vllm_plugin.core_page import page_path
 ASK_FACTS: Final = "wavebus_facts"
 ASK_REQUESTS: Final = "wavebus_requests"
 ASK_DRAFT: Final = "wavebus_draft"
+ASK_LOADING: Final = "wavebus_loading"
 ASK_PRESENCE: Final = "__str__"
 _PRESENT: Final = "wavebus's plugin, and it drives "
 _MAX_PATH: Final = 4096
@@ -86,12 +87,20 @@ def install(worker_base: Any) -> None:
     setattr(worker_base.WorkerBase, ASK_FACTS, _facts)
     setattr(worker_base.WorkerBase, ASK_REQUESTS, _requests)
     setattr(worker_base.WorkerBase, ASK_DRAFT, _draft)
+    setattr(worker_base.WorkerBase, ASK_LOADING, _loading)
     setattr(worker_base.WorkerWrapperBase, ASK_PRESENCE, _presence)
 
 
 def _presence(wrapper: Any) -> str:
     engine = getattr(getattr(wrapper, "worker", None), "weight_transfer_engine", None)
     return _PRESENT + getattr(engine, "wavebus_drives", "no worker engine of vLLM's")
+
+
+def _loading(worker: Any) -> dict[str, Any]:
+    """How updates of this worker go: :meth:`sidecar.vllm_plugin.plans.Plans.account`; empty where
+    no sidecar has spoken to it yet."""
+    engine = getattr(worker, "weight_transfer_engine", None)
+    return dict(getattr(engine, "wavebus_loading", {}))
 
 
 def _facts(_worker: Any) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from bus.errors import EngineError
-from bus.messages import NackCode
+from sidecar.vllm_plugin.loader_trace import refused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,11 +61,6 @@ def check_in_place(
 
 
 _WHOLE: Final = "it takes whole sets of weights, and no patches"
-
-
-def refused(tensor: str, reason: str) -> EngineError:
-    """``reason`` as an error that names the tensor, in its text as well."""
-    return EngineError(f"{tensor}: {reason}", code=NackCode.MANIFEST_REFUSED, tensor=tensor)
 
 
 def _layout(parameter: torch.nn.Parameter) -> tuple[Any, ...]:

@@ -7,10 +7,10 @@ name fails in the middle of the load and takes the engine down.
 
 So a second model of the same configuration and shard is built on the meta device,
 once, and the manifest is loaded into it chunk by chunk through vLLM's own loader,
-as meta tensors. A dispatch mode sees every write and its source. Then every element
-of every parameter must have been written, by one tensor, and every tensor must have
-been used up. On pipeline, tensor or expert shards a worker sees its own part; the
-workers then merge which tensors were used by anyone.
+as meta tensors; the same manifest once. A dispatch mode sees every write and its source.
+Then every element of every parameter must have been written, by one tensor, and every
+tensor must have been used up. On pipeline, tensor or expert shards a worker sees its own
+part; the workers then merge which tensors were used by anyone.
 
 Built from a private copy of the configuration: layers enter themselves in the
 compilation config's ``static_forward_context``, and rotary embeddings in a module
@@ -34,24 +34,21 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bus.errors import EngineError
 from sidecar.vllm_plugin import ranks
-from sidecar.vllm_plugin.in_place import check_in_place, refused
+from sidecar.vllm_plugin.in_place import check_in_place
+from sidecar.vllm_plugin.loader_trace import LoaderTrace, refused, shared_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from bus.manifest import Manifest, TensorMeta
-
-# What part of a storage a view covers: offset, sizes, strides (in elements).
-Region: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def quiet_loading() -> AbstractContextManager[None]:
@@ -116,9 +113,13 @@ class ManifestChecker:
         online = quantised_while_loading(serving)
         self._quantised = built.quantised and not online
         self._model: torch.nn.Module | None = None
+        self._last: tuple[Manifest, LoaderTrace] | None = None
 
-    def check(self, manifest: Manifest) -> None:
+    def check(self, manifest: Manifest) -> LoaderTrace:
         """Refuse what would not fill the model. A collective of the engine's workers.
+
+        Returns:
+            what the loader did with the manifest's tensors.
 
         Raises:
             EngineError: code ``manifest_refused``, with ``tensor`` and the reason.
@@ -142,23 +143,20 @@ class ManifestChecker:
         if problem is not None:
             raise problem
         self._check_unused(manifest, merged)
+        return trace
 
     # -- loading -----------------------------------------------------------------------
 
-    def _load(self, manifest: Manifest) -> _Trace:
+    def _load(self, manifest: Manifest) -> LoaderTrace:
+        if self._last is not None and self._last[0] == manifest:
+            return self._last[1]
         if self._model is None:
             self._model = build_meta_model(self._built, self._serving)
         model = self._model
-        names = {_storage(p): n for n, p in model.named_parameters()}
-        sources = [
-            torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")
-            for meta in manifest.tensors()
-        ]
-        trace = _Trace(
-            manifest=manifest,
-            parameters=dict(model.named_parameters()),
-            destinations=names,
-            sources={_storage(source): index for index, source in enumerate(sources)},
+        trace = LoaderTrace(
+            tuple(manifest.tensors()),
+            dict(model.named_parameters()),
+            dict(model.named_buffers()),
             shared=self._built.shared,
             exact_dtype=not self._quantised,
         )
@@ -166,20 +164,22 @@ class ManifestChecker:
         for end in manifest.chunk_ends:
             try:
                 with trace, quiet_loading(), torch.no_grad():
-                    feed = trace.feed(sources, start, end, self._tied_head)
+                    feed = trace.feed(start, end, self._tied_head)
                     model.load_weights(feed)  # type: ignore[operator]
             except EngineError:
                 raise
             except Exception as error:
                 if trace.current.name in self._built.shared:  # a place that was made later
-                    raise _shared(trace.current, trace.current.name) from error
+                    raise shared_refusal(trace.current, trace.current.name) from error
                 raise _loader_refusal(trace.current, error) from error
             start = end
+        trace.sources.clear()
+        self._last = manifest, trace
         return trace
 
     # -- judging -----------------------------------------------------------------------
 
-    def _check_filled(self, manifest: Manifest, trace: _Trace) -> None:
+    def _check_filled(self, manifest: Manifest, trace: LoaderTrace) -> None:
         given = set(manifest.names)
         for name, parameter in trace.parameters.items():
             expected = int(getattr(parameter, "weight_loader_numel", parameter.numel()))
@@ -190,7 +190,7 @@ class ManifestChecker:
             share = f"{written} of {expected} elements" if written else "nothing"
             raise refused(missing, f"missing: the manifest fills {share} of the model's {name}")
 
-    def _check_read(self, trace: _Trace) -> None:
+    def _check_read(self, trace: LoaderTrace) -> None:
         parallel = self._built.vllm_config.parallel_config
         # Without expert parallelism, experts are cut across data parallel ranks as well.
         dp_rank, dp_size = parallel.data_parallel_rank, parallel.data_parallel_size
@@ -243,117 +243,6 @@ class ManifestChecker:
                 names = [parameter.replace(f".{fused}.", f".{part}.") for part in parts]
                 return next((n for n in names if n not in given), parameter)
         return parameter
-
-
-@dataclass(eq=False)
-class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each write into a parameter, and which tensor of the manifest it came from."""
-
-    manifest: Manifest
-    parameters: dict[str, torch.nn.Parameter]
-    destinations: dict[int, str]
-    sources: dict[int, int]
-    shared: frozenset[str]
-    exact_dtype: bool
-    used: set[int] = field(default_factory=set)
-    metas: tuple[TensorMeta, ...] = ()
-
-    def __post_init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.metas = tuple(self.manifest.tensors())
-        self._at = 0
-        self._writes: dict[str, dict[Region, int]] = {}
-        self._reads: dict[int, set[Region]] = {}
-        self._derived: set[int] = set()
-
-    @property
-    def current(self) -> TensorMeta:
-        """The tensor that was handed out last."""
-        return self.metas[self._at]
-
-    def feed(
-        self, sources: list[torch.Tensor], start: int, end: int, without: str
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for index in range(start, end):
-            self._at = index
-            if self.metas[index].name != without:
-                yield self.metas[index].name, sources[index]
-
-    def written(self, parameter: str) -> int:
-        """How many of its elements were written."""
-        return sum(map(_numel, self._writes.get(parameter, ())))
-
-    def origins(self) -> dict[str, str]:
-        """The parameters that are written, each with a tensor that it is written from."""
-        return {
-            name: self.metas[next(iter(regions.values()))].name
-            for name, regions in self._writes.items()
-        }
-
-    def read(self, index: int) -> int:
-        """How many elements of a tensor of the manifest were read."""
-        return sum(map(_numel, self._reads.get(index, ())))
-
-    def read_to_end(self, index: int) -> bool:
-        last = meta_numel(self.metas[index]) - 1
-        return self.derived(index) or any(_last(r) == last for r in self._reads.get(index, ()))
-
-    def derived(self, index: int) -> bool:
-        """Whether the loader computed something from it first, so that reads can't be counted."""
-        return index in self._derived
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _READ_SCALAR and args[0].is_meta:
-            # A loader reads a scalar parameter by its value, which meta has none of.
-            self._derived.add(self._at)
-            return torch.zeros((), dtype=args[0].dtype).item()
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.copy_.default:
-            self._note(args[0], args[1])
-        elif func in _FILLS:
-            self._note(args[0], None)
-        return result
-
-    def _note(self, target: torch.Tensor, source: torch.Tensor | None) -> None:
-        parameter = self.destinations.get(_storage(target))
-        if parameter is None:
-            return
-        index = self._at
-        if parameter in self.shared:
-            raise _shared(self.metas[index], parameter)
-        if source is not None:
-            known = self.sources.get(_storage(source))
-            if known is None:
-                self._derived.add(index)
-            else:
-                index = known
-                self._reads.setdefault(index, set()).add(_region(source))
-            meta = self.metas[index]
-            dtype = str(target.dtype).removeprefix("torch.")
-            if self.exact_dtype and meta.dtype != dtype:
-                raise refused(
-                    meta.name,
-                    f"dtype {meta.dtype}, but the model's {parameter} is {dtype}; vLLM would "
-                    "cast it silently: cast it in the trainer",
-                )
-        self.used.add(index)
-        regions = self._writes.setdefault(parameter, {})
-        owner = regions.setdefault(_region(target), index)
-        if owner != index:
-            raise refused(
-                self.metas[index].name,
-                f"fills the same part of {parameter} as {self.metas[owner].name}",
-            )
-
-
-_READ_SCALAR = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - what .item() becomes
-_FILLS = frozenset(
-    {
-        torch.ops.aten.fill_.Scalar,
-        torch.ops.aten.fill_.Tensor,
-        torch.ops.aten.zero_.default,
-    }
-)
 
 
 def build_meta_model(built: Blueprint, serving: torch.nn.Module) -> torch.nn.Module:
@@ -426,14 +315,6 @@ def _kept_rotary_cache() -> Iterator[None]:
             del cache[key]
 
 
-def _shared(meta: TensorMeta, parameter: str) -> EngineError:
-    return refused(
-        meta.name,
-        f"fills {parameter}, which this draft shares with the model that it drafts for: leave it "
-        "out, it comes with that model's updates",
-    )
-
-
 def _loader_refusal(meta: TensorMeta, error: Exception) -> EngineError:
     """What the loader's own exception means: a name it lacks, or a shape that doesn't fit."""
     # vLLM appends the names of all parameters there are.
@@ -447,21 +328,3 @@ def _loader_refusal(meta: TensorMeta, error: Exception) -> EngineError:
 
 def meta_numel(meta: TensorMeta) -> int:
     return torch.Size(meta.shape).numel()
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Identity of the memory behind a tensor or view; meta tensors have no address."""
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch has no public one
-
-
-def _region(tensor: torch.Tensor) -> Region:
-    return int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
-
-
-def _numel(region: Region) -> int:
-    return torch.Size(region[1]).numel()
-
-
-def _last(region: Region) -> int:
-    offset, sizes, strides = region
-    return offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))

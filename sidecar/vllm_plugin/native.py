@@ -22,8 +22,8 @@ from bus.errors import EngineError
 from bus.transfer import Place
 from sidecar.transfer.base import transfer_failed
 from sidecar.vllm_plugin import ranks, wire
-from sidecar.vllm_plugin.in_place import refused
 from sidecar.vllm_plugin.ipc import rebuildable
+from sidecar.vllm_plugin.loader_trace import refused
 from sidecar.vllm_plugin.worker import (
     InitInfo,
     Staged,
@@ -247,6 +247,10 @@ def guarded(name: str, theirs: type[Any]) -> type[Any]:
             super().reset_weight_update_target()
             if self._wavebus is not None:
                 self._wavebus.reset_weight_update_target()
+
+        @property
+        def wavebus_loading(self) -> dict[str, Any]:
+            return {} if self._wavebus is None else self._wavebus.wavebus_loading
 
         def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
             if wire.KEY in init_dict:

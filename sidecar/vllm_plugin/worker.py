@@ -1,12 +1,16 @@
 """The weight transfer engine inside each vLLM worker.
 
 vLLM calls it with dicts that carry the operations of :mod:`sidecar.vllm_plugin.wire`.
-Receiving, loading and committing are apart: ``receive`` copies a chunk into staging
-on the worker's device and lets the transport's buffers go; ``load`` hands the
-staged tensors to the model. The copy is not a luxury: vLLM's layerwise reload
-keeps the tensors of a layer that is not complete yet until a later chunk completes
-it, so views of a transport's buffers would be overwritten under it. Only a transport
-that brings tensors of one's own (:attr:`Receiver.owned`) does without.
+Receiving, loading and committing are apart. There are two ways to load
+(:mod:`sidecar.vllm_plugin.plans`):
+
+* By vLLM's loader. ``receive`` copies a chunk into staging on the worker's device and lets
+  the transport's buffers go; ``load`` hands the staged tensors to the model. That copy is not a
+  luxury: vLLM's layerwise reload keeps the tensors of a layer that is not complete yet until
+  a later chunk completes it, so views of a transport's buffers would be overwritten under it.
+  Only a transport that brings tensors of one's own (:attr:`Receiver.owned`) does without.
+* By a copy plan. ``load`` copies straight from where the transport has them into the serving
+  parameters, and then lets the transport's buffers go.
 
 **What never raises, and why.** ``start_weight_update``, ``update_weights`` and
 ``finish_weight_update`` keep a failure for the next ``settle`` operation, instead of
@@ -45,7 +49,7 @@ from sidecar.transfer import check_delivered, check_room, check_sums, make_recei
 from sidecar.transfer.lora import LoraReceiver
 from sidecar.vllm_plugin import ranks, wire
 from sidecar.vllm_plugin.adapters import Adapters
-from sidecar.vllm_plugin.compat import shared_communicators
+from sidecar.vllm_plugin.compat import deferred_layers, shared_communicators
 from sidecar.vllm_plugin.cpu import CpuRepacking
 from sidecar.vllm_plugin.manifest_check import (
     Blueprint,
@@ -53,6 +57,7 @@ from sidecar.vllm_plugin.manifest_check import (
     quiet_loading,
     tied_head,
 )
+from sidecar.vllm_plugin.plans import Plans
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,6 +103,7 @@ class Loadable:
         self.model = model
         self.tied_head = tied_head(built.model_config, model)
         self.checker = ManifestChecker(built, model, self.tied_head)
+        self.plans = Plans(built.vllm_config, model, device, self.tied_head)
         self.repacking = CpuRepacking(model, device)
 
 
@@ -124,6 +130,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._backend = ""
         self._receiver: Receiver | None = None
         self._staged: Staged | None = None
+        self._held = False  # what is staged lies in the transport's buffers
         self._active = False
         self._failure: wire.Failure | None = None
 
@@ -158,14 +165,19 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             raise WorkerRefusal(failure.to_text())
 
     def start_weight_update(self) -> None:
-        """Put the model into loading format: its parameters are on meta from here on."""
-        self._staged = self._failure = None
+        """Get ready to copy by the plan; or put the model into loading format: its parameters are
+        on meta from there on."""
+        self._unstage()
+        self._failure = None
         self._keep(attempt(self._start))
         self._active = True
 
     def _start(self) -> None:
-        self._loadable[self._target].repacking.before_start()
-        initialize_layerwise_reload(self.model)
+        loadable = self._loadable[self._target]
+        planned = loadable.plans.start(reloading=is_reloading(self.model))
+        loadable.repacking.before_start()
+        if not planned:
+            initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load the staged chunk. Own method, since vLLM's synchronizes a CPU, which fails."""
@@ -179,12 +191,25 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _load(self, seq: int) -> None:
         staged, self._staged = self._staged_chunk(seq), None
-        if staged.loaded:
-            return
-        self._need_its_session()
-        head = self._loadable[self._target].tied_head
-        with quiet_loading(), torch.no_grad():
-            self.model.load_weights((n, t) for n, t in staged.tensors if n != head)
+        try:
+            if not staged.loaded:
+                self._need_its_session()
+                self._load_tensors(staged.tensors)
+        finally:
+            self._unstage()
+
+    def _load_tensors(self, received: list[tuple[str, torch.Tensor]]) -> None:
+        loadable = self._loadable[self._target]
+        plans = loadable.plans
+        tensors = [(n, t) for n, t in received if n != loadable.tied_head]
+        with torch.no_grad():
+            if plans.update is not None:
+                plans.update.load(tensors)
+            else:
+                plans.receives(tensors)
+                with quiet_loading():
+                    self.model.load_weights(iter(tensors))
+                plans.loaded()
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
@@ -204,19 +229,32 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def finish_weight_update(self) -> None:
         """Post-process what was loaded; layers without any load get their old weights back."""
-        self._staged = self._failure = None
+        self._unstage()
+        self._failure = None
         self._keep(attempt(self._finish))
+        self._loadable[self._target].plans.close()
         self._active = False
 
     def _finish(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        self._loadable[self._target].repacking.after_finish()
+        loadable = self._loadable[self._target]
+        if loadable.plans.update is not None:
+            for layer in deferred_layers(self.model):
+                layer.process_weights_after_loading(self.model_config.dtype)
+        else:
+            finalize_layerwise_reload(self.model, self.model_config)
+        loadable.plans.finished()
+        loadable.repacking.after_finish()
 
     def shutdown(self) -> None:
-        self._staged = None
+        self._unstage()
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
+
+    @property
+    def wavebus_loading(self) -> dict[str, Any]:
+        """See :meth:`Plans.account`."""
+        return self._loadable["model"].plans.account()
 
     # -- operations ------------------------------------------------------------------
 
@@ -259,7 +297,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _discard(self) -> None:
         """Empty the layers' buffers: with them, a tensor that can't be loaded would be tried
         again by every finish, and fail it for good."""
-        self._staged = None
+        self._unstage()
+        self._loadable[self._target].plans.close_comparison()
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -269,6 +308,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _open(self, operation: wire.Open) -> None:
         if engine_of(operation.backend):
             raise not_this_engine(operation.backend)
+        if self._held:
+            self._unstage()
         if self._receiver is None or operation.backend != self._backend:
             fresh = self._make_receiver(operation.backend)
             self.shutdown()
@@ -315,7 +356,10 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 code=NackCode.DRAFT_MISSING,
             )
         else:
-            self._loadable[target].checker.check(manifest)
+            loadable = self._loadable[target]
+            trace = loadable.checker.check(manifest)
+            if not manifest.counts:  # a patch goes into the model as vLLM does it
+                loadable.plans.learn(manifest, trace)
         check_room(self._backend, self._receiver, manifest)
         self._armed, self._armed_for = manifest, target
 
@@ -337,7 +381,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         return () if self._armed is None else self._armed.counts[self._armed.part(seq)]
 
     def _receive(self, operation: wire.Receive) -> None:
-        self._staged = None
+        self._unstage()
         metas = self._armed_chunk(operation)
         if self._receiver is None or operation.backend != self._backend:
             raise EngineError(
@@ -345,28 +389,48 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 code=NackCode.TRANSFER_FAILED,
             )
         received = self._receiver.receive(metas, operation.handle)
+        self._held = True
         try:
-            self._staged = Staged(operation.seq, self._stage(metas, received))
-        finally:
-            self._receiver.release()
+            check_delivered(self._backend, metas, received)
+            if not self._loads_in_place():
+                received = self._own(received)
+                self._release()
+        except BaseException:
+            self._release()
+            raise
+        self._staged = Staged(operation.seq, received)
 
-    def _stage(
-        self, metas: tuple[TensorMeta, ...], received: list[tuple[str, torch.Tensor]]
-    ) -> list[tuple[str, torch.Tensor]]:
-        """Own tensors on the worker's device, once they are what the manifest says. vLLM keeps
-        adapters in CPU memory."""
-        check_delivered(self._backend, metas, received)
-        if isinstance(self._receiver, LoraReceiver):
-            return received
+    def _loads_in_place(self) -> bool:
+        """Whether what is received can be loaded from where the transport has it."""
+        if isinstance(self._receiver, LoraReceiver):  # vLLM keeps adapters in CPU memory
+            return True
+        lasts = self._receiver is not None and self._receiver.lasts
+        return lasts and self._loadable[self._target].plans.update is not None
+
+    def _own(self, received: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """The worker's own tensors, on its device."""
         copy = self._receiver is None or not self._receiver.owned
         return [(name, tensor.to(self.device, copy=copy)) for name, tensor in received]
 
     def _load_adapter(self, seq: int) -> None:
-        staged, self._staged = self._staged_chunk(seq), None
-        if not isinstance(self._receiver, LoraReceiver):
-            raise EngineError("no adapter is open", code=NackCode.WRONG_STATE)
-        name = adapter_of(self._backend)
-        self._adapters.load(name, self._receiver.config, dict(staged.tensors))
+        staged = self._staged_chunk(seq)
+        try:
+            if not isinstance(self._receiver, LoraReceiver):
+                raise EngineError("no adapter is open", code=NackCode.WRONG_STATE)
+            name = adapter_of(self._backend)
+            self._adapters.load(name, self._receiver.config, dict(staged.tensors))
+        finally:
+            self._unstage()
+
+    def _unstage(self) -> None:
+        self._staged = None
+        self._release()
+
+    def _release(self) -> None:
+        """Let the transport have its buffers back."""
+        if self._held and self._receiver is not None:
+            self._receiver.release()
+        self._held = False
 
     def _keep(self, failure: wire.Failure | None) -> None:
         """Keep the first failure for the next ``settle``."""
@@ -379,6 +443,11 @@ def _check_protocol(theirs: int) -> None:
             f"the sidecar speaks plugin protocol {theirs}, the wavebus inside vLLM "
             f"{wire.PROTOCOL}: install one version of wavebus for both"
         )
+
+
+def is_reloading(model: torch.nn.Module) -> bool:
+    """Whether layers are in the middle of vLLM's reload."""
+    return any(get_layerwise_info(layer).can_load() for layer in model.modules())
 
 
 def worker_index(parallel: Any) -> int:

@@ -1,16 +1,25 @@
-"""A transport that fails on purpose, put into vLLM's workers by a plugin of the tests."""
+"""What fails on purpose, put into vLLM's workers by a plugin of the tests: a transport, and a
+copy plan that is wrong."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sidecar.transfer import register_receiver
 from sidecar.transfer.shm import ShmReceiver
+from sidecar.vllm_plugin import plans
+from sidecar.vllm_plugin.copy_plan import make_plan
 
 if TYPE_CHECKING:
     from bus.manifest import TensorMeta
+    from sidecar.vllm_plugin.copy_plan import CopyPlan
+    from sidecar.vllm_plugin.loader_trace import LoaderTrace
+
+# A manifest that begins with this tensor gets a plan that takes keys for values.
+MISLEADING = "model.norm.weight"
 
 
 class Poisoned(torch.Tensor):
@@ -18,7 +27,7 @@ class Poisoned(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.narrow, torch.Tensor.copy_):
+        if func in (torch.Tensor.narrow, torch.Tensor.copy_, torch._foreach_copy_):
             raise RuntimeError("poisoned on purpose")
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
@@ -34,6 +43,18 @@ class FaultyReceiver(ShmReceiver):
         return [*received[:-1], (name, tensor.as_subclass(Poisoned))]
 
 
+def _plan(trace: LoaderTrace, *, unloaded: str) -> CopyPlan:
+    plan = make_plan(trace, unloaded=unloaded)
+    if trace.metas[0].name != MISLEADING:
+        return plan
+    keys = [name for name in plan.copies if name.endswith("k_proj.weight")]
+    pairs = [(name, name.replace("k_proj", "v_proj")) for name in keys]
+    swapped = {name: plan.copies[other] for pair in pairs for name, other in (pair, pair[::-1])}
+    return replace(plan, copies={**plan.copies, **swapped})
+
+
 def register() -> None:
     """vLLM calls this in every process."""
+    module: Any = plans
+    module.make_plan = _plan
     register_receiver("faulty", FaultyReceiver)

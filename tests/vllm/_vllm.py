@@ -51,9 +51,10 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
     The plugin comes by its entry point: the installed one, or else one written to
     ``folder`` (a checkout that nobody installed). The same folder brings the plugins
     of :mod:`_faulty`, whose transport fails on purpose inside the workers, of :mod:`_tuned`,
-    which lets the core rest for ``rest_ms`` after each step, of :mod:`_sleepy`, which brings
-    sleep to CPUs, of :mod:`tests.support.pair`, which is a worker engine such as vLLM's own, and
-    of :mod:`_reader`, which reads what a worker's models hold.
+    which lets the core rest for ``rest_ms`` after each step, of :mod:`_ways`, which lets a script
+    choose how updates are loaded, of :mod:`_sleepy`, which brings sleep to CPUs, of
+    :mod:`tests.support.pair`, which is a worker engine such as vLLM's own, and of :mod:`_reader`,
+    which reads what a worker's models hold.
     """
     root = Path(__file__).resolve().parents[2]
     info = folder / "wavebus_vllm_tests-0.dist-info"
@@ -65,6 +66,7 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
         "wavebus_faulty = _faulty:register\n"
         "wavebus_tuned = _tuned:register\n"
         "wavebus_sleepy = _sleepy:register\n"
+        "wavebus_ways = _ways:register\n"
         "wavebus_pair = tests.support.pair_plugin:register\n"
         "wavebus_reader = _reader:register\n"
     )
@@ -222,3 +224,13 @@ async def paused_update(
     await engine.pause("keep", clear_cache=True)
     await Push(engine, weights, plan(weights), target=target).whole(version)
     await engine.resume()
+
+
+async def ways(llm: Any) -> set[str]:
+    """How the last update of an ``AsyncLLM`` went into its workers' models, by their account."""
+    return {each["way"] for each in await llm.collective_rpc("wavebus_loading")}
+
+
+def in_another_order(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of another manifest, for which nobody has a plan yet."""
+    return dict(reversed(list(weights.items())))

@@ -19,6 +19,7 @@ from tests.contract.bus_suite import BusContract
 from tests.contract.engine_suite import EngineContract, Generated, Watch
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.push import Push, plan
+from tests.vllm._faulty import MISLEADING
 from tests.vllm._vllm import (
     MAX_POSITIONS,
     REST_MS,
@@ -27,8 +28,10 @@ from tests.vllm._vllm import (
     boot_environment,
     engine_args,
     generate,
+    in_another_order,
     paused_update,
     require_vllm,
+    ways,
 )
 
 if TYPE_CHECKING:
@@ -86,7 +89,8 @@ class InProcess:
         result = await self.generate((5, 17, 99, 3, 42, 7), 24)
         assert result.tokens == self.oracle.greedy(weights, 24)
         assert result.weight_versions == [(version, 0, 24)]
-        self.weights, self.version = weights, version
+        self.weights = {name: weights[name] for name in self.checkpoint.weights}
+        self.version = version
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +144,57 @@ def test_live_update_matches_transformers(under_test: InProcess) -> None:
         await under_test.assert_serves(new, version + 1)
 
     under_test.run(scenario())
+
+
+def test_updates_are_copied_by_a_plan_once_the_loader_has_proven_it(
+    under_test: InProcess,
+) -> None:
+    """The first of a manifest goes by vLLM's loader, the others straight into the weights, however
+    they are cut. Their tokens are exact."""
+
+    async def scenario() -> None:
+        for seed, way, chunk_bytes in (
+            (51, "loader", 1 << 16),
+            (52, "plan", 1 << 16),
+            (53, "plan", 1 << 30),
+        ):
+            new = in_another_order(under_test.other_weights(seed))
+            version = under_test.version + 1
+            await under_test.engine.pause("keep", clear_cache=True)
+            await Push(under_test.engine, new, plan(new, chunk_bytes)).whole(version)
+            await under_test.engine.resume()
+            assert await ways(under_test.llm) == {way}
+            await under_test.assert_serves(new, version)
+
+    under_test.run(scenario())
+
+
+def test_a_wrong_plan_is_found_out_by_the_first_update(under_test: InProcess) -> None:
+    """It takes keys for values; and no weights are ever copied by it."""
+
+    def misleading(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {MISLEADING: weights[MISLEADING], **_without(weights, MISLEADING)}
+
+    async def scenario() -> None:
+        for seed in (54, 55):
+            new, version = misleading(under_test.other_weights(seed)), under_test.version + 1
+            await paused_update(under_test.engine, new, version)
+            await under_test.assert_serves(new, version)
+            [account] = await under_test.llm.collective_rpc("wavebus_loading")
+            assert (account["way"], account["proven"]) == ("loader", False)
+            assert "qkv_proj.weight is not what was received as" in account["reason"]
+
+    under_test.run(scenario())
+
+
+async def _prepare(under_test: InProcess, way: str) -> dict[str, Tensor]:
+    """Weights of a manifest whose next update goes that way."""
+    chosen = in_another_order if way == "loader" else dict
+    for _ in range(2 if way == "plan" else 1):
+        weights = under_test.other_weights(56)
+        await paused_update(under_test.engine, weights, under_test.version + 1)
+        await under_test.assert_serves(weights, under_test.version + 1)
+    return chosen(under_test.other_weights(57))
 
 
 def _without(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -227,22 +282,25 @@ def test_two_tensors_for_one_place_are_refused(under_test: InProcess) -> None:
     under_test.run(scenario())
 
 
-def test_failed_receive_is_restored(under_test: InProcess) -> None:
+@pytest.mark.parametrize("way", ["loader", "plan"])
+def test_failed_receive_is_restored(under_test: InProcess, way: str) -> None:
     """The transport lost the chunk; nothing is loaded, and the old weights come back."""
-    new = under_test.other_weights(32)
-    manifest = plan(new)
-    engine, version = under_test.engine, under_test.version
+    engine = under_test.engine
 
     async def scenario() -> None:
+        new = await _prepare(under_test, way)
+        manifest, version = plan(new), under_test.version
         push = Push(engine, new, manifest)
         await push.open()
         await engine.arm(manifest)
         await engine.pause("keep", clear_cache=True)
         await engine.start_update(recover=False)
+        assert await ways(under_test.llm) == {way}
         good = push.offer(0)
         with pytest.raises(EngineError) as failed:
             await engine.receive(Chunk(0, "shm", good.tensors, b"\xc1"))
         assert failed.value.code is NackCode.TRANSFER_FAILED
+        await push.send(0)
         await engine.restore()
         await engine.resume()
         await under_test.assert_serves(under_test.weights, version)
@@ -253,13 +311,20 @@ def test_failed_receive_is_restored(under_test: InProcess) -> None:
     under_test.run(scenario())
 
 
-def test_failed_load_is_recovered_by_a_whole_update(under_test: InProcess) -> None:
-    """vLLM's loader broke off in the middle of a chunk."""
-    lost, new = under_test.other_weights(33), under_test.other_weights(34)
-    manifest = plan(lost)
-    engine, version = under_test.engine, under_test.version
+@pytest.mark.parametrize("mended", ["the same tensors", "others"])
+@pytest.mark.parametrize("way", ["loader", "plan"])
+def test_failed_load_is_recovered_by_a_whole_update(
+    under_test: InProcess, way: str, mended: str
+) -> None:
+    """vLLM's loader, or the copies, broke off in the middle of a chunk. What mends it goes by the
+    plan, or by the loader."""
+    engine = under_test.engine
 
     async def scenario() -> None:
+        lost = await _prepare(under_test, way)
+        manifest, version = plan(lost), under_test.version
+        order = lost if mended == "the same tensors" else in_another_order(lost)
+        new = {name: under_test.other_weights(34)[name] for name in order}
         faulty = Push(engine, lost, manifest, received_by="faulty")
         await faulty.open()
         await engine.arm(manifest)
@@ -267,6 +332,7 @@ def test_failed_load_is_recovered_by_a_whole_update(under_test: InProcess) -> No
         await engine.start_update(recover=False)
         with pytest.raises(EngineError, match="poisoned on purpose"):
             await faulty.chunk(0)
+        assert await ways(under_test.llm) == {way}
         # Whatever is tried next says what is wrong, and breaks nothing further.
         with pytest.raises(EngineError, match="but nothing is staged"):
             await engine.load(1)

@@ -24,9 +24,11 @@ from tests.vllm._vllm import (
     boot_environment,
     engine_args,
     generate,
+    in_another_order,
     make_moe,
     paused_update,
     require_vllm,
+    ways,
 )
 
 if TYPE_CHECKING:
@@ -113,6 +115,13 @@ def test_update_of_experts_and_a_tied_head(sharded: Sharded) -> None:
         head = {"lm_head.weight": single["model.embed_tokens.weight"]}
         await paused_update(sharded.engine, {**_per_expert(single), **head}, 2)
         await sharded.assert_serves(single)
+        assert await ways(sharded.llm) == {"loader"}
+        for seed in (44, 45):  # what was loaded once, is copied from then on
+            single = perturbed(sharded.weights, seed)
+            head = {"lm_head.weight": single["model.embed_tokens.weight"]}
+            await paused_update(sharded.engine, {**_per_expert(single), **head}, 2)
+            assert await ways(sharded.llm) == {"plan"}
+            await sharded.assert_serves(single)
 
     sharded.run(scenario())
 
@@ -145,13 +154,18 @@ def test_refusals_name_the_tensor_and_spoil_no_later_answer(sharded: Sharded) ->
     sharded.run(scenario())
 
 
-def test_failed_load_is_recovered_on_every_worker(sharded: Sharded) -> None:
+@pytest.mark.parametrize("way", ["loader", "plan"])
+def test_failed_load_is_recovered_on_every_worker(sharded: Sharded, way: str) -> None:
     """The failure is one for both, and so is the session. What recovers it is broadcast, to
     each worker in its own place."""
     new = perturbed(sharded.weights, 43)
+    if way == "loader":
+        new = in_another_order(new)
     manifest = plan(new)
 
     async def scenario() -> None:
+        if way == "plan":
+            await paused_update(sharded.engine, perturbed(sharded.weights, 46), 2)
         faulty = Push(sharded.engine, new, manifest, received_by="faulty")
         await faulty.open()
         await sharded.engine.arm(manifest)
@@ -159,6 +173,7 @@ def test_failed_load_is_recovered_on_every_worker(sharded: Sharded) -> None:
         await sharded.engine.start_update(recover=False)
         with pytest.raises(EngineError, match="poisoned on purpose"):
             await faulty.chunk(manifest.chunks - 1)
+        assert await ways(sharded.llm) == {way}
         faulty.close()
         again = Push(sharded.engine, new, plan(new), backend="gloo", workers=2)
         await again.whole(3, recover=True)

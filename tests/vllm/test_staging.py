@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.vllm._vllm import require_vllm
-from trainer_agent.sources import meta_of
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
@@ -22,10 +21,10 @@ def test_only_what_is_not_the_workers_own_is_copied(owned: bool) -> None:
 
     tensor = torch.arange(6.0)
     worker: Any = SimpleNamespace(
-        _backend="it", _receiver=SimpleNamespace(owned=owned), device=torch.device("cpu")
+        _receiver=SimpleNamespace(owned=owned), device=torch.device("cpu")
     )
-    stage: Any = WavebusWeightTransferEngine._stage
-    [(name, staged)] = stage(worker, (meta_of("w", tensor),), [("w", tensor)])
+    own: Any = WavebusWeightTransferEngine._own
+    [(name, staged)] = own(worker, [("w", tensor)])
     assert name == "w"
     assert torch.equal(staged, tensor)
     assert (staged.data_ptr() == tensor.data_ptr()) == owned

@@ -1,0 +1,290 @@
+"""A copy plan at work: an update that is copied by it, and one that it is compared with.
+
+Weights are found by name each time an update starts: layers may have got other parameters since,
+and parameters other memory. ``base_layer``, which vLLM puts between when it serves LoRA adapters,
+is no part of a name.
+
+**Layers that repack.** On a CPU vLLM gives the weights of most layers another form after they are
+loaded. Such a layer is filled in memory of its own, and when it is whole, vLLM's own method
+post-processes it, as its reload does (``reload/layerwise.py``). On other devices unquantised
+weights lie as they are loaded, and are copied into where they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sidecar.vllm_plugin.copy_plan import NoPlanError, copy_all, part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from sidecar.vllm_plugin.copy_plan import CopyPlan, Target
+
+Received = list[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a target lives in the serving model."""
+
+    module: torch.nn.Module
+    key: str
+    tensor: torch.Tensor
+
+    @property
+    def current(self) -> torch.Tensor | None:
+        """What the module has there now."""
+        found = self.module._parameters.get(self.key)  # noqa: SLF001 - the module's own, no child's
+        return found if found is not None else self.module._buffers.get(self.key)  # noqa: SLF001
+
+
+class Repacked:
+    """A layer that is filled in memory of its own, and then post-processed."""
+
+    def __init__(self, module: torch.nn.Module, targets: dict[str, Target]) -> None:
+        self._module = module
+        self._targets = targets  # by the names that the module has for them
+        self._missing = sum(torch.Size(target.shape).numel() for target in targets.values())
+        self._filled: dict[str, torch.Tensor] = {}
+
+    def memory(self, key: str, device: torch.device) -> torch.Tensor:
+        """Where the target is to be filled."""
+        if key not in self._filled:
+            target = self._targets[key]
+            self._filled[key] = torch.empty(target.shape, dtype=target.dtype, device=device)
+        return self._filled[key]
+
+    def note(self, numel: int) -> None:
+        """So many elements more are filled; when all are, the layer gets them."""
+        self._missing -= numel
+        if self._missing:
+            return
+        own: dict[str, Any] = self._module._parameters  # noqa: SLF001 - see Place
+        kept = {key: own[key] for key in self._filled}
+        try:
+            for key, tensor in self._filled.items():
+                own[key] = torch.nn.Parameter(tensor, requires_grad=False)
+            method: Any = self._module.quant_method
+            method.process_weights_after_loading(self._module)
+            for key, parameter in kept.items():
+                parameter.data.copy_(own[key])
+        finally:
+            own.update(kept)
+            self._filled = {}
+
+
+class PlannedUpdate:
+    """One update session that copies.
+
+    Args:
+        plan: what goes where.
+        model: the serving model.
+        device: where its weights are.
+
+    Raises:
+        NoPlanError: the model's weights are not where the plan wants them.
+    """
+
+    def __init__(self, plan: CopyPlan, model: torch.nn.Module, device: torch.device) -> None:
+        self._plan = plan
+        self._device = device
+        self._places = find_places(plan, model, device)
+        self._repacked: dict[str, Repacked] = {}
+        by_module: dict[torch.nn.Module, dict[str, str]] = {}
+        for name, place in self._places.items():
+            if repacks(place.module, device):
+                by_module.setdefault(place.module, {})[place.key] = name
+        for module, names in by_module.items():
+            layer = Repacked(module, {key: plan.targets[name] for key, name in names.items()})
+            self._repacked |= dict.fromkeys(names.values(), layer)
+        self._begun: set[str] = set()
+
+    def load(self, tensors: Received) -> None:
+        """Copy a chunk into the model.
+
+        Raises:
+            KeyError: a tensor that the manifest doesn't have.
+        """
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        filled: list[tuple[str, int]] = []
+        for name, tensor in tensors:
+            whole = tensor.contiguous()
+            for copy in self._plan.copies[name]:
+                target = self._memory(copy.target)
+                if copy.target not in self._begun:
+                    self._begun.add(copy.target)
+                    for fill in self._plan.fills.get(copy.target, ()):
+                        padding = part(target, fill.region).fill_(fill.value)
+                        filled.append((copy.target, padding.numel()))
+                source = part(whole, copy.source)
+                targets.append(part(target, copy.region))
+                sources.append(source)
+                filled.append((copy.target, source.numel()))
+        copy_all(targets, sources)
+        for name, numel in filled:
+            if name in self._repacked:
+                self._repacked[name].note(numel)
+
+    def _memory(self, name: str) -> torch.Tensor:
+        place = self._places[name]
+        if name in self._repacked:
+            return self._repacked[name].memory(place.key, self._device)
+        return place.tensor.data
+
+
+class Comparison:
+    """One update session of the loader's, and the plan beside it: does each element that the plan
+    would have copied stand where it would be?
+
+    A chunk's tensors are kept until the layers that they belong to are whole, for which vLLM's
+    reload keeps them as well. A layer that repacks is compared before it does.
+    """
+
+    def __init__(self, plan: CopyPlan, model: torch.nn.Module, device: torch.device) -> None:
+        self._plan = plan
+        self._places = find_places(plan, model, device)
+        self._missing = {name for name, copies in plan.copies.items() if copies}
+        self._waiting: dict[str, list[tuple[str, torch.Tensor]]] = {}  # received, by target
+        self._hooked: list[tuple[Any, Any]] = []
+        self._names_of: dict[torch.nn.Module, list[str]] = {}
+        self.difference = ""
+        for name, place in self._places.items():
+            if repacks(place.module, device):
+                self._names_of.setdefault(place.module, []).append(name)
+        self._repacked = {name for names in self._names_of.values() for name in names}
+        methods = {id(module.quant_method): module.quant_method for module in self._names_of}
+        for method in methods.values():
+            self._hook(method)
+
+    def receives(self, tensors: Received) -> None:
+        """These are about to be loaded."""
+        for name, tensor in tensors:
+            self._missing.discard(name)
+            for target in dict.fromkeys(copy.target for copy in self._plan.copies[name]):
+                self._waiting.setdefault(target, []).append((name, tensor))
+
+    def look(self) -> None:
+        """Compare what has come to its place."""
+        for name in [name for name in self._waiting if name not in self._repacked]:
+            place = self._places[name]
+            if place.current is place.tensor:
+                self._compare(name, place.tensor.data)
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything came, and all of it is where the plan would have copied it."""
+        return not (self._missing or self._waiting or self.difference)
+
+    def finish(self) -> None:
+        """The loader is done: compare what is left."""
+        self.close()
+        for name in list(self._waiting):
+            current = None if name in self._repacked else self._places[name].current
+            if current is None:
+                self._differs(f"{name} was not post-processed")
+                self._waiting.pop(name)
+            else:
+                self._compare(name, current.data)
+
+    def close(self) -> None:
+        """Take the hooks out."""
+        for method, own in self._hooked:
+            if own is None:
+                del method.process_weights_after_loading
+            else:
+                method.process_weights_after_loading = own
+        self._hooked = []
+
+    def _hook(self, method: Any) -> None:
+        original: Callable[[torch.nn.Module], None] = method.process_weights_after_loading
+        self._hooked.append((method, vars(method).get("process_weights_after_loading")))
+
+        def compared_first(layer: torch.nn.Module) -> None:
+            try:
+                for name in self._names_of.get(layer, ()):
+                    current = self._places[name].current
+                    if current is not None:
+                        self._compare(name, current.data)
+            except Exception as error:  # noqa: BLE001 - who looks on, must not spoil the load
+                self._differs(f"{type(error).__name__}: {error}")
+            original(layer)
+
+        method.process_weights_after_loading = compared_first
+
+    def _compare(self, name: str, loaded: torch.Tensor) -> None:
+        target = self._plan.targets[name]
+        received = self._waiting.pop(name, [])
+        if self.difference:
+            return
+        if (tuple(loaded.shape), loaded.dtype) != (target.shape, target.dtype):
+            self._differs(f"{name} is {loaded.dtype} {list(loaded.shape)}")
+            return
+        if not loaded.is_contiguous():
+            self._differs(f"{name} is not contiguous")
+            return
+        for fill in self._plan.fills.get(name, ()):
+            padding = part(loaded, fill.region)
+            if not bool((padding == fill.value).all()):
+                self._differs(f"the padding of {name} is another")
+        for tensor, values in received:
+            whole = values.contiguous()
+            for copy in self._plan.copies[tensor]:
+                if copy.target != name:
+                    continue
+                if not equal_bits(part(loaded, copy.region), part(whole, copy.source)):
+                    self._differs(f"{name} is not what was received as {tensor}")
+
+    def _differs(self, difference: str) -> None:
+        self.difference = self.difference or difference
+
+
+def find_places(plan: CopyPlan, model: torch.nn.Module, device: torch.device) -> dict[str, Place]:
+    """Where the plan's targets are in a model that serves.
+
+    Raises:
+        NoPlanError: names one that isn't there, or can't be filled as the plan says.
+    """
+    there: dict[str, Place] = {}
+    for prefix, module in model.named_modules():
+        own = prefix.replace(".base_layer", "")
+        for key, tensor in _own_tensors(module):
+            there[f"{own}.{key}" if own else key] = Place(module, key, tensor)
+    places: dict[str, Place] = {}
+    for name, target in plan.targets.items():
+        place = there.get(name)
+        if place is None:
+            raise NoPlanError(f"the serving model has no {name}")
+        tensor = place.tensor
+        if tensor.is_meta or tensor.device.type != device.type:
+            raise NoPlanError(f"{name} is on {tensor.device}")
+        if repacks(place.module, device):
+            if place.key not in place.module._parameters:  # noqa: SLF001 - see Place
+                raise NoPlanError(f"{name} is a buffer of a layer that repacks")
+        elif (tuple(tensor.shape), tensor.dtype) != (target.shape, target.dtype):
+            raise NoPlanError(f"{name} serves as {tensor.dtype} {list(tensor.shape)}")
+        elif not tensor.is_contiguous():
+            raise NoPlanError(f"{name} serves as it is not loaded: not contiguous")
+        places[name] = place
+    return places
+
+
+def repacks(module: torch.nn.Module, device: torch.device) -> bool:
+    """Whether vLLM gives the layer's weights another form when they are loaded."""
+    return device.type == "cpu" and getattr(module, "quant_method", None) is not None
+
+
+def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Not-a-number, too, equals itself. ``other`` is cast, as a copy would."""
+    other = other.to(device=one.device, dtype=one.dtype)
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return torch.equal(one.view(bits), other.view(bits))
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    both: list[dict[str, Any]] = [module._parameters, module._buffers]  # noqa: SLF001 - see Place
+    return [(k, t) for own in both for k, t in own.items() if t is not None]
