@@ -3,13 +3,16 @@
     python -m tests.gpu.native --json-out native.json
 
 The trainer is this process, on the first GPU. ``nccl``, packed and not, goes to an engine on the
-second one; ``ipc``, packed and not, to an engine on the trainer's own. After each update the
-engine's greedy tokens and the sums of ``/weight_checker`` must be those of an engine that was
-booted with the checkpoint which was sent. Prints one table, last; exits with 1 if anything is
-wrong or took too long. Some two minutes, most of which is booting.
+second one; ``ipc``, packed and not, to an engine on the trainer's own; ``sparse_nccl`` to a third
+engine, on the second GPU: patches onto a whole set of weights that the agent has sent by itself,
+and onto each other. After each update the engine's greedy tokens and the sums of
+``/weight_checker`` must be those of an engine that was booted with the checkpoint which was sent.
+Prints one table, last; exits with 1 if anything is wrong or took too long. Some two minutes, most
+of which is booting.
 
 Without GPUs the same runs with a pair of engines that is made like vLLM's own
-(:mod:`tests.support.pair`): ``--device cpu``. There ``/weight_checker`` verifies nothing.
+(:mod:`tests.support.pair`), and ``sparse_nccl`` over gloo (:mod:`tests.support.sparse_pair`):
+``--device cpu``. There ``/weight_checker`` verifies nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -35,23 +38,32 @@ from tests.gpu.serving import EngineSpec, Served, Serving, served
 from tests.support import pair_plugin
 from trainer_agent import SyncTrainerAgent
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
 ROOT: Final = Path(__file__).resolve().parents[2]
 LIMIT_S: Final = 225.0
 ROUND_S: Final = 45.0
 STOP_S: Final = 15.0
-CHECKPOINTS: Final = 3  # what engines boot with, and two to be sent
+RANDOM: Final = 3  # checkpoints: what engines boot with, and two to be sent;
+MIXED: Final = 3  # the number of one more: the first that is sent, with some of the second
+SHARE: Final = 0.02  # so much of it
+SPARSE: Final = "sparse_nccl"
 
 
 @dataclass(frozen=True)
 class Round:
     """One update: with which of vLLM's trainer engines, and how its info is filled.
-    ``chunk_bytes`` is for ``agent.client``."""
+    ``chunk_bytes`` is for ``agent.client``. ``base`` is the checkpoint onto which patches go;
+    ``based``: the engine serves it already."""
 
     name: str
     engine: str
     checkpoint: int
     fields: dict[str, Any]
     chunk_bytes: int | None = None
+    base: int | None = None
+    based: bool = False
 
 
 @dataclass
@@ -71,15 +83,21 @@ class Outcome:
     detail: str = field(default="", repr=False)
 
 
+PATCHES: Final = (
+    Round("sparse_nccl, few elements", SPARSE, MIXED, {}, base=1),
+    Round("sparse_nccl, most elements", SPARSE, 2, {}, base=MIXED, based=True),
+)
 ON_GPUS: Final = (
     Round("nccl, packed", "nccl", 1, {"packed": True}),
     Round("nccl, unpacked", "nccl", 2, {"packed": False}),
     Round("ipc, unpacked", "ipc", 1, {"packed": False}),
     Round("ipc, packed", "ipc", 2, {"packed": True, "packed_buffer_size_bytes": 1 << 28}),
+    *PATCHES,
 )
 ON_CPU: Final = (
     Round("pair, many chunks", "pair", 1, {"buffer_bytes": 1 << 15}, 1 << 15),
     Round("pair, one chunk", "pair", 2, {"buffer_bytes": 1 << 30}),
+    *PATCHES,
 )
 
 
@@ -89,11 +107,22 @@ ON_CPU: Final = (
 def checkpoints(folder: Path, *, small: bool) -> list[dict[str, torch.Tensor]]:
     """Random weights, several sets of one model, each saved in a folder by its number."""
     made: list[dict[str, torch.Tensor]] = []
-    for number in range(CHECKPOINTS):
-        config = dense_config(small=small)
+    config = dense_config(small=small)
+    for number in range(RANDOM):
         model = make(config, folder / str(number), number, "cpu" if small else "cuda:0")
-        made.append({name: p.detach() for name, p in model.named_parameters()})
-    return made
+        made.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    _mix(model, made[1], made[2])
+    model.save_pretrained(folder / str(MIXED))
+    return [*made, {name: p.detach() for name, p in model.named_parameters()}]
+
+
+@torch.no_grad()
+def _mix(
+    model: torch.nn.Module, first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]
+) -> None:
+    for name, parameter in model.named_parameters():
+        other = torch.rand(parameter.shape, device=parameter.device) < SHARE
+        parameter.copy_(torch.where(other, second[name], first[name]))
 
 
 # -- processes ------------------------------------------------------------------------
@@ -121,20 +150,38 @@ def environment(folder: Path, *, cpu: bool) -> dict[str, str]:
 # -- rounds ---------------------------------------------------------------------------
 
 
+def difference(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> Iterator[Any]:
+    """Where and what is other by now, of each tensor."""
+    from vllm.distributed.weight_transfer.sparse_nccl_engine import (  # noqa: PLC0415
+        SparseWeightPatch,
+    )
+
+    for name, weight in new.items():
+        [at] = torch.nonzero((weight != old[name]).flatten(), as_tuple=True)
+        values = weight.flatten()[at]
+        yield SparseWeightPatch(name, at.to(torch.int32), values, tuple(weight.shape))
+
+
 def update(
-    agent: SyncTrainerAgent, this: Round, weights: dict[str, torch.Tensor], outcome: Outcome
+    agent: SyncTrainerAgent, this: Round, weights: list[dict[str, torch.Tensor]], outcome: Outcome
 ) -> None:
     """What a user writes, with a clock."""
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
 
+    new = weights[this.checkpoint]
+    if this.base is not None and not this.based:
+        agent.update_weights(weights[this.base])
     trainer = WeightTransferTrainerFactory.trainer_init(
         agent.init_info(this.engine, **this.fields),
         client=agent.client(chunk_bytes=this.chunk_bytes),
-        source=agent.source(weights),
+        source=agent.source(new) if this.base is None else None,
     )
     try:
         begun_s = time.perf_counter()
-        trainer.send_weights()
+        if this.base is None:
+            trainer.send_weights()
+        else:
+            trainer.send_weights(agent.patches(difference(weights[this.base], new)))
         outcome.sent_ms = round((time.perf_counter() - begun_s) * 1000, 1)
     finally:
         trainer.shutdown()
@@ -174,9 +221,12 @@ class Bench:
     def engines(self) -> list[EngineSpec]:
         """Those that are updated, and one fresh one for each checkpoint that is sent; each alone
         in the group of its name."""
-        place = {"nccl": 1, "ipc": 0, "pair": 0}
+        place = {"nccl": 1, "ipc": 0, "pair": 0, SPARSE: 1}
         names = dict.fromkeys(r.engine for r in self.rounds)
-        updated = [EngineSpec(n, n, (place[n],), "0", backend=n) for n in names]
+        switch = {SPARSE: ((pair_plugin.SPARSE, "1"),)}
+        updated = [
+            EngineSpec(n, n, (place[n],), "0", backend=n, cpu_env=switch.get(n, ())) for n in names
+        ]
         sent = sorted({r.checkpoint for r in self.rounds})
         last = 0 if self.cpu else torch.cuda.device_count() - 1
         fresh = [EngineSpec(f"fresh-{n}", f"fresh-{n}", (min(n % 2, last),), str(n)) for n in sent]
@@ -192,7 +242,7 @@ class Bench:
         fresh = {r.checkpoint: served(urls[f"fresh-{r.checkpoint}"]) for r in self.rounds}
         for this, outcome in zip(self.rounds, self.outcomes, strict=True):
             before = served(urls[this.engine])
-            self._one(this, weights[this.checkpoint], outcome)
+            self._one(this, weights, outcome)
             if outcome.result == "sent":
                 judge(outcome, before, served(urls[this.engine]), fresh[this.checkpoint])
 
@@ -206,6 +256,7 @@ class Bench:
                 self.serving.broker,
                 group=spec.group,
                 name=f"trainer-{spec.group}",
+                backend="nccl" if spec.backend == SPARSE and not self.cpu else "shm",
                 timeout_s=ROUND_S,
             )
             agent.connect()
@@ -215,7 +266,7 @@ class Bench:
             self.figures["software"] = view.software
         return urls
 
-    def _one(self, this: Round, weights: dict[str, torch.Tensor], outcome: Outcome) -> None:
+    def _one(self, this: Round, weights: list[dict[str, torch.Tensor]], outcome: Outcome) -> None:
         """In a thread: a collective that hangs is left behind, and this process with it."""
         pool = ThreadPoolExecutor(1)
         try:
@@ -247,7 +298,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json-out", type=Path, required=True)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--only", choices=["", "nccl", "ipc", "pair"], default="")
+    parser.add_argument("--only", choices=["", "nccl", "ipc", "pair", SPARSE], default="")
     parser.add_argument("--boot-s", type=float, default=150.0)
     parser.add_argument("--logs", type=Path, default=Path("gpu-logs/native"))
     options = parser.parse_args()
@@ -257,6 +308,7 @@ def main() -> None:
             parser.error(f"{need} GPUs are needed, and {torch.cuda.device_count()} are here")
     else:
         pair_plugin.register()
+        pair_plugin.register_sparse()
     options.logs = options.logs.resolve()
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(options, Path(name))
