@@ -29,8 +29,8 @@ CPU_ENV: Final = {
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine: its name and group on the bus, its GPUs, the checkpoint and the worker engine that
-    it boots with, what vLLM is told besides on GPUs, and variables for it on CPUs."""
+    """One engine: name and group on the bus, its GPUs, the checkpoint and the worker engine that it
+    boots with, what vLLM is told besides on GPUs, and variables for it on CPUs."""
 
     name: str
     group: str
