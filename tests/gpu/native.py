@@ -215,6 +215,8 @@ class Bench:
         self._folder = folder
         options.logs.mkdir(parents=True, exist_ok=True)
         variables = environment(folder, cpu=self.cpu)
+        if self.cpu:  # all keep weights as they are loaded, or their sums could not be compared
+            variables[pair_plugin.SPARSE] = "1"
         self.serving = Serving(options.device, folder, options.logs, variables)
         self._agents: dict[str, SyncTrainerAgent] = {}
 
@@ -223,10 +225,7 @@ class Bench:
         in the group of its name."""
         place = {"nccl": 1, "ipc": 0, "pair": 0, SPARSE: 1}
         names = dict.fromkeys(r.engine for r in self.rounds)
-        switch = {SPARSE: ((pair_plugin.SPARSE, "1"),)}
-        updated = [
-            EngineSpec(n, n, (place[n],), "0", backend=n, cpu_env=switch.get(n, ())) for n in names
-        ]
+        updated = [EngineSpec(n, n, (place[n],), "0", backend=n) for n in names]
         sent = sorted({r.checkpoint for r in self.rounds})
         last = 0 if self.cpu else torch.cuda.device_count() - 1
         fresh = [EngineSpec(f"fresh-{n}", f"fresh-{n}", (min(n % 2, last),), str(n)) for n in sent]

@@ -29,8 +29,8 @@ CPU_ENV: Final = {
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine: name and group on the bus, its GPUs, the checkpoint and the worker engine that it
-    boots with, what vLLM is told besides on GPUs, and variables for it on CPUs."""
+    """One engine: its name and group on the bus, its GPUs, the checkpoint it boots with, what vLLM
+    is told besides (on GPUs), and with which worker engine it is booted."""
 
     name: str
     group: str
@@ -39,7 +39,6 @@ class EngineSpec:
     args: tuple[str, ...] = ()
     ranks: int = 1  # of a DP group of experts, one per GPU; each is an engine on the bus
     backend: str = "wavebus"
-    cpu_env: tuple[tuple[str, str], ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,7 +97,7 @@ class Serving:
             *("--max-model-len=1024", f"--tensor-parallel-size={len(spec.gpus) // spec.ranks}"),
             *("--weight-transfer-config", json.dumps({"backend": spec.backend})),
         ]
-        environment = CPU_ENV | dict(spec.cpu_env)
+        environment = dict(CPU_ENV)
         if self._device == "cpu":
             server.append("--dtype=float32")
         else:
