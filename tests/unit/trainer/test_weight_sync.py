@@ -4,6 +4,7 @@ on a real bus, with a real engine."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
@@ -241,6 +242,10 @@ def test_a_source_that_raises_ends_the_update(checkpoint: Checkpoint, loaded: bo
     run(scenario())
 
 
+def _take_one(passes: list[Any]) -> None:
+    next(passes[0])
+
+
 def test_a_pass_that_is_left_undoes_the_update(checkpoint: Checkpoint) -> None:
     """Also where the collector closes it, in the agent's own loop."""
 
@@ -248,15 +253,16 @@ def test_a_pass_that_is_left_undoes_the_update(checkpoint: Checkpoint) -> None:
         async with a_bench(checkpoint) as bench:
             _, source = bench.source(7)
             trainer = await bench.trainer(source)
+            passes: list[Any] = []
+            # A pool's thread may hold what it was given a moment longer than its answer.
+            take_one = functools.partial(_take_one, passes)
             for close_here in (False, True):
                 await asyncio.to_thread(trainer.client.start_weight_update)
-                passes: list[Any] = [iter(trainer.source)]
-                # A pool's thread may hold what it was given a moment longer than its answer.
-                await asyncio.to_thread(lambda: next(passes[0]))
-                if close_here:
-                    passes.clear()
-                else:
-                    await asyncio.to_thread(lambda: passes[0].close())
+                passes.append(iter(trainer.source))
+                await asyncio.to_thread(take_one)
+                if not close_here:
+                    await asyncio.to_thread(passes[0].close)
+                passes.clear()
                 with pytest.raises(UpdateFailed, match="left before its end"):
                     await asyncio.to_thread(trainer.client.finish_weight_update)
                 await asyncio.to_thread(trainer.client.shutdown_weight_transfer_engine)
