@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sidecar.vllm_plugin.loader_trace import LoaderTrace
 
 # A manifest that begins with this tensor gets a plan that takes keys for values.
-MISLEADING = "model.norm.weight"
+MISLEADING = "model.layers.1.input_layernorm.weight"
 
 
 class Poisoned(torch.Tensor):

@@ -227,8 +227,10 @@ async def paused_update(
 
 
 async def ways(llm: Any) -> set[str]:
-    """How the last update of an ``AsyncLLM`` went into its workers' models, by their account."""
-    return {each["way"] for each in await llm.collective_rpc("wavebus_loading")}
+    """How the last update of an ``AsyncLLM`` went into its workers' models, by their account; and
+    why there is no plan, where there is none."""
+    accounts = await llm.collective_rpc("wavebus_loading")
+    return {f"{each['way']} {each['reason']}".rstrip() for each in accounts}
 
 
 def in_another_order(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
