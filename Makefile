@@ -20,7 +20,8 @@ test: $(VENV)/.vllm test-fast
 
 # Without vLLM: some minutes.
 test-fast: $(VENV)/.test check mutants
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore=tests/vllm --ignore=tests/mutants
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore=tests/vllm --ignore=tests/mutants \
+		--ignore=tests/slow
 
 # Each guarantee, broken on purpose, must make its suite fail.
 mutants: $(VENV)/.test
@@ -45,7 +46,9 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.vllm: pyproject.toml .ci/setup
 chaos: $(VENV)/.test
 	WAVEBUS_CHAOS_ROUNDS=1000 $(BIN)/python -m pytest -q tests/chaos
 
-bench: $(VENV)/.test
+# What takes minutes and tells no more than the others do when all is well, among it.
+bench: $(VENV)/.vllm
+	$(BIN)/python -m pytest -q tests/slow
 	$(BIN)/wavebus bench control --engines 64
 	$(BIN)/wavebus bench control --engines 256
 	$(BIN)/wavebus bench pause
