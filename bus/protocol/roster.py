@@ -35,6 +35,7 @@ class Roster:
         self.quarantined: dict[str, str] = {}  # and why
         self._late: set[str] = set()
         self._pausing: dict[str, int] = {}  # heartbeats in a row that said so
+        self._unsure: set[str] = set()  # who can't tell if they are paused
         self._broken: set[str] = set()
         self._group = group
         self._had_engines = False
@@ -45,6 +46,7 @@ class Roster:
         if late and peer.name not in self.engines:
             self._late.add(peer.name)
         self.engines[peer.name] = peer
+        self._note_unsure(peer.name, peer.phase)
         self._look_at(peer)
         if peer.name in self._late:  # its mates have fallen out with it
             self._late.update(self.mates(peer.name))
@@ -61,6 +63,7 @@ class Roster:
         self._late.discard(peer.name)
         self._broken.discard(peer.name)
         self._pausing.pop(peer.name, None)
+        self._unsure.discard(peer.name)
         self._look_at(peer)
         self.quarantined.pop(peer.name, None)
         return True
@@ -160,7 +163,7 @@ class Roster:
 
     def unsure(self, name: str) -> bool:
         """Whether it, or a rank that it stands with, can't tell if it is paused."""
-        return any(self.engines[mate].phase == "unsure" for mate in self.mates(name))
+        return bool(self._unsure) and not self._unsure.isdisjoint(self.mates(name))
 
     def quarantine(self, name: str, reason: str) -> None:
         """An engine may hold a part of an update."""
@@ -170,6 +173,7 @@ class Roster:
     def told(self, name: str, phase: Phase) -> None:
         """An engine's own word on whether it holds a part; while it updates, it has none."""
         self._pausing[name] = self._pausing.get(name, 0) + 1 if phase == "pausing" else 0
+        self._note_unsure(name, phase)
         if phase == "quarantined":
             self.quarantined.setdefault(name, "it holds a part of an update")
         elif phase not in ("updating", "emptied"):
@@ -214,6 +218,12 @@ class Roster:
             f"in {wait.timeout_ms} ms: {names}",
             hint="look at the sidecars' logs, and at `wavebus status`",
         )
+
+    def _note_unsure(self, name: str, phase: Phase) -> None:
+        if phase == "unsure":
+            self._unsure.add(name)
+        else:
+            self._unsure.discard(name)
 
     def _ranks(self, dp_group: str) -> list[str]:
         return sorted(
