@@ -167,20 +167,19 @@ class Commands:
         if message.update_id != self._group.pause.update_id:
             raise wrong_state(f"the pause under way is {self._group.pause.update_id}", "update_id")
         update = self._group.update
-        if update.state in (UpdateState.COMMITTING, UpdateState.ABORTING):  # it ends by itself
-            self._group.holding.requests.ask((Step.RESUME, 0), msg_id)
-            self._group.resume_asked = True
-            return []
-        if update.state in UNSAFE:
+        ends_by_itself = update.state in (UpdateState.COMMITTING, UpdateState.ABORTING)
+        if update.state in UNSAFE and not ends_by_itself:
             raise wrong_state(
                 f"update {update.update_id} is {update.state.value}: engines may hold "
                 "different weights",
                 hint="COMMIT or ABORT it first",
             )
-        if state is PauseState.RESUMING:
-            self._group.holding.requests.ask((Step.RESUME, 0), msg_id)
-            return []
         self._group.holding.requests.ask((Step.RESUME, 0), msg_id)
+        if ends_by_itself:
+            self._group.resume_asked = True
+            return []
+        if state is PauseState.RESUMING:
+            return []
         return self._group.resume(now_ms)
 
     def _sleep(self, msg_id: int, message: Sleep, now_ms: float) -> list[Effect]:

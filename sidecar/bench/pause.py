@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import aiohttp
 
-from sidecar.bench.processes import BenchBroken, Worker, worker
+from sidecar.bench.processes import VLLM_ON_CPU, BenchBroken, Worker, worker
 from sidecar.rank_supervisor import RankPlan, RankSupervisor
 from sidecar.vllm_connections import KEEP_ALIVE_S
 
@@ -47,12 +47,6 @@ _BOOT_S: Final = 600.0
 _REQUEST: Final = {
     "token_ids": [1, 3, 4, 5],
     "sampling_params": {"max_tokens": 1, "temperature": 0.0},
-}
-# What servers of a tiny model need on a CPU, unless the user knows better.
-_CPU_ENV: Final = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
 }
 _SERVER: Final = (
     *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -212,7 +206,7 @@ async def _running(plan: RankPlan, log: IO[bytes]) -> AsyncIterator[None]:
     stop = asyncio.Event()
     this = asyncio.current_task()
     assert this is not None
-    env = {**_CPU_ENV, **os.environ}
+    env = {**VLLM_ON_CPU, **os.environ}  # unless the user knows better
     run = asyncio.create_task(RankSupervisor(plan, restarts=0, output=log, env=env).run(stop))
     run.add_done_callback(lambda _: None if stop.is_set() else this.cancel())
     try:

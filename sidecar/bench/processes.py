@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
+# What servers of a small model need on a CPU.
+VLLM_ON_CPU: Final = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+
 _ANSWER_S: Final = 120.0
 _GRACE_S: Final = 5.0
 # Per engine: a connection's two ends, a listening socket and what ZeroMQ needs beside.

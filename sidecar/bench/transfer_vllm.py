@@ -40,7 +40,7 @@ import aiohttp
 import torch
 
 from bus.errors import UsageError
-from sidecar.bench.processes import Worker, worker
+from sidecar.bench.processes import VLLM_ON_CPU, Worker, worker
 from sidecar.bench.serving import Settings
 from sidecar.bench.streams import (
     PROMPT_TOKENS,
@@ -76,11 +76,6 @@ _MAX_MODEL_LEN: Final = 1024
 _GREEDY_TOKENS: Final = 24
 _KV_CACHE_TOKEN_BYTES: Final = 2 * 36 * 8 * 128 * 2  # keys and values of the large model, in bf16
 _KV_CACHE_SPARE: Final = 1.5
-_CPU_ENV: Final = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -405,7 +400,7 @@ def _server_settings(plan: Plan, way: Way, group: str, address: str, model: Path
         ),
     )
     env = (
-        {name: os.environ.get(name, value) for name, value in _CPU_ENV.items()}
+        {name: os.environ.get(name, value) for name, value in VLLM_ON_CPU.items()}
         if cpu
         else {"CUDA_VISIBLE_DEVICES": _second_gpu()}
     )

@@ -190,7 +190,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._load(operation.seq)
 
     def _load(self, seq: int) -> None:
-        staged, self._staged = self._staged_chunk(seq), None
+        staged = self._staged_chunk(seq)
         try:
             if not staged.loaded:
                 self._need_its_session()

@@ -33,8 +33,8 @@ from typing import IO, TYPE_CHECKING, Any, Final
 import aiohttp
 import torch
 
+from sidecar.bench.processes import VLLM_ON_CPU
 from tests.gpu.checkpoints import make, moe_config
-from tests.gpu.serving import CPU_ENV
 from trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ async def bus(options: argparse.Namespace, folder: Path, logs: Path) -> AsyncIte
         ],
         stdout=subprocess.DEVNULL,
         stderr=_log(logs / "ranks.log"),
-        env={**os.environ, **(CPU_ENV if options.cpu else {})},
+        env={**os.environ, **(VLLM_ON_CPU if options.cpu else {})},
     )
     try:
         yield address

@@ -14,17 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from sidecar.bench.processes import VLLM_ON_CPU
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 PROMPTS: Final = ([5, 17, 99, 3, 42, 7], [11, 200, 13], [250, 1, 1, 2, 3, 5, 8, 13, 21])
 TOKENS: Final = 48
 _ANSWER_S: Final = 60.0
-CPU_ENV: Final = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ class Serving:
             *("--max-model-len=1024", f"--tensor-parallel-size={len(spec.gpus) // spec.ranks}"),
             *("--weight-transfer-config", json.dumps({"backend": spec.backend})),
         ]
-        environment = dict(CPU_ENV)
+        environment = dict(VLLM_ON_CPU)
         if self._device == "cpu":
             server.append("--dtype=float32")
         else:

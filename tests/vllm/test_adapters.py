@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 from pathlib import Path
@@ -35,7 +36,7 @@ from trainer_agent import TrainerAgent, adapter
 from trainer_agent.updating import Update
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 
     from torch import Tensor
 
@@ -80,6 +81,17 @@ class WithLora:
         spans = [(parse_version(s.version), s.start, s.end) for s in last.weight_versions]
         return list(last.token_ids), spans
 
+    @contextlib.asynccontextmanager
+    async def on_the_bus(self) -> AsyncIterator[TrainerAgent]:
+        """Its sidecar has joined, and a trainer has waited for it."""
+        async with (
+            a_broker() as (_, address),
+            Sidecar(self.engine, broker=address, name="e0"),
+            TrainerAgent(address, name="trainer") as agent,
+        ):
+            await agent.wait_for_engines(1)
+            yield agent
+
     async def assert_serves(self, made: MadeAdapter, version: int) -> None:
         """The adapter by its name; the model without it as before."""
         lora = self.engine.lora_request(NAME)
@@ -118,12 +130,7 @@ def test_an_adapter_alone(with_lora: WithLora) -> None:
     same files gives the same tokens."""
 
     async def scenario() -> None:
-        async with (
-            a_broker() as (_, address),
-            Sidecar(with_lora.engine, broker=address, name="e0"),
-            TrainerAgent(address, name="trainer") as agent,
-        ):
-            await agent.wait_for_engines(1)
+        async with with_lora.on_the_bus() as agent:
             for seed in (11, 12):
                 made = with_lora.made(seed)
                 version = await agent.update_adapter(
@@ -146,12 +153,7 @@ def test_in_the_middle_of_a_request(with_lora: WithLora) -> None:
     count = 300
 
     async def scenario() -> None:
-        async with (
-            a_broker() as (_, address),
-            Sidecar(with_lora.engine, broker=address, name="e0"),
-            TrainerAgent(address, name="trainer") as agent,
-        ):
-            await agent.wait_for_engines(1)
+        async with with_lora.on_the_bus() as agent:
             before = await agent.update_adapter(NAME, first.tensors, config=first.config)
             watch = Watch()
             lora = with_lora.engine.lora_request(NAME)
@@ -179,12 +181,7 @@ def test_after_an_update_of_the_model(with_lora: WithLora) -> None:
     made, new = with_lora.made(31, targets=ATTENTION), perturbed(with_lora.base, 32)
 
     async def scenario() -> None:
-        async with (
-            a_broker() as (_, address),
-            Sidecar(with_lora.engine, broker=address, name="e0"),
-            TrainerAgent(address, name="trainer") as agent,
-        ):
-            await agent.wait_for_engines(1)
+        async with with_lora.on_the_bus() as agent:
             await agent.update_adapter(NAME, made.tensors, config=made.config)
             version = await agent.update_weights(new)
             merged = {
@@ -205,12 +202,7 @@ def test_more_adapters_than_there_is_room_for(with_lora: WithLora) -> None:
     made = {name: with_lora.made(40 + n) for n, name in enumerate(("one", "two", "three"))}
 
     async def scenario() -> None:
-        async with (
-            a_broker() as (_, address),
-            Sidecar(with_lora.engine, broker=address, name="e0"),
-            TrainerAgent(address, name="trainer") as agent,
-        ):
-            await agent.wait_for_engines(1)
+        async with with_lora.on_the_bus() as agent:
             for name, each in made.items():
                 await agent.update_adapter(name, each.tensors, config=each.config)
             for name, each in made.items():
@@ -277,12 +269,7 @@ def _assert_refused(
     reason: str,
 ) -> None:
     async def scenario() -> None:
-        async with (
-            a_broker() as (_, address),
-            Sidecar(with_lora.engine, broker=address, name="e0"),
-            TrainerAgent(address, name="trainer") as agent,
-        ):
-            await agent.wait_for_engines(1)
+        async with with_lora.on_the_bus() as agent:
             with pytest.raises(ManifestRefused, match=reason) as refused:
                 await agent.update_adapter("other", tensors, config=config)
             assert refused.value.nack.peer == "e0"
@@ -309,12 +296,7 @@ def test_a_byte_that_flips_is_named(with_lora: WithLora, monkeypatch: pytest.Mon
             path.write_bytes(content)
 
     async def scenario() -> None:
-        async with (
-            a_broker() as (_, address),
-            Sidecar(with_lora.engine, broker=address, name="e0"),
-            TrainerAgent(address, name="trainer") as agent,
-        ):
-            await agent.wait_for_engines(1)
+        async with with_lora.on_the_bus() as agent:
             version = await agent.update_adapter(NAME, good.tensors, config=good.config)
             with monkeypatch.context() as patch:
                 patch.setattr(adapter, "WrittenAdapter", Flipped)
@@ -340,12 +322,7 @@ def test_an_update_that_was_loaded_and_not_committed(
         raise RuntimeError("given up")
 
     async def scenario() -> None:
-        async with (
-            a_broker() as (_, address),
-            Sidecar(with_lora.engine, broker=address, name="e0"),
-            TrainerAgent(address, name="trainer") as agent,
-        ):
-            await agent.wait_for_engines(1)
+        async with with_lora.on_the_bus() as agent:
             version = await agent.update_adapter(NAME, good.tensors, config=good.config)
             with monkeypatch.context() as patch:
                 patch.setattr(Update, "commit", fails)
@@ -388,12 +365,7 @@ def test_a_fresh_engine_says_the_same(with_lora: WithLora, tmp_path: Path) -> No
     made = with_lora.made(91)
 
     async def scenario() -> None:
-        async with (
-            a_broker() as (_, address),
-            Sidecar(with_lora.engine, broker=address, name="e0"),
-            TrainerAgent(address, name="trainer") as agent,
-        ):
-            await agent.wait_for_engines(1)
+        async with with_lora.on_the_bus() as agent:
             await agent.update_weights(with_lora.base)
             await agent.update_adapter(NAME, made.tensors, config=made.config)
         updated, _ = await with_lora.generate(48, with_lora.engine.lora_request(NAME))
