@@ -37,7 +37,8 @@ def sweep(paths: Iterable[Path], remove: Callable[[Path], None]) -> list[str]:
 
 
 class HeldFolder:
-    """A new folder in ``parent`` that is its maker's, and is removed by :meth:`close`.
+    """A new folder in ``parent`` that is its maker's, and is removed by :meth:`close`. Its name
+    has the maker's process id after the prefix.
 
     Those whose maker was killed are known by the advisory lock that they no longer have,
     and go when the next one with this prefix is made.
@@ -46,7 +47,7 @@ class HeldFolder:
     def __init__(self, prefix: str, parent: Path) -> None:
         sweep(parent.glob(f"{prefix}*/"), lambda left: shutil.rmtree(left, ignore_errors=True))
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+            self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
             try:
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:

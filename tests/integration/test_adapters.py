@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,13 +13,13 @@ import pytest
 import torch
 
 from bus.errors import Refused, UpdateFailed, UsageError
-from bus.lora import FOLDER_PREFIX, adapter_of
+from bus.lora import adapter_of
 from bus.messages import NackCode
-from bus.transfer import SHM_FOLDER
 from sidecar import Sidecar
 from sidecar.bench.agents import StubEngine
 from sidecar.transfer import check_delivered, check_sums
 from sidecar.transfer.lora import LoraReceiver
+from tests.support.adapters import folders
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint
 from tests.support.serving import an_engine, assert_serve
@@ -94,10 +96,6 @@ class Reads(StubEngine):
 
 def run(scenario: Coroutine[object, object, None]) -> None:
     asyncio.run(asyncio.wait_for(scenario, LIMIT_S))
-
-
-def folders() -> list[str]:
-    return [path.name for path in Path(SHM_FOLDER).glob(f"{FOLDER_PREFIX}*")]
 
 
 async def engines_of(agent: TrainerAgent) -> dict[str, EngineView]:
@@ -198,10 +196,14 @@ def test_a_trainer_that_is_killed_leaves_no_folder() -> None:
         ):
             script = ROOT / "tests" / "support" / "dies_with_adapter.py"
             dies = await asyncio.create_subprocess_exec(
-                sys.executable, str(script), broker, "2", cwd=ROOT
+                *(sys.executable, str(script), broker, "2"),
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=subprocess.PIPE,
             )
-            assert await dies.wait() == -9
-            [left] = folders()
+            told, _ = await dies.communicate()
+            assert dies.returncode == -9
+            [left] = told.decode().split()
             for engine in engines:
                 await engine.restored.wait()
                 await engine.resumed.wait()
@@ -209,7 +211,7 @@ def test_a_trainer_that_is_killed_leaves_no_folder() -> None:
             async with TrainerAgent(broker, name="next") as agent:
                 await agent.wait_for_engines(2)
                 await agent.update_adapter(NAME, tensors(4.0), config=CONFIG)
-                assert left not in folders()
+                assert left not in folders(dies.pid)
             assert [engine.serves for engine in engines] == [4.0, 4.0]
 
     run(scenario())

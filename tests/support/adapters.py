@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 
-from bus.lora import CONFIG_FILE, WEIGHTS_FILE
+from bus.lora import CONFIG_FILE, FOLDER_PREFIX, WEIGHTS_FILE
+from bus.transfer import SHM_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -61,3 +63,10 @@ def make_adapter(
         "bias": "none",
     }
     return MadeAdapter(tensors, config, merged)
+
+
+def folders(pid: int | None = None) -> list[str]:
+    """Adapters that a process has on tmpfs, or has left there: this one, if no other is named.
+    Other tests have theirs meanwhile."""
+    pattern = f"{FOLDER_PREFIX}{pid or os.getpid()}-*"
+    return [path.name for path in Path(SHM_FOLDER).glob(pattern)]

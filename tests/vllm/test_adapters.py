@@ -6,20 +6,18 @@ import asyncio
 import contextlib
 import gc
 import itertools
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from bus.errors import ManifestRefused, Refused, UsageError
-from bus.lora import FOLDER_PREFIX, WEIGHTS_FILE
+from bus.lora import WEIGHTS_FILE
 from bus.messages import NackCode
-from bus.transfer import SHM_FOLDER
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine
 from sidecar.vllm_inprocess import VllmEngine, parse_version
 from tests.contract.engine_suite import Watch
-from tests.support.adapters import ATTENTION, MadeAdapter, make_adapter
+from tests.support.adapters import ATTENTION, MadeAdapter, folders, make_adapter
 from tests.support.broker import a_broker
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.vllm._vllm import (
@@ -37,6 +35,7 @@ from trainer_agent.updating import Update
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -118,11 +117,6 @@ def with_lora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WithLora]:
             runner.run(booted.__aexit__(None, None, None))
             del tested.llm, tested.engine, llm
             gc.collect()
-
-
-def folders() -> list[str]:
-    """Adapters on tmpfs."""
-    return [path.name for path in Path(SHM_FOLDER).glob(f"{FOLDER_PREFIX}*")]
 
 
 def test_an_adapter_alone(with_lora: WithLora) -> None:

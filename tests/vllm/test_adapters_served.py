@@ -5,22 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
 
 from bus.errors import Refused
-from bus.lora import FOLDER_PREFIX
 from bus.messages import NackCode
-from bus.transfer import SHM_FOLDER
 from sidecar import Sidecar
 from sidecar.supervise import SupervisedServer
 from sidecar.vllm_http import VllmHttpEngine
 from sidecar.vllm_inprocess import parse_version
 from tests.contract.engine_suite import Watch
-from tests.support.adapters import make_adapter
+from tests.support.adapters import folders, make_adapter
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.vllm._vllm import (
@@ -36,6 +33,7 @@ from trainer_agent.updating import Update
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -81,11 +79,6 @@ class Client:
             (parse_version(s["version"]), s["start"], s["end"]) for s in choice["weight_versions"]
         ]
         return tokens, spans
-
-
-def folders() -> list[str]:
-    """Adapters on tmpfs."""
-    return [path.name for path in Path(SHM_FOLDER).glob(f"{FOLDER_PREFIX}*")]
 
 
 def test_adapters_of_a_server(  # noqa: PLR0915 - a server takes half a minute to boot
