@@ -5,8 +5,8 @@ The machines stay readable alone; what binds them stands here, and is little:
 - Only the trainer that holds the group may command it, and only with the group's
   epoch, which grows with every new holder: a trainer that comes back after it was
   replaced is refused.
-- UPDATE_START needs the group PAUSED. RESUME is refused while an update could leave
-  engines with different or half-loaded weights (``update.UNSAFE``).
+- UPDATE_START needs the group PAUSED. RESUME waits while an update could leave engines
+  with different or half-loaded weights (``update.UNSAFE``).
 - SLEEP and WAKE need the group PAUSED and no update under way. Engines whose weights a
   sleep has discarded are not resumed: without a commit they are quarantined.
 - An engine that joins while the group is paused or an update is under way takes
@@ -401,6 +401,9 @@ class Group:
             over = self.sleep.over()
             if over:
                 return self.obey(over, now_ms)
+        followed = self._commands.follow(now_ms)
+        if followed:
+            return followed
         idle = self.update.state is UpdateState.IDLE
         if self.pause.state is not PauseState.PAUSED:
             self.resume_asked = False
