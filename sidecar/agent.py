@@ -39,7 +39,6 @@ from bus.protocol.calls import (
     CallResume,
     CallSleep,
     CallStart,
-    CallVerify,
     CallWakeWeights,
     SessionEffect,
 )
@@ -375,10 +374,8 @@ class Sidecar:
                 await engine.wake_weights()
             case CallReceive(chunk, backend, tensors, handle):
                 await engine.receive(Chunk(chunk, backend, tensors, handle))
-            case CallVerify(chunk, verify, sums):
-                await engine.verify(chunk, verify, sums)
-            case CallLoad(chunk):
-                await engine.load(chunk)
+            case CallLoad(chunk, verify, sums):
+                await engine.load(chunk, verify, sums)
             case CallArm(manifest, target):
                 await engine.arm(manifest, target)
             case CallStart(recover, target):

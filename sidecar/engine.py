@@ -147,15 +147,14 @@ class Engine(Protocol):
     async def receive(self, chunk: Chunk) -> None:
         """Fetch the chunk's tensors into staging; the model is untouched."""
 
-    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
-        """Compare the received chunk's checksums (:mod:`bus.checksum`); load nothing.
+    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
+        """Load the received chunk into the model, and let the staging go. With ``sums``, compare
+        its checksums first (:mod:`bus.checksum`), in all workers before any of them loads.
 
         Raises:
-            EngineError: code ``checksum_mismatch``, with the first tensor that differs.
+            EngineError: code ``checksum_mismatch``, with the first tensor that differs; nothing
+                of the chunk is loaded then.
         """
-
-    async def load(self, seq: int) -> None:
-        """Load the received chunk into the model, and let the staging go."""
 
     async def restore(self, target: Target = "model") -> None:
         """After ``start_update`` of the target, and no load: bring its old weights back."""

@@ -271,11 +271,8 @@ class VllmHttpEngine:
     async def receive(self, chunk: Chunk) -> None:
         await self._plugin.receive(chunk)
 
-    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
-        await self._plugin.verify(seq, verify, sums)
-
-    async def load(self, seq: int) -> None:
-        await self._plugin.load(seq)
+    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
+        await self._plugin.load(seq, verify, sums)
 
     async def restore(self, target: Target = "model") -> None:
         await self._plugin.restore(target)

@@ -9,7 +9,7 @@
     ARMED      UPDATE_START   STARTING    start_update(recover); the engine is paused
     STARTING   done           LOADING     ack start
     LOADING    CHUNK_META k   LOADING     receive(k), once chunk k-1 is to be loaded
-    LOADING    CHUNK_SENT k   LOADING     verify(k), load(k), once chunk k is received; ack chunk k
+    LOADING    CHUNK_SENT k   LOADING     load(k, verify), once chunk k is received; ack chunk k
     LOADING    UPDATE_FINISH  FINISHING   finish_update()
     FINISHING  done           FINISHED    ack finish
     FINISHING  failed         LOADING     nack finish; it may be tried again
@@ -86,7 +86,6 @@ from bus.protocol.calls import (
     CallRestore,
     CallSleep,
     CallStart,
-    CallVerify,
     Job,
     SessionEffect,
     ack,
@@ -140,7 +139,7 @@ class EngineUpdate:
         self._told = self._sent = 0
         self._metas: deque[tuple[int, WeightChunkMeta]] = deque()
         self._checks: deque[tuple[int, ChunkSent]] = deque()
-        self._loaded = False  # a load has begun since the start
+        self._loaded = False  # something may have been loaded since the start
         self._manifest: Manifest | None = None
         self._backend = ""
         self._base = 0  # of a patch
@@ -276,7 +275,7 @@ class EngineUpdate:
         return self._manifest
 
     def _queue_chunks(self) -> None:
-        """Receive, verify and load, one chunk after the other."""
+        """Receive and load, one chunk after the other."""
         while True:
             received, passed = self._told - len(self._metas), self._sent - len(self._checks)
             if self._metas and received == passed:
@@ -286,9 +285,7 @@ class EngineUpdate:
                 self._queue.add(receive, msg_id)
             elif self._checks and passed < received:
                 msg_id, sent = self._checks.popleft()
-                if sent.sums:
-                    self._queue.add(CallVerify(sent.chunk, sent.verify, sent.sums), msg_id)
-                self._queue.add(CallLoad(sent.chunk), msg_id)
+                self._queue.add(CallLoad(sent.chunk, sent.verify, sent.sums), msg_id)
             else:
                 return
 
@@ -350,7 +347,7 @@ class EngineUpdate:
         """One of the update's calls has returned."""
         call = job.call
         chunk = 0
-        if isinstance(call, CallReceive | CallVerify):
+        if isinstance(call, CallReceive):
             return self._settle([])  # its load follows, and the ack with it
         if isinstance(call, CallOpenTransfer):
             self._transfer = call
@@ -366,6 +363,7 @@ class EngineUpdate:
         elif isinstance(call, CallLoad):
             chunk = call.chunk
             self.applied += 1
+            self._lost_the_old()
         elif isinstance(call, CallFinish):
             self.state = _S.FINISHED
         elif isinstance(call, CallCommit):
@@ -386,7 +384,7 @@ class EngineUpdate:
             return self._settle([nack(job.reply_to, step, failure, call.update_id)])
         self._queue.drop_waiting()
         self._forget_chunks()
-        chunk = call.chunk if isinstance(call, CallReceive | CallVerify | CallLoad) else 0
+        chunk = call.chunk if isinstance(call, CallReceive | CallLoad) else 0
         if isinstance(call, (CallRestore, CallAbortRequests)):
             # The undoing itself failed: only a whole update brings this engine back.
             if isinstance(call, CallRestore):
@@ -396,7 +394,9 @@ class EngineUpdate:
         if isinstance(call, CallArm):
             self.state = _S.NONE
         elif isinstance(call, CallStart):
-            self._loaded = not adapter_of(self._backend)  # half started: not to be trusted
+            self._lost_the_old()  # half started: not to be trusted
+        elif isinstance(call, CallLoad) and failure.code is not NackCode.CHECKSUM_MISMATCH:
+            self._lost_the_old()
         elif isinstance(call, CallFinish):
             self.state = _S.LOADING
         elif isinstance(call, CallCommit):
@@ -404,11 +404,10 @@ class EngineUpdate:
         return self._settle([nack(job.reply_to, step, failure, self.update_id, chunk)])
 
     def issued(self, call: object) -> None:
-        """A call is made now: from the first load on, or the sleep that discards them, the old
-        weights are gone."""
-        loads = isinstance(call, CallReceive) and loads_when_received(call.backend)
-        if loads or isinstance(call, CallLoad):
-            self._loaded = not adapter_of(self._backend)  # an engine keeps the adapter before
+        """A call is made now: from a receive on that loads, or the sleep that discards them, the
+        old weights are gone."""
+        if isinstance(call, CallReceive) and loads_when_received(call.backend):
+            self._lost_the_old()
         elif isinstance(call, CallSleep) and call.level == 2:  # noqa: PLR2004 - the level
             self.partial.add("model")
             if self._draft:
@@ -420,6 +419,10 @@ class EngineUpdate:
         self._queue.add(CallAbortRequests(), msg_id)
 
     # -- inside ---------------------------------------------------------------
+
+    def _lost_the_old(self) -> None:
+        """Something was loaded, or may have been; of an adapter, an engine keeps the one before."""
+        self._loaded = not adapter_of(self._backend)
 
     def _settle(self, effects: list[SessionEffect]) -> list[SessionEffect]:
         """An ABORT that waited for the call follows it."""
@@ -497,7 +500,6 @@ _UPDATE_CALLS: Final = (
     CallArm,
     CallStart,
     CallReceive,
-    CallVerify,
     CallLoad,
     CallFinish,
 )

@@ -33,7 +33,6 @@ from bus.protocol.calls import (
     CallPause,
     CallReceive,
     CallResume,
-    CallVerify,
     SessionEffect,
 )
 from bus.protocol.effects import Note, Send
@@ -234,7 +233,7 @@ class SimEngine:
             self.met["sent, already applied"] += 1
         elif isinstance(call, CallReceive) and call.chunk == message.chunk:
             self.met["sent while it is received"] += 1
-        elif isinstance(call, CallVerify | CallLoad) and call.chunk == message.chunk:
+        elif isinstance(call, CallLoad) and call.chunk == message.chunk:
             self.met["sent again while it is loaded"] += 1
         elif call is None and self.truth.staged == message.chunk:
             self.met["sent after it is received"] += 1

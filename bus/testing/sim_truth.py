@@ -27,7 +27,6 @@ from bus.protocol.calls import (
     CallResume,
     CallSleep,
     CallStart,
-    CallVerify,
     CallWakeWeights,
 )
 
@@ -89,7 +88,6 @@ class Truth:
         self._finished = False
         self._load_begun = False
         self._staged: tuple[int, int] | None = None  # chunk, payload
-        self._verified: int | None = None  # the chunk that was found to be what was sent
         self._call: Call | None = None
 
     @property
@@ -141,10 +139,8 @@ class Truth:
                     self._refuse(f"start_update(recover={recover}), but broken is {self.broken}")
             case CallReceive():
                 self._receive(call)
-            case CallVerify(chunk):
-                self._need_staged(chunk, "verified")
-            case CallLoad(chunk):
-                self._begin_load(chunk)
+            case CallLoad():
+                self._begin_load(call)
             case CallRestore(target):
                 if self._load_begun or target != self._target:
                     self._refuse("restored after a load: the old weights are gone")
@@ -178,8 +174,6 @@ class Truth:
                 self.loaded = []
                 self.sent = {}
                 self._staged = None
-            case CallVerify(chunk):
-                self._verified = chunk
             case CallReceive() | CallLoad():
                 self._end_chunk(call)
             case CallRestore():
@@ -245,12 +239,9 @@ class Truth:
                 return EngineError(
                     "the manifest lacks it", code=NackCode.MANIFEST_REFUSED, tensor=missing[0]
                 )
-        if isinstance(call, CallVerify) and self._staged is not None:
-            wrong = [place for place, payload in enumerate(call.sums) if payload != self._staged[1]]
-            if wrong and self.manifest is not None:
-                tensor = self.manifest.chunk(call.chunk)[wrong[0]].name
-                code = NackCode.CHECKSUM_MISMATCH
-                return EngineError("not what was sent", code=code, tensor=tensor)
+        if isinstance(call, CallLoad) and (wrong := self._wrong(call)):
+            code = NackCode.CHECKSUM_MISMATCH
+            return EngineError("not what was sent", code=code, tensor=wrong[0])
         return None
 
     # -- inside ---------------------------------------------------------------
@@ -264,15 +255,26 @@ class Truth:
         elif call.tensors != self.manifest.chunk(call.chunk):
             self._refuse(f"chunk {call.chunk} is not the one of the manifest")
 
-    def _begin_load(self, chunk: int) -> None:
+    def _wrong(self, call: CallLoad) -> list[str]:
+        """The tensors of what is staged that are not what was sent, as far as its sums say."""
+        if self._staged is None or self.manifest is None:
+            return []
+        payload = self._staged[1]
+        metas = self.manifest.chunk(call.chunk)
+        return [meta.name for meta, sent in zip(metas, call.sums, strict=False) if sent != payload]
+
+    def _begin_load(self, call: CallLoad) -> None:
+        chunk = call.chunk
         self._need_weights("a chunk is loaded")
         self._need_staged(chunk, "loaded")
         if chunk not in self.sent:
             self._refuse(f"chunk {chunk} is loaded before it is sent")
-        if self.sent[chunk] and self._verified != chunk:
+        if self.sent[chunk] and not call.sums:
             self._refuse(f"chunk {chunk} is loaded unverified")
         if chunk in self.loaded or chunk != len(self.loaded):
             self._refuse(f"chunk {chunk} is loaded after {self.loaded}")
+        if self._wrong(call):
+            return
         self._load_begun = True
         assert self.manifest is not None
         assert self._staged is not None
@@ -282,7 +284,6 @@ class Truth:
         assert self.manifest is not None
         if isinstance(call, CallReceive):
             self._staged = (call.chunk, int(call.handle))
-            self._verified = None
             return
         assert self._staged is not None
         for meta in self.manifest.chunk(call.chunk):

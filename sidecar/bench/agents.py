@@ -79,10 +79,7 @@ class StubEngine:
     async def receive(self, chunk: Chunk) -> None:
         pass
 
-    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
-        pass
-
-    async def load(self, seq: int) -> None:
+    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
         pass
 
     async def restore(self, target: Target = "model") -> None:

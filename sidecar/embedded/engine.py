@@ -276,13 +276,11 @@ class EmbeddedEngine:
         short = updater.is_short(len(chunk.tensors))
         await self._transport(lambda: updater.receive(chunk), short=short)
 
-    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
+    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
         updater = self._update()
-        short = updater.is_short(updater.staged_tensors, verify)
-        await self._transport(lambda: updater.verify(seq, verify, sums), short=short)
-
-    async def load(self, seq: int) -> None:
-        updater = self._update()
+        if sums:
+            short = updater.is_short(updater.staged_tensors, verify)
+            await self._transport(lambda: updater.verify(seq, verify, sums), short=short)
         await _answer(self._started().call(lambda: updater.load(seq)))
 
     async def restore(self, target: Target = "model") -> None:

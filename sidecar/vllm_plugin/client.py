@@ -105,10 +105,9 @@ class PluginClient:
         else:
             await self._perform(operation)
 
-    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
-        await self._perform(wire.Verify(seq, verify, sums))
-
-    async def load(self, seq: int) -> None:
+    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
+        if sums:
+            await self._perform(wire.Verify(seq, verify, sums))
         if self._adapter:
             await self._perform(wire.LoadAdapter(seq))
             await self._doors.load_adapter(self._adapter)

@@ -38,7 +38,6 @@ from bus.protocol.calls import (
     CallResume,
     CallSleep,
     CallStart,
-    CallVerify,
     CallWakeWeights,
 )
 from bus.protocol.link import LinkState
@@ -80,7 +79,6 @@ CALLS: Final[tuple[type[Call], ...]] = (
     CallResume,
     CallOpenTransfer,
     CallRestore,
-    CallVerify,
     CallSleep,
     CallWakeWeights,
 )

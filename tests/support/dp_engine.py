@@ -95,11 +95,8 @@ class GroupEngine:
             "receive", seq=chunk.seq, backend=chunk.backend, tensors=tensors, handle=handle
         )
 
-    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
-        await self._all("verify", seq=seq, verify=verify, sums=sums)
-
-    async def load(self, seq: int) -> None:
-        await self._all("load", seq=seq)
+    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
+        await self._all("load", seq=seq, verify=verify, sums=sums)
 
     async def restore(self, target: Target = "model") -> None:
         need_model(target)

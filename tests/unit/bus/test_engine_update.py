@@ -36,7 +36,6 @@ from bus.protocol.calls import (
     CallRestore,
     CallSleep,
     CallStart,
-    CallVerify,
     SessionEffect,
 )
 from bus.protocol.engine_update import MIXED, EngineUpdate, EngineUpdateState
@@ -88,9 +87,9 @@ class Driver:
         return self.issue(self.update.sent(20 + number, told))
 
     def apply(self, number: int, update_id: str = "u1") -> list[SessionEffect]:
-        """A chunk from its first message to its ack: received, verified, loaded."""
+        """A chunk from its first message to its ack: received, and verified and loaded."""
         effects = [*self.chunk(number, update_id), *self.sent(number, update_id)]
-        for _ in range(3):
+        for _ in range(2):
             effects += self.returned()
         return effects
 
@@ -163,13 +162,13 @@ def outcome(effects: Iterable[SessionEffect]) -> str:
 
 
 def test_an_update_from_the_first_step_to_the_last() -> None:
-    """Each command is one engine call, acked by its return; a chunk is three calls."""
+    """Each command is one engine call, acked by its return; a chunk is two calls."""
     driver = Driver().to(_S.COMMITTING)
     assert only(driver.returned(), Ack).step is Step.COMMIT
     assert [type(call) for call in driver.calls] == [
         CallArm,
         CallStart,
-        *[CallReceive, CallVerify, CallLoad] * CHUNKS,
+        *[CallReceive, CallLoad] * CHUNKS,
         CallFinish,
         CallCommit,
     ]
@@ -355,13 +354,13 @@ def test_chunks_are_loaded_once_and_in_order() -> None:
     driver.sent(0)
     driver.sent(1)
     assert driver.sent(0) == []
-    for _ in range(6):
+    for _ in range(4):
         driver.returned()
     for again in (driver.chunk(0), driver.sent(0)):
         acked = only(again, Ack)
         assert (acked.step, acked.chunk) == (Step.CHUNK, 0)
     loads = [call for call in driver.calls if isinstance(call, CallLoad)]
-    assert loads == [CallLoad(0), CallLoad(1)]
+    assert loads == [load(0), load(1)]
 
 
 @pytest.mark.parametrize("field", ["names", "dtypes", "shapes", "sizes_bytes"])
@@ -392,14 +391,13 @@ def test_a_chunk_that_the_manifest_does_not_have_is_refused() -> None:
 
 @pytest.mark.parametrize("applied", range(CHUNKS))
 def test_finish_needs_every_chunk(applied: int) -> None:
-    """One that is received and verified but not loaded is not applied."""
+    """One that is received but not loaded is not applied."""
     driver = Driver().to(_S.STARTING)
     driver.returned()
     for k in range(applied):
         driver.apply(k)
     driver.chunk(applied)
     driver.sent(applied)
-    driver.returned()
     driver.returned()
     with pytest.raises(Declined):
         driver.finish()
@@ -579,8 +577,7 @@ def test_an_adapter_is_undone_however_far_it_came(fails: str) -> None:
         driver.chunk(0)
         driver.sent(0)
         driver.returned()
-        driver.returned()
-        assert driver.calls[-1] == CallLoad(0)
+        assert driver.calls[-1] == load(0)
         driver.failed() if fails == "load" else driver.returned()
     if fails == "finish":
         for k in range(1, CHUNKS):
@@ -789,8 +786,7 @@ def test_an_abort_while_a_chunk_is_loaded_finds_it_loaded() -> None:
     driver.chunk(0)
     driver.sent(0)
     driver.returned()
-    driver.returned()
-    assert driver.calls[-1] == CallLoad(0)
+    assert driver.calls[-1] == load(0)
     assert driver.abort() == []
     driver.failed()
     assert driver.calls[-1] == CallAbortRequests()
@@ -869,13 +865,18 @@ def test_a_pause_that_waits_behind_an_arm_outlives_its_abort() -> None:
     assert driver.calls[-1] is pause
 
 
+def load(chunk: int) -> CallLoad:
+    """Of one that is verified."""
+    return CallLoad(chunk, "full", (1,))
+
+
 def load_calls(driver: Driver) -> list[tuple[str, int]]:
     """What was called of chunks, in order."""
-    names = {CallReceive: "receive", CallVerify: "verify", CallLoad: "load"}
+    names = {CallReceive: "receive", CallLoad: "load"}
     return [
         (names[type(call)], call.chunk)
         for call in driver.calls
-        if isinstance(call, CallReceive | CallVerify | CallLoad)
+        if isinstance(call, CallReceive | CallLoad)
     ]
 
 
@@ -895,9 +896,7 @@ def test_a_chunk_is_received_verified_and_loaded_in_this_order() -> None:
     assert load_calls(driver) == [("receive", 0)]
     assert driver.queue.running() is None
     driver.sent(0)
-    assert driver.calls[-1] == CallVerify(0, "full", (1,))
-    assert driver.returned() == []
-    assert load_calls(driver) == [("receive", 0), ("verify", 0), ("load", 0)]
+    assert driver.calls[-1] == CallLoad(0, "full", (1,))
     acked = only(driver.returned(), Ack)
     assert (acked.step, acked.chunk) == (Step.CHUNK, 0)
 
@@ -909,7 +908,7 @@ def test_nothing_is_verified_where_there_is_nothing_to_verify(verify: Verify) ->
     driver.chunk(0)
     driver.returned()
     driver.sent(0, verify=verify)
-    assert load_calls(driver) == [("receive", 0), ("load", 0)]
+    assert driver.calls[-1] == CallLoad(0, verify, ())
 
 
 def test_a_chunk_that_is_sent_while_it_is_received_is_loaded_after_that() -> None:
@@ -918,7 +917,7 @@ def test_a_chunk_that_is_sent_while_it_is_received_is_loaded_after_that() -> Non
     driver.sent(0)
     assert load_calls(driver) == [("receive", 0)]
     drain(driver)
-    assert load_calls(driver) == [("receive", 0), ("verify", 0), ("load", 0)]
+    assert load_calls(driver) == [("receive", 0), ("load", 0)]
 
 
 def test_a_chunk_that_is_told_early_waits_until_the_one_before_is_to_be_loaded() -> None:
@@ -932,7 +931,7 @@ def test_a_chunk_that_is_told_early_waits_until_the_one_before_is_to_be_loaded()
     driver.sent(0)
     driver.sent(1)
     drain(driver)
-    whole = [("receive", 0), ("verify", 0), ("load", 0)]
+    whole = [("receive", 0), ("load", 0)]
     assert load_calls(driver) == [*whole, *((what, 1) for what, _ in whole)]
 
 
@@ -966,21 +965,21 @@ def test_a_chunk_that_is_sent_before_the_one_before_it_is_forgotten() -> None:
     assert driver.update.applied == 2
 
 
-@pytest.mark.parametrize("after", range(4))
+@pytest.mark.parametrize("after", range(3))
 def test_doubles_of_both_messages_change_nothing_wherever_they_come(after: int) -> None:
-    """After the receive, the verification and the load began, and when all is done."""
+    """After the receive and the load began, and when all is done."""
     driver = started()
     driver.chunk(0)
     driver.sent(0)
     effects: list[SessionEffect] = []
-    for step in range(3):
+    for step in range(2):
         if step == after:
             assert driver.chunk(0) == driver.sent(0) == driver.sent(0) == []
         effects += driver.returned()
-    if after == 3:
+    if after == 2:
         for again in (driver.chunk(0), driver.sent(0)):
             assert only(again, Ack).chunk == 0
-    assert load_calls(driver) == [("receive", 0), ("verify", 0), ("load", 0)]
+    assert load_calls(driver) == [("receive", 0), ("load", 0)]
     assert len(messages(effects)) == 1
     assert len(driver.queue) == 0
 
@@ -993,7 +992,7 @@ def test_doubles_of_a_chunk_that_waits_for_its_turn_change_nothing() -> None:
             driver.chunk(k)
             driver.sent(k)
     drain(driver)
-    whole = [("receive", 0), ("verify", 0), ("load", 0)]
+    whole = [("receive", 0), ("load", 0)]
     assert load_calls(driver) == [*whole, *((what, 1) for what, _ in whole)]
 
 
@@ -1036,9 +1035,9 @@ MISMATCH = Failure(NackCode.CHECKSUM_MISMATCH, "not what was sent", tensor="b")
 
 
 def mismatch(driver: Driver) -> Nack:
-    """The verification that runs finds another sum; what is said of it."""
+    """The load that runs finds another sum, and loads nothing; what is said of it."""
     call = driver.queue.running()
-    assert isinstance(call, CallVerify)
+    assert isinstance(call, CallLoad)
     return only(driver.issue(driver.update.failed(driver.queue.end(call), MISMATCH)), Nack)
 
 
@@ -1061,13 +1060,12 @@ def test_a_chunk_that_is_not_what_was_sent_is_not_loaded(chunk: int, found: str)
         "b",
     )
     assert len(driver.queue) == 0
-    assert ("load", chunk) not in load_calls(driver)
     assert driver.update.applied == chunk
     with pytest.raises(Declined):
         driver.finish()
     assert outcome([*driver.abort(), *driver.returned()]) == found
     assert bool(driver.update.partial) is (found == "partial")
-    assert ("load", chunk) not in load_calls(driver)
+    assert load_calls(driver)[-1] == ("load", chunk)
 
 
 def test_a_chunk_that_was_not_what_was_sent_may_be_asked_again() -> None:
@@ -1080,13 +1078,7 @@ def test_a_chunk_that_was_not_what_was_sent_may_be_asked_again() -> None:
     assert driver.sent(0) == []
     assert driver.queue.running() is None
     assert only(driver.apply(0), Ack).chunk == 0
-    assert load_calls(driver) == [
-        ("receive", 0),
-        ("verify", 0),
-        ("receive", 0),
-        ("verify", 0),
-        ("load", 0),
-    ]
+    assert load_calls(driver) == [("receive", 0), ("load", 0)] * 2
 
 
 def test_a_receive_that_failed_may_be_asked_again() -> None:
@@ -1105,7 +1097,19 @@ def test_a_receive_that_failed_may_be_asked_again() -> None:
     assert loads == [("load", 0), ("load", 1)]
 
 
-@pytest.mark.parametrize("step", ["receive", "verify", "received", "load"])
+def test_a_mismatch_and_an_abort_that_waits_for_it_find_nothing_loaded() -> None:
+    """ABORT comes while the sums are compared."""
+    driver = started()
+    driver.chunk(0)
+    driver.sent(0)
+    driver.returned()
+    assert driver.abort() == []
+    mismatch(driver)
+    assert driver.calls[-1] == CallRestore("model")
+    assert outcome(driver.returned()) == "restored"
+
+
+@pytest.mark.parametrize("step", ["receive", "received", "load"])
 def test_an_abort_of_a_chunk_on_its_way(step: str) -> None:
     """Only once its load has begun the old weights are gone."""
     driver = started()
@@ -1113,8 +1117,6 @@ def test_an_abort_of_a_chunk_on_its_way(step: str) -> None:
     if step != "received":
         driver.sent(0)
     if step != "receive":
-        driver.returned()
-    if step == "load":
         driver.returned()
     effects = [*driver.abort(), *drain(driver)]
     assert [each.outcome for each in messages(effects) if isinstance(each, Ack)][-1] == (
@@ -1154,7 +1156,7 @@ def test_what_an_update_left_of_chunks_is_not_the_next_ones() -> None:
     assert driver.sent(0, "u2") == []
     assert driver.queue.running() is None
     driver.apply(0, "u2")
-    assert load_calls(driver) == [("receive", 0), ("verify", 0), ("load", 0)]
+    assert load_calls(driver) == [("receive", 0), ("load", 0)]
 
 
 def test_an_engine_without_a_place_enters_no_communicator() -> None:
