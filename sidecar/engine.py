@@ -119,8 +119,9 @@ class Engine(Protocol):
     async def abort_requests(self) -> int:
         """End every request with the tokens it has, paused or not; return how many."""
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
-        """Open the out-of-band transport (again, with new params, replaces it).
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
+        """Open the out-of-band transport (again, with new params, replaces it). Returns how many
+        chunks may be received before the first of them is loaded; at least one.
 
         ``place``: where the engine's first worker stands in the communicator; its other
         workers follow.
@@ -145,7 +146,8 @@ class Engine(Protocol):
         target, broke off after a load."""
 
     async def receive(self, chunk: Chunk) -> None:
-        """Fetch the chunk's tensors into staging; the model is untouched."""
+        """Fetch the chunk's tensors into staging; the model is untouched. With room for several
+        chunks it may return before they are there, and :meth:`load` waits for them."""
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
         """Load the received chunk into the model, and let the staging go. With ``sums``, compare

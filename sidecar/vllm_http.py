@@ -257,10 +257,11 @@ class VllmHttpEngine:
                 await anyio.sleep(ABORT_SEEN_S / 50)
         return int(answer["aborted"])
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
-        await self._plugin.open_transfer(backend, params, place)
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
+        ahead = await self._plugin.open_transfer(backend, params, place)
         if adapter := adapter_of(backend):
             await self._adapters.open(adapter, params)
+        return ahead
 
     async def arm(self, manifest: Manifest, target: Target = "model") -> None:
         await self._plugin.arm(manifest, target)

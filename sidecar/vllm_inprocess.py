@@ -166,9 +166,10 @@ class VllmEngine:
             await _call(self._llm.abort(everything, internal=True))
         return len(requests)
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
-        await self._plugin.open_transfer(backend, params, place)
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
+        ahead = await self._plugin.open_transfer(backend, params, place)
         self._doors.adapter_path = adapter_path(params) if adapter_of(backend) else ""
+        return ahead
 
     async def arm(self, manifest: Manifest, target: Target = "model") -> None:
         await self._plugin.arm(manifest, target)

@@ -55,6 +55,8 @@ class Truth:
         loaded: chunks loaded since the last start, in order.
         sent: chunks of which the sender has said that they have left, by the caller's word.
         broken: the targets of which an update broke off after a load.
+        staged: chunks that are received and not loaded yet, with their payloads.
+        ahead: how many it has room for.
         in_flight: requests held.
         asleep: which of its memory sleeps, or may: of ``weights`` and ``cache``.
 
@@ -87,13 +89,9 @@ class Truth:
         self._started = False
         self._finished = False
         self._load_begun = False
-        self._staged: tuple[int, int] | None = None  # chunk, payload
+        self.ahead = 1
+        self.staged: dict[int, int] = {}  # per chunk, its payload
         self._call: Call | None = None
-
-    @property
-    def staged(self) -> int | None:
-        """The chunk that is received, and not loaded yet."""
-        return self._staged[0] if self._staged else None
 
     @property
     def weights(self) -> dict[str, int]:
@@ -173,7 +171,7 @@ class Truth:
                 self._finished = self._load_begun = False
                 self.loaded = []
                 self.sent = {}
-                self._staged = None
+                self.staged.clear()
             case CallReceive() | CallLoad():
                 self._end_chunk(call)
             case CallRestore():
@@ -220,8 +218,7 @@ class Truth:
 
     def garble(self) -> None:
         """What was received is not what was sent."""
-        assert self._staged is not None
-        self._staged = (self._staged[0], GARBLED)
+        self.staged[max(self.staged)] = GARBLED
 
     def refusal(self, call: Call) -> EngineError | None:
         """What the engine itself has against a call: a manifest that does not fit."""
@@ -250,16 +247,18 @@ class Truth:
         self._need_weights("a chunk is received")
         if not self._started or self.manifest is None:
             self._refuse("a chunk comes before the start")
-        elif call.chunk != len(self.loaded):
-            self._refuse(f"chunk {call.chunk} is received after {self.loaded}")
+        elif call.chunk != len(self.loaded) + len(self.staged):
+            self._refuse(f"chunk {call.chunk} is received after {self.loaded}, {self.staged}")
+        elif len(self.staged) >= self.ahead:
+            self._refuse(f"chunk {call.chunk} is received ahead of {sorted(self.staged)}")
         elif call.tensors != self.manifest.chunk(call.chunk):
             self._refuse(f"chunk {call.chunk} is not the one of the manifest")
 
     def _wrong(self, call: CallLoad) -> list[str]:
         """The tensors of what is staged that are not what was sent, as far as its sums say."""
-        if self._staged is None or self.manifest is None:
+        if call.chunk not in self.staged or self.manifest is None:
             return []
-        payload = self._staged[1]
+        payload = self.staged[call.chunk]
         metas = self.manifest.chunk(call.chunk)
         return [meta.name for meta, sent in zip(metas, call.sums, strict=False) if sent != payload]
 
@@ -277,23 +276,21 @@ class Truth:
             return
         self._load_begun = True
         assert self.manifest is not None
-        assert self._staged is not None
-        self.models[self._target][self.manifest.chunk(chunk)[0].name] = self._staged[1]
+        self.models[self._target][self.manifest.chunk(chunk)[0].name] = self.staged[chunk]
 
     def _end_chunk(self, call: CallReceive | CallLoad) -> None:
         assert self.manifest is not None
         if isinstance(call, CallReceive):
-            self._staged = (call.chunk, int(call.handle))
+            self.staged[call.chunk] = int(call.handle)
             return
-        assert self._staged is not None
+        payload = self.staged.pop(call.chunk)
         for meta in self.manifest.chunk(call.chunk):
-            self.models[self._target][meta.name] = self._staged[1]
-        self._staged = None
+            self.models[self._target][meta.name] = payload
         self.loaded.append(call.chunk)
 
     def _need_staged(self, chunk: int, what: str) -> None:
-        if self._staged is None or self._staged[0] != chunk:
-            self._refuse(f"chunk {chunk} is {what}, staged is {self._staged}")
+        if chunk not in self.staged:
+            self._refuse(f"chunk {chunk} is {what}, staged is {self.staged}")
 
     def _begin_commit(self, version: int) -> None:
         self._need_idle("an update is committed")

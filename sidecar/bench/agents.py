@@ -67,8 +67,8 @@ class StubEngine:
     async def abort_requests(self) -> int:
         return 0
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
-        pass
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:  # noqa: ARG002
+        return 1
 
     async def arm(self, manifest: Manifest, target: Target = "model") -> None:
         pass

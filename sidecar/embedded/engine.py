@@ -258,8 +258,9 @@ class EmbeddedEngine:
     async def abort_requests(self) -> int:
         return await _answer(self._started().abort_all())
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
         await self._transport(lambda: self._update().open_transfer(backend, params, place))
+        return 1
 
     async def arm(self, manifest: Manifest, target: Target = "model") -> None:
         self._started()

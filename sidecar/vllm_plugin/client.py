@@ -55,12 +55,13 @@ class PluginClient:
         await self._perform(wire.Hello(wire.PROTOCOL))
         await self._perform(wire.UndoAdapter(settled=False))
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
         self._adapter = ""
         await self._perform(
             wire.Open(backend, params, place.communicator, place.world_size, place.rank)
         )
         self._adapter = adapter_of(backend)
+        return 1
 
     async def arm(self, manifest: Manifest, target: Target) -> None:
         await self._perform(

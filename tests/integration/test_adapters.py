@@ -67,10 +67,11 @@ class Reads(StubEngine):
         self.paused = False
         self.resumed.set()
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
         self.opened.append(backend)
         if adapter_of(backend):
             self._receiver.open(params, place)
+        return 1
 
     async def receive(self, chunk: Chunk) -> None:
         if adapter_of(chunk.backend):

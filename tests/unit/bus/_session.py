@@ -35,7 +35,7 @@ class Driver:
     def returned(self, *, in_flight: int | None = None) -> list[SessionEffect]:
         call, self.running = self.running, None
         assert call is not None
-        return self.take(self.session.done(call, 10.0, in_flight=in_flight))
+        return self.take(self.session.done(call, 10.0, told=in_flight))
 
     def failed(self) -> list[SessionEffect]:
         call, self.running = self.running, None
