@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from bus.protocol.group import Group, Instruction
 
 
-# In these, some chunk has been told, or may be; one that was, is answered for.
-_KNOWS_CHUNKS: Final = (*TAKES_CHUNKS, UpdateState.FINISHING)
+# In these, a chunk may come, or come again.
+_KNOWS_CHUNKS: Final = (UpdateState.ARMED, *TAKES_CHUNKS, UpdateState.FINISHING)
 _BEFORE_COMMIT: Final = (*_KNOWS_CHUNKS, UpdateState.FINISHED)
 _OVER: Final = (UpdateState.IDLE, UpdateState.ABORTING)
 
@@ -328,6 +328,8 @@ class Commands:
 
     def _chunk(self, msg_id: int, message: WeightChunkMeta, now_ms: float) -> list[Effect]:
         self._group.update.need(*_KNOWS_CHUNKS, update_id=message.update_id)
+        if self._group.update.state is UpdateState.ARMED:  # UPDATE_START was lost on its way
+            return []
         assert self._manifest is not None
         asked = self._group.update.chunks_asked
         if message.chunk >= self._manifest.chunks:
@@ -348,6 +350,8 @@ class Commands:
     def _sent(self, msg_id: int, message: ChunkSent, now_ms: float) -> list[Effect]:
         update = self._group.update
         update.need(*_KNOWS_CHUNKS, update_id=message.update_id)
+        if update.state is UpdateState.ARMED:
+            return []
         assert self._manifest is not None
         if message.chunk >= self._manifest.chunks:
             raise wrong_state(

@@ -202,6 +202,8 @@ class Truth:
                 self._load_begun = True  # half started
                 self._started = True
                 self.loaded = []
+            case CallReceive() | CallLoad():
+                self.staged.clear()
             case CallRestore():
                 self._break_off()
             case CallAbortRequests() if self._load_begun:
