@@ -4,11 +4,10 @@ The **window** is what the engine stands still for: from the first PAUSE_LOCAL t
 resumed, as the broker counts it; without a bus from the post of the pause to the answer of the
 resume, as the trainer counts it.
 
-In it the engine **works** while one of vLLM's own calls for pausing, updating and resuming is
-under way, and tensors move while a chunk is put, received or verified. All the rest is the
-**control plane**'s: either nobody works (``idle_ms``: messages are on their way, or are looked
-at), or only what wavebus asks vLLM beside those calls (``asks_ms``: whether an update is open,
-what it failed with, which version it serves). Moments count once, whoever works in them.
+In it the engine **works** while it pauses, starts, receives, loads, finishes or resumes, and the
+trainer while it puts a chunk. All the rest is the **control plane**'s: either nobody works
+(``idle_ms``: messages are on their way, or are looked at), or only what wavebus asks of vLLM beside
+those calls (``asks_ms``: to serve as the new version). Moments count once, whoever works in them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Window:
 
     Attributes:
         window_ms: from the pause to the resume.
-        asks_ms: nothing but questions of wavebus's was under way.
+        asks_ms: nothing but other calls of wavebus's was under way.
         idle_ms: nothing was.
         phases_ms: how long calls took, by name, those before the pause as well.
     """

@@ -43,6 +43,19 @@ class FaultyReceiver(ShmReceiver):
         return [*received[:-1], (name, tensor.as_subclass(Poisoned))]
 
 
+class OneSidedReceiver(ShmReceiver):
+    """Of two workers, one gets something else than was sent."""
+
+    def receive(
+        self, tensors: tuple[TensorMeta, ...], handle: bytes
+    ) -> list[tuple[str, torch.Tensor]]:
+        received = super().receive(tensors, handle)
+        if torch.distributed.get_rank() == 0:
+            return received
+        name, tensor = received[-1]
+        return [*received[:-1], (name, -tensor)]
+
+
 def _plan(trace: LoaderTrace, *, unloaded: str) -> CopyPlan:
     plan = make_plan(trace, unloaded=unloaded)
     if trace.metas[0].name != MISLEADING:
@@ -58,3 +71,4 @@ def register() -> None:
     module: Any = plans
     module.make_plan = _plan
     register_receiver("faulty", FaultyReceiver)
+    register_receiver("one-sided", OneSidedReceiver)
