@@ -400,8 +400,8 @@ class _Doors:
         self._ask = ask
         self._adapters = adapters
 
-    async def perform(self, operation: str) -> None:
-        await self._ask(facts.PERFORM, {"operation": operation})
+    async def perform(self, operation: str) -> int:
+        return facts.read_ahead(await self._ask(facts.PERFORM, {"operation": operation}))
 
     async def load_adapter(self, name: str) -> None:
         await self._adapters.load(name)

@@ -216,9 +216,9 @@ class _Doors:
         self.settled: dict[str, Any] = {}  # and of those that are committed
         self._llm = async_llm
 
-    async def perform(self, operation: str) -> None:
+    async def perform(self, operation: str) -> int:
         kwargs = {"operation": operation}
-        await _call(self._llm.collective_rpc(facts.PERFORM, kwargs=kwargs))
+        return facts.read_ahead(await _call(self._llm.collective_rpc(facts.PERFORM, kwargs=kwargs)))
 
     async def load_adapter(self, name: str) -> None:
         from vllm.lora.request import LoRARequest  # noqa: PLC0415 - see start()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bus.manifest import TensorMeta
     from sidecar.transfer.base import Receiver
 
-    Tensors = list[tuple[str, torch.Tensor]]
+    Tensors: TypeAlias = list[tuple[str, torch.Tensor]]
 
 
 class Inbox:
@@ -54,10 +54,17 @@ class Inbox:
 
     def close(self) -> None:
         """Let the transport go, and all that came or comes over it."""
+        self.stop()
         if self.receiver is not None:
-            self.receiver.close()  # who waits in it, leaves
-            self.clear()
+            self.receiver.close()
             self.receiver = None
+
+    def stop(self) -> None:
+        """Forget all chunks at once, and what comes yet: who waits in the transport, leaves it,
+        which must be opened anew."""
+        if self.receiver is not None and not all(coming.done() for coming in self._chunks.values()):
+            self.receiver.close()
+        self.clear()
 
     def begin(self, seq: int, metas: tuple[TensorMeta, ...], backend: str, handle: bytes) -> None:
         """Receive a chunk. It may come yet when this returns: :meth:`take` waits.
@@ -102,6 +109,23 @@ class Inbox:
                 tensor.record_stream(here)
         return tensors
 
+    def take_own(self, seq: int) -> Tensors:
+        """As :meth:`take`, but for ever, and on the weights' device.
+
+        Raises:
+            EngineError: also code ``transfer_failed``, if there is no room for a copy.
+        """
+        tensors = self.take(seq)
+        receiver = self.receiver
+        assert receiver is not None, "its tensors are there"
+        copied = receiver.owned or not receiver.lasts
+        try:
+            return self._copies(tensors, copy=not copied)
+        except torch.OutOfMemoryError as error:
+            raise transfer_failed(
+                f"{self._device} has no room for a copy of chunk {seq}: lower chunk_bytes"
+            ) from error
+
     def done(self, seq: int) -> None:
         """A chunk is loaded: its room may be used again."""
         self._let_go(seq)
@@ -116,7 +140,7 @@ class Inbox:
         if coming is None or self.receiver is None:
             return
         wait([coming])
-        if coming.exception() is None:
+        if coming.exception() is None and self.receiver.lasts:
             self.receiver.release()
 
     def _receive(self, receiver: Receiver, metas: tuple[TensorMeta, ...], handle: bytes) -> Tensors:
@@ -124,10 +148,16 @@ class Inbox:
             received = receiver.receive(metas, handle)
         try:
             check_delivered(self.backend, metas, received)
+            kept = received if receiver.lasts else self._copies(received, copy=True)
         except BaseException:
             receiver.release()
             raise
-        return received
+        if not receiver.lasts:
+            receiver.release()
+        return kept
+
+    def _copies(self, tensors: Tensors, *, copy: bool) -> Tensors:
+        return [(name, tensor.to(self._device, copy=copy)) for name, tensor in tensors]
 
     def _receiving(self) -> ThreadPoolExecutor:
         if self._thread is None:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class Doors(Protocol):
     """vLLM's calls that an update needs, raising :class:`EngineError` when they fail."""
 
-    async def perform(self, operation: str) -> None:
-        """Have all workers carry out an operation: :data:`sidecar.vllm_plugin.facts.PERFORM`."""
+    async def perform(self, operation: str) -> int:
+        """Have all workers carry out an operation: :data:`sidecar.vllm_plugin.facts.PERFORM`, which
+        says what is returned."""
 
     async def load_adapter(self, name: str) -> None:
         """vLLM's own in-place load of a LoRA adapter; workers take what they have staged."""
@@ -58,12 +59,12 @@ class PluginClient:
 
     async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
         self._adapter = ""
-        await self._perform(
+        ahead = await self._perform(
             wire.Open(backend, params, place.communicator, place.world_size, place.rank)
         )
         self._adapter = adapter_of(backend)
         self._load_comes_with_receive = loads_when_received(backend)
-        return 1
+        return ahead
 
     async def arm(self, manifest: Manifest, target: Target) -> None:
         await self._perform(
@@ -126,8 +127,8 @@ class PluginClient:
         if self._adapter:
             await self._perform(wire.SettleAdapter())
 
-    async def _perform(self, operation: wire.Operation) -> None:
-        await self._doors.perform(wire.encode(operation))
+    async def _perform(self, operation: wire.Operation) -> int:
+        return await self._doors.perform(wire.encode(operation))
 
 
 def engine_error(text: str) -> EngineError:

@@ -26,7 +26,7 @@ ASK_DRAFT: Final = "wavebus_draft"
 ASK_LOADING: Final = "wavebus_loading"
 ASK_PRESENCE: Final = "__str__"
 # Has the weight transfer engine carry out an operation of :mod:`sidecar.vllm_plugin.wire`, its
-# argument ``operation``; it returns nothing.
+# argument ``operation``; it returns how many chunks may be received ahead.
 PERFORM: Final = "wavebus_perform"
 _OURS: Final = "wavebus's plugin"
 _PRESENT: Final = f"{_OURS}, protocol {wire.PROTOCOL}, and it drives "
@@ -64,6 +64,19 @@ def read_requests(answer: Any) -> tuple[str, ...]:
         return msgspec.convert(answer[0], tuple[ShortText, ...])
     except (msgspec.ValidationError, IndexError, KeyError, TypeError):
         return ()
+
+
+def read_ahead(answer: Any) -> int:
+    """How many chunks may be received ahead, in the answer to :data:`PERFORM`: as a number, or,
+    over HTTP, its text.
+
+    Raises:
+        EngineError: it is not there.
+    """
+    try:
+        return int(answer[0])
+    except (ValueError, IndexError, TypeError) as error:
+        raise EngineError(f"the plugin inside vLLM answered {answer!r:.200}: {error}") from error
 
 
 def read_draft(answer: Any) -> bool:
@@ -107,8 +120,9 @@ def _presence(wrapper: Any) -> str:
     return _PRESENT + getattr(engine, "wavebus_drives", "none")
 
 
-def _perform(worker: Any, operation: str) -> None:
-    worker.weight_transfer_engine.wavebus_perform(worker, operation)
+def _perform(worker: Any, operation: str) -> int:
+    ahead: int = worker.weight_transfer_engine.wavebus_perform(worker, operation)
+    return ahead
 
 
 def _loading(worker: Any) -> dict[str, Any]:

@@ -213,8 +213,8 @@ def guarded(name: str, theirs: type[Any]) -> type[Any]:
         def wavebus_loading(self) -> dict[str, Any]:
             return {} if self._wavebus is None else self._wavebus.wavebus_loading
 
-        def wavebus_perform(self, worker: Any, operation: str) -> None:
-            self._guard().wavebus_perform(worker, operation)
+        def wavebus_perform(self, worker: Any, operation: str) -> int:
+            return self._guard().wavebus_perform(worker, operation)
 
         def start_weight_update(self) -> None:
             if self._wavebus is not None and self._wavebus.session.ours:

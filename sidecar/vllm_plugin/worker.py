@@ -6,13 +6,14 @@ it takes those that open and close the sidecar's session (:mod:`sidecar.vllm_plu
 refuses all others. Receiving, loading and committing are apart. There are two ways to load
 (:mod:`sidecar.vllm_plugin.plans`):
 
-* By vLLM's loader. ``receive`` copies a chunk into staging on the worker's device and lets
-  the transport's buffers go; ``load`` hands the staged tensors to the model. That copy is not a
-  luxury: vLLM's layerwise reload keeps the tensors of a layer that is not complete yet until
-  a later chunk completes it, so views of a transport's buffers would be overwritten under it.
-  Only a transport that brings tensors of one's own (:attr:`Receiver.owned`) does without.
-* By a copy plan. ``load`` copies straight from where the transport has them into the serving
-  parameters, and then lets the transport's buffers go.
+* By vLLM's loader, which gets copies on the worker's device. That copy is not a luxury: vLLM's
+  layerwise reload keeps the tensors of a layer that is not complete yet until a later chunk
+  completes it, so views of a transport's buffers would be overwritten under it. Only a transport
+  that brings tensors of one's own (:attr:`Receiver.owned`) does without.
+* By a copy plan, straight from where the transport has them into the serving parameters.
+
+Receiving is the inbox's (:mod:`sidecar.transfer.inbox`): the next chunk may come while one is
+loaded.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from bus.manifest import Manifest, TensorMeta
 from bus.messages import NackCode, Target
 from bus.native import engine_of
 from bus.transfer import Place
-from sidecar.transfer import check_delivered, check_room, check_sums, make_receiver
+from sidecar.transfer import check_room, check_sums, make_receiver
+from sidecar.transfer.inbox import Inbox
 from sidecar.transfer.lora import LoraReceiver
 from sidecar.vllm_plugin import ranks, wire
 from sidecar.vllm_plugin.adapters import Adapters
@@ -57,6 +59,7 @@ from sidecar.vllm_plugin.session import Session
 
 if TYPE_CHECKING:
     from sidecar.transfer import Receiver
+    from sidecar.transfer.inbox import Tensors
 
 __all__ = ["WavebusWeightTransferEngine"]
 
@@ -80,14 +83,6 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """``update_info`` as it came."""
 
     raw: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """A chunk that was received."""
-
-    seq: int
-    tensors: list[tuple[str, torch.Tensor]]
 
 
 class Loadable:
@@ -123,9 +118,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._armed: Manifest | None = None
         self._armed_for: Target = "model"
         self._backend = ""
-        self._receiver: Receiver | None = None
-        self._staged: Staged | None = None
-        self._held = False  # what is staged lies in the transport's buffers
+        self._inbox = Inbox(device)
         self.session = Session()
 
     def introduce_draft(self, model: torch.nn.Module, built: Blueprint) -> None:
@@ -178,7 +171,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         on meta from there on."""
         loadable = self._loadable[self._target]
         planned = loadable.plans.start(reloading=is_reloading(self.model))
-        self._unstage()
+        self._inbox.clear()
         loadable.repacking.before_start()
         if not planned:
             initialize_layerwise_reload(self.model)
@@ -196,7 +189,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                     self.model.load_weights(iter(tensors))
                 plans.loaded()
         if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+            torch.accelerator.current_stream(self.device).synchronize()
 
     def _need_its_session(self) -> None:
         """The session is of the model that was armed: tensors of one may fit the other, too."""
@@ -206,15 +199,9 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 code=NackCode.WRONG_STATE,
             )
 
-    def _staged_chunk(self, seq: int) -> Staged:
-        if self._staged is None or self._staged.seq != seq:
-            found = "nothing" if self._staged is None else f"chunk {self._staged.seq}"
-            raise EngineError(f"chunk {seq} is asked for, but {found} is staged")
-        return self._staged
-
     def _finish(self) -> None:
         """Post-process what was loaded; layers without any load get their old weights back."""
-        self._unstage()
+        self._inbox.clear()
         plans = self._loadable[self._target].plans
         try:
             self._post_process()
@@ -232,10 +219,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         loadable.repacking.after_finish()
 
     def shutdown(self) -> None:
-        self._unstage()
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
+        self._inbox.close()
 
     @property
     def wavebus_loading(self) -> dict[str, Any]:
@@ -244,13 +228,15 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     # -- operations ------------------------------------------------------------------
 
-    def wavebus_perform(self, worker: Any, operation: str) -> None:
-        """Carry one out, in the worker that this engine is of.
+    def wavebus_perform(self, worker: Any, operation: str) -> int:
+        """Carry one out, in the worker that this engine is of. Returns how many chunks may be
+        received ahead, over the transport that is open.
 
         Raises:
             WorkerRefusal: in the last worker, if it failed in any.
         """
         ranks.carry_out(lambda: self._perform(worker, wire.decode(operation)))
+        return self._inbox.depth
 
     def _perform(self, worker: Any, operation: wire.Operation) -> None:
         match operation:
@@ -268,7 +254,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             case wire.Receive():
                 self._receive(worker, operation)
             case wire.Verify():
-                self._verify(operation)
+                self._arrived(operation)
             case wire.Load():
                 self._load(worker, operation)
             case wire.Restore(target=target):
@@ -297,7 +283,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _discard(self) -> None:
         """Empty the layers' buffers: with them, a tensor that can't be loaded would be tried
         again by every finish, and fail it for good."""
-        self._unstage()
+        self._inbox.clear()
         self._loadable[self._target].plans.close_comparison()
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
@@ -308,15 +294,17 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _open(self, operation: wire.Open) -> None:
         if engine_of(operation.backend):
             raise not_this_engine(operation.backend)
-        if self._held:
-            self._unstage()
-        if self._receiver is None or operation.backend != self._backend:
-            fresh = self._make_receiver(operation.backend)
+        inbox = self._inbox
+        receiver = inbox.receiver
+        if receiver is None or operation.backend != self._backend:
+            receiver = self._make_receiver(operation.backend)
             self.shutdown()
-            self._receiver, self._backend = fresh, operation.backend
+            inbox.use(operation.backend, receiver)
+            self._backend = operation.backend
+        inbox.stop()
         engine = Place(operation.communicator, operation.world_size, operation.first_rank)
         with shared_communicators():
-            self._receiver.open(operation.params, engine.of_worker(self._index))
+            receiver.open(operation.params, engine.of_worker(self._index))
 
     def _make_receiver(self, backend: str) -> Receiver:
         if not backend.startswith(ADAPTERS):
@@ -347,8 +335,9 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         except ValueError as error:
             raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
         target = operation.target
-        if isinstance(self._receiver, LoraReceiver):
-            self._adapters.check(self._receiver.config, manifest)
+        receiver = self._inbox.receiver
+        if isinstance(receiver, LoraReceiver):
+            self._adapters.check(receiver.config, manifest)
             self._adapters.begin()
         elif target not in self._loadable:
             raise EngineError(
@@ -360,7 +349,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             trace = loadable.checker.check(manifest)
             if not manifest.counts:  # a patch goes into the model as vLLM does it
                 loadable.plans.learn(manifest, trace)
-        check_room(self._backend, self._receiver, manifest)
+        check_room(self._backend, receiver, manifest)
         self._armed, self._armed_for = manifest, target
 
     def _armed_chunk(self, operation: wire.Receive) -> tuple[TensorMeta, ...]:
@@ -383,74 +372,53 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _receive(self, worker: Any, operation: wire.Receive) -> None:  # noqa: ARG002 - see native
         if engine_of(operation.backend):
             raise not_this_engine(operation.backend)
-        self._unstage()
         metas = self._armed_chunk(operation)
-        if self._receiver is None or operation.backend != self._backend:
-            raise EngineError(
-                f"transport {operation.backend!r} is not open in this worker",
-                code=NackCode.TRANSFER_FAILED,
-            )
-        received = self._receiver.receive(metas, operation.handle)
-        self._held = True
-        try:
-            check_delivered(self._backend, metas, received)
-            if not self._loads_in_place():
-                received = self._own(received)
-                self._release()
-        except BaseException:
-            self._release()
-            raise
-        self._staged = Staged(operation.seq, received)
+        self._inbox.begin(operation.seq, metas, operation.backend, operation.handle)
 
     def _loads_in_place(self) -> bool:
         """Whether what is received can be loaded from where the transport has it."""
-        if isinstance(self._receiver, LoraReceiver):  # vLLM keeps adapters in CPU memory
+        if isinstance(self._inbox.receiver, LoraReceiver):  # vLLM keeps adapters in CPU memory
             return True
-        lasts = self._receiver is not None and self._receiver.lasts
-        return lasts and self._loadable[self._target].plans.update is not None
+        return self._loadable[self._target].plans.update is not None
 
-    def _own(self, received: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        """The worker's own tensors, on its device."""
-        copy = self._receiver is None or not self._receiver.owned
-        return [(name, tensor.to(self.device, copy=copy)) for name, tensor in received]
+    def _arrived(self, operation: wire.Verify | wire.Load | wire.LoadAdapter) -> Tensors:
+        """The tensors of a chunk, when they are there, and are what was sent."""
+        seq, inbox = operation.seq, self._inbox
+        if operation.sums:
+            check_sums(seq, inbox.take(seq), operation.verify, operation.sums)
+        return inbox.take(seq) if self._loads_in_place() else inbox.take_own(seq)
 
-    def _verify(self, operation: wire.Verify | wire.Load | wire.LoadAdapter) -> None:
-        staged = self._staged_chunk(operation.seq)
-        check_sums(operation.seq, staged.tensors, operation.verify, operation.sums)
+    def _arrived_everywhere(self, operation: wire.Load | wire.LoadAdapter) -> Tensors:
+        """The same, once it is so in all workers: then they load, or none does."""
+        arrived: Tensors = []
+        try:
+            ranks.together(lambda: arrived.extend(self._arrived(operation)))
+        except EngineError:
+            self._inbox.clear()
+            raise
+        return arrived
 
     def _load(self, worker: Any, operation: wire.Load) -> None:
-        if operation.sums:
-            ranks.together(lambda: self._verify(operation))
-        staged = self._staged_chunk(operation.seq)
+        received = self._arrived_everywhere(operation)
         self.session.need(worker)
         try:
             self._need_its_session()
             with set_current_vllm_config(self.vllm_config):
-                self._load_tensors(staged.tensors)
-        finally:
-            self._unstage()
+                self._load_tensors(received)
+        except BaseException:
+            self._inbox.clear()
+            raise
+        self._inbox.done(operation.seq)
 
     def _load_adapter(self, operation: wire.LoadAdapter) -> None:
-        if operation.sums:
-            ranks.together(lambda: self._verify(operation))
-        staged = self._staged_chunk(operation.seq)
+        received = self._arrived_everywhere(operation)
+        receiver = self._inbox.receiver
         try:
-            if not isinstance(self._receiver, LoraReceiver):
+            if not isinstance(receiver, LoraReceiver):
                 raise EngineError("no adapter is open", code=NackCode.WRONG_STATE)
-            name = adapter_of(self._backend)
-            self._adapters.load(name, self._receiver.config, dict(staged.tensors))
+            self._adapters.load(adapter_of(self._backend), receiver.config, dict(received))
         finally:
-            self._unstage()
-
-    def _unstage(self) -> None:
-        self._staged = None
-        self._release()
-
-    def _release(self) -> None:
-        """Let the transport have its buffers back."""
-        if self._held and self._receiver is not None:
-            self._receiver.release()
-        self._held = False
+            self._inbox.clear()
 
 
 def _check_protocol(theirs: int) -> None:

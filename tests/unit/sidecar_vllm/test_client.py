@@ -30,11 +30,12 @@ class Workers:
         self.told: list[wire.Operation | str] = []
         self._fails = fails
 
-    async def perform(self, operation: str) -> None:
+    async def perform(self, operation: str) -> int:
         told = wire.decode(operation)
         self.told.append(told)
         if self._fails is not None and isinstance(told, self._fails):
             raise EngineError("another sum", code=NackCode.CHECKSUM_MISMATCH)
+        return 2
 
     async def load_adapter(self, name: str) -> None:
         self.told.append(f"load {name}")
@@ -43,7 +44,7 @@ class Workers:
         self.told.append(f"drop {name}")
 
 
-def told(workers: Workers, *steps: Coroutine[Any, Any, None]) -> list[wire.Operation | str]:
+def told(workers: Workers, *steps: Coroutine[Any, Any, object]) -> list[wire.Operation | str]:
     """What these steps came to."""
 
     async def scenario() -> None:

@@ -132,7 +132,7 @@ def test_a_step_is_one_post() -> None:
     """Of one operation, for all workers."""
 
     async def scenario() -> None:
-        server = Server(collective_rpc={"results": [None]})
+        server = Server(collective_rpc={"results": ["1"]})
         async with serving(server) as (engine, _):
             engine._connections = vllm_connections.Connections(5.0)
             await engine.start_update(recover=False, target="draft")
