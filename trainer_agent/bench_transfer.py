@@ -79,12 +79,23 @@ MODELS: Final = {"megabytes": few_large, "tensors": many_small}
 
 
 class TimedSender:
-    """A sender, when each of its puts was, and when the last chunk was acked."""
+    """A sender, when each of its puts was, when the first chunk left, and the last was acked."""
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
         self.puts: list[tuple[float, float]] = []
+        self.left_s = 0.0
         self.acked_s = 0.0
+
+    def transfer_ms(self) -> float:
+        """From when the first chunk left to when the last one was acked; and what putting took
+        before that, while the engine still served."""
+        before_s = sum(
+            min(until_s, self.left_s) - since_s
+            for since_s, until_s in self.puts
+            if since_s < self.left_s
+        )
+        return (self.acked_s - self.left_s + before_s) * 1000
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sender, name)
@@ -94,6 +105,11 @@ class TimedSender:
         handle = self._sender.put(seq, tensors)
         self.puts.append((since_s, time.monotonic()))
         return handle
+
+    def transfer(self, seq: int) -> None:
+        if not seq:
+            self.left_s = time.monotonic()
+        self._sender.transfer(seq)
 
     def taken(self, seq: int) -> None:
         self.acked_s = time.monotonic()
@@ -150,13 +166,11 @@ async def _update(agent: MeasuredAgent, model: Policy) -> dict[str, Any]:
     until_s = time.monotonic()
     report = agent.last_update
     assert report is not None, "an update has just been made"
-    puts = agent.timed.puts
     return {
         "since_s": since_s,
         "until_s": until_s,
-        "puts": puts,
-        # From before the first chunk is written: its handle is in the first message.
-        "transfer_ms": (agent.timed.acked_s - puts[0][0]) * 1000,
+        "puts": agent.timed.puts,
+        "transfer_ms": agent.timed.transfer_ms(),
         "pause_ms": report.pause_ms,
         "paused_ms": report.paused_ms,
     }

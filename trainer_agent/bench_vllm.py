@@ -205,13 +205,12 @@ async def bus_update(agent: MeasuredAgent, weights: dict[str, torch.Tensor]) -> 
     since_s = time.monotonic()
     await agent.update_weights(weights)
     until_s = time.monotonic()
-    puts = agent.timed.puts
     return {
         "since_s": since_s,
         "until_s": until_s,
-        "transfer_ms": (agent.timed.acked_s - puts[0][0]) * 1000,
+        "transfer_ms": agent.timed.transfer_ms(),
         **_told(agent.last_update),
-        "calls": [("put", *span) for span in puts],
+        "calls": [("put", *span) for span in agent.timed.puts],
     }
 
 

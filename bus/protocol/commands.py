@@ -147,7 +147,8 @@ class Commands:
             if update.state in _OVER or message.update_id != update.update_id:
                 del self._early[step]
                 ended = Failure(NackCode.WRONG_STATE, "the update ended before this was its turn")
-                nack = failed_nack(ended, step.value, message.update_id)
+                reason = update.failure or ended
+                nack = failed_nack(reason, step.value, message.update_id)
                 return [*self._group.holding.answer((step, 0), nack), *self.follow(now_ms)]
             asked: list[Instruction] = []
             match message:

@@ -335,6 +335,7 @@ class UpdateMachine:
         ]
         if self.round is not None:
             failed.append(StepFailed(self.round.step, self.failure or failure))
+        self.failure = self.failure or failure
         self._end(_E.EMPTIED)
         return failed
 
