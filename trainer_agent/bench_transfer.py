@@ -79,23 +79,25 @@ MODELS: Final = {"megabytes": few_large, "tensors": many_small}
 
 
 class TimedSender:
-    """A sender, when each of its puts was, when the first chunk left, and the last was acked."""
+    """A sender, when each of its puts and transfers was, and when the last chunk was acked."""
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
         self.puts: list[tuple[float, float]] = []
-        self.left_s = 0.0
+        self.transfers: list[tuple[float, float]] = []
         self.acked_s = 0.0
+
+    def begin(self) -> None:
+        """What comes next is another update."""
+        self.puts.clear()
+        self.transfers.clear()
 
     def transfer_ms(self) -> float:
         """From when the first chunk left to when the last one was acked; and what putting took
         before that, while the engine still served."""
-        before_s = sum(
-            min(until_s, self.left_s) - since_s
-            for since_s, until_s in self.puts
-            if since_s < self.left_s
-        )
-        return (self.acked_s - self.left_s + before_s) * 1000
+        left_s = self.transfers[0][0]
+        before_s = sum(min(until, left_s) - since for since, until in self.puts if since < left_s)
+        return (self.acked_s - left_s + before_s) * 1000
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sender, name)
@@ -107,9 +109,9 @@ class TimedSender:
         return handle
 
     def transfer(self, seq: int) -> None:
-        if not seq:
-            self.left_s = time.monotonic()
+        since_s = time.monotonic()
         self._sender.transfer(seq)
+        self.transfers.append((since_s, time.monotonic()))
 
     def taken(self, seq: int) -> None:
         self.acked_s = time.monotonic()
@@ -160,7 +162,7 @@ async def drive(
 
 
 async def _update(agent: MeasuredAgent, model: Policy) -> dict[str, Any]:
-    agent.timed.puts.clear()
+    agent.timed.begin()
     since_s = time.monotonic()
     await agent.update_weights(model)
     until_s = time.monotonic()

@@ -201,16 +201,20 @@ class BusNative:
 
 async def bus_update(agent: MeasuredAgent, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
     """The bus, with a backend of wavebus's."""
-    agent.timed.puts.clear()
+    timed = agent.timed
+    timed.begin()
     since_s = time.monotonic()
     await agent.update_weights(weights)
     until_s = time.monotonic()
     return {
         "since_s": since_s,
         "until_s": until_s,
-        "transfer_ms": agent.timed.transfer_ms(),
+        "transfer_ms": timed.transfer_ms(),
         **_told(agent.last_update),
-        "calls": [("put", *span) for span in agent.timed.puts],
+        "calls": [
+            *(("put", *span) for span in timed.puts),
+            *(("send", *span) for span in timed.transfers),
+        ],
     }
 
 

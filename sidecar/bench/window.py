@@ -5,7 +5,7 @@ resumed, as the broker counts it; without a bus from the post of the pause to th
 resume, as the trainer counts it.
 
 In it the engine **works** while it pauses, starts, receives, loads, finishes or resumes, and the
-trainer while it puts a chunk. All the rest is the **control plane**'s: either nobody works
+trainer while it puts or sends a chunk. All the rest is the **control plane**'s: either nobody works
 (``idle_ms``: messages are on their way, or are looked at), or only what wavebus asks of vLLM beside
 those calls (``asks_ms``: to serve as the new version). Moments count once, whoever works in them.
 """
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 # What was called, and when it began and ended, in seconds on `time.monotonic()`'s clock.
 Call: TypeAlias = "tuple[str, float, float]"
 
-# By their names in :mod:`sidecar.bench.serving`; ``put`` is the trainer's.
+# By their names in :mod:`sidecar.bench.serving`; ``put`` and ``send`` are the trainer's.
 WORK: Final = frozenset(
-    {"pause", "start", "put", "receive", "verify", "load", "update", "finish", "resume"}
+    {"pause", "start", "put", "send", "receive", "verify", "load", "update", "finish", "resume"}
 )
 
 
