@@ -266,7 +266,7 @@ def table(figures: dict[str, Any]) -> str:
     row("whole update", [way["update_ms"] for way in shown])
     row("pause to resume", [way["window_ms"] for way in shown])
     row("  control plane", [way["control_ms"] for way in shown])
-    row("    wavebus's questions", [way["control_asks_ms"] for way in shown])
+    row("    the new version", [way["control_asks_ms"] for way in shown])
     row("    messages", [way["control_idle_ms"] for way in shown])
     row("  its share", [way["control_share"] for way in shown], ".1%")
     rows.append("calls")
