@@ -15,6 +15,7 @@ from sidecar.vllm_plugin.copy_plan import make_plan
 
 if TYPE_CHECKING:
     from bus.manifest import TensorMeta
+    from bus.transfer import Place
     from sidecar.vllm_plugin.copy_plan import CopyPlan
     from sidecar.vllm_plugin.loader_trace import LoaderTrace
 
@@ -44,13 +45,17 @@ class FaultyReceiver(ShmReceiver):
 
 
 class OneSidedReceiver(ShmReceiver):
-    """Of two workers, one gets something else than was sent."""
+    """Of two workers, the second one gets something else than was sent."""
+
+    def open(self, params: bytes, place: Place) -> None:
+        super().open(params, place)
+        self._second = place.rank % 2 == 1
 
     def receive(
         self, tensors: tuple[TensorMeta, ...], handle: bytes
     ) -> list[tuple[str, torch.Tensor]]:
         received = super().receive(tensors, handle)
-        if torch.distributed.get_rank() == 0:
+        if not self._second:
             return received
         name, tensor = received[-1]
         return [*received[:-1], (name, -tensor)]
