@@ -51,17 +51,13 @@ class Session:
             raise EngineError("the update session is not open", code=NackCode.WRONG_STATE)
 
     def begin(self, worker: Any, target: Target) -> None:
-        """Open one of the target.
+        """Open one of the target. A collective of the engine's workers.
 
         Raises:
             EngineError: code ``wrong_state``, if one is open; or what the engine failed with, and
                 then one is open.
         """
-        if self.open:
-            raise EngineError("the update session is open", code=NackCode.WRONG_STATE)
-        if self.refused and _vllm_has_one(worker):
-            worker.finish_weight_update()
-        self.refused = False
+        ranks.together(lambda: self._need_none(worker))
         with self._by_us():
             if target == "draft":
                 worker.start_draft_weight_update()
@@ -69,24 +65,24 @@ class Session:
                 worker.start_weight_update()
 
     def finish(self, worker: Any) -> None:
-        """Close it.
+        """Close it. A collective of the engine's workers.
 
         Raises:
             EngineError: code ``wrong_state``, if none is open; or what the engine failed with, and
                 then none is open.
         """
-        self.need(worker)
-        with self._by_us():
-            worker.finish_weight_update()
+        ranks.together(lambda: self.need(worker))
+        self.close(worker)
 
     def close(self, worker: Any) -> None:
-        """The same; or forget it, where somebody else's call has closed it for vLLM.
+        """Close it; or forget it, where somebody else's call has closed it for vLLM.
 
         Raises:
             EngineError: what the engine failed with; none is open then.
         """
         if _vllm_has_one(worker):
-            self.finish(worker)
+            with self._by_us():
+                worker.finish_weight_update()
         self.open = False
 
     def began(self, action: Callable[[], None]) -> None:
@@ -98,6 +94,18 @@ class Session:
         """The engine's part when the worker closes it."""
         self._failure = ranks.attempt(action)
         self.open = False
+
+    def _need_none(self, worker: Any) -> None:
+        if self.open:
+            raise EngineError("the update session is open", code=NackCode.WRONG_STATE)
+        if self.refused and _vllm_has_one(worker):
+            worker.finish_weight_update()
+        self.refused = False
+        if _vllm_has_one(worker):
+            raise EngineError(
+                "somebody else has begun to update this engine, and has not finished",
+                code=NackCode.WRONG_STATE,
+            )
 
     @contextmanager
     def _by_us(self) -> Iterator[None]:

@@ -58,6 +58,8 @@ from sidecar.vllm_plugin.plans import Plans
 from sidecar.vllm_plugin.session import Session
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sidecar.transfer import Receiver
     from sidecar.transfer.inbox import Tensors
 
@@ -388,21 +390,29 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             check_sums(seq, inbox.take(seq), operation.verify, operation.sums)
         return inbox.take(seq) if self._loads_in_place() else inbox.take_own(seq)
 
-    def _arrived_everywhere(self, operation: wire.Load | wire.LoadAdapter) -> Tensors:
-        """The same, once it is so in all workers: then they load, or none does."""
+    def _take(self, operation: wire.Load | wire.LoadAdapter, check: Callable[[], None]) -> Tensors:
+        """A chunk, once it has arrived in all workers, and ``check`` raises in none of them: then
+        they load, or none does."""
         arrived: Tensors = []
+
+        def prepare() -> None:
+            check()
+            arrived.extend(self._arrived(operation))
+
         try:
-            ranks.together(lambda: arrived.extend(self._arrived(operation)))
+            ranks.together(prepare)
         except EngineError:
             self._inbox.clear()
             raise
         return arrived
 
     def _load(self, worker: Any, operation: wire.Load) -> None:
-        received = self._arrived_everywhere(operation)
-        self.session.need(worker)
-        try:
+        def check() -> None:
+            self.session.need(worker)
             self._need_its_session()
+
+        received = self._take(operation, check)
+        try:
             with set_current_vllm_config(self.vllm_config):
                 self._load_tensors(received)
         except BaseException:
@@ -411,11 +421,15 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._inbox.done(operation.seq)
 
     def _load_adapter(self, operation: wire.LoadAdapter) -> None:
-        received = self._arrived_everywhere(operation)
         receiver = self._inbox.receiver
-        try:
+
+        def check() -> None:
             if not isinstance(receiver, LoraReceiver):
                 raise EngineError("no adapter is open", code=NackCode.WRONG_STATE)
+
+        received = self._take(operation, check)
+        assert isinstance(receiver, LoraReceiver)
+        try:
             self._adapters.load(adapter_of(self._backend), receiver.config, dict(received))
         finally:
             self._inbox.clear()

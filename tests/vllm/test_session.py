@@ -184,6 +184,19 @@ def test_a_session_that_somebody_was_refused_is_in_nobodys_way(
     assert engine.said == [f"start {target}"]
 
 
+def test_a_session_of_somebody_else_is_left_alone() -> None:
+    """Where the engine takes such calls: those of vLLM's own do."""
+    worker, engine = made()
+    worker._weight_update_active = True
+    for recover in (False, True):
+        failure = perform(worker, wire.Start("model", recover=recover))
+        assert failure is not None
+        assert failure.code is NackCode.WRONG_STATE
+        assert "somebody else" in failure.detail
+        assert engine.said == []
+        assert worker._weight_update_active
+
+
 @pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("target", MODELS)
 def test_a_session_that_somebody_else_has_closed_is_lost(target: Target, refused: bool) -> None:
