@@ -14,7 +14,7 @@ from typing import Any, Final
 import click
 
 from bus import settings
-from bus.commands import broker, doctor, status
+from bus.commands import broker, doctor, journal, replay, status, trace, why
 from bus.errors import BusTimeout, EngineDead, UsageError, WavebusError
 from bus.messages import NackCode
 
@@ -27,6 +27,10 @@ _OWN: Final[dict[str, click.Command]] = {
     "broker": broker.broker,
     "status": status.status,
     "doctor": doctor.doctor,
+    "why": why.why,
+    "journal": journal.journal,
+    "replay": replay.replay,
+    "trace": trace.trace,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -11,6 +12,8 @@ import click
 import bus.log
 from bus.commands.options import configure_log, log_options, run_until_stopped
 from bus.errors import UsageError
+from bus.ids import new_boot
+from bus.journal.writer import DEFAULT_BYTES, LEAST_BYTES, MOST_BYTES, JournalWriter
 from bus.protocol.broker import BrokerConfig
 from bus.runtime.aio import AsyncioScheduler
 from bus.runtime.broker import BrokerServer
@@ -56,6 +59,24 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Listen beyond loopback, where anyone who reaches the port may command engines.",
 )
+@click.option(
+    "--journal",
+    envvar="WAVEBUS_JOURNAL",
+    default=None,
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Record every control message here, for `wavebus journal`, `why`, `replay` and `trace`; "
+    "a commit is recorded before anybody serves it.  [env: WAVEBUS_JOURNAL]",
+)
+@click.option(
+    "--journal-bytes",
+    envvar="WAVEBUS_JOURNAL_BYTES",
+    type=click.IntRange(LEAST_BYTES, MOST_BYTES),
+    default=DEFAULT_BYTES,
+    show_default=True,
+    help="What the journal takes at most; beyond it the oldest of its files goes.  "
+    "[env: WAVEBUS_JOURNAL_BYTES]",
+)
 @log_options
 def broker(
     listen: str,
@@ -63,6 +84,8 @@ def broker(
     peer_timeout_ms: int,
     step_timeout_ms: int,
     insecure: bool,
+    journal: Path | None,
+    journal_bytes: int,
     log_level: str,
     log_format: str,
 ) -> None:
@@ -90,10 +113,22 @@ def broker(
     )
 
     async def serve(stop: asyncio.Event) -> None:
-        transport = ZmqServer(listen)
-        server = BrokerServer(transport, AsyncioScheduler(), config)
-        server.start()
         log = bus.log.logger()
+        scheduler = AsyncioScheduler()
+        transport = ZmqServer(listen)
+        boot = new_boot()
+        recorder = None
+        if journal is not None:
+            recorder = JournalWriter(
+                journal,
+                limit_bytes=journal_bytes,
+                boot=boot,
+                config=config,
+                scheduler=scheduler,
+                failed=lambda error: log.error("journal_failed", reason=str(error)),
+            )
+        server = BrokerServer(transport, scheduler, config, boot=boot, journal=recorder)
+        server.start()
         log.info("broker_listening", address=transport.address)
         click.echo(transport.address)
         await stop.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -31,6 +32,11 @@ group_option = click.option(
     default="policy",
     show_default=True,
     help="The engines that take the same weights.  [env: WAVEBUS_GROUP]",
+)
+journal_argument = click.argument(
+    "source",
+    metavar="FILE_OR_DIR",
+    type=click.Path(exists=True, path_type=Path),
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 

@@ -126,9 +126,11 @@ from bus.messages.views import (
     EngineView,
     GroupStatus,
     GroupView,
+    OutView,
     Status,
     StatusRequest,
     WaitEngines,
+    WaitView,
 )
 from bus.messages.waves import (
     FirstReq,
@@ -173,6 +175,8 @@ __all__ = [
     "DpGroupView",
     "GroupView",
     "StatusRequest",
+    "WaitView",
+    "OutView",
     "GroupStatus",
     "Status",
     "Step",

@@ -340,6 +340,8 @@ class Broker:
             uptime_s=round(now_ms / 1000, 3),
             cpu_s=0.0,
             rss_bytes=0,
+            heartbeat_ms=self.config.heartbeat_ms,
+            peer_timeout_ms=self.config.peer_timeout_ms,
             peers=len(self.peers),
             groups=tuple(self.groups[name].status(now_ms) for name in sorted(self.groups)),
         )

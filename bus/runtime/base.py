@@ -47,6 +47,25 @@ class ServerTransport(Protocol):
         """End; no callback comes after this."""
 
 
+class Journal(Protocol):
+    """Where a broker records what happens to it, and what it does. Nothing here blocks for long."""
+
+    def received(self, now_ms: float, route: bytes, frame: bytes) -> None:
+        """A frame came; recorded before it is acted on."""
+
+    def ticked(self, now_ms: float) -> None:
+        """The broker's timer rang."""
+
+    def sent(self, now_ms: float, routes: tuple[bytes, ...], frame: bytes) -> None:
+        """A frame is about to be sent."""
+
+    def flush(self) -> None:
+        """All that was recorded outlives this process when this returns."""
+
+    def close(self) -> None:
+        """The broker ends in order."""
+
+
 class ClientTransport(Protocol):
     """A peer's end. It reconnects by itself."""
 

@@ -1,15 +1,18 @@
 """The broker of the benches: the real one, in a process of its own.
 
-``python -m sidecar.bench.broker LOOP [HEARTBEAT_MS]``; says its address, serves until
-stdin ends.
+``python -m sidecar.bench.broker LOOP [HEARTBEAT_MS [JOURNAL]]``; says its address, serves until
+stdin ends. JOURNAL is the folder of its journal; without it there is none.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import bus.log
+from bus.ids import new_boot
+from bus.journal.writer import DEFAULT_BYTES, JournalWriter
 from bus.protocol.broker import BrokerConfig
 from bus.runtime import loop
 from bus.runtime.aio import AsyncioScheduler
@@ -21,10 +24,21 @@ if TYPE_CHECKING:
     from bus.runtime.loop import LoopChoice
 
 
-async def serve(config: BrokerConfig) -> None:
+async def serve(config: BrokerConfig, folder: Path | None) -> None:
     """Serve on a free port."""
     transport = ZmqServer("tcp://127.0.0.1:*")
-    server = BrokerServer(transport, AsyncioScheduler(), config)
+    scheduler, boot = AsyncioScheduler(), new_boot()
+    journal = None
+    if folder is not None:
+        journal = JournalWriter(
+            folder,
+            limit_bytes=DEFAULT_BYTES,
+            boot=boot,
+            config=config,
+            scheduler=scheduler,
+            failed=_fail,
+        )
+    server = BrokerServer(transport, scheduler, config, boot=boot, journal=journal)
     server.start()
     answer(address=transport.address)
     async for _ in commands():
@@ -32,8 +46,14 @@ async def serve(config: BrokerConfig) -> None:
     server.close()
 
 
+def _fail(error: OSError) -> None:
+    """A bench of a journal that is not written would measure nothing."""
+    raise SystemExit(f"the journal can't be written: {error}")
+
+
 if __name__ == "__main__":
     bus.log.configure(json=True)
-    kind, *heartbeat = sys.argv[1:]
-    chosen = BrokerConfig(heartbeat_ms=int(heartbeat[0])) if heartbeat else BrokerConfig()
-    loop.run(serve(chosen), loop=cast("LoopChoice", kind))
+    kind, *rest = sys.argv[1:]
+    chosen = BrokerConfig(heartbeat_ms=int(rest[0])) if rest else BrokerConfig()
+    place = Path(rest[1]) if rest[1:] else None
+    loop.run(serve(chosen, place), loop=cast("LoopChoice", kind))

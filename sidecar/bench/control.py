@@ -7,6 +7,8 @@ on all of them alike:
   a process of N real sidecars: PAUSE_LOCAL, PAUSE_GLOBAL, RESUME, each acked by all.
 - **http**: concurrent posts to ``/pause``, then ``/resume``, of N endpoints in a process.
 - **raw**: bare ZeroMQ with as many messages of the same size as the bus sends.
+- **journal**, if asked for: the bus once more, with another broker that keeps a journal, and
+  as many sidecars of its own.
 
 All processes that have an event loop have the same kind. CPU is taken afterwards, over
 blocks of rounds of one kind: the broker's by its own word (STATUS before and after the
@@ -19,10 +21,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import statistics
+import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from bus.protocol.broker import BrokerConfig
 from sidecar.bench.posts import HttpGroup
 from sidecar.bench.processes import Worker, raise_file_limit, worker
 from sidecar.bench.raw import RawRouter
@@ -55,6 +59,8 @@ class Samples:
     cpu_rounds: int
     broker_cpu_s: float
     http_cpu_s: float
+    journal_ms: list[float] = field(default_factory=list)
+    journal_cpu_s: float = 0.0
 
 
 def figures(samples: Samples) -> dict[str, Any]:
@@ -64,7 +70,7 @@ def figures(samples: Samples) -> dict[str, Any]:
         for times in (samples.bus_ms, samples.http_ms, samples.raw_ms)
     )
     engine_rounds = samples.engines * samples.cpu_rounds
-    return {
+    found = {
         "engines": samples.engines,
         "rounds": len(samples.bus_ms),
         "bus_p50_ms": bus_ms,
@@ -75,22 +81,42 @@ def figures(samples: Samples) -> dict[str, Any]:
         "broker_cpu_us_per_engine_round": round(samples.broker_cpu_s / engine_rounds * 1e6, 1),
         "http_cpu_us_per_engine_round": round(samples.http_cpu_s / engine_rounds * 1e6, 1),
     }
+    if samples.journal_ms:
+        journal_ms = round(statistics.median(samples.journal_ms), 3)
+        found |= {
+            "journal_p50_ms": journal_ms,
+            "ratio_journal": round(journal_ms / bus_ms, 3),
+            "journal_broker_cpu_us_per_engine_round": round(
+                samples.journal_cpu_s / engine_rounds * 1e6, 1
+            ),
+        }
+    return found
 
 
 async def compare(
-    engines: int, rounds: int, loop: LoopChoice, say: Progress, *, access_log: bool = True
+    engines: int,
+    rounds: int,
+    loop: LoopChoice,
+    say: Progress,
+    *,
+    access_log: bool = True,
+    journal: bool = False,
 ) -> Samples:
-    """Alternate rounds of the three kinds. ``access_log``: endpoints log each request, as
-    vLLM's do by default.
+    """Alternate rounds of all kinds. ``access_log``: endpoints log each request, as vLLM's do
+    by default.
 
     Raises:
         UsageError: the system allows too few open files.
         BenchBroken: a process died.
     """
-    raise_file_limit(engines)
+    raise_file_limit(2 * engines if journal else engines)
     say(f"{engines} engines: starting")
     async with contextlib.AsyncExitStack() as stack:
         trainer = await stack.enter_async_context(_bus(engines, loop))
+        recorded: list[Worker] = []
+        if journal:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            recorded.append(await stack.enter_async_context(_bus(engines, loop, folder)))
         endpoints = await stack.enter_async_context(
             worker("sidecar.bench.endpoints", engines, loop, int(access_log))
         )
@@ -100,29 +126,42 @@ async def compare(
         await dealers.answer()
         raw.welcome(engines)
         for _ in range(_WARM_ROUNDS):
-            await _bus_round(trainer)
+            for each in (trainer, *recorded):
+                await _bus_round(each)
             await http.round_ms()
             raw.round_ms()
         bus_ms: list[float] = []
+        journal_ms: list[float] = []
         http_ms: list[float] = []
         raw_ms: list[float] = []
         for index in range(1, rounds + 1):
-            bus_ms.append(await _bus_round(trainer))
+            kinds = [(trainer, bus_ms), *((each, journal_ms) for each in recorded)]
+            for each, times in kinds if index % 2 else reversed(kinds):
+                times.append(await _bus_round(each))
             http_ms.append(await http.round_ms())
             raw_ms.append(raw.round_ms())
             if index % _SAY_EVERY == 0:
                 say(f"{engines} engines: round {index} of {rounds}")
-        http.cpu_s = broker_cpu_s = 0.0
+        http.cpu_s = broker_cpu_s = journal_cpu_s = 0.0
         blocks = -(-rounds // _BLOCK_ROUNDS)
         for _ in range(blocks):
-            before = await trainer.ask("status")
-            for _ in range(_BLOCK_ROUNDS):
-                await _bus_round(trainer)
-            broker_cpu_s += (await trainer.ask("status"))["cpu_s"] - before["cpu_s"]
+            broker_cpu_s += await _block_cpu_s(trainer)
+            for each in recorded:
+                journal_cpu_s += await _block_cpu_s(each)
             for _ in range(_BLOCK_ROUNDS):
                 await http.round_ms()
     cpu_rounds = blocks * _BLOCK_ROUNDS
-    return Samples(engines, bus_ms, http_ms, raw_ms, cpu_rounds, broker_cpu_s, http.cpu_s)
+    return Samples(
+        engines,
+        bus_ms,
+        http_ms,
+        raw_ms,
+        cpu_rounds,
+        broker_cpu_s,
+        http.cpu_s,
+        journal_ms,
+        journal_cpu_s,
+    )
 
 
 async def scale(rounds: int, loop: LoopChoice, say: Progress) -> dict[str, float]:
@@ -154,10 +193,12 @@ async def idle(loop: LoopChoice, say: Progress) -> dict[str, float]:
 
 
 @contextlib.asynccontextmanager
-async def _bus(engines: int, loop: LoopChoice) -> AsyncIterator[Worker]:
-    """A broker, N sidecars that have joined, and the trainer that holds them."""
+async def _bus(engines: int, loop: LoopChoice, journal: str = "") -> AsyncIterator[Worker]:
+    """A broker, N sidecars that have joined, and the trainer that holds them. ``journal``: the
+    folder of the broker's; empty: it keeps none."""
+    kept = (BrokerConfig().heartbeat_ms, journal) if journal else ()
     async with (
-        worker("sidecar.bench.broker", loop) as broker,
+        worker("sidecar.bench.broker", loop, *kept) as broker,
         contextlib.AsyncExitStack() as stack,
     ):
         address = (await broker.answer())["address"]
@@ -176,6 +217,15 @@ async def _bus(engines: int, loop: LoopChoice) -> AsyncIterator[Worker]:
 async def _bus_round(trainer: Worker) -> float:
     took_ms: float = (await trainer.ask("round"))["round_ms"]
     return took_ms
+
+
+async def _block_cpu_s(trainer: Worker) -> float:
+    """What the broker takes for a block of rounds, in CPU seconds, by its own word."""
+    before = await trainer.ask("status")
+    for _ in range(_BLOCK_ROUNDS):
+        await _bus_round(trainer)
+    took_s: float = (await trainer.ask("status"))["cpu_s"] - before["cpu_s"]
+    return took_s
 
 
 async def _idle_share(trainer: Worker, for_s: float) -> float:

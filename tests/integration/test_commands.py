@@ -111,7 +111,21 @@ def test_wrong_usage(
     assert told.out == ""
 
 
-@pytest.mark.parametrize("command", ["broker", "sidecar", "status", "demo", "doctor", "bench"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "broker",
+        "sidecar",
+        "status",
+        "demo",
+        "doctor",
+        "bench",
+        "why",
+        "journal",
+        "replay",
+        "trace",
+    ],
+)
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every command has a help text with its options."""
     assert run([command, "--help"]) == 0

@@ -292,7 +292,7 @@ ALL: dict[str, Message] = {
     "ABORT": Abort("u1", ""),
     "WAIT_ENGINES": WaitEngines(1, 10),
     "GROUP_VIEW": GroupView((), 0),
-    "STATUS": Status("b", 0.0, 0.0, 0, 0, ()),
+    "STATUS": Status("b", 0.0, 0.0, 0, 0, 0, 0, ()),
     "ACK": Ack(Step.ARM, "u1", 0, 0, 0.0, "", ()),
     "FIRST_REQ": FirstReq("e0", 0, 0),
     "FIRST_REQ_HELD": FirstReqHeld("e0", 0, ""),
