@@ -138,10 +138,16 @@ class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self.calls: list[Call] = []
+        self._version = 0
 
     def pause(self) -> None:
         """Requests are kept."""
         self._post(_PAUSE)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """With a version, as over the bus; vLLM sets it within the same call."""
+        self._version += 1
+        super().finish_weight_update(weight_version or str(self._version))
 
     def resume(self) -> None:
         """They go on."""

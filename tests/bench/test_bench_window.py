@@ -31,13 +31,13 @@ LIMIT_S = 60.0
 
 
 def test_the_control_plane_is_when_nobody_works() -> None:
-    """Of ten seconds: one in which only wavebus asked, and three in which nobody did anything.
+    """Of ten seconds: one in which only another call was made, and three in which none was.
     What overlaps counts once, and what was before the pause not at all."""
     calls: list[Call] = [
         ("arm", 0, 1),
         ("pause", 2, 4),
         ("start", 4, 5),
-        ("commit", 5, 6),
+        ("collective_rpc", 5, 6),
         ("put", 6, 7),
         ("receive", 6.5, 8),
         ("commit", 7, 8),
