@@ -116,6 +116,7 @@ class Update:
         self._plan: Plan | None = None
         self._armed: GroupAck | None = None
         self._pause: GroupAck | None = None
+        self._pausing = False  # we have asked for a pause, and it has not been resumed
         self._open = False  # the bus has it, and has not committed it
         self._version = 0
         self.paused = anyio.Event()
@@ -180,7 +181,8 @@ class Update:
 
     async def _pause_unless_held(self) -> None:
         if not self._steps.held:
-            self._pause = await self._steps.pause(self.id, self._how)
+            self._pausing = True
+            self._pause = await self._steps.ask_pause(self.id, self._how)
 
     async def go(self, drain: Callable[[], None]) -> None:
         """Every engine has armed: all ranks may gather tensors. For ``drain`` see
@@ -226,7 +228,7 @@ class Update:
             nonlocal resumed
             if pause is not None:
                 resumed = await self._steps.resume(self.id)
-                self._pause = None
+                self._pausing = False
 
         await in_turn(finished, committed, goes_on)
         assert done is not None
@@ -260,15 +262,17 @@ class Update:
             self._updates.ended()
 
     async def _undo(self) -> None:
-        """Give it up, and let the engines go on. What fails here, the broker mends: it aborts
-        and resumes for a trainer that is gone."""
+        """Give it up, and let the engines go on: in this order, since a resume waits for the end of
+        an update that has started. What fails here, the broker mends: it aborts and resumes for a
+        trainer that is gone."""
         suppressed = contextlib.suppress(Refused, BusTimeout, BusClosed)
         if self._finishing is not None:
             self._finishing.cancel()
-            await asyncio.gather(self._finishing, return_exceptions=True)
+            with anyio.CancelScope(shield=True):
+                await asyncio.gather(self._finishing, return_exceptions=True)
         if self._open:
             with anyio.move_on_after(CLEANUP_S, shield=True), suppressed:
                 await self._steps.abort(self.id)
-        if self._pause is not None:
+        if self._pausing:
             with anyio.move_on_after(CLEANUP_S, shield=True), suppressed:
                 await self._steps.resume(self.id)
