@@ -259,7 +259,8 @@ def test_an_update_that_is_cancelled_is_undone_first(held: str) -> None:
             updating = asyncio.create_task(agent.update_weights(weights))
             await engine.reached.wait()
             updating.cancel()
-            while held != "commit" and (await agent.status()).groups[0].update != "aborting":
+            given_up = {"pause": "idle", "commit": "committing"}.get(held, "aborting")
+            while (await agent.status()).groups[0].update != given_up:
                 pass
             engine.go_on.set()
             with pytest.raises(asyncio.CancelledError):
