@@ -25,9 +25,13 @@ def bench() -> Bench:
 
 
 def step(
-    number: int, point: TrainerPoint, version: int = 0, failure: Nack | None = None
+    number: int,
+    point: TrainerPoint,
+    version: int = 0,
+    failure: Nack | None = None,
+    meeting: bytes = b"",
 ) -> TrainerStep:
-    return TrainerStep(number, point, version, failure)
+    return TrainerStep(number, point, version, failure, meeting)
 
 
 def told(effects: list[Effect]) -> dict[tuple[bytes, int], TrainerStep]:

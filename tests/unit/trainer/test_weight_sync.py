@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     from sidecar.embedded import EmbeddedEngine
     from tests.support.checkpoints import Checkpoint
-    from trainer_agent.weight_sync import BusWeightSource, BusWeightSyncClient
+    from trainer_agent.bus_source import BusWeightSource
+    from trainer_agent.weight_sync import BusWeightSyncClient
 
 CHUNK_BYTES = 1 << 14
 LIMIT_S = 120.0
