@@ -235,6 +235,43 @@ def test_shards_are_for_this_engine_alone(two: Two) -> None:
     two.run(scenario())
 
 
+def test_each_rank_yields_pieces_as_long_as_their_layout_says() -> None:
+    """On any rank; one that is longer is not sent."""
+    import torch  # noqa: PLC0415 - after require_vllm
+    from vllm.distributed.weight_transfer.m2n_common import M2NMesh, M2NParamMeta  # noqa: PLC0415
+    from vllm.distributed.weight_transfer.m2n_source import M2NWeightSource  # noqa: PLC0415
+
+    from trainer_agent.vllm_shards import BusShardSource  # noqa: PLC0415 - it needs vLLM
+
+    class Halves(M2NWeightSource):  # type: ignore[misc]
+        rows = 2
+
+        def mesh(self) -> M2NMesh:
+            return M2NMesh((2, 1), 0)
+
+        def metadata(self) -> list[M2NParamMeta]:
+            return [
+                M2NParamMeta("a", torch.float32, (4, 3), (0, -1)),
+                M2NParamMeta("b", torch.float32, (4,), None),
+            ]
+
+        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+            yield "a", torch.zeros(self.rows, 3)
+            yield "b", torch.zeros(4)
+
+    source = BusShardSource.__new__(BusShardSource)
+    source.inner = Halves()
+    assert [(meta.shape, meta.placements) for meta in source.metadata()] == [
+        ((4, 3), (0, -1)),
+        ((4,), None),
+    ]
+    assert [tuple(t.shape) for _, t in source.beside()] == [(2, 3), (4,)]
+    assert isinstance(source, M2NWeightSource)
+    source.inner.rows = 4
+    with pytest.raises(UsageError, match="yielded a"):
+        list(source.beside())
+
+
 def test_it_has_no_draft() -> None:
     """vLLM's engine plans for the model that it was made with."""
     from sidecar.vllm_plugin import wire  # noqa: PLC0415 - it needs vLLM

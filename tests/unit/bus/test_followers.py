@@ -51,6 +51,13 @@ def test_a_rank_that_comes_first_waits(bench: Bench) -> None:
     assert answered == dict.fromkeys([(b"f1#1", 11), (b"f2#1", 21), (b"t#1", 31)], step(1, "go"))
 
 
+def test_go_says_where_ranks_meet(bench: Bench) -> None:
+    """As rank 0 said it: the broker does not read it."""
+    bench.say("f1", AwaitStep(1, "go"), msg_id=11)
+    answered = told(bench.say("t", step(1, "go", meeting=b"where"), msg_id=31))
+    assert answered[b"f1#1", 11].meeting == b"where"
+
+
 def test_a_rank_that_comes_late_hears_at_once(bench: Bench) -> None:
     bench.say("t", step(1, "go"))
     bench.say("t", step(1, "end", 7))
