@@ -268,7 +268,7 @@ def test_each_rank_yields_pieces_as_long_as_their_layout_says() -> None:
     assert [tuple(t.shape) for _, t in source.beside()] == [(2, 3), (4,)]
     assert isinstance(source, M2NWeightSource)
     source.inner.rows = 4
-    with pytest.raises(UsageError, match="yielded a"):
+    with pytest.raises(UsageError, match="its metadata says"):
         list(source.beside())
 
 
