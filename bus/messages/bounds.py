@@ -13,6 +13,7 @@ WIRE_MINOR: Final = 0
 MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
 MAX_TENSORS: Final = 200_000
 MAX_BLOB_BYTES: Final = 4 * 1024 * 1024
+MAX_MEETING_BYTES: Final = 4096
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 Name: TypeAlias = Annotated[
     str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*\Z")
