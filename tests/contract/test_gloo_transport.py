@@ -101,10 +101,22 @@ def test_a_sender_that_is_gone_fails_the_receive_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("change", "told"),
-    [({"port": 0}, "port"), ({"host": ""}, "host"), ({"chunk_bytes": 0}, "chunk_bytes")],
+    [
+        ({"port": 0}, "port"),
+        ({"host": ""}, "host"),
+        ({"chunk_bytes": 0}, "chunk_bytes"),
+        ({"buffers": 17}, "buffers"),
+    ],
 )
 def test_params_out_of_bounds_are_refused_by_field(change: dict[str, object], told: str) -> None:
-    fields = {"host": LOCAL, "port": 1, "chunk_bytes": 64, "timeout_ms": 1000, **change}
+    fields = {
+        "host": LOCAL,
+        "port": 1,
+        "chunk_bytes": 64,
+        "buffers": 2,
+        "timeout_ms": 1000,
+        **change,
+    }
     with pytest.raises(EngineError, match=told):
         make_receiver("gloo").open(encode(fields), Place(1, 2, 1))
 

@@ -46,7 +46,14 @@ if TYPE_CHECKING:
 
 HANDLE = bytes(range(64))
 MEMORY = IpcMemory(HANDLE, 4096)
-NCCL = {"host": "h", "port": 1, "chunk_bytes": 64, "timeout_ms": 1000, "version": "2.29.7"}
+NCCL = {
+    "host": "h",
+    "port": 1,
+    "chunk_bytes": 64,
+    "buffers": 2,
+    "timeout_ms": 1000,
+    "version": "2.29.7",
+}
 IPC = {
     "gpu": "0a1b2c3d-0000-1111-2222-333344445555",
     "buffers": [{"handle": HANDLE, "size_bytes": 4096}],
@@ -129,6 +136,7 @@ def test_an_engine_whose_weights_are_on_the_cpu_is_refused(receiver: Receiver) -
         ({"port": 0}, "port"),
         ({"host": ""}, "host"),
         ({"chunk_bytes": -1}, "chunk_bytes"),
+        ({"buffers": 0}, "buffers"),
         ({"timeout_ms": 0}, "timeout_ms"),
         ({"version": "2" * 33}, "version"),
         ({"version": 2}, "version"),
