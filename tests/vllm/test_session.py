@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from bus.messages import NackCode
 from sidecar.vllm_plugin import wire
@@ -33,12 +34,14 @@ def made() -> tuple[Any, Any]:
     from vllm.config import VllmConfig  # noqa: PLC0415 - it needs vLLM
     from vllm.v1.worker.gpu_worker import Worker  # noqa: PLC0415 - same
 
+    from sidecar.transfer.inbox import Inbox  # noqa: PLC0415 - same
     from sidecar.vllm_plugin.session import Session  # noqa: PLC0415 - same
     from sidecar.vllm_plugin.worker import WavebusWeightTransferEngine  # noqa: PLC0415 - same
 
     class Engine(WavebusWeightTransferEngine):
         def __init__(self) -> None:
             self.session = Session()
+            self._inbox = Inbox(torch.device("cpu"))
             self.model = self._default_model = "model"
             self.model_config = self._default_model_config = None
             self.said: list[str] = []
