@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 import bus.log
+from bus.keys import BROKER_KEY_VARIABLE, INSECURE_VARIABLE, KEY_VARIABLE
 from bus.runtime.loop import run
 from bus.settings import DEFAULT_BROKER
 
@@ -32,7 +34,33 @@ group_option = click.option(
     show_default=True,
     help="The engines that take the same weights.  [env: WAVEBUS_GROUP]",
 )
+insecure_option = click.option(
+    "--insecure",
+    is_flag=True,
+    envvar=INSECURE_VARIABLE,
+    help="Beyond loopback without keys, where anyone who reaches the port may command engines.  "
+    f"[env: {INSECURE_VARIABLE}]",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def key_options(command: F) -> F:
+    """``--key``, ``--broker-key`` and ``--insecure``, for :func:`bus.keys.security`."""
+    command = insecure_option(command)
+    command = click.option(
+        "--broker-key",
+        envvar=BROKER_KEY_VARIABLE,
+        type=click.Path(path_type=Path),
+        default=None,
+        help=f"The broker's public key (broker.pub).  [env: {BROKER_KEY_VARIABLE}]",
+    )(command)
+    return click.option(
+        "--key",
+        envvar=KEY_VARIABLE,
+        type=click.Path(path_type=Path),
+        default=None,
+        help=f"The own secret key (NAME.secret of `wavebus keygen`).  [env: {KEY_VARIABLE}]",
+    )(command)
 
 
 def log_options(command: F) -> F:

@@ -7,7 +7,17 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from bus.messages.bounds import CorePhase, Count, LongText, Name, Phase, Role, ShortText, UpdateId
+from bus.messages.bounds import (
+    CorePhase,
+    Count,
+    LongText,
+    Name,
+    Phase,
+    Role,
+    Serial,
+    ShortText,
+    UpdateId,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +43,7 @@ class EngineFacts:
     endpoint: ShortText
     can_sleep: bool
     draft: bool
-    version: Count
+    version: Serial
     phase: Phase
     update_id: UpdateId
 
@@ -71,7 +81,7 @@ class Welcome:
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     phase: Phase
-    version: Count
+    version: Serial
     in_flight: Count
     update_id: UpdateId
 

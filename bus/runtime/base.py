@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, TypeAlias
 
 OnFrame: TypeAlias = Callable[[bytes], None]
-OnRoutedFrame: TypeAlias = Callable[[bytes, bytes], None]
+OnRoutedFrame: TypeAlias = Callable[[bytes, bytes, str], None]
 
 
 class Handle(Protocol):
@@ -38,7 +38,8 @@ class ServerTransport(Protocol):
     """
 
     def listen(self, on_frame: OnRoutedFrame) -> None:
-        """Begin; ``on_frame(route, frame)`` is called for every frame."""
+        """Begin; ``on_frame(route, frame, user)`` is called for every frame. ``user`` is the key
+        that its connection has proven to have; empty where there are none."""
 
     def send(self, routes: Iterable[bytes], frame: bytes) -> list[bytes]:
         """Send to each route; return those that can't be reached now."""

@@ -18,8 +18,9 @@ from bus.protocol.effects import Effect, Note, Send
 from bus.runtime.alarm import Alarm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
+    from bus.protocol.roles import KeyRole
     from bus.runtime.base import Handle, Scheduler, ServerTransport
 
 # Heartbeats within this time are answered by one frame, encoded once and sent in one
@@ -35,8 +36,9 @@ class BrokerServer:
         transport: ServerTransport,
         scheduler: Scheduler,
         config: BrokerConfig | None = None,
+        keys: Mapping[str, KeyRole] | None = None,
     ) -> None:
-        self.machine = Broker(config)
+        self.machine = Broker(config, keys)
         self.boot = new_boot()
         self._transport = transport
         self._scheduler = scheduler
@@ -58,16 +60,26 @@ class BrokerServer:
             self._acks_timer.cancel()
         self._transport.close()
 
-    def _on_frame(self, route: bytes, frame: bytes) -> None:
+    def rekey(self, keys: Mapping[str, KeyRole]) -> None:
+        """Other keys count from now on."""
+        self._perform(self.machine.rekey(keys, self._scheduler.now_ms()))
+
+    def _on_frame(self, route: bytes, frame: bytes, user: str) -> None:
+        now_ms = self._scheduler.now_ms()
+        refusal = self.machine.admit(route, len(frame), now_ms)
+        if refusal is not None:
+            if refusal:
+                self._perform(refusal)
+            return
         reply_to = 0
         try:
             envelope = codec.decode_envelope(frame)
             reply_to = envelope.id
             message = codec.decode_body(envelope)
         except DecodeError as error:
-            self._perform(self.machine.malformed(route, error, reply_to))
+            self._perform(self.machine.malformed(route, error, reply_to, now_ms))
             return
-        effects = self.machine.receive(route, envelope, message, self._scheduler.now_ms())
+        effects = self.machine.receive(route, envelope, message, now_ms, user)
         if effects:
             self._perform(effects)
 
