@@ -16,6 +16,7 @@ from bus.messages.bounds import (
     Role,
     Serial,
     ShortText,
+    Size,
     UpdateId,
 )
 
@@ -37,8 +38,8 @@ class EngineFacts:
     model: ShortText
     dp_group: Name
     dp_rank: Count
-    dp_size: Annotated[int, Meta(ge=1)]
-    workers: Annotated[int, Meta(ge=1)]
+    dp_size: Size
+    workers: Size
     backends: Annotated[tuple[ShortText, ...], Meta(max_length=32)]
     endpoint: ShortText
     can_sleep: bool
@@ -53,7 +54,7 @@ class GatewayFacts:
     """The coordinator of one DP group, and where its waves stand when it joins."""
 
     dp_group: Name
-    dp_size: Annotated[int, Meta(ge=1)]
+    dp_size: Size
     wave: Count
     running: bool
 

@@ -1,15 +1,18 @@
 """The broker of the benches: the real one, in a process of its own.
 
 ``python -m sidecar.bench.broker LOOP [HEARTBEAT_MS]``; says its address, serves until
-stdin ends.
+stdin ends. With keys, if ``WAVEBUS_CURVE_KEYS`` names a folder of them.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import bus.log
+from bus.keys import read_keyring
 from bus.protocol.broker import BrokerConfig
 from bus.runtime import loop
 from bus.runtime.aio import AsyncioScheduler
@@ -23,8 +26,11 @@ if TYPE_CHECKING:
 
 async def serve(config: BrokerConfig) -> None:
     """Serve on a free port."""
-    transport = ZmqServer("tcp://127.0.0.1:*")
-    server = BrokerServer(transport, AsyncioScheduler(), config)
+    folder = os.environ.get("WAVEBUS_CURVE_KEYS")
+    keyring = read_keyring(Path(folder)) if folder else None
+    transport = ZmqServer("tcp://127.0.0.1:*", keyring=keyring)
+    roles = keyring.roles() if keyring else None
+    server = BrokerServer(transport, AsyncioScheduler(), config, roles)
     server.start()
     answer(address=transport.address)
     async for _ in commands():

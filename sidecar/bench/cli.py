@@ -60,6 +60,9 @@ def bench() -> None:
     help="HTTP endpoints log each request, as vLLM's do by default.",
 )
 @click.option(
+    "--curve", is_flag=True, help="Also the same with CURVE keys: ratio_curve, with to without."
+)
+@click.option(
     "--scale", is_flag=True, help="Also the bus's rounds with 8, 64, 256 and 1,024 engines."
 )
 @click.option(
@@ -74,6 +77,7 @@ def control(
     rounds: int,
     loop: LoopChoice,
     access_log: bool,
+    curve: bool,
     scale: bool,
     idle: bool,
     as_json: bool,
@@ -88,7 +92,8 @@ def control(
     except UsageError as error:
         raise click.UsageError(str(error)) from error
     figures = _run(
-        _measure(engines, rounds, kind, access_log=access_log, scale=scale, idle=idle), kind
+        _measure(engines, rounds, kind, access_log=access_log, curve=curve, scale=scale, idle=idle),
+        kind,
     )
     click.echo(json.dumps(figures) if as_json else _table(figures))
 
@@ -350,11 +355,20 @@ def _run(measuring: Coroutine[Any, Any, dict[str, Any]], loop: LoopChoice) -> di
 
 
 async def _measure(
-    engines: int, rounds: int, loop: LoopChoice, *, access_log: bool, scale: bool, idle: bool
+    engines: int,
+    rounds: int,
+    loop: LoopChoice,
+    *,
+    access_log: bool,
+    curve: bool,
+    scale: bool,
+    idle: bool,
 ) -> dict[str, Any]:
     from sidecar.bench import control as measuring  # noqa: PLC0415 - it needs the bench's extra
 
-    samples = await measuring.compare(engines, rounds, loop, _say, access_log=access_log)
+    samples = await measuring.compare(
+        engines, rounds, loop, _say, access_log=access_log, curve=curve
+    )
     found = {**measuring.figures(samples), "loop": loop, "http_access_log": access_log}
     if scale:
         found["growth"] = await measuring.scale(rounds, loop, _say)
@@ -382,6 +396,9 @@ def _table(figures: dict[str, Any]) -> str:
         "",
         f"CPU per engine and round: {cpu}",
     ]
+    if "ratio_curve" in figures:
+        took, ratio = figures["curve_p50_ms"], figures["ratio_curve"]
+        lines.append(f"with CURVE: {took:.2f} ms, {ratio:.2f} x the bus without")
     if "growth" in figures:
         growth = ", ".join(f"{count}: {took:.2f} ms" for count, took in figures["growth"].items())
         lines.append(f"bus, by engines: {growth}")

@@ -7,6 +7,7 @@ on all of them alike:
   a process of N real sidecars: PAUSE_LOCAL, PAUSE_GLOBAL, RESUME, each acked by all.
 - **http**: concurrent posts to ``/pause``, then ``/resume``, of N endpoints in a process.
 - **raw**: bare ZeroMQ with as many messages of the same size as the bus sends.
+- **curve**, if asked for: as bus, with CURVE keys on all connections.
 
 All processes that have an event loop have the same kind. CPU is taken afterwards, over
 blocks of rounds of one kind: the broker's by its own word (STATUS before and after the
@@ -20,15 +21,16 @@ import asyncio
 import contextlib
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from sidecar.bench.curve import BROKER, ENGINE, TRAINER, keyed
 from sidecar.bench.posts import HttpGroup
 from sidecar.bench.processes import Worker, raise_file_limit, worker
 from sidecar.bench.raw import RawRouter
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from bus.runtime.loop import LoopChoice
 
@@ -55,6 +57,7 @@ class Samples:
     cpu_rounds: int
     broker_cpu_s: float
     http_cpu_s: float
+    curve_ms: list[float] = field(default_factory=list)
 
 
 def figures(samples: Samples) -> dict[str, Any]:
@@ -64,7 +67,12 @@ def figures(samples: Samples) -> dict[str, Any]:
         for times in (samples.bus_ms, samples.http_ms, samples.raw_ms)
     )
     engine_rounds = samples.engines * samples.cpu_rounds
+    curve: dict[str, float] = {}
+    if samples.curve_ms:
+        curve_ms = statistics.median(samples.curve_ms)
+        curve = {"curve_p50_ms": round(curve_ms, 3), "ratio_curve": round(curve_ms / bus_ms, 3)}
     return {
+        **curve,
         "engines": samples.engines,
         "rounds": len(samples.bus_ms),
         "bus_p50_ms": bus_ms,
@@ -78,10 +86,16 @@ def figures(samples: Samples) -> dict[str, Any]:
 
 
 async def compare(
-    engines: int, rounds: int, loop: LoopChoice, say: Progress, *, access_log: bool = True
+    engines: int,
+    rounds: int,
+    loop: LoopChoice,
+    say: Progress,
+    *,
+    access_log: bool = True,
+    curve: bool = False,
 ) -> Samples:
     """Alternate rounds of the three kinds. ``access_log``: endpoints log each request, as
-    vLLM's do by default.
+    vLLM's do by default. ``curve``: a second bus, with keys, takes its turns, too.
 
     Raises:
         UsageError: the system allows too few open files.
@@ -91,6 +105,10 @@ async def compare(
     say(f"{engines} engines: starting")
     async with contextlib.AsyncExitStack() as stack:
         trainer = await stack.enter_async_context(_bus(engines, loop))
+        locked: Worker | None = None
+        if curve:
+            variables = stack.enter_context(keyed())
+            locked = await stack.enter_async_context(_bus(engines, loop, variables))
         endpoints = await stack.enter_async_context(
             worker("sidecar.bench.endpoints", engines, loop, int(access_log))
         )
@@ -101,13 +119,18 @@ async def compare(
         raw.welcome(engines)
         for _ in range(_WARM_ROUNDS):
             await _bus_round(trainer)
+            if locked is not None:
+                await _bus_round(locked)
             await http.round_ms()
             raw.round_ms()
         bus_ms: list[float] = []
         http_ms: list[float] = []
         raw_ms: list[float] = []
+        curve_ms: list[float] = []
         for index in range(1, rounds + 1):
             bus_ms.append(await _bus_round(trainer))
+            if locked is not None:
+                curve_ms.append(await _bus_round(locked))
             http_ms.append(await http.round_ms())
             raw_ms.append(raw.round_ms())
             if index % _SAY_EVERY == 0:
@@ -122,7 +145,7 @@ async def compare(
             for _ in range(_BLOCK_ROUNDS):
                 await http.round_ms()
     cpu_rounds = blocks * _BLOCK_ROUNDS
-    return Samples(engines, bus_ms, http_ms, raw_ms, cpu_rounds, broker_cpu_s, http.cpu_s)
+    return Samples(engines, bus_ms, http_ms, raw_ms, cpu_rounds, broker_cpu_s, http.cpu_s, curve_ms)
 
 
 async def scale(rounds: int, loop: LoopChoice, say: Progress) -> dict[str, float]:
@@ -154,20 +177,24 @@ async def idle(loop: LoopChoice, say: Progress) -> dict[str, float]:
 
 
 @contextlib.asynccontextmanager
-async def _bus(engines: int, loop: LoopChoice) -> AsyncIterator[Worker]:
-    """A broker, N sidecars that have joined, and the trainer that holds them."""
+async def _bus(
+    engines: int, loop: LoopChoice, variables: Mapping[str, Mapping[str, str]] | None = None
+) -> AsyncIterator[Worker]:
+    """A broker, N sidecars that have joined, and the trainer that holds them. ``variables``: of
+    the environment of each, for keys."""
+    env = variables or {}
     async with (
-        worker("sidecar.bench.broker", loop) as broker,
+        worker("sidecar.bench.broker", loop, env=env.get(BROKER)) as broker,
         contextlib.AsyncExitStack() as stack,
     ):
         address = (await broker.answer())["address"]
         agents = await stack.enter_async_context(
-            worker("sidecar.bench.agents", address, GROUP, engines, loop)
+            worker("sidecar.bench.agents", address, GROUP, engines, loop, env=env.get(ENGINE))
         )
         await agents.answer()
         # By name: the two roles never import each other.
         trainer = await stack.enter_async_context(
-            worker("trainer_agent.bench", address, GROUP, engines, loop)
+            worker("trainer_agent.bench", address, GROUP, engines, loop, env=env.get(TRAINER))
         )
         await trainer.answer()
         yield trainer

@@ -79,7 +79,9 @@ class GatewayServer:
         )
         self._log.info("gateway_serves", size=self._size, broker=self._broker)
         if not is_loopback(self.sockets.front):
-            detail = "vLLM's cores and front ends have no keys: anyone who reaches it may wake ranks"
+            detail = (
+                "vLLM's cores and front ends have no keys: anyone who reaches it may wake ranks"
+            )
             self._log.warning("insecure", address=self.sockets.front, detail=detail)
         if self._peer is not None:
             self._peer.start()
