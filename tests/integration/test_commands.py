@@ -85,6 +85,12 @@ def test_name_taken(bus: Bus, checkpoint: object) -> None:
     [
         (("broker", "--listen", "nonsense"), "nonsense"),
         (("broker", "--listen", "tcp://0.0.0.0:7799"), "--insecure"),
+        (("broker", "--curve-keys", "/nowhere"), "keygen broker --role broker"),
+        (("status", "--broker", "tcp://10.1.2.3:7710"), "--broker-key"),
+        (("status", "--key", "/nowhere"), "--broker-key"),
+        (("sidecar", "--key", "/nowhere", "--broker-key", "/nowhere"), "--key /nowhere"),
+        (("keygen", "e", "--role", "king"), "--role"),
+        (("keygen", "a/b", "--role", "engine"), "a/b"),
         (("broker", "--peer-timeout-ms", "100"), "--peer-timeout-ms"),
         (("broker", "--heartbeat-ms", "x"), "--heartbeat-ms"),
         (("sidecar",), "--model"),
@@ -111,7 +117,9 @@ def test_wrong_usage(
     assert told.out == ""
 
 
-@pytest.mark.parametrize("command", ["broker", "sidecar", "status", "demo", "doctor", "bench"])
+@pytest.mark.parametrize(
+    "command", ["broker", "sidecar", "status", "keygen", "demo", "doctor", "bench"]
+)
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every command has a help text with its options."""
     assert run([command, "--help"]) == 0
