@@ -128,10 +128,16 @@ async def compare(
         raw_ms: list[float] = []
         curve_ms: list[float] = []
         for index in range(1, rounds + 1):
-            bus_ms.append(await _bus_round(trainer))
-            if locked is not None:
-                curve_ms.append(await _bus_round(locked))
+            turns = (
+                [(trainer, bus_ms)] if locked is None else [(trainer, bus_ms), (locked, curve_ms)]
+            )
+            if index % 2:
+                turns.reverse()  # neither follows the same kind of round each time
+            (first, first_ms), *second = turns
+            first_ms.append(await _bus_round(first))
             http_ms.append(await http.round_ms())
+            for other, other_ms in second:
+                other_ms.append(await _bus_round(other))
             raw_ms.append(raw.round_ms())
             if index % _SAY_EVERY == 0:
                 say(f"{engines} engines: round {index} of {rounds}")
