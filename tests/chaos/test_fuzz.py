@@ -200,8 +200,9 @@ def test_a_broker_outlives_half_open_and_flooding_connections(locked: bool, tmp_
             assert len(after.groups[0].engines) == 3
             assert after.rss_bytes < 2 * before.rss_bytes
 
-    listen = ("broker", "--listen", "tcp://127.0.0.1:*", "--log-level", "error")
+    listen = ("broker", "--listen", "tcp://127.0.0.1:*", "--log-level", "warning")
     with wavebus(*listen, *options) as broker:
         asyncio.run(asyncio.wait_for(test(broker.first_line()), LIMIT_S))
+        broker.wait_event("rate_limited")
         assert broker.stop() == 0
         assert broker.text == [], broker.all_text()
