@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -36,7 +38,7 @@ from sidecar.bench.agents import StubEngine
 from tests.support.broker import a_broker
 from tests.support.frames import BarePeer
 from tests.support.keys import KeyFolder
-from tests.support.procs import run_wavebus, wavebus
+from tests.support.procs import Proc, run_wavebus, wavebus
 from tests.unit.bus._builders import TRAINER_JOIN, engine_join
 from trainer_agent import TrainerAgent
 
@@ -177,6 +179,18 @@ def test_the_key_of_a_connection_comes_with_every_frame(keys: KeyFolder) -> None
         assert read == {name.encode(): keys.public_of(name) for name in peers}
 
     run_with_ends(test)
+
+
+def test_a_gateway_joins_with_the_keys_of_its_environment(keys: KeyFolder) -> None:
+    """A supervised server, or the ranks of a DP group, have them from `wavebus sidecar --key`."""
+    env = {
+        "WAVEBUS_KEY": str(keys.make("host-1", "engine")),
+        "WAVEBUS_BROKER_KEY": str(keys.public),
+    }
+    with wavebus("broker", "--listen", "tcp://127.0.0.1:*", "--curve-keys", str(keys.broker)) as on:
+        gateway = (sys.executable, "-m", "sidecar.gateway", "--dp-group", "dp", "--size", "2")
+        with Proc(*gateway, "--broker", on.first_line(), env=env, stdin=subprocess.PIPE):
+            assert on.wait_event("peer_joined")["role"] == "gateway"
 
 
 # -- what a key lets in -------------------------------------------------------------
