@@ -16,6 +16,7 @@ What bounds a broker's peers, beside :mod:`bus.protocol.limits`:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import os
 import time
@@ -59,6 +60,7 @@ _send: Final = zmq.backend.Socket.send
 # waits.
 _LINGER_MS: Final = 2_000
 _REBIND_S: Final = 1.0
+_DIAL_AGAIN_S: Final = 2.0
 _SCHEMES: Final = ("tcp", "ipc", "inproc")
 _LOOKS_LIKE: Final = "an address looks like tcp://127.0.0.1:7710"
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}  # by process: forks need their own
@@ -244,6 +246,8 @@ class ZmqClient(Readable):
             socket.close()
             raise UsageError(_explain(address, error)) from error
         super().__init__(socket)
+        self._address = address
+        self._reached_s = time.monotonic()
         self._on_frame: OnFrame | None = None
 
     def listen(self, on_frame: OnFrame) -> None:
@@ -267,10 +271,22 @@ class ZmqClient(Readable):
         try:
             _send(self.socket, frame, _NOBLOCK)
         except zmq.Again:
+            self._dial_again()
             return False
         finally:
             self.look_again()
+        self._reached_s = time.monotonic()
         return True
+
+    def _dial_again(self) -> None:
+        """Connect anew, if nothing went out for a while: ZeroMQ gives up on a broker that once
+        refused the handshake, and its keys may be others by now."""
+        if time.monotonic() < self._reached_s + _DIAL_AGAIN_S:
+            return
+        self._reached_s = time.monotonic()
+        with contextlib.suppress(zmq.ZMQError):
+            self.socket.disconnect(self._address)
+        self.socket.connect(self._address)
 
 
 def _refuse_open(address: str, *, insecure: bool, what: str) -> None:
