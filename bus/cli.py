@@ -14,7 +14,7 @@ from typing import Any, Final
 import click
 
 from bus import settings
-from bus.commands import broker, doctor, keygen, status
+from bus.commands import broker, doctor, journal, keygen, replay, status, trace, why
 from bus.errors import BusTimeout, EngineDead, UsageError, WavebusError
 from bus.messages import NackCode
 
@@ -28,6 +28,10 @@ _OWN: Final[dict[str, click.Command]] = {
     "status": status.status,
     "keygen": keygen.keygen,
     "doctor": doctor.doctor,
+    "why": why.why,
+    "journal": journal.journal,
+    "replay": replay.replay,
+    "trace": trace.trace,
 }
 
 

@@ -11,6 +11,7 @@
     │   ├── PauseFailed         the group could not be paused; whoever was, has resumed
     │   └── UpdateFailed        the update was given up
     ├── BusTimeout              no answer in time; says from whom, and what was heard last
+    ├── JournalError            a journal that can't be read, or replayed
     ├── BusClosed               used after close, or the bus went away for good
     └── EngineError             an engine call failed
         └── EngineDead          the engine is gone
@@ -30,6 +31,7 @@ __all__ = [
     "PauseFailed",
     "UpdateFailed",
     "BusTimeout",
+    "JournalError",
     "BusClosed",
     "EngineError",
     "EngineDead",
@@ -94,6 +96,10 @@ class UpdateFailed(Refused):
 
 class BusTimeout(WavebusError):
     """No answer in time."""
+
+
+class JournalError(WavebusError):
+    """A file is no journal, or what was asked can't be told from it. The text says why."""
 
 
 class BusClosed(WavebusError):

@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 _NO_WATCHDOG: Final = "TORCH_NCCL_BLOCKING_WAIT"
 _making = threading.Lock()
 
-# How often a broadcast is asked whether it has ended: at first, and at last.
-_FIRST_LOOK_S: Final = 50e-6
-_LATER_LOOK_S: Final = 1e-3
-_LONGER: Final = 1.25  # so a look comes late by a quarter of the whole wait at most
+# How often a broadcast is asked whether it has ended: so that the look that finds it comes late by
+# a small part of the whole wait, and a long wait costs no processor.
+_LEAST_LOOK_S: Final = 20e-6
+_MOST_LOOK_S: Final = 1e-3
+_PART: Final = 0.02
 # How often it is asked whether the trainer is still there.
 _STORE_LOOK_S: Final = 0.5
 # Aborting takes milliseconds; who waits for it must not wait for ever.
@@ -96,9 +97,8 @@ class Communicator:
         return work
 
     def _wait(self, work: Any, timeout_s: float) -> None:
-        now = time.monotonic()
-        deadline, store_look = now + timeout_s, now + _STORE_LOOK_S
-        pause_s = _FIRST_LOOK_S
+        began = time.monotonic()
+        deadline, store_look = began + timeout_s, began + _STORE_LOOK_S
         while not work.is_completed():
             if self._closed.is_set():
                 break
@@ -109,8 +109,7 @@ class Communicator:
                 if not rendezvous.is_kept(self._store):
                     raise RuntimeError("the trainer's end is closed or gone")
                 store_look = now + _STORE_LOOK_S
-            time.sleep(pause_s)
-            pause_s = min(_LONGER * pause_s, _LATER_LOOK_S)
+            time.sleep(min(max(_LEAST_LOOK_S, _PART * (now - began)), _MOST_LOOK_S))
         if self._closed.is_set():  # what was aborted looks like what has ended
             raise RuntimeError("it was closed meanwhile")
         work.wait()

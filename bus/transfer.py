@@ -38,6 +38,7 @@ ALIGN_BYTES: Final = 64
 SegmentName = Annotated[str, Meta(max_length=128, pattern=r"^wavebus-[A-Za-z0-9._-]+\Z")]
 Offset = Annotated[int, Meta(ge=0)]
 Size = Annotated[int, Meta(gt=0)]
+Buffers = Annotated[int, Meta(ge=1, le=16)]
 MAX_TENSORS: Final = 200_000
 Offsets = Annotated[tuple[Offset, ...], Meta(max_length=MAX_TENSORS)]
 Host = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -82,11 +83,12 @@ NO_PLACE: Final = Place(0, 1, 0)
 
 @dataclass(frozen=True, slots=True)
 class GlooInit:
-    """The trainer's store, the room for one chunk, and how long one chunk may take."""
+    """The trainer's store, the room for one chunk and for how many, and how long one may take."""
 
     host: Host
     port: Port
     chunk_bytes: Size
+    buffers: Buffers
     timeout_ms: Size
 
 
@@ -140,13 +142,14 @@ class ShmTensors:
 class NcclInit:
     """The trainer's store, how chunks come, and how long meeting may take.
 
-    ``chunk_bytes`` is the room for a packed chunk, 0 where tensors come one by one. ``version``
-    is that of the trainer's NCCL, which must be every end's.
+    ``chunk_bytes`` is the room for a packed chunk, 0 where tensors come one by one; ``buffers``:
+    for how many chunks. ``version`` is that of the trainer's NCCL, which must be every end's.
     """
 
     host: Host
     port: Port
     chunk_bytes: Offset
+    buffers: Buffers
     timeout_ms: Size
     version: Annotated[str, Meta(max_length=32)]
 

@@ -40,7 +40,6 @@ from bus.protocol.calls import (
     CallResume,
     CallSleep,
     CallStart,
-    CallVerify,
     CallWakeWeights,
     SessionEffect,
 )
@@ -324,13 +323,13 @@ class Sidecar:
         """Make one engine call and give its result to the machine."""
         assert self._peer is not None
         try:
-            in_flight = await self._do(call)
+            told = await self._do(call)
         except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged and told
             failure = self._failure(call, error)
             self._perform(self.session.failed(call, failure, self._peer.now_ms()))
         else:
             now_ms = self._peer.now_ms()
-            self._perform(self.session.done(call, now_ms, in_flight=in_flight))
+            self._perform(self.session.done(call, now_ms, told=told))
 
     def _failure(self, call: Call | CallEscalate, error: Exception) -> Failure:
         """What the machine is told of a call that failed; the log has more."""
@@ -373,7 +372,8 @@ class Sidecar:
         self._perform(self.session.escalation_done(failure, now_ms, in_flight=in_flight))
 
     async def _do(self, call: Call) -> int | None:
-        """Make the call; after a pause, how many requests it holds."""
+        """Make the call. After a pause: how many requests it holds; after an opening: how many
+        chunks it takes ahead."""
         engine = self.engine
         match call:
             case CallPause(mode, clear_cache):
@@ -386,10 +386,8 @@ class Sidecar:
                 await engine.wake_weights()
             case CallReceive(chunk, backend, tensors, handle):
                 await engine.receive(Chunk(chunk, backend, tensors, handle))
-            case CallVerify(chunk, verify, sums):
-                await engine.verify(chunk, verify, sums)
-            case CallLoad(chunk):
-                await engine.load(chunk)
+            case CallLoad(chunk, verify, sums):
+                await engine.load(chunk, verify, sums)
             case CallArm(manifest, target):
                 await engine.arm(manifest, target)
             case CallStart(recover, target):
@@ -399,7 +397,7 @@ class Sidecar:
             case CallCommit(version):
                 await engine.commit(version)
             case CallOpenTransfer(backend=backend, params=params, place=place):
-                await engine.open_transfer(backend, params, place)
+                return await engine.open_transfer(backend, params, place)
             case CallRestore(target):
                 await engine.restore(target)
             case CallAbortRequests():

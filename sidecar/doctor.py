@@ -24,7 +24,7 @@ from sidecar.vllm_plugin.compat import TESTED, unsupported_reason
 if TYPE_CHECKING:
     from bus.commands.doctor import Options
 
-_RL_ROUTES: Final = ("/pause", "/resume", "/init_weight_transfer_engine", "/update_weights")
+_RL_ROUTES: Final = ("/pause", "/resume", "/collective_rpc", "/update_weight_version")
 _GENERATE: Final = "/inference/v1/generate"
 
 

@@ -119,8 +119,9 @@ class Engine(Protocol):
     async def abort_requests(self) -> int:
         """End every request with the tokens it has, paused or not; return how many."""
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
-        """Open the out-of-band transport (again, with new params, replaces it).
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
+        """Open the out-of-band transport (again, with new params, replaces it). Returns how many
+        chunks may be received before the first of them is loaded; at least one.
 
         ``place``: where the engine's first worker stands in the communicator; its other
         workers follow.
@@ -145,17 +146,17 @@ class Engine(Protocol):
         target, broke off after a load."""
 
     async def receive(self, chunk: Chunk) -> None:
-        """Fetch the chunk's tensors into staging; the model is untouched."""
+        """Fetch the chunk's tensors into staging; the model is untouched. With room for several
+        chunks it may return before they are there, and :meth:`load` waits for them."""
 
-    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
-        """Compare the received chunk's checksums (:mod:`bus.checksum`); load nothing.
+    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
+        """Load the received chunk into the model, and let the staging go. With ``sums``, compare
+        its checksums first (:mod:`bus.checksum`), in all workers before any of them loads.
 
         Raises:
-            EngineError: code ``checksum_mismatch``, with the first tensor that differs.
+            EngineError: code ``checksum_mismatch``, with the first tensor that differs; nothing
+                of the chunk is loaded then.
         """
-
-    async def load(self, seq: int) -> None:
-        """Load the received chunk into the model, and let the staging go."""
 
     async def restore(self, target: Target = "model") -> None:
         """After ``start_update`` of the target, and no load: bring its old weights back."""

@@ -38,7 +38,7 @@ from sidecar.vllm_core import CoreLink
 from sidecar.vllm_inprocess import driven_backends, parse_version
 from sidecar.vllm_plugin import facts
 from sidecar.vllm_plugin.client import PluginClient, engine_error
-from sidecar.vllm_plugin.compat import BACKEND, check_backend, check_version
+from sidecar.vllm_plugin.compat import check_backend, check_version
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -107,7 +107,7 @@ class VllmHttpEngine:
         self._server = server
         self._ready_timeout_s = ready_timeout_s
         self._adapters = AdapterRoutes(self.status_of, self._url)
-        self._plugin = PluginClient(_Doors(self, self._adapters))
+        self._plugin = PluginClient(_Doors(self._ask_workers, self._adapters))
         self._connections: Connections | None = None
 
     async def start(self) -> EngineInfo:
@@ -126,25 +126,20 @@ class VllmHttpEngine:
         version = str((await self._ask("/version"))["version"])
         check_version(version)
         config = await self._config()
-        # Asked before any call of the backend: another backend would fail on ours.
         backend = str((config.get("weight_transfer_config") or {}).get("backend", ""))
         who = f"the server at {self._url}"
         check_backend(backend, who)
-        if backend != BACKEND:
-            facts.check_drives(await self._ask_workers(facts.ASK_PRESENCE), backend, who)
-        await self._plugin.hello()
+        # Asked before any call of the plugin's: without it, that would fail in all workers.
+        facts.check_drives(await self._ask_workers(facts.ASK_PRESENCE), backend, who)
+        parallel = config["parallel_config"]
+        external = bool(parallel["data_parallel_external_lb"])
+        cores = 1 if external else int(parallel["data_parallel_size"])
+        await self._plugin.hello(cores=cores)
         await self._gauges()  # fails here rather than later, if nothing is counted
         draft = facts.read_draft(await self._ask_workers(facts.ASK_DRAFT))
         info = _info(config, version, self._url, backend, draft=draft)
-        parallel = config["parallel_config"]
-        self._core.learn(
-            facts.read(await self._ask_workers(facts.ASK_FACTS)),
-            info,
-            cores=1
-            if parallel["data_parallel_external_lb"]
-            else int(parallel["data_parallel_size"]),
-            here=self._here,
-        )
+        told = facts.read(await self._ask_workers(facts.ASK_FACTS))
+        self._core.learn(told, info, cores=cores, here=self._here)
         return info
 
     async def close(self) -> None:
@@ -257,10 +252,11 @@ class VllmHttpEngine:
                 await anyio.sleep(ABORT_SEEN_S / 50)
         return int(answer["aborted"])
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
-        await self._plugin.open_transfer(backend, params, place)
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
+        ahead = await self._plugin.open_transfer(backend, params, place)
         if adapter := adapter_of(backend):
             await self._adapters.open(adapter, params)
+        return ahead
 
     async def arm(self, manifest: Manifest, target: Target = "model") -> None:
         await self._plugin.arm(manifest, target)
@@ -271,11 +267,8 @@ class VllmHttpEngine:
     async def receive(self, chunk: Chunk) -> None:
         await self._plugin.receive(chunk)
 
-    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
-        await self._plugin.verify(seq, verify, sums)
-
-    async def load(self, seq: int) -> None:
-        await self._plugin.load(seq)
+    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
+        await self._plugin.load(seq, verify, sums)
 
     async def restore(self, target: Target = "model") -> None:
         await self._plugin.restore(target)
@@ -401,22 +394,14 @@ class VllmHttpEngine:
 class _Doors:
     """:class:`sidecar.vllm_plugin.client.Doors` of an API server."""
 
-    def __init__(self, engine: VllmHttpEngine, adapters: AdapterRoutes) -> None:
-        self._engine = engine
+    def __init__(
+        self, ask: Callable[[str, dict[str, Any]], Awaitable[Any]], adapters: AdapterRoutes
+    ) -> None:
+        self._ask = ask
         self._adapters = adapters
 
-    async def init_weight_transfer(self, info: dict[str, Any]) -> None:
-        await self._engine.post("/init_weight_transfer_engine", {"init_info": info})
-
-    async def start_weight_update(self, target: Target) -> None:
-        route = "/start_draft_weight_update" if target == "draft" else "/start_weight_update"
-        await self._engine.post(route)
-
-    async def update_weights(self, info: dict[str, Any]) -> None:
-        await self._engine.post("/update_weights", {"update_info": info})
-
-    async def finish_weight_update(self) -> None:
-        await self._engine.post("/finish_weight_update")
+    async def perform(self, operation: str) -> int:
+        return facts.read_ahead(await self._ask(facts.PERFORM, {"operation": operation}))
 
     async def load_adapter(self, name: str) -> None:
         await self._adapters.load(name)

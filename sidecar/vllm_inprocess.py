@@ -72,19 +72,20 @@ class VllmEngine:
         backend = "" if transfer is None else str(transfer.backend)
         who = "the AsyncLLM (weight_transfer_config of AsyncEngineArgs)"
         check_backend(backend, who)
-        if backend != BACKEND:
-            present = await _call(self._llm.collective_rpc(facts.ASK_PRESENCE))
-            facts.check_drives(present, backend, who)
-        await self._plugin.hello()
+        # Asked before any call of the plugin's: without it, that would fail in all workers.
+        present = await _call(self._llm.collective_rpc(facts.ASK_PRESENCE))
+        facts.check_drives(present, backend, who)
         parallel = config.parallel_config
         if parallel.data_parallel_hybrid_lb:
             raise EngineError(
                 "data_parallel_hybrid_lb puts several ranks of a DP group behind one client; "
                 "use data_parallel_external_lb, with one sidecar per rank"
             )
-        draft = facts.read_draft(await _call(self._llm.collective_rpc(facts.ASK_DRAFT)))
         # Behind an internal load balancer one client pauses all ranks: a DP group of one.
         external = bool(parallel.data_parallel_external_lb)
+        cores = 1 if external else int(parallel.data_parallel_size)
+        await self._plugin.hello(cores=cores)
+        draft = facts.read_draft(await _call(self._llm.collective_rpc(facts.ASK_DRAFT)))
         info = EngineInfo(
             kind="vllm",
             software=f"vllm {vllm.__version__}",
@@ -98,7 +99,7 @@ class VllmEngine:
             draft=draft,
         )
         told = facts.read(await _call(self._llm.collective_rpc(facts.ASK_FACTS)))
-        self._core.learn(told, info, cores=1 if external else parallel.data_parallel_size)
+        self._core.learn(told, info, cores=cores)
         return info
 
     def lora_request(self, adapter: str) -> Any:
@@ -166,9 +167,10 @@ class VllmEngine:
             await _call(self._llm.abort(everything, internal=True))
         return len(requests)
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
-        await self._plugin.open_transfer(backend, params, place)
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
+        ahead = await self._plugin.open_transfer(backend, params, place)
         self._doors.adapter_path = adapter_path(params) if adapter_of(backend) else ""
+        return ahead
 
     async def arm(self, manifest: Manifest, target: Target = "model") -> None:
         await self._plugin.arm(manifest, target)
@@ -179,11 +181,8 @@ class VllmEngine:
     async def receive(self, chunk: Chunk) -> None:
         await self._plugin.receive(chunk)
 
-    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
-        await self._plugin.verify(seq, verify, sums)
-
-    async def load(self, seq: int) -> None:
-        await self._plugin.load(seq)
+    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
+        await self._plugin.load(seq, verify, sums)
 
     async def restore(self, target: Target = "model") -> None:
         await self._plugin.restore(target)
@@ -217,28 +216,9 @@ class _Doors:
         self.settled: dict[str, Any] = {}  # and of those that are committed
         self._llm = async_llm
 
-    async def init_weight_transfer(self, info: dict[str, Any]) -> None:
-        from vllm.distributed.weight_transfer.base import (  # noqa: PLC0415 - see start()
-            WeightTransferInitRequest,
-        )
-
-        await _call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(info)))
-
-    async def start_weight_update(self, target: Target) -> None:
-        if target == "draft":
-            await _call(self._llm.start_draft_weight_update())
-        else:
-            await _call(self._llm.start_weight_update())
-
-    async def update_weights(self, info: dict[str, Any]) -> None:
-        from vllm.distributed.weight_transfer.base import (  # noqa: PLC0415 - see start()
-            WeightTransferUpdateRequest,
-        )
-
-        await _call(self._llm.update_weights(WeightTransferUpdateRequest(info)))
-
-    async def finish_weight_update(self) -> None:
-        await _call(self._llm.finish_weight_update())
+    async def perform(self, operation: str) -> int:
+        kwargs = {"operation": operation}
+        return facts.read_ahead(await _call(self._llm.collective_rpc(facts.PERFORM, kwargs=kwargs)))
 
     async def load_adapter(self, name: str) -> None:
         from vllm.lora.request import LoRARequest  # noqa: PLC0415 - see start()

@@ -28,9 +28,9 @@ from bus.lora import (
 from bus.messages import ChunkSent, NackCode, TransferInit
 from bus.runtime.held import HeldFolder
 from bus.transfer import SHM_FOLDER, encode
+from trainer_agent.asking import announced
 from trainer_agent.plan import Plan
 from trainer_agent.sources import as_source, meta_of
-from trainer_agent.stream import announced, first_of
 
 if TYPE_CHECKING:
     from bus.messages import Verify
@@ -126,12 +126,10 @@ async def send_adapter(
             await _open(adapter, written, transport, steps)
             await update.arm(adapter.plan, adapter.backend, 0, label)
         sums = await anyio.to_thread.run_sync(adapter.sums, verify)
-        await update.start(_nothing_left)
-        try:
-            async with announced(steps.step, adapter.plan.chunk_meta(update.id, 0, written.handle)):
-                await steps.step(ChunkSent(update.id, 0, verify, sums))
-        except BaseExceptionGroup as group:
-            raise first_of(group) from group
+        await update.go(_nothing_left)
+        await update.start()
+        async with announced(steps.step, adapter.plan.chunk_meta(update.id, 0, written.handle)):
+            await steps.step(ChunkSent(update.id, 0, verify, sums))
         return await update.commit(label, verify)
     finally:
         transport.spoil()  # engines have let go what was open before

@@ -30,6 +30,7 @@ from bus.runtime.peer import default_name
 from bus.settings import DEFAULT_BROKER
 from bus.transfer import ALONE
 from trainer_agent.adapter import Adapter, send_adapter
+from trainer_agent.asking import together
 from trainer_agent.connection import Connection
 from trainer_agent.how import WAIT_S, PauseHow
 from trainer_agent.patches import BusPatches
@@ -502,10 +503,14 @@ class TrainerAgent:
                     raise
                 await transport.reopen(stream.room_bytes)
                 await update.arm(stream.plan, transport.backend, transport.communicator, label)
-            await update.start(stream.drain)
+            await update.go(stream.drain)
+            await stream.fill()
             try:
-                await stream.send(update.id, self._steps.step)
-                report = await update.commit(label, stream.verify)
+                async with together() as tasks:
+                    tasks.start_soon(update.start)
+                    tasks.start_soon(stream.send, update, self._steps.step)
+                    await stream.all_sent.wait()
+                    report = await update.commit(label, stream.verify)
             except BaseException:
                 if transport.sender.collective:
                     await transport.drop()  # whoever was in a broadcast may have left it

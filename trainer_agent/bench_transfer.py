@@ -79,12 +79,25 @@ MODELS: Final = {"megabytes": few_large, "tensors": many_small}
 
 
 class TimedSender:
-    """A sender, when each of its puts was, and when the last chunk was acked."""
+    """A sender, when each of its puts and transfers was, and when the last chunk was acked."""
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
         self.puts: list[tuple[float, float]] = []
+        self.transfers: list[tuple[float, float]] = []
         self.acked_s = 0.0
+
+    def begin(self) -> None:
+        """What comes next is another update."""
+        self.puts.clear()
+        self.transfers.clear()
+
+    def transfer_ms(self) -> float:
+        """From when the first chunk left to when the last one was acked; and what putting took
+        before that, while the engine still served."""
+        left_s = self.transfers[0][0]
+        before_s = sum(min(until, left_s) - since for since, until in self.puts if since < left_s)
+        return (self.acked_s - left_s + before_s) * 1000
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sender, name)
@@ -94,6 +107,11 @@ class TimedSender:
         handle = self._sender.put(seq, tensors)
         self.puts.append((since_s, time.monotonic()))
         return handle
+
+    def transfer(self, seq: int) -> None:
+        since_s = time.monotonic()
+        self._sender.transfer(seq)
+        self.transfers.append((since_s, time.monotonic()))
 
     def taken(self, seq: int) -> None:
         self.acked_s = time.monotonic()
@@ -144,19 +162,17 @@ async def drive(
 
 
 async def _update(agent: MeasuredAgent, model: Policy) -> dict[str, Any]:
-    agent.timed.puts.clear()
+    agent.timed.begin()
     since_s = time.monotonic()
     await agent.update_weights(model)
     until_s = time.monotonic()
     report = agent.last_update
     assert report is not None, "an update has just been made"
-    puts = agent.timed.puts
     return {
         "since_s": since_s,
         "until_s": until_s,
-        "puts": puts,
-        # From before the first chunk is written: its handle is in the first message.
-        "transfer_ms": (agent.timed.acked_s - puts[0][0]) * 1000,
+        "puts": agent.timed.puts,
+        "transfer_ms": agent.timed.transfer_ms(),
         "pause_ms": report.pause_ms,
         "paused_ms": report.paused_ms,
     }

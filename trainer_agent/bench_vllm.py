@@ -138,10 +138,16 @@ class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self.calls: list[Call] = []
+        self._version = 0
 
     def pause(self) -> None:
         """Requests are kept."""
         self._post(_PAUSE)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """With a version, as over the bus; vLLM sets it within the same call."""
+        self._version += 1
+        super().finish_weight_update(weight_version or str(self._version))
 
     def resume(self) -> None:
         """They go on."""
@@ -201,17 +207,20 @@ class BusNative:
 
 async def bus_update(agent: MeasuredAgent, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
     """The bus, with a backend of wavebus's."""
-    agent.timed.puts.clear()
+    timed = agent.timed
+    timed.begin()
     since_s = time.monotonic()
     await agent.update_weights(weights)
     until_s = time.monotonic()
-    puts = agent.timed.puts
     return {
         "since_s": since_s,
         "until_s": until_s,
-        "transfer_ms": (agent.timed.acked_s - puts[0][0]) * 1000,
+        "transfer_ms": timed.transfer_ms(),
         **_told(agent.last_update),
-        "calls": [("put", *span) for span in puts],
+        "calls": [
+            *(("put", *span) for span in timed.puts),
+            *(("send", *span) for span in timed.transfers),
+        ],
     }
 
 

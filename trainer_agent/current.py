@@ -12,7 +12,7 @@ from trainer_agent.refusals import nack_of
 from trainer_agent.sources import as_announced
 
 if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop
+    from asyncio import AbstractEventLoop, Future
     from collections.abc import Iterator
 
     import torch
@@ -30,6 +30,7 @@ class CurrentUpdate:
     Attributes:
         told: how many chunks the trainer engine has told of.
         untaken: how many tensors the pass that is under way has left.
+        starting: engines are being paused and started.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class CurrentUpdate:
         self.over = False
         self.told = 0
         self.untaken = 0 if inner is None else len(plan.metas)
+        self.starting: Future[None] | None = None
         self._loop = loop
         self._awaited = 0
         self._reached = anyio.Event()
@@ -77,6 +79,16 @@ class CurrentUpdate:
             if self._awaited and self._taken >= self._awaited:
                 self._wake()
             return pair
+
+    async def until_paused(self) -> None:
+        """Wait until every engine is.
+
+        Raises:
+            what the update has failed with, if it has.
+        """
+        await self.update.paused.wait()
+        if self.failure is not None:
+            raise once_more(self.failure)
 
     async def until_taken(self, seq: int) -> None:
         """Wait until every tensor of a chunk was taken, or the update has failed.

@@ -61,10 +61,25 @@ class Steps:
         return new_update_id(self._line.boot, self._ids)
 
     async def pause(self, update_id: str, how: PauseHow) -> GroupAck:
-        """Pause the group, and hold it.
+        """Pause the group, and hold it. Given up, it is completed, and then resumed.
 
         Raises:
             PauseFailed: not every engine could be paused; those that were, have resumed.
+        """
+        try:
+            return await self.ask_pause(update_id, how)
+        except Refused:
+            raise
+        except BaseException:  # nobody waits for it any more
+            with anyio.move_on_after(CLEANUP_S, shield=True), contextlib.suppress(WavebusError):
+                await self._line.ask(Resume(update_id), GroupAck)
+            raise
+
+    async def ask_pause(self, update_id: str, how: PauseHow) -> GroupAck:
+        """The same; who gives it up, sees to the resume.
+
+        Raises:
+            PauseFailed: as :meth:`pause`.
         """
         ask = PauseLocal(
             update_id,
@@ -75,14 +90,7 @@ class Steps:
             int(how.wait_s * 1000),
             how.escalate,
         )
-        try:
-            ack = await self.step(ask)
-        except Refused:
-            raise
-        except BaseException:  # nobody waits for it any more: it is completed, then resumed
-            with anyio.move_on_after(CLEANUP_S, shield=True), contextlib.suppress(WavebusError):
-                await self._line.ask(Resume(update_id), GroupAck)
-            raise
+        ack = await self.step(ask)
         self._window = (update_id, self._line.epoch)
         return ack
 

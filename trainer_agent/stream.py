@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.lowlevel
@@ -15,17 +14,16 @@ import torch
 
 from bus.checksum import checksums
 from bus.messages import ChunkSent
+from trainer_agent.asking import announced, together
 from trainer_agent.plan import Plan
 from trainer_agent.sources import as_announced, tensor_metas
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
-
-    from bus.messages import GroupAck, Message, Verify, WeightChunkMeta
+    from bus.messages import Verify
+    from trainer_agent.asking import Step
     from trainer_agent.sources import WeightSource
     from trainer_agent.transfer import Sender
-
-    Step: TypeAlias = Callable[[Message], Coroutine[object, object, GroupAck]]
+    from trainer_agent.updating import Update
 
 
 class ChunkStream:
@@ -33,6 +31,9 @@ class ChunkStream:
 
     Of each chunk engines hear twice: before it is sent, so that they receive it, and after
     that, with its checksums, so that they load it.
+
+    Attributes:
+        all_sent: the last chunk has left, and engines have been told so.
     """
 
     def __init__(
@@ -44,51 +45,53 @@ class ChunkStream:
         self._tensors = as_announced(self.plan.metas, self._left)
         self._taking = threading.Lock()
         self._sender = sender
+        self._filled: deque[_Chunk] = deque()
         self._sending = anyio.Lock()  # chunks leave one after the other, in order
+        self.all_sent = anyio.Event()
         self.verify: Verify = verify if sender.verifies else "unsupported"
 
-    async def send(self, update_id: str, step: Step) -> None:
-        """Send every chunk; return when every engine has applied every one.
+    async def fill(self) -> None:
+        """Take from the source what there is room for. Nothing leaves: engines generate on."""
+        while len(self._filled) < min(self._sender.depth, self.plan.chunks):
+            self._filled.append(await self._put(len(self._filled)))
+
+    async def send(self, update: Update, step: Step) -> None:
+        """Tell of every chunk once the engines are paused, and send it once they have started;
+        return when every engine has applied every one.
 
         ``step`` sends one message and waits for all engines' acks.
         """
-        try:
-            await self._send_all(update_id, step)
-        except BaseExceptionGroup as group:
-            raise first_of(group) from group
-
-    async def _send_all(self, update_id: str, step: Step) -> None:
-        waiting: deque[anyio.Event] = deque()
-        async with anyio.create_task_group() as tasks:
+        rooms: deque[anyio.Event] = deque()
+        async with together() as tasks:
             for seq in range(self.plan.chunks):
-                if len(waiting) == self._sender.depth:
-                    await waiting.popleft().wait()
-                chunk = await anyio.to_thread.run_sync(self._put, seq)
-                applied = anyio.Event()
-                waiting.append(applied)
-                tasks.start_soon(self._send, update_id, chunk, step, applied)
+                if len(rooms) == self._sender.depth:
+                    await rooms.popleft().wait()
+                chunk = self._filled.popleft() if self._filled else await self._put(seq)
+                await update.paused.wait()
+                free = anyio.Event()
+                rooms.append(free)
+                tasks.start_soon(self._send, update, chunk, step, free)
 
-    async def _send(
-        self,
-        update_id: str,
-        chunk: _Chunk,
-        step: Step,
-        applied: anyio.Event,
-    ) -> None:
+    async def _send(self, update: Update, chunk: _Chunk, step: Step, free: anyio.Event) -> None:
         """Tell, send, and tell that it is sent; both words are answered when it is applied."""
         seq = chunk.seq
-        meta = self.plan.chunk_meta(update_id, seq, chunk.handle)
-        async with announced(step, meta):
+        async with announced(step, self.plan.chunk_meta(update.id, seq, chunk.handle)):
+            await update.started.wait()
             async with self._sending:
                 if self._sender.collective:
                     await anyio.to_thread.run_sync(
                         self._sender.transfer, seq, abandon_on_cancel=True
                     )
+                    free.set()  # its engines have it in memory of their own
                 else:
                     self._sender.transfer(seq)
-            await step(ChunkSent(update_id, seq, self.verify, chunk.sums))
+            async with together() as tasks:
+                tasks.start_soon(step, ChunkSent(update.id, seq, self.verify, chunk.sums))
+                await anyio.lowlevel.checkpoint()  # it is on its way
+                if seq + 1 == self.plan.chunks:
+                    self.all_sent.set()
         self._sender.taken(seq)
-        applied.set()
+        free.set()
 
     def drain(self) -> None:
         """Take what is left of the source, for those who gather it with us."""
@@ -96,7 +99,10 @@ class ChunkStream:
             for _ in self._left:
                 pass
 
-    def _put(self, seq: int) -> _Chunk:
+    async def _put(self, seq: int) -> _Chunk:
+        return await anyio.to_thread.run_sync(self._take, seq)
+
+    def _take(self, seq: int) -> _Chunk:
         """Take the chunk's tensors from the source and offer them; runs in a thread."""
         with self._taking:
             found = itertools.islice(self._tensors, self.plan.tensors_of(seq))
@@ -111,20 +117,3 @@ class _Chunk:
     seq: int
     handle: bytes
     sums: tuple[int, ...]
-
-
-@asynccontextmanager
-async def announced(step: Step, meta: WeightChunkMeta) -> AsyncIterator[None]:
-    """Engines are told of a chunk before the block; it is applied when that ends, in which the
-    word that it is sent must follow."""
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(step, meta)
-        await anyio.lowlevel.checkpoint()  # it is on its way
-        yield
-
-
-def first_of(error: BaseException) -> BaseException:
-    """What went wrong first; chunks under way fail with it, for the same reason."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -11,7 +11,7 @@ from bus.errors import Refused
 from bus.messages import NackCode, PlanTransfer, TransferInit, TransferPlan
 from bus.rendezvous import address_towards, host_of
 from bus.transfer import ALONE, World
-from trainer_agent.stream import first_of
+from trainer_agent.asking import together
 
 if TYPE_CHECKING:
     from trainer_agent.connection import Connection
@@ -100,13 +100,10 @@ class Transport:
 
     async def _meet_all(self, init: TransferInit) -> None:
         """Every engine opens its end; a sender with collectives meets them meanwhile."""
-        try:
-            async with anyio.create_task_group() as tasks:
-                if self.sender.collective:
-                    tasks.start_soon(self._meet)
-                await self._steps.step(init)
-        except BaseExceptionGroup as group:
-            raise first_of(group) from group
+        async with together() as tasks:
+            if self.sender.collective:
+                tasks.start_soon(self._meet)
+            await self._steps.step(init)
 
     async def _meet(self) -> None:
         """Wait in a thread until all ends are there; closed, the sender gives up waiting."""

@@ -5,13 +5,18 @@ happens in between::
 
     async with updates.begin(how) as update:
         await update.arm(plan, backend, communicator, label)
-        await update.start(drain)
-        ...                             # chunks
+        await update.go(drain)
+        await update.start()            # beside it, and behind it: chunks
         await update.commit(label, verified)
+
+No step waits for the answer to the one before if the broker can: it keeps UPDATE_START until the
+group is paused, COMMIT until all have finished, and RESUME until all serve the version. So what
+engines wait for is the broker, and not the trainer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Self
 
@@ -19,6 +24,7 @@ import anyio
 
 from bus.errors import BusClosed, BusTimeout, Refused, UsageError
 from bus.messages import Arm, Commit, NackCode, UpdateFinish, UpdateStart
+from trainer_agent.asking import in_turn
 from trainer_agent.ranks import Leading
 from trainer_agent.report import UpdateReport
 from trainer_agent.steps import CLEANUP_S
@@ -85,7 +91,12 @@ class Updates:
 
 
 class Update:
-    """One update of the group. Whoever gets an error from a step, ends it with that."""
+    """One update of the group. Whoever gets an error from a step, ends it with that.
+
+    Attributes:
+        paused: every engine is, or it failed.
+        started: every engine waits for chunks, or it failed.
+    """
 
     def __init__(
         self,
@@ -105,8 +116,12 @@ class Update:
         self._plan: Plan | None = None
         self._armed: GroupAck | None = None
         self._pause: GroupAck | None = None
+        self._pausing = False  # we have asked for a pause, and it has not been resumed
         self._open = False  # the bus has it, and has not committed it
         self._version = 0
+        self.paused = anyio.Event()
+        self.started = anyio.Event()
+        self._finishing: asyncio.Future[GroupAck] | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -166,26 +181,57 @@ class Update:
 
     async def _pause_unless_held(self) -> None:
         if not self._steps.held:
-            self._pause = await self._steps.pause(self.id, self._how)
+            self._pausing = True
+            self._pause = await self._steps.ask_pause(self.id, self._how)
 
-    async def start(self, drain: Callable[[], None]) -> None:
-        """Pause, unless the group is held already, and have every engine wait for chunks; then
-        all ranks may gather them. For ``drain`` see :meth:`trainer_agent.ranks.Leading.go`."""
-        await self._pause_unless_held()
-        await self._steps.step(UpdateStart(self.id))
+    async def go(self, drain: Callable[[], None]) -> None:
+        """Every engine has armed: all ranks may gather tensors. For ``drain`` see
+        :meth:`trainer_agent.ranks.Leading.go`."""
         await self._leading.go(drain)
+
+    async def start(self) -> None:
+        """Pause, unless the group is held already, and have every engine wait for chunks."""
+        try:
+            await in_turn(self._reach_pause, lambda: self._steps.step(UpdateStart(self.id)))
+        finally:
+            self.paused.set()
+            self.started.set()
+
+    async def _reach_pause(self) -> None:
+        await self._pause_unless_held()
+        self.paused.set()
+
+    def finish(self) -> None:
+        """Ask every engine to finish, once the last chunk is sent; :meth:`commit` waits for it."""
+        if self._finishing is None:
+            self._finishing = asyncio.ensure_future(self._steps.step(UpdateFinish(self.id)))
 
     async def commit(self, label: str, verified: Verify) -> UpdateReport:
         """Have every engine serve the weights, and resume, unless the group was held before."""
+        await self.started.wait()
         assert self._armed is not None
         assert self._plan is not None
-        await self._steps.step(UpdateFinish(self.id))
-        done = await self._steps.step(Commit(self.id, self._armed.version, label))
-        self._open = False
-        pause, resumed = self._pause, None
-        if pause is not None:
-            self._pause = None
-            resumed = await self._steps.resume(self.id)
+        self.finish()
+        pause, commit = self._pause, Commit(self.id, self._armed.version, label)
+        done = resumed = None
+
+        async def finished() -> None:
+            assert self._finishing is not None
+            await self._finishing
+
+        async def committed() -> None:
+            nonlocal done
+            done = await self._steps.step(commit)
+            self._open = False
+
+        async def goes_on() -> None:
+            nonlocal resumed
+            if pause is not None:
+                resumed = await self._steps.resume(self.id)
+                self._pausing = False
+
+        await in_turn(finished, committed, goes_on)
+        assert done is not None
         self._version = done.version
         report = UpdateReport(
             version=done.version,
@@ -216,12 +262,17 @@ class Update:
             self._updates.ended()
 
     async def _undo(self) -> None:
-        """Give it up, and let the engines go on. What fails here, the broker mends: it aborts
-        and resumes for a trainer that is gone."""
+        """Give it up, and let the engines go on: in this order, since a resume waits for the end of
+        an update that has started. What fails here, the broker mends: it aborts and resumes for a
+        trainer that is gone."""
         suppressed = contextlib.suppress(Refused, BusTimeout, BusClosed)
+        if self._finishing is not None:
+            self._finishing.cancel()
+            with anyio.CancelScope(shield=True):
+                await asyncio.gather(self._finishing, return_exceptions=True)
         if self._open:
             with anyio.move_on_after(CLEANUP_S, shield=True), suppressed:
                 await self._steps.abort(self.id)
-        if self._pause is not None:
+        if self._pausing:
             with anyio.move_on_after(CLEANUP_S, shield=True), suppressed:
                 await self._steps.resume(self.id)

@@ -8,10 +8,12 @@ rank of the trainer. On the bus these are one update:
 the engine                the bus
 ========================= ==============================================================
 reads ``metadata()``      (that is the plan)
-``start_weight_update``   ARM, with the plan; pause; UPDATE_START; the other ranks hear GO
+``start_weight_update``   ARM, with the plan; the other ranks hear GO. Behind it, beside the
+                          engine: pause, UPDATE_START
 first tensor of a pass    waits for that, on every rank, or raises
-``update_weights``        WEIGHT_CHUNK_META and CHUNK_SENT; returns when it is applied
-``finish_weight_update``  UPDATE_FINISH, COMMIT, resume
+``update_weights``        WEIGHT_CHUNK_META and CHUNK_SENT; returns when it is applied. Behind
+                          the last one: UPDATE_FINISH
+``finish_weight_update``  COMMIT, resume
 ========================= ==============================================================
 
 A trainer engine that sends patches reads no source. It reads its patches to their end before it
@@ -40,13 +42,13 @@ from bus.errors import BusClosed, BusTimeout, UpdateFailed, UsageError, WavebusE
 from bus.messages import NackCode
 from bus.transfer import ALONE
 from trainer_agent import infos, native
+from trainer_agent.asking import announced, first_of
 from trainer_agent.current import CurrentUpdate, once_more
 from trainer_agent.patches import NextPatch
 from trainer_agent.plan import Plan
 from trainer_agent.ranks import reached
 from trainer_agent.refusals import own_nack
 from trainer_agent.sources import tensor_metas
-from trainer_agent.stream import announced, first_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -107,7 +109,8 @@ class BusWeightSyncClient:
 
     def start_weight_update(self) -> None:
         """Begin an update: every engine is armed with what the source's metadata tells, or the
-        patches that were read, then paused. One that was begun and not finished is undone first."""
+        patches that were read. They are paused behind that; if that fails, the source and
+        :meth:`update_weights` raise it. One that was begun and not finished is undone first."""
         self._sync.need_rank_0()
         if self._sync.patching:
             patch = self._sync.next_patch.take()
@@ -373,7 +376,16 @@ class WeightSync:
                         )
                     )
                 await current.update.arm(plan, transport.backend, transport.communicator, "")
-                await current.update.start(current.drain)
+                await current.update.go(current.drain)
+            current.starting = asyncio.ensure_future(self._start_engines(current))
+
+    async def _start_engines(self, current: CurrentUpdate) -> None:
+        """Who waits for it, hears how it failed."""
+        try:
+            await current.update.start()
+        except Exception as error:  # noqa: BLE001 - it is raised by who waits
+            await self._fail(current, error)
+        else:
             current.started.set()
 
     async def update(self, info: object) -> None:
@@ -385,11 +397,15 @@ class WeightSync:
                 seq, current.told = current.told, current.told + 1
                 meta, sent = native.chunk_messages(info, current.plan, seq, current.update.id)
             current.verified = sent.verify
+            await current.until_paused()
             async with announced(self._steps.step, meta):
                 if self._native is not None:
                     with anyio.move_on_after(self._timeout_s):  # gathering is the trainer's time
                         await current.until_taken(meta.chunk)
-                done = await self._steps.step(sent)
+                answer = asyncio.ensure_future(self._steps.step(sent))
+                if meta.chunk + 1 == current.plan.chunks:
+                    current.update.finish()
+                done = await answer
             if self._native is not None and current.told < current.plan.chunks:
                 self._need_everybody(done)
 
@@ -472,6 +488,11 @@ class WeightSync:
             return
         started = current.started.is_set()
         current.failed(error)
+        starting = current.starting
+        if starting is not None and starting is not asyncio.current_task():
+            starting.cancel()
+            with anyio.CancelScope(shield=True):
+                await asyncio.gather(starting, return_exceptions=True)
         if started and self._transport.communicator:
             self._transport.spoil()  # whoever was in a broadcast may have left it
         try:

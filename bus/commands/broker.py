@@ -11,6 +11,8 @@ import click
 import bus.log
 from bus.commands.options import configure_log, insecure_option, log_options, run_until_stopped
 from bus.errors import UsageError
+from bus.ids import new_boot
+from bus.journal.writer import DEFAULT_BYTES, LEAST_BYTES, MOST_BYTES, JournalWriter
 from bus.keys import read_keyring
 from bus.protocol.broker import BrokerConfig
 from bus.protocol.effects import Note
@@ -59,6 +61,24 @@ from bus.settings import DEFAULT_BROKER
     "on SIGHUP. Nobody else is let in then.  [env: WAVEBUS_CURVE_KEYS]",
 )
 @insecure_option
+@click.option(
+    "--journal",
+    envvar="WAVEBUS_JOURNAL",
+    default=None,
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Record every control message here, for `wavebus journal`, `why`, `replay` and `trace`; "
+    "a commit is recorded before anybody serves it.  [env: WAVEBUS_JOURNAL]",
+)
+@click.option(
+    "--journal-bytes",
+    envvar="WAVEBUS_JOURNAL_BYTES",
+    type=click.IntRange(LEAST_BYTES, MOST_BYTES),
+    default=DEFAULT_BYTES,
+    show_default=True,
+    help="What the journal takes at most; beyond it the oldest of its files goes.  "
+    "[env: WAVEBUS_JOURNAL_BYTES]",
+)
 @log_options
 def broker(
     listen: str,
@@ -67,6 +87,8 @@ def broker(
     step_timeout_ms: int,
     curve_keys: Path | None,
     insecure: bool,
+    journal: Path | None,
+    journal_bytes: int,
     log_level: str,
     log_format: str,
 ) -> None:
@@ -90,11 +112,24 @@ def broker(
     )
 
     async def serve(stop: asyncio.Event) -> None:
+        log = bus.log.logger()
+        scheduler = AsyncioScheduler()
         transport = ZmqServer(listen, keyring=keyring, insecure=insecure)
         roles = keyring.roles() if keyring else None
-        server = BrokerServer(transport, AsyncioScheduler(), config, roles)
+        boot = new_boot()
+        recorder = None
+        if journal is not None:
+            recorder = JournalWriter(
+                journal,
+                limit_bytes=journal_bytes,
+                boot=boot,
+                config=config,
+                keys=roles,
+                scheduler=scheduler,
+                failed=lambda error: log.error("journal_failed", reason=str(error)),
+            )
+        server = BrokerServer(transport, scheduler, config, roles, boot=boot, journal=recorder)
         server.start()
-        log = bus.log.logger()
         if curve_keys is not None:
             reload = KeyReload(curve_keys, transport, server)
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)

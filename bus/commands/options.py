@@ -41,6 +41,11 @@ insecure_option = click.option(
     help="Beyond loopback without keys, where anyone who reaches the port may command engines.  "
     f"[env: {INSECURE_VARIABLE}]",
 )
+journal_argument = click.argument(
+    "source",
+    metavar="FILE_OR_DIR",
+    type=click.Path(exists=True, path_type=Path),
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 

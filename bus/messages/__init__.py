@@ -128,9 +128,11 @@ from bus.messages.views import (
     EngineView,
     GroupStatus,
     GroupView,
+    OutView,
     Status,
     StatusRequest,
     WaitEngines,
+    WaitView,
 )
 from bus.messages.waves import (
     FirstReq,
@@ -175,6 +177,8 @@ __all__ = [
     "DpGroupView",
     "GroupView",
     "StatusRequest",
+    "WaitView",
+    "OutView",
     "GroupStatus",
     "Status",
     "Step",

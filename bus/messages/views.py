@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -69,29 +69,60 @@ class StatusRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitView:
+    """One ack that has not come. ``waited_ms``: since it was asked for, the first time.
+
+    ``engine`` is empty for a chunk that the trainer has yet to send: nobody can ack it.
+    """
+
+    engine: ShortText
+    step: ShortText
+    update_id: UpdateId
+    chunk: Count
+    waited_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class OutView:
+    """An engine that does not serve, or is not there any more, and why."""
+
+    engine: ShortText
+    state: Literal["quarantined", "gone"]
+    reason: LongText
+
+
+@dataclass(frozen=True, slots=True)
 class GroupStatus:
-    """``update_target``: which model the update under way is for; ``model`` if there is none."""
+    """``update_target``: which model the update under way is for; ``model`` if there is none.
+    ``holder_heard_ms``: how long ago the holder was heard; 0 if there is none.
+    """
 
     name: ShortText
     epoch: Count
     version: Count
     holder: ShortText
+    holder_heard_ms: float
     pause: ShortText
     update: ShortText
     update_id: UpdateId
     update_target: Target
     waiting_for: Annotated[tuple[ShortText, ...], Meta(max_length=16_384)]
+    waits: Annotated[tuple[WaitView, ...], Meta(max_length=65_536)]
+    out: Annotated[tuple[OutView, ...], Meta(max_length=16_384)]
     engines: Annotated[tuple[EngineView, ...], Meta(max_length=16_384)]
     dp_groups: Annotated[tuple[DpGroupView, ...], Meta(max_length=16_384)]
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """``cpu_s`` and ``rss_bytes`` are the broker process's own."""
+    """``cpu_s`` and ``rss_bytes`` are the broker process's own. Peers are heard every
+    ``heartbeat_ms``, and lost after ``peer_timeout_ms`` of silence."""
 
     broker: ShortText
     uptime_s: float
     cpu_s: float
     rss_bytes: Count
+    heartbeat_ms: Count
+    peer_timeout_ms: Count
     peers: Count
     groups: Annotated[tuple[GroupStatus, ...], Meta(max_length=4096)]

@@ -111,7 +111,8 @@ class Broker:
     # -- frames ---------------------------------------------------------------
 
     def admit(self, route: bytes, size_bytes: int, now_ms: float) -> list[Effect] | None:
-        """Whether a frame is to be read: None. Or else what its sender is told instead."""
+        """Whether a frame is to be read: None. Or else what its sender is told instead; where that
+        is nothing, nothing has changed, and the frame might as well not have come."""
         peer = self.peers.by_route.get(route)
         bound = FRAME_BYTES[peer.role] if peer else STRANGERS_FRAME_BYTES
         bucket = self._bucket(peer, route, now_ms)
@@ -474,6 +475,8 @@ class Broker:
             uptime_s=round(now_ms / 1000, 3),
             cpu_s=0.0,
             rss_bytes=0,
+            heartbeat_ms=self.config.heartbeat_ms,
+            peer_timeout_ms=self.config.peer_timeout_ms,
             peers=len(self.peers),
             groups=tuple(self.groups[name].status(now_ms) for name in sorted(self.groups)),
         )

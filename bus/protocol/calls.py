@@ -100,15 +100,12 @@ class CallReceive:
 
 
 @dataclass(frozen=True, slots=True)
-class CallVerify:
+class CallLoad:
+    """Verified first, if there are ``sums``; nothing is loaded of what is not what was sent."""
+
     chunk: int
     verify: Verify
     sums: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CallLoad:
-    chunk: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +137,6 @@ Call: TypeAlias = (
     | CallArm
     | CallStart
     | CallReceive
-    | CallVerify
     | CallLoad
     | CallRestore
     | CallFinish
@@ -174,7 +170,6 @@ CALL_STEPS: Final[dict[type[Call], Step]] = {
     CallArm: Step.ARM,
     CallStart: Step.START,
     CallReceive: Step.CHUNK,
-    CallVerify: Step.CHUNK,
     CallLoad: Step.CHUNK,
     CallRestore: Step.ABORT,
     CallFinish: Step.FINISH,

@@ -7,7 +7,7 @@ declined by name, and changes nothing.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from bus.messages import (
     Abort,
@@ -35,7 +35,8 @@ from bus.protocol.instructions import Failure
 from bus.protocol.pause import PauseState
 from bus.protocol.refusal import Declined, wrong_state
 from bus.protocol.sleep import SleepState
-from bus.protocol.update import UNSAFE, UpdateState
+from bus.protocol.update import TAKES_CHUNKS, UNSAFE, UpdateState
+from bus.protocol.wording import failed_nack
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,17 +44,30 @@ if TYPE_CHECKING:
     from bus.manifest import Manifest
     from bus.protocol.communicator import Communicator
     from bus.protocol.effects import Effect
-    from bus.protocol.group import Group
+    from bus.protocol.group import Group, Instruction
+
+
+# In these, a chunk may come, or come again.
+_KNOWS_CHUNKS: Final = (UpdateState.ARMED, *TAKES_CHUNKS, UpdateState.FINISHING)
+_BEFORE_COMMIT: Final = (*_KNOWS_CHUNKS, UpdateState.FINISHED)
+_OVER: Final = (UpdateState.IDLE, UpdateState.ABORTING)
 
 
 class Commands:
     """One group's. What a command does to the machines is theirs to tell; see
-    :meth:`bus.protocol.group.Group.run`."""
+    :meth:`bus.protocol.group.Group.run`.
+
+    A trainer need not wait for a step's answer before it asks for the next: UPDATE_START is kept
+    until the group is paused, UPDATE_FINISH until every chunk is sent, COMMIT until all have
+    finished, RESUME until the update is over. If it ends otherwise, they are refused then, but for
+    RESUME.
+    """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._manifest: Manifest | None = None  # of the update under way
         self._given: tuple[str, int] = ("", 0)  # the last version, and to which update
+        self._early: dict[Step, UpdateStart | UpdateFinish | Commit] = {}
 
     def take(self, msg_id: int, message: Message, now_ms: float) -> list[Effect]:
         """Obey it; what it needs is told to the engines, what it asks is answered later.
@@ -88,46 +102,70 @@ class Commands:
             case Arm():
                 return self._arm(msg_id, message, now_ms)
             case UpdateStart():
-                self._group.update.need(UpdateState.ARMED, message.update_id)
-                if self._group.pause.state is not PauseState.PAUSED:
-                    state = self._group.pause.state.value
+                self._group.update.need(UpdateState.ARMED, update_id=message.update_id)
+                if self._group.pause.state is PauseState.RESUMING:
                     raise wrong_state(
-                        f"the group is {state}; an update starts in a pause",
+                        "the group is resuming; an update starts in a pause",
                         hint="send PAUSE_LOCAL first",
                     )
-                return self._group.run(
-                    msg_id, Step.START, self._group.update.start(message, now_ms), now_ms
-                )
+                return self._in_turn(msg_id, Step.START, message, now_ms)
             case WeightChunkMeta():
                 return self._chunk(msg_id, message, now_ms)
             case ChunkSent():
                 return self._sent(msg_id, message, now_ms)
             case UpdateFinish():
-                self._group.update.need(UpdateState.LOADING, message.update_id)
-                if not self._group.update.all_applied:
-                    raise wrong_state(
-                        f"{self._group.update.chunks_asked - len(self._group.update.chunks)} of "
-                        f"{self._group.update.chunks_planned} chunks are applied",
-                        hint="send the others first, or ABORT",
-                    )
-                return self._group.run(
-                    msg_id, Step.FINISH, self._group.update.finish(message, now_ms), now_ms
-                )
+                self._group.update.need(*TAKES_CHUNKS, update_id=message.update_id)
+                return self._in_turn(msg_id, Step.FINISH, message, now_ms)
             case Commit():
-                self._group.update.need(UpdateState.FINISHED, message.update_id)
+                self._group.update.need(*_BEFORE_COMMIT, update_id=message.update_id)
                 if message.version != self._group.update.version:
                     raise wrong_state(
                         f"the bus gave this update version {self._group.update.version}", "version"
                     )
-                return self._group.run(
-                    msg_id, Step.COMMIT, self._group.update.commit(message, now_ms), now_ms
-                )
+                return self._in_turn(msg_id, Step.COMMIT, message, now_ms)
             case Abort():
                 return self._abort(msg_id, message, now_ms)
             case _:
                 raise Declined(
                     Failure(NackCode.FORBIDDEN, "a trainer does not send this", field="kind")
                 )
+
+    # -- steps that are asked before their turn ---------------------------------
+
+    def _in_turn(
+        self, msg_id: int, step: Step, message: UpdateStart | UpdateFinish | Commit, now_ms: float
+    ) -> list[Effect]:
+        """Asked now, or kept until it is its turn."""
+        self._group.holding.requests.ask((step, 0), msg_id)
+        self._early[step] = message
+        return self.follow(now_ms)
+
+    def follow(self, now_ms: float) -> list[Effect]:
+        """What was asked before its turn, and whose turn it is now."""
+        update = self._group.update
+        for step, message in list(self._early.items()):
+            if update.state in _OVER or message.update_id != update.update_id:
+                del self._early[step]
+                ended = Failure(NackCode.WRONG_STATE, "the update ended before this was its turn")
+                reason = update.failure or ended
+                nack = failed_nack(reason, step.value, message.update_id)
+                return [*self._group.holding.answer((step, 0), nack), *self.follow(now_ms)]
+            asked: list[Instruction] = []
+            match message:
+                case UpdateStart() if self._paused and update.state is UpdateState.ARMED:
+                    asked = update.start(message, now_ms)
+                case UpdateFinish() if update.state is UpdateState.LOADING and update.all_sent:
+                    asked = update.finish(message, now_ms)
+                case Commit() if update.state is UpdateState.FINISHED:
+                    asked = update.commit(message, now_ms)
+            if asked:
+                del self._early[step]
+                return self._group.obey(asked, now_ms)
+        return []
+
+    @property
+    def _paused(self) -> bool:
+        return self._group.pause.state is PauseState.PAUSED
 
     def _pause(self, msg_id: int, message: PauseLocal, now_ms: float) -> list[Effect]:
         pause = self._group.pause
@@ -167,15 +205,8 @@ class Commands:
         if message.update_id != self._group.pause.update_id:
             raise wrong_state(f"the pause under way is {self._group.pause.update_id}", "update_id")
         update = self._group.update
-        ends_by_itself = update.state in (UpdateState.COMMITTING, UpdateState.ABORTING)
-        if update.state in UNSAFE and not ends_by_itself:
-            raise wrong_state(
-                f"update {update.update_id} is {update.state.value}: engines may hold "
-                "different weights",
-                hint="COMMIT or ABORT it first",
-            )
         self._group.holding.requests.ask((Step.RESUME, 0), msg_id)
-        if ends_by_itself:
+        if update.state in UNSAFE:  # engines may hold different weights: it waits for the end
             self._group.resume_asked = True
             return []
         if state is PauseState.RESUMING:
@@ -297,7 +328,9 @@ class Commands:
             )
 
     def _chunk(self, msg_id: int, message: WeightChunkMeta, now_ms: float) -> list[Effect]:
-        self._group.update.need(UpdateState.LOADING, message.update_id)
+        self._group.update.need(*_KNOWS_CHUNKS, update_id=message.update_id)
+        if self._group.update.state is UpdateState.ARMED:  # UPDATE_START was lost on its way
+            return []
         assert self._manifest is not None
         asked = self._group.update.chunks_asked
         if message.chunk >= self._manifest.chunks:
@@ -317,7 +350,9 @@ class Commands:
 
     def _sent(self, msg_id: int, message: ChunkSent, now_ms: float) -> list[Effect]:
         update = self._group.update
-        update.need(UpdateState.LOADING, message.update_id)
+        update.need(*_KNOWS_CHUNKS, update_id=message.update_id)
+        if update.state is UpdateState.ARMED:
+            return []
         assert self._manifest is not None
         if message.chunk >= self._manifest.chunks:
             raise wrong_state(
@@ -334,7 +369,8 @@ class Commands:
             return []
         check_sums(self._manifest, message)
         instructions = update.sent(message, now_ms)
-        return self._group.run(msg_id, Step.CHUNK, instructions, now_ms, chunk=message.chunk)
+        asked = self._group.run(msg_id, Step.CHUNK, instructions, now_ms, chunk=message.chunk)
+        return asked + self.follow(now_ms)
 
     def _abort(self, msg_id: int, message: Abort, now_ms: float) -> list[Effect]:
         state = self._group.update.state

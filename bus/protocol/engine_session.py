@@ -157,7 +157,7 @@ class EngineSession:
             case WeightChunkMeta():
                 return self.update.chunk(msg_id, message)
             case ChunkSent():
-                return self.update.sent(msg_id, message)
+                return self.update.chunk(msg_id, message)
             case UpdateFinish():
                 return self.update.finish(msg_id, message)
             case Commit():
@@ -197,12 +197,11 @@ class EngineSession:
         if update_id != self.pause.update_id:
             raise wrong_state(f"the engine is in pause {self.pause.update_id}", "update_id")
 
-    def done(
-        self, call: Call, now_ms: float, *, in_flight: int | None = None
-    ) -> list[SessionEffect]:
-        """The running engine call has returned; ``in_flight`` requests are held now."""
-        if in_flight is not None:
-            self.pause.in_flight = in_flight
+    def done(self, call: Call, now_ms: float, *, told: int | None = None) -> list[SessionEffect]:
+        """The running engine call has returned. A pause has told how many requests are held now,
+        an opening how many chunks may be received ahead."""
+        if told is not None and isinstance(call, CallPause):
+            self.pause.in_flight = told
         job = self._queue.end(call)
         took_ms = now_ms - job.since_ms
         if isinstance(call, CallPause):
@@ -212,7 +211,7 @@ class EngineSession:
         elif isinstance(call, CallSleep | CallWakeWeights):
             effects = self.memory.done(job, took_ms)
         else:
-            effects = self.update.done(job, took_ms)
+            effects = self.update.done(job, took_ms, told)
         return self._with_calls(effects, now_ms)
 
     def failed(self, call: Call, failure: Failure, now_ms: float) -> list[SessionEffect]:

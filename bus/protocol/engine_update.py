@@ -8,11 +8,12 @@
     ARMING     failed         NONE        nack arm
     ARMED      UPDATE_START   STARTING    start_update(recover); the engine is paused
     STARTING   done           LOADING     ack start
-    LOADING    CHUNK_META k   LOADING     receive(k), once chunk k-1 is to be loaded
-    LOADING    CHUNK_SENT k   LOADING     verify(k), load(k), once chunk k is received; ack chunk k
-    LOADING    UPDATE_FINISH  FINISHING   finish_update()
+    STARTING, LOADING
+               CHUNK_META k,  (same)      receive(k), load(k, verify), as their turns come
+               CHUNK_SENT k               (:mod:`bus.protocol.engine_chunks`); ack chunk k
+    LOADING    UPDATE_FINISH  FINISHING   finish_update(), behind the last load
     FINISHING  done           FINISHED    ack finish
-    FINISHING  failed         LOADING     nack finish; it may be tried again
+    FINISHING  failed         LOADING     nack finish, or the chunk; finish may be tried again
     FINISHED   COMMIT         COMMITTING  commit(version)
     COMMITTING done           NONE        ack commit; the version is served
     any other  ABORT          ABORTING    what the call under way leaves behind decides:
@@ -40,9 +41,9 @@ adapter.
 
 Invariants: a chunk is loaded at most once, in order, and not before the sender has said that
 all of it was sent and its sums are right (but backends of vLLM's own load what they receive, see
-:mod:`bus.native`); one chunk is staged at a time; UPDATE_FINISH needs every chunk of the
-manifest; the version only grows, and at COMMIT; a part leaves ``partial`` only by a commit of
-its own, and an update that begins while there is any, tells the engine to recover; the engine is
+:mod:`bus.native`); the model is finished when every chunk of the manifest is loaded, and not
+before; the version only grows, and at COMMIT; a part leaves ``partial`` only by a commit of its
+own, and an update that begins while there is any, tells the engine to recover; the engine is
 resumed only when there is none; a part that is not in it has all the weights of its version.
 
 A patch changes some elements of what is served, so that what is served must be what it is a
@@ -54,9 +55,8 @@ brings an engine back, and none begins with recover.
 
 from __future__ import annotations
 
-from collections import deque
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from bus.lora import adapter_of
 from bus.messages import (
@@ -86,20 +86,17 @@ from bus.protocol.calls import (
     CallRestore,
     CallSleep,
     CallStart,
-    CallVerify,
     Job,
     SessionEffect,
     ack,
     nack,
 )
-from bus.protocol.checks import check_chunk, check_sums, manifest_of
+from bus.protocol.checks import manifest_of
 from bus.protocol.effects import Note
+from bus.protocol.engine_chunks import EngineChunks
 from bus.protocol.instructions import Failure
 from bus.protocol.refusal import Declined, wrong_state
 from bus.transfer import NO_PLACE, Place
-
-if TYPE_CHECKING:
-    from bus.manifest import Manifest
 
 
 class EngineUpdateState(StrEnum):
@@ -117,6 +114,9 @@ class EngineUpdateState(StrEnum):
 _S = EngineUpdateState
 # In these, the model may hold weights of two versions.
 MIXED: Final = frozenset(_S) - {_S.NONE, _S.ARMING, _S.ARMED}
+# With these, a load has failed before anything of its chunk was loaded: it did not come, or is
+# not what was sent.
+NOTHING_LOADED: Final = frozenset({NackCode.TRANSFER_FAILED, NackCode.CHECKSUM_MISMATCH})
 
 
 class EngineUpdate:
@@ -133,21 +133,20 @@ class EngineUpdate:
         self.partial: set[str] = set()  # of what it has not all the weights
         self.target: Target = "model"  # of this update, or the last
         self._part = "model"  # what this update, or the last, brings: its target, or an adapter
-        self.applied = 0
         self._queue = queue
-        # Chunks that WEIGHT_CHUNK_META has told of and those that CHUNK_SENT has; the last of each
-        # wait for their turn, the others' receives and loads are queued or done.
-        self._told = self._sent = 0
-        self._metas: deque[tuple[int, WeightChunkMeta]] = deque()
-        self._checks: deque[tuple[int, ChunkSent]] = deque()
-        self._loaded = False  # a load has begun since the start
-        self._manifest: Manifest | None = None
+        self._chunks = EngineChunks(queue)
+        self._loaded = False  # something may have been loaded since the start
         self._backend = ""
         self._base = 0  # of a patch
         self._target_version = 0
         self._transfer: CallOpenTransfer | None = None
         self._last_commit = ""
         self._abort_asked: int | None = None  # id of the ABORT that waits for a call to end
+
+    @property
+    def applied(self) -> int:
+        """How many chunks of this update, or the last, are loaded."""
+        return self._chunks.applied
 
     @property
     def mixed(self) -> bool:
@@ -202,18 +201,16 @@ class EngineUpdate:
         manifest = manifest_of(message)
         self._need_base(message.base)
         self._need_transfer(message)
-        self._manifest = manifest
         self.state = _S.ARMING
         self.update_id = message.update_id
         self.target = message.target
         self._part = message.backend if adapter_of(message.backend) else message.target
-        self.applied = 0
-        self._forget_chunks()
+        self._chunks.begin(message.update_id, message.backend, manifest)
         self._loaded = False
         self._backend = message.backend
         self._base = message.base
         self._target_version = message.version
-        self._queue.add(CallArm(self._manifest, self.target), msg_id)
+        self._queue.add(CallArm(manifest, self.target), msg_id)
         return []
 
     def start(self, msg_id: int, message: UpdateStart, *, paused: bool) -> list[SessionEffect]:
@@ -232,71 +229,15 @@ class EngineUpdate:
         self._queue.add(CallStart(bool(self.partial), self.target), msg_id)
         return []
 
-    def chunk(self, msg_id: int, message: WeightChunkMeta) -> list[SessionEffect]:
-        """WEIGHT_CHUNK_META."""
-        if self._expects(message, self._told):
-            check_chunk(self._armed(), message)
-            self._told += 1
-            self._metas.append((msg_id, message))
-            self._queue_chunks()
-        return self._again(msg_id, message)
-
-    def sent(self, msg_id: int, message: ChunkSent) -> list[SessionEffect]:
-        """CHUNK_SENT."""
-        if self._expects(message, self._sent) and message.chunk < self._told:
-            check_sums(self._armed(), message)
-            self._sent += 1
-            self._checks.append((msg_id, message))
-            self._queue_chunks()
-        return self._again(msg_id, message)
-
-    def _expects(self, message: WeightChunkMeta | ChunkSent, following: int) -> bool:
-        """Whether it is the next of its kind. A later one is forgotten: one was lost on its
-        way, and both are asked again."""
+    def chunk(self, msg_id: int, message: WeightChunkMeta | ChunkSent) -> list[SessionEffect]:
+        """WEIGHT_CHUNK_META, or CHUNK_SENT."""
         self._need(message.update_id)
-        if message.chunk < following:
-            return False
-        if self.state is not _S.LOADING:
-            raise wrong_state(f"the update is {self.state.value}, not loading")
-        if self._abort_asked is not None:
-            raise wrong_state("the update is given up, when the call under way has ended")
-        chunks = self._armed().chunks
-        if message.chunk >= chunks:
-            raise wrong_state(f"chunk {message.chunk}, expected {following} of {chunks}", "chunk")
-        return message.chunk == following
-
-    def _again(self, msg_id: int, message: WeightChunkMeta | ChunkSent) -> list[SessionEffect]:
-        """What is applied is acked, as often as it is asked."""
-        if message.chunk < self.applied:
-            return [ack(msg_id, Step.CHUNK, self.update_id, chunk=message.chunk)]
-        return []
-
-    def _armed(self) -> Manifest:
-        assert self._manifest is not None
-        return self._manifest
-
-    def _queue_chunks(self) -> None:
-        """Receive, verify and load, one chunk after the other."""
-        while True:
-            received, passed = self._told - len(self._metas), self._sent - len(self._checks)
-            if self._metas and received == passed:
-                msg_id, meta = self._metas.popleft()
-                tensors = self._armed().chunk(meta.chunk)
-                receive = CallReceive(meta.chunk, self._backend, tensors, meta.handle)
-                self._queue.add(receive, msg_id)
-            elif self._checks and passed < received:
-                msg_id, sent = self._checks.popleft()
-                if sent.sums:
-                    self._queue.add(CallVerify(sent.chunk, sent.verify, sent.sums), msg_id)
-                self._queue.add(CallLoad(sent.chunk), msg_id)
-            else:
-                return
-
-    def _forget_chunks(self) -> None:
-        """All that were not applied, wherever they are."""
-        self._told = self._sent = self.applied
-        self._metas.clear()
-        self._checks.clear()
+        if self._chunks.is_news(message):
+            if self.state not in (_S.STARTING, _S.LOADING):
+                raise wrong_state(f"the update is {self.state.value}, not loading")
+            if self._abort_asked is not None:
+                raise wrong_state("the update is given up, when the call under way has ended")
+        return self._chunks.take(msg_id, message)
 
     def finish(self, msg_id: int, message: UpdateFinish) -> list[SessionEffect]:
         """UPDATE_FINISH."""
@@ -305,11 +246,10 @@ class EngineUpdate:
             return []
         if self.state in (_S.FINISHED, _S.COMMITTING):
             return [ack(msg_id, Step.FINISH, self.update_id)]
-        if self.state is not _S.LOADING or self.applied != self._armed().chunks:
-            raise wrong_state(
-                f"the update is {self.state.value}, {self.applied} of "
-                f"{self._armed().chunks} chunks applied"
-            )
+        if self.state is not _S.LOADING:
+            raise wrong_state(f"the update is {self.state.value}, not loading")
+        if not self._chunks.all_sent:  # one was lost on its way: both are asked again
+            return []
         self.state = _S.FINISHING
         self._queue.add(CallFinish(), msg_id)
         return []
@@ -346,14 +286,16 @@ class EngineUpdate:
 
     # -- results --------------------------------------------------------------
 
-    def done(self, job: Job, took_ms: float) -> list[SessionEffect]:
-        """One of the update's calls has returned."""
+    def done(self, job: Job, took_ms: float, told: int | None = None) -> list[SessionEffect]:
+        """One of the update's calls has returned; from an opening, with how many chunks may be
+        received ahead."""
         call = job.call
         chunk = 0
-        if isinstance(call, CallReceive | CallVerify):
-            return self._settle([])  # its load follows, and the ack with it
+        if isinstance(call, CallReceive):
+            return self._settle(self._chunks.received())
         if isinstance(call, CallOpenTransfer):
             self._transfer = call
+            self._chunks.ahead = told or 1
             opened = ack(job.reply_to, Step.TRANSFER_INIT, call.update_id, took_ms=took_ms)
             return self._settle([opened])
         if isinstance(call, (CallRestore, CallAbortRequests)):
@@ -365,7 +307,8 @@ class EngineUpdate:
             self.state = _S.LOADING
         elif isinstance(call, CallLoad):
             chunk = call.chunk
-            self.applied += 1
+            self._chunks.loaded()
+            self._lost_the_old()
         elif isinstance(call, CallFinish):
             self.state = _S.FINISHED
         elif isinstance(call, CallCommit):
@@ -385,8 +328,8 @@ class EngineUpdate:
             self._transfer = None
             return self._settle([nack(job.reply_to, step, failure, call.update_id)])
         self._queue.drop_waiting()
-        self._forget_chunks()
-        chunk = call.chunk if isinstance(call, CallReceive | CallVerify | CallLoad) else 0
+        self._chunks.forget()
+        chunk = call.chunk if isinstance(call, CallReceive | CallLoad) else 0
         if isinstance(call, (CallRestore, CallAbortRequests)):
             # The undoing itself failed: only a whole update brings this engine back.
             if isinstance(call, CallRestore):
@@ -396,19 +339,20 @@ class EngineUpdate:
         if isinstance(call, CallArm):
             self.state = _S.NONE
         elif isinstance(call, CallStart):
-            self._loaded = not adapter_of(self._backend)  # half started: not to be trusted
-        elif isinstance(call, CallFinish):
-            self.state = _S.LOADING
+            self._lost_the_old()  # half started: not to be trusted
+        elif isinstance(call, CallLoad) and failure.code not in NOTHING_LOADED:
+            self._lost_the_old()
         elif isinstance(call, CallCommit):
             self.state = _S.FINISHED
+        if self.state is _S.FINISHING:
+            self.state = _S.LOADING
         return self._settle([nack(job.reply_to, step, failure, self.update_id, chunk)])
 
     def issued(self, call: object) -> None:
-        """A call is made now: from the first load on, or the sleep that discards them, the old
-        weights are gone."""
-        loads = isinstance(call, CallReceive) and loads_when_received(call.backend)
-        if loads or isinstance(call, CallLoad):
-            self._loaded = not adapter_of(self._backend)  # an engine keeps the adapter before
+        """A call is made now: from a receive on that loads, or the sleep that discards them, the
+        old weights are gone."""
+        if isinstance(call, CallReceive) and loads_when_received(call.backend):
+            self._lost_the_old()
         elif isinstance(call, CallSleep) and call.level == 2:  # noqa: PLR2004 - the level
             self.partial.add("model")
             if self._draft:
@@ -420,6 +364,10 @@ class EngineUpdate:
         self._queue.add(CallAbortRequests(), msg_id)
 
     # -- inside ---------------------------------------------------------------
+
+    def _lost_the_old(self) -> None:
+        """Something was loaded, or may have been; of an adapter, an engine keeps the one before."""
+        self._loaded = not adapter_of(self._backend)
 
     def _settle(self, effects: list[SessionEffect]) -> list[SessionEffect]:
         """An ABORT that waited for the call follows it."""
@@ -497,7 +445,6 @@ _UPDATE_CALLS: Final = (
     CallArm,
     CallStart,
     CallReceive,
-    CallVerify,
     CallLoad,
     CallFinish,
 )

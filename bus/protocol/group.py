@@ -5,8 +5,8 @@ The machines stay readable alone; what binds them stands here, and is little:
 - Only the trainer that holds the group may command it, and only with the group's
   epoch, which grows with every new holder: a trainer that comes back after it was
   replaced is refused.
-- UPDATE_START needs the group PAUSED. RESUME is refused while an update could leave
-  engines with different or half-loaded weights (``update.UNSAFE``).
+- UPDATE_START needs the group PAUSED. RESUME waits while an update could leave engines
+  with different or half-loaded weights (``update.UNSAFE``).
 - SLEEP and WAKE need the group PAUSED and no update under way. Engines whose weights a
   sleep has discarded are not resumed: without a commit they are quarantined.
 - An engine that joins while the group is paused or an update is under way takes
@@ -45,6 +45,7 @@ from bus.protocol.refusal import Declined
 from bus.protocol.roster import Roster
 from bus.protocol.sleep import SleepMachine, SleepState
 from bus.protocol.update import UpdateMachine, UpdateState
+from bus.protocol.waiting import Gone, waits
 from bus.protocol.waves import Waves
 from bus.protocol.wording import (
     DONE_EVENTS,
@@ -84,6 +85,7 @@ class Group:
         self.pause = PauseMachine(self.roster.staying)
         self.sleep = SleepMachine()
         self.update = UpdateMachine()
+        self.gone = Gone()
         self.last_resumed = ""
         self.orphaned = False  # who asked for the pause under way is gone
         self.resume_asked = False  # while an update was being committed, or undone
@@ -155,6 +157,7 @@ class Group:
         """An engine is there (again)."""
         in_it = peer.name in self.pause.members or peer.name in self.update.members
         self.roster.add(peer, late=self._busy() and not in_it)
+        self.gone.discard(peer.name)
         self.version = max(self.version, peer.version)
         return self.waves.joined(peer) + self.serve_waiters(now_ms)
 
@@ -162,6 +165,7 @@ class Group:
         """An engine is gone: left, silent, or dead."""
         if not self.roster.remove(peer):
             return []
+        self.gone.add(peer.name, failure.detail)
         effects = self.waves.lost(peer, failure.detail, now_ms)
         effects += self.obey(self.update.lost(peer.name, failure), now_ms)
         effects += self.obey(self.sleep.lost(peer.name, failure), now_ms)
@@ -401,6 +405,9 @@ class Group:
             over = self.sleep.over()
             if over:
                 return self.obey(over, now_ms)
+        followed = self._commands.follow(now_ms)
+        if followed:
+            return followed
         idle = self.update.state is UpdateState.IDLE
         if self.pause.state is not PauseState.PAUSED:
             self.resume_asked = False
@@ -425,11 +432,14 @@ class Group:
             epoch=self.epoch,
             version=self.version,
             holder=self.holder.name if self.holder else "",
+            holder_heard_ms=round(now_ms - self.holder.last_heard_ms, 1) if self.holder else 0.0,
             pause=(self.pause if self.sleep.state is SleepState.AWAKE else self.sleep).state.value,
             update=self.update.state.value,
             update_id=update_id,
             update_target=self.update.target if updating else "model",
             waiting_for=tuple(sorted({n for each in self._rounds() for n in each.waiting})),
+            waits=waits(self._rounds(), now_ms),
+            out=self.gone.views(self.roster.quarantined),
             engines=self.roster.views(now_ms),
             dp_groups=self.waves.views(),
         )

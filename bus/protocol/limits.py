@@ -63,14 +63,13 @@ class Bucket:
         self._told_ms = -float(TOLD_EVERY_MS)
 
     def take(self, cost: float, now_ms: float) -> bool:
-        """Take so many tokens; False, and nothing is taken, if none is left."""
+        """Take so many tokens; False, and nothing at all is changed, if none is left."""
         rate = self.rate
         tokens = self._tokens + (now_ms - self._at_ms) * rate.per_s / 1000
-        self._at_ms = now_ms
         tokens = min(tokens, rate.burst)
         if tokens < 1:
-            self._tokens = tokens
             return False
+        self._at_ms = now_ms
         self._tokens = tokens - cost
         return True
 

@@ -20,17 +20,18 @@
     any but IDLE
                 EMPTIED       IDLE        nothing: no engine is left
 
-Chunks travel within LOADING, several at a time; they are numbered and taken in order. Each is
+Chunks travel from STARTING on, several at a time; they are numbered and taken in order. Each is
 one round with two messages: WEIGHT_CHUNK_META, with which engines begin to receive, and
 CHUNK_SENT, with which they verify and load. Until the second the trainer is waited for, and no
-engine's time runs.
+engine's time runs. Engines do what they are told in the order in which they were told: so the
+first chunks are told while they start, and UPDATE_FINISH while they load the last one.
 
 Invariants:
 
 - Nothing is loaded anywhere before every engine has armed: one refusal gives the
   update up, with no engine touched.
-- FINISH is asked only when every chunk of the manifest is applied on every engine
-  that is left, COMMIT only when all have finished.
+- FINISH is asked only when every chunk of the manifest has been sent, and is done when every
+  chunk is applied on every engine that is left; COMMIT is asked only then.
 - From the first chunk on, an engine that fails or is lost falls out of the update
   with all ranks of its DP group (they are told to ABORT, and quarantine themselves
   if they loaded anything) and the others go on: giving up would leave them all
@@ -127,6 +128,9 @@ UNSAFE: Final = frozenset(
     {_S.STARTING, _S.LOADING, _S.FINISHING, _S.FINISHED, _S.COMMITTING, _S.ABORTING}
 )
 
+# In these, chunks are told.
+TAKES_CHUNKS: Final = (_S.STARTING, _S.LOADING)
+
 
 class UpdateMachine:
     """One group's update. Methods take what happened and return instructions."""
@@ -147,16 +151,16 @@ class UpdateMachine:
         self.failure: Failure | None = None
         self._communicator = 0  # that is being opened; 0: each engine opens its end alone
 
-    def need(self, state: UpdateState, update_id: str = "") -> None:
-        """A command that fits this state, and (if given) this update, only.
+    def need(self, *states: UpdateState, update_id: str = "") -> None:
+        """A command that fits these states, and (if given) this update, only.
 
         Raises:
             Declined: the update is elsewhere, or is another one.
         """
-        if self.state is not state:
+        if self.state not in states:
             under_way = f" (update {self.update_id})" if self.update_id else ""
             raise wrong_state(
-                f"the update is {self.state.value}{under_way}, not {state.value}",
+                f"the update is {self.state.value}{under_way}, not {' or '.join(states)}",
                 hint="one update at a time, its steps in order",
             )
         if update_id and update_id != self.update_id:
@@ -187,7 +191,7 @@ class UpdateMachine:
 
     def chunk(self, message: WeightChunkMeta, now_ms: float) -> list[Instruction]:
         """The next chunk; the group has checked that it is the next one."""
-        if self.state is not _S.LOADING or message.chunk != self.chunks_asked:
+        if self.state not in TAKES_CHUNKS or message.chunk != self.chunks_asked:
             raise IllegalTransition("update", self.state.value, f"chunk {message.chunk}")
         self.chunks_asked += 1
         chunk = Round(Step.CHUNK, message, self.members, now_ms)
@@ -204,7 +208,7 @@ class UpdateMachine:
         return [Ask(message, tuple(sorted(chunk.waiting)))]
 
     def finish(self, message: UpdateFinish, now_ms: float) -> list[Instruction]:
-        if not self.all_applied:
+        if not self.all_sent:
             raise IllegalTransition("update", self.state.value, "finish before the last chunk")
         self._go(_E.FINISH_ASKED)
         return self._ask(Step.FINISH, message, now_ms)
@@ -236,8 +240,7 @@ class UpdateMachine:
         current = self.round
         if current is None or ack.step is not current.step:
             return []
-        if not current.ack(name, ack, now_ms) or current.waiting:
-            return []
+        current.ack(name, ack, now_ms)
         return self._round_done()
 
     def refused(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
@@ -266,9 +269,11 @@ class UpdateMachine:
         return self._exclude(self._dp_group_of(name), failure)
 
     @property
-    def all_applied(self) -> bool:
-        """Whether every chunk that was planned is applied on every engine that is left."""
-        return not self.chunks and self.chunks_asked == self.chunks_planned
+    def all_sent(self) -> bool:
+        """Whether the trainer has sent every chunk that was planned."""
+        return self.chunks_asked == self.chunks_planned and not any(
+            chunk.awaits_sender for chunk in self.chunks.values()
+        )
 
     def rounds(self) -> list[Round]:
         """Everything that is waited for."""
@@ -303,7 +308,9 @@ class UpdateMachine:
         if not current.ack(name, ack, now_ms) or current.waiting:
             return []
         del self.chunks[ack.chunk]
-        return [StepDone(Step.CHUNK, current, ack.chunk)]
+        if self.round is not None:
+            self.round.asked_ms = now_ms  # what it waits for goes on
+        return [StepDone(Step.CHUNK, current, ack.chunk), *self._round_done()]
 
     def _exclude(self, names: Iterable[str], failure: Failure) -> list[Instruction]:
         gone = list(names)
@@ -320,9 +327,7 @@ class UpdateMachine:
                 done.append(StepDone(Step.CHUNK, current, number))
         if self.round is not None:
             self.round.drop(gone)
-            if self.round.done:
-                done.extend(self._round_done())
-        return done
+        return [*done, *self._round_done()]
 
     def _emptied(self, failure: Failure) -> list[Instruction]:
         failed: list[Instruction] = [
@@ -330,12 +335,16 @@ class UpdateMachine:
         ]
         if self.round is not None:
             failed.append(StepFailed(self.round.step, self.failure or failure))
+        self.failure = self.failure or failure
         self._end(_E.EMPTIED)
         return failed
 
     def _round_done(self) -> list[Instruction]:
-        assert self.round is not None
+        """What follows if it is. Who has finished, has applied every chunk: an ack of one that was
+        lost on its way comes yet."""
         done = self.round
+        if done is None or not done.done or (self.state is _S.FINISHING and self.chunks):
+            return []
         if self.state is _S.ABORTING:
             failure = self.failure
             assert failure is not None

@@ -6,8 +6,11 @@ and its effect there is no queue and no task switch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from bus.protocol.roles import KeyRole
 
 OnFrame: TypeAlias = Callable[[bytes], None]
 OnRoutedFrame: TypeAlias = Callable[[bytes, bytes, str], None]
@@ -46,6 +49,31 @@ class ServerTransport(Protocol):
 
     def close(self) -> None:
         """End; no callback comes after this."""
+
+
+class Journal(Protocol):
+    """Where a broker records what happens to it, and what it does. Nothing here blocks for long."""
+
+    def received(self, now_ms: float, route: bytes, frame: bytes, user: str) -> None:
+        """A frame came over a connection of this key; recorded before it is acted on."""
+
+    def refused(self, now_ms: float, route: bytes, size_bytes: int) -> None:
+        """A frame came and is not read, of which its sender is about to be told."""
+
+    def rekeyed(self, now_ms: float, keys: Mapping[str, KeyRole]) -> None:
+        """Other keys are about to count."""
+
+    def ticked(self, now_ms: float) -> None:
+        """The broker's timer rang."""
+
+    def sent(self, now_ms: float, routes: tuple[bytes, ...], frame: bytes) -> None:
+        """A frame is about to be sent."""
+
+    def flush(self) -> None:
+        """All that was recorded outlives this process when this returns."""
+
+    def close(self) -> None:
+        """The broker ends in order."""
 
 
 class ClientTransport(Protocol):

@@ -12,16 +12,28 @@ import bus.log
 from bus import codec
 from bus.errors import DecodeError
 from bus.ids import new_boot
-from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, HeartbeatAck, Status
+from bus.messages import (
+    WIRE_MAJOR,
+    WIRE_MINOR,
+    WIRE_NAMES,
+    Ack,
+    Commit,
+    Envelope,
+    HeartbeatAck,
+    Message,
+    Status,
+    Step,
+)
 from bus.protocol.broker import BROKER_NAME, Broker, BrokerConfig
 from bus.protocol.effects import Effect, Note, Send
+from bus.runtime.acks import Acks
 from bus.runtime.alarm import Alarm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from bus.protocol.roles import KeyRole
-    from bus.runtime.base import Handle, Scheduler, ServerTransport
+    from bus.runtime.base import Handle, Journal, Scheduler, ServerTransport
 
 # Heartbeats within this time are answered by one frame, encoded once and sent in one
 # go: with a thousand peers, most of a heartbeat's cost is waking up to answer it.
@@ -29,7 +41,11 @@ _ACKS_WAIT_MS: Final = 50.0
 
 
 class BrokerServer:
-    """Runs a :class:`bus.protocol.broker.Broker` on a transport, until :meth:`close`."""
+    """Runs a :class:`bus.protocol.broker.Broker` on a transport, until :meth:`close`.
+
+    What comes in and goes out is recorded in ``journal``: with it the machine can be run again
+    (:mod:`bus.journal.replay`). A commit is flushed before it has any effect.
+    """
 
     def __init__(
         self,
@@ -37,15 +53,19 @@ class BrokerServer:
         scheduler: Scheduler,
         config: BrokerConfig | None = None,
         keys: Mapping[str, KeyRole] | None = None,
+        *,
+        boot: int | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.machine = Broker(config, keys)
-        self.boot = new_boot()
+        self.boot = new_boot() if boot is None else boot
+        self._journal = journal
         self._transport = transport
         self._scheduler = scheduler
         self._log = bus.log.logger()
         self._seq = 0
         self._alarm = Alarm(scheduler, self._on_alarm)
-        self._acks: dict[tuple[HeartbeatAck, str, int], list[bytes]] = {}
+        self._acks = Acks()
         self._acks_timer: Handle | None = None
 
     def start(self) -> None:
@@ -59,18 +79,27 @@ class BrokerServer:
         if self._acks_timer is not None:
             self._acks_timer.cancel()
         self._transport.close()
+        if self._journal is not None:
+            self._journal.close()
 
     def rekey(self, keys: Mapping[str, KeyRole]) -> None:
         """Other keys count from now on."""
-        self._perform(self.machine.rekey(keys, self._scheduler.now_ms()))
+        now_ms = self._scheduler.now_ms()
+        if self._journal is not None:
+            self._journal.rekeyed(now_ms, keys)
+        self._perform(self.machine.rekey(keys, now_ms))
 
     def _on_frame(self, route: bytes, frame: bytes, user: str) -> None:
         now_ms = self._scheduler.now_ms()
         refusal = self.machine.admit(route, len(frame), now_ms)
         if refusal is not None:
-            if refusal:
+            if refusal:  # without a word, nothing has changed
+                if self._journal is not None:
+                    self._journal.refused(now_ms, route, len(frame))
                 self._perform(refusal)
             return
+        if self._journal is not None:
+            self._journal.received(now_ms, route, frame, user)
         reply_to = 0
         try:
             envelope = codec.decode_envelope(frame)
@@ -79,13 +108,17 @@ class BrokerServer:
         except DecodeError as error:
             self._perform(self.machine.malformed(route, error, reply_to, now_ms))
             return
+        if self._journal is not None and _commits(message):
+            self._journal.flush()  # before anybody sees what comes of it
         effects = self.machine.receive(route, envelope, message, now_ms, user)
         if effects:
             self._perform(effects)
 
     def _on_alarm(self) -> None:
-        effects = self.machine.tick(self._scheduler.now_ms())
-        self._perform(effects)
+        now_ms = self._scheduler.now_ms()
+        if self._journal is not None:
+            self._journal.ticked(now_ms)
+        self._perform(self.machine.tick(now_ms))
 
     def _perform(self, effects: Iterable[Effect]) -> None:
         notes: list[Note] = []
@@ -103,7 +136,7 @@ class BrokerServer:
 
     def _acknowledge(self, ack: HeartbeatAck, send: Send) -> None:
         """Answer a heartbeat, soon."""
-        self._acks.setdefault((ack, send.group, send.epoch), []).extend(send.routes)
+        self._acks.add(ack, send)
         if self._acks_timer is None:
             due_ms = self._scheduler.now_ms() + _ACKS_WAIT_MS
             self._acks_timer = self._scheduler.call_at(due_ms, self._send_acks)
@@ -113,9 +146,8 @@ class BrokerServer:
             return
         self._acks_timer.cancel()
         self._acks_timer = None
-        waiting, self._acks = self._acks, {}
-        for (ack, group, epoch), routes in waiting.items():
-            self._send(Send(ack, tuple(routes), 0, group, epoch))
+        for each in self._acks.take():
+            self._send(each)
 
     def _send(self, send: Send) -> None:
         message = send.message
@@ -137,6 +169,8 @@ class BrokerServer:
                 codec.encode_body(message),
             )
         )
+        if self._journal is not None:
+            self._journal.sent(self._scheduler.now_ms(), send.routes, frame)
         unreachable = self._transport.send(send.routes, frame)
         for route in unreachable:
             fields: dict[str, object] = {
@@ -148,6 +182,11 @@ class BrokerServer:
     def _arm(self) -> None:
         """One timer for everything, set to the machine's next deadline."""
         self._alarm.by(self.machine.next_deadline_ms())
+
+
+def _commits(message: Message) -> bool:
+    """Whether a version may be served, or be told of, because of this one."""
+    return type(message) is Commit or (isinstance(message, Ack) and message.step is Step.COMMIT)
 
 
 def rss_bytes() -> int:

@@ -30,10 +30,10 @@ from bus.protocol.calls import (
     Call,
     CallEscalate,
     CallLoad,
+    CallOpenTransfer,
     CallPause,
     CallReceive,
     CallResume,
-    CallVerify,
     SessionEffect,
 )
 from bus.protocol.effects import Note, Send
@@ -64,6 +64,7 @@ class Behaviour:
         fail_next: kinds whose next call fails.
         hold: kinds that do not return until :meth:`SimEngine.release`.
         garble_next: the next chunk that is received is not what was sent.
+        ahead: how many chunks it may receive ahead of their load.
     """
 
     min_ms: float = 1.0
@@ -73,6 +74,7 @@ class Behaviour:
     fail_next: set[type[Call]] = field(default_factory=set)
     hold: set[type[Call]] = field(default_factory=set)
     garble_next: bool = False
+    ahead: int = 1
 
 
 class SimEngine:
@@ -234,9 +236,9 @@ class SimEngine:
             self.met["sent, already applied"] += 1
         elif isinstance(call, CallReceive) and call.chunk == message.chunk:
             self.met["sent while it is received"] += 1
-        elif isinstance(call, CallVerify | CallLoad) and call.chunk == message.chunk:
+        elif isinstance(call, CallLoad) and call.chunk == message.chunk:
             self.met["sent again while it is loaded"] += 1
-        elif call is None and self.truth.staged == message.chunk:
+        elif call is None and message.chunk in self.truth.staged:
             self.met["sent after it is received"] += 1
 
     def _on_state(self, state: LinkState) -> None:
@@ -312,14 +314,18 @@ class SimEngine:
             failure = Failure(error.code, error.detail, tensor=error.tensor)
             self._perform(self.session.failed(call, failure, now_ms))
             return
-        in_flight = self.truth.in_flight if isinstance(call, CallPause) else None
+        told = None
+        if isinstance(call, CallPause):
+            told = self.truth.in_flight
+        elif isinstance(call, CallOpenTransfer):
+            told = self.truth.ahead = self.behaviour.ahead
         self.truth.end(call)
         if isinstance(call, CallReceive) and self.behaviour.garble_next:
             self.behaviour.garble_next = False
             self.truth.garble()
         if isinstance(call, CallResume):
             self.truth.in_flight = self._random.randrange(8)
-        self._perform(self.session.done(call, now_ms, in_flight=in_flight))
+        self._perform(self.session.done(call, now_ms, told=told))
 
     def _bad_luck(self, call: Call) -> EngineError | None:
         behaviour = self.behaviour

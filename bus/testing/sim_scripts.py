@@ -73,6 +73,8 @@ class Scripts(ABC):
     Attributes:
         collective: whether engines are in one communicator with it.
         send_ms: what it takes to send one chunk; 0: the second message follows the first.
+        ahead: it does not wait for answers where the broker can: it asks for pause and start
+            together, and for finish, commit and resume with the last chunk.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Scripts(ABC):
         self.depth = depth
         self.collective = False
         self.send_ms = 0.0
+        self.ahead = False
         self._held: tuple[str, int] | None = None  # the pause, and the epoch it was made in
         self._count = itertools.count(1)
         self._transfers = itertools.count(1)
@@ -125,18 +128,23 @@ class Scripts(ABC):
             armed = yield from self._fit(update_id, payload, manifest, mode, target)
             if think_ms:
                 yield think_ms
+            started = False
             try:
                 if self._held is None:
-                    yield from self._pause(update_id, mode)
+                    started = self.ahead
+                    yield from self._pause(update_id, mode, start=started)
             except WavebusError:
-                yield from self._undo(update_id, resume=False)
+                yield from self._undo(update_id, resume=started)
                 raise
             try:
-                done = yield from self._load(update_id, payload, armed, manifest, think_ms, verify)
+                done = yield from self._load(
+                    update_id, payload, armed, manifest, think_ms, verify, started=started
+                )
             except WavebusError:
                 yield from self._undo(update_id, resume=True)
                 raise
-            yield from self._resume(update_id)
+            if not self.ahead:
+                yield from self._resume(update_id)
         except WavebusError as error:
             return Outcome("update", update_id, error=error)
         return Outcome("update", update_id, done.version, payload, done.excluded)
@@ -250,12 +258,28 @@ class Scripts(ABC):
         manifest: Manifest,
         think_ms: float,
         verify: Verify,
+        *,
+        started: bool = False,
     ) -> Steps:
-        """From the start to the commit."""
-        yield from self._step(UpdateStart(update_id))
-        yield from self._send_all(update_id, payload, manifest, think_ms, verify)
-        yield from self._step(UpdateFinish(update_id))
-        return (yield from self._step(Commit(update_id, armed.version, f"p{payload}")))
+        """From the start to the commit; who asks ahead, has resumed then, too."""
+        if not started:
+            yield from self._step(UpdateStart(update_id))
+        commit = Commit(update_id, armed.version, f"p{payload}")
+        if not self.ahead:
+            yield from self._send_all(update_id, payload, manifest, think_ms, verify)
+            yield from self._step(UpdateFinish(update_id))
+            return (yield from self._step(commit))
+        assert self._held is not None
+        behind = (UpdateFinish(update_id), commit, Resume(self._held[0]))
+        try:
+            answers = yield from self._send_all(
+                update_id, payload, manifest, think_ms, verify, behind
+            )
+        finally:
+            if self._held is not None and self._held[0] == update_id:
+                self._held = None
+        _, committed, _ = (_checked(answer) for answer in answers)
+        return committed
 
     def _armed(
         self, update_id: str, payload: int, manifest: Manifest, target: Target = "model"
@@ -292,8 +316,16 @@ class Scripts(ABC):
         return done
 
     def _send_all(
-        self, update_id: str, payload: int, manifest: Manifest, think_ms: float, verify: Verify
-    ) -> Generator[Yielded, tuple[Message, ...]]:
+        self,
+        update_id: str,
+        payload: int,
+        manifest: Manifest,
+        think_ms: float,
+        verify: Verify,
+        behind: tuple[Message, ...] = (),
+    ) -> Generator[Yielded, tuple[Message, ...], tuple[Message, ...]]:
+        """All chunks; with the last ones, what is to follow them. Returns the answers to that."""
+        answers: tuple[Message, ...] = ()
         for first in range(0, manifest.chunks, self.depth):
             numbers = range(first, min(first + self.depth, manifest.chunks))
             if think_ms:
@@ -304,16 +336,27 @@ class Scripts(ABC):
                 batch.append(make_chunk(update_id, manifest, k, payload))
                 sent = make_sent(update_id, manifest, k, payload, verify=verify)
                 batch.append(Later(sent, (place + 1) * self.send_ms))
+            if numbers[-1] + 1 == manifest.chunks:
+                batch += [Later(message, len(numbers) * self.send_ms) for message in behind]
             answers = yield tuple(batch)
-            for answer in answers:
+            for answer in answers[: 2 * len(numbers)]:
                 _checked(answer)
+            answers = answers[2 * len(numbers) :]
+        return answers
 
-    def _pause(self, update_id: str, mode: PauseMode) -> Steps:
+    def _pause(self, update_id: str, mode: PauseMode, *, start: bool = False) -> Steps:
+        """``start``: and have the update of that id start, all at once."""
         ask = PauseLocal(
             update_id, mode, True, self.lease_ms, self.timeout_ms, self.wait_ms, self.escalate
         )
-        done = yield from self._step(ask)
+        if not start:
+            done = yield from self._step(ask)
+            self._held = (update_id, self.epoch)
+            return done
+        paused, started = yield (ask, UpdateStart(update_id))
+        done = _checked(paused)
         self._held = (update_id, self.epoch)
+        _checked(started)
         return done
 
     def _resume(self, update_id: str) -> Steps:

@@ -239,6 +239,10 @@ class SimTrainer(Scripts):
         if isinstance(message, GroupAck) and message.step is Step.PAUSE_GLOBAL:
             self.window = (message.update_id, self.peer.link.epoch)
         self.on_told(message)
+        if self.ahead and isinstance(message, Nack):  # what it asked behind that, is given up
+            for each in self._waiting.values():
+                each.answer = message
+            self._waiting = {}
         if not self._waiting:
             if self._timer is not None:
                 self._timer.cancel()

@@ -27,7 +27,6 @@ from bus.protocol.calls import (
     CallResume,
     CallSleep,
     CallStart,
-    CallVerify,
     CallWakeWeights,
 )
 
@@ -56,6 +55,8 @@ class Truth:
         loaded: chunks loaded since the last start, in order.
         sent: chunks of which the sender has said that they have left, by the caller's word.
         broken: the targets of which an update broke off after a load.
+        staged: chunks that are received and not loaded yet, with their payloads.
+        ahead: how many it has room for.
         in_flight: requests held.
         asleep: which of its memory sleeps, or may: of ``weights`` and ``cache``.
 
@@ -88,14 +89,9 @@ class Truth:
         self._started = False
         self._finished = False
         self._load_begun = False
-        self._staged: tuple[int, int] | None = None  # chunk, payload
-        self._verified: int | None = None  # the chunk that was found to be what was sent
+        self.ahead = 1
+        self.staged: dict[int, int] = {}  # per chunk, its payload
         self._call: Call | None = None
-
-    @property
-    def staged(self) -> int | None:
-        """The chunk that is received, and not loaded yet."""
-        return self._staged[0] if self._staged else None
 
     @property
     def weights(self) -> dict[str, int]:
@@ -141,10 +137,8 @@ class Truth:
                     self._refuse(f"start_update(recover={recover}), but broken is {self.broken}")
             case CallReceive():
                 self._receive(call)
-            case CallVerify(chunk):
-                self._need_staged(chunk, "verified")
-            case CallLoad(chunk):
-                self._begin_load(chunk)
+            case CallLoad():
+                self._begin_load(call)
             case CallRestore(target):
                 if self._load_begun or target != self._target:
                     self._refuse("restored after a load: the old weights are gone")
@@ -177,9 +171,7 @@ class Truth:
                 self._finished = self._load_begun = False
                 self.loaded = []
                 self.sent = {}
-                self._staged = None
-            case CallVerify(chunk):
-                self._verified = chunk
+                self.staged.clear()
             case CallReceive() | CallLoad():
                 self._end_chunk(call)
             case CallRestore():
@@ -210,6 +202,8 @@ class Truth:
                 self._load_begun = True  # half started
                 self._started = True
                 self.loaded = []
+            case CallReceive() | CallLoad():
+                self.staged.clear()
             case CallRestore():
                 self._break_off()
             case CallAbortRequests() if self._load_begun:
@@ -226,8 +220,7 @@ class Truth:
 
     def garble(self) -> None:
         """What was received is not what was sent."""
-        assert self._staged is not None
-        self._staged = (self._staged[0], GARBLED)
+        self.staged[max(self.staged)] = GARBLED
 
     def refusal(self, call: Call) -> EngineError | None:
         """What the engine itself has against a call: a manifest that does not fit."""
@@ -245,12 +238,9 @@ class Truth:
                 return EngineError(
                     "the manifest lacks it", code=NackCode.MANIFEST_REFUSED, tensor=missing[0]
                 )
-        if isinstance(call, CallVerify) and self._staged is not None:
-            wrong = [place for place, payload in enumerate(call.sums) if payload != self._staged[1]]
-            if wrong and self.manifest is not None:
-                tensor = self.manifest.chunk(call.chunk)[wrong[0]].name
-                code = NackCode.CHECKSUM_MISMATCH
-                return EngineError("not what was sent", code=code, tensor=tensor)
+        if isinstance(call, CallLoad) and (wrong := self._wrong(call)):
+            code = NackCode.CHECKSUM_MISMATCH
+            return EngineError("not what was sent", code=code, tensor=wrong[0])
         return None
 
     # -- inside ---------------------------------------------------------------
@@ -259,40 +249,50 @@ class Truth:
         self._need_weights("a chunk is received")
         if not self._started or self.manifest is None:
             self._refuse("a chunk comes before the start")
-        elif call.chunk != len(self.loaded):
-            self._refuse(f"chunk {call.chunk} is received after {self.loaded}")
+        elif call.chunk != len(self.loaded) + len(self.staged):
+            self._refuse(f"chunk {call.chunk} is received after {self.loaded}, {self.staged}")
+        elif len(self.staged) >= self.ahead:
+            self._refuse(f"chunk {call.chunk} is received ahead of {sorted(self.staged)}")
         elif call.tensors != self.manifest.chunk(call.chunk):
             self._refuse(f"chunk {call.chunk} is not the one of the manifest")
 
-    def _begin_load(self, chunk: int) -> None:
+    def _wrong(self, call: CallLoad) -> list[str]:
+        """The tensors of what is staged that are not what was sent, as far as its sums say."""
+        if call.chunk not in self.staged or self.manifest is None:
+            return []
+        payload = self.staged[call.chunk]
+        metas = self.manifest.chunk(call.chunk)
+        return [meta.name for meta, sent in zip(metas, call.sums, strict=False) if sent != payload]
+
+    def _begin_load(self, call: CallLoad) -> None:
+        chunk = call.chunk
         self._need_weights("a chunk is loaded")
         self._need_staged(chunk, "loaded")
         if chunk not in self.sent:
             self._refuse(f"chunk {chunk} is loaded before it is sent")
-        if self.sent[chunk] and self._verified != chunk:
+        if self.sent[chunk] and not call.sums:
             self._refuse(f"chunk {chunk} is loaded unverified")
         if chunk in self.loaded or chunk != len(self.loaded):
             self._refuse(f"chunk {chunk} is loaded after {self.loaded}")
+        if self._wrong(call):
+            return
         self._load_begun = True
         assert self.manifest is not None
-        assert self._staged is not None
-        self.models[self._target][self.manifest.chunk(chunk)[0].name] = self._staged[1]
+        self.models[self._target][self.manifest.chunk(chunk)[0].name] = self.staged[chunk]
 
     def _end_chunk(self, call: CallReceive | CallLoad) -> None:
         assert self.manifest is not None
         if isinstance(call, CallReceive):
-            self._staged = (call.chunk, int(call.handle))
-            self._verified = None
+            self.staged[call.chunk] = int(call.handle)
             return
-        assert self._staged is not None
+        payload = self.staged.pop(call.chunk)
         for meta in self.manifest.chunk(call.chunk):
-            self.models[self._target][meta.name] = self._staged[1]
-        self._staged = None
+            self.models[self._target][meta.name] = payload
         self.loaded.append(call.chunk)
 
     def _need_staged(self, chunk: int, what: str) -> None:
-        if self._staged is None or self._staged[0] != chunk:
-            self._refuse(f"chunk {chunk} is {what}, staged is {self._staged}")
+        if chunk not in self.staged:
+            self._refuse(f"chunk {chunk} is {what}, staged is {self.staged}")
 
     def _begin_commit(self, version: int) -> None:
         self._need_idle("an update is committed")

@@ -19,6 +19,7 @@ from bus.protocol.update import UpdateState
 from bus.runtime.broker import BrokerServer
 from bus.runtime.memory import Faults, MemoryNetwork
 from bus.testing.clock import SimScheduler
+from bus.testing.memory_journal import MemoryJournal
 from bus.testing.sim_engine import Behaviour, SimEngine
 from bus.testing.sim_trainer import SimTrainer
 
@@ -67,6 +68,7 @@ class SimWorld:
         self.on_told: list[Callable[[Message], None]] = []
         self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
         self._boots = itertools.count(1)
+        self.journals: list[MemoryJournal] = []  # of every broker, in order
         self.broker = self._new_broker()
 
     # -- who is there -------------------------------------------------------------
@@ -317,7 +319,12 @@ class SimWorld:
     # -- inside -------------------------------------------------------------------
 
     def _new_broker(self) -> BrokerServer:
-        broker = BrokerServer(self.network.server(), self.scheduler, self.config)
+        boot = len(self.journals) + 1
+        journal = MemoryJournal(boot, self.config, self.scheduler)
+        self.journals.append(journal)
+        broker = BrokerServer(
+            self.network.server(), self.scheduler, self.config, boot=boot, journal=journal
+        )
         broker.start()
         return broker
 

@@ -67,8 +67,8 @@ class StubEngine:
     async def abort_requests(self) -> int:
         return 0
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
-        pass
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:  # noqa: ARG002
+        return 1
 
     async def arm(self, manifest: Manifest, target: Target = "model") -> None:
         pass
@@ -79,10 +79,7 @@ class StubEngine:
     async def receive(self, chunk: Chunk) -> None:
         pass
 
-    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
-        pass
-
-    async def load(self, seq: int) -> None:
+    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
         pass
 
     async def restore(self, target: Target = "model") -> None:

@@ -70,6 +70,11 @@ def bench() -> None:
     is_flag=True,
     help="Also the broker's memory and heartbeat CPU with 1,024 idle engines (10 s).",
 )
+@click.option(
+    "--journal",
+    is_flag=True,
+    help="Also the bus's rounds with a broker that keeps a journal, in turn with the others.",
+)
 @json_option
 def control(
     *,
@@ -80,21 +85,29 @@ def control(
     curve: bool,
     scale: bool,
     idle: bool,
+    journal: bool,
     as_json: bool,
 ) -> None:
     """A group's pause and resume: over the bus, over HTTP, and over bare ZeroMQ.
 
-    The three alternate in one run; only their ratios mean something on a busy host.
+    They alternate in one run; only their ratios mean something on a busy host.
     """
     _need(*_NEEDS)
     try:
         kind = event_loop.chosen(loop)
     except UsageError as error:
         raise click.UsageError(str(error)) from error
-    figures = _run(
-        _measure(engines, rounds, kind, access_log=access_log, curve=curve, scale=scale, idle=idle),
+    measuring = _measure(
+        engines,
+        rounds,
         kind,
+        access_log=access_log,
+        curve=curve,
+        scale=scale,
+        idle=idle,
+        journal=journal,
     )
+    figures = _run(measuring, kind)
     click.echo(json.dumps(figures) if as_json else _table(figures))
 
 
@@ -363,11 +376,12 @@ async def _measure(
     curve: bool,
     scale: bool,
     idle: bool,
+    journal: bool,
 ) -> dict[str, Any]:
     from sidecar.bench import control as measuring  # noqa: PLC0415 - it needs the bench's extra
 
     samples = await measuring.compare(
-        engines, rounds, loop, _say, access_log=access_log, curve=curve
+        engines, rounds, loop, _say, access_log=access_log, curve=curve, journal=journal
     )
     found = {**measuring.figures(samples), "loop": loop, "http_access_log": access_log}
     if scale:
@@ -399,6 +413,12 @@ def _table(figures: dict[str, Any]) -> str:
     if "ratio_curve" in figures:
         took, ratio = figures["curve_p50_ms"], figures["ratio_curve"]
         lines.append(f"with CURVE: {took:.2f} ms, {ratio:.2f} x the bus without")
+    if "ratio_journal" in figures:
+        took_ms, ratio = figures["journal_p50_ms"], figures["ratio_journal"]
+        cpu_us = figures["journal_broker_cpu_us_per_engine_round"]
+        lines.append(
+            f"with a journal: {took_ms:.2f} ms, {ratio:.2f} x without; broker {cpu_us:.0f} us"
+        )
     if "growth" in figures:
         growth = ", ".join(f"{count}: {took:.2f} ms" for count, took in figures["growth"].items())
         lines.append(f"bus, by engines: {growth}")

@@ -7,7 +7,9 @@ on all of them alike:
   a process of N real sidecars: PAUSE_LOCAL, PAUSE_GLOBAL, RESUME, each acked by all.
 - **http**: concurrent posts to ``/pause``, then ``/resume``, of N endpoints in a process.
 - **raw**: bare ZeroMQ with as many messages of the same size as the bus sends.
-- **curve**, if asked for: as bus, with CURVE keys on all connections.
+- **curve**, if asked for: the bus once more, with CURVE keys on all connections.
+- **journal**, if asked for: once more, with a broker that keeps a journal. Either has sidecars of
+  its own.
 
 All processes that have an event loop have the same kind. CPU is taken afterwards, over
 blocks of rounds of one kind: the broker's by its own word (STATUS before and after the
@@ -20,10 +22,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import statistics
+import tempfile
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from bus.protocol.broker import BrokerConfig
 from sidecar.bench.curve import BROKER, ENGINE, TRAINER, keyed
 from sidecar.bench.posts import HttpGroup
 from sidecar.bench.processes import Worker, raise_file_limit, worker
@@ -58,6 +62,8 @@ class Samples:
     broker_cpu_s: float
     http_cpu_s: float
     curve_ms: list[float] = field(default_factory=list)
+    journal_ms: list[float] = field(default_factory=list)
+    journal_cpu_s: float = 0.0
 
 
 def figures(samples: Samples) -> dict[str, Any]:
@@ -67,12 +73,7 @@ def figures(samples: Samples) -> dict[str, Any]:
         for times in (samples.bus_ms, samples.http_ms, samples.raw_ms)
     )
     engine_rounds = samples.engines * samples.cpu_rounds
-    curve: dict[str, float] = {}
-    if samples.curve_ms:
-        curve_ms = statistics.median(samples.curve_ms)
-        curve = {"curve_p50_ms": round(curve_ms, 3), "ratio_curve": round(curve_ms / bus_ms, 3)}
-    return {
-        **curve,
+    found = {
         "engines": samples.engines,
         "rounds": len(samples.bus_ms),
         "bus_p50_ms": bus_ms,
@@ -83,6 +84,19 @@ def figures(samples: Samples) -> dict[str, Any]:
         "broker_cpu_us_per_engine_round": round(samples.broker_cpu_s / engine_rounds * 1e6, 1),
         "http_cpu_us_per_engine_round": round(samples.http_cpu_s / engine_rounds * 1e6, 1),
     }
+    if samples.curve_ms:
+        curve_ms = round(statistics.median(samples.curve_ms), 3)
+        found |= {"curve_p50_ms": curve_ms, "ratio_curve": round(curve_ms / bus_ms, 3)}
+    if samples.journal_ms:
+        journal_ms = round(statistics.median(samples.journal_ms), 3)
+        found |= {
+            "journal_p50_ms": journal_ms,
+            "ratio_journal": round(journal_ms / bus_ms, 3),
+            "journal_broker_cpu_us_per_engine_round": round(
+                samples.journal_cpu_s / engine_rounds * 1e6, 1
+            ),
+        }
+    return found
 
 
 async def compare(
@@ -93,22 +107,32 @@ async def compare(
     *,
     access_log: bool = True,
     curve: bool = False,
+    journal: bool = False,
 ) -> Samples:
-    """Alternate rounds of the three kinds. ``access_log``: endpoints log each request, as
-    vLLM's do by default. ``curve``: a second bus, with keys, takes its turns, too.
+    """Alternate rounds of all kinds. ``access_log``: endpoints log each request, as vLLM's do
+    by default.
 
     Raises:
         UsageError: the system allows too few open files.
         BenchBroken: a process died.
     """
-    raise_file_limit(engines)
+    raise_file_limit((1 + curve + journal) * engines)
     say(f"{engines} engines: starting")
     async with contextlib.AsyncExitStack() as stack:
         trainer = await stack.enter_async_context(_bus(engines, loop))
-        locked: Worker | None = None
+        bus_ms: list[float] = []
+        curve_ms: list[float] = []
+        journal_ms: list[float] = []
+        buses = [(trainer, bus_ms)]
         if curve:
             variables = stack.enter_context(keyed())
-            locked = await stack.enter_async_context(_bus(engines, loop, variables))
+            locked = await stack.enter_async_context(_bus(engines, loop, variables=variables))
+            buses.append((locked, curve_ms))
+        recorded: list[Worker] = []
+        if journal:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            recorded.append(await stack.enter_async_context(_bus(engines, loop, folder)))
+            buses.append((recorded[0], journal_ms))
         endpoints = await stack.enter_async_context(
             worker("sidecar.bench.endpoints", engines, loop, int(access_log))
         )
@@ -118,40 +142,44 @@ async def compare(
         await dealers.answer()
         raw.welcome(engines)
         for _ in range(_WARM_ROUNDS):
-            await _bus_round(trainer)
-            if locked is not None:
-                await _bus_round(locked)
+            for each, _ in buses:
+                await _bus_round(each)
             await http.round_ms()
             raw.round_ms()
-        bus_ms: list[float] = []
         http_ms: list[float] = []
         raw_ms: list[float] = []
-        curve_ms: list[float] = []
         for index in range(1, rounds + 1):
-            turns = (
-                [(trainer, bus_ms)] if locked is None else [(trainer, bus_ms), (locked, curve_ms)]
-            )
-            if index % 2:
-                turns.reverse()  # neither follows the same kind of round each time
-            (first, first_ms), *second = turns
+            # None follows the same kind of round each time.
+            turn = index % len(buses)
+            (first, first_ms), *others = buses[turn:] + buses[:turn]
             first_ms.append(await _bus_round(first))
             http_ms.append(await http.round_ms())
-            for other, other_ms in second:
+            for other, other_ms in others:
                 other_ms.append(await _bus_round(other))
             raw_ms.append(raw.round_ms())
             if index % _SAY_EVERY == 0:
                 say(f"{engines} engines: round {index} of {rounds}")
-        http.cpu_s = broker_cpu_s = 0.0
+        http.cpu_s = broker_cpu_s = journal_cpu_s = 0.0
         blocks = -(-rounds // _BLOCK_ROUNDS)
         for _ in range(blocks):
-            before = await trainer.ask("status")
-            for _ in range(_BLOCK_ROUNDS):
-                await _bus_round(trainer)
-            broker_cpu_s += (await trainer.ask("status"))["cpu_s"] - before["cpu_s"]
+            broker_cpu_s += await _block_cpu_s(trainer)
+            for each in recorded:
+                journal_cpu_s += await _block_cpu_s(each)
             for _ in range(_BLOCK_ROUNDS):
                 await http.round_ms()
     cpu_rounds = blocks * _BLOCK_ROUNDS
-    return Samples(engines, bus_ms, http_ms, raw_ms, cpu_rounds, broker_cpu_s, http.cpu_s, curve_ms)
+    return Samples(
+        engines,
+        bus_ms,
+        http_ms,
+        raw_ms,
+        cpu_rounds,
+        broker_cpu_s,
+        http.cpu_s,
+        curve_ms,
+        journal_ms,
+        journal_cpu_s,
+    )
 
 
 async def scale(rounds: int, loop: LoopChoice, say: Progress) -> dict[str, float]:
@@ -184,13 +212,19 @@ async def idle(loop: LoopChoice, say: Progress) -> dict[str, float]:
 
 @contextlib.asynccontextmanager
 async def _bus(
-    engines: int, loop: LoopChoice, variables: Mapping[str, Mapping[str, str]] | None = None
+    engines: int,
+    loop: LoopChoice,
+    journal: str = "",
+    *,
+    variables: Mapping[str, Mapping[str, str]] | None = None,
 ) -> AsyncIterator[Worker]:
-    """A broker, N sidecars that have joined, and the trainer that holds them. ``variables``: of
-    the environment of each, for keys."""
+    """A broker, N sidecars that have joined, and the trainer that holds them. ``journal``: the
+    folder of the broker's; empty: it keeps none. ``variables``: of the environment of each, for
+    keys."""
     env = variables or {}
+    kept = (BrokerConfig().heartbeat_ms, journal) if journal else ()
     async with (
-        worker("sidecar.bench.broker", loop, env=env.get(BROKER)) as broker,
+        worker("sidecar.bench.broker", loop, *kept, env=env.get(BROKER)) as broker,
         contextlib.AsyncExitStack() as stack,
     ):
         address = (await broker.answer())["address"]
@@ -209,6 +243,15 @@ async def _bus(
 async def _bus_round(trainer: Worker) -> float:
     took_ms: float = (await trainer.ask("round"))["round_ms"]
     return took_ms
+
+
+async def _block_cpu_s(trainer: Worker) -> float:
+    """What the broker takes for a block of rounds, in CPU seconds, by its own word."""
+    before = await trainer.ask("status")
+    for _ in range(_BLOCK_ROUNDS):
+        await _bus_round(trainer)
+    took_s: float = (await trainer.ask("status"))["cpu_s"] - before["cpu_s"]
+    return took_s
 
 
 async def _idle_share(trainer: Worker, for_s: float) -> float:

@@ -40,13 +40,9 @@ class TimedEngine(EmbeddedEngine):
         with self._noted():
             await super().receive(chunk)
 
-    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
+    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
         with self._noted():
-            await super().verify(seq, verify, sums)
-
-    async def load(self, seq: int) -> None:
-        with self._noted():
-            await super().load(seq)
+            await super().load(seq, verify, sums)
 
     @contextlib.contextmanager
     def _noted(self) -> Iterator[None]:

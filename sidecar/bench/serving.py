@@ -17,15 +17,16 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import bus.log
+from bus.native import loads_when_received
 from bus.runtime import loop
 from bus.runtime.lines import answer, commands
 from sidecar.agent import Sidecar
 from sidecar.supervise import SupervisedServer
 from sidecar.vllm_http import VllmHttpEngine
-from sidecar.vllm_plugin import wire
+from sidecar.vllm_plugin import facts, wire
 
 if TYPE_CHECKING:
     from bus.runtime.loop import LoopChoice
@@ -34,15 +35,6 @@ if TYPE_CHECKING:
 _BOOT_S: Final = 300.0
 _PLUGINS: Final = "VLLM_PLUGINS"
 _OURS: Final = "sidecar.vllm_plugin"
-_Operation: TypeAlias = "wire.InitOp | wire.UpdateOp"
-# vLLM's own calls, by their routes; those that carry an operation are told by that.
-_ROUTES: Final = {
-    "/pause": "pause",
-    "/start_weight_update": "start",
-    "/finish_weight_update": "finish",
-    "/update_weight_version": "commit",
-    "/resume": "resume",
-}
 
 
 @dataclass(frozen=True)
@@ -76,18 +68,15 @@ class TimedEngine(VllmHttpEngine):
 
 
 def called(path: str, body: Any) -> str:
-    """What a post is, in the words of :mod:`sidecar.bench.window`."""
-    match path:
-        case "/init_weight_transfer_engine":
-            return _tag(wire.decode(body["init_info"], wire.InitOp))
-        case "/update_weights":
-            operation = wire.decode(body["update_info"], wire.UpdateOp)
-            # What vLLM's own worker engines receive, they load in the same call.
-            return "update" if isinstance(operation, wire.Receive) else _tag(operation)
-    return _ROUTES.get(path, path.removeprefix("/"))
-
-
-def _tag(operation: _Operation) -> str:
+    """What a post is, in the words of :mod:`sidecar.bench.window`: an operation by its name."""
+    if path == "/update_weight_version":
+        return "commit"
+    if path != "/collective_rpc" or body["method"] != facts.PERFORM:
+        return path.removeprefix("/")
+    operation = wire.decode(body["kwargs"]["operation"])
+    # What vLLM's own worker engines receive, they load in the same call.
+    if isinstance(operation, wire.Receive) and loads_when_received(operation.backend):
+        return "update"
     return str(operation.__struct_config__.tag)
 
 

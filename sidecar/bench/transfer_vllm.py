@@ -5,7 +5,7 @@ side by side: each has weights of its own, and one at a time has requests. Round
 alternate in one run:
 
 - **native**: vLLM's own flow, over HTTP, on a server of vLLM's alone: a post that pauses, its own
-  trainer engine with its own client, a post that resumes.
+  trainer engine with its own client, whose finish sets a version, a post that resumes.
 - **bus_native**: the bus, with the same trainer engine and the worker engine that belongs to it.
 - **bus**: the bus, with a backend of wavebus's.
 - **raw**: one broadcast of as many bytes between both GPUs, by torch's collectives, with nothing
@@ -266,7 +266,7 @@ def table(figures: dict[str, Any]) -> str:
     row("whole update", [way["update_ms"] for way in shown])
     row("pause to resume", [way["window_ms"] for way in shown])
     row("  control plane", [way["control_ms"] for way in shown])
-    row("    wavebus's questions", [way["control_asks_ms"] for way in shown])
+    row("    other calls", [way["control_asks_ms"] for way in shown])
     row("    messages", [way["control_idle_ms"] for way in shown])
     row("  its share", [way["control_share"] for way in shown], ".1%")
     rows.append("calls")

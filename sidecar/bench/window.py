@@ -4,11 +4,10 @@ The **window** is what the engine stands still for: from the first PAUSE_LOCAL t
 resumed, as the broker counts it; without a bus from the post of the pause to the answer of the
 resume, as the trainer counts it.
 
-In it the engine **works** while one of vLLM's own calls for pausing, updating and resuming is
-under way, and tensors move while a chunk is put, received or verified. All the rest is the
-**control plane**'s: either nobody works (``idle_ms``: messages are on their way, or are looked
-at), or only what wavebus asks vLLM beside those calls (``asks_ms``: whether an update is open,
-what it failed with, which version it serves). Moments count once, whoever works in them.
+In it the engine **works** while it pauses, starts, receives, loads, finishes, takes its new version
+or resumes, and the trainer while it puts or sends a chunk. All the rest is the **control plane**'s:
+either nobody works (``idle_ms``: messages are on their way, or are looked at), or only calls of
+another kind are under way (``asks_ms``). Moments count once, whoever works in them.
 """
 
 from __future__ import annotations
@@ -26,9 +25,10 @@ if TYPE_CHECKING:
 # What was called, and when it began and ended, in seconds on `time.monotonic()`'s clock.
 Call: TypeAlias = "tuple[str, float, float]"
 
-# By their names in :mod:`sidecar.bench.serving`; ``put`` is the trainer's.
+# By their names in :mod:`sidecar.bench.serving`; ``put`` and ``send`` are the trainer's.
+_PULLED: Final = {"receive", "verify", "load", "update"}
 WORK: Final = frozenset(
-    {"pause", "start", "put", "receive", "verify", "load", "update", "finish", "resume"}
+    {"pause", "start", "put", "send", *_PULLED, "finish", "commit", "resume"},
 )
 
 
@@ -38,7 +38,7 @@ class Window:
 
     Attributes:
         window_ms: from the pause to the resume.
-        asks_ms: nothing but questions of wavebus's was under way.
+        asks_ms: nothing but calls that vLLM's own flow does not make was under way.
         idle_ms: nothing was.
         phases_ms: how long calls took, by name, those before the pause as well.
     """

@@ -258,8 +258,9 @@ class EmbeddedEngine:
     async def abort_requests(self) -> int:
         return await _answer(self._started().abort_all())
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
         await self._transport(lambda: self._update().open_transfer(backend, params, place))
+        return 1
 
     async def arm(self, manifest: Manifest, target: Target = "model") -> None:
         self._started()
@@ -276,13 +277,11 @@ class EmbeddedEngine:
         short = updater.is_short(len(chunk.tensors))
         await self._transport(lambda: updater.receive(chunk), short=short)
 
-    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
+    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
         updater = self._update()
-        short = updater.is_short(updater.staged_tensors, verify)
-        await self._transport(lambda: updater.verify(seq, verify, sums), short=short)
-
-    async def load(self, seq: int) -> None:
-        updater = self._update()
+        if sums:
+            short = updater.is_short(updater.staged_tensors, verify)
+            await self._transport(lambda: updater.verify(seq, verify, sums), short=short)
         await _answer(self._started().call(lambda: updater.load(seq)))
 
     async def restore(self, target: Target = "model") -> None:

@@ -34,6 +34,8 @@ class Receiver(ABC):
         lasts: until :meth:`release` nothing that becomes of the other end can take the tensors
             away. If not, they are copied as soon as they are there.
         waits: :meth:`receive` waits for the other end, or copies.
+        depth: so many chunks may be received before the first of them is released; with more than
+            one, :meth:`receive` is called in a thread of its own. May change with :meth:`open`.
     """
 
     room_bytes: int | None = None
@@ -41,6 +43,7 @@ class Receiver(ABC):
     owned: bool = False
     lasts: bool = True
     waits: bool = True
+    depth: int = 1
 
     @abstractmethod
     def open(self, params: bytes, place: Place) -> None:
@@ -66,7 +69,7 @@ class Receiver(ABC):
         """
 
     def release(self) -> None:  # noqa: B027 - most have nothing to do
-        """The last chunk's tensors are no longer used."""
+        """The tensors of the chunk that was received first are no longer used."""
 
     @abstractmethod
     def close(self) -> None:

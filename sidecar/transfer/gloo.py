@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class GlooReceiver(Receiver):
-    """One rank of the trainer's communicator, with room for one chunk."""
+    """One rank of the trainer's communicator, with room for as many chunks as the trainer has."""
 
     def __init__(self) -> None:
         self._group: Any = None
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._buffers: deque[torch.Tensor] = deque()
 
     def open(self, params: bytes, place: Place) -> None:
         init = decoded(params, GlooInit)
@@ -41,7 +42,10 @@ class GlooReceiver(Receiver):
                 f"rank {place.rank} of {place.world_size} can't meet the others at "
                 f"{init.host}:{init.port}: {rendezvous.reason(error)}"
             ) from error
-        self._memory = torch.empty(init.chunk_bytes, dtype=torch.uint8)
+        self._buffers.extend(
+            torch.empty(init.chunk_bytes, dtype=torch.uint8) for _ in range(init.buffers)
+        )
+        self.depth = init.buffers
         self.room_bytes = init.chunk_bytes
 
     def receive(
@@ -52,15 +56,17 @@ class GlooReceiver(Receiver):
         # Before anything that could leave the others waiting for this rank.
         if self._group is None:
             raise transfer_failed("the communicator is not open")
-        check_broadcast(chunk.size_bytes, offsets[-1], self._memory.numel())
+        memory = self._buffers[0]
+        check_broadcast(chunk.size_bytes, offsets[-1], memory.numel())
         if chunk.size_bytes:
             try:
-                bus.gloo.broadcast(dist, self._group, self._memory[: chunk.size_bytes])
+                bus.gloo.broadcast(dist, self._group, memory[: chunk.size_bytes])
             except RuntimeError as error:
                 self.close()  # what comes next in it belongs to nothing
                 raise transfer_failed(f"the broadcast broke: {rendezvous.reason(error)}") from error
-        return views_of(self._memory, offsets[:-1], tensors)
+        self._buffers.rotate(-1)
+        return views_of(memory, offsets[:-1], tensors)
 
     def close(self) -> None:
         self._group = None
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._buffers.clear()

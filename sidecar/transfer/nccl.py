@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,32 +27,38 @@ if TYPE_CHECKING:
 
 
 class NcclReceiver(Receiver):
-    """One rank of the trainer's communicator. Packed, it has room for one chunk; unpacked, it
-    makes new tensors for each, which are the caller's."""
+    """One rank of the trainer's communicator. Packed, it has room for as many chunks as the
+    trainer has; unpacked, it makes new tensors for each, which are the caller's."""
 
     def __init__(self) -> None:
         self._communicator: bus.nccl.Communicator | None = None
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._buffers: deque[torch.Tensor] = deque()
 
     def open(self, params: bytes, place: Place) -> None:
         init = decoded(params, NcclInit)
         self.close()
         self._check(init)
+        here = torch.empty(0, device=self.device).device  # with its number
         try:
-            memory = torch.empty(init.chunk_bytes, dtype=torch.uint8, device=self.device)
+            self._buffers.extend(
+                torch.empty(init.chunk_bytes, dtype=torch.uint8, device=self.device)
+                for _ in range(init.buffers if init.chunk_bytes else 0)
+            )
         except torch.OutOfMemoryError as error:
+            self.close()
             raise transfer_failed(
-                f"{self.device} has no room for a chunk of {init.chunk_bytes} bytes: lower "
-                "chunk_bytes, or the share of memory that vLLM takes"
+                f"{self.device} has no room for {init.buffers} chunks of {init.chunk_bytes} "
+                "bytes: lower chunk_bytes or buffers, or the share of memory that vLLM takes"
             ) from error
         try:
-            self._communicator = bus.nccl.meet(torch, dist, init, place, memory.device)
+            self._communicator = bus.nccl.meet(torch, dist, init, place, here)
         except (RuntimeError, OSError) as error:
+            self.close()
             raise transfer_failed(
                 f"rank {place.rank} of {place.world_size} can't meet the others at "
                 f"{init.host}:{init.port}: {bus.nccl.reason(error)}"
             ) from error
-        self._memory = memory
+        self.depth = init.buffers
         self.owned = not init.chunk_bytes
         self.room_bytes = init.chunk_bytes or None
 
@@ -70,7 +77,7 @@ class NcclReceiver(Receiver):
         if self._communicator is not None:
             self._communicator.close()
             self._communicator = None
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._buffers.clear()
 
     def _check(self, init: NcclInit) -> None:
         """What would leave the others waiting, or break in the middle."""
@@ -90,10 +97,12 @@ class NcclReceiver(Receiver):
         self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, communicator: bus.nccl.Communicator
     ) -> list[tuple[str, torch.Tensor]]:
         offsets = packed_offsets(tensors)
-        check_broadcast(chunk.size_bytes, offsets[-1], self._memory.numel())
+        memory = self._buffers[0]
+        check_broadcast(chunk.size_bytes, offsets[-1], memory.numel())
         if chunk.size_bytes:
-            self._broadcast(communicator, [self._memory[: chunk.size_bytes]])
-        return views_of(self._memory, offsets[:-1], tensors)
+            self._broadcast(communicator, [memory[: chunk.size_bytes]])
+        self._buffers.rotate(-1)
+        return views_of(memory, offsets[:-1], tensors)
 
     def _one_by_one(
         self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, communicator: bus.nccl.Communicator

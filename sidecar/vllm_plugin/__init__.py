@@ -10,8 +10,9 @@ status page, and guards the pause and resume of those in lockstep; and, where
 ==================== ==========================================================
 module               what
 ==================== ==========================================================
-``wire``             the operations, as typed payloads of vLLM's own calls
+``wire``             the operations, as typed payloads of one call of vLLM's
 ``worker``           the weight transfer engine inside each worker
+``session``          that worker's update session
 ``native``           vLLM's own worker engines, guarded by that one
 ``ipc``              the handles that one of those is told
 ``native_factory``   where those are made
@@ -27,7 +28,7 @@ module               what
 ``ranks``            the workers of one engine agree on one outcome
 ``facts``            what a sidecar asks of a worker
 ``draft``            a worker's draft model, and how it was built
-``client``           the order of calls, for both adapters
+``client``           the order of operations, for both adapters
 ``core_page``        the status page inside each engine core
 ``core_guard``       holes in the pause and resume of cores in lockstep, closed
 ``coordinator``      the gateway in place of vLLM's DP coordinator

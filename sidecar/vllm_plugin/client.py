@@ -1,12 +1,11 @@
-"""The order of vLLM's calls in an update, the same in process and over HTTP."""
+"""An update's operations in their order, the same in process and over HTTP."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from bus.errors import EngineError
 from bus.lora import adapter_of
-from bus.messages import NackCode
 from bus.native import loads_when_received
 from sidecar.vllm_plugin import wire
 
@@ -18,15 +17,11 @@ if TYPE_CHECKING:
 
 
 class Doors(Protocol):
-    """vLLM's calls for weight transfer, raising :class:`EngineError` when they fail."""
+    """vLLM's calls that an update needs, raising :class:`EngineError` when they fail."""
 
-    async def init_weight_transfer(self, info: dict[str, Any]) -> None: ...
-
-    async def start_weight_update(self, target: Target) -> None: ...
-
-    async def update_weights(self, info: dict[str, Any]) -> None: ...
-
-    async def finish_weight_update(self) -> None: ...
+    async def perform(self, operation: str) -> int:
+        """Have all workers carry out an operation: :data:`sidecar.vllm_plugin.facts.PERFORM`, which
+        says what is returned."""
 
     async def load_adapter(self, name: str) -> None:
         """vLLM's own in-place load of a LoRA adapter; workers take what they have staged."""
@@ -38,29 +33,38 @@ class Doors(Protocol):
 class PluginClient:
     """Drives the plugin of one engine; the update half of :class:`sidecar.engine.Engine`.
 
-    It remembers nothing but whether a LoRA adapter is what comes: whether an update session is
-    open is asked of the workers, so that a restarted sidecar, or one whose call was cancelled,
-    recovers as well.
-    And it asks before every call that vLLM would refuse, because a refusal by all
-    workers at once spoils the executor's later answers (:mod:`sidecar.vllm_plugin.ranks`).
+    Each step is one call of vLLM's; the load of a LoRA adapter is two, and that of what has been
+    loaded when it was received, is none. It remembers nothing of an update but how it comes:
+    whether an update session is open the workers know, so that a restarted sidecar, or one whose
+    call was cancelled, recovers as well.
     """
 
     def __init__(self, doors: Doors) -> None:
         self._doors = doors
         self._adapter = ""
+        self._load_comes_with_receive = False
+        self._together = True
 
-    async def hello(self) -> None:
-        """Is the plugin there, and does it speak our protocol? A LoRA adapter that a sidecar
-        before us has loaded, and not committed, goes."""
+    async def hello(self, *, cores: int) -> None:
+        """Does the plugin speak our protocol? A LoRA adapter that a sidecar before us has loaded,
+        and not committed, goes.
+
+        Args:
+            cores: how many engine cores stand behind the one client; workers of different cores
+                can't agree on anything.
+        """
+        self._together = cores == 1
         await self._perform(wire.Hello(wire.PROTOCOL))
         await self._perform(wire.UndoAdapter(settled=False))
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
         self._adapter = ""
-        await self._perform(
+        ahead = await self._perform(
             wire.Open(backend, params, place.communicator, place.world_size, place.rank)
         )
         self._adapter = adapter_of(backend)
+        self._load_comes_with_receive = loads_when_received(backend)
+        return ahead
 
     async def arm(self, manifest: Manifest, target: Target) -> None:
         await self._perform(
@@ -75,93 +79,56 @@ class PluginClient:
         )
 
     async def start_update(self, *, recover: bool, target: Target) -> None:
-        """Open a session of the target. ``recover``: the one that an update left open, of
-        whichever target, is closed first; and the target goes through a whole one, which puts
-        vLLM's own bookkeeping in order after a load that broke off (its weights are then
-        undefined until every chunk is loaded). LoRA adapters need none."""
-        if self._adapter:
-            return
-        if recover:
-            if await self._active():
-                await self._close()
-            await self.restore(target)
-        await self._expect(active=False)
-        await self._doors.start_weight_update(target)
-        await self._perform(wire.Settle())
+        """See :class:`wire.Start`. LoRA adapters need none."""
+        if not self._adapter:
+            await self._perform(wire.Start(target, recover))
 
     async def receive(self, chunk: Chunk) -> None:
         """Fetch a chunk. vLLM's own worker engines load it as well: in an update session, and
         without a second look at what has arrived."""
-        operation = wire.Receive(
-            chunk.seq,
-            chunk.backend,
-            tuple(meta.name for meta in chunk.tensors),
-            tuple(meta.dtype for meta in chunk.tensors),
-            tuple(meta.shape for meta in chunk.tensors),
-            chunk.handle,
+        await self._perform(
+            wire.Receive(
+                chunk.seq,
+                chunk.backend,
+                tuple(meta.name for meta in chunk.tensors),
+                tuple(meta.dtype for meta in chunk.tensors),
+                tuple(meta.shape for meta in chunk.tensors),
+                chunk.handle,
+            )
         )
-        if loads_when_received(chunk.backend):
-            await self._update(operation)
-        else:
-            await self._perform(operation)
 
-    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
-        await self._perform(wire.Verify(seq, verify, sums))
-
-    async def load(self, seq: int) -> None:
-        if self._adapter:
-            await self._perform(wire.LoadAdapter(seq))
-            await self._doors.load_adapter(self._adapter)
+    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
+        """Verify and load in one call, if all workers can agree between the two."""
+        if self._load_comes_with_receive:
             return
-        await self._update(wire.Load(seq))
+        if sums and not self._together:
+            await self._perform(wire.Verify(seq, verify, sums))
+            verify, sums = "off", ()
+        if self._adapter:
+            await self._perform(wire.LoadAdapter(seq, verify, sums))
+            await self._doors.load_adapter(self._adapter)
+        else:
+            await self._perform(wire.Load(seq, verify, sums))
 
     async def restore(self, target: Target) -> None:
-        """Close the session; one of the target is opened first if none is. Layers that are not
-        complete get their old weights back: without a load, all of them. Or the LoRA adapter
-        before takes its place again."""
+        """See :class:`wire.Restore`. Or the LoRA adapter before takes its place again."""
         if self._adapter:
             await self._perform(wire.UndoAdapter(settled=True))
             await self._doors.drop_adapter(self._adapter)
-            return
-        if not await self._active():
-            await self._doors.start_weight_update(target)
-        await self._close()
-
-    async def _close(self) -> None:
-        await self._perform(wire.Discard())
-        await self.finish_update()
+        else:
+            await self._perform(wire.Restore(target))
 
     async def finish_update(self) -> None:
-        if self._adapter:
-            return
-        await self._expect(active=True)
-        await self._doors.finish_weight_update()
-        await self._perform(wire.Settle())
+        if not self._adapter:
+            await self._perform(wire.Finish())
 
     async def settle(self) -> None:
         """What was loaded is about to be committed: a sidecar after us leaves a LoRA adapter."""
         if self._adapter:
             await self._perform(wire.SettleAdapter())
 
-    async def _update(self, operation: wire.UpdateOp) -> None:
-        await self._expect(active=True)
-        await self._doors.update_weights(wire.encode(operation))
-        await self._perform(wire.Settle())
-
-    async def _active(self) -> bool:
-        try:
-            await self._expect(active=True)
-        except EngineError as error:
-            if error.code is NackCode.WRONG_STATE:
-                return False
-            raise
-        return True
-
-    async def _expect(self, *, active: bool) -> None:
-        await self._perform(wire.Expect(active))
-
-    async def _perform(self, operation: wire.InitOp) -> None:
-        await self._doors.init_weight_transfer(wire.encode(operation))
+    async def _perform(self, operation: wire.Operation) -> int:
+        return await self._doors.perform(wire.encode(operation))
 
 
 def engine_error(text: str) -> EngineError:

@@ -1,9 +1,9 @@
 """What a sidecar asks of a worker by vLLM's ``collective_rpc``: methods, by name.
 
-The plugin adds three to vLLM's ``WorkerBase``. Answers are plain dicts and lists, which
-pass vLLM's codec and JSON alike. Whether the plugin is there at all, is asked with a method that
-any worker has: a call that fails in all workers would spoil the executor's later answers
-(:mod:`sidecar.vllm_plugin.ranks`).
+The plugin adds them to vLLM's ``WorkerBase``. Answers are plain dicts and lists, which
+pass vLLM's codec and JSON alike. Whether the plugin is there at all, and which, is asked with a
+method that any worker has: a call that fails in all workers would spoil the executor's later
+answers (:mod:`sidecar.vllm_plugin.ranks`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from bus.errors import EngineError
 from bus.messages import MAX_REQUEST_IDS, Count, ShortText
-from sidecar.vllm_plugin import environment
+from sidecar.vllm_plugin import environment, wire
 from sidecar.vllm_plugin.core_page import page_path
 
 ASK_FACTS: Final = "wavebus_facts"
@@ -25,7 +25,11 @@ ASK_REQUESTS: Final = "wavebus_requests"
 ASK_DRAFT: Final = "wavebus_draft"
 ASK_LOADING: Final = "wavebus_loading"
 ASK_PRESENCE: Final = "__str__"
-_PRESENT: Final = "wavebus's plugin, and it drives "
+# Has the weight transfer engine carry out an operation of :mod:`sidecar.vllm_plugin.wire`, its
+# argument ``operation``; it returns how many chunks may be received ahead.
+PERFORM: Final = "wavebus_perform"
+_OURS: Final = "wavebus's plugin"
+_PRESENT: Final = f"{_OURS}, protocol {wire.PROTOCOL}, and it drives "
 _MAX_PATH: Final = 4096
 # What vLLM hangs on to every request's id, to tell equal ones apart.
 _TAIL: Final = re.compile(r"-[0-9a-f]{8}\Z")
@@ -62,24 +66,43 @@ def read_requests(answer: Any) -> tuple[str, ...]:
         return ()
 
 
+def read_ahead(answer: Any) -> int:
+    """How many chunks may be received ahead, in the answer to :data:`PERFORM`: as a number, or,
+    over HTTP, its text.
+
+    Raises:
+        EngineError: it is not there.
+    """
+    try:
+        return int(answer[0])
+    except (ValueError, IndexError, TypeError) as error:
+        raise EngineError(f"the plugin inside vLLM answered {answer!r:.200}: {error}") from error
+
+
 def read_draft(answer: Any) -> bool:
     """Whether every worker has a draft model whose weights can be updated."""
     return isinstance(answer, list) and bool(answer) and all(each is True for each in answer)
 
 
 def check_drives(answer: Any, backend: str, who: str) -> None:
-    """Whether the plugin is in the worker that answers, and drives vLLM's ``backend`` there.
+    """Whether our plugin is in the worker that answers, and drives the ``backend`` there.
 
     Raises:
-        EngineError: it isn't, or doesn't.
+        EngineError: it isn't, is another version's, or doesn't.
     """
     found = str(answer[0]) if isinstance(answer, list) and answer else ""
-    if found != _PRESENT + backend:
-        said = found if found.startswith(_PRESENT) else "there is no plugin of wavebus's"
+    if found == _PRESENT + backend:
+        return
+    if found.startswith(_OURS) and not found.startswith(_PRESENT):
         raise EngineError(
-            f"{who} was booted with vLLM's worker engine {backend!r}, and in its workers: {said}. "
-            "Install wavebus where vLLM runs, and let VLLM_PLUGINS, if it is set, name wavebus"
+            f"in the workers of {who}: {found}; the sidecar speaks plugin protocol "
+            f"{wire.PROTOCOL}: install one version of wavebus for both"
         )
+    said = found if found.startswith(_OURS) else "there is no plugin of wavebus's"
+    raise EngineError(
+        f"{who} was booted with the weight transfer backend {backend!r}, and in its workers: "
+        f"{said}. Install wavebus where vLLM runs, and let VLLM_PLUGINS, if it is set, name wavebus"
+    )
 
 
 def install(worker_base: Any) -> None:
@@ -88,12 +111,18 @@ def install(worker_base: Any) -> None:
     setattr(worker_base.WorkerBase, ASK_REQUESTS, _requests)
     setattr(worker_base.WorkerBase, ASK_DRAFT, _draft)
     setattr(worker_base.WorkerBase, ASK_LOADING, _loading)
+    setattr(worker_base.WorkerBase, PERFORM, _perform)
     setattr(worker_base.WorkerWrapperBase, ASK_PRESENCE, _presence)
 
 
 def _presence(wrapper: Any) -> str:
     engine = getattr(getattr(wrapper, "worker", None), "weight_transfer_engine", None)
-    return _PRESENT + getattr(engine, "wavebus_drives", "no worker engine of vLLM's")
+    return _PRESENT + getattr(engine, "wavebus_drives", "none")
+
+
+def _perform(worker: Any, operation: str) -> int:
+    ahead: int = worker.weight_transfer_engine.wavebus_perform(worker, operation)
+    return ahead
 
 
 def _loading(worker: Any) -> dict[str, Any]:

@@ -7,9 +7,6 @@ to that class as if there were no wavebus. What the sidecar tells it, are the op
 manifests are checked before anybody enters a collective, no worker raises alone, and an update
 that broke off can be recovered. Only four things are then the other class's own: opening its
 transport, starting, receiving (which loads) and finishing.
-
-How a subclass knows who starts an update: the sidecar asks before that whether one is open
-(:class:`wire.Expect`); nobody else does.
 """
 
 from __future__ import annotations
@@ -17,20 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import set_current_vllm_config
+
 from bus import native
-from bus.errors import EngineError
 from bus.transfer import Place
 from sidecar.transfer.base import transfer_failed
 from sidecar.vllm_plugin import ranks, wire
 from sidecar.vllm_plugin.ipc import rebuildable
 from sidecar.vllm_plugin.loader_trace import refused
-from sidecar.vllm_plugin.worker import (
-    InitInfo,
-    Staged,
-    WavebusWeightTransferEngine,
-    attempt,
-    not_this_engine,
-)
+from sidecar.vllm_plugin.worker import WavebusWeightTransferEngine, not_this_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,54 +49,37 @@ class NativeUpdates(WavebusWeightTransferEngine):
 
     def __init__(self, name: str, doors: Doors, *args: Any) -> None:
         super().__init__(*args)
-        self.expected = False  # the next start is the sidecar's
         self._name = name
         self._doors = doors
         self._opened = False  # theirs
         self._started_theirs = False  # the update session was
 
-    @property
-    def active(self) -> bool:
-        """Whether the sidecar's update session is open."""
-        return self._active
-
-    def start_weight_update(self) -> None:
-        """As the transport that is open has it."""
-        self.expected = False
-        self._started_theirs = self._opened
-        super().start_weight_update()
-
     def _start(self) -> None:
+        self._started_theirs = self._opened
         if not self._started_theirs:
             super()._start()
             return
         self._loadable[self._target].repacking.before_start()
         self._doors.start_weight_update()
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive and load a chunk, or see that it was."""
-        operation: wire.UpdateOp | None = None
+    def _receive(self, worker: Any, operation: wire.Receive) -> None:
+        """Also load it, in a session, where the transport is theirs."""
+        if not native.engine_of(operation.backend):
+            super()._receive(worker, operation)
+            return
         chunk: dict[str, Any] = {}
 
         def prepare() -> None:
-            nonlocal operation, chunk
-            operation = wire.decode(update_info, wire.UpdateOp)
-            if isinstance(operation, wire.Receive):
-                chunk = self._update_info(operation)
+            nonlocal chunk
+            self.session.need(worker)
+            chunk = self._update_info(operation)
 
-        # Agreed on before anybody enters a collective: who stayed out, would be waited for.
-        failure = ranks.agree(attempt(prepare))
-        if failure is not None or not isinstance(operation, wire.Receive):
-            self._keep(failure)
-            if failure is None:
-                super().update_weights(update_info)
-            return
-        seq = operation.seq
-        self._keep(attempt(lambda: self._receive_and_load(seq, chunk)))
+        ranks.together(prepare)  # who stayed out of the collective, would be waited for
+        with set_current_vllm_config(self.vllm_config):
+            self._doors.update_weights(chunk)
 
     def _update_info(self, operation: wire.Receive) -> dict[str, Any]:
         """What the guarded engine is to be told."""
-        self._staged = None
         if not self._opened or operation.backend != self._backend:
             raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
         metas = self._armed_chunk(operation)
@@ -112,13 +87,9 @@ class NativeUpdates(WavebusWeightTransferEngine):
         columns = _columns(metas, self._armed_counts(operation.seq))
         return rebuildable(native.decode_chunk(operation.handle, columns))  # type: ignore[no-any-return]
 
-    def _receive_and_load(self, seq: int, chunk: dict[str, Any]) -> None:
-        self._doors.update_weights(chunk)
-        self._staged = Staged(seq, [], loaded=True)
-
-    def _finish(self) -> None:
+    def _post_process(self) -> None:
         if not self._started_theirs:
-            super()._finish()
+            super()._post_process()
             return
         self._doors.finish_weight_update()
         self._loadable[self._target].repacking.after_finish()
@@ -137,14 +108,6 @@ class NativeUpdates(WavebusWeightTransferEngine):
 
     # -- operations ------------------------------------------------------------------
 
-    def _perform(self, raw: dict[str, Any]) -> None:
-        self.expected = False
-        super()._perform(raw)
-
-    def _expect(self, active: bool) -> None:
-        self.expected = not self._active
-        super()._expect(active)
-
     def _open(self, operation: wire.Open) -> None:
         if not native.engine_of(operation.backend):
             if self._opened:
@@ -161,9 +124,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
             place = Place(operation.communicator, operation.world_size, operation.first_rank)
             typed = self._doors.parse_init_info(self._placed(info, place))
 
-        failure = ranks.agree(attempt(prepare))
-        if failure is not None:
-            raise EngineError(failure.detail, code=failure.code)
+        ranks.together(prepare)
         self.shutdown()
         self._armed = None
         try:
@@ -252,31 +213,17 @@ def guarded(name: str, theirs: type[Any]) -> type[Any]:
         def wavebus_loading(self) -> dict[str, Any]:
             return {} if self._wavebus is None else self._wavebus.wavebus_loading
 
-        def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-            if wire.KEY in init_dict:
-                return self._guard().parse_init_info(init_dict)
-            return super().parse_init_info(init_dict)
-
-        def init_transfer_engine(self, init_info: Any) -> None:
-            if isinstance(init_info, InitInfo):
-                self._guard().init_transfer_engine(init_info)
-            else:
-                super().init_transfer_engine(init_info)
+        def wavebus_perform(self, worker: Any, operation: str) -> int:
+            return self._guard().wavebus_perform(worker, operation)
 
         def start_weight_update(self) -> None:
-            if self._wavebus is not None and self._wavebus.expected:
+            if self._wavebus is not None and self._wavebus.session.ours:
                 self._wavebus.start_weight_update()
             else:
                 super().start_weight_update()
 
-        def update_weights(self, update_info: dict[str, Any]) -> None:
-            if wire.KEY in update_info:
-                self._guard().update_weights(update_info)
-            else:
-                super().update_weights(update_info)
-
         def finish_weight_update(self) -> None:
-            if self._wavebus is not None and self._wavebus.active:
+            if self._wavebus is not None and self._wavebus.session.ours:
                 self._wavebus.finish_weight_update()
             else:
                 super().finish_weight_update()

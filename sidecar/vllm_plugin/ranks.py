@@ -5,22 +5,88 @@ stops at the first failure; the answers behind it stay in their queues, and the
 next call takes them for its own (seen on vLLM 0.32 with two tensor parallel
 workers, ``MultiprocExecutor.collective_rpc``). So only the last worker may raise:
 then every queue is empty. For that the workers first tell each other how they
-fared, over the CPU groups (gloo) that vLLM has anyway, as plain bytes.
+fared, over the CPU groups (gloo) that vLLM has anyway, as plain bytes. Engine cores
+behind one client (internal data parallelism) are not among each other: there vLLM's
+client raises the error of any, and returns what the first one answered.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 
+from bus.errors import EngineError
+from bus.messages import NackCode
 from sidecar.vllm_plugin.wire import Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+_log = logging.getLogger("vllm.wavebus")
 
 _SLOT_BYTES: Final = 12 * 1024  # a clipped Failure of four-byte characters fits
+
+
+class WorkerRefusal(Exception):
+    """What the last worker raises for all of them, with a :class:`Failure` in its text."""
+
+
+def carry_out(action: Callable[[], None]) -> None:
+    """Do it in every worker; the outcome is that of all together. A collective.
+
+    Raises:
+        WorkerRefusal: in the last worker, if any failed.
+    """
+    failure = agree(attempt(action))
+    if failure is not None:
+        refuse(failure)
+
+
+def together(action: Callable[[], None]) -> None:
+    """Do it in every worker before any goes on to what comes next. A collective: whatever may fail
+    in one worker alone, between two of them, belongs into one of them.
+
+    Raises:
+        EngineError: in every worker, if any failed.
+    """
+    raise_(agree(attempt(action)))
+
+
+def refuse(failure: Failure) -> None:
+    """What all workers refuse, the last one raises.
+
+    Raises:
+        WorkerRefusal: there.
+    """
+    if speaks_for_all():
+        raise WorkerRefusal(failure.to_text())
+
+
+def attempt(action: Callable[[], None]) -> Failure | None:
+    """Do it; return how it failed, so that it can be agreed on before anyone raises."""
+    try:
+        action()
+    except EngineError as error:
+        return Failure(error.code, error.detail, error.tensor).clipped()
+    except Exception as error:  # noqa: BLE001 - the caller gets it; mates must not be left alone
+        # The caller gets the text; where in vLLM it happened stands only here.
+        _log.warning("wavebus: an operation failed", exc_info=True)
+        text = f"{type(error).__name__}: {error}".rstrip(": ")
+        return Failure(NackCode.ENGINE_FAILED, text).clipped()
+    return None
+
+
+def raise_(failure: Failure | None) -> None:
+    """The failure as an error, if there is one.
+
+    Raises:
+        EngineError: it.
+    """
+    if failure is not None:
+        raise EngineError(failure.detail, code=failure.code, tensor=failure.tensor)
 
 
 def _groups() -> Iterator[Any]:

@@ -1,20 +1,14 @@
-"""Operations that travel inside vLLM's own calls, and how a failure travels back.
+"""Operations that a sidecar has an engine's workers carry out, and how a failure travels back.
 
-vLLM gives a weight transfer backend two dicts: ``init_info`` (any time) and
-``update_info`` (only between start and finish). Each carries one key, ``wavebus``,
-with an operation in MessagePack, in base64: in process the dict crosses vLLM's
-MessagePack codec, over HTTP it is JSON, and one text form passes both. Decoding is
-strict: unknown operations, unknown fields and wrong types are refused.
+Each is one call of vLLM's ``collective_rpc``, of a method that the plugin adds to workers
+(:data:`sidecar.vllm_plugin.facts.PERFORM`), with one argument: the operation in MessagePack, in
+base64. In process the text crosses vLLM's MessagePack codec, over HTTP it is JSON, and one text
+form passes both. Decoding is strict: unknown operations, unknown fields and wrong types are
+refused.
 
-Everything but :class:`Load` goes through ``init_info``: vLLM ends the update
-session of a worker whose ``update_weights`` raised, and refuses that call outside
-of one, while receiving must be possible without a pause. Only what vLLM's own worker
-engines receive, they also load: then :class:`Receive` goes through ``update_info``.
-
-vLLM's calls return nothing to the caller, and an exception arrives as its text,
-wrapped in more text. So a :class:`Failure` is put at the end of the text between
-marks, in the URL-safe base64: no quoting changes that, and neither does vLLM when it
-blanks out what looks like a file path in the text of an HTTP error (0.32).
+An exception arrives as its text, wrapped in more text. So a :class:`Failure` is put at the end of
+the text between marks, in the URL-safe base64: no quoting changes that, and neither does vLLM when
+it blanks out what looks like a file path in the text of an HTTP error (0.32).
 """
 
 from __future__ import annotations
@@ -22,7 +16,7 @@ from __future__ import annotations
 import base64
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -40,11 +34,7 @@ from bus.messages import (  # noqa: TC001 - msgspec reads them when it decodes
 )
 from bus.messages import Verify as VerifyMode  # noqa: TC001 - as above
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-KEY: Final = "wavebus"
-PROTOCOL: Final = 5
+PROTOCOL: Final = 6
 MAX_PAYLOAD_CHARS: Final = 32 * 1024 * 1024
 DETAIL_CHARS: Final = 2000
 TENSOR_CHARS: Final = 512
@@ -56,12 +46,6 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True
     """Do both sides speak the same protocol? Changes nothing."""
 
     protocol: Count
-
-
-class Expect(msgspec.Struct, frozen=True, tag="expect", forbid_unknown_fields=True):
-    """Fail unless an update session is open (or not) in every worker. Changes nothing."""
-
-    active: bool
 
 
 class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
@@ -86,9 +70,18 @@ class ArmManifest(msgspec.Struct, frozen=True, tag="arm", forbid_unknown_fields=
     counts: Counts
 
 
+class Start(msgspec.Struct, frozen=True, tag="start", forbid_unknown_fields=True):
+    """Open an update session of the target. ``recover``: the one that an update left open, of
+    whichever target, is closed first; and the target goes through a whole one, which puts vLLM's
+    own bookkeeping in order after a load that broke off. Its weights are then undefined until
+    every chunk is loaded."""
+
+    target: Target
+    recover: bool
+
+
 class Receive(msgspec.Struct, frozen=True, tag="receive", forbid_unknown_fields=True):
-    """Fetch one chunk, into staging; through ``update_info``, by vLLM's own worker engine, into
-    the model."""
+    """Fetch one chunk, into staging; by vLLM's own worker engine, into the model."""
 
     seq: Count
     backend: ShortText
@@ -99,32 +92,39 @@ class Receive(msgspec.Struct, frozen=True, tag="receive", forbid_unknown_fields=
 
 
 class Verify(msgspec.Struct, frozen=True, tag="verify", forbid_unknown_fields=True):
-    """Compare the staged chunk's checksums."""
+    """Compare the staged chunk's checksums, where not all workers load in one operation."""
 
     seq: Count
     verify: VerifyMode
     sums: Counts
 
 
-class Settle(msgspec.Struct, frozen=True, tag="settle", forbid_unknown_fields=True):
-    """Raise what the last start, load or finish failed with, if it did."""
-
-
-class Discard(msgspec.Struct, frozen=True, tag="discard", forbid_unknown_fields=True):
-    """Forget what was loaded into layers that are not complete; they keep their old weights."""
-
-
 class Load(msgspec.Struct, frozen=True, tag="load", forbid_unknown_fields=True):
-    """Load the staged chunk into the model; nothing is left of one that vLLM's own worker engine
-    received."""
+    """Load the staged chunk into the model; with ``sums``, only if it has these in all workers."""
 
     seq: Count
+    verify: VerifyMode
+    sums: Counts
+
+
+class Restore(msgspec.Struct, frozen=True, tag="restore", forbid_unknown_fields=True):
+    """Close the session; one of the target is opened first if none is. Layers that are not
+    complete get their old weights back: without a load, all of them."""
+
+    target: Target
+
+
+class Finish(msgspec.Struct, frozen=True, tag="finish", forbid_unknown_fields=True):
+    """Post-process what was loaded, and close the session."""
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", forbid_unknown_fields=True):
-    """Have the staged LoRA adapter in the place of the one before, which is kept."""
+    """Have the staged LoRA adapter in the place of the one before, which is kept. ``sums`` as of
+    :class:`Load`."""
 
     seq: Count
+    verify: VerifyMode
+    sums: Counts
 
 
 class UndoAdapter(msgspec.Struct, frozen=True, tag="undo_adapter", forbid_unknown_fields=True):
@@ -138,44 +138,37 @@ class SettleAdapter(msgspec.Struct, frozen=True, tag="settle_adapter", forbid_un
     """The LoRA adapter that was loaded last is being committed."""
 
 
-InitOp: TypeAlias = (
+Operation: TypeAlias = (
     Hello
-    | Expect
     | Open
     | ArmManifest
+    | Start
     | Receive
     | Verify
-    | Settle
-    | Discard
+    | Load
+    | Restore
+    | Finish
     | LoadAdapter
     | UndoAdapter
     | SettleAdapter
 )
-UpdateOp: TypeAlias = Receive | Load
-T = TypeVar("T")
+_DECODER: Final[msgspec.msgpack.Decoder[Operation]] = msgspec.msgpack.Decoder(Operation)
 
 
-def encode(operation: InitOp | UpdateOp) -> dict[str, str]:
-    """The dict that carries an operation."""
-    return {KEY: base64.b64encode(msgspec.msgpack.encode(operation)).decode()}
+def encode(operation: Operation) -> str:
+    """The text that carries an operation."""
+    return base64.b64encode(msgspec.msgpack.encode(operation)).decode()
 
 
-def decode(info: Mapping[str, Any], type_: Any) -> Any:
-    """The operation in a dict, one of ``type_``.
+def decode(text: str) -> Operation:
+    """The operation in a text.
 
     Raises:
         ValueError: says what is wrong with it.
     """
-    payload = info.get(KEY)
-    if set(info) != {KEY} or not isinstance(payload, str):
-        raise ValueError(
-            f"expected one key {KEY!r} with a string, got {sorted(map(str, info))}: "
-            "this engine's weights are updated through wavebus"
-        )
-    if len(payload) > MAX_PAYLOAD_CHARS:
-        raise ValueError(f"payload of {len(payload)} characters, at most {MAX_PAYLOAD_CHARS}")
-    blob = base64.b64decode(payload, validate=True)
-    return msgspec.msgpack.decode(blob, type=type_)
+    if len(text) > MAX_PAYLOAD_CHARS:
+        raise ValueError(f"an operation of {len(text)} characters, at most {MAX_PAYLOAD_CHARS}")
+    return _DECODER.decode(base64.b64decode(text, validate=True))
 
 
 @dataclass(frozen=True, slots=True)

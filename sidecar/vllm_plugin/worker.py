@@ -1,23 +1,19 @@
 """The weight transfer engine inside each vLLM worker.
 
-vLLM calls it with dicts that carry the operations of :mod:`sidecar.vllm_plugin.wire`.
-Receiving, loading and committing are apart. There are two ways to load
+A sidecar has it carry out the operations of :mod:`sidecar.vllm_plugin.wire`: each is one call of
+all workers, and its outcome is that of all (:mod:`sidecar.vllm_plugin.ranks`). Of vLLM's own calls
+it takes those that open and close the sidecar's session (:mod:`sidecar.vllm_plugin.session`), and
+refuses all others. Receiving, loading and committing are apart. There are two ways to load
 (:mod:`sidecar.vllm_plugin.plans`):
 
-* By vLLM's loader. ``receive`` copies a chunk into staging on the worker's device and lets
-  the transport's buffers go; ``load`` hands the staged tensors to the model. That copy is not a
-  luxury: vLLM's layerwise reload keeps the tensors of a layer that is not complete yet until
-  a later chunk completes it, so views of a transport's buffers would be overwritten under it.
-  Only a transport that brings tensors of one's own (:attr:`Receiver.owned`) does without.
-* By a copy plan. ``load`` copies straight from where the transport has them into the serving
-  parameters, and then lets the transport's buffers go.
+* By vLLM's loader, which gets copies on the worker's device. That copy is not a luxury: vLLM's
+  layerwise reload keeps the tensors of a layer that is not complete yet until a later chunk
+  completes it, so views of a transport's buffers would be overwritten under it. Only a transport
+  that brings tensors of one's own (:attr:`Receiver.owned`) does without.
+* By a copy plan, straight from where the transport has them into the serving parameters.
 
-**What never raises, and why.** ``start_weight_update``, ``update_weights`` and
-``finish_weight_update`` keep a failure for the next ``settle`` operation, instead of
-raising it: a worker whose ``update_weights`` raised has left its update session while
-its peers have not (``gpu_worker.py``), and a failure of any worker but the last
-spoils the executor's answers (:mod:`sidecar.vllm_plugin.ranks`). So the session is
-open in all workers of an engine or in none.
+Receiving is the inbox's (:mod:`sidecar.transfer.inbox`): the next chunk may come while one is
+loaded.
 """
 
 from __future__ import annotations
@@ -26,12 +22,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -45,11 +41,12 @@ from bus.manifest import Manifest, TensorMeta
 from bus.messages import NackCode, Target
 from bus.native import engine_of
 from bus.transfer import Place
-from sidecar.transfer import check_delivered, check_room, check_sums, make_receiver
+from sidecar.transfer import check_room, check_sums, make_receiver
+from sidecar.transfer.inbox import Inbox
 from sidecar.transfer.lora import LoraReceiver
 from sidecar.vllm_plugin import ranks, wire
 from sidecar.vllm_plugin.adapters import Adapters
-from sidecar.vllm_plugin.compat import deferred_layers, shared_communicators
+from sidecar.vllm_plugin.compat import BACKEND, deferred_layers, shared_communicators
 from sidecar.vllm_plugin.cpu import CpuRepacking
 from sidecar.vllm_plugin.manifest_check import (
     Blueprint,
@@ -58,24 +55,27 @@ from sidecar.vllm_plugin.manifest_check import (
     tied_head,
 )
 from sidecar.vllm_plugin.plans import Plans
+from sidecar.vllm_plugin.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sidecar.transfer import Receiver
+    from sidecar.transfer.inbox import Tensors
 
 __all__ = ["WavebusWeightTransferEngine"]
 
-logger = init_logger("vllm.wavebus")
-
-
-class WorkerRefusal(Exception):
-    """What the last worker raises for all of them."""
+# What is said to whom it is not for.
+_NOT_YOURS = wire.Failure(
+    NackCode.WRONG_STATE,
+    "this engine's weights are updated through wavebus, by a sidecar of the same version as the "
+    "wavebus inside vLLM",
+)
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """``init_info`` as it came: decoded where a failure can be agreed on."""
+    """``init_info`` as it came, from somebody else."""
 
     raw: dict[str, Any]
 
@@ -85,15 +85,6 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """``update_info`` as it came."""
 
     raw: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """A chunk that was received; ``loaded``, if whoever received it has loaded it too."""
-
-    seq: int
-    tensors: list[tuple[str, torch.Tensor]]
-    loaded: bool = False
 
 
 class Loadable:
@@ -114,6 +105,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     until it has finished. A manifest is armed before that: so :meth:`introduce_draft`.
     """
 
+    wavebus_drives = BACKEND
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = True
@@ -128,11 +120,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._armed: Manifest | None = None
         self._armed_for: Target = "model"
         self._backend = ""
-        self._receiver: Receiver | None = None
-        self._staged: Staged | None = None
-        self._held = False  # what is staged lies in the transport's buffers
-        self._active = False
-        self._failure: wire.Failure | None = None
+        self._inbox = Inbox(device)
+        self.session = Session()
 
     def introduce_draft(self, model: torch.nn.Module, built: Blueprint) -> None:
         """The worker's draft model, whose manifests can be armed from now on."""
@@ -154,49 +143,40 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
         return UpdateInfo(update_dict)
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Carry one operation out; the outcome is that of all workers together.
+    def init_transfer_engine(self, init_info: InitInfo) -> None:  # noqa: ARG002 - not for us
+        """Refused: a sidecar opens transports by an operation."""
+        ranks.refuse(_NOT_YOURS)
 
-        Raises:
-            WorkerRefusal: in the last worker, with a :class:`wire.Failure` in its text.
-        """
-        failure = ranks.agree(attempt(lambda: self._perform(init_info.raw)))
-        if failure is not None and ranks.speaks_for_all():
-            raise WorkerRefusal(failure.to_text())
+    def update_weights(self, update_info: dict[str, Any]) -> None:  # noqa: ARG002 - not for us
+        """Refused: a sidecar loads by an operation."""
+        ranks.refuse(_NOT_YOURS)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Nobody calls it."""
+        raise NotImplementedError
 
     def start_weight_update(self) -> None:
-        """Get ready to copy by the plan; or put the model into loading format: its parameters are
-        on meta from there on."""
-        self._unstage()
-        self._failure = None
-        self._keep(attempt(self._start))
-        self._active = True
+        """The sidecar's session is opened; another one is refused."""
+        if self.session.ours:
+            self.session.began(self._start)
+        else:
+            self.session.refused = True
+            ranks.refuse(_NOT_YOURS)
+
+    def finish_weight_update(self) -> None:
+        """The sidecar's session is closed; of another one there is nothing to finish."""
+        if self.session.ours:
+            self.session.ended(self._finish)
 
     def _start(self) -> None:
+        """Get ready to copy by the plan; or put the model into loading format: its parameters are
+        on meta from there on."""
         loadable = self._loadable[self._target]
         planned = loadable.plans.start(reloading=is_reloading(self.model))
+        self._inbox.clear()
         loadable.repacking.before_start()
         if not planned:
             initialize_layerwise_reload(self.model)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the staged chunk. Own method, since vLLM's synchronizes a CPU, which fails."""
-        self._keep(attempt(lambda: self.receive_weights(self.parse_update_info(update_info))))
-
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        operation: wire.UpdateOp = wire.decode(update_info.raw, wire.UpdateOp)
-        if isinstance(operation, wire.Receive):
-            raise not_this_engine(operation.backend)
-        self._load(operation.seq)
-
-    def _load(self, seq: int) -> None:
-        staged = self._staged_chunk(seq)
-        try:
-            if not staged.loaded:
-                self._need_its_session()
-                self._load_tensors(staged.tensors)
-        finally:
-            self._unstage()
 
     def _load_tensors(self, received: list[tuple[str, torch.Tensor]]) -> None:
         loadable = self._loadable[self._target]
@@ -211,7 +191,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                     self.model.load_weights(iter(tensors))
                 plans.loaded()
         if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+            torch.accelerator.current_stream(self.device).synchronize()
 
     def _need_its_session(self) -> None:
         """The session is of the model that was armed: tensors of one may fit the other, too."""
@@ -221,21 +201,16 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 code=NackCode.WRONG_STATE,
             )
 
-    def _staged_chunk(self, seq: int) -> Staged:
-        if self._staged is None or self._staged.seq != seq:
-            found = "nothing" if self._staged is None else f"chunk {self._staged.seq}"
-            raise EngineError(f"chunk {seq} is asked for, but {found} is staged")
-        return self._staged
-
-    def finish_weight_update(self) -> None:
-        """Post-process what was loaded; layers without any load get their old weights back."""
-        self._unstage()
-        self._failure = None
-        self._keep(attempt(self._finish))
-        self._loadable[self._target].plans.close()
-        self._active = False
-
     def _finish(self) -> None:
+        """Post-process what was loaded; layers without any load get their old weights back."""
+        self._inbox.clear()
+        plans = self._loadable[self._target].plans
+        try:
+            self._post_process()
+        finally:
+            plans.close()
+
+    def _post_process(self) -> None:
         loadable = self._loadable[self._target]
         if loadable.plans.update is not None:
             for layer in deferred_layers(self.model):
@@ -246,10 +221,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         loadable.repacking.after_finish()
 
     def shutdown(self) -> None:
-        self._unstage()
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
+        self._inbox.close()
 
     @property
     def wavebus_loading(self) -> dict[str, Any]:
@@ -258,46 +230,62 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     # -- operations ------------------------------------------------------------------
 
-    def _perform(self, raw: dict[str, Any]) -> None:
-        operation: wire.InitOp = wire.decode(raw, wire.InitOp)
+    def wavebus_perform(self, worker: Any, operation: str) -> int:
+        """Carry one out, in the worker that this engine is of. Returns how many chunks may be
+        received ahead, over the transport that is open.
+
+        Raises:
+            WorkerRefusal: in the last worker, if it failed in any.
+        """
+        ranks.carry_out(lambda: self._perform(worker, wire.decode(operation)))
+        return self._inbox.depth
+
+    def _perform(self, worker: Any, operation: wire.Operation) -> None:
         match operation:
             case wire.Hello(protocol=protocol):
                 _check_protocol(protocol)
-            case wire.Expect(active=active):
-                self._expect(active)
             case wire.Open():
                 self._open(operation)
             case wire.ArmManifest():
                 self._arm(operation)
+            case wire.Start(target=target):
+                if operation.recover:
+                    ranks.together(lambda: self._close(worker))
+                    self._restore(worker, target)
+                self.session.begin(worker, target)
             case wire.Receive():
-                self._receive(operation)
-            case wire.Verify(seq=seq):
-                check_sums(seq, self._staged_chunk(seq).tensors, operation.verify, operation.sums)
-            case wire.Discard():
-                self._discard()
-            case wire.Settle():
-                self._settle()
-            case wire.LoadAdapter(seq=seq):
-                self._load_adapter(seq)
+                self._receive(worker, operation)
+            case wire.Verify():
+                self._arrived(operation)
+            case wire.Load():
+                self._load(worker, operation)
+            case wire.Restore(target=target):
+                self._restore(worker, target)
+            case wire.Finish():
+                self.session.finish(worker)
+            case wire.LoadAdapter():
+                self._load_adapter(operation)
             case wire.UndoAdapter(settled=settled):
                 self._adapters.undo(settled=settled)
             case wire.SettleAdapter():
                 self._adapters.settle()
 
-    def _expect(self, active: bool) -> None:
-        if active != self._active:
-            state = "open" if self._active else "not open"
-            raise EngineError(f"the update session is {state}", code=NackCode.WRONG_STATE)
+    def _restore(self, worker: Any, target: Target) -> None:
+        if not self.session.open:
+            ranks.together(lambda: self.session.begin(worker, target))
+        ranks.together(lambda: self._close(worker))
 
-    def _settle(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise EngineError(failure.detail, code=failure.code, tensor=failure.tensor)
+    def _close(self, worker: Any) -> None:
+        """Close the session that is open, if one is; layers that are not complete keep their old
+        weights."""
+        if self.session.open:
+            self._discard()
+            self.session.close(worker)
 
     def _discard(self) -> None:
         """Empty the layers' buffers: with them, a tensor that can't be loaded would be tried
         again by every finish, and fail it for good."""
-        self._unstage()
+        self._inbox.clear()
         self._loadable[self._target].plans.close_comparison()
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
@@ -308,15 +296,17 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _open(self, operation: wire.Open) -> None:
         if engine_of(operation.backend):
             raise not_this_engine(operation.backend)
-        if self._held:
-            self._unstage()
-        if self._receiver is None or operation.backend != self._backend:
-            fresh = self._make_receiver(operation.backend)
+        inbox = self._inbox
+        receiver = inbox.receiver
+        if receiver is None or operation.backend != self._backend:
+            receiver = self._make_receiver(operation.backend)
             self.shutdown()
-            self._receiver, self._backend = fresh, operation.backend
+            inbox.use(operation.backend, receiver)
+            self._backend = operation.backend
+        inbox.stop()
         engine = Place(operation.communicator, operation.world_size, operation.first_rank)
         with shared_communicators():
-            self._receiver.open(operation.params, engine.of_worker(self._index))
+            receiver.open(operation.params, engine.of_worker(self._index))
 
     def _make_receiver(self, backend: str) -> Receiver:
         if not backend.startswith(ADAPTERS):
@@ -330,7 +320,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _arm(self, operation: wire.ArmManifest) -> None:
         self._armed = None
-        if operation.counts and self._active:
+        if operation.counts and self.session.open:
             raise EngineError(
                 "an update broke off in this engine, and no patch mends it: send a whole set of "
                 "weights",
@@ -347,8 +337,9 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         except ValueError as error:
             raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
         target = operation.target
-        if isinstance(self._receiver, LoraReceiver):
-            self._adapters.check(self._receiver.config, manifest)
+        receiver = self._inbox.receiver
+        if isinstance(receiver, LoraReceiver):
+            self._adapters.check(receiver.config, manifest)
             self._adapters.begin()
         elif target not in self._loadable:
             raise EngineError(
@@ -360,7 +351,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             trace = loadable.checker.check(manifest)
             if not manifest.counts:  # a patch goes into the model as vLLM does it
                 loadable.plans.learn(manifest, trace)
-        check_room(self._backend, self._receiver, manifest)
+        check_room(self._backend, receiver, manifest)
         self._armed, self._armed_for = manifest, target
 
     def _armed_chunk(self, operation: wire.Receive) -> tuple[TensorMeta, ...]:
@@ -380,61 +371,68 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Of a patch: how many elements of each of a chunk's tensors come."""
         return () if self._armed is None else self._armed.counts[self._armed.part(seq)]
 
-    def _receive(self, operation: wire.Receive) -> None:
-        self._unstage()
+    def _receive(self, worker: Any, operation: wire.Receive) -> None:  # noqa: ARG002 - see native
+        if engine_of(operation.backend):
+            raise not_this_engine(operation.backend)
         metas = self._armed_chunk(operation)
-        if self._receiver is None or operation.backend != self._backend:
-            raise EngineError(
-                f"transport {operation.backend!r} is not open in this worker",
-                code=NackCode.TRANSFER_FAILED,
-            )
-        received = self._receiver.receive(metas, operation.handle)
-        self._held = True
-        try:
-            check_delivered(self._backend, metas, received)
-            if not self._loads_in_place():
-                received = self._own(received)
-                self._release()
-        except BaseException:
-            self._release()
-            raise
-        self._staged = Staged(operation.seq, received)
+        self._inbox.begin(operation.seq, metas, operation.backend, operation.handle)
 
     def _loads_in_place(self) -> bool:
         """Whether what is received can be loaded from where the transport has it."""
-        if isinstance(self._receiver, LoraReceiver):  # vLLM keeps adapters in CPU memory
+        if isinstance(self._inbox.receiver, LoraReceiver):  # vLLM keeps adapters in CPU memory
             return True
-        lasts = self._receiver is not None and self._receiver.lasts
-        return lasts and self._loadable[self._target].plans.update is not None
+        return self._loadable[self._target].plans.update is not None
 
-    def _own(self, received: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        """The worker's own tensors, on its device."""
-        copy = self._receiver is None or not self._receiver.owned
-        return [(name, tensor.to(self.device, copy=copy)) for name, tensor in received]
+    def _arrived(self, operation: wire.Verify | wire.Load | wire.LoadAdapter) -> Tensors:
+        """The tensors of a chunk, when they are there, and are what was sent."""
+        seq, inbox = operation.seq, self._inbox
+        if operation.sums:
+            check_sums(seq, inbox.take(seq), operation.verify, operation.sums)
+        return inbox.take(seq) if self._loads_in_place() else inbox.take_own(seq)
 
-    def _load_adapter(self, seq: int) -> None:
-        staged = self._staged_chunk(seq)
+    def _take(self, operation: wire.Load | wire.LoadAdapter, check: Callable[[], None]) -> Tensors:
+        """A chunk, once it has arrived in all workers, and ``check`` raises in none of them: then
+        they load, or none does."""
+        arrived: Tensors = []
+
+        def prepare() -> None:
+            check()
+            arrived.extend(self._arrived(operation))
+
         try:
-            if not isinstance(self._receiver, LoraReceiver):
+            ranks.together(prepare)
+        except EngineError:
+            self._inbox.clear()
+            raise
+        return arrived
+
+    def _load(self, worker: Any, operation: wire.Load) -> None:
+        def check() -> None:
+            self.session.need(worker)
+            self._need_its_session()
+
+        received = self._take(operation, check)
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                self._load_tensors(received)
+        except BaseException:
+            self._inbox.clear()
+            raise
+        self._inbox.done(operation.seq)
+
+    def _load_adapter(self, operation: wire.LoadAdapter) -> None:
+        receiver = self._inbox.receiver
+
+        def check() -> None:
+            if not isinstance(receiver, LoraReceiver):
                 raise EngineError("no adapter is open", code=NackCode.WRONG_STATE)
-            name = adapter_of(self._backend)
-            self._adapters.load(name, self._receiver.config, dict(staged.tensors))
+
+        received = self._take(operation, check)
+        assert isinstance(receiver, LoraReceiver)
+        try:
+            self._adapters.load(adapter_of(self._backend), receiver.config, dict(received))
         finally:
-            self._unstage()
-
-    def _unstage(self) -> None:
-        self._staged = None
-        self._release()
-
-    def _release(self) -> None:
-        """Let the transport have its buffers back."""
-        if self._held and self._receiver is not None:
-            self._receiver.release()
-        self._held = False
-
-    def _keep(self, failure: wire.Failure | None) -> None:
-        """Keep the first failure for the next ``settle``."""
-        self._failure = self._failure or failure
+            self._inbox.clear()
 
 
 def _check_protocol(theirs: int) -> None:
@@ -463,18 +461,3 @@ def not_this_engine(backend: str) -> EngineError:
         f"this engine was not booted with vLLM's worker engine {engine_of(backend)!r}",
         code=NackCode.BACKEND_MISSING,
     )
-
-
-def attempt(action: Callable[[], None]) -> wire.Failure | None:
-    """Do it; return how it failed, so that it can be agreed on before anyone raises."""
-    try:
-        action()
-    except EngineError as error:
-        return wire.Failure(error.code, error.detail, error.tensor).clipped()
-    except Exception as error:
-        # The caller gets the text; where in vLLM it happened stands only here.
-        logger.warning("wavebus: an operation failed", exc_info=True)
-        return wire.Failure(
-            NackCode.ENGINE_FAILED, f"{type(error).__name__}: {error}".rstrip(": ")
-        ).clipped()
-    return None

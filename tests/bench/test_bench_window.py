@@ -19,6 +19,7 @@ from sidecar.bench.transfer_vllm import Round, figures, table
 from sidecar.bench.window import Window, window
 from sidecar.embedded import EmbeddedEngine
 from sidecar.vllm_plugin import wire
+from sidecar.vllm_plugin.facts import PERFORM
 from tests.support.checkpoints import make_checkpoint
 
 if TYPE_CHECKING:
@@ -30,16 +31,16 @@ LIMIT_S = 60.0
 
 
 def test_the_control_plane_is_when_nobody_works() -> None:
-    """Of ten seconds: one in which only wavebus asked, and three in which nobody did anything.
+    """Of ten seconds: one in which only another call was made, and three in which none was.
     What overlaps counts once, and what was before the pause not at all."""
     calls: list[Call] = [
         ("arm", 0, 1),
         ("pause", 2, 4),
         ("start", 4, 5),
-        ("settle", 5, 6),
+        ("collective_rpc", 5, 6),
         ("put", 6, 7),
         ("receive", 6.5, 8),
-        ("expect", 7, 8),
+        ("commit", 7, 8),
         ("resume", 10, 11),
     ]
     seen = window(calls, 10_000)
@@ -72,28 +73,22 @@ def test_ordinary_gaps_are_those_before_the_update() -> None:
     assert percentile([7], 50) == 7
 
 
+def performing(operation: wire.Operation) -> dict[str, Any]:
+    return {"method": PERFORM, "kwargs": {"operation": wire.encode(operation)}}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "name"),
     [
         ("/pause", None, "pause"),
-        ("/start_weight_update", None, "start"),
-        ("/finish_weight_update", None, "finish"),
         ("/update_weight_version", {"new_version": "1"}, "commit"),
         ("/resume", None, "resume"),
-        ("/init_weight_transfer_engine", {"init_info": wire.encode(wire.Settle())}, "settle"),
-        ("/init_weight_transfer_engine", {"init_info": wire.encode(wire.Expect(True))}, "expect"),
-        (
-            "/init_weight_transfer_engine",
-            {"init_info": wire.encode(wire.Receive(0, "nccl", (), (), (), b""))},
-            "receive",
-        ),
-        (
-            "/update_weights",
-            {"update_info": wire.encode(wire.Receive(0, "vllm:nccl", (), (), (), b""))},
-            "update",
-        ),
-        ("/update_weights", {"update_info": wire.encode(wire.Load(0))}, "load"),
-        ("/collective_rpc", {}, "collective_rpc"),
+        ("/collective_rpc", performing(wire.Start("model", False)), "start"),
+        ("/collective_rpc", performing(wire.Receive(0, "nccl", (), (), (), b"")), "receive"),
+        ("/collective_rpc", performing(wire.Receive(0, "vllm:nccl", (), (), (), b"")), "update"),
+        ("/collective_rpc", performing(wire.Load(0, "full", (1,))), "load"),
+        ("/collective_rpc", performing(wire.Finish()), "finish"),
+        ("/collective_rpc", {"method": "wavebus_facts", "kwargs": {}}, "collective_rpc"),
     ],
 )
 def test_calls_have_names(path: str, body: Any, name: str) -> None:

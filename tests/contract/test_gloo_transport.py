@@ -114,7 +114,7 @@ def test_a_port_where_nobody_listens_is_named() -> None:
     init = decode(sender.open(64, World(1, 2, LOCAL)), GlooInit)
     sender.close()
     with pytest.raises(EngineError, match=f"{LOCAL}:{init.port}"):
-        make_receiver("gloo").open(encode(GlooInit(LOCAL, init.port, 64, 1000)), Place(1, 2, 1))
+        make_receiver("gloo").open(encode(GlooInit(LOCAL, init.port, 64, 2, 1000)), Place(1, 2, 1))
 
 
 def test_a_broadcast_of_another_size_is_refused_before_it_begins() -> None:

@@ -171,7 +171,7 @@ def test_nothing_is_received_before_it_is_open(receiver: Receiver) -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        NcclInit("h", 1, 0, 1000, "2.29.7"),
+        NcclInit("h", 1, 0, 2, 1000, "2.29.7"),
         NcclChunk(7),
         IpcInit("gpu-1", (MEMORY, MEMORY), 4096),
         IpcChunk(1, (0, 64)),

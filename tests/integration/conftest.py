@@ -23,7 +23,7 @@ class Bus:
         self.broker = self.start_broker("tcp://127.0.0.1:*")
         self.address = self.broker.first_line()
 
-    def start_broker(self, listen: str) -> Proc:
+    def start_broker(self, listen: str, *extra: str) -> Proc:
         return self.add(
             wavebus(
                 "broker",
@@ -33,6 +33,7 @@ class Bus:
                 "500",
                 "--peer-timeout-ms",
                 "3000",
+                *extra,
             )
         )
 

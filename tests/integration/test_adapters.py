@@ -67,21 +67,20 @@ class Reads(StubEngine):
         self.paused = False
         self.resumed.set()
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
         self.opened.append(backend)
         if adapter_of(backend):
             self._receiver.open(params, place)
+        return 1
 
     async def receive(self, chunk: Chunk) -> None:
         if adapter_of(chunk.backend):
             self._staged = self._receiver.receive(chunk.tensors, chunk.handle)
             check_delivered(chunk.backend, chunk.tensors, self._staged)
 
-    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
+    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
         if self._staged:
             check_sums(seq, self._staged, verify, sums)
-
-    async def load(self, seq: int) -> None:  # noqa: ARG002
         self._before = self.serves
         if self._staged:
             self.serves = float(self._staged[0][1][0, 0])

@@ -118,7 +118,20 @@ def test_wrong_usage(
 
 
 @pytest.mark.parametrize(
-    "command", ["broker", "sidecar", "status", "keygen", "demo", "doctor", "bench"]
+    "command",
+    [
+        "broker",
+        "sidecar",
+        "status",
+        "keygen",
+        "demo",
+        "doctor",
+        "bench",
+        "why",
+        "journal",
+        "replay",
+        "trace",
+    ],
 )
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every command has a help text with its options."""

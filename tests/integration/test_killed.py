@@ -81,10 +81,7 @@ def test_trainer_killed_in_the_middle_of_an_update(bus: Bus) -> None:
 
 
 def test_trainer_killed_in_the_middle_of_a_broadcast(bus: Bus) -> None:
-    """Engines that wait in it are let go; what they hold a part of, a whole update mends.
-
-    Two chunks are under way at a time: with the third, the first has been applied.
-    """
+    """Engines that wait in it are let go; what they hold a part of, a whole update mends."""
     for name in ("e0", "e1"):
         bus.sidecar(name)
     weights = f"{bus.checkpoint.folder}/model.safetensors"

@@ -20,7 +20,7 @@ from trainer_agent import TrainerAgent
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bus.messages import PauseMode, SleepLevel
+    from bus.messages import PauseMode, SleepLevel, Target, Verify
 
 TIMEOUT_S = 120.0
 
@@ -207,6 +207,72 @@ def test_a_pause_that_is_cancelled_is_completed_and_resumed() -> None:
             assert engine.running.is_set()
             async with agent.paused():
                 assert not engine.running.is_set()
+
+    asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
+
+
+class Held(Sleeper):
+    """The call named ``held`` returns when it is let go."""
+
+    def __init__(self, held: str) -> None:
+        super().__init__()
+        self.reached = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.calls: list[str] = []
+        self._held = held
+
+    async def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self._held:
+            self.reached.set()
+            await self.go_on.wait()
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        await super().pause(mode, clear_cache=clear_cache)
+        await self._call("pause")
+
+    async def start_update(self, *, recover: bool, target: Target = "model") -> None:  # noqa: ARG002
+        await self._call("recover" if recover else "start")
+
+    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:  # noqa: ARG002
+        await self._call("load")
+
+    async def restore(self, target: Target = "model") -> None:  # noqa: ARG002
+        await self._call("restore")
+
+    async def finish_update(self) -> None:
+        await self._call("finish")
+
+    async def commit(self, version: int) -> None:  # noqa: ARG002
+        await self._call("commit")
+
+
+@pytest.mark.parametrize("held", ["pause", "start", "load", "finish", "commit"])
+def test_an_update_that_is_cancelled_is_undone_first(held: str) -> None:
+    """Then the engines go on, unless they hold a part of it: the next one mends those. What was to
+    follow the step that is under way, was asked already, and is not made."""
+
+    async def scenario() -> None:
+        engine = Held(held)
+        async with two_sleepers(engine) as agent:
+            weights = {"w": torch.zeros(4)}
+            updating = asyncio.create_task(agent.update_weights(weights))
+            await engine.reached.wait()
+            updating.cancel()
+            given_up = {"pause": "idle", "commit": "committing"}.get(held, "aborting")
+            while (await agent.status()).groups[0].update != given_up:
+                pass
+            engine.go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await updating
+            assert engine.running.is_set() == (held not in ("load", "finish"))
+            undone = {"pause": [], "start": ["restore"], "commit": []}.get(held, [])
+            order = ["pause", "start", "load", "finish", "commit"]
+            assert engine.calls == [*order[: order.index(held) + 1], *undone]
+            assert await agent.update_weights(weights) == 2
+            assert engine.running.is_set()
+            again = "recover" if held in ("load", "finish") else "start"
+            assert engine.calls[-4:] == [again, "load", "finish", "commit"]
 
     asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
 

@@ -38,7 +38,6 @@ from bus.protocol.calls import (
     CallResume,
     CallSleep,
     CallStart,
-    CallVerify,
     CallWakeWeights,
 )
 from bus.protocol.link import LinkState
@@ -80,7 +79,6 @@ CALLS: Final[tuple[type[Call], ...]] = (
     CallResume,
     CallOpenTransfer,
     CallRestore,
-    CallVerify,
     CallSleep,
     CallWakeWeights,
 )
@@ -208,7 +206,11 @@ class Play:
         for size in schedule.sizes:
             rate = dict.fromkeys(CALLS, schedule.fail / 100)
             for engine in self.world.add_dp_group(size):
-                engine.behaviour = Behaviour(max_ms=float(schedule.slow_ms), fail_rate=dict(rate))
+                engine.behaviour = Behaviour(
+                    max_ms=float(schedule.slow_ms),
+                    fail_rate=dict(rate),
+                    ahead=1 + schedule.seed // 16 % 2,
+                )
         self.trainer = self._add_trainer("trainer")
 
     def run(self) -> None:
@@ -512,6 +514,7 @@ class Play:
         trainer = self.world.add_trainer(name)
         trainer.send_ms = SEND_MS[self.schedule.seed % 4]
         trainer.collective = self.schedule.seed // 4 % 2 == 0
+        trainer.ahead = self.schedule.seed // 8 % 2 == 0
         return trainer
 
     def story(self) -> str:

@@ -68,7 +68,7 @@ class GroupEngine:
     async def abort_requests(self) -> int:
         return sum(await self.group.all("abort_requests"))
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
+    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
         ranks = enumerate(self.group.ranks)
         places = [(rank, astuple(place.of_worker(index))) for index, rank in ranks]
         await _agree(
@@ -78,6 +78,7 @@ class GroupEngine:
                 for rank, at in places
             ],
         )
+        return 1
 
     async def arm(self, manifest: Manifest, target: Target = "model") -> None:
         need_model(target)
@@ -95,11 +96,8 @@ class GroupEngine:
             "receive", seq=chunk.seq, backend=chunk.backend, tensors=tensors, handle=handle
         )
 
-    async def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
-        await self._all("verify", seq=seq, verify=verify, sums=sums)
-
-    async def load(self, seq: int) -> None:
-        await self._all("load", seq=seq)
+    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
+        await self._all("load", seq=seq, verify=verify, sums=sums)
 
     async def restore(self, target: Target = "model") -> None:
         need_model(target)

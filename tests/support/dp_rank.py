@@ -110,11 +110,8 @@ class Rank:
         metas = tuple(TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in tensors)
         await self.engine.receive(Chunk(seq, backend, metas, base64.b64decode(handle)))
 
-    async def _verify(self, seq: int, verify: Verify, sums: list[int]) -> None:
-        await self.engine.verify(seq, verify, tuple(sums))
-
-    async def _load(self, seq: int) -> None:
-        await self.engine.load(seq)
+    async def _load(self, seq: int, verify: Verify, sums: list[int]) -> None:
+        await self.engine.load(seq, verify, tuple(sums))
 
     async def _restore(self) -> None:
         await self.engine.restore()

@@ -110,9 +110,7 @@ class Push:
     async def load(self, seq: int) -> None:
         """Verify and load the chunk that was sent."""
         sums = checksums(torch, self._tensors(seq), self._verify)
-        if sums:
-            await self.engine.verify(seq, self._verify, sums)
-        await self.engine.load(seq)
+        await self.engine.load(seq, self._verify, sums)
         self._sender.taken(seq)
 
     async def chunk(self, seq: int) -> None:

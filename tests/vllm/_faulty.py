@@ -15,6 +15,7 @@ from sidecar.vllm_plugin.copy_plan import make_plan
 
 if TYPE_CHECKING:
     from bus.manifest import TensorMeta
+    from bus.transfer import Place
     from sidecar.vllm_plugin.copy_plan import CopyPlan
     from sidecar.vllm_plugin.loader_trace import LoaderTrace
 
@@ -43,6 +44,23 @@ class FaultyReceiver(ShmReceiver):
         return [*received[:-1], (name, tensor.as_subclass(Poisoned))]
 
 
+class OneSidedReceiver(ShmReceiver):
+    """Of two workers, the second one gets something else than was sent."""
+
+    def open(self, params: bytes, place: Place) -> None:
+        super().open(params, place)
+        self._second = place.rank % 2 == 1
+
+    def receive(
+        self, tensors: tuple[TensorMeta, ...], handle: bytes
+    ) -> list[tuple[str, torch.Tensor]]:
+        received = super().receive(tensors, handle)
+        if not self._second:
+            return received
+        name, tensor = received[-1]
+        return [*received[:-1], (name, -tensor)]
+
+
 def _plan(trace: LoaderTrace, *, unloaded: str) -> CopyPlan:
     plan = make_plan(trace, unloaded=unloaded)
     if trace.metas[0].name != MISLEADING:
@@ -58,3 +76,4 @@ def register() -> None:
     module: Any = plans
     module.make_plan = _plan
     register_receiver("faulty", FaultyReceiver)
+    register_receiver("one-sided", OneSidedReceiver)

@@ -15,6 +15,7 @@ from bus.messages import NackCode
 from sidecar.engine import Chunk
 from sidecar.vllm_inprocess import VllmEngine, parse_version
 from sidecar.vllm_plugin import wire
+from sidecar.vllm_plugin.facts import PERFORM
 from tests.contract.bus_suite import BusContract
 from tests.contract.engine_suite import EngineContract, Generated, Watch
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
@@ -411,28 +412,83 @@ def test_an_unarmed_chunk_is_refused(under_test: InProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    ("info", "text"),
+    ("operation", "text"),
     [
         (wire.encode(wire.Hello(wire.PROTOCOL + 1)), "install one version of wavebus"),
-        ({"master_address": "127.0.0.1", "master_port": 1}, "updated through wavebus"),
-        (wire.encode(wire.Load(0)), "load"),
+        ("AAAA", "ValidationError"),
+        (wire.encode(wire.Finish()), "session is not open"),
     ],
 )
-def test_other_peoples_payloads_are_refused(
-    under_test: InProcess, info: dict[str, Any], text: str
+def test_operations_that_cannot_be_are_refused(
+    under_test: InProcess, operation: str, text: str
 ) -> None:
-    """Another wavebus, another backend, an update at the wrong door: nothing changes."""
-    from vllm.distributed.weight_transfer.base import (  # noqa: PLC0415 - after the boot
-        WeightTransferInitRequest,
-    )
-
-    request = WeightTransferInitRequest(info)
+    """Another wavebus's, one that is none, one before its time: nothing changes."""
 
     async def scenario() -> None:
+        kwargs = {"operation": operation}
         with pytest.raises(Exception, match=text) as refused:
-            await under_test.llm.init_weight_transfer_engine(request)
+            await under_test.llm.collective_rpc(PERFORM, kwargs=kwargs)
         assert wire.find_failure(str(refused.value)) is not None
         await under_test.assert_serves(under_test.weights, under_test.version)
+
+    under_test.run(scenario())
+
+
+async def _of_somebody_else(llm: Any, door: str) -> None:
+    """A call that vLLM's own trainer engines would make."""
+    from vllm.distributed.weight_transfer.base import (  # noqa: PLC0415 - after the boot
+        WeightTransferInitRequest,
+        WeightTransferUpdateRequest,
+    )
+
+    match door:
+        case "init":
+            info = {"master_address": "127.0.0.1", "master_port": 1}
+            await llm.init_weight_transfer_engine(WeightTransferInitRequest(info))
+        case "start":
+            await llm.start_weight_update()
+        case "update":
+            await llm.update_weights(WeightTransferUpdateRequest({"names": ["lm_head.weight"]}))
+        case "finish":
+            await llm.finish_weight_update()
+
+
+@pytest.mark.parametrize("door", ["init", "start"])
+def test_who_is_not_a_sidecar_is_refused(under_test: InProcess, door: str) -> None:
+    """An engine of this backend is updated by operations alone; and can be, afterwards."""
+    new = under_test.other_weights(38)
+
+    async def scenario() -> None:
+        with pytest.raises(Exception, match="are updated through wavebus"):
+            await _of_somebody_else(under_test.llm, door)
+        await paused_update(under_test.engine, new, under_test.version + 1)
+        await under_test.assert_serves(new, under_test.version + 1)
+
+    under_test.run(scenario())
+
+
+@pytest.mark.parametrize("door", ["update", "finish"])
+def test_who_breaks_into_a_session_spoils_one_update(under_test: InProcess, door: str) -> None:
+    """vLLM has closed it then. What comes next of it fails, and a whole update mends it."""
+    lost, new = under_test.other_weights(39), under_test.other_weights(40)
+    engine, version = under_test.engine, under_test.version
+
+    async def scenario() -> None:
+        push = Push(engine, lost, plan(lost))
+        await engine.pause("keep", clear_cache=True)
+        await push.begin()
+        await push.chunk(0)
+        if door == "update":
+            with pytest.raises(Exception, match="are updated through wavebus"):
+                await _of_somebody_else(under_test.llm, door)
+        else:
+            await _of_somebody_else(under_test.llm, door)
+        with pytest.raises(EngineError, match="session is not open"):
+            await push.chunk(1)
+        push.close()
+        await Push(engine, new, plan(new)).whole(version + 1, recover=True)
+        await engine.resume()
+        await under_test.assert_serves(new, version + 1)
 
     under_test.run(scenario())
 

@@ -13,6 +13,7 @@ from bus.messages import NackCode
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine, SamplingParams
 from sidecar.vllm_inprocess import VllmEngine
+from sidecar.vllm_plugin.facts import ASK_DRAFT
 from tests.support.broker import a_broker
 from tests.support.checkpoints import perturbed
 from tests.support.fsdp import train
@@ -150,6 +151,50 @@ def test_refusals_name_the_tensor_and_spoil_no_later_answer(sharded: Sharded) ->
             assert await sharded.engine.version() >= 0
             await sharded.engine.arm(plan(good))
         await sharded.assert_serves(sharded.weights)
+
+    sharded.run(scenario())
+
+
+@pytest.mark.parametrize("way", ["loader", "plan"])
+def test_a_mismatch_in_one_worker_keeps_all_from_loading(sharded: Sharded, way: str) -> None:
+    """So that what was there, serves on: nobody has to be mended by a whole update."""
+    old, new = perturbed(sharded.weights, 47), perturbed(sharded.weights, 48)
+    if way == "loader":
+        old, new = in_another_order(old), in_another_order(new)
+    manifest = plan(new)
+
+    async def scenario() -> None:
+        await paused_update(sharded.engine, old, 4)
+        if way == "plan":
+            await paused_update(sharded.engine, old, 5)
+        push = Push(sharded.engine, new, manifest, received_by="one-sided")
+        await push.open()
+        await sharded.engine.arm(manifest)
+        await sharded.engine.pause("keep", clear_cache=True)
+        await sharded.engine.start_update(recover=False)
+        with pytest.raises(EngineError) as refused:
+            await push.chunk(0)
+        assert refused.value.code is NackCode.CHECKSUM_MISMATCH
+        assert refused.value.tensor == manifest.names[manifest.part(0)][-1]
+        await sharded.engine.restore()
+        push.close()
+        await sharded.engine.resume()
+        await sharded.assert_serves(old)
+
+    sharded.run(scenario())
+
+
+def test_who_is_not_a_sidecar_is_refused_and_spoils_no_later_answer(sharded: Sharded) -> None:
+    """By one worker for both; a session that vLLM has begun in the other is not in the way."""
+    new = perturbed(sharded.weights, 49)
+
+    async def scenario() -> None:
+        for _ in range(2):
+            with pytest.raises(Exception, match="are updated through wavebus"):
+                await sharded.llm.start_weight_update()
+            assert await sharded.llm.collective_rpc(ASK_DRAFT) == [False, False]
+            await paused_update(sharded.engine, new, 6)
+            await sharded.assert_serves(new)
 
     sharded.run(scenario())
 

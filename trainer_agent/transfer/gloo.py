@@ -47,7 +47,7 @@ class GlooSender(Sender):
             raise WavebusError(f"can't open a store at {world.address}: {error}") from error
         port: int = self._store.port
         self._buffers = [torch.empty(room, dtype=torch.uint8) for _ in range(self.depth)]
-        self._init = GlooInit(world.address, port, room, timeout_s * 1000)
+        self._init = GlooInit(world.address, port, room, self.depth, timeout_s * 1000)
         self._place = Place(world.number, world.size, 0)
         return encode(self._init)
 

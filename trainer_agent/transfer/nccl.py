@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class NcclSender(Sender):
-    """Rank 0. One chunk is packed while the one before travels."""
+    """Rank 0. A chunk is packed while the one before travels."""
 
     collective: ClassVar[bool] = True
     sends_unpacked: ClassVar[bool] = True
@@ -62,7 +62,12 @@ class NcclSender(Sender):
         except RuntimeError as error:
             raise WavebusError(f"can't open a store at {world.address}: {error}") from error
         self._init = NcclInit(
-            world.address, self._store.port, room, timeout_s * 1000, nccl_version(torch)
+            world.address,
+            self._store.port,
+            room,
+            self.depth,
+            timeout_s * 1000,
+            nccl_version(torch),
         )
         self._place = Place(world.number, world.size, 0)
         return encode(self._init)

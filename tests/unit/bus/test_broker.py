@@ -292,7 +292,7 @@ ALL: dict[str, Message] = {
     "ABORT": Abort("u1", ""),
     "WAIT_ENGINES": WaitEngines(1, 10),
     "GROUP_VIEW": GroupView((), 0),
-    "STATUS": Status("b", 0.0, 0.0, 0, 0, ()),
+    "STATUS": Status("b", 0.0, 0.0, 0, 0, 0, 0, ()),
     "ACK": Ack(Step.ARM, "u1", 0, 0, 0.0, "", ()),
     "FIRST_REQ": FirstReq("e0", 0, 0),
     "FIRST_REQ_HELD": FirstReqHeld("e0", 0, ""),
@@ -545,15 +545,67 @@ def test_a_resume_asked_twice_is_asked_of_the_engines_once(bench: Bench) -> None
     assert sorted(each.reply_to for each in told) == [7, 8]
 
 
-def test_an_update_starts_in_a_pause(bench: Bench) -> None:
-    """Armed, but running: refused."""
+def armed(bench: Bench) -> None:
     bench.engine("e0")
+    bench.engine("e1")
     bench.trainer()
     bench.say("t", make_arm("u1", MANIFEST))
     bench.all_ack(Step.ARM)
+
+
+@pytest.mark.parametrize("first", ["pause", "start"])
+def test_an_update_starts_in_a_pause(bench: Bench, first: str) -> None:
+    """Asked before it is made, or even before it is asked for: engines hear of it when all are
+    paused, and not before."""
+    armed(bench)
+    asks: dict[str, Message] = {"pause": PAUSE, "start": UpdateStart("u1")}
+    effects = bench.say("t", asks.pop(first), msg_id=1)
+    effects += bench.say("t", *asks.values(), msg_id=2)
+    effects += bench.all_ack(Step.PAUSE_LOCAL)
+    effects += bench.ack("e0", Step.PAUSE_GLOBAL)
+    assert not [each for each in messages(effects) if isinstance(each, UpdateStart | Nack)]
+    paused = bench.ack("e1", Step.PAUSE_GLOBAL)
+    assert only(paused, UpdateStart)
+    assert only(paused, GroupAck).step is Step.PAUSE_GLOBAL
+    assert only(bench.all_ack(Step.START), GroupAck).step is Step.START
+
+
+def test_an_update_does_not_start_in_a_pause_that_ends(bench: Bench) -> None:
+    """The engines are being resumed."""
+    armed(bench)
+    bench.say("t", PAUSE)
+    bench.all_ack(Step.PAUSE_LOCAL)
+    bench.all_ack(Step.PAUSE_GLOBAL)
+    bench.say("t", Resume("u1"))
     nack = nack_in(bench.say("t", UpdateStart("u1")))
     assert nack.code is NackCode.WRONG_STATE
     assert "pause" in nack.detail
+
+
+def test_a_start_before_its_turn_ends_with_the_update(bench: Bench) -> None:
+    """The trainer gives it up meanwhile: refused, and the next pause starts nothing."""
+    armed(bench)
+    bench.say("t", UpdateStart("u1"), msg_id=7)
+    effects = bench.say("t", Abort("u1", "")) + bench.all_ack(Step.ABORT)
+    sends = [each for each in effects if isinstance(each, Send)]
+    assert [each.reply_to for each in sends if isinstance(each.message, Nack)] == [7]
+    bench.say("t", PAUSE)
+    effects = bench.all_ack(Step.PAUSE_LOCAL) + bench.all_ack(Step.PAUSE_GLOBAL)
+    assert not [each for each in messages(effects) if isinstance(each, UpdateStart)]
+
+
+def test_a_start_before_its_turn_does_not_outlive_its_trainer(bench: Bench) -> None:
+    """The next one has another update."""
+    armed(bench)
+    bench.say("t", UpdateStart("u1"))
+    bench.say("t", Leave(""))
+    bench.all_ack(Step.ABORT)
+    bench.trainer("t2")
+    bench.say("t2", make_arm("u2", MANIFEST))
+    bench.all_ack(Step.ARM, "u2")
+    bench.say("t2", replace(PAUSE, update_id="u2"))
+    effects = bench.all_ack(Step.PAUSE_LOCAL, "u2") + bench.all_ack(Step.PAUSE_GLOBAL, "u2")
+    assert not [each for each in messages(effects) if isinstance(each, UpdateStart)]
 
 
 def test_the_bus_gives_the_version(bench: Bench) -> None:
@@ -806,16 +858,50 @@ def test_a_chunk_that_is_not_the_planned_one_reaches_no_engine(bench: Bench) -> 
     assert not [each for each in messages(effects) if isinstance(each, WeightChunkMeta)]
 
 
-def test_finish_waits_for_the_last_chunk_on_the_last_engine(bench: Bench) -> None:
-    """Before, it is refused and changes nothing."""
+def test_finish_is_asked_when_the_last_chunk_is_sent(bench: Bench) -> None:
+    """Asked by the trainer at any time before, engines hear of it behind that chunk."""
+    bench.loading()
+    assert bench.say("t", UpdateFinish("u1"), msg_id=7) == []
+    for k in range(MANIFEST.chunks):
+        told = bench.say("t", make_chunk("u1", MANIFEST, k, 1))
+        assert not [each for each in messages(told) if isinstance(each, UpdateFinish)]
+        sent = messages(bench.say("t", make_sent("u1", MANIFEST, k, 1)))
+        last = k + 1 == MANIFEST.chunks
+        assert [type(each) for each in sent] == [ChunkSent, *[UpdateFinish] * last]
+
+
+def test_steps_asked_before_their_turn_follow_each_other_by_themselves(bench: Bench) -> None:
+    """Finish, commit and resume, all asked with the last chunk: each when the one before is done
+    by all."""
     bench.loading()
     for k in range(MANIFEST.chunks):
-        assert nack_in(bench.say("t", UpdateFinish("u1"))).code is NackCode.WRONG_STATE
         bench.begin(k)
-        bench.ack("e0", Step.CHUNK, chunk=k)
-        assert nack_in(bench.say("t", UpdateFinish("u1"))).code is NackCode.WRONG_STATE
-        bench.ack("e1", Step.CHUNK, chunk=k)
-    assert only(bench.say("t", UpdateFinish("u1")), UpdateFinish)
+    assert only(bench.say("t", UpdateFinish("u1"), msg_id=7), UpdateFinish)
+    assert bench.say("t", Commit("u1", 1, ""), msg_id=8) == []
+    assert bench.say("t", Resume("u1"), msg_id=9) == []
+    for k in range(MANIFEST.chunks):
+        effects = bench.all_ack(Step.CHUNK, chunk=k)
+        assert not [each for each in messages(effects) if isinstance(each, Commit | Resume)]
+    bench.ack("e0", Step.FINISH)
+    finished = bench.ack("e1", Step.FINISH)
+    assert only(finished, Commit)
+    assert only(finished, GroupAck).step is Step.FINISH
+    bench.ack("e0", Step.COMMIT)
+    committed = bench.ack("e1", Step.COMMIT)
+    assert only(committed, Resume)
+    assert only(committed, GroupAck).step is Step.COMMIT
+    answers = [each for each in bench.all_ack(Step.RESUME) if isinstance(each, Send)]
+    assert [(type(each.message), each.reply_to) for each in answers] == [(GroupAck, 9)]
+
+
+def test_who_waits_for_a_turn_that_never_comes_is_told(bench: Bench) -> None:
+    """No engine is left: there is nothing to finish, to commit or to resume."""
+    bench.loading()
+    bench.say("t", UpdateFinish("u1"), msg_id=7)
+    bench.say("t", Commit("u1", 1, ""), msg_id=8)
+    effects = bench.say("e0", Leave("")) + bench.say("e1", Leave(""))
+    nacks = [each for each in effects if isinstance(each, Send) and isinstance(each.message, Nack)]
+    assert sorted(each.reply_to for each in nacks) == [7, 8]
 
 
 def finished(bench: Bench) -> None:
@@ -840,15 +926,29 @@ def test_commit_is_of_the_version_that_was_given(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 2])
-def test_no_resume_in_the_middle_of_an_update(bench: Bench, chunks: int) -> None:
-    """From the start to the commit it is refused, and no engine hears of it."""
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_no_resume_in_the_middle_of_an_update(bench: Bench, chunks: int, end: str) -> None:
+    """From the start to its end no engine hears of it, and then all do."""
     bench.loading()
     for k in range(chunks):
         bench.begin(k)
         bench.all_ack(Step.CHUNK, chunk=k)
     effects = bench.say("t", Resume("u1"))
-    assert nack_in(effects).code is NackCode.WRONG_STATE
+    if end == "abort":
+        effects += bench.say("t", Abort("u1", ""))
+        effects += bench.ack("e0", Step.ABORT)
+        last = bench.ack("e1", Step.ABORT)
+    else:
+        for k in range(chunks, MANIFEST.chunks):
+            bench.begin(k)
+            effects += bench.all_ack(Step.CHUNK, chunk=k)
+        effects += bench.say("t", UpdateFinish("u1"))
+        effects += bench.all_ack(Step.FINISH)
+        effects += bench.say("t", Commit("u1", 1, ""))
+        effects += bench.ack("e0", Step.COMMIT)
+        last = bench.ack("e1", Step.COMMIT)
     assert not [each for each in messages(effects) if isinstance(each, Resume)]
+    assert only(last, Resume)
 
 
 def test_no_abort_in_the_middle_of_a_commit(bench: Bench) -> None:

@@ -41,7 +41,7 @@ def test_what_waits_can_be_dropped_but_for_a_pause() -> None:
     arm = CallArm(make_manifest(), "model")
     queue.add(arm, 1)
     queue.issue(0.0)
-    queue.add(CallLoad(0), 2)
+    queue.add(CallLoad(0, "off", ()), 2)
     queue.add(PAUSE, 3)
     queue.add(CallRestore("model"), 4)
     queue.drop_waiting()

@@ -86,7 +86,11 @@ def test_one_seed_is_one_course_of_events() -> None:
         ([CallStart(recover=False, target="model")], "while it may generate"),
         ([CallPause("keep", True), CallStart(recover=True, target="model")], r"broken is set\(\)"),
         (
-            [CallPause("keep", True), CallStart(recover=False, target="model"), CallLoad(0)],
+            [
+                CallPause("keep", True),
+                CallStart(recover=False, target="model"),
+                CallLoad(0, "off", ()),
+            ],
             "chunk 0 is loaded",
         ),
         ([CallPause("keep", True), CallCommit(1)], "before it was finished"),

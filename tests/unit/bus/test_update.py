@@ -141,8 +141,8 @@ ALLOWED = {
     "open": {_S.IDLE},
     "arm": {_S.IDLE},
     "start": {_S.ARMED},
-    "chunk": {_S.LOADING},
-    "finish": set[UpdateState](),  # LOADING, but only with every chunk applied
+    "chunk": {_S.STARTING, _S.LOADING},
+    "finish": set[UpdateState](),  # LOADING, but only with every chunk sent
     "commit": {_S.FINISHED},
     "give_up": set(STATES) - {_S.IDLE, _S.COMMITTING, _S.ABORTING},
 }
@@ -280,7 +280,7 @@ def test_chunks_may_overlap_and_are_told_one_by_one() -> None:
     update = machine(_S.LOADING)
     begin(update, 0)
     begin(update, 1)
-    assert not update.all_applied
+    assert not update.all_sent
     (second,) = all_ack(update, Step.CHUNK, 1)
     (first,) = all_ack(update, Step.CHUNK, 0)
     assert isinstance(first, StepDone)
@@ -299,17 +299,61 @@ def test_a_chunk_out_of_order_is_illegal(number: int) -> None:
     assert snapshot(update) == before
 
 
-@pytest.mark.parametrize("applied", range(CHUNKS))
-def test_finish_before_the_last_chunk_is_illegal(applied: int) -> None:
-    """Every chunk of the manifest must be applied everywhere first."""
+@pytest.mark.parametrize("sent", range(CHUNKS))
+def test_finish_before_the_last_chunk_is_sent_is_illegal(sent: int) -> None:
+    """Every chunk of the manifest must have left the trainer first."""
     update = machine(_S.LOADING)
-    for k in range(applied):
-        apply(update, k)
-    begin(update, applied)
-    update.acked("e0", ack(Step.CHUNK, "u1", applied), 2.0)
+    for k in range(sent):
+        begin(update, k)
+    update.chunk(make_chunk("u1", MANIFEST, sent, 1), 2.0)
     with pytest.raises(IllegalTransition):
         update.finish(UpdateFinish("u1"), 3.0)
     assert update.state is _S.LOADING
+
+
+def test_chunks_are_told_while_engines_start() -> None:
+    """They do what they are told in its order."""
+    update = machine(_S.STARTING)
+    begin(update, 0)
+    (started,) = all_ack(update, Step.START)
+    (applied,) = all_ack(update, Step.CHUNK, 0)
+    assert isinstance(started, StepDone)
+    assert isinstance(applied, StepDone)
+    assert update.state is _S.LOADING
+
+
+def test_finish_is_done_when_the_last_chunk_is_applied_by_the_last_engine() -> None:
+    """Whichever of the acks was lost on its way, and came later."""
+    update = machine(_S.LOADING)
+    for k in range(CHUNKS):
+        begin(update, k)
+    update.finish(UpdateFinish("u1"), 3.0)
+    for k in range(CHUNKS - 1):
+        all_ack(update, Step.CHUNK, k)
+    for name in ("e0", "e1"):
+        update.acked(name, ack(Step.CHUNK, "u1", CHUNKS - 1), 4.0)
+    assert all_ack(update, Step.FINISH) == []
+    assert update.state is _S.FINISHING
+    applied, finished = update.acked("e2", ack(Step.CHUNK, "u1", CHUNKS - 1), 5.0)
+    assert isinstance(applied, StepDone)
+    assert isinstance(finished, StepDone)
+    assert (applied.step, finished.step) == (Step.CHUNK, Step.FINISH)
+    assert update.state is _S.FINISHED
+
+
+def test_finish_is_done_without_who_falls_out_with_the_last_chunk() -> None:
+    """It is waited for neither in the chunk nor in the finish."""
+    update = machine(_S.LOADING)
+    for k in range(CHUNKS):
+        begin(update, k)
+    update.finish(UpdateFinish("u1"), 3.0)
+    for k in range(CHUNKS):
+        update.acked("e0", ack(Step.CHUNK, "u1", k), 4.0)
+    assert update.acked("e0", ack(Step.FINISH), 4.0) == []
+    said = update.refused("e1", REFUSED, 5.0)
+    steps = [each.step for each in said if isinstance(each, StepDone)]
+    assert steps == [*[Step.CHUNK] * CHUNKS, Step.FINISH]
+    assert update.state is _S.FINISHED
 
 
 def test_what_was_loaded_when_it_was_given_up_is_remembered() -> None:

@@ -1,4 +1,4 @@
-"""The order of vLLM's calls, and of which model a session is."""
+"""Each step of an update is one call of the engine's workers."""
 
 from __future__ import annotations
 
@@ -8,77 +8,130 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bus.errors import EngineError
+from bus.lora import adapter_backend
+from bus.manifest import Manifest, TensorMeta
 from bus.messages import NackCode
+from bus.transfer import NO_PLACE
+from sidecar.engine import Chunk
 from sidecar.vllm_plugin import wire
 from sidecar.vllm_plugin.client import PluginClient
 
 if TYPE_CHECKING:
-    from bus.messages import Target
+    from collections.abc import Coroutine
+
+MANIFEST = Manifest(("a",), ("float32",), ((2,),), (1,))
+META = TensorMeta("a", "float32", (2,))
 
 
 class Workers:
-    """What the workers of an engine have in mind: the model whose session is open, if one is."""
+    """The workers of an engine, and what they were told."""
 
-    def __init__(self, session: Target | None = None) -> None:
-        self.session: Target | None = session
-        self.said: list[str] = []
+    def __init__(self, *, fails: type[Any] | None = None) -> None:
+        self.told: list[wire.Operation | str] = []
+        self._fails = fails
 
-    async def init_weight_transfer(self, info: dict[str, Any]) -> None:
-        operation = wire.decode(info, wire.InitOp)
-        if isinstance(operation, wire.Expect):
-            if operation.active is not (self.session is not None):
-                raise EngineError("the session", code=NackCode.WRONG_STATE)
-        elif isinstance(operation, wire.Discard):
-            self.said.append(f"discard {self.session}")
-
-    async def start_weight_update(self, target: Target) -> None:
-        assert self.session is None, "vLLM refuses this, in all workers at once"
-        self.session = target
-        self.said.append(f"start {target}")
-
-    async def update_weights(self, info: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-    async def finish_weight_update(self) -> None:
-        assert self.session is not None
-        self.said.append(f"finish {self.session}")
-        self.session = None
+    async def perform(self, operation: str) -> int:
+        told = wire.decode(operation)
+        self.told.append(told)
+        if self._fails is not None and isinstance(told, self._fails):
+            raise EngineError("another sum", code=NackCode.CHECKSUM_MISMATCH)
+        return 2
 
     async def load_adapter(self, name: str) -> None:
-        raise NotImplementedError
+        self.told.append(f"load {name}")
 
     async def drop_adapter(self, name: str) -> None:
-        raise NotImplementedError
+        self.told.append(f"drop {name}")
 
 
-@pytest.mark.parametrize("target", ["model", "draft"])
-def test_a_start_opens_a_session_of_its_target(target: Target) -> None:
-    """Of nothing else."""
+def told(workers: Workers, *steps: Coroutine[Any, Any, object]) -> list[wire.Operation | str]:
+    """What these steps came to."""
+
+    async def scenario() -> None:
+        for step in steps:
+            await step
+
+    workers.told.clear()
+    asyncio.run(scenario())
+    return workers.told
+
+
+def test_an_update_is_one_call_for_each_step() -> None:
+    """A chunk is two: it is verified where it is loaded."""
     workers = Workers()
-    asyncio.run(PluginClient(workers).start_update(recover=False, target=target))
-    assert workers.said == [f"start {target}"]
+    client = PluginClient(workers)
+    told(workers, client.hello(cores=1), client.open_transfer("shm", b"", NO_PLACE))
+    steps = (
+        client.arm(MANIFEST, "model"),
+        client.start_update(recover=False, target="model"),
+        client.receive(Chunk(0, "shm", (META,), b"h")),
+        client.load(0, "full", (7,)),
+        client.finish_update(),
+        client.settle(),
+    )
+    assert told(workers, *steps) == [
+        wire.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", ()),
+        wire.Start("model", recover=False),
+        wire.Receive(0, "shm", ("a",), ("float32",), ((2,),), b"h"),
+        wire.Load(0, "full", (7,)),
+        wire.Finish(),
+    ]
 
 
-@pytest.mark.parametrize("left_open", [None, "model", "draft"])
-@pytest.mark.parametrize("target", ["model", "draft"])
-def test_a_recovery_closes_what_is_open_and_mends_the_target(
-    target: Target, left_open: Target | None
-) -> None:
-    """Whichever it was that broke off: what another update has left on meta comes back, too."""
-    workers = Workers(left_open)
-    asyncio.run(PluginClient(workers).start_update(recover=True, target=target))
-    closed = [f"discard {left_open}", f"finish {left_open}"] if left_open else []
-    mended = [f"start {target}", f"discard {target}", f"finish {target}"]
-    assert workers.said == [*closed, *mended, f"start {target}"]
-    assert workers.session == target
-
-
-@pytest.mark.parametrize("target", ["model", "draft"])
-def test_a_restore_closes_the_session_that_is_open(target: Target) -> None:
-    """One of the target is opened first, if none is."""
-    workers = Workers(target)
-    asyncio.run(PluginClient(workers).restore(target))
-    assert workers.said == [f"discard {target}", f"finish {target}"]
+def test_a_recovery_and_a_restore_are_one_call() -> None:
+    """The workers know what is open, and of which model."""
     workers = Workers()
-    asyncio.run(PluginClient(workers).restore(target))
-    assert workers.said == [f"start {target}", f"discard {target}", f"finish {target}"]
+    client = PluginClient(workers)
+    recovered = client.start_update(recover=True, target="draft")
+    assert told(workers, recovered) == [wire.Start("draft", recover=True)]
+    assert told(workers, client.restore("draft")) == [wire.Restore("draft")]
+
+
+def test_what_is_loaded_when_it_is_received_is_not_loaded_again() -> None:
+    """By vLLM's own worker engines, until another transport is open."""
+    workers = Workers()
+    client = PluginClient(workers)
+    told(workers, client.open_transfer("vllm:nccl", b"", NO_PLACE))
+    [received] = told(workers, client.receive(Chunk(0, "vllm:nccl", (META,), b"")), client.load(0))
+    assert isinstance(received, wire.Receive)
+    told(workers, client.open_transfer("shm", b"", NO_PLACE))
+    assert told(workers, client.load(0)) == [wire.Load(0, "off", ())]
+
+
+@pytest.mark.parametrize("fails", [None, wire.Verify])
+def test_cores_that_cannot_agree_verify_before_any_of_them_loads(fails: type[Any] | None) -> None:
+    """One that finds another sum keeps all of them from loading."""
+    workers = Workers(fails=fails)
+    client = PluginClient(workers)
+    told(workers, client.hello(cores=2))
+    if fails:
+        with pytest.raises(EngineError, match="another sum"):
+            told(workers, client.load(0, "full", (7,)))
+        assert workers.told == [wire.Verify(0, "full", (7,))]
+    else:
+        loaded = [wire.Verify(0, "full", (7,)), wire.Load(0, "off", ())]
+        assert told(workers, client.load(0, "full", (7,))) == loaded
+        assert told(workers, client.load(1)) == [wire.Load(1, "off", ())]
+
+
+def test_an_adapter_is_staged_by_the_workers_and_loaded_by_vllm() -> None:
+    """It needs no session."""
+    workers = Workers()
+    client = PluginClient(workers)
+    told(
+        workers, client.hello(cores=1), client.open_transfer(adapter_backend("mine"), b"", NO_PLACE)
+    )
+    steps = (
+        client.start_update(recover=False, target="model"),
+        client.load(0, "full", (7,)),
+        client.finish_update(),
+        client.settle(),
+        client.restore("model"),
+    )
+    assert told(workers, *steps) == [
+        wire.LoadAdapter(0, "full", (7,)),
+        "load mine",
+        wire.SettleAdapter(),
+        wire.UndoAdapter(settled=True),
+        "drop mine",
+    ]

@@ -1,4 +1,4 @@
-"""What is asked of workers about their draft model."""
+"""What is asked of workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from sidecar.vllm_plugin import facts
+from bus.errors import EngineError
+from sidecar.vllm_plugin import facts, wire
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,53 @@ def test_a_worker_that_cannot_update_a_draft_says_so(worker: SimpleNamespace) ->
     facts.install(base)
     ask: Any = getattr(base.WorkerBase, facts.ASK_DRAFT)
     assert ask(worker) is False
+
+
+def workers_with(engine: Any) -> tuple[Any, Any]:
+    """A worker that has our methods, and what it is wrapped in."""
+    base = SimpleNamespace(WorkerBase=type("Base", (), {}), WorkerWrapperBase=type("W", (), {}))
+    facts.install(base)
+    worker = base.WorkerBase()
+    worker.weight_transfer_engine = engine
+    wrapper = base.WorkerWrapperBase()
+    wrapper.worker = worker
+    return worker, wrapper
+
+
+def test_a_worker_says_which_plugin_it_has_and_what_that_drives() -> None:
+    """By a method that any worker has: the sidecar asks it before any of ours."""
+    _, wrapper = workers_with(SimpleNamespace(wavebus_drives="nccl"))
+    answer = [getattr(wrapper, facts.ASK_PRESENCE)()]
+    facts.check_drives(answer, "nccl", "it")
+    with pytest.raises(EngineError, match="drives nccl"):
+        facts.check_drives(answer, "ipc", "it")
+    _, without = workers_with(object())
+    with pytest.raises(EngineError, match="drives none"):
+        facts.check_drives([getattr(without, facts.ASK_PRESENCE)()], "nccl", "it")
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (["<vllm.v1.worker.worker_base.WorkerWrapperBase object>"], "no plugin of wavebus's"),
+        ([], "no plugin of wavebus's"),
+        (None, "no plugin of wavebus's"),
+        (["wavebus's plugin, and it drives nccl"], "install one version of wavebus for both"),
+        (
+            [f"wavebus's plugin, protocol {wire.PROTOCOL + 1}, and it drives nccl"],
+            "install one version of wavebus for both",
+        ),
+    ],
+)
+def test_another_plugin_or_none_is_refused_by_name(answer: Any, told: str) -> None:
+    """Before anything is called that it lacks, which would fail in all workers."""
+    with pytest.raises(EngineError, match=told):
+        facts.check_drives(answer, "nccl", "it")
+
+
+def test_an_operation_is_carried_out_by_the_workers_engine() -> None:
+    """Which is given the worker, whose session it opens and closes."""
+    told: list[Any] = []
+    worker, _ = workers_with(SimpleNamespace(wavebus_perform=lambda *args: told.append(args)))
+    assert getattr(worker, facts.PERFORM)(operation="op") is None
+    assert told == [(worker, "op")]

@@ -12,11 +12,10 @@ from aiohttp import web
 from bus.errors import EngineDead, EngineError, UsageError
 from sidecar import vllm_connections
 from sidecar.vllm_http import VllmHttpEngine
+from sidecar.vllm_plugin import facts, wire
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
-
-    from bus.messages import Target
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.7:8000", "http://example.org", "http://[2001::1]"])
@@ -40,6 +39,7 @@ class Server:
     def __init__(self, **routes: Any) -> None:
         self.routes: dict[str, Any] = {"health": None, **routes}
         self.ports: list[int] = []  # the callers', of each call
+        self.posts: list[tuple[str, Any]] = []  # routes and bodies
         self._asked = asyncio.Condition()
         self._names: list[str] = []
 
@@ -52,6 +52,8 @@ class Server:
         name = request.path.strip("/")
         assert request.transport is not None
         self.ports.append(request.transport.get_extra_info("peername")[1])
+        if request.method == "POST" and request.can_read_body:
+            self.posts.append((name, await request.json()))
         async with self._asked:
             self._names.append(name)
             self._asked.notify_all()
@@ -106,7 +108,7 @@ def config(backend: str | None) -> dict[str, Any]:
                 "server_info": config("nccl"),
                 "collective_rpc": {"results": ["<WorkerWrapperBase object>"]},
             },
-            "worker engine 'nccl'.* no plugin",
+            "backend 'nccl'.* no plugin",
         ),
         (
             {"version": {"version": "0.32.0"}, "server_info": config("sharded_rdt")},
@@ -126,19 +128,18 @@ def test_servers_that_cannot_be_driven(routes: dict[str, Any], text: str) -> Non
     run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("target", "route"),
-    [("model", "start_weight_update"), ("draft", "start_draft_weight_update")],
-)
-def test_each_target_has_its_route(target: Target, route: str) -> None:
-    """vLLM points its worker engines at a draft by the call that starts."""
+def test_a_step_is_one_post() -> None:
+    """Of one operation, for all workers."""
 
     async def scenario() -> None:
-        server = Server(init_weight_transfer_engine={}, **{route: {}})
+        server = Server(collective_rpc={"results": ["1"]})
         async with serving(server) as (engine, _):
             engine._connections = vllm_connections.Connections(5.0)
-            await engine.start_update(recover=False, target=target)
-            await server.asked(route)
+            await engine.start_update(recover=False, target="draft")
+            operation = wire.encode(wire.Start("draft", recover=False))
+            [(name, body)] = server.posts
+            assert name == "collective_rpc"
+            assert body == {"method": facts.PERFORM, "kwargs": {"operation": operation}}
 
     run(scenario())
 

@@ -18,55 +18,54 @@ FAILURE = wire.Failure(NackCode.MANIFEST_REFUSED, 'it\'s "too" /tmp/big\nby half
     "operation",
     [
         wire.Hello(1),
-        wire.Expect(True),
         wire.Open("gloo", b"\x00\xff", 1 << 62, 9, 3),
         wire.Verify(3, "full", (0, (1 << 64) - 1)),
         wire.ArmManifest(("a",), ("float32",), ((2, 3),), (1,), "draft", (4,)),
+        wire.Start("draft", True),
         wire.Receive(3, "shm", ("a",), ("float32",), ((2, 3),), b"\x80"),
-        wire.Settle(),
-        wire.Discard(),
-        wire.LoadAdapter(3),
+        wire.Load(3, "sample", (0, (1 << 64) - 1)),
+        wire.Restore("draft"),
+        wire.Finish(),
+        wire.LoadAdapter(3, "off", ()),
         wire.UndoAdapter(settled=True),
         wire.SettleAdapter(),
     ],
 )
-def test_operations_survive_json(operation: wire.InitOp) -> None:
-    """The dict crosses JSON over HTTP, and MessagePack in process."""
-    info = json.loads(json.dumps(wire.encode(operation)))
-    assert wire.decode(info, wire.InitOp) == operation
+def test_operations_survive_json(operation: wire.Operation) -> None:
+    """The text crosses JSON over HTTP, and MessagePack in process."""
+    assert wire.decode(json.loads(json.dumps(wire.encode(operation)))) == operation
 
 
-def test_what_is_loaded_when_received_goes_by_the_other_door() -> None:
-    """Where vLLM wants an update session."""
-    operation = wire.Receive(3, "vllm:nccl", ("a",), ("float32",), ((2, 3),), b"")
-    assert wire.decode(wire.encode(operation), wire.UpdateOp) == operation
-    assert wire.decode(wire.encode(wire.Load(3)), wire.UpdateOp) == wire.Load(3)
-
-
-def _packed(content: object) -> dict[str, str]:
-    return {"wavebus": base64.b64encode(msgspec.msgpack.encode(content)).decode()}
+def _packed(content: object) -> str:
+    return base64.b64encode(msgspec.msgpack.encode(content)).decode()
 
 
 @pytest.mark.parametrize(
-    "info",
+    "text",
     [
-        {},
-        {"wavebus": 5},
-        {"wavebus": "%%%"},
-        {"wavebus": "", "more": ""},
-        {"master_address": "127.0.0.1"},
+        "",
+        "%%%",
         _packed({"type": "unheard of"}),
-        _packed({"type": "expect", "active": 1}),
-        _packed({"type": "expect", "active": True, "more": 1}),
+        _packed({"type": "start", "target": "model", "recover": 1}),
+        _packed({"type": "start", "target": "model", "recover": True, "more": 1}),
+        _packed({"type": "start", "target": "moodel", "recover": True}),
         _packed({"type": "hello"}),
         _packed({"type": "open", "backend": "s" * 300, "params": b""}),
-        _packed({"type": "load", "seq": 0}),
+        _packed({"type": "load", "seq": 0, "verify": "half", "sums": []}),
     ],
 )
-def test_anything_else_is_refused(info: dict[str, object]) -> None:
-    """Unknown, ill-typed, oversized, or an update operation at the wrong door."""
+def test_anything_else_is_refused(text: str) -> None:
+    """Unknown, ill-typed, or oversized."""
     with pytest.raises(ValueError, match=r"."):
-        wire.decode(info, wire.InitOp)
+        wire.decode(text)
+
+
+def test_an_operation_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not even looked at beyond."""
+    text = wire.encode(wire.Finish())
+    monkeypatch.setattr(wire, "MAX_PAYLOAD_CHARS", len(text) - 1)
+    with pytest.raises(ValueError, match="characters"):
+        wire.decode(text)
 
 
 @pytest.mark.parametrize(

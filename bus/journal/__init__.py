@@ -1,0 +1,1 @@
+"""The broker's journal: every control message in and out, on disk, to be read and replayed."""

@@ -1,0 +1,139 @@
+"""A journal read back: record by record, with what is torn or damaged told apart.
+
+A process that dies in the middle of a write leaves the beginning of a record, and nothing
+after it: **torn**. A record that is not what was written, or bytes that are no record at all,
+with other records after them, are **damaged**; reading goes on with the next whole record.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from bus.errors import JournalError
+from bus.journal.records import (
+    MAGIC,
+    MARK,
+    PREFIX_BYTES,
+    Began,
+    Record,
+    body_span,
+    unpacked,
+)
+from bus.journal.writer import journal_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A whole record. ``number`` counts those of one life of the broker from 1, over all of its
+    files; a :class:`Began` is 0. ``began`` is its file's, or None if that is damaged."""
+
+    path: Path
+    offset: int
+    number: int
+    record: Record
+    began: Began | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Bytes that are no record."""
+
+    path: Path
+    offset: int
+    size_bytes: int
+    kind: Literal["torn", "damaged"]
+
+    def __str__(self) -> str:
+        if self.kind == "torn":
+            return (
+                f"{self.path}: ends in the middle of a record, at byte {self.offset}: the broker "
+                "was killed then, or writes on"
+            )
+        return (
+            f"{self.path}: {self.size_bytes} bytes from byte {self.offset} on are damaged, and "
+            "are left out"
+        )
+
+
+Item: TypeAlias = Entry | Gap
+
+
+def read(source: Path) -> Iterator[Item]:
+    """What stands in a file, or in all files of a folder, in the order in which it was written.
+
+    Raises:
+        JournalError: there is no journal, or it can't be read.
+    """
+    if not source.is_dir():
+        yield from _read_file(source, _bytes_of(source))
+        return
+    paths = journal_files(source)
+    if not paths:
+        raise JournalError(f"{source}: no journal is in this folder")
+    for path in paths:
+        try:
+            data = _bytes_of(path)
+        except FileNotFoundError:  # the broker has dropped it just now
+            continue
+        yield from _read_file(path, data)
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise JournalError(f"{path}: {error.strerror}") from error
+
+
+def _read_file(path: Path, data: bytes) -> Iterator[Item]:
+    if not data.startswith(MAGIC):
+        if MAGIC.startswith(data):
+            yield Gap(path, 0, len(data), "torn")
+            return
+        raise JournalError(f"{path}: not a journal of wavebus")
+    began: Began | None = None
+    offset, number = len(MAGIC), 0
+    while offset < len(data):
+        found = unpacked(data, offset)
+        if found is None:
+            gap = _gap(path, data, offset)
+            yield gap
+            offset += gap.size_bytes
+            continue
+        record, after = found
+        if isinstance(record, Began):
+            began, number = record, record.records
+            yield Entry(path, offset, 0, record, began)
+        else:
+            number += 1
+            yield Entry(path, offset, number, record, began)
+        offset = after
+
+
+def _gap(path: Path, data: bytes, offset: int) -> Gap:
+    following = data.find(MARK, offset + 1)
+    while following >= 0:
+        if unpacked(data, following) is not None:
+            return Gap(path, offset, following - offset, "damaged")
+        following = data.find(MARK, following + 1)
+    size = len(data) - offset
+    return Gap(path, offset, size, "torn" if _is_torn(data, offset) else "damaged")
+
+
+def _is_torn(data: bytes, offset: int) -> bool:
+    """Whether this is the beginning of a record whose end is missing; or nothing but zeros, as a
+    file system leaves them that lost its power."""
+    rest = data[offset : offset + PREFIX_BYTES]
+    if len(rest) < PREFIX_BYTES:
+        return MARK.startswith(rest[: len(MARK)]) or not any(rest)
+    span = body_span(data, offset)
+    if span is not None:
+        return span[1] > len(data)
+    return not any(data[offset:])

@@ -1,0 +1,242 @@
+"""The broker run again: what came in is given to a new machine, and what it does is compared
+with what the journal says went out.
+
+The machine knows no clock and no chance, so the same frames at the same times make the same
+effects. Of those, heartbeats' answers alone are the shell's to time: it gathers them
+(:mod:`bus.runtime.acks`), and so does the replay.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from bus import codec
+from bus.errors import DecodeError
+from bus.journal.reader import Gap
+from bus.journal.records import Began, Closed, Received, Refused, Rekeyed, Sent, Ticked
+from bus.journal.why import findings
+from bus.journal.wording import describe, fields_of, peer_of, summary
+from bus.messages import WIRE_NAMES, HeartbeatAck, Status
+from bus.protocol.broker import Broker
+from bus.protocol.effects import Note, Send
+from bus.runtime.acks import Acks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from bus.journal.reader import Entry, Item
+    from bus.messages import Envelope, Message
+    from bus.protocol.effects import Effect
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """``expected`` is what the machine does, ``found`` what the journal has at ``entry``."""
+
+    entry: Entry
+    expected: str
+    found: str
+    waits: tuple[str, ...]  # what the machine waits for then
+
+    def __str__(self) -> str:
+        seconds = self.entry.record.now_ms / 1000
+        where = f"record {self.entry.number} ({self.entry.path.name}, {seconds:.3f} s)"
+        lines = [
+            f"differs at {where}",
+            f"  expected  {self.expected}",
+            f"  came      {self.found}",
+            *(f"  recomputed, {text}" for text in self.waits),
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One record, replayed. ``notes`` are what the machine would log because of it."""
+
+    entry: Entry
+    notes: tuple[Note, ...] = ()
+    difference: Difference | None = None
+
+
+class Replay:
+    """One life of a broker. :meth:`feed` takes its records in order."""
+
+    def __init__(self, began: Began) -> None:
+        self.boot = began.boot
+        self.machine = Broker(began.config, began.keys)
+        self.now_ms = began.now_ms
+        self.closed = False
+        self.received = 0
+        self.sent = 0
+        self._acks = Acks()
+        self._due: deque[Send] = deque()  # what the machine has done, and the journal not yet
+
+    @property
+    def unsent(self) -> int:
+        """Frames that the machine sends, and that the journal does not have (yet)."""
+        return len(self._due)
+
+    def status(self) -> Status:
+        """The machine's view, now."""
+        return self.machine.status(self.now_ms)
+
+    def feed(self, entry: Entry) -> Step:
+        """One record. After a difference, what follows proves nothing."""
+        record = entry.record
+        match record:
+            case Received() | Refused() | Rekeyed() | Ticked():
+                self.now_ms = record.now_ms
+                if self._due:
+                    missed = _told(self._due[0])
+                    return self._differs(entry, missed, f"{describe(record)}, before it was sent")
+                effects = self._effects(record)
+                if isinstance(effects, str):
+                    return self._differs(entry, effects, describe(record))
+                return Step(entry, self._perform(effects))
+            case Sent():
+                self.sent += 1
+                if not self._due:
+                    self._due.extend(self._acks.take())
+                if not self._due:
+                    return self._differs(entry, "nothing is sent", describe(record))
+                expected = self._due.popleft()
+                found = _fault(expected, record)
+                if found:
+                    return self._differs(entry, _told(expected), f"{describe(record)}: {found}")
+            case Closed():
+                self.closed = True
+        return Step(entry)
+
+    def _effects(self, record: Received | Refused | Rekeyed | Ticked) -> list[Effect] | str:
+        """What the machine does; or, in words, what it does instead of what was recorded."""
+        match record:
+            case Ticked():
+                return self.machine.tick(record.now_ms)
+            case Rekeyed():
+                return self.machine.rekey(record.keys, record.now_ms)
+            case Refused():
+                told = self.machine.admit(record.route, record.size_bytes, record.now_ms)
+                return told or ("it is read" if told is None else "it is dropped without a word")
+            case Received():
+                return self._read(record)
+
+    def _read(self, record: Received) -> list[Effect] | str:
+        if self.machine.admit(record.route, len(record.frame), record.now_ms) is not None:
+            return "it is refused unread"
+        self.received += 1
+        reply_to = 0
+        try:
+            envelope = codec.decode_envelope(record.frame)
+            reply_to = envelope.id
+            message = codec.decode_body(envelope)
+        except DecodeError as error:
+            return self.machine.malformed(record.route, error, reply_to, record.now_ms)
+        return self.machine.receive(record.route, envelope, message, record.now_ms, record.user)
+
+    def _perform(self, effects: Iterable[Effect]) -> tuple[Note, ...]:
+        """As the broker's shell does."""
+        notes: list[Note] = []
+        for effect in effects:
+            if isinstance(effect, Note):
+                notes.append(effect)
+            elif isinstance(effect.message, HeartbeatAck):
+                self._acks.add(effect.message, effect)
+            else:
+                self._due.extend(self._acks.take())
+                self._due.append(effect)
+        return tuple(notes)
+
+    def _differs(self, entry: Entry, expected: str, found: str) -> Step:
+        waits = tuple(each.text for each in findings(self.status()) if each.waiting)
+        return Step(entry, difference=Difference(entry, expected, found, waits))
+
+
+@dataclass(frozen=True, slots=True)
+class Unplayable:
+    """A life of a broker, or the rest of one, that can't be replayed, and why."""
+
+    reason: str
+    damaged: bool
+
+
+def replayed(
+    items: Iterable[Item], *, upto: int | None = None
+) -> Iterator[tuple[Replay, Step] | Unplayable]:
+    """Replay all lives that a journal has, each from its beginning, up to the first difference.
+
+    A life whose first file was dropped can't be replayed: what the broker knew by then is not
+    there. Nor can what follows a damaged record.
+
+    Args:
+        items: what :func:`bus.journal.reader.read` tells.
+        upto: the last record of a life to replay.
+    """
+    replay: Replay | None = None
+    boot = file = 0
+    for item in items:
+        if isinstance(item, Gap):
+            if item.kind == "damaged":
+                replay = None
+                yield Unplayable(
+                    f"{item}; what came in there is not known, and what follows can't be replayed",
+                    damaged=True,
+                )
+            continue
+        record = item.record
+        if isinstance(record, Began):
+            goes_on = record.boot == boot and record.file == file + 1
+            if record.file == 0:
+                replay = Replay(record)
+            elif record.boot != boot or (replay is not None and not goes_on):
+                replay = None
+                yield Unplayable(
+                    f"{item.path} begins with record {record.records + 1} of broker "
+                    f"{record.boot:x}: a replay needs its first file, which is not there (older "
+                    "files are dropped; give the broker more --journal-bytes)",
+                    damaged=False,
+                )
+            boot, file = record.boot, record.file
+        elif replay is not None and (upto is None or item.number <= upto):
+            step = replay.feed(item)
+            yield replay, step
+            if step.difference is not None:
+                return
+
+
+def _told(send: Send) -> str:
+    peers = ", ".join(peer_of(route) for route in send.routes)
+    return f"{WIRE_NAMES[type(send.message)]} to {peers}  {summary(send.message)}"
+
+
+def _fault(expected: Send, record: Sent) -> str:
+    """In what the frame is not the one that was to be sent; empty if it is."""
+    try:
+        envelope, message = codec.decode(record.frame)
+    except DecodeError as error:
+        return f"can't be read: {error}"
+    if isinstance(message, Status):  # the shell puts in what the machine can't know
+        message = replace(message, cpu_s=0.0, rss_bytes=0)
+    if type(message) is not type(expected.message):
+        return "another message"
+    if sorted(record.routes) != sorted(expected.routes):
+        return "goes to other peers"
+    for name in ("reply_to", "group", "epoch"):
+        is_now, was = getattr(expected, name), getattr(envelope, name)
+        if is_now != was:
+            return f"its {name} is {was!r}, expected {is_now!r}"
+    # What is encoded and read again has the types that the frame has.
+    again = codec.decode_body(_with_body(envelope, expected.message))
+    for name in fields_of(message):
+        is_now, was = getattr(again, name), getattr(message, name)
+        if is_now != was:
+            return f"its {name} is {was!r}, expected {is_now!r}"
+    return ""
+
+
+def _with_body(envelope: Envelope, message: Message) -> Envelope:
+    return msgspec.structs.replace(envelope, body=codec.encode_body(message))

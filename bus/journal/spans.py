@@ -1,0 +1,206 @@
+"""What took how long: a journal's frames as spans, of every engine and of the trainer.
+
+An engine does its steps one after the other, and acks them in that order. Commands may be
+sent ahead of it; so the span of a step begins when it was asked for, or when the engine was
+done with the step before, whichever is later. Spans of one peer never overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from bus.journal.reader import Gap
+from bus.journal.records import Began, Received, Sent
+from bus.journal.wording import reading
+from bus.messages import (
+    Ack,
+    Join,
+    Message,
+    Nack,
+    PauseGlobal,
+    PauseLocal,
+    PlanTransfer,
+    Step,
+    WaitEngines,
+)
+from bus.protocol.wording import ASKS_FOR
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bus.journal.reader import Item
+    from bus.journal.wording import Reading
+
+# What each command asks of an engine. A trainer asks for a whole pause by its first phase.
+_OF_ENGINES: Final[dict[type[Message], str]] = {
+    **ASKS_FOR,
+    PauseLocal: Step.PAUSE_LOCAL,
+    PauseGlobal: Step.PAUSE_GLOBAL,
+}
+_OF_THE_BUS: Final[dict[type[Message], str]] = {
+    **ASKS_FOR,
+    PlanTransfer: "plan_transfer",
+    WaitEngines: "wait_engines",
+}
+_PHASES: Final[dict[str, str]] = {
+    Step.PAUSE_LOCAL: "pause",
+    Step.PAUSE_GLOBAL: "pause",
+    Step.START: "transfer",
+    Step.CHUNK: "transfer",
+    Step.FINISH: "transfer",
+}
+_ENDS: Final = (Step.RESUME, Step.ABORT)
+
+_Key: TypeAlias = tuple[str, str, int]  # step, update, chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``name`` is the step, a chunk's with its number; ``phase`` what it is a part of: ``pause``,
+    ``transfer``, or the step itself. ``result`` is ``done``, a NACK's code, or ``unfinished``.
+
+    Times are in ms since the journal's first record.
+    """
+
+    life: int
+    group: str
+    peer: str
+    role: Literal["trainer", "engine"]
+    name: str
+    phase: str
+    update_id: str
+    begin_ms: float
+    end_ms: float
+    result: str
+
+
+@dataclass(slots=True)
+class _Track:
+    """One peer. ``asked``: what it has not answered, and since when."""
+
+    role: Literal["trainer", "engine"]
+    group: str
+    asked: dict[_Key, float]
+    free_ms: float = 0.0  # when its last span ended
+
+
+def spans(items: Iterable[Item]) -> list[Span]:
+    """All that a journal tells, in the order in which it ended."""
+    found: list[Span] = []
+    first: Began | None = None
+    life: _Life | None = None
+    for item in items:
+        if isinstance(item, Gap):
+            continue
+        record = item.record
+        if isinstance(record, Began):
+            first = first or record
+            if life is None or life.boot != record.boot:
+                found += life.unfinished() if life else []
+                life = _Life(record, (record.wall_s - first.wall_s) * 1000 - record.now_ms)
+        elif life is not None:
+            life.now_ms = record.now_ms + life.shift_ms
+            if isinstance(record, Received):
+                found += life.received(reading(record))
+            elif isinstance(record, Sent):
+                found += life.sent(reading(record))
+    return found + (life.unfinished() if life else [])
+
+
+class _Life:
+    """One life of the broker. ``shift_ms`` brings its clock to that of the first record."""
+
+    def __init__(self, began: Began, shift_ms: float) -> None:
+        self.boot = began.boot
+        self.shift_ms = shift_ms
+        self.now_ms = began.now_ms + shift_ms
+        self._tracks: dict[str, _Track] = {}
+        # A trainer's, by name and id; None once it is answered, though it may be asked again.
+        self._requests: dict[tuple[str, int], _Key | None] = {}
+
+    def received(self, told: Reading) -> list[Span]:
+        """An engine's answer, or a trainer's command."""
+        (peer,), envelope, message = told.peers, told.envelope, told.message
+        if envelope is None or message is None:
+            return []
+        if isinstance(message, Join):
+            return self._left_open(peer)  # another life of the peer, or of its link
+        if isinstance(message, Ack):
+            key = (message.step.value, message.update_id, message.chunk)
+            return self._answered(peer, key, "done")
+        if isinstance(message, Nack):
+            return self._answered(
+                peer, (message.step, message.update_id, message.chunk), message.code.value
+            )
+        step = _OF_THE_BUS.get(type(message))
+        if step is not None:
+            key = (step, told.update_id, getattr(message, "chunk", 0))
+            if self._requests.setdefault((peer, envelope.id), key) is not None:
+                self._asked(peer, "trainer", envelope.group, key)
+        return []
+
+    def sent(self, told: Reading) -> list[Span]:
+        """A command to engines, or an answer to a trainer."""
+        envelope, message = told.envelope, told.message
+        if envelope is None or message is None:
+            return []
+        if envelope.reply_to:
+            (peer,) = told.peers
+            request = self._requests.get((peer, envelope.reply_to))
+            if request is None:
+                return []
+            self._requests[peer, envelope.reply_to] = None
+            result = message.code.value if isinstance(message, Nack) else "done"
+            return self._answered(peer, request, result)
+        step = _OF_ENGINES.get(type(message))
+        if step is not None:
+            key = (step, told.update_id, getattr(message, "chunk", 0))
+            for peer in told.peers:
+                self._asked(peer, "engine", envelope.group, key)
+        return []
+
+    def unfinished(self) -> list[Span]:
+        """What was asked for and not answered when the journal ends."""
+        return [span for peer in self._tracks for span in self._left_open(peer)]
+
+    def _asked(self, peer: str, role: Literal["trainer", "engine"], group: str, key: _Key) -> None:
+        track = self._tracks.get(peer)
+        if track is None:
+            track = self._tracks[peer] = _Track(role, group, {})
+        track.asked.setdefault(key, self.now_ms)  # asked again, it waits since the first time
+
+    def _answered(self, peer: str, key: _Key, result: str) -> list[Span]:
+        track = self._tracks.get(peer)
+        if track is None or key not in track.asked:
+            return []
+        span = self._span(peer, track, key, result)
+        if key[0] in _ENDS:  # what was asked before it will not be answered any more
+            track.asked = {k: v for k, v in track.asked.items() if k[1] != key[1]}
+        return [span]
+
+    def _left_open(self, peer: str) -> list[Span]:
+        """The first of what the peer has not answered: there it stood."""
+        track = self._tracks.get(peer)
+        if track is None or not track.asked:
+            return []
+        span = self._span(peer, track, min(track.asked, key=track.asked.__getitem__), "unfinished")
+        track.asked.clear()
+        return [span]
+
+    def _span(self, peer: str, track: _Track, key: _Key, result: str) -> Span:
+        step, update_id, chunk = key
+        begin_ms = max(track.asked.pop(key), track.free_ms)
+        track.free_ms = self.now_ms
+        return Span(
+            life=self.boot,
+            group=track.group,
+            peer=peer,
+            role=track.role,
+            name=f"chunk {chunk}" if step == Step.CHUNK else step,
+            phase=_PHASES.get(step, step),
+            update_id=update_id,
+            begin_ms=begin_ms,
+            end_ms=self.now_ms,
+            result=result,
+        )

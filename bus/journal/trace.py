@@ -1,0 +1,79 @@
+"""Spans as a trace in Chrome's format, which Perfetto (ui.perfetto.dev) opens.
+
+One process per group and life of the broker; in it one track for the trainer's steps, then one
+per engine. On an engine's track ``pause``, ``transfer``, ``commit`` and ``resume`` stand above
+the steps that they are made of.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bus.journal.spans import Span
+
+Event: TypeAlias = dict[str, Any]
+
+
+def trace(spans: Iterable[Span]) -> dict[str, Any]:
+    """The whole file, as what JSON is made of. Times in it are in microseconds."""
+    tracks: dict[tuple[int, str, str], list[Span]] = {}
+    for span in spans:
+        tracks.setdefault((span.life, span.group, span.peer), []).append(span)
+    processes: dict[tuple[int, str], int] = {}
+    events: list[Event] = []
+    # Trainers first, then engines by name, as they come to stand in the picture.
+    for thread, (key, members) in enumerate(sorted(tracks.items(), key=_place), 1):
+        life, group, peer = key
+        process = processes.setdefault((life, group), len(processes) + 1)
+        name = f"trainer {peer}" if members[0].role == "trainer" else peer
+        events += [
+            _named("process_name", process, thread, f"group {group}, broker {life:x}"),
+            _named("thread_name", process, thread, name),
+            {**_meta("thread_sort_index", process, thread), "args": {"sort_index": thread}},
+        ]
+        events += _above(members, process, thread)
+        events += [_event(span.name, [span], process, thread) for span in members]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _place(item: tuple[tuple[int, str, str], list[Span]]) -> tuple[int, str, bool, str]:
+    (life, group, peer), members = item
+    return life, group, members[0].role != "trainer", peer
+
+
+def _above(members: list[Span], process: int, thread: int) -> list[Event]:
+    """Spans of several steps; longer ones come before those that they hold."""
+    if members[0].role == "trainer":
+        runs = groupby(members, key=lambda span: span.update_id)
+        named = [(update_id, list(run)) for update_id, run in runs if update_id]
+    else:
+        phases = groupby(members, key=lambda span: (span.phase, span.update_id))
+        named = [(phase, list(run)) for (phase, _), run in phases]
+        named = [(phase, run) for phase, run in named if phase != run[0].name]
+    return [_event(name, run, process, thread) for name, run in named]
+
+
+def _event(name: str, run: list[Span], process: int, thread: int) -> Event:
+    begin_us, end_us = round(run[0].begin_ms * 1000), round(run[-1].end_ms * 1000)
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": run[0].role,
+        "pid": process,
+        "tid": thread,
+        "ts": begin_us,
+        "dur": end_us - begin_us,
+        "args": {"update_id": run[0].update_id, "result": run[-1].result},
+    }
+
+
+def _meta(name: str, process: int, thread: int) -> Event:
+    return {"ph": "M", "name": name, "pid": process, "tid": thread}
+
+
+def _named(what: str, process: int, thread: int, name: str) -> Event:
+    return {**_meta(what, process, thread), "args": {"name": name}}

@@ -1,0 +1,233 @@
+"""The journal on disk: appended to, in files of bounded size, the oldest dropped.
+
+What is written lies in a buffer for some milliseconds, then goes to the operating system
+in one call. A broker that is killed loses what lay in the buffer, and nothing else; who
+must not lose a record calls :meth:`JournalWriter.flush`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Final
+
+from bus.errors import UsageError
+from bus.journal.records import (
+    MAGIC,
+    SUFFIX,
+    Began,
+    Closed,
+    Received,
+    Refused,
+    Rekeyed,
+    Sent,
+    Ticked,
+    packed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from bus.protocol.broker import BrokerConfig
+    from bus.protocol.roles import KeyRole
+    from bus.runtime.base import Handle, Scheduler
+
+DEFAULT_BYTES: Final = 64 * 1024 * 1024
+LEAST_BYTES: Final = 64 * 1024
+MOST_BYTES: Final = 4 * 1024 * 1024 * 1024
+FILES: Final = 4
+_MOST_FILES: Final = 64  # of many short lives
+_FLUSH_MS: Final = 5.0
+_FLUSH_BYTES: Final = 256 * 1024
+
+
+class JournalWriter:
+    """Implements :class:`bus.runtime.base.Journal` in a folder.
+
+    The files of all lives of a broker together take at most ``limit_bytes``; or the size of
+    one frame, or twice that of the authorised keys, if that is more.
+
+    Args:
+        folder: made if it isn't there. One broker at a time writes in it.
+        limit_bytes: see above; each file takes a quarter.
+        boot: the broker's life.
+        config: a replay needs it.
+        keys: the authorised public keys with their roles, for the same; None: there are none.
+        failed: told once if the disk refuses; from then on nothing is recorded.
+
+    Raises:
+        UsageError: the folder can't be made or written, or another broker writes in it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        limit_bytes: int,
+        boot: int,
+        config: BrokerConfig,
+        keys: Mapping[str, KeyRole] | None = None,
+        scheduler: Scheduler,
+        failed: Callable[[OSError], None],
+    ) -> None:
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._file_limit = limit_bytes // FILES
+        self._boot = boot
+        self._config = config
+        self._keys = keys
+        self._software = version("wavebus")
+        self._scheduler = scheduler
+        self._failed = failed
+        self._buffer = bytearray()
+        self._timer: Handle | None = None
+        self._file: int | None = None  # its descriptor
+        self._size = 0  # of the file, with what is buffered
+        self._files = 0
+        self._records = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._kept = [(path, path.stat().st_size) for path in journal_files(folder)]
+                self._open()
+            except BaseException:
+                os.close(self._lock)
+                raise
+        except BlockingIOError:
+            raise UsageError(
+                f"--journal={folder}: another broker writes its journal there; give each its own"
+            ) from None
+        except OSError as error:
+            raise UsageError(f"--journal={folder}: {error.strerror}") from error
+
+    # -- what is recorded -----------------------------------------------------
+
+    def received(self, now_ms: float, route: bytes, frame: bytes, user: str) -> None:
+        self._append(packed(Received(now_ms, route, frame, user)))
+
+    def refused(self, now_ms: float, route: bytes, size_bytes: int) -> None:
+        self._append(packed(Refused(now_ms, route, size_bytes)))
+
+    def rekeyed(self, now_ms: float, keys: Mapping[str, KeyRole]) -> None:
+        self._append(packed(Rekeyed(now_ms, dict(keys))))
+        self._keys = keys
+
+    def ticked(self, now_ms: float) -> None:
+        self._append(packed(Ticked(now_ms)))
+
+    def sent(self, now_ms: float, routes: tuple[bytes, ...], frame: bytes) -> None:
+        self._append(packed(Sent(now_ms, routes, frame)))
+
+    def flush(self) -> None:
+        """All that was recorded is the operating system's when this returns."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._buffer and self._file is not None:
+            try:
+                self._write()
+            except OSError as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        """End in order."""
+        self._append(packed(Closed(self._scheduler.now_ms())))
+        self.flush()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+            os.close(self._lock)
+
+    # -- inside -----------------------------------------------------------------
+
+    def _append(self, record: bytes) -> None:
+        if self._file is None:
+            return
+        # A file holds as much beside its head as the head takes, or all of it would be heads.
+        full_bytes = max(self._file_limit, 2 * self._head_bytes)
+        if self._size + len(record) > full_bytes and self._begun():
+            self._rotate(len(record))
+        self._buffer += record
+        self._records += 1
+        self._size += len(record)
+        if len(self._buffer) >= _FLUSH_BYTES:
+            self.flush()
+        elif self._timer is None:
+            self._timer = self._scheduler.call_at(self._scheduler.now_ms() + _FLUSH_MS, self.flush)
+
+    def _begun(self) -> bool:
+        """Whether the file has more than its head."""
+        return self._size > self._head_bytes
+
+    def _write(self) -> None:
+        assert self._file is not None
+        written = 0
+        with memoryview(self._buffer) as view:
+            while written < len(view):
+                written += os.write(self._file, view[written:])
+        self._buffer.clear()
+
+    def _rotate(self, next_bytes: int) -> None:
+        self.flush()
+        if self._file is None:
+            return
+        os.close(self._file)
+        self._file = None
+        self._kept.append((self._path, self._size))
+        try:
+            self._open(next_bytes)
+        except OSError as error:
+            self._give_up(error)
+
+    def _open(self, next_bytes: int = 0) -> None:
+        """The next file, for a record of so many bytes and more; older ones make room for it."""
+        now_ms = self._scheduler.now_ms()
+        began = Began(
+            self._boot,
+            self._files,
+            self._records,
+            now_ms,
+            time.time(),
+            self._software,
+            self._config,
+            None if self._keys is None else dict(self._keys),
+        )
+        head = MAGIC + packed(began)
+        expected_bytes = max(self._file_limit, 2 * len(head), len(head) + next_bytes)
+        room = self._limit_bytes - expected_bytes
+        while self._kept and (
+            sum(size for _, size in self._kept) > room or len(self._kept) >= _MOST_FILES
+        ):
+            self._kept.pop(0)[0].unlink(missing_ok=True)
+        self._path = self._next_path()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.open(self._path, flags, 0o600)
+        self._files += 1
+        self._head_bytes = self._size = len(head)
+        self._buffer += head
+        self._write()
+
+    def _next_path(self) -> Path:
+        last = self._path if self._files else (self._kept[-1][0] if self._kept else None)
+        number = int(last.name.removesuffix(SUFFIX)) + 1 if last else 1
+        return self._folder / f"{number:08d}{SUFFIX}"
+
+    def _give_up(self, error: OSError) -> None:
+        """The bus goes on without a journal; half of a record may stand at the end."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        os.close(self._lock)
+        self._buffer.clear()
+        self._failed(error)
+
+
+def journal_files(folder: Path) -> list[Path]:
+    """The files of a journal, oldest first."""
+    found = folder.glob(f"*{SUFFIX}")
+    return sorted(path for path in found if path.name.removesuffix(SUFFIX).isdigit())

@@ -1,0 +1,78 @@
+"""A journal in memory, of a broker in a simulation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bus.journal.reader import Entry
+from bus.journal.records import (
+    MAGIC,
+    Began,
+    Closed,
+    Received,
+    Record,
+    Refused,
+    Rekeyed,
+    Sent,
+    Ticked,
+    packed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bus.protocol.broker import BrokerConfig
+    from bus.protocol.roles import KeyRole
+    from bus.runtime.base import Scheduler
+
+
+class MemoryJournal:
+    """Implements :class:`bus.runtime.base.Journal`. ``flushed`` counts the records that would
+    outlive the process."""
+
+    def __init__(
+        self,
+        boot: int,
+        config: BrokerConfig,
+        scheduler: Scheduler,
+        keys: Mapping[str, KeyRole] | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        known = None if keys is None else dict(keys)
+        self.began = Began(boot, 0, 0, scheduler.now_ms(), 0.0, "simulated", config, known)
+        self.records: list[Record] = []
+        self.flushed = 0
+
+    def received(self, now_ms: float, route: bytes, frame: bytes, user: str) -> None:
+        self.records.append(Received(now_ms, route, frame, user))
+
+    def refused(self, now_ms: float, route: bytes, size_bytes: int) -> None:
+        self.records.append(Refused(now_ms, route, size_bytes))
+
+    def rekeyed(self, now_ms: float, keys: Mapping[str, KeyRole]) -> None:
+        self.records.append(Rekeyed(now_ms, dict(keys)))
+
+    def ticked(self, now_ms: float) -> None:
+        self.records.append(Ticked(now_ms))
+
+    def sent(self, now_ms: float, routes: tuple[bytes, ...], frame: bytes) -> None:
+        self.records.append(Sent(now_ms, routes, frame))
+
+    def flush(self) -> None:
+        self.flushed = len(self.records)
+
+    def close(self) -> None:
+        self.records.append(Closed(self._scheduler.now_ms()))
+        self.flush()
+
+    def entries(self) -> list[Entry]:
+        """As they would be read back."""
+        path = Path(f"life-{self.began.boot}")
+        head = Entry(path, 0, 0, self.began, self.began)
+        rest = enumerate(self.records, 1)
+        return [head, *(Entry(path, 0, number, each, self.began) for number, each in rest)]
+
+    def data(self) -> bytes:
+        """As it would lie in a file."""
+        return MAGIC + b"".join(map(packed, [self.began, *self.records]))

@@ -1,0 +1,175 @@
+"""Chunks on their way into a model: from when they are announced until they are loaded.
+
+A receiver with room for several chunks (:attr:`Receiver.depth`) receives in a thread of its own,
+one chunk after the other: on a GPU on a stream of its own as well, so that a chunk comes while
+another is loaded. Any other receives when it is asked to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from bus.errors import EngineError
+from bus.messages import NackCode
+from sidecar.transfer.base import transfer_failed
+from sidecar.transfer.checks import check_delivered
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bus.manifest import TensorMeta
+    from sidecar.transfer.base import Receiver
+
+    Tensors: TypeAlias = list[tuple[str, torch.Tensor]]
+
+
+class Inbox:
+    """Of one model, over one transport after the other. Used by one thread.
+
+    Args:
+        device: where the weights are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.backend = ""
+        self.receiver: Receiver | None = None
+        self._device = device
+        self._chunks: dict[int, Future[Tensors]] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def depth(self) -> int:
+        """How many chunks it takes before the first of them is loaded."""
+        return 1 if self.receiver is None else self.receiver.depth
+
+    def use(self, backend: str, receiver: Receiver) -> None:
+        """Another transport; the one before goes."""
+        self.close()
+        self.backend, self.receiver = backend, receiver
+
+    def close(self) -> None:
+        """Let the transport go, and all that came or comes over it."""
+        self.stop()
+        if self.receiver is not None:
+            self.receiver.close()
+            self.receiver = None
+
+    def stop(self) -> None:
+        """Forget all chunks at once, and what comes yet: who waits in the transport, leaves it,
+        which must be opened anew."""
+        if self.receiver is not None and not all(coming.done() for coming in self._chunks.values()):
+            self.receiver.close()
+        self.clear()
+
+    def begin(self, seq: int, metas: tuple[TensorMeta, ...], backend: str, handle: bytes) -> None:
+        """Receive a chunk. It may come yet when this returns: :meth:`take` waits.
+
+        Raises:
+            EngineError: code ``transfer_failed``: there is no such transport, or it failed; and
+                ``wrong_state``, if there is no room.
+        """
+        receiver = self.receiver
+        if receiver is None or backend != self.backend:
+            raise transfer_failed(f"transport {backend!r} is not open in this worker")
+        self._let_go(seq)  # asked again, it comes again
+        if len(self._chunks) >= receiver.depth:
+            raise EngineError(
+                f"chunks {sorted(self._chunks)} are received and not loaded yet",
+                code=NackCode.WRONG_STATE,
+            )
+        if receiver.depth == 1:
+            coming: Future[Tensors] = Future()
+            coming.set_result(self._receive(receiver, metas, handle))
+        else:
+            coming = self._receiving().submit(self._receive, receiver, metas, handle)
+        self._chunks[seq] = coming
+
+    def take(self, seq: int) -> Tensors:
+        """The tensors of a chunk that was begun, when they are there; valid until :meth:`done`.
+
+        Raises:
+            EngineError: code ``transfer_failed``: it did not come, or is not what was announced;
+                and ``wrong_state``: it was not begun.
+        """
+        coming = self._chunks.get(seq)
+        if coming is None:
+            found = f"only {sorted(self._chunks)}" if self._chunks else "nothing"
+            raise EngineError(
+                f"chunk {seq} is asked for, but {found} is staged", code=NackCode.WRONG_STATE
+            )
+        tensors = coming.result()
+        if self._stream is not None:
+            here = torch.cuda.current_stream(self._device)
+            for _, tensor in tensors:
+                tensor.record_stream(here)
+        return tensors
+
+    def take_own(self, seq: int) -> Tensors:
+        """As :meth:`take`, but for ever, and on the weights' device.
+
+        Raises:
+            EngineError: also code ``transfer_failed``, if there is no room for a copy.
+        """
+        tensors = self.take(seq)
+        receiver = self.receiver
+        assert receiver is not None, "its tensors are there"
+        copied = receiver.owned or not receiver.lasts
+        try:
+            return self._copies(tensors, copy=not copied)
+        except torch.OutOfMemoryError as error:
+            raise transfer_failed(
+                f"{self._device} has no room for a copy of chunk {seq}: lower chunk_bytes"
+            ) from error
+
+    def done(self, seq: int) -> None:
+        """A chunk is loaded: its room may be used again."""
+        self._let_go(seq)
+
+    def clear(self) -> None:
+        """Forget all chunks; who still comes is waited for."""
+        for seq in list(self._chunks):
+            self._let_go(seq)
+
+    def _let_go(self, seq: int) -> None:
+        coming = self._chunks.pop(seq, None)
+        if coming is None or self.receiver is None:
+            return
+        wait([coming])
+        if coming.exception() is None and self.receiver.lasts:
+            self.receiver.release()
+
+    def _receive(self, receiver: Receiver, metas: tuple[TensorMeta, ...], handle: bytes) -> Tensors:
+        with self._own_stream() if receiver.depth > 1 else contextlib.nullcontext():
+            received = receiver.receive(metas, handle)
+        try:
+            check_delivered(self.backend, metas, received)
+            kept = received if receiver.lasts else self._copies(received, copy=True)
+        except BaseException:
+            receiver.release()
+            raise
+        if not receiver.lasts:
+            receiver.release()
+        return kept
+
+    def _copies(self, tensors: Tensors, *, copy: bool) -> Tensors:
+        return [(name, tensor.to(self._device, copy=copy)) for name, tensor in tensors]
+
+    def _receiving(self) -> ThreadPoolExecutor:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="wavebus-receive")
+            if self._device.type == "cuda":
+                self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return self._thread
+
+    @contextlib.contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield

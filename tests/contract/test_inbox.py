@@ -1,0 +1,200 @@
+"""What an engine has of chunks that are not loaded yet, over real transports."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from bus.errors import EngineError
+from bus.messages import NackCode
+from bus.transfer import ALONE, NO_PLACE, Place, World
+from sidecar.transfer import make_receiver
+from sidecar.transfer.inbox import Inbox
+from sidecar.transfer.shm import ShmReceiver
+from trainer_agent.sources import meta_of
+from trainer_agent.transfer import make_sender
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sidecar.transfer import Receiver
+
+CPU = torch.device("cpu")
+WORLD, PLACE = World(1, 2, "127.0.0.1"), Place(1, 2, 1)
+METAS = (meta_of("a", torch.zeros(3, 4)), meta_of("b", torch.zeros(5)))
+BYTES = [meta.size_bytes for meta in METAS]
+
+
+class Lane:
+    """A sender, and the inbox that it fills."""
+
+    def __init__(self, backend: str, receiver: Receiver | None = None, *, buffers: int = 2) -> None:
+        self.backend = backend
+        self.sender = make_sender(backend, buffers=buffers)
+        self.inbox = Inbox(CPU)
+        receiver = receiver or make_receiver(backend)
+        collective = self.sender.collective
+        params = self.sender.open(self.sender.packed_bytes(BYTES), WORLD if collective else ALONE)
+        with ThreadPoolExecutor(1) as threads:
+            opening = threads.submit(receiver.open, params, PLACE if collective else NO_PLACE)
+            self.sender.meet()
+            opening.result()
+        self.sender.opened()
+        self.inbox.use(backend, receiver)
+
+    def begin(self, seq: int) -> None:
+        """A chunk is put, and announced."""
+        handle = self.sender.put(seq, tensors_of(seq))
+        self.inbox.begin(seq, METAS, self.backend, handle)
+
+    def arrived(self, seq: int) -> bool:
+        """Take it; whether it is what was put."""
+        received = dict(self.inbox.take(seq))
+        sent = zip(METAS, tensors_of(seq), strict=True)
+        return all(torch.equal(received[meta.name], tensor) for meta, tensor in sent)
+
+    def close(self) -> None:
+        self.sender.close()
+        self.inbox.close()
+
+
+def tensors_of(seq: int) -> list[torch.Tensor]:
+    return [torch.full(meta.shape, float(seq + 1)) for meta in METAS]
+
+
+@pytest.fixture
+def gloo() -> Iterator[Lane]:
+    lane = Lane("gloo")
+    yield lane
+    lane.close()
+
+
+@pytest.fixture
+def shm() -> Iterator[Lane]:
+    lane = Lane("shm")
+    yield lane
+    lane.close()
+
+
+def test_chunks_come_ahead_of_their_load(gloo: Lane) -> None:
+    """Both are announced before either is sent, and each is taken when it is there; four go through
+    room for two."""
+    assert gloo.inbox.depth == 2
+    gloo.begin(0)
+    gloo.begin(1)
+    for seq in range(4):
+        gloo.sender.transfer(seq)
+        assert gloo.arrived(seq)
+        gloo.inbox.done(seq)
+        if seq + 2 < 4:
+            gloo.begin(seq + 2)
+
+
+def test_a_chunk_is_not_overwritten_by_the_next(gloo: Lane) -> None:
+    """It is valid until it is done, whatever has come since."""
+    gloo.begin(0)
+    gloo.begin(1)
+    gloo.sender.transfer(0)
+    gloo.sender.transfer(1)
+    assert gloo.arrived(1)
+    assert gloo.arrived(0)
+
+
+@pytest.mark.parametrize("lane", ["gloo", "shm"])
+def test_more_chunks_than_there_is_room_for_are_refused(
+    lane: str, request: pytest.FixtureRequest
+) -> None:
+    """Which would overwrite one that is not loaded yet."""
+    at: Lane = request.getfixturevalue(lane)
+    for seq in range(at.inbox.depth):
+        at.begin(seq)
+    with pytest.raises(EngineError, match="not loaded yet") as refused:
+        at.inbox.begin(9, METAS, at.backend, b"")
+    assert refused.value.code is NackCode.WRONG_STATE
+    for seq in range(at.inbox.depth):
+        at.sender.transfer(seq)
+        assert at.arrived(seq)
+
+
+def test_a_sender_that_gives_up_fails_what_was_to_come(gloo: Lane) -> None:
+    """When it is taken, and not before; nothing of it stays."""
+    gloo.begin(0)
+    gloo.begin(1)
+    gloo.sender.close()
+    for seq in range(2):
+        with pytest.raises(EngineError) as failed:
+            gloo.inbox.take(seq)
+        assert failed.value.code is NackCode.TRANSFER_FAILED
+    gloo.inbox.clear()
+    with pytest.raises(EngineError, match="nothing is staged"):
+        gloo.inbox.take(0)
+
+
+def test_a_close_does_not_wait_for_what_never_comes(gloo: Lane) -> None:
+    """The sender is there, and silent."""
+    gloo.begin(0)
+    gloo.inbox.close()
+    with pytest.raises(EngineError) as failed:
+        gloo.inbox.begin(0, METAS, gloo.backend, b"")
+    assert failed.value.code is NackCode.TRANSFER_FAILED
+
+
+def test_another_transport_than_the_open_one_is_refused(shm: Lane) -> None:
+    """By its name."""
+    with pytest.raises(EngineError, match="'gloo' is not open"):
+        shm.inbox.begin(0, METAS, "gloo", b"")
+
+
+def test_what_is_taken_to_keep_is_a_copy(shm: Lane) -> None:
+    """Views of a transport's buffers would be overwritten under vLLM's reload."""
+    shm.begin(0)
+    views, own = dict(shm.inbox.take(0)), dict(shm.inbox.take_own(0))
+    shm.inbox.done(0)
+    assert all(own[name].data_ptr() != views[name].data_ptr() for name in own)
+    shm.sender.taken(0)
+    shm.sender.put(0, tensors_of(7))
+    assert torch.equal(own["a"], tensors_of(0)[0])
+
+
+class Fleeting(ShmReceiver):
+    """Its tensors go with the other end."""
+
+    lasts = False
+    released = 0
+
+    def release(self) -> None:
+        super().release()
+        self.released += 1
+
+
+class Owned(ShmReceiver):
+    """Its tensors are whose who gets them."""
+
+    owned = True
+
+
+def test_what_does_not_last_is_copied_as_soon_as_it_is_there() -> None:
+    """And its room is free at once; nothing is copied a second time."""
+    receiver = Fleeting()
+    lane = Lane("shm", receiver)
+    lane.begin(0)
+    assert receiver.released == 1
+    lane.sender.put(0, tensors_of(7))
+    assert lane.arrived(0)
+    taken, own = lane.inbox.take(0), lane.inbox.take_own(0)
+    assert [t.data_ptr() for _, t in own] == [t.data_ptr() for _, t in taken]
+    lane.inbox.done(0)
+    assert receiver.released == 1
+    lane.close()
+
+
+def test_what_is_ones_own_is_not_copied() -> None:
+    """There is nobody else whose it is."""
+    lane = Lane("shm", Owned())
+    lane.begin(0)
+    taken, own = lane.inbox.take(0), lane.inbox.take_own(0)
+    assert [t.data_ptr() for _, t in own] == [t.data_ptr() for _, t in taken]
+    lane.close()

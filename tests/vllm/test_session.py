@@ -1,0 +1,218 @@
+"""A worker's update session: vLLM's own bookkeeping, under calls of the sidecar's and of others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bus.messages import NackCode
+from sidecar.vllm_plugin import wire
+from tests.vllm._vllm import require_vllm
+
+if TYPE_CHECKING:
+    from bus.messages import Target
+
+require_vllm()
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+
+MODELS: tuple[Target, ...] = ("model", "draft")
+
+
+@pytest.fixture(autouse=True)
+def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without vLLM's groups: nobody is there to agree with."""
+    from sidecar.vllm_plugin import ranks  # noqa: PLC0415 - it needs torch
+
+    monkeypatch.setattr(ranks, "_groups", lambda: iter(()))
+
+
+def made() -> tuple[Any, Any]:
+    """A worker with vLLM's methods for sessions, and an engine that says what it is told of which
+    model; its model is the name of its target."""
+    from vllm.config import VllmConfig  # noqa: PLC0415 - it needs vLLM
+    from vllm.v1.worker.gpu_worker import Worker  # noqa: PLC0415 - same
+
+    from sidecar.vllm_plugin.session import Session  # noqa: PLC0415 - same
+    from sidecar.vllm_plugin.worker import WavebusWeightTransferEngine  # noqa: PLC0415 - same
+
+    class Engine(WavebusWeightTransferEngine):
+        def __init__(self) -> None:
+            self.session = Session()
+            self.model = self._default_model = "model"
+            self.model_config = self._default_model_config = None
+            self.said: list[str] = []
+            self.fails = ""
+
+        def _say(self, what: str) -> None:
+            self.said.append(f"{what} {self.model}")
+            if self.fails == what:
+                raise RuntimeError("on purpose")
+
+        def _start(self) -> None:
+            self._say("start")
+
+        def _finish(self) -> None:
+            self._say("finish")
+
+        def _discard(self) -> None:
+            self._say("discard")
+
+    class OfVllm:
+        start_weight_update = Worker.start_weight_update
+        start_draft_weight_update = Worker.start_draft_weight_update
+        update_weights = Worker.update_weights
+        finish_weight_update = Worker.finish_weight_update
+        _start_weight_update = Worker._start_weight_update
+        _check_weight_transfer_engine = Worker._check_weight_transfer_engine
+        _weight_update_active = _weight_update_is_draft = False
+
+        def __init__(self) -> None:
+            self.vllm_config = VllmConfig()
+            self.weight_transfer_engine = Engine()
+            self.model_runner = self
+
+        def _set_draft_weight_update_target(self) -> None:
+            self.weight_transfer_engine.set_weight_update_target("draft", None)
+
+        def reset_lora_state(self) -> None:
+            pass
+
+    worker = OfVllm()
+    return worker, worker.weight_transfer_engine
+
+
+def perform(worker: Any, operation: wire.Operation) -> wire.Failure | None:
+    """How it failed, as the sidecar hears it."""
+    engine = worker.weight_transfer_engine
+    engine.said.clear()
+    try:
+        engine.wavebus_perform(worker, wire.encode(operation))
+    except Exception as error:  # noqa: BLE001 - whatever vLLM would pass on
+        failure = wire.find_failure(str(error))
+        assert failure is not None
+        return failure
+    return None
+
+
+@pytest.mark.parametrize("target", MODELS)
+def test_a_session_is_of_its_target(target: Target) -> None:
+    """vLLM knows of it, and it is open once."""
+    worker, engine = made()
+    assert perform(worker, wire.Start(target, recover=False)) is None
+    assert engine.said == [f"start {target}"]
+    assert worker._weight_update_active
+    failure = perform(worker, wire.Start(target, recover=False))
+    assert failure is not None
+    assert failure.code is NackCode.WRONG_STATE
+    assert engine.said == []
+    assert perform(worker, wire.Finish()) is None
+    assert engine.said == [f"finish {target}"]
+    assert not worker._weight_update_active
+    failure = perform(worker, wire.Finish())
+    assert failure is not None
+    assert failure.code is NackCode.WRONG_STATE
+
+
+@pytest.mark.parametrize("left_open", [None, "model", "draft"])
+@pytest.mark.parametrize("target", MODELS)
+def test_a_recovery_closes_what_is_open_and_mends_the_target(
+    target: Target, left_open: Target | None
+) -> None:
+    """Whichever it was that broke off: what another update has left on meta comes back, too."""
+    worker, engine = made()
+    if left_open:
+        perform(worker, wire.Start(left_open, recover=False))
+    assert perform(worker, wire.Start(target, recover=True)) is None
+    closed = [f"discard {left_open}", f"finish {left_open}"] if left_open else []
+    mended = [f"start {target}", f"discard {target}", f"finish {target}"]
+    assert engine.said == [*closed, *mended, f"start {target}"]
+    assert engine.session.open
+
+
+@pytest.mark.parametrize("target", MODELS)
+def test_a_restore_closes_the_session_that_is_open(target: Target) -> None:
+    """One of the target is opened first, if none is."""
+    worker, engine = made()
+    perform(worker, wire.Start(target, recover=False))
+    closed = [f"discard {target}", f"finish {target}"]
+    assert perform(worker, wire.Restore(target)) is None
+    assert engine.said == closed
+    assert perform(worker, wire.Restore(target)) is None
+    assert engine.said == [f"start {target}", *closed]
+    assert not worker._weight_update_active
+
+
+@pytest.mark.parametrize("target", MODELS)
+def test_a_start_that_fails_leaves_a_session_open(target: Target) -> None:
+    """As in all the workers in which it did not fail; vLLM would close this one."""
+    worker, engine = made()
+    engine.fails = "start"
+    failure = perform(worker, wire.Start(target, recover=False))
+    assert failure is not None
+    assert "on purpose" in failure.detail
+    assert worker._weight_update_active
+    engine.fails = ""
+    assert perform(worker, wire.Start(target, recover=True)) is None
+
+
+def test_a_finish_that_fails_leaves_none() -> None:
+    """What comes next recovers."""
+    worker, engine = made()
+    perform(worker, wire.Start("model", recover=False))
+    engine.fails = "finish"
+    failure = perform(worker, wire.Finish())
+    assert failure is not None
+    assert "on purpose" in failure.detail
+    assert not worker._weight_update_active
+    engine.fails = ""
+    assert perform(worker, wire.Start("model", recover=True)) is None
+
+
+@pytest.mark.parametrize("target", MODELS)
+def test_a_session_that_somebody_was_refused_is_in_nobodys_way(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several workers one says so; vLLM has begun a session in all the others."""
+    from sidecar.vllm_plugin import ranks  # noqa: PLC0415 - it needs torch
+
+    worker, engine = made()
+    monkeypatch.setattr(ranks, "speaks_for_all", lambda: False)
+    worker.start_draft_weight_update()
+    assert worker._weight_update_active
+    assert perform(worker, wire.Start(target, recover=False)) is None
+    assert engine.said == [f"start {target}"]
+
+
+def test_a_session_of_somebody_else_is_left_alone() -> None:
+    """Where the engine takes such calls: those of vLLM's own do."""
+    worker, engine = made()
+    worker._weight_update_active = True
+    for recover in (False, True):
+        failure = perform(worker, wire.Start("model", recover=recover))
+        assert failure is not None
+        assert failure.code is NackCode.WRONG_STATE
+        assert "somebody else" in failure.detail
+        assert engine.said == []
+        assert worker._weight_update_active
+
+
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("target", MODELS)
+def test_a_session_that_somebody_else_has_closed_is_lost(target: Target, refused: bool) -> None:
+    """For vLLM it is; what belongs into it is refused, until the next recovers."""
+    worker, engine = made()
+    perform(worker, wire.Start(target, recover=False))
+    if refused:
+        with pytest.raises(Exception, match="through wavebus"):
+            worker.update_weights({})
+    else:
+        worker.finish_weight_update()
+    assert not worker._weight_update_active
+    for operation in (wire.Finish(), wire.Start(target, recover=False)):
+        failure = perform(worker, operation)
+        assert failure is not None
+        assert failure.code is NackCode.WRONG_STATE
+    assert perform(worker, wire.Start(target, recover=True)) is None
+    mended = [f"start {target}", f"discard {target}", f"finish {target}"]
+    assert engine.said[-4:] == [*mended, f"start {target}"]
