@@ -55,13 +55,19 @@ def test_keys_a_refused_role_a_flood_and_sighup_are_replayed(tmp_path: Path) -> 
             assert isinstance(await wrong.ask(StatusRequest()), Status)
 
     with wavebus("broker", "--listen", "tcp://127.0.0.1:*", *options) as broker:
-        asyncio.run(said(broker, broker.first_line()))
+        address = broker.first_line()
+        secret = tmp_path / "peers" / "watch.secret"
+        flags = ("--key", str(secret), "--broker-key", str(keys.public))
+        answer = run_wavebus("why", "--broker", address, *flags)
+        assert (answer.returncode, answer.stdout) == (0, "nothing is waited for\n")
+        asyncio.run(said(broker, address))
         assert broker.stop() == 0
 
     done = run_wavebus("replay", str(folder), "--json")
     assert done.returncode == 0, done.stdout
     (life,) = json.loads(done.stdout)["lives"]
     assert life["closed"]
+    assert run_wavebus("why", "--journal", str(folder)).returncode == 0
     records = shown(folder)
     public = {name: keys.public_of(name) for name in ("engine-1", "trainer", "watch")}
     assert records[0]["keys"] == {

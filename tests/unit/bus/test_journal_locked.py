@@ -192,7 +192,7 @@ def test_whatever_is_refused_and_when_the_journal_tells_the_same() -> None:
         chance = random.Random(seed)
         scene = Locked(KEYS if seed % 2 else None)
         users = [*KEYS, "nobody's"] if seed % 2 else [""]
-        verbs = [BEAT, OBSERVER_JOIN, TRAINER_JOIN, engine_join(), StatusRequest()]
+        verbs: list[Message] = [BEAT, OBSERVER_JOIN, TRAINER_JOIN, engine_join(), StatusRequest()]
         for _ in range(400):
             scene.scheduler.run_for(chance.choice([0.0, 0.1, 7.3, 100.0 / 3]) * chance.random())
             user = chance.choice(users)

@@ -20,6 +20,7 @@ from tests.unit.bus._builders import ack, engine_join, envelope
 from tests.unit.bus._recorded import updated, world_of
 
 if TYPE_CHECKING:
+    from bus.messages import Message
     from bus.testing.sim_world import SimWorld
 
 LOAD_MS = 50.0
@@ -153,7 +154,7 @@ def test_another_one_under_a_peers_name_draws_nothing(world: SimWorld) -> None:
     """Nor ends a span of the peer's: neither its JOIN, which was refused, nor its acks."""
     entries = world.journals[0].entries()
     (update_id,) = {span.update_id for span in the_spans(world) if span.name == "start"}
-    words = (engine_join(), *(ack(step, update_id) for step in Step))
+    words: list[Message] = [engine_join(), *(ack(step, update_id) for step in Step)]
     forged: list[Entry] = []
     for entry in entries:
         forged.append(entry)
