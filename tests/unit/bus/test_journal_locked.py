@@ -199,6 +199,9 @@ def test_whatever_is_refused_and_when_the_journal_tells_the_same() -> None:
             name = chance.choice(["a", "b", user or "c"])
             for _ in range(chance.choice([1, 1, 1, 70])):
                 scene.say(name, chance.choice(verbs), user)
+            if chance.random() < 0.1:
+                size_bytes = chance.choice([0, 7, 5000, STRANGERS_FRAME_BYTES + 1])
+                scene.send(f"{name}#1".encode(), chance.randbytes(size_bytes), user)
             if chance.random() < 0.01 and seed % 2:
                 scene.server.rekey({key: KEYS[key] for key in KEYS if chance.random() < 0.7})
         scene.server.close()
