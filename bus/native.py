@@ -25,10 +25,11 @@ PREFIX: Final = "vllm:"
 MAX_DEPTH: Final = 8
 # Those whose updates are patches: some elements of some tensors, onto what an engine serves.
 PATCHING: Final = frozenset({"sparse_nccl"})
+# Those to which every rank of the trainer sends its own shards. The workers of all engines are
+# one mesh behind them; ``rank_offset`` is where it begins.
+SHARDING: Final = frozenset({"nccl_m2n"})
 # Worker engines of vLLM's that the bus can't drive, and why.
 UNDRIVEN: Final = {
-    "nccl_m2n": "every rank of its trainer sends its own shards into one communicator, and the "
-    "bus has one sender, which sends whole tensors",
     "sharded_rdt": "its workers pull shards from every rank of its trainer, by plans of their own",
     "modelexpress": "vLLM has no trainer engine for it",
 }
@@ -76,6 +77,11 @@ def engine_of(backend: str) -> str:
 def takes_patches(backend: str) -> bool:
     """Whether all updates over a transfer backend are patches; over the others, none is."""
     return engine_of(backend) in PATCHING
+
+
+def sends_shards(backend: str) -> bool:
+    """Whether all ranks of the trainer send over a transfer backend, each its own shards."""
+    return engine_of(backend) in SHARDING
 
 
 def loads_when_received(backend: str) -> bool:

@@ -54,12 +54,14 @@ class World:
     """What a sender needs to know of the communicator that it makes; it is rank 0.
 
     ``number`` is 0 and ``size`` 1 for a backend without collectives. ``address`` is this
-    host's, as those see it who are reached the way that the broker is.
+    host's, as those see it who are reached the way that the broker is. ``senders``: so many
+    ranks of the trainer take part, in the first places; the broker counts one, and ``size`` all.
     """
 
     number: int
     size: int
     address: str
+    senders: int = 1
 
 
 @dataclass(frozen=True, slots=True)

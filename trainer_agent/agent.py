@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 import anyio.to_thread
 
+from bus import native
 from bus.errors import Refused, UsageError, WavebusError
 from bus.ids import check_name
 from bus.keys import security
@@ -33,6 +35,7 @@ from trainer_agent.adapter import Adapter, send_adapter
 from trainer_agent.asking import together
 from trainer_agent.connection import Connection
 from trainer_agent.how import WAIT_S, PauseHow
+from trainer_agent.meeting import meeting_info
 from trainer_agent.patches import BusPatches
 from trainer_agent.ranks import follow
 from trainer_agent.sources import Weights, as_source
@@ -41,7 +44,7 @@ from trainer_agent.stream import ChunkStream
 from trainer_agent.transfer import current_gpu, make_sender
 from trainer_agent.transport import Transport
 from trainer_agent.updating import Updates
-from trainer_agent.weight_sync import BusWeightSource, BusWeightSyncClient, WeightSync
+from trainer_agent.weight_sync import BusWeightSyncClient, WeightSync
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
 
     from bus.protocol.link import LinkConfig
     from bus.runtime.base import ClientTransport
+    from trainer_agent.bus_source import BusWeightSource
     from trainer_agent.patches import AnyPatch
     from trainer_agent.report import UpdateReport
 
@@ -157,6 +161,7 @@ class TrainerAgent:
             self._updates,
             self._transport,
             rank=rank,
+            ranks=ranks,
             chunk_bytes=chunk_bytes,
             timeout_s=timeout_s,
         )
@@ -400,9 +405,10 @@ class TrainerAgent:
         and call ``trainer_init`` and ``send_weights`` in a thread.)
 
         Args:
-            engine: ``wavebus`` sends over this agent's backend; ``nccl``, ``ipc`` and
-                ``sparse_nccl`` are vLLM's own, and need engines that were booted with their worker
-                side.
+            engine: ``wavebus`` sends over this agent's backend; ``nccl``, ``ipc``,
+                ``sparse_nccl`` and ``nccl_m2n`` are vLLM's own, and need engines that were booted
+                with their worker side. For ``nccl_m2n`` every rank awaits this: rank 0 tells the
+                others where they meet.
             fields: of that engine's init info, such as ``packed``. Who meets, and where, is
                 filled in: make a new info, and a trainer engine of it, when engines come or go.
 
@@ -424,6 +430,11 @@ class TrainerAgent:
                 **fields,
             )
         infos = await self._import("trainer_agent.vllm_infos")
+        if engine in native.SHARDING:
+            make = functools.partial(infos.native_info, engine, fields, rank=self.rank)
+            return await meeting_info(
+                engine, make, self._line, self._updates, self._sync, self.rank, self.ranks
+            )
         world = ALONE if self.rank else await self._sync.meet_native(engine)
         info = infos.native_info(engine, fields, rank=self.rank, world=world)
         self._sync.promise(infos.packed_bytes(engine, info))

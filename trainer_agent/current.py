@@ -13,10 +13,11 @@ from trainer_agent.sources import as_announced
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, Future
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import torch
 
+    from bus.manifest import TensorMeta
     from bus.messages import Verify
     from trainer_agent.plan import Plan
     from trainer_agent.sources import WeightSource
@@ -57,8 +58,9 @@ class CurrentUpdate:
         self._left: Iterator[tuple[str, torch.Tensor]] | None = None
         self._taking = threading.Lock()
 
-    def begin_pass(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """
+    def begin_pass(self, pieces: Sequence[TensorMeta]) -> Iterator[tuple[str, torch.Tensor]]:
+        """``pieces``: what it yields.
+
         Raises:
             UsageError: the update is a patch.
         """
@@ -67,7 +69,7 @@ class CurrentUpdate:
         with self._taking:
             self._left = iter(self._inner)
             self.untaken = len(self.plan.metas)
-        return as_announced(self.plan.metas, self._left)
+        return as_announced(pieces, self._left)
 
     def take(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
         """The next one; None at the end. Once the update has failed, nobody takes any more."""

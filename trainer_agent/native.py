@@ -39,15 +39,36 @@ class Native:
         backend: its name on the bus, such as ``vllm:nccl``.
         chunk_bytes: the trainer engine puts at most so much into one ``update_weights``;
             None: all.
+        opened_for: names, dtypes and shapes, of a transport that was opened for just these
+            tensors; or empty.
     """
 
     backend: str
     chunk_bytes: int | None
+    opened_for: tuple[Any, ...] = ()
 
     @property
     def patching(self) -> bool:
         """Whether its updates are patches."""
         return native.takes_patches(self.backend)
+
+    @property
+    def sharding(self) -> bool:
+        """Whether every rank of the trainer sends its shards."""
+        return native.sends_shards(self.backend)
+
+    def check(self, plan: Plan) -> None:
+        """
+        Raises:
+            UsageError: the plan is of other tensors than the transport was opened for.
+        """
+        manifest = plan.manifest
+        told = (manifest.names, manifest.dtypes, manifest.shapes)
+        if self.opened_for and self.opened_for != told:
+            raise UsageError(
+                "source: other tensors than when the trainer engine was made: make a new info, "
+                "and a new trainer engine of it"
+            )
 
     @property
     def plan_bytes(self) -> int:
@@ -100,6 +121,22 @@ def _native_of(view: EngineView) -> str:
     return next(filter(None, map(native.engine_of, view.backends)), "")
 
 
+def senders(engine: str, ranks: int) -> int:
+    """How many of a trainer's ranks take part in the transport of vLLM's ``engine``."""
+    return ranks if engine in native.SHARDING else 1
+
+
+def opened_for(info: object, engine: str) -> tuple[Any, ...]:
+    """For which tensors an ``init_info`` opens a transport, see :attr:`Native.opened_for`."""
+    if engine not in native.SHARDING or not isinstance(info, dict):
+        return ()
+    return (
+        tuple(info["names"]),
+        tuple(info["dtype_names"]),
+        tuple(tuple(shape) for shape in info["shapes"]),
+    )
+
+
 def meets(info: object) -> bool:
     """Whether those who are told this meet in a communicator."""
     return isinstance(info, dict) and "rank_offset" in info
@@ -124,16 +161,16 @@ def transfer_init(info: object, engine: str, world: World, update_id: str) -> Tr
 
 
 def _check_world(info: dict[str, Any], world: World) -> None:
-    if info["rank_offset"] != 1:
+    if info["rank_offset"] != world.senders:
         raise UsageError(
-            f"init_info: rank_offset={info['rank_offset']}: on the bus one rank sends, and the "
-            "first worker is number 1"
+            f"init_info: rank_offset={info['rank_offset']}: ranks of this trainer that send: "
+            f"{world.senders}, and the first worker is number {world.senders}"
         )
     size = info.get("world_size")
     if size != world.size:
         raise UsageError(
-            f"init_info: world_size={size}, and the trainer's sender with the workers of all "
-            f"engines are {world.size}: have agent.init_info() fill it"
+            f"init_info: world_size={size}, and who sends, with the workers of all engines, are "
+            f"{world.size}: have agent.init_info() fill it"
         )
 
 

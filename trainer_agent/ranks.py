@@ -43,6 +43,11 @@ class Leading:
             self._drain = drain
             await self._tell("go", 0, None)
 
+    async def meet(self, meeting: bytes) -> None:
+        """All ranks may go to where they meet engines."""
+        if not self._alone:
+            await self._tell("go", 0, None, meeting)
+
     async def end(self, version: int, error: BaseException | None) -> None:
         """It is committed, or has failed."""
         if self._alone:
@@ -57,8 +62,10 @@ class Leading:
             with contextlib.suppress(Refused, BusTimeout, BusClosed):
                 await self._tell("end", version, failure)
 
-    async def _tell(self, point: TrainerPoint, version: int, failure: Nack | None) -> None:
-        step = TrainerStep(self._number, point, version, failure)
+    async def _tell(
+        self, point: TrainerPoint, version: int, failure: Nack | None, meeting: bytes = b""
+    ) -> None:
+        step = TrainerStep(self._number, point, version, failure, meeting)
         await self._line.ask(step, TrainerStep)
 
 

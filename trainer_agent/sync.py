@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
 
     from bus.messages import EngineView, Escalation, GroupAck, PauseMode, SleepLevel, Status, Target
+    from trainer_agent.bus_source import BusWeightSource
     from trainer_agent.patches import AnyPatch, BusPatches
     from trainer_agent.report import UpdateReport
     from trainer_agent.sources import Weights
-    from trainer_agent.weight_sync import BusWeightSource, BusWeightSyncClient
+    from trainer_agent.weight_sync import BusWeightSyncClient
 
 T = TypeVar("T")
 

@@ -76,11 +76,11 @@ class Transport:
         self.communicator = init.communicator
         self.theirs = True
 
-    async def plan(self) -> World:
-        """Who would meet in a communicator that is made now."""
+    async def plan(self, senders: int = 1) -> World:
+        """Who would meet in a communicator that is made now, with so many ranks of the trainer."""
         plan = await self._line.ask(PlanTransfer(), TransferPlan)
         address = address_towards(host_of(self._line.broker))
-        return World(plan.communicator, plan.world_size, address)
+        return World(plan.communicator, plan.world_size - 1 + senders, address, senders)
 
     def spoil(self) -> None:
         """What is open can't be used any more."""

@@ -30,7 +30,7 @@ from trainer_agent.report import UpdateReport
 from trainer_agent.steps import CLEANUP_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from types import TracebackType
 
     from bus.messages import GroupAck, Target, Verify
@@ -68,6 +68,22 @@ class Updates:
         number = self._take(counts=not alone)
         leading = Leading(self._line, number, alone=alone or self._alone)
         return Update(update_id, self, self._steps, leading, how, target)
+
+    @contextlib.asynccontextmanager
+    async def meeting(self) -> AsyncIterator[Leading]:
+        """Rank 0's part of what is no update, but counts as one: all ranks meet the engines."""
+        leading = Leading(self._line, self._take(), alone=self._alone)
+        failed: BaseException | None = None
+        try:
+            yield leading
+        except BaseException as error:
+            failed = error
+            raise
+        finally:
+            try:
+                await leading.end(0, failed)
+            finally:
+                self.ended()
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[int]:

@@ -16,13 +16,21 @@ if TYPE_CHECKING:
     from bus.transfer import World
 
 
-def native_info(engine: str, given: Mapping[str, Any], *, rank: int, world: World) -> Any:
+def native_info(
+    engine: str,
+    given: Mapping[str, Any],
+    *,
+    rank: int,
+    world: World,
+    meeting: Mapping[str, Any] | None = None,
+) -> Any:
     """What ``WeightTransferTrainerFactory.trainer_init`` takes for the trainer engine ``engine``.
 
     Args:
         given: fields that are the user's choice; they win.
         rank: this trainer rank's.
         world: who meets; its address becomes ``master_address``, with a free port.
+        meeting: where another rank was told to meet, instead.
 
     Raises:
         UsageError: vLLM has no such trainer engine, or it can't be imported, or has other fields.
@@ -44,8 +52,10 @@ def native_info(engine: str, given: Mapping[str, Any], *, rank: int, world: Worl
         filled["master_port"] = 0 if rank else _free_port(world.address)
     if "world_size" in fields:
         filled["world_size"] = world.size
+    if "num_trainer_ranks" in fields:
+        filled["num_trainer_ranks"] = world.senders
     try:
-        return info_class(**{**filled, **given})
+        return info_class(**{**filled, **(meeting or {}), **given})
     except (TypeError, ValueError) as error:
         raise UsageError(f"init_info of vLLM's trainer engine {engine!r}: {error}") from error
 

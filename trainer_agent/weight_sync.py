@@ -30,12 +30,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
+import sys
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
-import torch
 
 import bus.log
 from bus.errors import BusClosed, BusTimeout, UpdateFailed, UsageError, WavebusError
@@ -43,17 +43,18 @@ from bus.messages import NackCode
 from bus.transfer import ALONE
 from trainer_agent import infos, native
 from trainer_agent.asking import announced, first_of
+from trainer_agent.bus_source import BusWeightSource
 from trainer_agent.current import CurrentUpdate, once_more
 from trainer_agent.patches import NextPatch
 from trainer_agent.plan import Plan
 from trainer_agent.ranks import reached
 from trainer_agent.refusals import own_nack
-from trainer_agent.sources import tensor_metas
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
-    from bus.manifest import TensorMeta
+    import torch
+
     from bus.messages import GroupAck, Target
     from bus.transfer import World
     from trainer_agent.connection import Connection
@@ -64,15 +65,6 @@ if TYPE_CHECKING:
     from trainer_agent.updating import Updates
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ParamMeta:
-    """One tensor of a source, as vLLM's trainer engines want it told."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 class BusWeightSyncClient:
@@ -134,47 +126,6 @@ class BusWeightSyncClient:
         self._sync.call(lambda: self._sync.finish(weight_version or ""))
 
 
-class BusWeightSource:
-    """vLLM's ``WeightSource`` around another source: made by :meth:`TrainerAgent.source`.
-
-    A pass over it yields nothing before every engine is armed and paused, on every rank of the
-    trainer. On rank 0 it yields what :meth:`metadata` told of, or raises.
-    """
-
-    def __init__(self, sync: WeightSync, inner: WeightSource) -> None:
-        self._sync = sync
-        self.inner = inner
-        self._fresh: list[TensorMeta] | None = None
-
-    def metadata(self) -> list[ParamMeta]:
-        """What the next update is armed with. Where reading it is a collective of all ranks,
-        read it on all before they send."""
-        return [
-            ParamMeta(meta.name, getattr(torch, meta.dtype), meta.shape) for meta in self._read()
-        ]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """A pass over the tensors.
-
-        Raises:
-            UsageError: the agent has another source by now, or this one does not yield what its
-                metadata says.
-            Refused: what the update was refused with; it was raised on rank 0 as well.
-            BusTimeout: no update was started within the agent's ``timeout_s``.
-        """
-        return self._sync.passing(self)
-
-    def take_metas(self) -> list[TensorMeta]:
-        """The metadata that was read for the update that now begins; read here, if nobody did."""
-        metas = self._read() if self._fresh is None else self._fresh
-        self._fresh = None
-        return metas
-
-    def _read(self) -> list[TensorMeta]:
-        self._fresh = tensor_metas(self.inner.metadata())
-        return self._fresh
-
-
 class WeightSync:
     """What the client and the source of one agent share. Its coroutines are for :meth:`call`."""
 
@@ -186,6 +137,7 @@ class WeightSync:
         transport: Transport,
         *,
         rank: int,
+        ranks: int,
         chunk_bytes: int,
         timeout_s: float,
     ) -> None:
@@ -195,6 +147,7 @@ class WeightSync:
         self._updates = updates
         self._transport = transport
         self._rank = rank
+        self._ranks = ranks
         self._chunk_bytes = chunk_bytes
         self._timeout_s = timeout_s
         self._log = bus.log.logger()
@@ -244,13 +197,17 @@ class WeightSync:
 
     def wrap(self, source: WeightSource) -> BusWeightSource:
         """The agent's source from now on."""
-        self._source = BusWeightSource(self, source)
+        self._source = _wrapper(source)(self, source)
         return self._source
 
     @property
     def patching(self) -> bool:
         """Whether the trainer engine sends patches."""
         return self._native is not None and self._native.patching
+
+    @property
+    def _sharding(self) -> bool:
+        return self._native is not None and self._native.sharding
 
     def need_rank_0(self) -> None:
         """The others only read their source."""
@@ -262,8 +219,16 @@ class WeightSync:
         if self._source is None:
             raise UsageError("no source yet: give the trainer engine source=agent.source(model)")
         theirs = self._native
+        if self._source.shards and not self._sharding:
+            raise UsageError(
+                "source: yields each rank's shards, which no trainer engine but nccl_m2n sends: "
+                "give the others agent.source(model)"
+            )
         chunk_bytes = self._chunk_bytes if theirs is None else theirs.plan_bytes
-        return Plan.of_source(self._source.take_metas(), chunk_bytes=chunk_bytes)
+        plan = Plan.of_source(self._source.take_metas(), chunk_bytes=chunk_bytes)
+        if theirs is not None:
+            theirs.check(plan)
+        return plan
 
     def passing(self, source: BusWeightSource) -> Iterator[tuple[str, torch.Tensor]]:
         """One pass over a source."""
@@ -271,11 +236,11 @@ class WeightSync:
             raise UsageError("this agent has another source by now: it has one at a time")
         if self._rank:
             self.call(self._go)
-            yield from source.inner
+            yield from source.beside()
             return
         current = self.call(self._started)
         try:
-            tensors = current.begin_pass()
+            tensors = current.begin_pass(source.pieces(current.plan.metas))
             while (pair := current.take(tensors)) is not None:
                 yield pair
         except GeneratorExit:
@@ -313,7 +278,7 @@ class WeightSync:
     async def meet_native(self, engine: str) -> World:
         """Who meets, once every engine is known to run vLLM's worker engine ``engine``."""
         native.need_engines(await self._line.engines(), engine)
-        return await self._transport.plan()
+        return await self._transport.plan(native.senders(engine, self._ranks))
 
     def promise(self, packed_bytes: int | None) -> None:
         """How the trainer engine will cut its source whose info was made last."""
@@ -335,10 +300,12 @@ class WeightSync:
 
     async def _init_native(self, info: object, chunk_bytes: int | None) -> None:
         engine = native.engine_of_all(await self._line.engines())
-        world = await self._transport.plan() if native.meets(info) else ALONE
+        senders = native.senders(engine, self._ranks)
+        world = await self._transport.plan(senders) if native.meets(info) else ALONE
         opening = native.transfer_init(info, engine, world, self._steps.new_id())
         await self._transport.open_theirs(opening)
-        self._met, self._native = 0, native.Native(opening.backend, chunk_bytes)
+        opened_for = native.opened_for(info, engine)
+        self._met, self._native = 0, native.Native(opening.backend, chunk_bytes, opened_for)
 
     async def shutdown(self) -> None:
         async with self._one_step:
@@ -376,13 +343,16 @@ class WeightSync:
                         )
                     )
                 await current.update.arm(plan, transport.backend, transport.communicator, "")
-                await current.update.go(current.drain)
+                if not self._sharding:
+                    await current.update.go(current.drain)
             current.starting = asyncio.ensure_future(self._start_engines(current))
 
     async def _start_engines(self, current: CurrentUpdate) -> None:
         """Who waits for it, hears how it failed."""
         try:
             await current.update.start()
+            if self._sharding:  # the other ranks enter a collective with those who have started
+                await current.update.go(current.drain)
         except Exception as error:  # noqa: BLE001 - it is raised by who waits
             await self._fail(current, error)
         else:
@@ -500,6 +470,16 @@ class WeightSync:
                 await current.update.end(error)
         finally:
             current.undone.set()
+
+
+def _wrapper(source: WeightSource) -> type[BusWeightSource]:
+    """By vLLM's class, which whoever made such a source has imported."""
+    theirs = sys.modules.get("vllm.distributed.weight_transfer.m2n_source")
+    if theirs is None or not isinstance(source, theirs.M2NWeightSource):
+        return BusWeightSource
+    shards = importlib.import_module("trainer_agent.vllm_shards")
+    found: type[BusWeightSource] = shards.BusShardSource
+    return found
 
 
 def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:

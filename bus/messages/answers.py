@@ -9,7 +9,15 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from bus.messages.bounds import Count, LongText, RequestIds, ShortText, TrainerPoint, UpdateId
+from bus.messages.bounds import (
+    MAX_MEETING_BYTES,
+    Count,
+    LongText,
+    RequestIds,
+    ShortText,
+    TrainerPoint,
+    UpdateId,
+)
 
 
 class Step(StrEnum):
@@ -105,12 +113,14 @@ class Nack:
 @dataclass(frozen=True, slots=True)
 class TrainerStep:
     """``number`` counts rank 0's updates from 1. ``version`` (with ``end``) is what was
-    committed; ``failure`` is what rank 0 raised instead."""
+    committed; ``failure`` is what rank 0 raised instead. ``meeting`` (with ``go``) is where the
+    ranks meet engines, if that is what they are to do: only they read it."""
 
     number: Count
     point: TrainerPoint
     version: Count
     failure: Nack | None
+    meeting: Annotated[bytes, Meta(max_length=MAX_MEETING_BYTES)]
 
 
 @dataclass(frozen=True, slots=True)

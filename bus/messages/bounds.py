@@ -13,6 +13,7 @@ WIRE_MINOR: Final = 1
 MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
 MAX_TENSORS: Final = 200_000
 MAX_BLOB_BYTES: Final = 4 * 1024 * 1024
+MAX_MEETING_BYTES: Final = 4096
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 # What somebody adds one to; so it never comes to what the wire has no number for.
 Serial: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]

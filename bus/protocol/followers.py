@@ -4,11 +4,12 @@
 
     rank 0 tells     every other rank, in its n-th update
     (nothing yet)    waits; it touches no tensor, since peers would wait for it in a collective
-    GO n             gathers its tensors beside rank 0, and sends none
+    GO n             gathers its tensors beside rank 0, and sends none; or meets the engines
+                     where rank 0 says, if GO says where
     END n            returns the version, or raises what rank 0 raised
 
-Invariants: nobody is told GO before rank 0 has heard that all engines are armed, paused and
-ready; END with a failure answers those who still wait for GO, too; when rank 0 is gone, all who
+Invariants: nobody is told GO for tensors before rank 0 has heard that all engines are armed;
+END with a failure answers those who still wait for GO, too; when rank 0 is gone, all who
 wait are told so, and what it said is forgotten, since its successor counts anew.
 """
 
@@ -54,7 +55,7 @@ class Followers:
     def leader_gone(self, nack: Nack) -> list[Effect]:
         """Rank 0 has left, or is dead."""
         effects: list[Effect] = [
-            _tell(peer, msg_id, TrainerStep(asked.number, asked.point, 0, nack))
+            _tell(peer, msg_id, TrainerStep(asked.number, asked.point, 0, nack, b""))
             for peer, msg_id, asked in self._waiting.values()
         ]
         self._told.clear()

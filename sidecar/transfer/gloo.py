@@ -54,17 +54,20 @@ class GlooReceiver(Receiver):
         chunk = decoded(handle, GlooChunk)
         offsets = packed_offsets(tensors)
         # Before anything that could leave the others waiting for this rank.
-        if self._group is None:
+        group = self._group
+        if group is None:
             raise transfer_failed("the communicator is not open")
         memory = self._buffers[0]
         check_broadcast(chunk.size_bytes, offsets[-1], memory.numel())
         if chunk.size_bytes:
             try:
-                bus.gloo.broadcast(dist, self._group, memory[: chunk.size_bytes])
+                bus.gloo.broadcast(dist, group, memory[: chunk.size_bytes])
             except RuntimeError as error:
-                self.close()  # what comes next in it belongs to nothing
+                if self._group is group:
+                    self.close()  # what comes next in it belongs to nothing
                 raise transfer_failed(f"the broadcast broke: {rendezvous.reason(error)}") from error
-        self._buffers.rotate(-1)
+        if self._group is group:  # it may have been opened anew meanwhile
+            self._buffers.rotate(-1)
         return views_of(memory, offsets[:-1], tensors)
 
     def close(self) -> None:

@@ -60,10 +60,14 @@ class Inbox:
             self.receiver = None
 
     def stop(self) -> None:
-        """Forget all chunks at once, and what comes yet: who waits in the transport, leaves it,
-        which must be opened anew."""
+        """Forget all chunks at once, and what comes yet: the transport is closed then, and must be
+        opened anew. Who waits in it is left behind, until its deadline at the latest."""
         if self.receiver is not None and not all(coming.done() for coming in self._chunks.values()):
             self.receiver.close()
+            self._chunks.clear()
+            if self._thread is not None:
+                self._thread.shutdown(wait=False, cancel_futures=True)
+                self._thread = None
         self.clear()
 
     def begin(self, seq: int, metas: tuple[TensorMeta, ...], backend: str, handle: bytes) -> None:

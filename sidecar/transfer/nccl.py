@@ -101,7 +101,8 @@ class NcclReceiver(Receiver):
         check_broadcast(chunk.size_bytes, offsets[-1], memory.numel())
         if chunk.size_bytes:
             self._broadcast(communicator, [memory[: chunk.size_bytes]])
-        self._buffers.rotate(-1)
+        if self._communicator is communicator:  # it may have been opened anew meanwhile
+            self._buffers.rotate(-1)
         return views_of(memory, offsets[:-1], tensors)
 
     def _one_by_one(
@@ -127,5 +128,6 @@ class NcclReceiver(Receiver):
             with torch.cuda.device(self.device):
                 communicator.broadcast(pieces, timeout_s)
         except RuntimeError as error:
-            self.close()  # what comes next in it belongs to nothing
+            if self._communicator is communicator:
+                self.close()  # what comes next in it belongs to nothing
             raise transfer_failed(f"the broadcast broke: {bus.nccl.reason(error)}") from error

@@ -11,12 +11,15 @@ transport, starting, receiving (which loads) and finishing.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import set_current_vllm_config
 
 from bus import native
+from bus.errors import EngineError
+from bus.messages import NackCode
 from bus.transfer import Place
 from sidecar.transfer.base import transfer_failed
 from sidecar.vllm_plugin import ranks, wire
@@ -37,11 +40,12 @@ class Doors:
     """The methods of the guarded class, without what its subclass adds."""
 
     parse_init_info: Callable[[dict[str, Any]], Any]
-    init_transfer_engine: Callable[[Any], None]
+    init_transfer_engine: Callable[[Any, Any], None]  # with its parallel config for this call
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
     shutdown: Callable[[], None]
+    takes_draft: bool
 
 
 class NativeUpdates(WavebusWeightTransferEngine):
@@ -115,20 +119,25 @@ class NativeUpdates(WavebusWeightTransferEngine):
             super()._open(operation)
             return
         typed: Any = None
+        parallel = self.vllm_config.parallel_config
 
         def prepare() -> None:
-            nonlocal typed
+            nonlocal typed, parallel
             if native.engine_of(operation.backend) != self._name:
                 raise not_this_engine(operation.backend)
             info = native.decode_info(operation.params)
             place = Place(operation.communicator, operation.world_size, operation.first_rank)
-            typed = self._doors.parse_init_info(self._placed(info, place))
+            if native.sends_shards(operation.backend):
+                info, parallel = self._in_mesh(info, place)
+            else:
+                info = self._placed(info, place)
+            typed = self._doors.parse_init_info(info)
 
         ranks.together(prepare)
         self.shutdown()
         self._armed = None
         try:
-            self._doors.init_transfer_engine(typed)
+            self._doors.init_transfer_engine(typed, parallel)
         except Exception as error:
             raise transfer_failed(
                 f"vLLM's {self._name!r} did not open: {type(error).__name__}: {error}"
@@ -144,14 +153,33 @@ class NativeUpdates(WavebusWeightTransferEngine):
         """
         if "rank_offset" not in info:
             return info
-        if not place.communicator:
-            raise transfer_failed("a place in a communicator is asked for, and none was given")
+        _need_place(place)
         parallel = self.vllm_config.parallel_config
         added = parallel.data_parallel_index * parallel.world_size + parallel.rank
         offset = place.of_worker(self._index).rank - added
         return {**info, "rank_offset": offset, "world_size": place.world_size}
 
+    def _in_mesh(self, info: dict[str, Any], place: Place) -> tuple[dict[str, Any], Any]:
+        """The info, and the parallel config by which vLLM's worker finds its place.
+
+        ``rank_offset`` is where the mesh of all engines' workers begins, in all of them: behind
+        the trainer's ranks, of which the broker counts one. So a worker's number in the mesh is
+        what vLLM takes it from: its rank in the only engine that vLLM knows of.
+        """
+        _need_place(place)
+        first = info.get("rank_offset")
+        if type(first) is not int or first < 1:
+            raise transfer_failed(f"rank_offset={first!r}: where do the workers begin?")
+        parallel = copy.copy(self.vllm_config.parallel_config)
+        parallel.data_parallel_index = 0
+        parallel.rank = place.of_worker(self._index).rank - 1
+        return {**info, "world_size": place.world_size - 1 + first}, parallel
+
     def _arm(self, operation: wire.ArmManifest) -> None:
+        if self._opened and operation.target == "draft" and not self._doors.takes_draft:
+            raise EngineError(
+                f"vLLM's {self._name!r} does not update draft models", code=NackCode.DRAFT_MISSING
+            )
         target = self._loadable.get(operation.target)
         if self._opened and target is not None and target.tied_head in operation.names:
             raise refused(
@@ -160,6 +188,11 @@ class NativeUpdates(WavebusWeightTransferEngine):
                 "itself: leave it out",
             )
         super()._arm(operation)
+
+
+def _need_place(place: Place) -> None:
+    if not place.communicator:
+        raise transfer_failed("a place in a communicator is asked for, and none was given")
 
 
 def _columns(metas: tuple[TensorMeta, ...], counts: tuple[int, ...]) -> dict[str, Any]:
@@ -185,16 +218,25 @@ def guarded(name: str, theirs: type[Any]) -> type[Any]:
                 plain: Any = super()
                 doors = Doors(
                     plain.parse_init_info,
-                    plain.init_transfer_engine,
+                    self._open_with,
                     plain.start_weight_update,
                     plain.update_weights,
                     plain.finish_weight_update,
                     plain.shutdown,
+                    self.supports_draft_weight_update,
                 )
                 self._wavebus = NativeUpdates(
                     name, doors, self.config, self.vllm_config, self.device, self.model
                 )
             return self._wavebus
+
+        def _open_with(self, info: Any, parallel: Any) -> None:
+            own: Any = self.parallel_config
+            self.parallel_config: Any = parallel
+            try:
+                super().init_transfer_engine(info)
+            finally:
+                self.parallel_config = own
 
         def introduce_draft(self, model: Any, built: Any) -> None:
             self._guard().introduce_draft(model, built)

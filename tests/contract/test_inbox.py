@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,11 @@ from trainer_agent.transfer import make_sender
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from bus.manifest import TensorMeta
     from sidecar.transfer import Receiver
+    from sidecar.transfer.inbox import Tensors
 
+LIMIT_S = 60.0
 CPU = torch.device("cpu")
 WORLD, PLACE = World(1, 2, "127.0.0.1"), Place(1, 2, 1)
 METAS = (meta_of("a", torch.zeros(3, 4)), meta_of("b", torch.zeros(5)))
@@ -133,13 +137,36 @@ def test_a_sender_that_gives_up_fails_what_was_to_come(gloo: Lane) -> None:
         gloo.inbox.take(0)
 
 
-def test_a_close_does_not_wait_for_what_never_comes(gloo: Lane) -> None:
-    """The sender is there, and silent."""
-    gloo.begin(0)
-    gloo.inbox.close()
-    with pytest.raises(EngineError) as failed:
-        gloo.inbox.begin(0, METAS, gloo.backend, b"")
-    assert failed.value.code is NackCode.TRANSFER_FAILED
+class Silent(ShmReceiver):
+    """Its other end is there, and sends nothing; it does not notice that it is closed."""
+
+    depth = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = threading.Event()
+
+    def receive(self, tensors: tuple[TensorMeta, ...], handle: bytes) -> Tensors:
+        self.let_go.wait()
+        return super().receive(tensors, handle)
+
+
+def test_a_close_does_not_wait_for_what_never_comes() -> None:
+    """Whoever waits there is left behind."""
+    receiver = Silent()
+    lane = Lane("shm", receiver)
+    try:
+        lane.begin(0)
+        closing = threading.Thread(target=lane.inbox.close)
+        closing.start()
+        closing.join(LIMIT_S)
+        assert not closing.is_alive()
+        with pytest.raises(EngineError) as failed:
+            lane.inbox.begin(0, METAS, "shm", b"")
+        assert failed.value.code is NackCode.TRANSFER_FAILED
+    finally:
+        receiver.let_go.set()
+        lane.close()
 
 
 def test_another_transport_than_the_open_one_is_refused(shm: Lane) -> None:

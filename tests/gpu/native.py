@@ -5,14 +5,16 @@
 The trainer is this process, on the first GPU. ``nccl``, packed and not, goes to an engine on the
 second one; ``ipc``, packed and not, to an engine on the trainer's own; ``sparse_nccl`` to a third
 engine, on the second GPU: patches onto a whole set of weights that the agent has sent by itself,
-and onto each other. After each update the engine's greedy tokens and the sums of
-``/weight_checker`` must be those of an engine that was booted with the checkpoint which was sent.
-Prints one table, last; exits with 1 if anything is wrong or took too long. Some two minutes, most
-of which is booting.
+and onto each other; ``nccl_m2n`` to a fourth one, there as well, if NVIDIA's library for it is
+here: without it its rounds are skipped, and the table says why. After each update the engine's
+greedy tokens and the sums of ``/weight_checker`` must be those of an engine that was booted with
+the checkpoint which was sent. Prints one table, last; exits with 1 if anything is wrong or took too
+long, or nothing was run. Some two minutes, most of which is booting.
 
 Without GPUs the same runs with a pair of engines that is made like vLLM's own
-(:mod:`tests.support.pair`), and ``sparse_nccl`` over gloo (:mod:`tests.support.sparse_pair`):
-``--device cpu``. There ``/weight_checker`` verifies nothing.
+(:mod:`tests.support.pair`), and ``sparse_nccl`` and ``nccl_m2n`` over gloo
+(:mod:`tests.support.sparse_pair`, :mod:`tests.support.m2n_pair`): ``--device cpu``. There
+``/weight_checker`` verifies nothing.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ RANDOM: Final = 3  # checkpoints: what engines boot with, and two to be sent;
 MIXED: Final = 3  # the number of one more: the first that is sent, with some of the second
 SHARE: Final = 0.02  # so much of it
 SPARSE: Final = "sparse_nccl"
+M2N: Final = "nccl_m2n"
+M2N_NCCL: Final = 23005  # the oldest that has what its library needs
 
 
 @dataclass(frozen=True)
@@ -87,17 +91,23 @@ PATCHES: Final = (
     Round("sparse_nccl, few elements", SPARSE, MIXED, {}, base=1),
     Round("sparse_nccl, most elements", SPARSE, 2, {}, base=MIXED, based=True),
 )
+SHARDS: Final = (
+    Round("nccl_m2n", M2N, 1, {}),
+    Round("nccl_m2n, anew", M2N, 2, {}),
+)
 ON_GPUS: Final = (
     Round("nccl, packed", "nccl", 1, {"packed": True}),
     Round("nccl, unpacked", "nccl", 2, {"packed": False}),
     Round("ipc, unpacked", "ipc", 1, {"packed": False}),
     Round("ipc, packed", "ipc", 2, {"packed": True, "packed_buffer_size_bytes": 1 << 28}),
     *PATCHES,
+    *SHARDS,
 )
 ON_CPU: Final = (
     Round("pair, many chunks", "pair", 1, {"buffer_bytes": 1 << 15}, 1 << 15),
     Round("pair, one chunk", "pair", 2, {"buffer_bytes": 1 << 30}),
     *PATCHES,
+    *SHARDS,
 )
 
 
@@ -147,6 +157,26 @@ def environment(folder: Path, *, cpu: bool) -> dict[str, str]:
     }
 
 
+def no_m2n() -> str:
+    """Why ``nccl_m2n`` can't run here; empty, if it can."""
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary  # noqa: PLC0415
+    from vllm.distributed.weight_transfer.m2n_common import import_m2n  # noqa: PLC0415
+
+    try:
+        library = import_m2n()
+    except ImportError as error:
+        return f"no nccl.m2n ({error.__cause__})"
+    version = int(str(NCCLLibrary().ncclGetRawVersion()))
+    if version < M2N_NCCL:
+        return f"NCCL {version}, older than {M2N_NCCL}"
+    torch.zeros(1, device="cuda:0")  # it works in the context that is current
+    try:
+        library.Handle.create(library.Config(max_cta=None)).destroy()
+    except Exception as error:  # noqa: BLE001 - of any kind: it is told
+        return f"nccl.m2n does not start ({error})"
+    return ""
+
+
 # -- rounds ---------------------------------------------------------------------------
 
 
@@ -171,10 +201,17 @@ def update(
     new = weights[this.checkpoint]
     if this.base is not None and not this.based:
         agent.update_weights(weights[this.base])
+    source: Any = None
+    if this.engine == M2N:
+        from tests.support.m2n_source import Replicated  # noqa: PLC0415 - it needs vLLM
+
+        source = agent.source(Replicated(new))
+    elif this.base is None:
+        source = agent.source(new)
     trainer = WeightTransferTrainerFactory.trainer_init(
         agent.init_info(this.engine, **this.fields),
         client=agent.client(chunk_bytes=this.chunk_bytes),
-        source=agent.source(new) if this.base is None else None,
+        source=source,
     )
     try:
         begun_s = time.perf_counter()
@@ -210,23 +247,27 @@ class Bench:
         self.cpu = options.device == "cpu"
         rounds = ON_CPU if self.cpu else ON_GPUS
         self.rounds = [r for r in rounds if options.only in ("", r.engine)]
+        self.skipped = ""
+        if not self.cpu and any(r.engine == M2N for r in self.rounds):
+            self.skipped = no_m2n()
         self.outcomes = [Outcome(r.name) for r in self.rounds]
         self.figures: dict[str, Any] = {}
         self._folder = folder
         options.logs.mkdir(parents=True, exist_ok=True)
         variables = environment(folder, cpu=self.cpu)
         if self.cpu:  # all keep weights as they are loaded, or their sums could not be compared
-            variables[pair_plugin.SPARSE] = "1"
+            variables[pair_plugin.SPARSE] = variables[pair_plugin.M2N] = "1"
         self.serving = Serving(options.device, folder, options.logs, variables)
         self._agents: dict[str, SyncTrainerAgent] = {}
 
     def engines(self) -> list[EngineSpec]:
         """Those that are updated, and one fresh one for each checkpoint that is sent; each alone
         in the group of its name."""
-        place = {"nccl": 1, "ipc": 0, "pair": 0, SPARSE: 1}
-        names = dict.fromkeys(r.engine for r in self.rounds)
+        place = {"nccl": 1, "ipc": 0, "pair": 0, SPARSE: 1, M2N: 1}
+        rounds = [r for r in self.rounds if r.engine != M2N or not self.skipped]
+        names = dict.fromkeys(r.engine for r in rounds)
         updated = [EngineSpec(n, n, (place[n],), "0", backend=n) for n in names]
-        sent = sorted({r.checkpoint for r in self.rounds})
+        sent = sorted({r.checkpoint for r in rounds})
         last = 0 if self.cpu else torch.cuda.device_count() - 1
         fresh = [EngineSpec(f"fresh-{n}", f"fresh-{n}", (min(n % 2, last),), str(n)) for n in sent]
         return [*updated, *fresh]
@@ -238,8 +279,12 @@ class Bench:
         self.figures["made_s"] = round(time.monotonic() - began_s, 1)
         urls = self._boot()
         self.figures["ready_s"] = round(time.monotonic() - began_s, 1)
-        fresh = {r.checkpoint: served(urls[f"fresh-{r.checkpoint}"]) for r in self.rounds}
+        names = {r.checkpoint: f"fresh-{r.checkpoint}" for r in self.rounds}
+        fresh = {number: served(urls[name]) for number, name in names.items() if name in urls}
         for this, outcome in zip(self.rounds, self.outcomes, strict=True):
+            if this.engine == M2N and self.skipped:
+                outcome.result, outcome.detail = f"skipped: {self.skipped[:60]}", self.skipped
+                continue
             before = served(urls[this.engine])
             self._one(this, weights, outcome)
             if outcome.result == "sent":
@@ -297,7 +342,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json-out", type=Path, required=True)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--only", choices=["", "nccl", "ipc", "pair", SPARSE], default="")
+    parser.add_argument("--only", choices=["", "nccl", "ipc", "pair", SPARSE, M2N], default="")
     parser.add_argument("--boot-s", type=float, default=150.0)
     parser.add_argument("--logs", type=Path, default=Path("gpu-logs/native"))
     options = parser.parse_args()
@@ -308,6 +353,7 @@ def main() -> None:
     else:
         pair_plugin.register()
         pair_plugin.register_sparse()
+        pair_plugin.register_m2n()
     options.logs = options.logs.resolve()
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(options, Path(name))
@@ -338,7 +384,8 @@ def main() -> None:
     if failure:
         print(f"failed: {failure}")
     print_table(bench)
-    right = not failure and all(outcome.result == "equal" for outcome in bench.outcomes)
+    results = [r.result for r in bench.outcomes if not r.result.startswith("skipped: ")]
+    right = not failure and bool(results) and all(result == "equal" for result in results)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if right else 1)  # threads may hang in a collective

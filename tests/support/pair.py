@@ -81,10 +81,10 @@ def join(address: str, port: int, rank: int, size: int) -> Any:
     return c10d.ProcessGroupGloo(c10d.PrefixStore("pair", store), rank, size, options)
 
 
-def broadcast(group: Any, memory: Tensor) -> None:
-    """From rank 0 to all."""
+def broadcast(group: Any, memory: Tensor, root: int = 0) -> None:
+    """From one rank to all."""
     options = dist.BroadcastOptions()
-    options.rootRank = 0
+    options.rootRank = root
     group.broadcast([memory], options).wait()
 
 

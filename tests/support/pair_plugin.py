@@ -1,5 +1,6 @@
 """Makes :mod:`tests.support.pair` known to vLLM, as somebody's plugin would: by name; and on
-request :mod:`tests.support.sparse_pair`, in place of what vLLM knows by its name.
+request :mod:`tests.support.sparse_pair` and :mod:`tests.support.m2n_pair`, in place of what vLLM
+knows by their names.
 
 vLLM is told of it by an entry point (``boot_environment`` of the tests writes it).
 """
@@ -12,8 +13,11 @@ from typing import Final
 
 MODULE = "tests.support.pair"
 SPARSE_MODULE = "tests.support.sparse_pair"
+M2N_MODULE = "tests.support.m2n_pair"
 # Set to 1, engines take patches, for which their weights must lie as they were loaded.
 SPARSE: Final = "WAVEBUS_TESTS_SPARSE"
+# Set to 1, engines take shards, which go into the weights where they serve.
+M2N: Final = "WAVEBUS_TESTS_M2N"
 
 
 def register() -> None:
@@ -29,21 +33,33 @@ def register() -> None:
     if os.environ.get(SPARSE) == "1":
         register_sparse()
         keep_unpacked()
+    if os.environ.get(M2N) == "1":
+        register_m2n()
+        keep_unpacked()
 
 
 def register_sparse() -> None:
     """``sparse_nccl`` is the one for CPUs, from now on."""
+    _replace("sparse_nccl", SPARSE_MODULE, "SparseWorkerEngine", "SparseTrainerEngine")
+
+
+def register_m2n() -> None:
+    """``nccl_m2n`` is the one for CPUs, from now on."""
+    _replace("nccl_m2n", M2N_MODULE, "M2NWorkerEngine", "M2NTrainerEngine")
+
+
+def _replace(name: str, module: str, worker: str, trainer: str) -> None:
     from vllm.distributed.weight_transfer.factory import (  # noqa: PLC0415 - only inside vLLM
         WeightTransferEngineFactory,
         WeightTransferTrainerFactory,
     )
 
-    for factory, name in (
-        (WeightTransferEngineFactory, "SparseWorkerEngine"),
-        (WeightTransferTrainerFactory, "SparseTrainerEngine"),
+    for factory, engine in (
+        (WeightTransferEngineFactory, worker),
+        (WeightTransferTrainerFactory, trainer),
     ):
-        factory._registry.pop("sparse_nccl", None)
-        factory.register_engine("sparse_nccl", SPARSE_MODULE, name)
+        factory._registry.pop(name, None)
+        factory.register_engine(name, module, engine)
 
 
 def keep_unpacked() -> None:

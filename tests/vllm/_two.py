@@ -58,18 +58,24 @@ class Two:
         self._runner.run(asyncio.wait_for(work, LIMIT_S))
 
     @contextlib.asynccontextmanager
+    async def joined(self, *names: str) -> AsyncIterator[str]:
+        """Those of these names (``here``, ``served``) at a broker."""
+        async with contextlib.AsyncExitStack() as stack:
+            _, broker = await stack.enter_async_context(a_broker())
+            for name in names:
+                engine = (
+                    VllmEngine(self.llm) if name == "here" else VllmHttpEngine(self.server.base_url)
+                )
+                sidecar = Sidecar(engine, broker=broker, group="policy", name=name)
+                await stack.enter_async_context(sidecar)
+                await sidecar.joined()
+            self.broker = broker
+            yield broker
+
+    @contextlib.asynccontextmanager
     async def on_the_bus(self, ranks: int = 1) -> AsyncIterator[SyncTrainerAgent]:
         """Both joined; and rank 0 of a trainer that waited for them."""
-        async with (
-            a_broker() as (_, broker),
-            Sidecar(VllmEngine(self.llm), broker=broker, group="policy", name="here") as here,
-            Sidecar(
-                VllmHttpEngine(self.server.base_url), broker=broker, group="policy", name="served"
-            ) as served,
-        ):
-            await here.joined()
-            await served.joined()
-            self.broker = broker
+        async with self.joined("here", "served") as broker:
             agent = SyncTrainerAgent(broker, ranks=ranks, timeout_s=60.0)
             await asyncio.to_thread(agent.connect)
             try:
@@ -81,11 +87,15 @@ class Two:
     async def assert_serve(self, weights: Mapping[str, Tensor]) -> None:
         """Both, greedily, the tokens of transformers with these weights: so none is paused."""
         expected = self.oracle.greedy(weights, TOKENS)
-        self._asked += 1
-        last = await generate(self.llm, f"r{self._asked}", TOKENS)
-        assert list(last.token_ids) == expected
+        assert await self.tokens_here() == expected
         assert await self.served_tokens() == expected
         self.weights = weights
+
+    async def tokens_here(self) -> list[int]:
+        """Of the one in this process."""
+        self._asked += 1
+        last = await generate(self.llm, f"r{self._asked}", TOKENS)
+        return list(last.token_ids)
 
     async def served_tokens(self) -> list[int]:
         """Of the one that is served."""
@@ -101,16 +111,19 @@ class Two:
 
 
 @contextlib.contextmanager
-def booted_two(folder: Path, engine: str, **environment: str) -> Iterator[Two]:
-    """Both, booted with vLLM's worker engine ``engine``, under some environment variables."""
+def booted_two(folder: Path, engine: str, *variables: str, workers: int = 2) -> Iterator[Two]:
+    """Both, booted with vLLM's worker engine ``engine``, under some environment variables that are
+    set to 1; ``workers``: of the one here."""
     checkpoint = make_checkpoint(folder / "model", seed=1, max_positions=MAX_POSITIONS)
-    environment = {**boot_environment(folder), **environment}
+    environment = {**boot_environment(folder), **dict.fromkeys(variables, "1")}
     transfer = {"backend": engine}
     argv = server_argv(checkpoint.folder, "--weight-transfer-config", json.dumps(transfer))
     server = SupervisedServer(argv, env={**os.environ, **environment})
     booted = async_llm(
         environment,
-        engine_args(checkpoint.folder, weight_transfer_config=transfer, tensor_parallel_size=2),
+        engine_args(
+            checkpoint.folder, weight_transfer_config=transfer, tensor_parallel_size=workers
+        ),
     )
     starter = VllmHttpEngine(server=server)
 

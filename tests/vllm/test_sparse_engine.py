@@ -45,7 +45,7 @@ K_PROJ = PATCHED[1]
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     folder = tmp_path_factory.mktemp("sparse")
-    with booted_two(folder, "sparse_nccl", **{pair_plugin.SPARSE: "1"}) as tested:
+    with booted_two(folder, "sparse_nccl", pair_plugin.SPARSE) as tested:
         pair_plugin.register_sparse()
         yield tested
 

@@ -24,7 +24,8 @@ class Sender(ABC):
     The agent calls :meth:`open`, has every engine open its end with the returned params, and
     :meth:`meet` beside that; then :meth:`opened`. Each chunk is :meth:`put`, announced to the
     engines, and :meth:`transfer`\\ red while they receive it; never are there more than
-    :attr:`depth` chunks that no :meth:`taken` has answered.
+    :attr:`depth` chunks that no :meth:`taken` has answered, or, of a collective, that have been
+    put and not transferred. The first ones are put while engines still generate.
 
     :meth:`open`, :meth:`meet`, :meth:`put` and :meth:`transfer` run in threads and may block,
     each one at a time, a put beside the transfer of the chunk before; what waits for engines

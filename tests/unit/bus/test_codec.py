@@ -25,12 +25,15 @@ from bus.messages import (
     Heartbeat,
     Join,
     Message,
+    Nack,
     NackCode,
     PauseLocal,
     PlanTransfer,
+    TrainerStep,
     TransferInit,
     TransferPlan,
 )
+from bus.messages.bounds import MAX_MEETING_BYTES
 from bus.protocol.broker import Broker
 from bus.protocol.effects import Note, Send
 from bus.testing.makers import make_arm, make_manifest
@@ -299,10 +302,11 @@ def test_a_blob_over_its_bound_is_refused() -> None:
 
 INIT = TransferInit("t1", "gloo", b"", 5, 3, {"e0": 1, "e1": 2})
 PLAN = TransferPlan(5, 3)
+MEET = TrainerStep(1, "go", 0, Nack(NackCode.TIMEOUT, "", "", 0, "", "", "", "", "", 0), b"where")
 SENT = ChunkSent("u1", 2, "sample", (7, 2**64 - 1))
 
 
-@pytest.mark.parametrize("message", [INIT, PLAN, SENT, PlanTransfer()])
+@pytest.mark.parametrize("message", [INIT, PLAN, SENT, MEET, PlanTransfer()])
 def test_what_belongs_to_collectives_and_checksums_crosses_the_wire(message: Message) -> None:
     """A sum may take all of its 64 bits."""
     _, arrived = codec.decode(frame(body_of(message), kind=WIRE_NAMES[type(message)]))
@@ -322,6 +326,8 @@ def test_what_belongs_to_collectives_and_checksums_crosses_the_wire(message: Mes
         (SENT, {"chunk": -1}, NackCode.MALFORMED, "chunk"),
         (SENT, {"update_id": "u" * 65}, NackCode.OVERSIZED, "update_id"),
         (SENT, {"handle": b""}, NackCode.MALFORMED, "handle"),
+        (MEET, {"meeting": bytes(MAX_MEETING_BYTES + 1)}, NackCode.OVERSIZED, "meeting"),
+        (MEET, {"meeting": None}, NackCode.MALFORMED, "meeting"),
         (PLAN, {"communicator": -1}, NackCode.MALFORMED, "communicator"),
         (PLAN, {"world_size": 1.5}, NackCode.MALFORMED, "world_size"),
         (PlanTransfer(), {"group": "policy"}, NackCode.MALFORMED, "group"),

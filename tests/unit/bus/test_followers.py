@@ -25,9 +25,13 @@ def bench() -> Bench:
 
 
 def step(
-    number: int, point: TrainerPoint, version: int = 0, failure: Nack | None = None
+    number: int,
+    point: TrainerPoint,
+    version: int = 0,
+    failure: Nack | None = None,
+    meeting: bytes = b"",
 ) -> TrainerStep:
-    return TrainerStep(number, point, version, failure)
+    return TrainerStep(number, point, version, failure, meeting)
 
 
 def told(effects: list[Effect]) -> dict[tuple[bytes, int], TrainerStep]:
@@ -45,6 +49,13 @@ def test_a_rank_that_comes_first_waits(bench: Bench) -> None:
     assert bench.say("f2", AwaitStep(1, "go"), msg_id=21) == []
     answered = told(bench.say("t", step(1, "go"), msg_id=31))
     assert answered == dict.fromkeys([(b"f1#1", 11), (b"f2#1", 21), (b"t#1", 31)], step(1, "go"))
+
+
+def test_go_says_where_ranks_meet(bench: Bench) -> None:
+    """As rank 0 said it: the broker does not read it."""
+    bench.say("f1", AwaitStep(1, "go"), msg_id=11)
+    answered = told(bench.say("t", step(1, "go", meeting=b"where"), msg_id=31))
+    assert answered[b"f1#1", 11].meeting == b"where"
 
 
 def test_a_rank_that_comes_late_hears_at_once(bench: Bench) -> None:

@@ -71,7 +71,7 @@ def test_what_is_given_stays(options: list[str], url: str) -> None:
         (["--host=example.org"], {}, "loopback"),
         (["--port", "http"], {}, "--port http"),
         (["--uds", "/tmp/x"], {}, "--uds"),
-        (["--weight-transfer-config", '{"backend": "nccl_m2n"}'], {}, "'nccl_m2n'.* own shards"),
+        (["--weight-transfer-config", '{"backend": "sharded_rdt"}'], {}, "'sharded_rdt'.* plans"),
         (["--weight-transfer-config", "nccl"], {}, "JSON"),
         (["--weight-transfer-config.backend", "sharded_rdt"], {}, "'sharded_rdt'.* pull shards"),
         ([], {"VLLM_SERVER_DEV_MODE": "0"}, "VLLM_SERVER_DEV_MODE=0"),

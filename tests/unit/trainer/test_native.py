@@ -79,6 +79,32 @@ def test_what_can_not_be_told_is_refused(info: Any, text: str) -> None:
         native.chunk_messages({}, Plan.of_source(METAS, chunk_bytes=1 << 20), 1, "u1")
 
 
+def test_a_trainer_whose_ranks_all_send_takes_as_many_places() -> None:
+    """Engines begin behind them; and what is sent later is what the transport was opened for."""
+    world = World(7, 6, "10.0.0.1", 3)
+    told = {
+        "rank_offset": 3,
+        "world_size": 6,
+        "names": ["a", "b"],
+        "dtype_names": ["float32", "bfloat16"],
+        "shapes": [[2, 3], [4]],
+    }
+    assert native.senders("nccl_m2n", 3) == 3
+    assert native.senders("nccl", 3) == 1
+    opening = native.transfer_init(told, "nccl_m2n", world, "t1")
+    assert blobs.decode_info(opening.params)["rank_offset"] == 3
+    with pytest.raises(UsageError, match=r"rank_offset=1: .* that send: 3"):
+        native.transfer_init(told | {"rank_offset": 1}, "nccl_m2n", world, "t1")
+    with pytest.raises(UsageError, match=r"world_size=4, .* are 6"):
+        native.transfer_init(told | {"world_size": 4}, "nccl_m2n", world, "t1")
+    opened = native.Native("vllm:nccl_m2n", None, native.opened_for(told, "nccl_m2n"))
+    assert opened.sharding
+    opened.check(Plan.of_source(METAS, chunk_bytes=1 << 20))
+    with pytest.raises(UsageError, match="other tensors than when"):
+        opened.check(Plan.of_source(METAS[:1], chunk_bytes=1 << 20))
+    assert native.opened_for(NCCL, "nccl") == ()
+
+
 def test_only_who_meets_needs_a_place() -> None:
     opening = native.transfer_init(NCCL, "nccl", WORLD, "t1")
     assert (opening.backend, opening.communicator) == ("vllm:nccl", 7)

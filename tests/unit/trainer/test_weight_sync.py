@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bus.errors import BusClosed, BusTimeout, ManifestRefused, UpdateFailed, UsageError
+from bus.errors import BusClosed, BusTimeout, EngineError, ManifestRefused, UpdateFailed, UsageError
 from bus.messages import NackCode
 from bus.transfer import ALONE
 from tests.support.broker import a_broker
@@ -32,9 +32,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from bus.messages import Target
     from sidecar.embedded import EmbeddedEngine
     from tests.support.checkpoints import Checkpoint
-    from trainer_agent.weight_sync import BusWeightSource, BusWeightSyncClient
+    from trainer_agent.bus_source import BusWeightSource
+    from trainer_agent.weight_sync import BusWeightSyncClient
 
 CHUNK_BYTES = 1 << 14
 LIMIT_S = 120.0
@@ -368,6 +370,33 @@ def test_infos_of_other_worker_engines_are_refused(checkpoint: Checkpoint) -> No
                 with pytest.raises(UsageError, match="were armed"):
                     await asyncio.to_thread(client.update_weights, wrong)
             await bench.assert_serves(checkpoint.weights, 0)
+
+    run(scenario())
+
+
+def test_ranks_that_send_shards_wait_until_engines_have_started(checkpoint: Checkpoint) -> None:
+    """They would stay in a collective that engines never enter. No engine here takes shards."""
+
+    async def broken(*, recover: bool, target: Target = "model") -> None:
+        raise EngineError(f"no start of the {target}, recover={recover}")
+
+    async def scenario() -> None:
+        async with (
+            a_bench(checkpoint, ranks=2) as bench,
+            TrainerAgent(bench.broker, name="other", rank=1, ranks=2) as other,
+        ):
+            _, source = bench.source(21)
+            trainer = await bench.trainer(source)
+            bench.agent._sync._native = Native("vllm:nccl_m2n", CHUNK_BYTES)
+            bench.engine.start_update = broken  # type: ignore[method-assign]
+            _, theirs = bench.source(21)
+            reading = asyncio.create_task(asyncio.to_thread(list, other.source(theirs)))
+            await asyncio.to_thread(trainer.client.start_weight_update)
+            with pytest.raises(UpdateFailed, match="no start"):
+                await asyncio.to_thread(list, trainer.source)
+            with pytest.raises(UpdateFailed, match="no start"):
+                await reading
+            assert source.taken == theirs.taken == 0
 
     run(scenario())
 

@@ -1,0 +1,204 @@
+"""vLLM's own ``nccl_m2n``, both ends, on a CPU: over gloo, and otherwise as it is.
+
+What vLLM plans, checks, publishes, sends, receives and loads, is vLLM's. Not vLLM's are the
+communicator, the library ``nccl.m2n`` behind it (NVIDIA's, which needs GPUs), and that vLLM
+waits for a GPU. :mod:`tests.support.pair_plugin` registers both ends under vLLM's own name.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.weight_transfer import m2n_engine, m2n_trainer
+
+from tests.support.pair import broadcast, join
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+# As vLLM hands it on, a communicator is a number: its handle.
+_made: dict[int, Gloo] = {}
+_numbers = itertools.count(1)
+
+
+class Gloo:
+    """What vLLM's engines use of a ``PyNcclCommunicator``."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, address: str, port: int, rank: int, size: int) -> None:
+        self.rank = rank
+        self.group = join(address, port, rank, size)
+        self.comm = next(_numbers)
+        _made[self.comm] = self
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        broadcast(self.group, tensor, src)
+
+    def destroy(self) -> None:
+        del _made[self.comm]
+        self.group = None
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks in two axes, from ``start_rank`` on."""
+
+    dims: tuple[int, int]
+    start_rank: int
+
+    def places(self) -> list[tuple[int, tuple[int, int]]]:
+        """Each rank, with its place on both axes."""
+        rows = itertools.product(range(self.dims[0]), range(self.dims[1]))
+        return [(self.start_rank + number, place) for number, place in enumerate(rows)]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """An axis of a mesh over which this dimension is cut."""
+
+    dim: int
+
+
+class Replicate:
+    """An axis along which all have the same."""
+
+
+class Handle:
+    """The library's; it holds nothing here."""
+
+    @classmethod
+    def create(cls, config: object) -> Handle:  # noqa: ARG003 - of GPUs
+        return cls()
+
+    def destroy(self) -> None:
+        pass
+
+
+Part = tuple[range, ...]
+
+
+def parts(mesh: Mesh, placements: Sequence[Any], shape: Sequence[int]) -> list[tuple[int, Part]]:
+    """Each rank, with what of a tensor it has: an interval of each dimension."""
+    found = []
+    for rank, place in mesh.places():
+        part = [range(size) for size in shape]
+        for ranks, at, placement in zip(mesh.dims, place, placements, strict=True):
+            if isinstance(placement, Shard):
+                each = shape[placement.dim] // ranks
+                part[placement.dim] = range(at * each, (at + 1) * each)
+        found.append((rank, tuple(part)))
+    return found
+
+
+def within(part: Part, common: Part) -> tuple[slice, ...]:
+    """Where in a rank's own memory something lies that it has a part of."""
+    return tuple(
+        slice(each.start - own.start, each.stop - own.start)
+        for own, each in zip(part, common, strict=True)
+    )
+
+
+def reshard(
+    src: Tensor | None,
+    dst: Tensor | None,
+    comm: int,
+    stream: object,
+    *,
+    src_mesh: Mesh,
+    src_placements: Sequence[Any],
+    dst_mesh: Mesh,
+    dst_placements: Sequence[Any],
+    handle: Handle,
+) -> None:
+    """Ranks of the first mesh have their parts of a tensor; those of the second get theirs."""
+    made = _made[comm]
+    if src is not None:
+        shape = _whole(src, src_mesh, src_placements)
+    else:
+        assert dst is not None
+        shape = _whole(dst, dst_mesh, dst_placements)
+    sources = {part: rank for rank, part in reversed(parts(src_mesh, src_placements, shape))}
+    for to, wanted in parts(dst_mesh, dst_placements, shape):
+        for part, rank in sorted(sources.items(), key=lambda pair: pair[1]):
+            common = tuple(
+                range(max(a.start, b.start), min(a.stop, b.stop))
+                for a, b in zip(part, wanted, strict=True)
+            )
+            if not all(common):
+                continue
+            if made.rank == rank:
+                assert src is not None
+                made.group.send([src[within(part, common)].contiguous()], to, 0).wait()
+            elif made.rank == to:
+                assert dst is not None
+                got = torch.empty([len(each) for each in common], dtype=dst.dtype)
+                made.group.recv([got], rank, 0).wait()
+                dst[within(wanted, common)] = got
+
+
+def _whole(own: Tensor, mesh: Mesh, placements: Sequence[Any]) -> list[int]:
+    shape = list(own.shape)
+    for ranks, placement in zip(mesh.dims, placements, strict=True):
+        if isinstance(placement, Shard):
+            shape[placement.dim] *= ranks
+    return shape
+
+
+def _of_worker(info: Any, parallel: Any) -> Gloo:
+    place = parallel.data_parallel_index * parallel.world_size + parallel.rank
+    return Gloo(info.master_address, info.master_port, place + info.rank_offset, info.world_size)
+
+
+def _of_trainer(info: Any, rank: int) -> Gloo:
+    return Gloo(info["master_address"], info["master_port"], rank, info["world_size"])
+
+
+def _library() -> Any:
+    return SimpleNamespace(
+        Mesh=Mesh,
+        Shard=Shard,
+        Replicate=Replicate,
+        Handle=Handle,
+        Config=SimpleNamespace,
+        reshard=reshard,
+    )
+
+
+class _NoStream:
+    """A CPU has none."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _no_stream(device: object = None) -> _NoStream:
+    return _NoStream()
+
+
+def _nothing(*_: object) -> None:
+    """There is no GPU that anything could be kept for."""
+
+
+m2n_engine.worker_init_process_group = _of_worker
+m2n_trainer.trainer_init = _of_trainer
+m2n_engine.import_m2n = m2n_trainer.import_m2n = _library
+torch.cuda.current_stream = _no_stream  # type: ignore[assignment]
+torch.Tensor.record_stream = _nothing  # type: ignore[assignment,method-assign]
+torch.accelerator.synchronize = _nothing
+
+
+class M2NWorkerEngine(m2n_engine.M2NWeightTransferEngine):  # type: ignore[misc]
+    """In each of vLLM's workers."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+
+M2NTrainerEngine = m2n_trainer.M2NTrainerWeightTransferEngine
