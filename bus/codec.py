@@ -5,6 +5,12 @@ types and bounds on the way. What msgspec lets pass for a dataclass, a field
 nobody declared, is caught by counting: every declared field is required, so a
 map with more entries than the class has fields holds one too many. Only then is
 the body read a second time, with msgpack's own bounded reader, to name it.
+
+Wire versions are major.minor. Frames of the same major version, and of a minor one that is at
+most one apart, are read; others are refused by name. The envelope never changes within a major
+version. A minor one may add messages, and fields with defaults: whoever is newer takes the default
+where an older peer says nothing, and whoever is older reads over what it doesn't know. Between
+equal versions every field is needed, and no other is taken.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from bus.errors import DecodeError
 from bus.messages import (
     MAX_FRAME_BYTES,
     WIRE_MAJOR,
+    WIRE_MINOR,
     WIRE_NAMES,
     Envelope,
     Message,
@@ -105,12 +112,13 @@ def decode_envelope(frame: bytes) -> Envelope:
         raise _explain(error, "") from error
     if _map_entries(frame) != _ENVELOPE_FIELDS:
         raise _extra_field(_read(frame), Envelope, "the envelope")
-    if envelope.wire_major != WIRE_MAJOR:
+    major, minor = envelope.wire_major, envelope.wire_minor
+    if major != WIRE_MAJOR or abs(minor - WIRE_MINOR) > 1:
         raise DecodeError(
             NackCode.WIRE_VERSION,
-            "wire_major",
-            f"speaks wire version {envelope.wire_major}.{envelope.wire_minor}, "
-            f"this side {WIRE_MAJOR}; use the same wavebus on both",
+            "wire_major" if major != WIRE_MAJOR else "wire_minor",
+            f"{envelope.sender} speaks wire version {major}.{minor}, this side "
+            f"{WIRE_MAJOR}.{WIRE_MINOR}; they may be one minor version apart",
         )
     return envelope
 
@@ -128,6 +136,9 @@ def decode_body(envelope: Envelope) -> Message:
         message: Message = decode_it(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise _explain(error, envelope.kind) from error
+    if envelope.wire_minor != WIRE_MINOR:
+        _check_other(_read(body), cls, envelope.kind, newer=envelope.wire_minor > WIRE_MINOR)
+        return message
     if _map_entries(body) != fields:
         raise _extra_field(_read(body), cls, envelope.kind)
     if nested:
@@ -180,7 +191,26 @@ def _extra_field(pairs: _Pairs, cls: type, where: str) -> DecodeError:
         if key in seen:
             return DecodeError(NackCode.MALFORMED, key, f"{where} has it twice")
         seen.add(key)
-    raise AssertionError("called for a map without a field too many")
+    missing = next(name for name in known if name not in seen)
+    return DecodeError(NackCode.MALFORMED, missing, f"{where} lacks it")
+
+
+def _check_other(value: Any, cls: type, path: str, *, newer: bool) -> None:
+    """As between equal versions, but: who is newer may say more, who is older less."""
+    if not isinstance(value, _Pairs):
+        return
+    fields = _inner_classes(cls)
+    known = _Pairs(pair for pair in value if pair[0] in fields)
+    twice = len(known) != len({key for key, _ in known})
+    if twice or (newer and len(known) < len(fields)):
+        raise _extra_field(known, cls, path)
+    if not newer and len(known) != len(value):
+        raise _extra_field(value, cls, path)
+    for key, inner in known:
+        inner_cls = fields[key]
+        for item in inner if type(inner) is list else [inner]:
+            if inner_cls is not None:
+                _check_other(item, inner_cls, f"{path}.{key}", newer=newer)
 
 
 def _check_nested(value: Any, cls: type, path: str) -> None:

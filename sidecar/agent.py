@@ -14,6 +14,7 @@ import anyio
 
 from bus.errors import BusClosed, EngineError, refusal
 from bus.ids import check_name, new_boot
+from bus.keys import security
 from bus.messages import (
     CoreStatus,
     EngineFacts,
@@ -54,6 +55,7 @@ from sidecar.engine import Chunk, Engine, EngineInfo
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
     from types import TracebackType
 
     from bus.messages import PauseMode
@@ -77,6 +79,9 @@ class Sidecar:
         group: the group of engines that take the same weights.
         name: this engine's name on the bus; unique. Default: from host and pid.
         dp_group: the DP group it is a rank of. Default: its own name (a DP group of one).
+        key, broker_key: files of `wavebus keygen`: this engine's secret key, and the broker's
+            public one. Default: WAVEBUS_KEY and WAVEBUS_BROKER_KEY, or no keys.
+        insecure: go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.
 
     Raises (from entering):
         EngineError: the engine can't be started or reached.
@@ -91,6 +96,9 @@ class Sidecar:
         group: str = "policy",
         name: str | None = None,
         dp_group: str | None = None,
+        key: Path | str | None = None,
+        broker_key: Path | str | None = None,
+        insecure: bool = False,
         transport: ClientTransport | None = None,
         scheduler: Scheduler | None = None,
         link_config: LinkConfig | None = None,
@@ -103,6 +111,7 @@ class Sidecar:
         self.info: EngineInfo | None = None
         self.death = ""
         self._broker = broker
+        self._security = security(key, broker_key, insecure=insecure)
         self._transport = transport
         self._scheduler = scheduler
         self._link_config = link_config
@@ -126,7 +135,9 @@ class Sidecar:
             version = await self.engine.version()
             self.session = EngineSession(self.name, version=version, draft=self.info.draft)
             boot = new_boot()
-            transport = self._transport or ZmqClient(self._broker, route_of(self.name, boot))
+            transport = self._transport or ZmqClient(
+                self._broker, route_of(self.name, boot), self._security
+            )
             self._peer = Peer(
                 name=self.name,
                 group=self.group,

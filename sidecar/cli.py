@@ -13,11 +13,13 @@ from bus.commands.options import (
     broker_option,
     configure_log,
     group_option,
+    key_options,
     log_options,
     run_until_stopped,
 )
 from bus.errors import UsageError
 from bus.ids import check_name
+from bus.keys import BROKER_KEY_VARIABLE, INSECURE_VARIABLE, KEY_VARIABLE, security
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -146,6 +148,7 @@ class Embedded(TypedDict):
     show_default=True,
     help="vLLM: how long the server may take to come up.",
 )
+@key_options
 @log_options
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
@@ -160,6 +163,9 @@ def sidecar(
     attach: str | None,
     boot_timeout_s: float,
     restarts: int,
+    key: Path | None,
+    broker_key: Path | None,
+    insecure: bool,
     log_level: str,
     log_format: str,
     command: tuple[str, ...],
@@ -185,6 +191,7 @@ def sidecar(
     for option, value in (("--name", name), ("--group", group), ("--dp-group", dp_group)):
         if value is not None:
             check_name(value, option)
+    _hand_down_keys(key, broker_key, insecure=insecure)
     if embedded["dp_size"] > 1 and embedded["dp_rank"] is None:
         _all_ranks(ctx, name, dp_group, attach, command, embedded, restarts)
         return
@@ -211,6 +218,20 @@ def sidecar(
             await agent.close("stopped" if stop.is_set() else "ended")
 
     run_until_stopped(serve)
+
+
+def _hand_down_keys(key: Path | None, broker_key: Path | None, *, insecure: bool) -> None:
+    """Gateways, also those that vLLM starts, find the keys where their parents have them.
+
+    Raises:
+        UsageError: a key is wrong.
+    """
+    security(key, broker_key, insecure=insecure)
+    for variable, path in ((KEY_VARIABLE, key), (BROKER_KEY_VARIABLE, broker_key)):
+        if path is not None:
+            os.environ[variable] = str(path.resolve())
+    if insecure:
+        os.environ[INSECURE_VARIABLE] = "1"
 
 
 async def _until(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
@@ -279,7 +300,7 @@ def _given(ctx: click.Context, without: frozenset[str]) -> tuple[str, ...]:
         value = ctx.params.get(str(param.name))
         if value is None or param.name in without or value == param.get_default(ctx):
             continue
-        words += [param.opts[0], str(value)]
+        words += [param.opts[0]] if value is True else [param.opts[0], str(value)]
     return tuple(words)
 
 

@@ -14,6 +14,7 @@ import anyio.to_thread
 from bus import native
 from bus.errors import Refused, UsageError, WavebusError
 from bus.ids import check_name
+from bus.keys import security
 from bus.messages import (
     EngineView,
     Escalation,
@@ -47,6 +48,7 @@ from trainer_agent.weight_sync import BusWeightSyncClient, WeightSync
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping
+    from pathlib import Path
     from types import TracebackType
 
     from bus.protocol.link import LinkConfig
@@ -91,6 +93,9 @@ class TrainerAgent:
             of each tensor, ``full`` at all (about a second per 2 GB and core), ``off`` at none.
         lease_ms: how long engines stay paused when trainer and broker are both gone.
         timeout_s: how long a step (a pause, an ack of all engines) may take.
+        key, broker_key: files of `wavebus keygen`: this trainer's secret key, and the broker's
+            public one. Default: WAVEBUS_KEY and WAVEBUS_BROKER_KEY, or no keys.
+        insecure: go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.
     """
 
     def __init__(
@@ -109,6 +114,9 @@ class TrainerAgent:
         verify: Verify = "sample",
         lease_ms: int = 30_000,
         timeout_s: float = 300.0,
+        key: Path | str | None = None,
+        broker_key: Path | str | None = None,
+        insecure: bool = False,
         transport: ClientTransport | None = None,
         link_config: LinkConfig | None = None,
     ) -> None:
@@ -139,6 +147,7 @@ class TrainerAgent:
             name=self.name,
             group=self.group,
             timeout_s=timeout_s,
+            security=security(key, broker_key, insecure=insecure),
             transport=transport,
             link_config=link_config,
         )

@@ -10,6 +10,7 @@ import anyio
 
 from bus.errors import BusClosed, BusTimeout, Refused, UsageError, refusal
 from bus.ids import new_boot
+from bus.keys import silence_hint
 from bus.messages import (
     Envelope,
     Heartbeat,
@@ -27,6 +28,7 @@ from bus.runtime.peer import HOST, PID, Peer, route_of
 from bus.runtime.zmq_transport import ZmqClient
 
 if TYPE_CHECKING:
+    from bus.keys import Security
     from bus.messages import EngineView
     from bus.runtime.base import ClientTransport
 
@@ -48,6 +50,7 @@ class Connection:
         name: str,
         group: str,
         timeout_s: float,
+        security: Security | None = None,
         transport: ClientTransport | None = None,
         link_config: LinkConfig | None = None,
     ) -> None:
@@ -56,6 +59,7 @@ class Connection:
         self._name = name
         self._group = group
         self._timeout_s = timeout_s
+        self._security = security
         self._transport = transport
         self._link_config = link_config
         self._peer: Peer | None = None
@@ -76,7 +80,8 @@ class Connection:
             name=self._name,
             group=self._group,
             boot=boot,
-            transport=self._transport or ZmqClient(self.broker, route_of(self._name, boot)),
+            transport=self._transport
+            or ZmqClient(self.broker, route_of(self._name, boot), self._security),
             scheduler=AsyncioScheduler(),
             join=lambda: Join(self._role, HOST, PID, None, None),
             beat=lambda: Heartbeat("running", 0, 0, ""),
@@ -92,6 +97,7 @@ class Connection:
             self._peer.close()
             raise BusTimeout(
                 f"no broker answers at {self.broker}; start one with `wavebus broker`"
+                f"{silence_hint(self._security)}"
             ) from None
         except BaseException:
             self._peer.close()

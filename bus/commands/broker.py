@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import ipaddress
+import asyncio
+import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import click
 
 import bus.log
-from bus.commands.options import configure_log, log_options, run_until_stopped
+from bus.commands.options import configure_log, insecure_option, log_options, run_until_stopped
 from bus.errors import UsageError
 from bus.ids import new_boot
 from bus.journal.writer import DEFAULT_BYTES, LEAST_BYTES, MOST_BYTES, JournalWriter
+from bus.keys import read_keyring
 from bus.protocol.broker import BrokerConfig
+from bus.protocol.effects import Note
 from bus.runtime.aio import AsyncioScheduler
 from bus.runtime.broker import BrokerServer
 from bus.runtime.zmq_transport import ZmqServer
 from bus.settings import DEFAULT_BROKER
-
-if TYPE_CHECKING:
-    import asyncio
 
 
 @click.command()
@@ -55,10 +53,14 @@ if TYPE_CHECKING:
     help="How long an engine that lives may take for one step of a pause or update.",
 )
 @click.option(
-    "--insecure",
-    is_flag=True,
-    help="Listen beyond loopback, where anyone who reaches the port may command engines.",
+    "--curve-keys",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar="WAVEBUS_CURVE_KEYS",
+    default=None,
+    help="A folder with broker.secret, and the public keys of all peers in authorized/; read anew "
+    "on SIGHUP. Nobody else is let in then.  [env: WAVEBUS_CURVE_KEYS]",
 )
+@insecure_option
 @click.option(
     "--journal",
     envvar="WAVEBUS_JOURNAL",
@@ -83,6 +85,7 @@ def broker(
     heartbeat_ms: int,
     peer_timeout_ms: int,
     step_timeout_ms: int,
+    curve_keys: Path | None,
     insecure: bool,
     journal: Path | None,
     journal_bytes: int,
@@ -101,11 +104,7 @@ def broker(
             f"--peer-timeout-ms={peer_timeout_ms}: must be at least three heartbeats "
             f"({3 * heartbeat_ms})"
         )
-    if not insecure and not is_loopback(listen):
-        raise UsageError(
-            f"--listen={listen}: not a loopback address; say --insecure if everyone who can "
-            "reach that port may pause your engines and replace their weights"
-        )
+    keyring = read_keyring(curve_keys) if curve_keys is not None else None
     config = BrokerConfig(
         heartbeat_ms=heartbeat_ms,
         peer_timeout_ms=peer_timeout_ms,
@@ -115,7 +114,8 @@ def broker(
     async def serve(stop: asyncio.Event) -> None:
         log = bus.log.logger()
         scheduler = AsyncioScheduler()
-        transport = ZmqServer(listen)
+        transport = ZmqServer(listen, keyring=keyring, insecure=insecure)
+        roles = keyring.roles() if keyring else None
         boot = new_boot()
         recorder = None
         if journal is not None:
@@ -124,12 +124,17 @@ def broker(
                 limit_bytes=journal_bytes,
                 boot=boot,
                 config=config,
+                keys=roles,
                 scheduler=scheduler,
                 failed=lambda error: log.error("journal_failed", reason=str(error)),
             )
-        server = BrokerServer(transport, scheduler, config, boot=boot, journal=recorder)
+        server = BrokerServer(transport, scheduler, config, roles, boot=boot, journal=recorder)
         server.start()
-        log.info("broker_listening", address=transport.address)
+        if curve_keys is not None:
+            reload = KeyReload(curve_keys, transport, server)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+        keys = len(roles) if roles is not None else None
+        log.info("broker_listening", address=transport.address, keys=keys)
         click.echo(transport.address)
         await stop.wait()
         server.close()
@@ -138,15 +143,21 @@ def broker(
     run_until_stopped(serve)
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach a ZeroMQ address."""
-    parts = urlsplit(address)
-    if parts.scheme in ("ipc", "inproc"):
-        return True
-    host = parts.hostname or ""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+class KeyReload:
+    """SIGHUP: the folder's keys count from now on, or, if one is wrong, those from before."""
+
+    def __init__(self, folder: Path, transport: ZmqServer, server: BrokerServer) -> None:
+        self._folder = folder
+        self._transport = transport
+        self._server = server
+
+    def __call__(self) -> None:
+        log = bus.log.logger()
+        try:
+            keyring = read_keyring(self._folder)
+        except UsageError as error:
+            bus.log.write(log, Note("keys_not_reloaded", "error", {"detail": str(error)}))
+            return
+        self._transport.keyring = keyring
+        self._server.rekey(keyring.roles())
+        log.info("keys_reloaded", keys=len(keyring.authorized))

@@ -12,15 +12,20 @@ import platform
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import click
 
-from bus.commands.options import broker_option, json_option
+from bus.address import is_loopback
+from bus.commands.options import broker_option, json_option, key_options
 from bus.errors import BusTimeout, UsageError, WavebusError
+from bus.keys import Security, security
 from bus.runtime.loop import chosen, run
 from bus.runtime.query import fetch_status
 from bus.runtime.zmq_transport import ZmqServer, library_version
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 State: TypeAlias = Literal["ok", "note", "warn", "fail"]
 ENOUGH_FILES: Final = 4096
@@ -44,6 +49,7 @@ class Options:
 
     broker: str
     attach: str | None
+    security: Security | None = None
 
 
 @click.command()
@@ -54,13 +60,21 @@ class Options:
     default=None,
     help="Also look at a vLLM server that runs there: its RL routes and its backend.",
 )
+@key_options
 @json_option
-def doctor(broker: str, attach: str | None, as_json: bool) -> None:
+def doctor(
+    broker: str,
+    attach: str | None,
+    key: Path | None,
+    broker_key: Path | None,
+    insecure: bool,
+    as_json: bool,
+) -> None:
     """Check this machine: versions, vLLM and its RL routes, plugin, ports, shared memory, clock.
 
     Exits with 1 if something is broken, 0 otherwise.
     """
-    options = Options(broker, attach)
+    options = Options(broker, attach, security(key, broker_key, insecure=insecure))
     checks = bus_checks(options)
     for entry in sorted(entry_points(group="wavebus.doctor"), key=lambda e: e.name):
         try:
@@ -94,7 +108,7 @@ def bus_checks(options: Options) -> list[Check]:
         _loop(),
         _clock(),
         _files(),
-        _broker(options.broker),
+        _broker(options.broker, options.security),
     ]
 
 
@@ -158,14 +172,15 @@ def _files() -> Check:
     return Check("file descriptors", "ok", f"limit {soft}")
 
 
-def _broker(address: str) -> Check:
+def _broker(address: str, how: Security | None) -> Check:
     """A broker answers there, or could listen there."""
     try:
-        status = run(fetch_status(address, timeout_s=1.0))
+        status = run(fetch_status(address, timeout_s=1.0, security=how))
     except UsageError as error:
-        return Check("broker", "fail", str(error), "give --broker an address")
-    except BusTimeout:
-        pass
+        return Check("broker", "fail", str(error), "give --broker an address, or keys")
+    except BusTimeout as error:
+        if not is_loopback(address):
+            return Check("broker", "warn", str(error), "start it there, or look at its log")
     except WavebusError as error:
         return Check("broker", "warn", str(error), "use the same wavebus on both sides")
     else:

@@ -13,8 +13,8 @@ import click
 from bus.commands.options import journal_argument
 from bus.errors import UsageError
 from bus.journal.reader import Gap, read
-from bus.journal.records import Received, Sent
-from bus.journal.wording import as_json, line, reading, wall_s
+from bus.journal.records import Received, Refused, Sent
+from bus.journal.wording import as_json, line, peer_of, reading, wall_s
 from bus.messages import WIRE_NAMES
 
 if TYPE_CHECKING:
@@ -91,6 +91,9 @@ class Filters:
             return False
         if not (self.updates or self.engines or self.groups or self.kinds):
             return True
+        if isinstance(entry.record, Refused):
+            others = self.updates or self.groups or self.kinds
+            return not others and peer_of(entry.record.route) in self.engines
         if not isinstance(entry.record, Received | Sent):
             return False
         told = reading(entry.record)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 import bus.log
+from bus.keys import BROKER_KEY_VARIABLE, INSECURE_VARIABLE, KEY_VARIABLE
 from bus.runtime.loop import run
 from bus.settings import DEFAULT_BROKER
 
@@ -33,12 +34,38 @@ group_option = click.option(
     show_default=True,
     help="The engines that take the same weights.  [env: WAVEBUS_GROUP]",
 )
+insecure_option = click.option(
+    "--insecure",
+    is_flag=True,
+    envvar=INSECURE_VARIABLE,
+    help="Beyond loopback without keys, where anyone who reaches the port may command engines.  "
+    f"[env: {INSECURE_VARIABLE}]",
+)
 journal_argument = click.argument(
     "source",
     metavar="FILE_OR_DIR",
     type=click.Path(exists=True, path_type=Path),
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def key_options(command: F) -> F:
+    """``--key``, ``--broker-key`` and ``--insecure``, for :func:`bus.keys.security`."""
+    command = insecure_option(command)
+    command = click.option(
+        "--broker-key",
+        envvar=BROKER_KEY_VARIABLE,
+        type=click.Path(path_type=Path),
+        default=None,
+        help=f"The broker's public key (broker.pub).  [env: {BROKER_KEY_VARIABLE}]",
+    )(command)
+    return click.option(
+        "--key",
+        envvar=KEY_VARIABLE,
+        type=click.Path(path_type=Path),
+        default=None,
+        help=f"The own secret key (NAME.secret of `wavebus keygen`).  [env: {KEY_VARIABLE}]",
+    )(command)
 
 
 def log_options(command: F) -> F:

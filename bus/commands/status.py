@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from bus.commands.options import broker_option, json_option
+from bus.commands.options import broker_option, json_option, key_options
 from bus.errors import UsageError
+from bus.keys import security
 from bus.runtime.loop import run
 from bus.runtime.query import fetch_status
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from bus.messages import GroupStatus, Status
 
 
@@ -27,13 +30,23 @@ if TYPE_CHECKING:
     show_default=True,
     help="How long to wait for the broker.",
 )
+@key_options
 @json_option
-def status(broker: str, group: str | None, timeout_s: float, as_json: bool) -> None:
+def status(
+    broker: str,
+    group: str | None,
+    timeout_s: float,
+    key: Path | None,
+    broker_key: Path | None,
+    insecure: bool,
+    as_json: bool,
+) -> None:
     """Show the broker's view: groups, engines, versions, and who is waited for.
 
     Exits with 3 if no broker answers.
     """
-    answer = run(fetch_status(broker, timeout_s=timeout_s))
+    how = security(key, broker_key, insecure=insecure)
+    answer = run(fetch_status(broker, timeout_s=timeout_s, security=how))
     if group is not None:
         chosen = tuple(g for g in answer.groups if g.name == group)
         if not chosen:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bus.commands.options import broker_option, json_option
+from bus.commands.options import broker_option, json_option, key_options
 from bus.errors import JournalError
 from bus.journal.reader import read
 from bus.journal.replay import Replay, Unplayable, replayed
 from bus.journal.why import findings
+from bus.keys import security
 from bus.runtime.loop import run
 from bus.runtime.query import fetch_status
 
@@ -37,9 +38,17 @@ if TYPE_CHECKING:
     show_default=True,
     help="How long to wait for the broker.",
 )
+@key_options
 @json_option
 def why(
-    about: str, broker: str, journal_path: Path | None, timeout_s: float, as_json: bool
+    about: str,
+    broker: str,
+    journal_path: Path | None,
+    timeout_s: float,
+    key: Path | None,
+    broker_key: Path | None,
+    insecure: bool,
+    as_json: bool,
 ) -> None:
     """Say why nothing moves: who has not acked what, for how long, and what is known of them.
 
@@ -53,7 +62,8 @@ def why(
     if journal_path is not None:
         status = _at_the_end(journal_path)
     else:
-        status = run(fetch_status(broker, timeout_s=timeout_s))
+        how = security(key, broker_key, insecure=insecure)
+        status = run(fetch_status(broker, timeout_s=timeout_s, security=how))
     found = findings(status, about)
     waiting = any(each.waiting for each in found)
     if as_json:

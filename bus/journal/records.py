@@ -17,6 +17,7 @@ from zlib import crc32
 import msgspec
 
 from bus.protocol.broker import BrokerConfig  # noqa: TC001 - msgspec looks it up
+from bus.protocol.roles import KeyRole  # noqa: TC001 - msgspec looks it up
 
 MAGIC: Final = b"wavebus journal 1\n"
 MARK: Final = b"\xf7WB\xf8"
@@ -30,7 +31,8 @@ class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
     ``records`` those records of this life that stand in earlier files.
 
     ``now_ms`` is the clock of all other records, the broker's own; ``wall_s`` is what the wall
-    clock said then, in seconds since 1970.
+    clock said then, in seconds since 1970. ``config`` has the limits of peers, too; ``keys`` the
+    authorised public keys, or None of a broker that has none.
     """
 
     boot: int
@@ -40,14 +42,36 @@ class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
     wall_s: float
     software: str
     config: BrokerConfig
+    keys: dict[str, KeyRole] | None = None
 
 
 class Received(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="in"):
-    """A frame came from the peer with this route."""
+    """A frame came from the peer with this route, and was read. ``user``: the public key of its
+    connection; empty where there are none."""
 
     now_ms: float
     route: bytes
     frame: bytes
+    user: str = ""
+
+
+class Refused(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="refused"):
+    """A frame came and was not read, for its size or for how many came; its sender is told.
+
+    What is dropped without a word is not recorded: it changes nothing
+    (:meth:`bus.protocol.broker.Broker.admit`).
+    """
+
+    now_ms: float
+    route: bytes
+    size_bytes: int
+
+
+class Rekeyed(msgspec.Struct, frozen=True, array_like=True, tag="keys"):
+    """Other public keys are authorised from now on."""
+
+    now_ms: float
+    keys: dict[str, KeyRole]
 
 
 class Ticked(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="tick"):
@@ -70,7 +94,7 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
     now_ms: float
 
 
-Record: TypeAlias = Began | Received | Ticked | Sent | Closed
+Record: TypeAlias = Began | Received | Refused | Rekeyed | Ticked | Sent | Closed
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode

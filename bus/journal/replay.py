@@ -17,7 +17,7 @@ import msgspec
 from bus import codec
 from bus.errors import DecodeError
 from bus.journal.reader import Gap
-from bus.journal.records import Began, Closed, Received, Sent, Ticked
+from bus.journal.records import Began, Closed, Received, Refused, Rekeyed, Sent, Ticked
 from bus.journal.why import findings
 from bus.journal.wording import describe, fields_of, peer_of, summary
 from bus.messages import WIRE_NAMES, HeartbeatAck, Status
@@ -68,7 +68,7 @@ class Replay:
 
     def __init__(self, began: Began) -> None:
         self.boot = began.boot
-        self.machine = Broker(began.config)
+        self.machine = Broker(began.config, began.keys)
         self.now_ms = began.now_ms
         self.closed = False
         self.received = 0
@@ -89,13 +89,15 @@ class Replay:
         """One record. After a difference, what follows proves nothing."""
         record = entry.record
         match record:
-            case Received() | Ticked():
+            case Received() | Refused() | Rekeyed() | Ticked():
                 self.now_ms = record.now_ms
                 if self._due:
                     missed = _told(self._due[0])
                     return self._differs(entry, missed, f"{describe(record)}, before it was sent")
-                notes = self._perform(self._effects(record))
-                return Step(entry, notes)
+                effects = self._effects(record)
+                if isinstance(effects, str):
+                    return self._differs(entry, effects, describe(record))
+                return Step(entry, self._perform(effects))
             case Sent():
                 self.sent += 1
                 if not self._due:
@@ -110,9 +112,22 @@ class Replay:
                 self.closed = True
         return Step(entry)
 
-    def _effects(self, record: Received | Ticked) -> list[Effect]:
-        if isinstance(record, Ticked):
-            return self.machine.tick(record.now_ms)
+    def _effects(self, record: Received | Refused | Rekeyed | Ticked) -> list[Effect] | str:
+        """What the machine does; or, in words, what it does instead of what was recorded."""
+        match record:
+            case Ticked():
+                return self.machine.tick(record.now_ms)
+            case Rekeyed():
+                return self.machine.rekey(record.keys, record.now_ms)
+            case Refused():
+                told = self.machine.admit(record.route, record.size_bytes, record.now_ms)
+                return told or ("it is read" if told is None else "it is dropped without a word")
+            case Received():
+                return self._read(record)
+
+    def _read(self, record: Received) -> list[Effect] | str:
+        if self.machine.admit(record.route, len(record.frame), record.now_ms) is not None:
+            return "it is refused unread"
         self.received += 1
         reply_to = 0
         try:
@@ -120,8 +135,8 @@ class Replay:
             reply_to = envelope.id
             message = codec.decode_body(envelope)
         except DecodeError as error:
-            return self.machine.malformed(record.route, error, reply_to)
-        return self.machine.receive(record.route, envelope, message, record.now_ms)
+            return self.machine.malformed(record.route, error, reply_to, record.now_ms)
+        return self.machine.receive(record.route, envelope, message, record.now_ms, record.user)
 
     def _perform(self, effects: Iterable[Effect]) -> tuple[Note, ...]:
         """As the broker's shell does."""

@@ -15,7 +15,6 @@ from bus.journal.records import Began, Received, Sent
 from bus.journal.wording import reading
 from bus.messages import (
     Ack,
-    Join,
     Message,
     Nack,
     PauseGlobal,
@@ -23,6 +22,7 @@ from bus.messages import (
     PlanTransfer,
     Step,
     WaitEngines,
+    Welcome,
 )
 from bus.protocol.wording import ASKS_FOR
 
@@ -102,9 +102,9 @@ def spans(items: Iterable[Item]) -> list[Span]:
         elif life is not None:
             life.now_ms = record.now_ms + life.shift_ms
             if isinstance(record, Received):
-                found += life.received(reading(record))
+                found += life.received(record.route, reading(record))
             elif isinstance(record, Sent):
-                found += life.sent(reading(record))
+                found += life.sent(record.routes, reading(record))
     return found + (life.unfinished() if life else [])
 
 
@@ -116,16 +116,17 @@ class _Life:
         self.shift_ms = shift_ms
         self.now_ms = began.now_ms + shift_ms
         self._tracks: dict[str, _Track] = {}
+        self._routes: dict[str, bytes] = {}  # of those that the broker has let in
         # A trainer's, by name and id; None once it is answered, though it may be asked again.
         self._requests: dict[tuple[str, int], _Key | None] = {}
 
-    def received(self, told: Reading) -> list[Span]:
+    def received(self, route: bytes, told: Reading) -> list[Span]:
         """An engine's answer, or a trainer's command."""
         (peer,), envelope, message = told.peers, told.envelope, told.message
         if envelope is None or message is None:
             return []
-        if isinstance(message, Join):
-            return self._left_open(peer)  # another life of the peer, or of its link
+        if self._routes.get(peer, route) != route:
+            return []  # another one, under the name of a peer that is there
         if isinstance(message, Ack):
             key = (message.step.value, message.update_id, message.chunk)
             return self._answered(peer, key, "done")
@@ -140,11 +141,15 @@ class _Life:
                 self._asked(peer, "trainer", envelope.group, key)
         return []
 
-    def sent(self, told: Reading) -> list[Span]:
+    def sent(self, routes: tuple[bytes, ...], told: Reading) -> list[Span]:
         """A command to engines, or an answer to a trainer."""
         envelope, message = told.envelope, told.message
         if envelope is None or message is None:
             return []
+        if isinstance(message, Welcome):
+            (peer,) = told.peers
+            (self._routes[peer],) = routes
+            return self._left_open(peer)  # another life of the peer, or of its link
         if envelope.reply_to:
             (peer,) = told.peers
             request = self._requests.get((peer, envelope.reply_to))

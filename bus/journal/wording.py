@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -10,7 +11,7 @@ import msgspec
 
 from bus import codec
 from bus.errors import DecodeError
-from bus.journal.records import Began, Closed, Received, Sent, Ticked
+from bus.journal.records import Began, Closed, Received, Refused, Rekeyed, Sent, Ticked
 
 if TYPE_CHECKING:
     from bus.journal.reader import Entry
@@ -69,6 +70,12 @@ def describe(record: Record) -> str:
             return "the broker ended in order"
         case Ticked():
             return "its timer rang"
+        case Refused():
+            return f"a frame of {record.size_bytes} bytes from {peer_of(record.route)}, not read"
+        case Rekeyed():
+            roles = sorted(Counter(record.keys.values()).items())
+            told = ", ".join(f"{count} of role {role}" for role, count in roles) or "none"
+            return f"other keys are authorised: {told}"
         case Received() | Sent():
             found = reading(record)
             peers = ", ".join(found.peers[:2])
@@ -97,8 +104,8 @@ def fields_of(message: Message) -> tuple[str, ...]:
 
 def line(entry: Entry) -> str:
     """A record in one line: number, time, way, and what it says."""
-    ways = {Received: "<-", Sent: "->", Ticked: "..", Began: "==", Closed: "=="}
-    way = ways[type(entry.record)]
+    ways = {Received: "<-", Refused: "<-", Sent: "->", Ticked: ".."}
+    way = ways.get(type(entry.record), "==")
     return f"{entry.number:>7}  {_clock(entry)}  {way} {describe(entry.record)}"
 
 
@@ -121,9 +128,15 @@ def as_json(entry: Entry, *, full: bool = False) -> dict[str, Any]:
                 "file_number": record.file,
                 "software": record.software,
                 "config": config,
+                "keys": record.keys,
             }
         case Closed() | Ticked():
             return found | {"what": "closed" if isinstance(record, Closed) else "tick"}
+        case Rekeyed():
+            return found | {"what": "keys", "keys": record.keys}
+        case Refused():
+            peers = [peer_of(record.route)]
+            return found | {"what": "refused", "peers": peers, "size_bytes": record.size_bytes}
     told = reading(record)
     found |= {
         "what": "in" if isinstance(record, Received) else "out",
@@ -131,6 +144,8 @@ def as_json(entry: Entry, *, full: bool = False) -> dict[str, Any]:
         "peers": list(told.peers),
         "size_bytes": len(record.frame),
     }
+    if isinstance(record, Received) and record.user:
+        found["key"] = record.user
     if told.envelope is not None:
         names = ("group", "epoch", "sender", "boot", "seq", "id", "reply_to")
         found |= {name: getattr(told.envelope, name) for name in names}

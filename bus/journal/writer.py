@@ -14,13 +14,25 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
 
 from bus.errors import UsageError
-from bus.journal.records import MAGIC, SUFFIX, Began, Closed, Received, Sent, Ticked, packed
+from bus.journal.records import (
+    MAGIC,
+    SUFFIX,
+    Began,
+    Closed,
+    Received,
+    Refused,
+    Rekeyed,
+    Sent,
+    Ticked,
+    packed,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from bus.protocol.broker import BrokerConfig
+    from bus.protocol.roles import KeyRole
     from bus.runtime.base import Handle, Scheduler
 
 DEFAULT_BYTES: Final = 64 * 1024 * 1024
@@ -36,13 +48,14 @@ class JournalWriter:
     """Implements :class:`bus.runtime.base.Journal` in a folder.
 
     The files of all lives of a broker together take at most ``limit_bytes``; or the size of
-    one frame, if that is more.
+    one frame, or twice that of the authorised keys, if that is more.
 
     Args:
         folder: made if it isn't there. One broker at a time writes in it.
         limit_bytes: see above; each file takes a quarter.
         boot: the broker's life.
         config: a replay needs it.
+        keys: the authorised public keys with their roles, for the same; None: there are none.
         failed: told once if the disk refuses; from then on nothing is recorded.
 
     Raises:
@@ -56,6 +69,7 @@ class JournalWriter:
         limit_bytes: int,
         boot: int,
         config: BrokerConfig,
+        keys: Mapping[str, KeyRole] | None = None,
         scheduler: Scheduler,
         failed: Callable[[OSError], None],
     ) -> None:
@@ -64,6 +78,7 @@ class JournalWriter:
         self._file_limit = limit_bytes // FILES
         self._boot = boot
         self._config = config
+        self._keys = keys
         self._software = version("wavebus")
         self._scheduler = scheduler
         self._failed = failed
@@ -79,7 +94,7 @@ class JournalWriter:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._kept = [(path, path.stat().st_size) for path in journal_files(folder)]
-                self._open(self._file_limit)
+                self._open()
             except BaseException:
                 os.close(self._lock)
                 raise
@@ -92,8 +107,15 @@ class JournalWriter:
 
     # -- what is recorded -----------------------------------------------------
 
-    def received(self, now_ms: float, route: bytes, frame: bytes) -> None:
-        self._append(packed(Received(now_ms, route, frame)))
+    def received(self, now_ms: float, route: bytes, frame: bytes, user: str) -> None:
+        self._append(packed(Received(now_ms, route, frame, user)))
+
+    def refused(self, now_ms: float, route: bytes, size_bytes: int) -> None:
+        self._append(packed(Refused(now_ms, route, size_bytes)))
+
+    def rekeyed(self, now_ms: float, keys: Mapping[str, KeyRole]) -> None:
+        self._append(packed(Rekeyed(now_ms, dict(keys))))
+        self._keys = keys
 
     def ticked(self, now_ms: float) -> None:
         self._append(packed(Ticked(now_ms)))
@@ -126,7 +148,9 @@ class JournalWriter:
     def _append(self, record: bytes) -> None:
         if self._file is None:
             return
-        if self._size + len(record) > self._file_limit and self._begun():
+        # A file holds as much beside its head as the head takes, or all of it would be heads.
+        full_bytes = max(self._file_limit, 2 * self._head_bytes)
+        if self._size + len(record) > full_bytes and self._begun():
             self._rotate(len(record))
         self._buffer += record
         self._records += 1
@@ -156,17 +180,12 @@ class JournalWriter:
         self._file = None
         self._kept.append((self._path, self._size))
         try:
-            self._open(max(self._file_limit, self._head_bytes + next_bytes))
+            self._open(next_bytes)
         except OSError as error:
             self._give_up(error)
 
-    def _open(self, expected_bytes: int) -> None:
-        """The next file; older ones make room for ``expected_bytes``."""
-        room = self._limit_bytes - expected_bytes
-        while self._kept and (
-            sum(size for _, size in self._kept) > room or len(self._kept) >= _MOST_FILES
-        ):
-            self._kept.pop(0)[0].unlink(missing_ok=True)
+    def _open(self, next_bytes: int = 0) -> None:
+        """The next file, for a record of so many bytes and more; older ones make room for it."""
         now_ms = self._scheduler.now_ms()
         began = Began(
             self._boot,
@@ -176,11 +195,18 @@ class JournalWriter:
             time.time(),
             self._software,
             self._config,
+            None if self._keys is None else dict(self._keys),
         )
+        head = MAGIC + packed(began)
+        expected_bytes = max(self._file_limit, 2 * len(head), len(head) + next_bytes)
+        room = self._limit_bytes - expected_bytes
+        while self._kept and (
+            sum(size for _, size in self._kept) > room or len(self._kept) >= _MOST_FILES
+        ):
+            self._kept.pop(0)[0].unlink(missing_ok=True)
         self._path = self._next_path()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._file = os.open(self._path, flags, 0o600)
-        head = MAGIC + packed(began)
         self._files += 1
         self._head_bytes = self._size = len(head)
         self._buffer += head

@@ -71,6 +71,7 @@ class NackCode(StrEnum):
     UNKNOWN_GROUP = "unknown_group"
     EMPTY_GROUP = "empty_group"
     FORBIDDEN = "forbidden"
+    RATE_LIMITED = "rate_limited"
     FENCED = "fenced"
     WRONG_STATE = "wrong_state"
     MANIFEST_REFUSED = "manifest_refused"

@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 from msgspec import Meta
 
 WIRE_MAJOR: Final = 1
-WIRE_MINOR: Final = 0
+WIRE_MINOR: Final = 1
 # Bounds. A frame over MAX_FRAME_BYTES is refused unread; 16 MiB hold the manifest
 # of a model of 100,000 tensors with names of 100 characters.
 MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
@@ -15,6 +15,10 @@ MAX_TENSORS: Final = 200_000
 MAX_BLOB_BYTES: Final = 4 * 1024 * 1024
 MAX_MEETING_BYTES: Final = 4096
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
+# What somebody adds one to; so it never comes to what the wire has no number for.
+Serial: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
+# Ranks of a DP group, workers of an engine: the broker counts them one by one.
+Size: TypeAlias = Annotated[int, Meta(ge=1, le=65_536)]
 Name: TypeAlias = Annotated[
     str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*\Z")
 ]
@@ -33,7 +37,7 @@ Counts: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_TENSORS)]
 MAX_REQUEST_IDS: Final = 4096
 RequestIds: TypeAlias = Annotated[tuple[ShortText, ...], Meta(max_length=MAX_REQUEST_IDS)]
 # A follower is another rank of the trainer.
-Role: TypeAlias = Literal["trainer", "follower", "engine", "gateway", "observer"]
+Role: TypeAlias = Literal["trainer", "follower", "engine", "gateway", "observer", "scheduler"]
 # What rank 0 tells its followers: gather the tensors with me; it is over.
 TrainerPoint: TypeAlias = Literal["go", "end"]
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]

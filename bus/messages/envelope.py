@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from bus.messages.bounds import Count
+from bus.messages.bounds import Count, Serial
 
 
 class Envelope(msgspec.Struct, frozen=True, gc=False):
@@ -28,6 +28,6 @@ class Envelope(msgspec.Struct, frozen=True, gc=False):
     sender: Annotated[str, Meta(min_length=1, max_length=128)]
     boot: Count
     group: Annotated[str, Meta(max_length=128)]
-    epoch: Count
+    epoch: Serial
     seq: Count
     body: msgspec.Raw

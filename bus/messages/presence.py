@@ -7,7 +7,18 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from bus.messages.bounds import CorePhase, Count, LongText, Name, Phase, Role, ShortText, UpdateId
+from bus.messages.bounds import (
+    CorePhase,
+    Count,
+    LongText,
+    Name,
+    Phase,
+    Role,
+    Serial,
+    ShortText,
+    Size,
+    UpdateId,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +38,13 @@ class EngineFacts:
     model: ShortText
     dp_group: Name
     dp_rank: Count
-    dp_size: Annotated[int, Meta(ge=1)]
-    workers: Annotated[int, Meta(ge=1)]
+    dp_size: Size
+    workers: Size
     backends: Annotated[tuple[ShortText, ...], Meta(max_length=32)]
     endpoint: ShortText
     can_sleep: bool
     draft: bool
-    version: Count
+    version: Serial
     phase: Phase
     update_id: UpdateId
 
@@ -43,7 +54,7 @@ class GatewayFacts:
     """The coordinator of one DP group, and where its waves stand when it joins."""
 
     dp_group: Name
-    dp_size: Annotated[int, Meta(ge=1)]
+    dp_size: Size
     wave: Count
     running: bool
 
@@ -71,7 +82,7 @@ class Welcome:
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     phase: Phase
-    version: Count
+    version: Serial
     in_flight: Count
     update_id: UpdateId
 

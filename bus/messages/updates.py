@@ -13,6 +13,7 @@ from bus.messages.bounds import (
     Counts,
     Dtypes,
     LongText,
+    Serial,
     Shapes,
     ShortText,
     Target,
@@ -67,7 +68,7 @@ class Arm:
     """
 
     update_id: UpdateId
-    version: Count
+    version: Serial
     label: ShortText
     target: Target
     backend: ShortText
@@ -118,7 +119,7 @@ class UpdateFinish:
 @dataclass(frozen=True, slots=True)
 class Commit:
     update_id: UpdateId
-    version: Count
+    version: Serial
     label: ShortText
 
 

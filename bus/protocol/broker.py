@@ -1,13 +1,14 @@
 """The broker as a machine without I/O: frames in, effects out.
 
-The way of a message: :meth:`Broker.receive` finds the peer by its route, drops what
-is old or doubled, and hands the rest to the peer's group; what the group wants
-done comes back as effects. :meth:`Broker.tick` is time.
+The way of a message: :meth:`Broker.admit` looks at its size and its sender's bucket before
+anybody reads it; :meth:`Broker.receive` looks at the sender's key, finds the peer by its route,
+drops what is old, doubled or not of its role, and hands the rest to the peer's group; what the
+group wants done comes back as effects. :meth:`Broker.tick` is time.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from bus.messages import (
@@ -34,15 +35,30 @@ from bus.messages import (
 from bus.protocol.effects import Effect, Note, Send
 from bus.protocol.group import Group
 from bus.protocol.instructions import Failure
-from bus.protocol.membership import Membership, Peer
+from bus.protocol.limits import (
+    FRAME_BYTES,
+    REFUSED_COST,
+    STRANGERS_FRAME_BYTES,
+    TOLD_EVERY_MS,
+    Bucket,
+    Limits,
+    cost_of,
+)
+from bus.protocol.membership import WATCHERS, Membership, Peer
+from bus.protocol.roles import JOINS_AS, outside_key, outside_role
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from bus.errors import DecodeError
+    from bus.protocol.roles import KeyRole
 
 BROKER_NAME: Final = "broker"
 # A pause must outlive what the bus needs to miss a peer, or an engine could run
 # again while its group still counts it as paused.
 LEASE_PER_PEER_TIMEOUT: Final = 2
+# With more groups than this, those that nobody is in are forgotten.
+MAX_GROUPS: Final = 1024
 
 WAVE_WORDS: Final = (FirstReq, WaveStarted, WaveComplete)
 
@@ -63,38 +79,77 @@ class BrokerConfig:
 
     ``peer_timeout_ms``: silence after which a peer is lost. ``retry_ms``: how often
     engines that have not answered are asked again. ``step_timeout_ms``: how long an
-    engine that lives may take for one step of an update or pause.
+    engine that lives may take for one step of an update or pause. ``limits``: how much a peer may
+    ask for.
     """
 
     heartbeat_ms: int = 1000
     peer_timeout_ms: int = 5000
     retry_ms: int = 1000
     step_timeout_ms: int = 300_000
+    limits: Limits = field(default_factory=Limits)
 
 
 class Broker:
-    """All groups and peers. One door for frames, one for time."""
+    """All groups and peers. One door for frames, one for time.
 
-    def __init__(self, config: BrokerConfig | None = None) -> None:
+    ``keys`` are the roles of the authorised keys, and may be replaced at any time; None: there
+    are no keys, and a peer's role is what it says.
+    """
+
+    def __init__(
+        self, config: BrokerConfig | None = None, keys: Mapping[str, KeyRole] | None = None
+    ) -> None:
         self.config = config or BrokerConfig()
+        self.keys = keys
         self.peers = Membership(self.config.peer_timeout_ms)
         self.groups: dict[str, Group] = {}
         self._sweep_ms = 0.0
+        self._strangers: dict[bytes, Bucket] = {}
+        self._views = Bucket(self.config.limits.status, 0.0)
 
     # -- frames ---------------------------------------------------------------
 
-    def receive(
-        self, route: bytes, envelope: Envelope, message: Message, now_ms: float
-    ) -> list[Effect]:
-        """One decoded frame."""
-        if type(message) is Join:
-            return self._join(route, envelope, message, now_ms)
+    def admit(self, route: bytes, size_bytes: int, now_ms: float) -> list[Effect] | None:
+        """Whether a frame is to be read: None. Or else what its sender is told instead; where that
+        is nothing, nothing has changed, and the frame might as well not have come."""
         peer = self.peers.by_route.get(route)
-        if peer is None or peer.boot != envelope.boot or peer.name != envelope.sender:
+        bound = FRAME_BYTES[peer.role] if peer else STRANGERS_FRAME_BYTES
+        bucket = self._bucket(peer, route, now_ms)
+        cost = cost_of(size_bytes) if size_bytes <= bound else REFUSED_COST
+        if not bucket.take(cost, now_ms):
+            return self._limited(peer, route, bucket, now_ms)
+        if size_bytes > bound:
+            who = f"role {peer.role}" if peer else "one who has not joined"
+            detail = f"frame of {size_bytes} bytes; of {who} at most {bound}"
+            return self._bad(peer, route, Failure(NackCode.OVERSIZED, detail), 0)
+        return None
+
+    def receive(
+        self, route: bytes, envelope: Envelope, message: Message, now_ms: float, user: str = ""
+    ) -> list[Effect]:
+        """One decoded frame. ``user``: the key that its sender has proven to have."""
+        if self.keys is not None:
+            outside = outside_key(self.keys, user, message)
+            if outside is not None:
+                return self._locked_out(route, envelope, message, outside, user, now_ms)
+        if type(message) is Join:
+            return self._join(route, envelope, message, now_ms, user)
+        peer = self.peers.by_route.get(route)
+        if (
+            peer is None
+            or peer.boot != envelope.boot
+            or peer.name != envelope.sender
+            or peer.user != user
+        ):
             return self._stranger(route, envelope, message, now_ms)
+        outside = outside_role(peer.role, message)
+        if outside is not None:
+            return self._forbidden(route, envelope, outside, now_ms)
         if envelope.seq <= peer.last_seq:
             if type(message) is Nack:
                 return []
+            self._bucket(peer, route, now_ms).charge(REFUSED_COST)
             failure = Failure(
                 NackCode.STALE,
                 f"frame {envelope.seq} after {peer.last_seq}",
@@ -107,32 +162,74 @@ class Broker:
         peer.last_seq = envelope.seq
         peer.last_heard_ms = now_ms
         if type(message) is Ack:
-            if peer.role == "engine":
-                # Between heartbeats, acks tell where an engine stands.
-                peer.phase = _PHASE_AFTER.get(message.step, peer.phase)
-                if message.outcome in _PHASE_FOUND:
-                    peer.phase = _PHASE_FOUND[message.outcome]
-                return self.groups[peer.group].acked(peer.name, message, now_ms)
-            return self._forbidden(peer, envelope)
+            # Between heartbeats, acks tell where an engine stands.
+            peer.phase = _PHASE_AFTER.get(message.step, peer.phase)
+            if message.outcome in _PHASE_FOUND:
+                peer.phase = _PHASE_FOUND[message.outcome]
+            return self.groups[peer.group].acked(peer.name, message, now_ms)
         return self._from_peer(peer, envelope, message, now_ms)
 
-    def malformed(self, route: bytes, error: DecodeError, reply_to: int) -> list[Effect]:
+    def malformed(
+        self, route: bytes, error: DecodeError, reply_to: int, now_ms: float
+    ) -> list[Effect]:
         """A frame that could not be decoded: say which field, change nothing."""
         peer = self.peers.by_route.get(route)
-        name = peer.name if peer else ""
+        self._bucket(peer, route, now_ms).charge(REFUSED_COST)
+        failure = Failure(error.code, error.detail, field=error.field)
+        return self._bad(peer, route, failure, reply_to)
+
+    def _bad(
+        self, peer: Peer | None, route: bytes, failure: Failure, reply_to: int
+    ) -> list[Effect]:
+        fields = {
+            "peer": peer.name if peer else "",
+            "code": failure.code.value,
+            "field": failure.field,
+            "detail": failure.detail,
+        }
+        return [Note("bad_frame", "warning", fields), self._nack((route,), reply_to, failure)]
+
+    def _bucket(self, peer: Peer | None, route: bytes, now_ms: float) -> Bucket:
+        if peer is not None and peer.bucket is not None:
+            return peer.bucket
+        bucket = self._strangers.get(route)
+        if bucket is None:
+            bucket = self._strangers[route] = Bucket(self.config.limits.stranger, now_ms)
+        return bucket
+
+    def _limited(
+        self, peer: Peer | None, route: bytes, bucket: Bucket, now_ms: float
+    ) -> list[Effect]:
+        """Too much: told once in a while, and otherwise nothing."""
+        if not bucket.tell(now_ms):
+            return []
+        name = peer.name if peer else route.decode(errors="replace")
+        failure = Failure(
+            NackCode.RATE_LIMITED,
+            f"more than {bucket.rate.per_s:g} frames a second, each of up to 4 KiB",
+            hint="frames are dropped until fewer come",
+        )
         return [
-            Note(
-                "bad_frame",
-                "warning",
-                {
-                    "peer": name,
-                    "code": error.code.value,
-                    "field": error.field,
-                    "detail": str(error),
-                },
-            ),
-            self._nack((route,), reply_to, Failure(error.code, error.detail, field=error.field)),
+            Note("rate_limited", "warning", {"peer": name, "detail": failure.detail}),
+            self._nack((route,), 0, failure, retry_ms=TOLD_EVERY_MS),
         ]
+
+    def _locked_out(
+        self,
+        route: bytes,
+        envelope: Envelope,
+        message: Message,
+        failure: Failure,
+        user: str,
+        now_ms: float,
+    ) -> list[Effect]:
+        """A frame that its sender's key does not let in."""
+        assert self.keys is not None
+        if user in self.keys or type(message) is Join:
+            return self._forbidden(route, envelope, failure, now_ms)
+        # A key that was taken away gets no word, or its peer would believe the link alive.
+        self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
+        return [Note("forbidden", "warning", {"peer": envelope.sender, "detail": failure.detail})]
 
     def _from_peer(
         self, peer: Peer, envelope: Envelope, message: Message, now_ms: float
@@ -151,7 +248,7 @@ class Broker:
             if peer.role == "engine" and group is not None:
                 beat += group.heard(peer, message)
             return beat
-        if isinstance(message, CoreStatus) and peer.role == "engine" and group is not None:
+        if isinstance(message, CoreStatus) and group is not None:
             return group.waves.core_status(peer, message, now_ms)
         if isinstance(message, Leave):
             return self._gone(peer, "peer_left", message.reason or "left", now_ms)
@@ -162,20 +259,22 @@ class Broker:
                 return group.nacked(peer.name, message, now_ms)
             note = {"peer": peer.name, "code": message.code.value, "detail": message.detail}
             return [Note("peer_nack", "warning", note)]
-        if peer.role == "gateway" and group is not None and isinstance(message, WAVE_WORDS):
+        assert group is not None, "watchers have no verbs but those above"
+        if isinstance(message, WAVE_WORDS):
             return group.waves.told(peer, envelope.id, message)
-        if peer.role == "follower" and group is not None and isinstance(message, AwaitStep):
+        if isinstance(message, AwaitStep):
             return group.followers.asks(peer, envelope.id, message)
-        if peer.role == "trainer" and group is not None:
-            return group.command(peer, envelope.id, envelope.epoch, message, now_ms)
-        return self._forbidden(peer, envelope)
+        return group.command(peer, envelope.id, envelope.epoch, message, now_ms)
 
-    def _join(self, route: bytes, envelope: Envelope, join: Join, now_ms: float) -> list[Effect]:
+    def _join(
+        self, route: bytes, envelope: Envelope, join: Join, now_ms: float, user: str
+    ) -> list[Effect]:
         known = self.peers.by_name.get(envelope.sender)
         if known is not None and known.boot == envelope.boot and envelope.seq <= known.last_seq:
             return []  # an old copy of a join that was answered
-        result = self._admit(route, envelope, join, now_ms)
+        result = self._admit(route, envelope, join, now_ms, user)
         if isinstance(result, Failure):
+            self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
             return [
                 Note(
                     "join_refused",
@@ -224,8 +323,11 @@ class Broker:
         return effects
 
     def _admit(
-        self, route: bytes, envelope: Envelope, join: Join, now_ms: float
+        self, route: bytes, envelope: Envelope, join: Join, now_ms: float, user: str
     ) -> tuple[Peer, Group | None] | Failure:
+        refused = self._refuse_more(route, envelope)
+        if refused is not None:
+            return refused
         peer = self.peers.join(
             name=envelope.sender,
             group=envelope.group,
@@ -234,10 +336,15 @@ class Broker:
             seq=envelope.seq,
             join=join,
             now_ms=now_ms,
+            user=user,
         )
         if isinstance(peer, Failure):
             return peer
-        if peer.role == "observer":
+        if peer.bucket is None:
+            peer.bucket = self._bucket(None, route, now_ms)
+            peer.bucket.rate = self.config.limits.peer
+            del self._strangers[route]
+        if peer.role in WATCHERS:
             return peer, None
         group = self.groups.get(peer.group)
         if group is None:
@@ -257,12 +364,29 @@ class Broker:
                 return refused
         return peer, group
 
+    def _refuse_more(self, route: bytes, envelope: Envelope) -> Failure | None:
+        """One connection is one peer's, and groups are bounded."""
+        other = self.peers.by_route.get(route)
+        if other is not None and other.name != envelope.sender:
+            detail = f"this connection is {other.name}'s"
+            return Failure(NackCode.FORBIDDEN, detail, field="sender", peer=other.name)
+        if envelope.group not in self.groups and len(self.groups) >= MAX_GROUPS:
+            used = {peer.group for peer in self.peers}
+            self.groups = {name: each for name, each in self.groups.items() if name in used}
+            if len(self.groups) >= MAX_GROUPS:
+                detail = f"there are {len(self.groups)} groups"
+                return Failure(NackCode.RATE_LIMITED, detail, field="group")
+        return None
+
     def _stranger(
         self, route: bytes, envelope: Envelope, message: Message, now_ms: float
     ) -> list[Effect]:
         """A frame of a peer that has not joined (or that another one replaced)."""
         if isinstance(message, StatusRequest):
+            if not self._views.take(1, now_ms):
+                return self._limited(None, route, self._views, now_ms)
             return [Send(self.status(now_ms), (route,), envelope.id)]
+        self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
         if isinstance(message, (Nack, Leave)):
             return []
         failure = Failure(
@@ -273,17 +397,22 @@ class Broker:
         )
         return [self._nack((route,), envelope.id, failure)]
 
-    def _forbidden(self, peer: Peer, envelope: Envelope) -> list[Effect]:
-        failure = Failure(
-            NackCode.FORBIDDEN,
-            f"a peer of role {peer.role} does not send {envelope.kind}",
-            field="kind",
-        )
-        note = {"peer": peer.name, "kind": envelope.kind}
-        return [
-            Note("forbidden", "warning", note),
-            self._nack((peer.route,), envelope.id, failure),
-        ]
+    def _forbidden(
+        self, route: bytes, envelope: Envelope, failure: Failure, now_ms: float
+    ) -> list[Effect]:
+        self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
+        note = {"peer": envelope.sender, "kind": envelope.kind, "detail": failure.detail}
+        return [Note("forbidden", "warning", note), self._nack((route,), envelope.id, failure)]
+
+    def rekey(self, keys: Mapping[str, KeyRole], now_ms: float) -> list[Effect]:
+        """Other keys count from now on; peers whose key is none of them, or of another role, go."""
+        self.keys = keys
+        effects: list[Effect] = []
+        for peer in list(self.peers):
+            key = keys.get(peer.user)
+            if key is None or peer.role not in JOINS_AS[key]:
+                effects += self._gone(peer, "peer_lost", "its key was taken away", now_ms)
+        return effects
 
     # -- time -----------------------------------------------------------------
 
@@ -292,6 +421,9 @@ class Broker:
         effects: list[Effect] = []
         if now_ms >= self._sweep_ms:
             self._sweep_ms = now_ms + self.config.heartbeat_ms / 2
+            idle = [r for r, bucket in self._strangers.items() if bucket.full(now_ms)]
+            for route in idle:
+                del self._strangers[route]
             for peer in self.peers.silent(now_ms):
                 silent_ms = now_ms - peer.last_heard_ms
                 reason = f"{peer.name} was not heard for {silent_ms:.0f} ms"
@@ -311,6 +443,9 @@ class Broker:
 
     def _gone(self, peer: Peer, event: str, reason: str, now_ms: float) -> list[Effect]:
         self.peers.remove(peer)
+        if peer.bucket is not None:  # who comes and goes gets no new one by that
+            peer.bucket.rate = self.config.limits.stranger
+            self._strangers[peer.route] = peer.bucket
         note = Note(
             event,
             "info" if event == "peer_left" else "warning",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from bus.messages import NackCode
 from bus.protocol.effects import Effect, Note, Send
 from bus.protocol.instructions import Failure
+from bus.protocol.limits import OPEN_REQUESTS
 from bus.protocol.refusal import Declined
 from bus.protocol.requests import Answer, Key, Requests
 from bus.protocol.wording import ASKS_FOR, failed_nack
@@ -61,7 +62,8 @@ class Holding:
         """Whether this trainer may command.
 
         Raises:
-            Declined: it does not hold the group, or its epoch is over.
+            Declined: it does not hold the group, its epoch is over, or it has too many requests
+                open.
         """
         if trainer is not self.trainer:
             raise Declined(
@@ -75,6 +77,10 @@ class Holding:
                     field="epoch",
                     hint="this trainer was replaced; join again to take the group",
                 )
+            )
+        if self.requests.open >= OPEN_REQUESTS:
+            raise Declined(
+                Failure(NackCode.RATE_LIMITED, f"{OPEN_REQUESTS} requests wait for their answers")
             )
 
     def repeated(self, trainer: Peer, msg_id: int) -> list[Effect] | None:

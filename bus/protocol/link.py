@@ -6,6 +6,7 @@
     JOINING   welcome             JOINED    heartbeats begin
     JOINING   nack, worth a wait  JOINING   JOIN again after retry_ms (name taken, group held)
     JOINING   nack, final         REFUSED
+    JOINING   unreadable version  REFUSED
     JOINED    nack not_joined     JOINING   JOIN: the broker is a new one
     JOINED    broker silent       JOINING   JOIN again every retry_ms
     any       leave               CLOSED    LEAVE
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
 # What Link.receive acts upon; every other message of the broker passes it by.
 LINK_MESSAGES: Final = frozenset({Welcome, HeartbeatAck, Nack})
 _WORTH_A_WAIT: Final = frozenset({NackCode.NAME_TAKEN, NackCode.GROUP_HELD})
+# These are of frames that were sent before it.
+_NOT_OF_THE_JOIN: Final = frozenset(
+    {NackCode.NOT_JOINED, NackCode.STALE, NackCode.OVERSIZED, NackCode.RATE_LIMITED}
+)
 
 
 class LinkState(StrEnum):
@@ -114,6 +119,10 @@ class Link:
             return self._nack(message, now_ms)
         return []
 
+    def other_version(self, nack: Nack) -> list[Effect]:
+        """The broker's frames are of a wire version that this side does not read."""
+        return self._refused(nack) if self.state is LinkState.JOINING else []
+
     def leave(self, reason: str) -> list[Effect]:
         """Go, in order."""
         was = self.state
@@ -160,15 +169,15 @@ class Link:
         if nack.code is NackCode.NOT_JOINED and self.state is LinkState.JOINED:
             self.state = LinkState.JOINING
             return [Note("broker_new", "warning"), *self._ask(now_ms)]
-        if self.state is not LinkState.JOINING or nack.code in (
-            NackCode.NOT_JOINED,
-            NackCode.STALE,
-        ):
+        if self.state is not LinkState.JOINING or nack.code in _NOT_OF_THE_JOIN:
             return []
         if self._held_ms is None:
             self._held_ms = now_ms
         if nack.code in _WORTH_A_WAIT and now_ms < self._held_ms + self.config.patience_ms:
             return [Note("join_waits", "warning", {"code": nack.code.value, "detail": nack.detail})]
+        return self._refused(nack)
+
+    def _refused(self, nack: Nack) -> list[Effect]:
         self.state = LinkState.REFUSED
         self.refusal = nack
         return [Note("join_refused", "error", {"code": nack.code.value, "detail": nack.detail})]

@@ -6,6 +6,7 @@
     (none)   join               JOINED   WELCOME
     JOINED   join, same boot    JOINED   WELCOME again: the peer reconnected
     JOINED   join, other boot   JOINED   NACK name_taken, as long as the first one is heard
+    JOINED   join, other key    JOINED   the same
     JOINED   any frame          JOINED   it lives
     JOINED   leave              (none)   its group hears it
     JOINED   silent too long    (none)   its group hears it: lost
@@ -18,7 +19,7 @@ takes its name back as soon as the old one has left or has not been heard for
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bus.errors import UsageError
 from bus.ids import check_name
@@ -37,10 +38,16 @@ from bus.protocol.instructions import Failure
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from bus.protocol.limits import Bucket
+
+# Who belongs to no group.
+WATCHERS: Final = ("observer", "scheduler")
+
 
 @dataclass(slots=True)
 class Peer:
-    """One peer as the broker knows it. ``route`` is the transport's name of it."""
+    """One peer as the broker knows it. ``route`` is the transport's name of it, ``user`` the key
+    that it has joined with, ``bucket`` what it may ask for still (None: no bounds)."""
 
     name: str
     role: Role
@@ -58,6 +65,8 @@ class Peer:
     phase: Phase = "running"
     version: int = 0
     in_flight: int = 0
+    user: str = ""
+    bucket: Bucket | None = None
 
     def view(self, now_ms: float) -> EngineView:
         """What a status shows of an engine."""
@@ -108,10 +117,19 @@ class Membership:
         return len(self.by_name)
 
     def join(
-        self, *, name: str, group: str, route: bytes, boot: int, seq: int, join: Join, now_ms: float
+        self,
+        *,
+        name: str,
+        group: str,
+        route: bytes,
+        boot: int,
+        seq: int,
+        join: Join,
+        now_ms: float,
+        user: str = "",
     ) -> Peer | Failure:
         """Take a peer in, or say why not. A second join of one boot refreshes its facts."""
-        refused = self._refuse(name, group, boot, join, now_ms)
+        refused = self._refuse(name, group, boot, user, join, now_ms)
         if refused is not None:
             return refused
         old = self.by_name.get(name)
@@ -129,6 +147,8 @@ class Membership:
             last_heard_ms=now_ms,
             facts=join.engine,
             gateway=join.gateway,
+            user=user,
+            bucket=old.bucket if old is not None else None,
         )
         if join.engine is not None:
             peer.phase = join.engine.phase
@@ -140,11 +160,11 @@ class Membership:
         return peer
 
     def _refuse(
-        self, name: str, group: str, boot: int, join: Join, now_ms: float
+        self, name: str, group: str, boot: int, user: str, join: Join, now_ms: float
     ) -> Failure | None:
         try:
             check_name(name, "sender")
-            if join.role != "observer":
+            if join.role not in WATCHERS:
                 check_name(group, "group")
         except UsageError as error:
             return Failure(NackCode.MALFORMED, str(error), field=str(error).split("=", 1)[0])
@@ -167,7 +187,7 @@ class Membership:
                 field="engine.dp_rank",
             )
         held = self.by_name.get(name)
-        if held is None or held.boot == boot:
+        if held is None or (held.boot, held.user) == (boot, user):
             return self._refuse_rank(name, group, join)
         silent_ms = now_ms - held.last_heard_ms
         return Failure(

@@ -32,6 +32,11 @@ class Requests:
         """What this request was answered, if it was."""
         return self._answers.get(msg_id)
 
+    @property
+    def open(self) -> int:
+        """How many wait for their answers."""
+        return len(self.waiters) + sum(map(len, self._asked.values()))
+
     def waits(self, msg_id: int) -> bool:
         """Whether this request is waiting for its answer."""
         return msg_id in self.waiters or any(msg_id in ids for ids in self._asked.values())

@@ -6,11 +6,14 @@ and its effect there is no queue and no task switch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from bus.protocol.roles import KeyRole
 
 OnFrame: TypeAlias = Callable[[bytes], None]
-OnRoutedFrame: TypeAlias = Callable[[bytes, bytes], None]
+OnRoutedFrame: TypeAlias = Callable[[bytes, bytes, str], None]
 
 
 class Handle(Protocol):
@@ -38,7 +41,8 @@ class ServerTransport(Protocol):
     """
 
     def listen(self, on_frame: OnRoutedFrame) -> None:
-        """Begin; ``on_frame(route, frame)`` is called for every frame."""
+        """Begin; ``on_frame(route, frame, user)`` is called for every frame. ``user`` is the key
+        that its connection has proven to have; empty where there are none."""
 
     def send(self, routes: Iterable[bytes], frame: bytes) -> list[bytes]:
         """Send to each route; return those that can't be reached now."""
@@ -50,8 +54,14 @@ class ServerTransport(Protocol):
 class Journal(Protocol):
     """Where a broker records what happens to it, and what it does. Nothing here blocks for long."""
 
-    def received(self, now_ms: float, route: bytes, frame: bytes) -> None:
-        """A frame came; recorded before it is acted on."""
+    def received(self, now_ms: float, route: bytes, frame: bytes, user: str) -> None:
+        """A frame came over a connection of this key; recorded before it is acted on."""
+
+    def refused(self, now_ms: float, route: bytes, size_bytes: int) -> None:
+        """A frame came and is not read, of which its sender is about to be told."""
+
+    def rekeyed(self, now_ms: float, keys: Mapping[str, KeyRole]) -> None:
+        """Other keys are about to count."""
 
     def ticked(self, now_ms: float) -> None:
         """The broker's timer rang."""

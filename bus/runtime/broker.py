@@ -30,8 +30,9 @@ from bus.runtime.acks import Acks
 from bus.runtime.alarm import Alarm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
+    from bus.protocol.roles import KeyRole
     from bus.runtime.base import Handle, Journal, Scheduler, ServerTransport
 
 # Heartbeats within this time are answered by one frame, encoded once and sent in one
@@ -51,11 +52,12 @@ class BrokerServer:
         transport: ServerTransport,
         scheduler: Scheduler,
         config: BrokerConfig | None = None,
+        keys: Mapping[str, KeyRole] | None = None,
         *,
         boot: int | None = None,
         journal: Journal | None = None,
     ) -> None:
-        self.machine = Broker(config)
+        self.machine = Broker(config, keys)
         self.boot = new_boot() if boot is None else boot
         self._journal = journal
         self._transport = transport
@@ -80,21 +82,35 @@ class BrokerServer:
         if self._journal is not None:
             self._journal.close()
 
-    def _on_frame(self, route: bytes, frame: bytes) -> None:
+    def rekey(self, keys: Mapping[str, KeyRole]) -> None:
+        """Other keys count from now on."""
         now_ms = self._scheduler.now_ms()
         if self._journal is not None:
-            self._journal.received(now_ms, route, frame)
+            self._journal.rekeyed(now_ms, keys)
+        self._perform(self.machine.rekey(keys, now_ms))
+
+    def _on_frame(self, route: bytes, frame: bytes, user: str) -> None:
+        now_ms = self._scheduler.now_ms()
+        refusal = self.machine.admit(route, len(frame), now_ms)
+        if refusal is not None:
+            if refusal:  # without a word, nothing has changed
+                if self._journal is not None:
+                    self._journal.refused(now_ms, route, len(frame))
+                self._perform(refusal)
+            return
+        if self._journal is not None:
+            self._journal.received(now_ms, route, frame, user)
         reply_to = 0
         try:
             envelope = codec.decode_envelope(frame)
             reply_to = envelope.id
             message = codec.decode_body(envelope)
         except DecodeError as error:
-            self._perform(self.machine.malformed(route, error, reply_to))
+            self._perform(self.machine.malformed(route, error, reply_to, now_ms))
             return
         if self._journal is not None and _commits(message):
             self._journal.flush()  # before anybody sees what comes of it
-        effects = self.machine.receive(route, envelope, message, now_ms)
+        effects = self.machine.receive(route, envelope, message, now_ms, user)
         if effects:
             self._perform(effects)
 

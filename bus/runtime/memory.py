@@ -106,7 +106,7 @@ class MemoryNetwork:
         self.counts["delivered"] += 1
         if up:
             if self._server is not None and self._server.on_frame is not None:
-                self._server.on_frame(route, frame)
+                self._server.on_frame(route, frame, "")
             return
         client = self._clients.get(route)
         if client is not None and client.on_frame is not None:

@@ -11,7 +11,7 @@ import bus.log
 from bus import codec
 from bus.errors import DecodeError
 from bus.ids import new_boot
-from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, Message
+from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, Message, Nack, NackCode
 from bus.protocol.effects import Effect, Note, Send
 from bus.protocol.link import LINK_MESSAGES, Link, LinkConfig, LinkState
 from bus.runtime.alarm import Alarm
@@ -142,30 +142,35 @@ class Peer:
         now_ms = self._scheduler.now_ms()
         state = self.link.state
         self.perform(self.link.tick(now_ms))
-        if self.link.state is not state:
-            self._on_state(self.link.state)
+        self._told(state)
         self._on_tick(now_ms)
         self.arm()
 
     def _on_frame(self, frame: bytes) -> None:
+        state = self.link.state
         try:
             envelope, message = codec.decode(frame)
         except DecodeError as error:
             fields: dict[str, object] = {"field": error.field, "detail": str(error)}
             self.note(Note("bad_frame", "warning", fields))
+            if error.code is NackCode.WIRE_VERSION:
+                self.perform(self.link.other_version(_version_nack(error)))
+                self._told(state)
             return
         now_ms = self._scheduler.now_ms()
         if not self.link.fresh(envelope, now_ms):
             self.note(Note("stale_frame", "debug", {"kind": envelope.kind, "seq": envelope.seq}))
             return
         if type(message) in LINK_MESSAGES:
-            state = self.link.state
             effects = self.link.receive(envelope, message, now_ms)
             if effects:
                 self.perform(effects)
-            if self.link.state is not state:
-                self._on_state(self.link.state)
+            self._told(state)
         self._on_message(envelope, message)
+
+    def _told(self, before: LinkState) -> None:
+        if self.link.state is not before:
+            self._on_state(self.link.state)
 
     def _transmit(self, message: Message, msg_id: int, reply_to: int, epoch: int) -> None:
         self._seq += 1
@@ -186,3 +191,9 @@ class Peer:
                 )
             )
         )
+
+
+def _version_nack(error: DecodeError) -> Nack:
+    """What the broker would say, if it could be read."""
+    hint = "use the same wavebus on both sides"
+    return Nack(NackCode.WIRE_VERSION, "", "", 0, error.detail, error.field, "broker", "", hint, 0)

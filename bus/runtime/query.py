@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import anyio
 
 from bus import codec
 from bus.errors import BusTimeout, DecodeError, refusal
 from bus.ids import new_boot
+from bus.keys import silence_hint
 from bus.messages import (
     WIRE_MAJOR,
     WIRE_MINOR,
     WIRE_NAMES,
     Envelope,
     Nack,
+    NackCode,
     Status,
     StatusRequest,
 )
 from bus.runtime.peer import default_name, route_of
 from bus.runtime.zmq_transport import ZmqClient
 
+if TYPE_CHECKING:
+    from bus.keys import Security
+
 _RESEND_S: Final = 0.2
 
 
-async def fetch_status(address: str, *, timeout_s: float) -> Status:
+async def fetch_status(
+    address: str, *, timeout_s: float, security: Security | None = None
+) -> Status:
     """The broker's view.
 
     Raises:
         BusTimeout: no broker answers there in time.
-        UsageError: the address is malformed.
+        UsageError: the address is malformed, or beyond loopback without keys.
+        Refused: the broker has refused the question.
     """
     name, boot = default_name("observer"), new_boot()
     answer: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
@@ -45,10 +53,10 @@ async def fetch_status(address: str, *, timeout_s: float) -> Status:
             return
         if isinstance(message, Status):
             answer.set_result(message)
-        elif isinstance(message, Nack):
+        elif isinstance(message, Nack) and message.code is not NackCode.RATE_LIMITED:
             answer.set_exception(refusal(message))
 
-    transport = ZmqClient(address, route_of(name, boot))
+    transport = ZmqClient(address, route_of(name, boot), security)
     transport.listen(on_frame)
     try:
         with anyio.fail_after(timeout_s):
@@ -77,7 +85,7 @@ async def fetch_status(address: str, *, timeout_s: float) -> Status:
     except TimeoutError:
         raise BusTimeout(
             f"no broker answers at {address} within {timeout_s:g} s; start one with "
-            "`wavebus broker`, or name another with --broker"
+            f"`wavebus broker`, or name another with --broker{silence_hint(security)}"
         ) from None
     finally:
         transport.close()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import zmq
 
 from bus.errors import UsageError
-from bus.runtime.zmq_transport import Readable
+from bus.runtime.zmq_readable import Readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

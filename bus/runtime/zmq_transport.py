@@ -1,31 +1,42 @@
-"""ZeroMQ: a ROUTER at the broker, a DEALER at each peer. The only file that knows zmq.
+"""ZeroMQ: a ROUTER at the broker, a DEALER at each peer.
 
-The socket's descriptor sits in the event loop and is drained without blocking, in
-batches. That descriptor is edge-triggered: it tells of new events only after all
-known ones were taken, and a send may swallow one, so after every send the socket is
-looked at again.
+Beyond loopback both ends want keys, or to be told that nobody needs any.
+
+What bounds a broker's peers, beside :mod:`bus.protocol.limits`:
+
+- ``RCVHWM``: so many frames of one peer wait unread; then its connection is not read until some
+  are taken. ZeroMQ takes a frame of each peer in turn.
+- ``MAXMSGSIZE``: a frame far too large costs its sender the connection.
+- ``HANDSHAKE_IVL``: who connects and says nothing is let go.
+- ``HEARTBEAT_…``: so is who says nothing any more, whatever its own settings.
+- No ``ROUTER_HANDOVER``: a second connection under a route that is in use gets nothing.
+- Connections are bounded by the process's open files alone.
 """
 
 from __future__ import annotations
 
-import asyncio
 import atexit
+import contextlib
 import errno
 import os
 import time
-import weakref
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final
 
 import zmq
 import zmq.backend
 
+import bus.log
+from bus.address import is_loopback
 from bus.errors import UsageError
+from bus.keys import Security
 from bus.messages import MAX_FRAME_BYTES
+from bus.runtime.zmq_curve import KeyAsker, lock_client, lock_server
+from bus.runtime.zmq_readable import Readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from bus.keys import Keyring
     from bus.runtime.base import OnFrame, OnRoutedFrame
 
 MAX_PEERS: Final = 16_384
@@ -34,11 +45,13 @@ MAX_PEERS: Final = 16_384
 _MAX_RECV_BYTES: Final = 2 * MAX_FRAME_BYTES
 _BATCH: Final = 512
 _QUEUE: Final = 10_000
+_UNREAD: Final = 64
+_HANDSHAKE_MS: Final = 10_000
+# Slower than what peers ask for by themselves, so that theirs are the ones that count.
+_SERVER_HEARTBEAT_MS: Final = 15_000
 # As plain numbers: the flags' own arithmetic takes as long as a small send.
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
-_POLLIN: Final = int(zmq.POLLIN)
-_EVENTS: Final = int(zmq.EVENTS)
 _RCVMORE: Final = int(zmq.RCVMORE)
 # Past pyzmq's look at options that we never use, which takes as long as the send itself.
 _send: Final = zmq.backend.Socket.send
@@ -47,16 +60,33 @@ _send: Final = zmq.backend.Socket.send
 # waits.
 _LINGER_MS: Final = 2_000
 _REBIND_S: Final = 1.0
+_DIAL_AGAIN_S: Final = 2.0
+_SCHEMES: Final = ("tcp", "ipc", "inproc")
+_LOOKS_LIKE: Final = "an address looks like tcp://127.0.0.1:7710"
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}  # by process: forks need their own
+_locked: list[tuple[int, zmq.Context[zmq.Socket[bytes]]]] = []  # of brokers with keys
 
 
 def _context() -> zmq.Context[zmq.Socket[bytes]]:
     """This process's context: ours alone, so that it can be ended when the process ends."""
     context = _contexts.get(os.getpid())
     if context is None:
-        context = _contexts[os.getpid()] = zmq.Context()
-        context.set(zmq.MAX_SOCKETS, MAX_PEERS)
+        context = _contexts[os.getpid()] = _new_context()
         atexit.register(_flush, os.getpid())
+    return context
+
+
+def _new_context() -> zmq.Context[zmq.Socket[bytes]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, MAX_PEERS)
+    return context
+
+
+def _own_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """One more: a context has one handler that is asked about keys."""
+    _context()
+    context = _new_context()
+    _locked.append((os.getpid(), context))
     return context
 
 
@@ -64,6 +94,9 @@ def _flush(pid: int) -> None:
     """At exit: let go what was sent last, such as a LEAVE; without this it is lost."""
     if pid == os.getpid():
         _contexts.pop(pid).destroy(linger=_LINGER_MS)
+        for owner, context in _locked:
+            if owner == pid:
+                context.destroy(linger=_LINGER_MS)
 
 
 def _harden(socket: zmq.Socket[bytes]) -> None:
@@ -71,6 +104,7 @@ def _harden(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RECV_BYTES)
     socket.setsockopt(zmq.SNDHWM, _QUEUE)
     socket.setsockopt(zmq.RCVHWM, _QUEUE)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> None:
@@ -87,82 +121,56 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> None:
             return
 
 
-class Readable(ABC):
-    """A zmq socket in an asyncio loop."""
-
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self.socket = socket
-        self._loop = asyncio.get_running_loop()
-        self._descriptor = int(socket.getsockopt(zmq.FD))
-        self._draining = False  # or about to
-        self._closed = False
-        # One that was forgotten is closed with us. Left to the socket's own end it may stay
-        # open for good (warnings made errors break that end off), and then the process waits
-        # for it when it exits.
-        weakref.finalize(self, socket.close).atexit = False
-
-    def watch(self) -> None:
-        self._loop.add_reader(self._descriptor, self.drain)
-        self.look_again()
-
-    def look_again(self) -> None:
-        """Drain soon if events are there: the descriptor may not tell of them.
-
-        While draining this needs nothing: a drain ends only when nothing is left.
-        """
-        if not (self._draining or self._closed) and self._more():
-            self._draining = True
-            self._loop.call_soon(self.drain)
-
-    def _more(self) -> bool:
-        """Whether a frame is there; cheaper than an attempt that fails."""
-        return int(self.socket.getsockopt(_EVENTS)) & _POLLIN != 0
-
-    def drain(self) -> None:
-        """Take what is there, without blocking."""
-        if self._closed:
-            return
-        emptied = False
-        self._draining = True
-        try:
-            emptied = self.take()
-        finally:
-            self._draining = False
-            if not emptied:
-                self.look_again()
-
-    @abstractmethod
-    def take(self) -> bool:
-        """Take a batch; True if then nothing was left."""
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._loop.remove_reader(self._descriptor)
-            self.socket.close()
-
-
 class ZmqServer(Readable):
     """The broker's ROUTER, bound to ``address`` (``tcp://127.0.0.1:7710``; port ``*`` or 0:
     any free one, see :attr:`address`).
 
+    Args:
+        keyring: its own key, and those of peers that may come; :attr:`keyring` may be replaced
+            later. None: no keys, on loopback alone.
+        insecure: without keys, beyond loopback, too.
+
     Raises:
-        UsageError: the address is malformed, or in use.
+        UsageError: the address is malformed, in use, or open to others without keys.
     """
 
-    def __init__(self, address: str) -> None:
-        socket = _context().socket(zmq.ROUTER)
+    def __init__(
+        self, address: str, *, keyring: Keyring | None = None, insecure: bool = False
+    ) -> None:
+        if keyring is None:
+            _refuse_open(address, insecure=insecure, what="anyone who reaches it may")
+        self.keyring = keyring
+        context = _own_context() if keyring else _context()
+        socket = context.socket(zmq.ROUTER)
         _harden(socket)
+        socket.setsockopt(zmq.RCVHWM, _UNREAD)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.BACKLOG, 4096)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _SERVER_HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SERVER_HEARTBEAT_MS)
+        self._asker = KeyAsker(context, self._knows) if keyring else None
         try:
+            if keyring:
+                lock_server(socket, keyring.own)
             _bind(socket, address)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, UsageError) as error:
             socket.close()
+            if self._asker is not None:
+                self._asker.close()
+            if isinstance(error, UsageError):
+                raise
             raise UsageError(_explain(address, error)) from error
         super().__init__(socket)
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\x00")
         self._on_frame: OnRoutedFrame | None = None
+
+    def close(self) -> None:
+        super().close()
+        if self._asker is not None:
+            self._asker.close()
+
+    def _knows(self, public: str) -> bool:
+        return self.keyring is not None and public in self.keyring.authorized
 
     def listen(self, on_frame: OnRoutedFrame) -> None:
         self._on_frame = on_frame
@@ -171,16 +179,22 @@ class ZmqServer(Readable):
     def take(self) -> bool:
         assert self._on_frame is not None
         recv, on_frame, socket = self.socket.recv, self._on_frame, self.socket
+        user = ""
         for _ in range(_BATCH):
             try:
-                route = recv(_NOBLOCK)
+                if self._asker is None:
+                    route = recv(_NOBLOCK)
+                else:
+                    part = recv(_NOBLOCK, copy=False)
+                    # Of the connection that this frame came over, as the handler has named it.
+                    route, user = part.bytes, str(part.get("User-Id"))
             except zmq.Again:
                 return True
             frame = recv(_NOBLOCK)  # a route never comes alone
             while socket.getsockopt(_RCVMORE):  # not ours: more parts than a frame has
                 recv(_NOBLOCK)
                 frame = b""
-            on_frame(route, frame)
+            on_frame(route, frame, user)
             if self._closed:
                 return True
         return False
@@ -206,12 +220,17 @@ class ZmqClient(Readable):
     ``route`` must be unique among all peers and all lives of them.
 
     Raises:
-        UsageError: the address is malformed.
+        UsageError: the address is malformed, or beyond loopback and ``security`` has no keys.
     """
 
-    def __init__(self, address: str, route: bytes) -> None:
+    def __init__(self, address: str, route: bytes, security: Security | None = None) -> None:
+        security = security or Security()
+        if security.own is None:
+            what = "anyone on the way, or in the broker's place, may"
+            _refuse_open(address, insecure=security.insecure, what=what)
         socket = _context().socket(zmq.DEALER)
         _harden(socket)
+        lock_client(socket, security)
         socket.setsockopt(zmq.ROUTING_ID, route)
         socket.setsockopt(zmq.IMMEDIATE, 1)  # don't queue for a broker that isn't there
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -227,6 +246,8 @@ class ZmqClient(Readable):
             socket.close()
             raise UsageError(_explain(address, error)) from error
         super().__init__(socket)
+        self._address = address
+        self._reached_s = time.monotonic()
         self._on_frame: OnFrame | None = None
 
     def listen(self, on_frame: OnFrame) -> None:
@@ -250,10 +271,43 @@ class ZmqClient(Readable):
         try:
             _send(self.socket, frame, _NOBLOCK)
         except zmq.Again:
+            self._dial_again()
             return False
         finally:
             self.look_again()
+        self._reached_s = time.monotonic()
         return True
+
+    def _dial_again(self) -> None:
+        """Connect anew, if nothing went out for a while: ZeroMQ gives up on a broker that once
+        refused the handshake, and its keys may be others by now."""
+        if time.monotonic() < self._reached_s + _DIAL_AGAIN_S:
+            return
+        self._reached_s = time.monotonic()
+        with contextlib.suppress(zmq.ZMQError):
+            self.socket.disconnect(self._address)
+        self.socket.connect(self._address)
+
+
+def _refuse_open(address: str, *, insecure: bool, what: str) -> None:
+    """Without keys, only loopback; or else it is said aloud.
+
+    Raises:
+        UsageError: others can reach the address, and nobody has said that they may.
+    """
+    scheme, _, rest = address.partition("://")
+    if scheme not in _SCHEMES or not rest:
+        raise UsageError(f"{address}: {_LOOKS_LIKE}")
+    if is_loopback(address):
+        return
+    threat = f"{what} pause engines and replace their weights"
+    if not insecure:
+        raise UsageError(
+            f"{address}: not a loopback address, and there are no keys: {threat}. Make keys "
+            "(`wavebus keygen`), and give the broker --curve-keys, peers --key and --broker-key; "
+            "or say --insecure"
+        )
+    bus.log.logger().warning("insecure", address=address, detail=f"no keys: {threat}")
 
 
 def _explain(address: str, error: zmq.ZMQError) -> str:
@@ -262,7 +316,7 @@ def _explain(address: str, error: zmq.ZMQError) -> str:
             f"{address} is in use: another broker may run there (`wavebus status --broker "
             f"{address}`); choose another port"
         )
-    return f"{address}: {error.strerror}; an address looks like tcp://127.0.0.1:7710"
+    return f"{address}: {error.strerror}; {_LOOKS_LIKE}"
 
 
 def library_version() -> str:

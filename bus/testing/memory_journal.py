@@ -6,10 +6,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bus.journal.reader import Entry
-from bus.journal.records import MAGIC, Began, Closed, Received, Record, Sent, Ticked, packed
+from bus.journal.records import (
+    MAGIC,
+    Began,
+    Closed,
+    Received,
+    Record,
+    Refused,
+    Rekeyed,
+    Sent,
+    Ticked,
+    packed,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from bus.protocol.broker import BrokerConfig
+    from bus.protocol.roles import KeyRole
     from bus.runtime.base import Scheduler
 
 
@@ -17,14 +31,27 @@ class MemoryJournal:
     """Implements :class:`bus.runtime.base.Journal`. ``flushed`` counts the records that would
     outlive the process."""
 
-    def __init__(self, boot: int, config: BrokerConfig, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        boot: int,
+        config: BrokerConfig,
+        scheduler: Scheduler,
+        keys: Mapping[str, KeyRole] | None = None,
+    ) -> None:
         self._scheduler = scheduler
-        self.began = Began(boot, 0, 0, scheduler.now_ms(), 0.0, "simulated", config)
+        known = None if keys is None else dict(keys)
+        self.began = Began(boot, 0, 0, scheduler.now_ms(), 0.0, "simulated", config, known)
         self.records: list[Record] = []
         self.flushed = 0
 
-    def received(self, now_ms: float, route: bytes, frame: bytes) -> None:
-        self.records.append(Received(now_ms, route, frame))
+    def received(self, now_ms: float, route: bytes, frame: bytes, user: str) -> None:
+        self.records.append(Received(now_ms, route, frame, user))
+
+    def refused(self, now_ms: float, route: bytes, size_bytes: int) -> None:
+        self.records.append(Refused(now_ms, route, size_bytes))
+
+    def rekeyed(self, now_ms: float, keys: Mapping[str, KeyRole]) -> None:
+        self.records.append(Rekeyed(now_ms, dict(keys)))
 
     def ticked(self, now_ms: float) -> None:
         self.records.append(Ticked(now_ms))

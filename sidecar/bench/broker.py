@@ -1,11 +1,13 @@
 """The broker of the benches: the real one, in a process of its own.
 
 ``python -m sidecar.bench.broker LOOP [HEARTBEAT_MS [JOURNAL]]``; says its address, serves until
-stdin ends. JOURNAL is the folder of its journal; without it there is none.
+stdin ends. JOURNAL is the folder of its journal; without it there is none. With keys, if
+``WAVEBUS_CURVE_KEYS`` names a folder of them.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 import bus.log
 from bus.ids import new_boot
 from bus.journal.writer import DEFAULT_BYTES, JournalWriter
+from bus.keys import read_keyring
 from bus.protocol.broker import BrokerConfig
 from bus.runtime import loop
 from bus.runtime.aio import AsyncioScheduler
@@ -26,7 +29,10 @@ if TYPE_CHECKING:
 
 async def serve(config: BrokerConfig, folder: Path | None) -> None:
     """Serve on a free port."""
-    transport = ZmqServer("tcp://127.0.0.1:*")
+    curve_keys = os.environ.get("WAVEBUS_CURVE_KEYS")
+    keyring = read_keyring(Path(curve_keys)) if curve_keys else None
+    transport = ZmqServer("tcp://127.0.0.1:*", keyring=keyring)
+    roles = keyring.roles() if keyring else None
     scheduler, boot = AsyncioScheduler(), new_boot()
     journal = None
     if folder is not None:
@@ -35,10 +41,11 @@ async def serve(config: BrokerConfig, folder: Path | None) -> None:
             limit_bytes=DEFAULT_BYTES,
             boot=boot,
             config=config,
+            keys=roles,
             scheduler=scheduler,
             failed=_fail,
         )
-    server = BrokerServer(transport, scheduler, config, boot=boot, journal=journal)
+    server = BrokerServer(transport, scheduler, config, roles, boot=boot, journal=journal)
     server.start()
     answer(address=transport.address)
     async for _ in commands():

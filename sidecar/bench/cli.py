@@ -60,6 +60,9 @@ def bench() -> None:
     help="HTTP endpoints log each request, as vLLM's do by default.",
 )
 @click.option(
+    "--curve", is_flag=True, help="Also the same with CURVE keys: ratio_curve, with to without."
+)
+@click.option(
     "--scale", is_flag=True, help="Also the bus's rounds with 8, 64, 256 and 1,024 engines."
 )
 @click.option(
@@ -79,6 +82,7 @@ def control(
     rounds: int,
     loop: LoopChoice,
     access_log: bool,
+    curve: bool,
     scale: bool,
     idle: bool,
     journal: bool,
@@ -94,7 +98,14 @@ def control(
     except UsageError as error:
         raise click.UsageError(str(error)) from error
     measuring = _measure(
-        engines, rounds, kind, access_log=access_log, scale=scale, idle=idle, journal=journal
+        engines,
+        rounds,
+        kind,
+        access_log=access_log,
+        curve=curve,
+        scale=scale,
+        idle=idle,
+        journal=journal,
     )
     figures = _run(measuring, kind)
     click.echo(json.dumps(figures) if as_json else _table(figures))
@@ -362,6 +373,7 @@ async def _measure(
     loop: LoopChoice,
     *,
     access_log: bool,
+    curve: bool,
     scale: bool,
     idle: bool,
     journal: bool,
@@ -369,7 +381,7 @@ async def _measure(
     from sidecar.bench import control as measuring  # noqa: PLC0415 - it needs the bench's extra
 
     samples = await measuring.compare(
-        engines, rounds, loop, _say, access_log=access_log, journal=journal
+        engines, rounds, loop, _say, access_log=access_log, curve=curve, journal=journal
     )
     found = {**measuring.figures(samples), "loop": loop, "http_access_log": access_log}
     if scale:
@@ -398,6 +410,9 @@ def _table(figures: dict[str, Any]) -> str:
         "",
         f"CPU per engine and round: {cpu}",
     ]
+    if "ratio_curve" in figures:
+        took, ratio = figures["curve_p50_ms"], figures["ratio_curve"]
+        lines.append(f"with CURVE: {took:.2f} ms, {ratio:.2f} x the bus without")
     if "ratio_journal" in figures:
         took_ms, ratio = figures["journal_p50_ms"], figures["ratio_journal"]
         cpu_us = figures["journal_broker_cpu_us_per_engine_round"]

@@ -7,8 +7,9 @@ on all of them alike:
   a process of N real sidecars: PAUSE_LOCAL, PAUSE_GLOBAL, RESUME, each acked by all.
 - **http**: concurrent posts to ``/pause``, then ``/resume``, of N endpoints in a process.
 - **raw**: bare ZeroMQ with as many messages of the same size as the bus sends.
-- **journal**, if asked for: the bus once more, with another broker that keeps a journal, and
-  as many sidecars of its own.
+- **curve**, if asked for: the bus once more, with CURVE keys on all connections.
+- **journal**, if asked for: once more, with a broker that keeps a journal. Either has sidecars of
+  its own.
 
 All processes that have an event loop have the same kind. CPU is taken afterwards, over
 blocks of rounds of one kind: the broker's by its own word (STATUS before and after the
@@ -27,12 +28,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.protocol.broker import BrokerConfig
+from sidecar.bench.curve import BROKER, ENGINE, TRAINER, keyed
 from sidecar.bench.posts import HttpGroup
 from sidecar.bench.processes import Worker, raise_file_limit, worker
 from sidecar.bench.raw import RawRouter
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from bus.runtime.loop import LoopChoice
 
@@ -59,6 +61,7 @@ class Samples:
     cpu_rounds: int
     broker_cpu_s: float
     http_cpu_s: float
+    curve_ms: list[float] = field(default_factory=list)
     journal_ms: list[float] = field(default_factory=list)
     journal_cpu_s: float = 0.0
 
@@ -81,6 +84,9 @@ def figures(samples: Samples) -> dict[str, Any]:
         "broker_cpu_us_per_engine_round": round(samples.broker_cpu_s / engine_rounds * 1e6, 1),
         "http_cpu_us_per_engine_round": round(samples.http_cpu_s / engine_rounds * 1e6, 1),
     }
+    if samples.curve_ms:
+        curve_ms = round(statistics.median(samples.curve_ms), 3)
+        found |= {"curve_p50_ms": curve_ms, "ratio_curve": round(curve_ms / bus_ms, 3)}
     if samples.journal_ms:
         journal_ms = round(statistics.median(samples.journal_ms), 3)
         found |= {
@@ -100,6 +106,7 @@ async def compare(
     say: Progress,
     *,
     access_log: bool = True,
+    curve: bool = False,
     journal: bool = False,
 ) -> Samples:
     """Alternate rounds of all kinds. ``access_log``: endpoints log each request, as vLLM's do
@@ -109,14 +116,23 @@ async def compare(
         UsageError: the system allows too few open files.
         BenchBroken: a process died.
     """
-    raise_file_limit(2 * engines if journal else engines)
+    raise_file_limit((1 + curve + journal) * engines)
     say(f"{engines} engines: starting")
     async with contextlib.AsyncExitStack() as stack:
         trainer = await stack.enter_async_context(_bus(engines, loop))
+        bus_ms: list[float] = []
+        curve_ms: list[float] = []
+        journal_ms: list[float] = []
+        buses = [(trainer, bus_ms)]
+        if curve:
+            variables = stack.enter_context(keyed())
+            locked = await stack.enter_async_context(_bus(engines, loop, variables=variables))
+            buses.append((locked, curve_ms))
         recorded: list[Worker] = []
         if journal:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             recorded.append(await stack.enter_async_context(_bus(engines, loop, folder)))
+            buses.append((recorded[0], journal_ms))
         endpoints = await stack.enter_async_context(
             worker("sidecar.bench.endpoints", engines, loop, int(access_log))
         )
@@ -126,19 +142,20 @@ async def compare(
         await dealers.answer()
         raw.welcome(engines)
         for _ in range(_WARM_ROUNDS):
-            for each in (trainer, *recorded):
+            for each, _ in buses:
                 await _bus_round(each)
             await http.round_ms()
             raw.round_ms()
-        bus_ms: list[float] = []
-        journal_ms: list[float] = []
         http_ms: list[float] = []
         raw_ms: list[float] = []
         for index in range(1, rounds + 1):
-            kinds = [(trainer, bus_ms), *((each, journal_ms) for each in recorded)]
-            for each, times in kinds if index % 2 else reversed(kinds):
-                times.append(await _bus_round(each))
+            # None follows the same kind of round each time.
+            turn = index % len(buses)
+            (first, first_ms), *others = buses[turn:] + buses[:turn]
+            first_ms.append(await _bus_round(first))
             http_ms.append(await http.round_ms())
+            for other, other_ms in others:
+                other_ms.append(await _bus_round(other))
             raw_ms.append(raw.round_ms())
             if index % _SAY_EVERY == 0:
                 say(f"{engines} engines: round {index} of {rounds}")
@@ -159,6 +176,7 @@ async def compare(
         cpu_rounds,
         broker_cpu_s,
         http.cpu_s,
+        curve_ms,
         journal_ms,
         journal_cpu_s,
     )
@@ -193,22 +211,30 @@ async def idle(loop: LoopChoice, say: Progress) -> dict[str, float]:
 
 
 @contextlib.asynccontextmanager
-async def _bus(engines: int, loop: LoopChoice, journal: str = "") -> AsyncIterator[Worker]:
+async def _bus(
+    engines: int,
+    loop: LoopChoice,
+    journal: str = "",
+    *,
+    variables: Mapping[str, Mapping[str, str]] | None = None,
+) -> AsyncIterator[Worker]:
     """A broker, N sidecars that have joined, and the trainer that holds them. ``journal``: the
-    folder of the broker's; empty: it keeps none."""
+    folder of the broker's; empty: it keeps none. ``variables``: of the environment of each, for
+    keys."""
+    env = variables or {}
     kept = (BrokerConfig().heartbeat_ms, journal) if journal else ()
     async with (
-        worker("sidecar.bench.broker", loop, *kept) as broker,
+        worker("sidecar.bench.broker", loop, *kept, env=env.get(BROKER)) as broker,
         contextlib.AsyncExitStack() as stack,
     ):
         address = (await broker.answer())["address"]
         agents = await stack.enter_async_context(
-            worker("sidecar.bench.agents", address, GROUP, engines, loop)
+            worker("sidecar.bench.agents", address, GROUP, engines, loop, env=env.get(ENGINE))
         )
         await agents.answer()
         # By name: the two roles never import each other.
         trainer = await stack.enter_async_context(
-            worker("trainer_agent.bench", address, GROUP, engines, loop)
+            worker("trainer_agent.bench", address, GROUP, engines, loop, env=env.get(TRAINER))
         )
         await trainer.answer()
         yield trainer

@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import bus.log
+from bus.address import is_loopback
 from bus.ids import new_boot
+from bus.keys import security
 from bus.messages import GatewayFacts, Heartbeat, Join
 from bus.protocol.effects import Note, Send
 from bus.protocol.gateway import Gateway, Publish, Ready, StartCores
@@ -39,11 +41,12 @@ class GatewayServer:
         dp_group: its name on the bus.
         size: its ranks.
         host: where to bind, such as ``127.0.0.1``.
-        broker: a broker's address; empty: decide everything here.
+        broker: a broker's address; empty: decide everything here. Keys for it are those of the
+            environment (:func:`bus.keys.security`).
         group: the group on the bus that the DP group belongs to.
 
     Raises:
-        UsageError: the host or the broker's address is wrong.
+        UsageError: the host or the broker's address is wrong, or a key.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class GatewayServer:
         self.sockets = CoordinatorSockets(host)
         self._size = size
         self._broker = broker
+        self._security = security()
         self._group = group
         self._scheduler = AsyncioScheduler()
         self._log = bus.log.logger(peer=self.name, group=group)
@@ -74,6 +78,11 @@ class GatewayServer:
             on_core_report=self._on_core_report,
         )
         self._log.info("gateway_serves", size=self._size, broker=self._broker)
+        if not is_loopback(self.sockets.front):
+            detail = (
+                "vLLM's cores and front ends have no keys: anyone who reaches it may wake ranks"
+            )
+            self._log.warning("insecure", address=self.sockets.front, detail=detail)
         if self._peer is not None:
             self._peer.start()
         self._perform([])
@@ -138,7 +147,7 @@ class GatewayServer:
             name=self.name,
             group=self._group,
             boot=boot,
-            transport=ZmqClient(self._broker, route_of(self.name, boot)),
+            transport=ZmqClient(self._broker, route_of(self.name, boot), self._security),
             scheduler=self._scheduler,
             join=self._join,
             beat=lambda: Heartbeat("running", 0, 0, ""),

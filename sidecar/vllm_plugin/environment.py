@@ -11,6 +11,9 @@ WAVEBUS_DP_COORDINATOR   ``bus``: the gateway stands in for vLLM's DP coordinato
 WAVEBUS_BROKER           the broker that the gateway asks
 WAVEBUS_GROUP            the group on the bus (default ``policy``)
 WAVEBUS_DP_GROUP         the DP group's name on the bus; needed with ``bus``
+WAVEBUS_KEY              the gateway's secret key file (role engine), for a broker with keys
+WAVEBUS_BROKER_KEY       and that broker's public one
+WAVEBUS_INSECURE         ``1``: the gateway goes beyond loopback without keys
 WAVEBUS_CORE_GUARD       ``0``: leave vLLM's pause and resume as they are
 WAVEBUS_CORE_PAGES       a folder for the cores' status pages
 WAVEBUS_GATEWAY_PID      set by the plugin: the gateway that this rank started

@@ -13,7 +13,7 @@ from tests.support.procs import run_wavebus
 def test_figures_agree_with_each_other() -> None:
     """Every field is there; ratios are quotients of the medians that stand beside them."""
     answer = run_wavebus(
-        "bench", "control", "--engines", "4", "--rounds", "5", "--journal", "--json"
+        *("bench", "control", "--engines", "4", "--rounds", "5"), "--curve", "--journal", "--json"
     )
     assert answer.returncode == 0, answer.stderr
     figures = json.loads(answer.stdout)
@@ -23,6 +23,8 @@ def test_figures_agree_with_each_other() -> None:
     for part in ("http", "raw"):
         quotient = figures["bus_p50_ms"] / figures[f"{part}_p50_ms"]
         assert figures[f"ratio_{part}"] == pytest.approx(quotient, rel=0.02)
+    quotient = figures["curve_p50_ms"] / figures["bus_p50_ms"]
+    assert figures["ratio_curve"] == pytest.approx(quotient, rel=0.02)
     quotient = figures["journal_p50_ms"] / figures["bus_p50_ms"]
     assert figures["ratio_journal"] == pytest.approx(quotient, rel=0.02)
     assert figures["journal_broker_cpu_us_per_engine_round"] >= 0

@@ -67,7 +67,7 @@ class Inbox:
         self.frames: list[tuple[bytes, bytes]] = []
         self._news = asyncio.Event()
 
-    def routed(self, route: bytes, frame: bytes) -> None:
+    def routed(self, route: bytes, frame: bytes, _user: str = "") -> None:
         self.frames.append((route, frame))
         self._news.set()
 
@@ -302,7 +302,7 @@ def test_a_conversation_does_not_stall(play: Play) -> None:
         await greet(ends, client, b"e0")
         turns = 1000
 
-        def echo(route: bytes, frame: bytes) -> None:
+        def echo(route: bytes, frame: bytes, _user: str) -> None:
             ends.server.send([route], frame)
             ends.inbox.routed(route, frame)
 

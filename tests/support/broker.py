@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from bus.protocol.broker import BrokerConfig
 from bus.runtime.aio import AsyncioScheduler
 from bus.runtime.broker import BrokerServer
 from bus.runtime.zmq_transport import ZmqServer
@@ -13,12 +12,21 @@ from bus.runtime.zmq_transport import ZmqServer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from bus.keys import Keyring
+    from bus.protocol.broker import BrokerConfig
+
 
 @contextlib.asynccontextmanager
-async def a_broker(listen: str = "tcp://127.0.0.1:*") -> AsyncIterator[tuple[BrokerServer, str]]:
+async def a_broker(
+    listen: str = "tcp://127.0.0.1:*",
+    *,
+    keyring: Keyring | None = None,
+    config: BrokerConfig | None = None,
+) -> AsyncIterator[tuple[BrokerServer, str]]:
     """It and its address, for the length of a block."""
-    transport = ZmqServer(listen)
-    server = BrokerServer(transport, AsyncioScheduler(), BrokerConfig())
+    transport = ZmqServer(listen, keyring=keyring)
+    roles = keyring.roles() if keyring else None
+    server = BrokerServer(transport, AsyncioScheduler(), config, roles)
     server.start()
     try:
         yield server, transport.address

@@ -25,7 +25,7 @@ if __name__ == "__main__":
         failed=errors.append,
     )
     for index in range(20):
-        writer.received(float(index), b"e0#1", bytes(1000))
+        writer.received(float(index), b"e0#1", bytes(1000), "")
         writer.flush()
     writer.close()
     sys.stdout.write(f"{len(errors)}\n")

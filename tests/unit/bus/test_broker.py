@@ -375,6 +375,19 @@ def test_another_life_on_the_route_of_a_member_is_a_stranger(bench: Bench) -> No
     assert nack.code is NackCode.NOT_JOINED
 
 
+def test_another_key_on_the_route_of_a_member_is_a_stranger() -> None:
+    """Key, name, boot and route belong together: whoever takes over a route says nothing for it."""
+    broker = Broker(keys={"key-a": "engine", "key-b": "engine"})
+    what = engine_join()
+    broker.receive(b"e0#1", envelope(what, "e0"), what, 0.0, "key-a")
+    told = envelope(BEAT, "e0", seq=2)
+    nack = nack_in(broker.receive(b"e0#1", told, BEAT, 0.0, "key-b"))
+    assert nack.code is NackCode.NOT_JOINED
+    assert [type(each) for each in messages(broker.receive(b"e0#1", told, BEAT, 0.0, "key-a"))] == [
+        HeartbeatAck
+    ]
+
+
 # -- in which order, and how often ------------------------------------------------------
 
 

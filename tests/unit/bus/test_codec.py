@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -133,10 +134,60 @@ def test_a_bad_envelope_is_refused_by_name(data: bytes, code: NackCode, field: s
     assert error.detail
 
 
-def test_a_newer_minor_version_is_let_in() -> None:
-    """The minor number is told, and refuses nobody."""
-    envelope, _ = codec.decode(frame(body_of(PAUSE), wire_minor=WIRE_MINOR + 9))
-    assert envelope.wire_minor == WIRE_MINOR + 9
+@pytest.mark.parametrize("minor", [WIRE_MINOR - 1, WIRE_MINOR + 1])
+def test_a_minor_version_that_is_one_apart_is_let_in(minor: int) -> None:
+    """Older or newer."""
+    envelope, message = codec.decode(frame(body_of(PAUSE), wire_minor=minor))
+    assert (envelope.wire_minor, message) == (minor, PAUSE)
+
+
+def test_a_minor_version_further_apart_is_refused_by_name() -> None:
+    """Who speaks which is in the text."""
+    error = refused(frame(body_of(PAUSE), wire_minor=WIRE_MINOR + 2))
+    assert (error.code, error.field) == (NackCode.WIRE_VERSION, "wire_minor")
+    assert f"trainer speaks wire version {WIRE_MAJOR}.{WIRE_MINOR + 2}" in error.detail
+    assert f"this side {WIRE_MAJOR}.{WIRE_MINOR}" in error.detail
+
+
+def test_a_newer_peer_may_say_more() -> None:
+    """What this side doesn't know it reads over, also inside; what it knows it needs, once."""
+    newer = WIRE_MINOR + 1
+    said = {**plain(FACTS), "colour": {"deep": [1]}}
+    data = frame(body_of(JOIN, engine=said, shade=3), kind="JOIN", wire_minor=newer)
+    assert codec.decode(data)[1] == JOIN
+    without = frame(body_of(PAUSE, mode=None, hurry=1), wire_minor=newer)
+    assert refused(without).field == "mode"
+    pairs = [(key, msgpack.packb(value)) for key, value in plain(PAUSE).items()]
+    twice = packed_map([*pairs, ("mode", msgpack.packb("keep"))])
+    assert "twice" in refused(frame(twice, wire_minor=newer)).detail
+
+
+def test_an_older_peer_may_not_say_more() -> None:
+    """It knows no field that this side doesn't."""
+    error = refused(frame(body_of(PAUSE, hurry=1), wire_minor=WIRE_MINOR - 1))
+    assert (error.code, error.field) == (NackCode.MALFORMED, "hurry")
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A message to which a minor version has added a field."""
+
+    first: int
+    added: int = 7
+
+
+@pytest.mark.parametrize("minor", [WIRE_MINOR - 1, WIRE_MINOR, WIRE_MINOR + 1])
+def test_only_an_older_peer_may_leave_out_what_was_added(
+    minor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets the default; anybody else has left out a field."""
+    decoder = msgspec.msgpack.Decoder(Grown).decode
+    monkeypatch.setitem(codec._BODIES, "GROWN", (decoder, 2, False, Grown))
+    data = frame(msgpack.packb({"first": 1}), kind="GROWN", wire_minor=minor)
+    if minor < WIRE_MINOR:
+        assert codec.decode(data)[1] == Grown(1)
+    else:
+        assert refused(data).field == "added"
 
 
 def test_an_envelope_field_that_stands_twice_is_refused() -> None:
@@ -316,7 +367,7 @@ def test_the_broker_answers_a_bad_frame_and_changes_nothing() -> None:
     before = broker.status(0.0)
     for data in (b"", frame(body_of(PAUSE, mode="nap")), frame(DEEP), bytes(MAX_FRAME_BYTES + 1)):
         error = refused(data)
-        effects = broker.malformed(b"r", error, 5)
+        effects = broker.malformed(b"r", error, 5, 0.0)
         nack = nack_in(effects)
         assert (nack.code, nack.field) == (error.code, error.field)
         assert [each.reply_to for each in effects if isinstance(each, Send)] == [5]

@@ -71,7 +71,8 @@ def bounded(base: Any, meta: Meta) -> st.SearchStrategy[Any]:
     """The same for a type with bounds."""
     if base is int:
         least = meta.ge if meta.ge is not None else 0
-        return st.one_of(st.integers(int(least), 9), st.integers(int(least), 2**64 - 1))
+        most = int(meta.le) if meta.le is not None else 2**64 - 1
+        return st.one_of(st.integers(int(least), 9), st.integers(int(least), most))
     if base is str and meta.pattern is not None:
         return NAMES
     if base is str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import pytest
 from hypothesis import given
@@ -21,13 +21,18 @@ from bus.journal.records import (
     Closed,
     Received,
     Record,
+    Refused,
+    Rekeyed,
     Sent,
     Ticked,
     packed,
     unpacked,
 )
 from bus.journal.writer import DEFAULT_BYTES, LEAST_BYTES, JournalWriter, journal_files
+from bus.messages import MAX_FRAME_BYTES
 from bus.protocol.broker import BrokerConfig
+from bus.protocol.limits import Limits, Rate
+from bus.protocol.roles import KeyRole
 from bus.testing.clock import SimScheduler
 from tests.support.procs import ROOT
 
@@ -35,9 +40,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-BEGAN = Began(1, 0, 0, 0.0, 1000.0, "test", BrokerConfig())
+LIMITS = Limits(peer=Rate(100, 1000), stranger=Rate(10, 40), status=Rate(5, 8))
+KEYS: dict[str, KeyRole] = {"key-e": "engine", "key-t": "trainer"}
+BEGAN = Began(1, 0, 0, 0.0, 1000.0, "test", BrokerConfig(), KEYS)
 RECORDS: list[Record] = [
-    Received(1.5, b"e0#1", b"frame in"),
+    Received(1.5, b"e0#1", b"frame in", "key-e"),
+    Refused(1.75, b"e0#1", 70_000),
+    Rekeyed(2.0, {"key-o": "observer"}),
     Ticked(2.25),
     Sent(3.0, (b"e0#1", b"e1#2"), b"frame out"),
     Closed(4.0),
@@ -47,26 +56,34 @@ RECORDS: list[Record] = [
 class Journal:
     """A writer on a clock of its own. ``failed`` are the errors that it was told of."""
 
-    def __init__(self, folder: Path, *, limit_bytes: int = DEFAULT_BYTES, boot: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        limit_bytes: int = DEFAULT_BYTES,
+        boot: int = 1,
+        keys: dict[str, KeyRole] | None = None,
+    ) -> None:
         self.clock = SimScheduler()
         self.failed: list[OSError] = []
         self.writer = JournalWriter(
             folder,
             limit_bytes=limit_bytes,
             boot=boot,
-            config=BrokerConfig(),
+            config=BrokerConfig(limits=LIMITS),
+            keys=keys,
             scheduler=self.clock,
             failed=self.failed.append,
         )
 
     def fill(self, count: int, size_bytes: int = 1000) -> None:
         for index in range(count):
-            self.writer.received(float(index), b"e0#1", bytes(size_bytes))
+            self.writer.received(float(index), b"e0#1", bytes(size_bytes), "")
 
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[Journal]:
-    made = Journal(tmp_path / "journal")
+    made = Journal(tmp_path / "journal", keys=KEYS)
     yield made
     made.writer.close()
 
@@ -92,7 +109,21 @@ WHOLE = MAGIC + b"".join(packed(each) for each in [BEGAN, *RECORDS])
 
 @given(
     st.one_of(
-        st.builds(Received, st.floats(0, 1e12), st.binary(max_size=40), st.binary(max_size=300)),
+        st.builds(
+            Received,
+            st.floats(0, 1e12),
+            st.binary(max_size=40),
+            st.binary(max_size=300),
+            st.text(max_size=40),
+        ),
+        st.builds(
+            Refused, st.floats(0, 1e12), st.binary(max_size=40), st.integers(0, 2 * MAX_FRAME_BYTES)
+        ),
+        st.builds(
+            Rekeyed,
+            st.floats(0, 1e12),
+            st.dictionaries(st.text(max_size=40), st.sampled_from(get_args(KeyRole))),
+        ),
         st.builds(
             Sent,
             st.floats(0, 1e12),
@@ -110,7 +141,9 @@ def test_a_record_is_read_as_it_was_written(record: Record) -> None:
 
 def test_what_is_recorded_is_read_back(journal: Journal, tmp_path: Path) -> None:
     """In order, with the numbers of one life; the head says which broker it was, and when."""
-    journal.writer.received(1.5, b"e0#1", b"frame in")
+    journal.writer.received(1.5, b"e0#1", b"frame in", "key-e")
+    journal.writer.refused(1.75, b"e0#1", 70_000)
+    journal.writer.rekeyed(2.0, {"key-o": "observer"})
     journal.writer.ticked(2.25)
     journal.writer.sent(3.0, (b"e0#1", b"e1#2"), b"frame out")
     journal.clock.run_for(4.0)
@@ -118,7 +151,9 @@ def test_what_is_recorded_is_read_back(journal: Journal, tmp_path: Path) -> None
     head, *rest = entries(tmp_path / "journal")
     assert [(entry.number, entry.record) for entry in rest] == list(enumerate(RECORDS, 1))
     assert isinstance(head.record, Began)
-    assert (head.record.boot, head.record.file, head.record.config) == (1, 0, BrokerConfig())
+    assert (head.record.boot, head.record.file) == (1, 0)
+    assert head.record.config == BrokerConfig(limits=LIMITS)
+    assert head.record.keys == KEYS
     assert all(entry.began == head.record for entry in rest)
 
 
@@ -239,7 +274,7 @@ def test_a_record_larger_than_a_file_has_one_of_its_own(tmp_path: Path) -> None:
     folder = tmp_path / "journal"
     journal = Journal(folder, limit_bytes=LEAST_BYTES)
     journal.fill(50)
-    journal.writer.received(1.0, b"e0#1", bytes(LEAST_BYTES // 2))
+    journal.writer.received(1.0, b"e0#1", bytes(LEAST_BYTES // 2), "")
     journal.writer.flush()
     assert sum(path.stat().st_size for path in journal_files(folder)) <= LEAST_BYTES
     journal.fill(1)
@@ -248,6 +283,32 @@ def test_a_record_larger_than_a_file_has_one_of_its_own(tmp_path: Path) -> None:
     assert isinstance(big, Received)
     assert len(big.frame) == LEAST_BYTES // 2
     assert sum(path.stat().st_size for path in journal_files(folder)) <= LEAST_BYTES
+
+
+def test_every_file_begins_with_the_keys_of_then(tmp_path: Path) -> None:
+    """Those that the broker had when it began the file."""
+    journal = Journal(tmp_path / "journal", limit_bytes=LEAST_BYTES, keys=KEYS)
+    journal.fill(20)
+    journal.writer.rekeyed(1.0, {"key-o": "observer"})
+    journal.fill(20)
+    journal.writer.close()
+    heads = [e.record for e in entries(tmp_path / "journal") if isinstance(e.record, Began)]
+    assert [head.keys for head in heads] == [KEYS, KEYS, {"key-o": "observer"}]
+
+
+def test_many_keys_leave_room_for_records(tmp_path: Path) -> None:
+    """Where the keys alone take as much as a file may, each has as much again."""
+    folder = tmp_path / "journal"
+    many: dict[str, KeyRole] = {f"{number:040}": "engine" for number in range(400)}
+    journal = Journal(folder, limit_bytes=LEAST_BYTES, keys=many)
+    for _ in range(40):
+        journal.fill(10)
+        journal.writer.flush()
+        assert sum(path.stat().st_size for path in journal_files(folder)) <= LEAST_BYTES
+    journal.writer.close()
+    heads = [entry.record for entry in entries(folder) if isinstance(entry.record, Began)]
+    assert heads[-1].file < 40
+    assert heads[-1].keys == many
 
 
 def test_the_next_life_goes_on_in_the_folder(tmp_path: Path) -> None:

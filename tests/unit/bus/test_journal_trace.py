@@ -8,13 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from bus.codec import encode
+from bus.journal.reader import Entry
+from bus.journal.records import Received, Sent
 from bus.journal.spans import Span, spans
 from bus.journal.trace import trace
+from bus.messages import Step
 from bus.protocol.calls import CallLoad, CallPause
 from bus.testing.sim_engine import Behaviour
+from tests.unit.bus._builders import ack, engine_join, envelope
 from tests.unit.bus._recorded import updated, world_of
 
 if TYPE_CHECKING:
+    from bus.messages import Message
     from bus.testing.sim_world import SimWorld
 
 LOAD_MS = 50.0
@@ -142,3 +148,21 @@ def test_what_was_refused_says_so() -> None:
     results = {span.result for span in the_spans(world) if span.peer == "e1"}
     assert "engine_failed" in results
     assert "unfinished" not in results
+
+
+def test_another_one_under_a_peers_name_draws_nothing(world: SimWorld) -> None:
+    """Nor ends a span of the peer's: neither its JOIN, which was refused, nor its acks."""
+    entries = world.journals[0].entries()
+    (update_id,) = {span.update_id for span in the_spans(world) if span.name == "start"}
+    words: list[Message] = [engine_join(), *(ack(step, update_id) for step in Step)]
+    forged: list[Entry] = []
+    for entry in entries:
+        forged.append(entry)
+        if isinstance(entry.record, Sent):
+            now_ms = entry.record.now_ms
+            for word in words:
+                frame = encode(envelope(word, "e1", boot=99))
+                record = Received(now_ms, b"e1#99", frame)
+                forged.append(Entry(entry.path, 0, entry.number, record, entry.began))
+    assert len(forged) > 10 * len(world.engines)
+    assert spans(forged) == the_spans(world)

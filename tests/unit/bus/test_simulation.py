@@ -46,7 +46,7 @@ def carried(faults: Faults, seed: int = 1) -> tuple[list[bytes], dict[str, int]]
     clock = SimScheduler()
     network = MemoryNetwork(clock, seed=seed, faults=faults)
     arrived: list[bytes] = []
-    network.server().listen(lambda _route, frame: arrived.append(frame))
+    network.server().listen(lambda _route, frame, _user: arrived.append(frame))
     client = network.client(b"e0")
     for count in range(100):
         client.send(bytes([count]))

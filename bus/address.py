@@ -1,0 +1,29 @@
+"""Addresses of brokers, and who can reach them."""
+
+from __future__ import annotations
+
+import ipaddress
+from urllib.parse import urlsplit
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach a ZeroMQ address.
+
+    In doubt it is not: a network interface's name, or an address that says where to connect from
+    (``tcp://127.0.0.1:0;10.0.0.7:7710``).
+    """
+    if ";" in address or "@" in address:
+        return False
+    try:
+        parts = urlsplit(address)
+        host = parts.hostname or ""
+    except ValueError:
+        return False
+    if parts.scheme in ("ipc", "inproc"):
+        return True
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,49 @@
+"""`wavebus keygen`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from bus.keys import AUTHORIZED, ROLES, Key, write_pair
+from bus.runtime.zmq_curve import new_pair
+
+if TYPE_CHECKING:
+    from bus.keys import FileRole
+
+
+@click.command()
+@click.argument("name")
+@click.option(
+    "--role",
+    type=click.Choice(ROLES),
+    required=True,
+    help="What its owner may do; broker: it is the broker's own.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path(),
+    show_default="this folder",
+    help="The folder that the files are written to.",
+)
+def keygen(name: str, role: FileRole, output: Path) -> None:
+    """Make a pair of keys: NAME.secret, which stays where it is used, and NAME.pub.
+
+    \b
+    wavebus keygen broker --role broker -o keys          # wavebus broker --curve-keys keys
+    wavebus keygen engine-1 --role engine                # its engine-1.pub goes to
+                                                         # keys/authorized, then SIGHUP
+
+    Files that are there are never overwritten.
+    """
+    public, secret = new_pair()
+    secret_path, public_path = write_pair(output, Key(name, role, public, secret))
+    click.echo(f"{secret_path}: keep it secret")
+    if role == "broker":
+        click.echo(f"{public_path}: for every peer (--broker-key)")
+    else:
+        click.echo(f"{public_path}: copy it to the {AUTHORIZED} folder of the broker's keys")

@@ -1,0 +1,233 @@
+"""Keys: files of them, the broker's folder, and what a peer connects with.
+
+`wavebus keygen NAME --role ROLE` writes ``NAME.secret``, which stays with its owner, and
+``NAME.pub``. Both are TOML::
+
+    name = "engine-1"
+    role = "engine"
+    public-key = "…"    # 40 characters of Z85
+    secret-key = "…"    # in the secret file alone
+
+A broker has a folder with its own ``broker.secret``, and beside it ``authorized/``, with the public
+file of everybody who may come.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast, get_args
+
+from bus.errors import UsageError
+from bus.protocol.roles import KeyRole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+FileRole: TypeAlias = KeyRole | Literal["broker"]
+
+ROLES: Final[tuple[str, ...]] = (*get_args(KeyRole), "broker")
+SECRET: Final = ".secret"  # noqa: S105 - how a file's name ends
+PUBLIC: Final = ".pub"
+BROKER_SECRET: Final = f"broker{SECRET}"
+AUTHORIZED: Final = "authorized"
+KEY_VARIABLE: Final = "WAVEBUS_KEY"
+BROKER_KEY_VARIABLE: Final = "WAVEBUS_BROKER_KEY"
+INSECURE_VARIABLE: Final = "WAVEBUS_INSECURE"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_Z85 = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_MAX_FILE_BYTES: Final = 4096
+_OTHERS: Final = 0o007
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A file of keys. ``secret`` is empty for a public one."""
+
+    name: str
+    role: FileRole
+    public: str
+    secret: str = ""
+
+    def __repr__(self) -> str:
+        return f"Key({self.name}, {self.role})"  # a secret stands in no log
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """How a peer reaches its broker. ``insecure``: beyond loopback without keys, too."""
+
+    own: Key | None = None
+    broker: str = ""
+    insecure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Keyring:
+    """What a broker's folder holds: its own key, and who may come, by public key."""
+
+    own: Key
+    authorized: Mapping[str, Key]
+
+    def roles(self) -> dict[str, KeyRole]:
+        """The role of each authorised key."""
+        return {public: cast("KeyRole", key.role) for public, key in self.authorized.items()}
+
+
+def write_pair(folder: Path, key: Key) -> tuple[Path, Path]:
+    """Write a secret file, for its owner's eyes alone, and a public one; return their paths.
+
+    Raises:
+        UsageError: the name can't be a file's, one of the files is there, or can't be written.
+    """
+    if not _NAME.fullmatch(key.name):
+        raise UsageError(
+            f"{key.name!r}: a key's name has 1 to 64 letters, digits and . _ -, "
+            "starting with a letter or digit"
+        )
+    secret_path, public_path = folder / f"{key.name}{SECRET}", folder / f"{key.name}{PUBLIC}"
+    public = f'name = "{key.name}"\nrole = "{key.role}"\npublic-key = "{key.public}"\n'
+    secret = (
+        f"# Keep this secret: who has it is taken for {key.name}.\n"
+        f'{public}secret-key = "{key.secret}"\n'
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_new(secret_path, secret, 0o600)
+        try:
+            _write_new(public_path, public, 0o644)
+        except OSError:
+            secret_path.unlink()
+            raise
+    except FileExistsError as error:
+        raise UsageError(
+            f"{error.filename} is there already, and no key is overwritten; choose another name"
+        ) from error
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}") from error
+    return secret_path, public_path
+
+
+def _write_new(path: Path, text: str, mode: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def read_key(path: Path, *, secret: bool, option: str = "") -> Key:
+    """Read one file.
+
+    Raises:
+        UsageError: it can't be read, is none of these files, lacks the secret that is asked for,
+            or has one that everybody on this machine may read. No key is in the text.
+    """
+    where = f"{option} {path}" if option else str(path)
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{where}: {error.strerror}") from error
+    try:
+        fields = tomllib.loads(data[:_MAX_FILE_BYTES].decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{where}: not a file of `wavebus keygen`") from error
+    name, role = fields.get("name"), fields.get("role")
+    public, hidden = fields.get("public-key"), fields.get("secret-key", "")
+    right = (
+        isinstance(name, str)
+        and isinstance(public, str)
+        and isinstance(hidden, str)
+        and _NAME.fullmatch(name)
+        and _Z85.fullmatch(public)
+        and (not hidden or _Z85.fullmatch(hidden))
+    )
+    if not right:
+        raise UsageError(f"{where}: not a file of `wavebus keygen`")
+    if role not in ROLES:
+        raise UsageError(f"{where}: role {role!r} is none of {', '.join(ROLES)}")
+    if secret and not hidden:
+        raise UsageError(f"{where}: a public file; the secret one ends in {SECRET}")
+    if hidden and mode & _OTHERS:
+        raise UsageError(f"{where}: others may read this secret; chmod 600 {path}")
+    return Key(cast("str", name), cast("FileRole", role), cast("str", public), hidden)
+
+
+def read_keyring(folder: Path) -> Keyring:
+    """Read a broker's folder.
+
+    Raises:
+        UsageError: a file in it is wrong, or two have the same key; names it.
+    """
+    own_path = folder / BROKER_SECRET
+    if not own_path.is_file():
+        raise UsageError(
+            f"--curve-keys {folder}: there is no {BROKER_SECRET}; "
+            f"`wavebus keygen broker --role broker -o {folder}` makes one"
+        )
+    own = read_key(own_path, secret=True)
+    if own.role != "broker":
+        raise UsageError(f"{own_path}: a key of role {own.role}, not broker")
+    authorized: dict[str, Key] = {}
+    try:
+        paths = sorted((folder / AUTHORIZED).iterdir())
+    except FileNotFoundError:
+        paths = []
+    except OSError as error:
+        raise UsageError(f"{folder / AUTHORIZED}: {error.strerror}") from error
+    for path in paths:
+        if path.suffix == SECRET:
+            raise UsageError(f"{path}: a secret does not belong there; copy the {PUBLIC} file")
+        if path.suffix != PUBLIC:
+            continue
+        key = read_key(path, secret=False)
+        if key.role == "broker":
+            raise UsageError(f"{path}: a broker's key joins no broker; take it out")
+        if key.public in authorized:
+            raise UsageError(f"{path}: the same key as {authorized[key.public].name}'s")
+        authorized[key.public] = key
+    return Keyring(own, authorized)
+
+
+def silence_hint(security: Security | None) -> str:
+    """What else it may be when no broker answers: with a wrong key there is no answer, either."""
+    if security is None or security.own is None:
+        return ". A broker with keys answers nobody who has none (--key, --broker-key)"
+    return (
+        f". If one runs, it may not know the key {security.own.public} of {security.own.name} "
+        "(its log says key_refused), or have another key than --broker-key"
+    )
+
+
+def security(
+    key: Path | str | None = None,
+    broker_key: Path | str | None = None,
+    *,
+    insecure: bool = False,
+    env: Mapping[str, str] = os.environ,
+) -> Security:
+    """What a peer connects with; what is not given comes from ``WAVEBUS_KEY``,
+    ``WAVEBUS_BROKER_KEY`` and ``WAVEBUS_INSECURE``.
+
+    Raises:
+        UsageError: one of two files is missing or wrong.
+    """
+    key = key or env.get(KEY_VARIABLE) or None
+    broker_key = broker_key or env.get(BROKER_KEY_VARIABLE) or None
+    insecure = insecure or env.get(INSECURE_VARIABLE, "") not in ("", "0", "false")
+    if key is None and broker_key is None:
+        return Security(insecure=insecure)
+    if key is None or broker_key is None:
+        missing = "--key: the own secret file" if key is None else "--broker-key: broker.pub"
+        raise UsageError(f"{missing} is missing; a peer needs both")
+    own = read_key(Path(key), secret=True, option="--key")
+    broker = read_key(Path(broker_key), secret=False, option="--broker-key")
+    if own.role == "broker":
+        raise UsageError(f"--key {key}: a broker's key; make one with another role")
+    if broker.role != "broker":
+        raise UsageError(f"--broker-key {broker_key}: a key of role {broker.role}, not broker")
+    return Security(own, broker.public, insecure=insecure)

@@ -1,0 +1,98 @@
+"""CURVE on ZeroMQ sockets: who has no authorised key gets no connection.
+
+ZeroMQ asks a handler on ``inproc://zeromq.zap.01`` about every client's key (ZAP, RFC 27). Its
+answer names the client by its public key, and ZeroMQ puts that name on each message that comes over
+the connection: so a frame's key is known without asking the frame.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import zmq
+from zmq.utils import z85
+
+import bus.log
+from bus.errors import UsageError
+from bus.runtime.zmq_parts import PartsSocket
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bus.keys import Key, Security
+
+_ZAP: Final = "inproc://zeromq.zap.01"
+_VERSION: Final = b"1.0"
+_REQUEST_PARTS: Final = 7
+_DOMAIN: Final = b"wavebus"
+# A log that anybody can write to without a key is no place for every attempt.
+_LOGGED: Final = 1000
+
+
+def new_pair() -> tuple[str, str]:
+    """A public and a secret key, in Z85."""
+    _need_curve()
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+def lock_server(socket: zmq.Socket[bytes], own: Key) -> None:
+    """Let in who has a key that the context's handler knows. Before it is bound."""
+    _need_curve()
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
+    socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler nobody comes in
+
+
+def lock_client(socket: zmq.Socket[bytes], security: Security) -> None:
+    """Prove the own key, and have the server prove its own. Before it connects."""
+    if security.own is None:
+        return
+    _need_curve()
+    socket.setsockopt(zmq.CURVE_SERVERKEY, security.broker.encode())
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, security.own.public.encode())
+    socket.setsockopt(zmq.CURVE_SECRETKEY, security.own.secret.encode())
+
+
+class KeyAsker:
+    """The handler of one context.
+
+    Args:
+        knows: whether a public key (Z85) is authorised.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], knows: Callable[[str], bool]
+    ) -> None:
+        self._knows = knows
+        self._refused: set[str] = set()
+        self._socket = PartsSocket(context, zmq.ROUTER, _ZAP, {}, bind=True)
+        self._socket.listen(self._on_request)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _on_request(self, parts: list[bytes]) -> None:
+        route, empty, *request = parts
+        if len(request) != _REQUEST_PARTS or request[0] != _VERSION or request[5] != b"CURVE":
+            return  # ZeroMQ itself asks, and no otherwise
+        user = z85.encode(request[6]).decode()
+        if self._knows(user):
+            answer = (b"200", b"OK", user.encode())
+        else:
+            answer = (b"400", b"not authorised", b"")
+            self._note(user, request[3].decode(errors="replace"))
+        self._socket.send(route, empty, _VERSION, request[1], *answer, b"")
+
+    def _note(self, user: str, address: str) -> None:
+        if user not in self._refused and len(self._refused) < _LOGGED:
+            self._refused.add(user)
+            bus.log.logger().warning("key_refused", public_key=user, address=address)
+
+
+def _need_curve() -> None:
+    if not zmq.has("curve"):
+        raise UsageError(
+            "this ZeroMQ library is built without CURVE; install pyzmq from its wheels"
+        )

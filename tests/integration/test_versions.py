@@ -1,0 +1,104 @@
+"""Wire versions over real sockets: one minor version apart works, others are refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bus import codec
+from bus.errors import Refused
+from bus.messages import (
+    WIRE_MAJOR,
+    WIRE_MINOR,
+    WIRE_NAMES,
+    Envelope,
+    Heartbeat,
+    HeartbeatAck,
+    NackCode,
+    Welcome,
+)
+from bus.runtime.zmq_transport import ZmqServer
+from sidecar import Sidecar
+from sidecar.bench.agents import StubEngine
+from tests.support.broker import a_broker
+from tests.support.frames import BarePeer
+from tests.unit.bus._builders import engine_join
+from trainer_agent import TrainerAgent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+LIMIT_S = 120.0
+
+
+def run(test: Coroutine[None, None, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, LIMIT_S))
+
+
+@pytest.mark.parametrize("minor", [WIRE_MINOR - 1, WIRE_MINOR, WIRE_MINOR + 1])
+def test_a_peer_one_minor_version_apart_joins_and_beats(minor: int) -> None:
+    """Older or newer."""
+
+    async def test() -> None:
+        async with a_broker() as (_, address):
+            with BarePeer(address, "e0") as peer:
+                assert isinstance(
+                    await peer.answer(peer.frame(engine_join(), minor=minor)), Welcome
+                )
+                beat = peer.frame(Heartbeat("running", 0, 0, ""), minor=minor)
+                assert isinstance(await peer.answer(beat), HeartbeatAck)
+
+    run(test())
+
+
+def test_a_peer_further_apart_is_refused_by_name() -> None:
+    """Who, its version, and the broker's; and it is no member."""
+
+    async def test() -> None:
+        async with a_broker() as (server, address):
+            with BarePeer(address, "e0") as peer:
+                nack = await peer.refusal(peer.frame(engine_join(), minor=WIRE_MINOR + 2))
+                assert nack.code is NackCode.WIRE_VERSION
+                assert f"e0 speaks wire version {WIRE_MAJOR}.{WIRE_MINOR + 2}" in nack.detail
+            assert not server.machine.peers.by_name
+
+    run(test())
+
+
+async def sidecar_joins(address: str) -> None:
+    async with Sidecar(StubEngine(), broker=address, name="e0") as sidecar:
+        await sidecar.joined()
+
+
+async def trainer_joins(address: str) -> None:
+    await TrainerAgent(address).connect()
+
+
+@pytest.mark.parametrize("version", [(WIRE_MAJOR + 1, 0), (WIRE_MAJOR, WIRE_MINOR + 2)])
+@pytest.mark.parametrize("joins", [sidecar_joins, trainer_joins])
+def test_a_broker_further_apart_is_refused_by_who_joins(
+    joins: Callable[[str], Coroutine[None, None, None]], version: tuple[int, int]
+) -> None:
+    """Its refusal can't be read, but its version can: that is the error, and no silence."""
+    major, minor = version
+
+    async def test() -> None:
+        server = ZmqServer("tcp://127.0.0.1:*")
+
+        def on_frame(route: bytes, frame: bytes, _user: str) -> None:
+            asked = codec.decode_envelope(frame)
+            told = Welcome(1000, 5000, 0)
+            head = (major, minor, WIRE_NAMES[Welcome], 1, asked.id, "broker", 7, asked.group)
+            server.send([route], codec.encode(Envelope(*head, 1, 1, codec.encode_body(told))))
+
+        server.listen(on_frame)
+        try:
+            text = rf"wire_version: .*broker speaks wire version {major}\.{minor}, this side"
+            with pytest.raises(Refused, match=text):
+                await joins(server.address)
+        finally:
+            server.close()
+
+    run(test())
