@@ -20,7 +20,10 @@ from bus.messages import (
     EngineFacts,
     Envelope,
     Heartbeat,
+    HeartbeatAck,
     Join,
+    LeaseWord,
+    Mates,
     Message,
     NackCode,
 )
@@ -42,6 +45,7 @@ from bus.protocol.calls import (
     CallStart,
     CallWakeWeights,
     SessionEffect,
+    ToMates,
 )
 from bus.protocol.effects import Note, Send
 from bus.protocol.engine_session import EngineSession
@@ -52,6 +56,7 @@ from bus.runtime.peer import HOST, PID, Peer, default_name, route_of
 from bus.runtime.zmq_transport import ZmqClient
 from bus.settings import DEFAULT_BROKER
 from sidecar.engine import Chunk, Engine, EngineInfo
+from sidecar.mates import DirectLink
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -116,6 +121,7 @@ class Sidecar:
         self._scheduler = scheduler
         self._link_config = link_config
         self._peer: Peer | None = None
+        self._direct: DirectLink | None = None  # to the other ranks of its DP group
         self._tasks: set[asyncio.Task[None]] = set()  # what watches
         self._caller: asyncio.Task[None] | None = None  # makes the engine calls, one at a time
         self._next_call: Call | None = None
@@ -133,8 +139,17 @@ class Sidecar:
         self.info = await self.engine.start()
         try:
             version = await self.engine.version()
-            self.session = EngineSession(self.name, version=version, draft=self.info.draft)
+            self.session = EngineSession(
+                self.name,
+                version=version,
+                draft=self.info.draft,
+                dp_group=self.dp_group,
+                dp_rank=self.info.dp_rank,
+                dp_size=self.info.dp_size,
+            )
             boot = new_boot()
+            if self.info.dp_size > 1:
+                self._direct = self._meet_mates(boot)
             transport = self._transport or ZmqClient(
                 self._broker, route_of(self.name, boot), self._security
             )
@@ -158,8 +173,23 @@ class Sidecar:
             self._tasks.add(asyncio.create_task(self._watch_load()))
             self._tasks.add(asyncio.create_task(self._watch_core()))
         except BaseException:
+            if self._direct is not None:
+                self._direct.close()
             await self.engine.close()
             raise
+
+    def _meet_mates(self, boot: int) -> DirectLink:
+        assert self.info is not None
+        return DirectLink(
+            self.name,
+            boot,
+            group=self.group,
+            dp_group=self.dp_group,
+            dp_rank=self.info.dp_rank,
+            broker=self._broker,
+            security=self._security,
+            on_word=self._on_word,
+        )
 
     async def __aexit__(
         self,
@@ -218,6 +248,8 @@ class Sidecar:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._ended.set()
+            if self._direct is not None:
+                self._direct.close()
             await self.engine.close()
 
     # -- the link's questions --------------------------------------------------
@@ -240,6 +272,7 @@ class Sidecar:
             version=self.session.version,
             phase=self.session.phase,
             update_id=self.session.shown_id,
+            mate_address=self._direct.address if self._direct else "",
         )
         return Join("engine", HOST, PID, facts, None)
 
@@ -251,7 +284,7 @@ class Sidecar:
     def _next_deadline_ms(self) -> float | None:
         if self._peer is None:
             return None
-        return self.session.next_deadline_ms(self._peer.link.last_heard_ms)
+        return self.session.next_deadline_ms()
 
     # -- what happens -----------------------------------------------------------
 
@@ -263,6 +296,14 @@ class Sidecar:
         if type(message) in COMMANDS:
             now_ms = link.last_heard_ms  # when this came
             self._perform(self.session.command(envelope.id, envelope.epoch, message, now_ms))
+        elif isinstance(message, HeartbeatAck):
+            self.session.renewed(envelope.epoch, message.held, link.last_heard_ms)
+        elif isinstance(message, Mates) and self._direct is not None:
+            self._direct.introduce(message)
+
+    def _on_word(self, word: LeaseWord) -> None:
+        if self._peer is not None:
+            self._perform(self.session.word(word, self._peer.now_ms()))
 
     def _on_state(self, state: LinkState) -> None:
         self._changed.set()
@@ -271,7 +312,7 @@ class Sidecar:
 
     def _on_tick(self, now_ms: float) -> None:
         assert self._peer is not None
-        self._perform(self.session.tick(self._peer.link.last_heard_ms, now_ms))
+        self._perform(self.session.tick(now_ms))
 
     def _perform(self, effects: Iterable[SessionEffect]) -> None:
         assert self._peer is not None
@@ -281,6 +322,9 @@ class Sidecar:
                 peer.send(effect.message, reply_to=effect.reply_to)
             elif isinstance(effect, Note):
                 peer.note(effect)
+            elif isinstance(effect, ToMates):
+                if self._direct is not None:
+                    self._direct.send(effect.word, effect.ranks)
             elif isinstance(effect, CallEscalate):
                 task = asyncio.create_task(self._escalate(effect))
                 self._tasks.add(task)
@@ -289,7 +333,7 @@ class Sidecar:
                 assert self._next_call is None, "the machine makes one call at a time"
                 self._next_call = effect
                 self._wake_caller()
-        due_ms = self.session.next_deadline_ms(peer.link.last_heard_ms)
+        due_ms = self.session.next_deadline_ms()
         if due_ms is not None:
             peer.arm_by(due_ms)
 

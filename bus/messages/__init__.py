@@ -13,7 +13,9 @@ JOIN                peer → broker                  the peer is known and has i
 WELCOME             broker → peer                  the join is accepted
 HEARTBEAT           peer → broker                  the peer lives; its present state
 CORE_STATUS         engine → broker                where its core stands: step, wave, phase
-HEARTBEAT_ACK       broker → peer                  the broker lives
+HEARTBEAT_ACK       broker → peer                  the broker lives, and sees to this pause
+MATES               broker → engine                the ranks of its DP group, and where they are
+LEASE_WORD          engine → its mates             a pause's lease is over here; how do you stand?
 LEAVE               peer → broker                  the peer goes, in order
 PAUSE_LOCAL         trainer → broker → engines     pause, phase 1: schedule nothing new
 PAUSE_GLOBAL        broker → engines               pause, phase 2: idle on the device
@@ -84,6 +86,7 @@ from bus.messages.bounds import (
     ShortText,
     Size,
     SleepLevel,
+    Stand,
     Target,
     TensorName,
     TensorNames,
@@ -108,7 +111,10 @@ from bus.messages.presence import (
     Heartbeat,
     HeartbeatAck,
     Join,
+    LeaseWord,
     Leave,
+    Mate,
+    Mates,
     Welcome,
 )
 from bus.messages.updates import (
@@ -151,6 +157,9 @@ __all__ = [
     "Heartbeat",
     "CoreStatus",
     "HeartbeatAck",
+    "Mate",
+    "Mates",
+    "LeaseWord",
     "Leave",
     "PauseLocal",
     "PauseGlobal",
@@ -216,6 +225,7 @@ __all__ = [
     "PauseMode",
     "Escalation",
     "SleepLevel",
+    "Stand",
     "Target",
     "CorePhase",
     "Verify",
@@ -228,6 +238,8 @@ Message: TypeAlias = (
     | Heartbeat
     | CoreStatus
     | HeartbeatAck
+    | Mates
+    | LeaseWord
     | Leave
     | PauseLocal
     | PauseGlobal
@@ -266,6 +278,8 @@ WIRE_NAMES: Final[dict[type[Message], str]] = {
     Heartbeat: "HEARTBEAT",
     CoreStatus: "CORE_STATUS",
     HeartbeatAck: "HEARTBEAT_ACK",
+    Mates: "MATES",
+    LeaseWord: "LEASE_WORD",
     Leave: "LEAVE",
     PauseLocal: "PAUSE_LOCAL",
     PauseGlobal: "PAUSE_GLOBAL",

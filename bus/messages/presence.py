@@ -17,6 +17,7 @@ from bus.messages.bounds import (
     Serial,
     ShortText,
     Size,
+    Stand,
     UpdateId,
 )
 
@@ -29,6 +30,7 @@ class EngineFacts:
     which it takes requests, empty if it takes none over the network;
     ``can_sleep``: it was started so that it can give its memory back;
     ``draft``: it has a draft model whose weights can be updated;
+    ``mate_address``: where other ranks of its DP group reach its sidecar, empty if it has none;
     ``kind`` is the adapter (``embedded``, ``vllm``, ``vllm-http``) and
     ``software`` what runs behind it, with its version.
     """
@@ -47,6 +49,7 @@ class EngineFacts:
     version: Serial
     phase: Phase
     update_id: UpdateId
+    mate_address: ShortText
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,41 @@ class CoreStatus:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAck:
+    """``held``: the pause that the broker sees to at this engine, which renews its lease."""
+
     version: Count
+    held: UpdateId
+
+
+@dataclass(frozen=True, slots=True)
+class Mate:
+    """A rank of a DP group; ``key`` is its public key, if the broker has keys."""
+
+    name: Name
+    dp_rank: Count
+    address: ShortText
+    key: ShortText
+
+
+@dataclass(frozen=True, slots=True)
+class Mates:
+    """All ranks of the DP group, which is whole."""
+
+    mates: Annotated[tuple[Mate, ...], Meta(max_length=65_536)]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseWord:
+    """How a rank stands, told to its mates and to nobody else; ``asks``: tell me, too.
+
+    ``pause_id`` is the pause that it is in, or was in last; ``version`` what it serves."""
+
+    dp_group: Name
+    dp_rank: Count
+    stand: Stand
+    pause_id: UpdateId
+    version: Serial
+    asks: bool
 
 
 @dataclass(frozen=True, slots=True)

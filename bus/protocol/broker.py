@@ -238,7 +238,9 @@ class Broker:
         if isinstance(message, Heartbeat):
             beat: list[Effect] = [
                 Send(
-                    HeartbeatAck(group.version if group else 0),
+                    HeartbeatAck(
+                        group.version if group else 0, group.held_at(peer.name) if group else ""
+                    ),
                     (peer.route,),
                     envelope.id,
                     peer.group,

@@ -12,6 +12,7 @@ from bus.messages import (
     Arm,
     ChunkSent,
     Commit,
+    LeaseWord,
     Message,
     Nack,
     PauseGlobal,
@@ -143,7 +144,17 @@ Call: TypeAlias = (
     | CallCommit
     | CallAbortRequests
 )
-SessionEffect: TypeAlias = Effect | Call | CallEscalate
+
+
+@dataclass(frozen=True, slots=True)
+class ToMates:
+    """Tell these ranks of the DP group, over the direct link."""
+
+    word: LeaseWord
+    ranks: tuple[int, ...]
+
+
+SessionEffect: TypeAlias = Effect | Call | CallEscalate | ToMates
 
 COMMAND_STEPS: Final[dict[type[Message], Step]] = {
     PauseLocal: Step.PAUSE_LOCAL,

@@ -14,6 +14,10 @@
     RESUMING  resume returned  RUNNING   ack resume
     RESUMING  resume failed    PAUSED    nack resume
     RESUMING  PAUSE_LOCAL      RESUMING  remembered: pause() follows the resume's return
+    PAUSED    PAUSE_LOCAL, while mates count on this pause (:mod:`bus.protocol.engine_lease`)
+                               PAUSED    remembered: pause() follows the resume's return
+    RUNNING, UNSURE
+              a mate's pause   PAUSING   pause(keep), so that the mate's can return
 
 Invariants: an engine gets a resume only after its pause has returned, and one resume
 per pause; paused is acked by that return and by nothing else; doubled commands are
@@ -42,6 +46,7 @@ from bus.protocol.refusal import wrong_state
 from bus.protocol.round import ESCALATED
 
 if TYPE_CHECKING:
+    from bus.protocol.engine_lease import EngineLease
     from bus.protocol.engine_sleep import EngineSleep
     from bus.protocol.instructions import Failure
 
@@ -64,13 +69,13 @@ _S = EnginePauseState
 class EnginePause:
     """See the module. Calls go into ``queue``."""
 
-    def __init__(self, queue: CallQueue, memory: EngineSleep) -> None:
+    def __init__(self, queue: CallQueue, memory: EngineSleep, lease: EngineLease) -> None:
         self.state = _S.RUNNING
         self.update_id = ""
-        self.lease_ms = 0.0
         self.in_flight = 0
         self._queue = queue
         self._memory = memory
+        self._lease = lease
         self._last_resume = ""
         self._call = CallPause("keep", clear_cache=False)  # the last one made
         self._escalation: Escalation = "keep"
@@ -85,10 +90,12 @@ class EnginePause:
 
     def local(self, msg_id: int, message: PauseLocal, now_ms: float) -> list[SessionEffect]:
         """PAUSE_LOCAL."""
-        if self.state is _S.RESUMING:
+        waits = self._lease.promised and message.update_id != self.update_id
+        if self.state is _S.RESUMING or waits:
             self._next = (msg_id, message)
             return []
-        self.lease_ms = float(message.lease_ms)
+        if not self._lease.promised:
+            self._lease.begin(float(message.lease_ms), now_ms)
         if self.state in (_S.RUNNING, _S.UNSURE):
             self._begin(msg_id, message, now_ms)
         if message.update_id != self.update_id:
@@ -112,6 +119,16 @@ class EnginePause:
             if message.wait_ms:
                 self._escalate_ms = now_ms + message.wait_ms
         self._queue.add(self._call, msg_id)
+
+    def beside(self, pause_id: str, now_ms: float) -> None:
+        """A mate's pause can't return without this one: nobody else asks for it, and its lease is
+        over as soon as it is made."""
+        if pause_id != self._last_resume:
+            self.local(0, _unasked(pause_id), now_ms)
+
+    def make_sure(self, now_ms: float) -> None:
+        """A pause that failed may have been made: make it once more."""
+        self._begin(0, _unasked(self.update_id), now_ms)
 
     @property
     def cleared(self) -> bool:
@@ -203,6 +220,7 @@ class EnginePause:
     def resume_returned(self, job: Job, took_ms: float, now_ms: float) -> list[SessionEffect]:
         """The engine schedules again; a pause that came meanwhile follows."""
         self.state = _S.RUNNING
+        self._lease.end()
         self._memory.resumed()
         self._last_resume = self.update_id
         effects: list[SessionEffect] = [
@@ -214,16 +232,17 @@ class EnginePause:
                 took_ms=took_ms,
             )
         ]
-        return effects + self._follow(now_ms)
+        return effects + self.follow(now_ms)
 
     def resume_failed(self, job: Job, failure: Failure, now_ms: float) -> list[SessionEffect]:
         """The engine is still paused."""
         self.state = _S.PAUSED
         self._memory.resume_failed()
         effects: list[SessionEffect] = [nack(job.reply_to, Step.RESUME, failure, self.update_id)]
-        return effects + self._follow(now_ms)
+        return effects + self.follow(now_ms)
 
-    def _follow(self, now_ms: float) -> list[SessionEffect]:
+    def follow(self, now_ms: float) -> list[SessionEffect]:
+        """The pause that came meanwhile, if one did."""
         if self._next is None:
             return []
         (msg_id, message), self._next = self._next, None
@@ -239,3 +258,9 @@ class EnginePause:
             outcome=self._outcome,
             waited_for=self._waited_for,
         )
+
+
+def _unasked(pause_id: str) -> PauseLocal:
+    return PauseLocal(
+        pause_id, "keep", clear_cache=False, lease_ms=0, timeout_ms=0, wait_ms=0, escalate="keep"
+    )

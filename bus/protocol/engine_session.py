@@ -8,20 +8,22 @@ Invariants, beside those of :mod:`bus.protocol.engine_pause`,
 - No resume while weights may be mixed: an engine that loaded a part of an update is
   quarantined, and stays paused until a whole one of the same target is committed.
 - Commands of an older epoch change nothing.
-- With the broker silent for longer than the pause's lease, an engine that loaded
-  nothing gives the update up and resumes by itself, waking what sleeps. One whose
-  weights were discarded ends its requests, and sleeps on, quarantined.
+- When the pause's lease is over, an engine that loaded nothing gives the update up and resumes
+  by itself, waking what sleeps; the ranks of a DP group do so as one, or not at all
+  (:mod:`bus.protocol.engine_lease`). One whose weights were discarded ends its requests, and sleeps
+  on, quarantined.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from bus.messages import (
     Abort,
     Arm,
     ChunkSent,
     Commit,
+    LeaseWord,
     Message,
     NackCode,
     PauseGlobal,
@@ -29,6 +31,7 @@ from bus.messages import (
     Phase,
     Resume,
     Sleep,
+    Stand,
     TransferInit,
     UpdateFinish,
     UpdateStart,
@@ -38,15 +41,18 @@ from bus.messages import (
 from bus.protocol.calls import (
     COMMAND_STEPS,
     Call,
+    CallAbortRequests,
     CallPause,
     CallQueue,
     CallResume,
     CallSleep,
     CallWakeWeights,
     SessionEffect,
+    ToMates,
     nack,
 )
 from bus.protocol.effects import Note
+from bus.protocol.engine_lease import LEASE_RETRY_MS, EngineLease, LeaseState
 from bus.protocol.engine_pause import EnginePause, EnginePauseState
 from bus.protocol.engine_sleep import EngineSleep
 from bus.protocol.engine_update import MIXED, EngineUpdate, EngineUpdateState
@@ -56,21 +62,28 @@ from bus.protocol.refusal import Declined, wrong_state
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# After its lease an engine resumes by itself; if its own resume fails, it tries again.
-LEASE_RETRY_MS: Final = 1000.0
-
 
 class EngineSession:
     """Commands and results of engine calls go in, effects come out. ``draft``: the engine has a
     draft model whose weights can be updated."""
 
-    def __init__(self, name: str = "", *, version: int = 0, draft: bool = False) -> None:
+    def __init__(
+        self,
+        name: str = "",
+        *,
+        version: int = 0,
+        draft: bool = False,
+        dp_group: str = "",
+        dp_rank: int = 0,
+        dp_size: int = 1,
+    ) -> None:
+        self._dp_group = dp_group or name
         self._queue = CallQueue()
         self.memory = EngineSleep(self._queue)
-        self.pause = EnginePause(self._queue, self.memory)
+        self.lease = EngineLease(dp_rank, dp_size)
+        self.pause = EnginePause(self._queue, self.memory, self.lease)
         self.update = EngineUpdate(self._queue, version, name, draft=draft)
         self.epoch = 0
-        self._resume_tried_ms = -LEASE_RETRY_MS
         self._forsaken = False  # asleep without weights, and nobody holds the pause any more
 
     @property
@@ -142,6 +155,7 @@ class EngineSession:
                 return self.pause.resume(msg_id, message)
             case Sleep():
                 self._need_paused(message.update_id)
+                self._need_lease()
                 return self._sleep(msg_id, message)
             case Wake():
                 self._need_paused(message.update_id)
@@ -152,6 +166,7 @@ class EngineSession:
                 self.memory.need_weights()
                 return self.update.arm(msg_id, message)
             case UpdateStart():
+                self._need_lease()
                 paused = self.pause.state is EnginePauseState.PAUSED
                 return self.update.start(msg_id, message, paused=paused)
             case WeightChunkMeta():
@@ -190,6 +205,10 @@ class EngineSession:
         self._forsaken = True
         if self.update.state is EngineUpdateState.NONE:
             self.update.forsake(msg_id)
+
+    def _need_lease(self) -> None:
+        if self.lease.state is LeaseState.OVER:
+            raise wrong_state("the pause's lease is over; the engine is about to resume")
 
     def _need_paused(self, update_id: str) -> None:
         if self.pause.state is not EnginePauseState.PAUSED:
@@ -243,41 +262,123 @@ class EngineSession:
 
     # -- time -----------------------------------------------------------------
 
-    def tick(self, heard_ms: float, now_ms: float) -> list[SessionEffect]:
-        """``heard_ms`` is when the broker was last heard: the lease runs from there."""
-        due_ms = self.next_deadline_ms(heard_ms)
+    def tick(self, now_ms: float) -> list[SessionEffect]:
+        """The time of :meth:`next_deadline_ms` has come; before it, nothing is done."""
+        due_ms = self.next_deadline_ms()
         if due_ms is None or now_ms < due_ms:
             return []
         if self.pause.escalate_ms is not None:
             note = Note("wait_is_over", "info", {"update_id": self.pause.update_id})
             return [note, *self.pause.escalate()]
-        effects: list[SessionEffect] = [
-            Note(
-                "lease_expired",
-                "warning",
-                {"update_id": self.pause.update_id, "silent_ms": round(now_ms - heard_ms)},
-            )
-        ]
-        if self.update.state is not EngineUpdateState.NONE:
-            effects += self.update.abort(0, Abort(self.update.update_id, "lease expired"))
-        if not self.update.mixed:
-            self._resume_tried_ms = now_ms
-            self.pause.begin_resume(0)
-        elif self._awaits_weights:
-            self._forsake(0)
-        return self._with_calls(effects, now_ms)
+        effects: list[SessionEffect] = []
+        if self.lease.state is LeaseState.HELD:
+            fields = {"update_id": self.pause.update_id, "phase": self.phase}
+            effects.append(Note("lease_expired", "warning", fields))
+            self.lease.run_out()
+        return self._with_calls([*effects, *self._end_lease(now_ms)], now_ms)
 
-    def next_deadline_ms(self, heard_ms: float) -> float | None:
+    def next_deadline_ms(self) -> float | None:
         """When :meth:`tick` is due; None while there is no pause that it could end."""
         if self.pause.escalate_ms is not None:
             return self.pause.escalate_ms
-        if self.pause.state is not EnginePauseState.PAUSED or len(self._queue):
+        if not self._lease_counts:
             return None
-        broken_off = bool(self.update.partial) and self.update.state is EngineUpdateState.NONE
-        if broken_off and not self._awaits_weights:
-            return None  # quarantined: only a whole update ends this
-        again_ms = self._resume_tried_ms + LEASE_RETRY_MS
-        return max(heard_ms + self.pause.lease_ms, again_ms)
+        return self.lease.over_ms if self.lease.state is LeaseState.HELD else self.lease.again_ms
+
+    @property
+    def _lease_counts(self) -> bool:
+        """Whether it is for the lease to end the pause: no call is under way, but for a pause that
+        waits for mates."""
+        if self.pause.state is EnginePauseState.PAUSING:
+            return bool(self.lease.mates)
+        paused = self.pause.state in (EnginePauseState.PAUSED, EnginePauseState.UNSURE)
+        return paused and not len(self._queue)
+
+    def renewed(self, epoch: int, pause_id: str, now_ms: float) -> None:
+        """The broker sees to this pause."""
+        if pause_id and pause_id == self.pause.update_id and epoch >= self.epoch:
+            self.lease.renew(now_ms)
+
+    def word(self, word: LeaseWord, now_ms: float) -> list[SessionEffect]:
+        """A mate has said how it stands, and may ask how this rank does."""
+        if word.dp_rank not in self.lease.mates:
+            return []
+        self.lease.heard(word)
+        if word.stand == "pausing" and self.pause.state is EnginePauseState.RUNNING:
+            self.pause.beside(word.pause_id, now_ms)
+        effects: list[SessionEffect] = []
+        if word.asks:
+            effects.append(ToMates(self._word(asks=False), (word.dp_rank,)))
+        if self.lease.state is LeaseState.OVER and self._lease_counts:
+            effects += self._decide(now_ms)
+        return self._with_calls(effects, now_ms)
+
+    def _end_lease(self, now_ms: float) -> list[SessionEffect]:
+        """Undo what was begun; then resume, alone or as one with the mates."""
+        self.lease.tried(now_ms)
+        if self.pause.state is EnginePauseState.UNSURE:
+            # It may run, or not: only a pause that returns tells.
+            self.pause.make_sure(now_ms)
+            return self._ask_mates()
+        if self.pause.state is EnginePauseState.PAUSING:
+            return self._ask_mates()
+        effects: list[SessionEffect] = []
+        if self.update.state in MIXED:  # one that is armed and no more may be of a later pause
+            effects += self.update.abort(0, Abort(self.update.update_id, "lease expired"))
+            if len(self._queue):
+                self.lease.tried(now_ms - LEASE_RETRY_MS)  # goes on as soon as that is undone
+                return effects
+        if self.update.partial:
+            if self._awaits_weights:
+                self._forsake(0)
+            return [*effects, *self._stay(), *self._ask_mates()]
+        return [*effects, *self._decide(now_ms), *self._ask_mates()]
+
+    def _decide(self, now_ms: float) -> list[SessionEffect]:
+        """Whether it resumes, if it is known."""
+        if self._stand() != "clean":
+            return []
+        if self.lease.any_partial(self.version):
+            self._queue.add(CallAbortRequests(), 0)
+            return [*self._stay(), *self.pause.follow(now_ms)]
+        if self.lease.all_agree(self.version):
+            self.pause.begin_resume(0)
+        return []
+
+    def _stay(self) -> list[SessionEffect]:
+        self.lease.settle()
+        fields = {"update_id": self.pause.update_id, "phase": self.phase}
+        return [Note("lease_settled", "error", fields)]
+
+    def _ask_mates(self) -> list[SessionEffect]:
+        """Tell all how this rank stands; ask those who are waited for."""
+        if not self.lease.mates or self.pause.state is EnginePauseState.RESUMING:
+            return []
+        effects: list[SessionEffect] = [ToMates(self._word(asks=True), self.lease.mates)]
+        missing = self.lease.missing() if self.lease.state is LeaseState.OVER else []
+        if missing:
+            told = ", ".join(f"rank {rank}: {stand or 'not heard'}" for rank, stand in missing)
+            fields = {"update_id": self.pause.update_id, "waits_for": told}
+            effects.append(Note("lease_undecided", "warning", fields))
+        return effects
+
+    def _word(self, *, asks: bool) -> LeaseWord:
+        stand = self._stand()
+        if stand == "clean":
+            self.lease.clean_said = True
+        rank, pause_id = self.lease.rank, self.pause.update_id
+        return LeaseWord(self._dp_group, rank, stand, pause_id, self.version, asks)
+
+    def _stand(self) -> Stand:
+        """See :mod:`bus.protocol.engine_lease`."""
+        if self.pause.state in (EnginePauseState.RUNNING, EnginePauseState.RESUMING):
+            return "running"
+        undone = self.update.state not in MIXED and not len(self._queue)  # armed touches nothing
+        if self.lease.state is LeaseState.SETTLED or (self.update.partial and undone):
+            return "partial"
+        if self.lease.state is LeaseState.HELD:
+            return "held"
+        return "clean" if self.pause.state is EnginePauseState.PAUSED and undone else "pausing"
 
     def _with_calls(self, effects: Iterable[SessionEffect], now_ms: float) -> list[SessionEffect]:
         """Acks first, then the engine call that is to be made now."""

@@ -298,6 +298,8 @@ class EngineUpdate:
             self._chunks.ahead = told or 1
             opened = ack(job.reply_to, Step.TRANSFER_INIT, call.update_id, took_ms=took_ms)
             return self._settle([opened])
+        if self._is_bystanders(job):
+            return self._settle([])
         if isinstance(call, (CallRestore, CallAbortRequests)):
             outcome = self._or_partial("restored")
             return self._aborted(job.reply_to, outcome, took_ms)
@@ -320,6 +322,10 @@ class EngineUpdate:
         step = CALL_STEPS[type(call)]
         return self._settle([ack(job.reply_to, step, self.update_id, chunk=chunk, took_ms=took_ms)])
 
+    def _is_bystanders(self, job: Job) -> bool:
+        """Whether requests are ended for a mate's sake: the update, if one is armed, stays so."""
+        return isinstance(job.call, CallAbortRequests) and self.state is not _S.ABORTING
+
     def failed(self, job: Job, failure: Failure) -> list[SessionEffect]:
         """One of the update's calls has raised. What was to follow it makes no sense any more."""
         call = job.call
@@ -327,6 +333,8 @@ class EngineUpdate:
         if isinstance(call, CallOpenTransfer):  # what follows is another opening
             self._transfer = None
             return self._settle([nack(job.reply_to, step, failure, call.update_id)])
+        if self._is_bystanders(job):
+            return [Note("abort_failed", "error", {"detail": failure.detail})]
         self._queue.drop_waiting()
         self._chunks.forget()
         chunk = call.chunk if isinstance(call, CallReceive | CallLoad) else 0

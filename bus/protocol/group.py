@@ -159,7 +159,14 @@ class Group:
         self.roster.add(peer, late=self._busy() and not in_it)
         self.gone.discard(peer.name)
         self.version = max(self.version, peer.version)
-        return self.waves.joined(peer) + self.serve_waiters(now_ms)
+        return [*self.waves.joined(peer), *self._introduce(peer), *self.serve_waiters(now_ms)]
+
+    def _introduce(self, peer: Peer) -> list[Effect]:
+        """The ranks of a DP group that is whole, to each other."""
+        mates = self.roster.mates(peer.name)
+        if len(mates) == 1 or self.roster.broken(peer.name):
+            return []
+        return [self._send(self.roster.introduction(mates), mates)]
 
     def lost(self, peer: Peer, failure: Failure, now_ms: float) -> list[Effect]:
         """An engine is gone: left, silent, or dead."""
@@ -182,12 +189,20 @@ class Group:
         effects = self.waves.moved(peer.name, self.pause.members)
         return effects + self._bring_back(peer, beat)
 
+    def held_at(self, name: str) -> str:
+        """The pause that its trainer holds at this engine, as long as that is heard: what renews
+        the engine's lease."""
+        held = self.pause.state is not PauseState.RUNNING and not self.orphaned
+        return self.pause.update_id if held and name in self.pause.members else ""
+
     def _bring_back(self, peer: Peer, beat: Heartbeat) -> list[Effect]:
         """What an engine needs that a pause or an update has left behind."""
         names: Iterable[str] = (peer.name,)
         stray: Message
         if beat.phase in ("armed", "updating") and self.update.state is UpdateState.IDLE:
             stray = Abort(beat.update_id, "the bus knows nothing of this update")
+        elif self._left_behind(peer, beat):
+            stray = Resume(beat.update_id)
         elif self.pause.state is not PauseState.RUNNING:
             return []
         elif beat.phase == "emptied":
@@ -211,6 +226,16 @@ class Group:
             return []
         fields = {"peer": peer.name, "phase": beat.phase}
         return [self.note("stray", beat.update_id, "warning", fields), self._send(stray, names)]
+
+    def _left_behind(self, peer: Peer, beat: Heartbeat) -> bool:
+        """It is still in a pause before this one, whose lease is over, and waits for its mates."""
+        return (
+            self.pause.state is PauseState.LOCAL
+            and beat.phase == "paused"
+            and peer.name in self.pause.members
+            and beat.update_id != self.pause.update_id
+            and peer.name not in self.roster.staying()
+        )
 
     def _complete(self, update_id: str) -> PauseLocal:
         """Half-made: the mates are asked too, so that it completes, and all can resume."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from bus.messages import EngineView, NackCode, WaitEngines
+from bus.messages import EngineView, Mate, Mates, NackCode, WaitEngines
 from bus.protocol.communicator import Communicator, communicator
 from bus.protocol.instructions import Failure
 from bus.protocol.refusal import Declined, wrong_state
@@ -75,6 +75,17 @@ class Roster:
         if facts.dp_size == 1:
             return [name]
         return self._ranks(facts.dp_group)
+
+    def introduction(self, names: Iterable[str]) -> Mates:
+        """Where these reach each other."""
+        peers = [self.engines[name] for name in names]
+        return Mates(
+            tuple(
+                Mate(peer.name, peer.facts.dp_rank, peer.facts.mate_address, peer.user)
+                for peer in peers
+                if peer.facts is not None
+            )
+        )
 
     def broken(self, name: str) -> bool:
         """Whether it is a rank of a DP group that is not whole."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from bus.runtime.base import OnFrame, OnRoutedFrame, Scheduler
 
@@ -74,6 +74,18 @@ class MemoryNetwork:
         self._carry(route, frame, up=False)
         return True
 
+    def between(self, sender: bytes, receiver: bytes, deliver: Callable[[], None]) -> None:
+        """One frame on a direct link of two peers, as bad as the broker's; cut with either's."""
+
+        def arrive() -> None:
+            if not self._cut.isdisjoint((sender, receiver)):
+                self.counts["dropped"] += 1
+                return
+            self.counts["delivered"] += 1
+            deliver()
+
+        self._schedule((sender + b">" + receiver, True), arrive)
+
     def forget(self, route: bytes) -> None:
         self._clients.pop(route, None)
 
@@ -82,6 +94,9 @@ class MemoryNetwork:
             self._server = None
 
     def _carry(self, route: bytes, frame: bytes, *, up: bool) -> None:
+        self._schedule((route, up), lambda: self._deliver(route, frame, up=up))
+
+    def _schedule(self, way: tuple[bytes, bool], arrive: Callable[[], None]) -> None:
         faults = self.faults
         copies = 1
         self.counts["sent"] += 1
@@ -95,9 +110,9 @@ class MemoryNetwork:
             delay_ms = faults.delay_ms + self._random.random() * faults.jitter_ms
             due_ms = self._scheduler.now_ms() + delay_ms
             if not faults.reorder:
-                due_ms = max(due_ms, self._due.get((route, up), 0.0))
-                self._due[(route, up)] = due_ms
-            self._scheduler.call_at(due_ms, lambda: self._deliver(route, frame, up=up))
+                due_ms = max(due_ms, self._due.get(way, 0.0))
+                self._due[way] = due_ms
+            self._scheduler.call_at(due_ms, arrive)
 
     def _deliver(self, route: bytes, frame: bytes, *, up: bool) -> None:
         if route in self._cut:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from bus.errors import EngineError
@@ -19,7 +20,9 @@ from bus.messages import (
     EngineFacts,
     Envelope,
     Heartbeat,
+    HeartbeatAck,
     Join,
+    LeaseWord,
     Message,
     Nack,
     NackCode,
@@ -35,6 +38,7 @@ from bus.protocol.calls import (
     CallReceive,
     CallResume,
     SessionEffect,
+    ToMates,
 )
 from bus.protocol.effects import Note, Send
 from bus.protocol.engine_session import EngineSession
@@ -44,7 +48,7 @@ from bus.runtime.peer import Peer, route_of
 from bus.testing.sim_truth import Truth, TruthError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from bus.runtime.base import Handle, Scheduler
     from bus.runtime.memory import MemoryNetwork
@@ -87,6 +91,7 @@ class SimEngine:
         version: the version it serves from the beginning.
         draft: it has a draft model of the same names.
         boot: what tells this life from another one of the same name.
+        mate: finds the rank of a DP group that lives.
     """
 
     def __init__(
@@ -106,6 +111,7 @@ class SimEngine:
         seed: int = 0,
         behaviour: Behaviour | None = None,
         link_config: LinkConfig | None = None,
+        mate: Callable[[str, int], SimEngine | None] = lambda _group, _rank: None,
     ) -> None:
         self.name = name
         self.boot = boot
@@ -115,12 +121,22 @@ class SimEngine:
         self.draft = draft
         self.behaviour = behaviour or Behaviour()
         self.truth = Truth(name, tensors, version=version, draft=draft)
-        self.session = EngineSession(name, version=version, draft=draft)
+        self.session = EngineSession(
+            name,
+            version=version,
+            draft=draft,
+            dp_group=self.dp_group,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+        )
+        self._mate = mate
+        self._network = network
         self.alive = True
         self.lease_ran_out = False  # in the pause under way
         self.pause_failed = False  # its last pause call failed
         self.highest_epoch = 0
         self.commands: list[Message] = []
+        self.words: list[LeaseWord] = []  # to mates
         self.sent: list[Ack | Nack] = []
         self.notes: list[Note] = []
         self.calls: list[Call] = []
@@ -198,6 +214,7 @@ class SimEngine:
             version=session.version,
             phase=session.phase,
             update_id=session.shown_id,
+            mate_address="",
         )
         return Join("engine", "sim", 1, facts, None)
 
@@ -206,11 +223,13 @@ class SimEngine:
         return Heartbeat(session.phase, session.version, session.pause.in_flight, session.shown_id)
 
     def _next_deadline_ms(self) -> float | None:
-        return self.session.next_deadline_ms(self.peer.link.last_heard_ms)
+        return self.session.next_deadline_ms()
 
     # -- what happens -------------------------------------------------------------
 
     def _on_message(self, envelope: Envelope, message: Message) -> None:
+        if isinstance(message, HeartbeatAck) and self.joined:
+            self.session.renewed(envelope.epoch, message.held, self._scheduler.now_ms())
         if not self.joined or not envelope.group or type(message) not in COMMANDS:
             return
         self.commands.append(message)
@@ -245,7 +264,7 @@ class SimEngine:
         self.joins += state is LinkState.JOINED
 
     def _on_tick(self, now_ms: float) -> None:
-        self._perform(self.session.tick(self.peer.link.last_heard_ms, now_ms))
+        self._perform(self.session.tick(now_ms))
 
     def _perform(self, effects: Iterable[SessionEffect]) -> None:
         for effect in effects:
@@ -257,6 +276,8 @@ class SimEngine:
                 self.peer.send(effect.message, reply_to=effect.reply_to)
             elif isinstance(effect, CallEscalate):
                 self._escalate(effect)
+            elif isinstance(effect, ToMates):
+                self._tell(effect)
             elif isinstance(effect, Note):
                 self.lease_ran_out = self.lease_ran_out or effect.event == "lease_expired"
                 self.notes.append(effect)
@@ -264,6 +285,20 @@ class SimEngine:
             else:
                 self._begin(effect)
         self.peer.arm()
+
+    def _tell(self, effect: ToMates) -> None:
+        """Over the direct link of its DP group, which is as bad as the broker's."""
+        self.words += [effect.word] * len(effect.ranks)
+        for rank in effect.ranks:
+            mate = self._mate(self.dp_group, rank)
+            if mate is not None:
+                hear = partial(mate.hear, effect.word)
+                self._network.between(self.route, mate.route, hear)
+
+    def hear(self, word: LeaseWord) -> None:
+        """A mate's word has come."""
+        if self.alive:
+            self._perform(self.session.word(word, self._scheduler.now_ms()))
 
     def _begin(self, call: Call) -> None:
         self.calls.append(call)

@@ -187,7 +187,14 @@ class SimWorld:
             seed=self._random.randrange(2**32),
             behaviour=behaviour,
             link_config=self.link_config,
+            mate=self._mate,
         )
+
+    def _mate(self, dp_group: str, dp_rank: int) -> SimEngine | None:
+        for engine in self.alive:
+            if (engine.dp_group, engine.dp_rank) == (dp_group, dp_rank):
+                return engine
+        return None
 
     def add_trainer(self, name: str = "trainer", *, lease_ms: int = 6000) -> SimTrainer:
         """A trainer; it begins to join. One that had the name is forgotten."""

@@ -75,6 +75,7 @@ class Watch:
             self._check_engine(engine)
         if group is None:
             return
+        self._check_mates()
         self._check_members(group)
         self._check_pause(group)
         self._check_window(group)
@@ -269,6 +270,19 @@ class Watch:
             return None
         return engine
 
+    def _check_mates(self) -> None:
+        """No rank generates while the weights of a mate are touched, or not whole."""
+        for touched in self.world.alive:
+            if touched.dp_size == 1 or not touched.session.update.mixed:
+                continue
+            for mate in self.world.alive:
+                if mate.dp_group != touched.dp_group or touched.dp_group in self.lost_ranks:
+                    continue
+                if mate.truth.running:
+                    raise TruthError(
+                        f"{mate.name} runs, and {touched.name} is {touched.session.phase}"
+                    )
+
     def _check_dp_groups(self) -> None:
         """At rest, a DP group runs as one or stands as one, unless it lost a rank."""
         by_group: dict[str, list[SimEngine]] = {}
@@ -276,9 +290,8 @@ class Watch:
             by_group.setdefault(engine.dp_group, []).append(engine)
         for dp_group, ranks in by_group.items():
             whole = len(ranks) == ranks[0].dp_size
-            leased = any(note.event == "lease_expired" for r in ranks for note in r.notes)
             lost = dp_group in self.lost_ranks
-            if whole and not leased and not lost and len({r.truth.running for r in ranks}) > 1:
+            if whole and not lost and len({r.truth.running for r in ranks}) > 1:
                 phases = {r.name: r.session.phase for r in ranks}
                 raise TruthError(f"DP group {dp_group} runs in part: {phases}")
 
@@ -326,8 +339,10 @@ class Watch:
             reach["woken by a resume"] += len(woken)
             self._count_chunks(engine)
             for note in engine.notes:
+                reach[f"event {note.event}"] += 1
                 if note.event == "lease_expired":
                     reach["lease expired"] += 1
+                    reach["lease of a rank expired"] += engine.dp_size > 1
             for sent in engine.sent:
                 if isinstance(sent, Nack) and sent.code is NackCode.FENCED:
                     reach["engine fenced"] += 1

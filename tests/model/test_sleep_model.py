@@ -40,7 +40,7 @@ KINDS = [
 
 def test_who_sleeps_is_woken_and_serves_whole_weights() -> None:
     """Every invariant after every event, in every schedule; and the states were reached."""
-    reach = play_all(350, schedules(KINDS, most=10), Play)
+    reach = play_all(500, schedules(KINDS, most=10), Play)
     reached(
         reach,
         {

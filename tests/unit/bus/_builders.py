@@ -79,6 +79,7 @@ def facts(
         version=version,
         phase=phase,
         update_id="",
+        mate_address="",
     )
 
 

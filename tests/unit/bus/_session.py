@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bus.messages import NackCode, PauseLocal, TransferInit, UpdateStart
-from bus.protocol.calls import CallEscalate
+from bus.messages import LeaseWord, NackCode, PauseLocal, TransferInit, UpdateStart
+from bus.protocol.calls import CallEscalate, ToMates
 from bus.protocol.effects import Note, Send
 from bus.protocol.engine_session import EngineSession
 from bus.protocol.instructions import Failure
 from bus.testing.makers import make_arm, make_chunk, make_manifest, make_sent
 
 if TYPE_CHECKING:
-    from bus.messages import Message
+    from bus.messages import Message, Stand
     from bus.protocol.calls import Call, SessionEffect
 
 MANIFEST = make_manifest(("a", "b"))
@@ -22,8 +22,8 @@ PAUSE = PauseLocal("u1", "keep", True, 5_000, 60_000, 0, "keep")
 class Driver:
     """A session whose calls return when the test says so."""
 
-    def __init__(self, *, draft: bool = False) -> None:
-        self.session = EngineSession(version=3, draft=draft)
+    def __init__(self, *, draft: bool = False, dp_size: int = 1) -> None:
+        self.session = EngineSession("e0", version=3, draft=draft, dp_group="dp0", dp_size=dp_size)
         self.running: Call | None = None
         self.calls: list[Call] = []
         self.id = 0
@@ -43,12 +43,17 @@ class Driver:
         failure = Failure(NackCode.ENGINE_FAILED, "it broke")
         return self.take(self.session.failed(call, failure, 10.0))
 
-    def tick(self, heard_ms: float, now_ms: float) -> list[SessionEffect]:
-        return self.take(self.session.tick(heard_ms, now_ms))
+    def tick(self, now_ms: float) -> list[SessionEffect]:
+        return self.take(self.session.tick(now_ms))
+
+    def word(self, rank: int, stand: Stand, now_ms: float = 0.0, **fields: Any) -> list[Any]:
+        """A mate's word, at this rank's version and of its pause unless it is said otherwise."""
+        told = {"pause_id": "u1", "version": 3, "asks": False, **fields}
+        return self.take(self.session.word(LeaseWord("dp0", rank, stand, **told), now_ms))
 
     def take(self, effects: list[SessionEffect]) -> list[SessionEffect]:
         for effect in effects:
-            if not isinstance(effect, Send | Note | CallEscalate):
+            if not isinstance(effect, Send | Note | CallEscalate | ToMates):
                 assert self.running is None, "two calls at a time"
                 self.running = effect
                 self.calls.append(effect)

@@ -21,7 +21,9 @@ from bus.messages import (
     Heartbeat,
     HeartbeatAck,
     Join,
+    LeaseWord,
     Leave,
+    Mates,
     Message,
     Nack,
     NackCode,
@@ -276,7 +278,9 @@ def test_a_peer_that_beats_is_not_missed(bench: Bench) -> None:
 
 ALL: dict[str, Message] = {
     "WELCOME": Welcome(1, 1, 0),
-    "HEARTBEAT_ACK": HeartbeatAck(0),
+    "HEARTBEAT_ACK": HeartbeatAck(0, ""),
+    "MATES": Mates(()),
+    "LEASE_WORD": LeaseWord("dp0", 0, "clean", "u1", 1, False),
     "PAUSE_LOCAL": PAUSE,
     "PAUSE_GLOBAL": PauseGlobal("u1"),
     "RESUME": Resume("u1"),

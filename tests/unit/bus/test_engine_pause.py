@@ -8,6 +8,7 @@ import pytest
 
 from bus.messages import Ack, Nack, NackCode, PauseGlobal, PauseLocal, Resume, Step
 from bus.protocol.calls import CallEscalate, CallPause, CallQueue, CallResume, Job
+from bus.protocol.engine_lease import EngineLease
 from bus.protocol.engine_pause import EnginePause, EnginePauseState
 from bus.protocol.engine_sleep import EngineSleep
 from bus.protocol.instructions import Failure
@@ -26,7 +27,8 @@ class Driver:
 
     def __init__(self) -> None:
         self.queue = CallQueue()
-        self.pause = EnginePause(self.queue, EngineSleep(self.queue))
+        self.lease = EngineLease()
+        self.pause = EnginePause(self.queue, EngineSleep(self.queue), self.lease)
         self.now_ms = 1000.0
         self.calls: list[object] = []
 
@@ -216,7 +218,7 @@ def test_a_pause_left_behind_is_taken_over_by_the_next(state: EnginePauseState) 
         driver.globally("u1", msg_id=2)
         driver.resume("u1")
     driver.local("u2", msg_id=5, lease_ms=7000)
-    assert driver.pause.lease_ms == 7000.0
+    assert driver.lease.over_ms == driver.now_ms + 7000.0
     if state is _S.PAUSING:
         assert driver.returned() == []
     assert only(driver.globally("u2"), Ack).update_id == "u2"

@@ -25,7 +25,9 @@ from bus.protocol.calls import (
     CallResume,
 )
 from bus.protocol.effects import Note, Send
+from bus.protocol.engine_lease import LeaseState
 from bus.protocol.engine_pause import EnginePauseState
+from bus.protocol.engine_update import EngineUpdateState
 from bus.testing.makers import make_arm, make_chunk
 from tests.unit.bus._builders import nack_in, only
 from tests.unit.bus._session import MANIFEST, PAUSE, Driver
@@ -130,18 +132,28 @@ def test_the_number_of_requests_travels_in_the_ack() -> None:
     assert (acked.step, acked.in_flight, acked.duration_ms) == (Step.PAUSE_GLOBAL, 6, 10.0)
 
 
-def test_the_lease_runs_from_when_the_broker_was_last_heard() -> None:
+def test_the_lease_runs_from_when_the_pause_was_last_said_to_be_held() -> None:
     """Not a moment earlier than due; and then the engine resumes by itself, once."""
     driver = Driver().paused()
-    assert driver.session.next_deadline_ms(100.0) == 5_100.0
-    assert driver.tick(100.0, 5_099.0) == []
-    effects = driver.tick(100.0, 5_100.0)
+    assert driver.session.next_deadline_ms() == 5_000.0
+    driver.session.renewed(1, "u1", 100.0)
+    assert driver.session.next_deadline_ms() == 5_100.0
+    assert driver.tick(5_099.0) == []
+    effects = driver.tick(5_100.0)
     assert [each.event for each in effects if isinstance(each, Note)] == ["lease_expired"]
     assert driver.calls[-1] == CallResume()
-    assert driver.session.next_deadline_ms(100.0) is None
+    assert driver.session.next_deadline_ms() is None
     driver.returned()
     assert driver.session.phase == "running"
-    assert driver.tick(100.0, 99_999.0) == []
+    assert driver.tick(99_999.0) == []
+
+
+@pytest.mark.parametrize(("epoch", "held"), [(1, ""), (1, "u0"), (0, "u1")])
+def test_nobody_else_renews_a_lease(epoch: int, held: str) -> None:
+    """Not who holds no pause, holds another one, or was replaced."""
+    driver = Driver().paused()
+    driver.session.renewed(epoch, held, 100.0)
+    assert driver.session.next_deadline_ms() == 5_000.0
 
 
 @pytest.mark.parametrize("build", [lambda d: d, lambda d: d.armed()])
@@ -149,28 +161,29 @@ def test_without_a_pause_there_is_no_lease(build: object) -> None:
     """An engine that runs, armed or not, needs nobody."""
     assert callable(build)
     driver = build(Driver())
-    assert driver.session.next_deadline_ms(0.0) is None
-    assert driver.tick(0.0, 10**9) == []
+    assert driver.session.next_deadline_ms() is None
+    assert driver.tick(10**9) == []
 
 
 def test_an_engine_that_is_only_armed_resumes_the_old_version() -> None:
-    """The update is given up with the lease."""
+    """What is armed stays so, which touches nothing; it may be of a later pause."""
     driver = Driver().armed().paused()
-    driver.tick(0.0, 5_000.0)
+    driver.tick(5_000.0)
     assert driver.calls[-1] == CallResume()
     driver.returned()
-    assert driver.session.phase == "running"
+    assert driver.session.pause.state is EnginePauseState.RUNNING
+    assert driver.session.phase == "armed"
     assert driver.session.version == 3
 
 
 def test_an_engine_that_started_and_loaded_nothing_is_restored_then_resumes() -> None:
     """In this order."""
     driver = Driver().started()
-    driver.tick(0.0, 5_000.0)
+    driver.tick(5_000.0)
     assert driver.calls[-1] == CallRestore("model")
     driver.returned()
     assert driver.session.phase == "paused"
-    driver.tick(0.0, 5_001.0)
+    driver.tick(5_001.0)
     assert driver.calls[-1] == CallResume()
 
 
@@ -178,20 +191,34 @@ def test_an_engine_that_started_and_loaded_nothing_is_restored_then_resumes() ->
 def test_an_engine_that_loaded_a_part_stays_paused_when_its_lease_ends(chunks: int) -> None:
     """Quarantined: its requests are ended, and it never serves mixed weights."""
     driver = Driver().loaded(chunks)
-    driver.tick(0.0, 5_000.0)
+    driver.tick(5_000.0)
     assert driver.calls[-1] == CallAbortRequests()
     driver.returned()
     assert driver.session.phase == "quarantined"
-    assert driver.session.next_deadline_ms(0.0) is None
-    assert driver.tick(0.0, 10**9) == []
+    driver.tick(5_001.0)
+    assert driver.session.next_deadline_ms() is None
+    assert driver.tick(10**9) == []
+    assert driver.calls[-1] == CallAbortRequests()
+
+
+def test_an_engine_that_is_quarantined_is_armed_again_whenever_it_likes() -> None:
+    """Its old pause has a lease that is over, which is nothing to the next update."""
+    driver = Driver().loaded(1)
+    driver.command(Abort("u1", "it broke off"))
+    driver.returned()
+    driver.command(make_arm("u2", MANIFEST, version=5))
+    driver.returned()
+    driver.tick(5_000.0)
+    assert driver.session.update.state is EngineUpdateState.ARMED
+    assert driver.session.lease.state is LeaseState.SETTLED
 
 
 def test_a_call_under_way_holds_the_lease() -> None:
     """Nothing is decided in the place of a call that is pending."""
     driver = Driver().loaded()
     driver.command(make_chunk("u1", MANIFEST, 1, 1))
-    assert driver.session.next_deadline_ms(0.0) is None
-    assert driver.tick(0.0, 10**9) == []
+    assert driver.session.next_deadline_ms() is None
+    assert driver.tick(10**9) == []
 
 
 def test_a_pause_behind_an_arm_that_is_refused_is_still_made() -> None:

@@ -188,19 +188,19 @@ def test_discarded_weights_are_not_resumed_until_a_commit(outcome: str) -> None:
 def test_a_sleeper_wakes_when_its_lease_ends() -> None:
     """With its old weights."""
     driver = asleep(1)
-    driver.tick(0.0, 5_001.0)
+    driver.tick(5_001.0)
     assert driver.calls == [CallResume(asleep=True)]
 
 
 def test_an_emptied_engine_is_quarantined_when_its_lease_ends() -> None:
     """Its requests end; it sleeps on, and no time runs for it any more."""
     driver = asleep(2)
-    driver.tick(0.0, 5_001.0)
+    driver.tick(5_001.0)
     assert driver.calls == [CallAbortRequests()]
     told = only(driver.returned(), Ack)
     assert (told.step, told.outcome) == (Step.ABORT, "partial")
     assert driver.session.phase == "quarantined"
-    assert driver.session.next_deadline_ms(0.0) is None
+    assert driver.session.next_deadline_ms() is None
     # Whoever comes next pauses it, wakes its weights, and brings others.
     driver.command(PauseLocal("u3", "keep", True, 5_000, 60_000, 0, "keep"))
     driver.command(Wake("u3"))

@@ -72,7 +72,7 @@ def sent(effects: list[Effect]) -> list[type[Message]]:
 
 EVENTS: dict[str, Message] = {
     "welcome": Welcome(700, 3000, 4),
-    "heartbeat_ack": HeartbeatAck(8),
+    "heartbeat_ack": HeartbeatAck(8, "u1"),
     "not_joined": make_nack(NackCode.NOT_JOINED),
     "name_taken": make_nack(NackCode.NAME_TAKEN),
     "group_held": make_nack(NackCode.GROUP_HELD),
@@ -120,7 +120,7 @@ def test_a_welcome_brings_the_beat_and_the_epoch() -> None:
 def test_a_silent_broker_is_missed_and_asked_again() -> None:
     """After its own patience; heard again, it is not."""
     driver = Driver().to(_S.JOINED)
-    driver.say(HeartbeatAck(0), 4000.0)
+    driver.say(HeartbeatAck(0, ""), 4000.0)
     assert sent(driver.link.tick(9000.0)) == [Heartbeat]
     effects = driver.link.tick(10_000.0)
     assert sent(effects) == [Join]
@@ -157,9 +157,9 @@ def test_leaving_is_said_by_who_had_joined() -> None:
 def test_old_and_doubled_frames_of_one_broker_are_dropped() -> None:
     """Numbers only grow; a new broker begins anew."""
     driver = Driver()
-    first = envelope(HeartbeatAck(0), "broker", boot=9, seq=5)
-    older = envelope(HeartbeatAck(0), "broker", boot=9, seq=4)
-    other = envelope(HeartbeatAck(0), "broker", boot=10, seq=1)
+    first = envelope(HeartbeatAck(0, ""), "broker", boot=9, seq=5)
+    older = envelope(HeartbeatAck(0, ""), "broker", boot=9, seq=4)
+    other = envelope(HeartbeatAck(0, ""), "broker", boot=10, seq=1)
     assert driver.link.fresh(first, 1.0)
     assert not driver.link.fresh(first, 2.0)
     assert not driver.link.fresh(older, 3.0)
@@ -172,12 +172,12 @@ def test_an_engine_hears_of_later_epochs_and_a_trainer_keeps_its_own() -> None:
     """An engine tells the next broker how far the fencing had come; a trainer must notice
     that it was replaced."""
     engine = Driver("engine").to(_S.JOINED)
-    engine.say(HeartbeatAck(0), 5.0, epoch=4)
+    engine.say(HeartbeatAck(0, ""), 5.0, epoch=4)
     assert engine.link.epoch == 4
-    engine.say(HeartbeatAck(0), 5.0, epoch=2)
+    engine.say(HeartbeatAck(0, ""), 5.0, epoch=2)
     assert engine.link.epoch == 4
     engine.say(Resume("u1"), 5.0, epoch=6)
     assert engine.link.epoch == 6
     trainer = Driver("trainer").to(_S.JOINED)
-    trainer.say(HeartbeatAck(0), 5.0, epoch=4)
+    trainer.say(HeartbeatAck(0, ""), 5.0, epoch=4)
     assert trainer.link.epoch == 1
