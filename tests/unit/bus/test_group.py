@@ -679,6 +679,31 @@ def test_a_broker_that_restarts_loses_nothing() -> None:
     assert scene.settled().version == 2
 
 
+def test_a_pause_lasts_as_long_as_its_trainer_lives() -> None:
+    """Every heartbeat's answer renews the lease, many times over."""
+    scene = Scene(2, 1)
+    scene.trainer.run(scene.trainer.pause(hold_ms=70_000.0))
+    scene.until(PauseState.PAUSED)
+    scene.world.run_for(60_000.0)
+    assert scene.running() == set()
+    assert not any(engine.lease_ran_out for engine in scene.world.alive)
+
+
+def test_an_engine_does_not_wait_longer_than_its_lease_for_another_that_is_undone() -> None:
+    """The trainer is gone, and nobody renews: who has nothing to undo goes on."""
+    scene = Scene(1, 1)
+    scene.engine("e0").behaviour.hold.add(CallRestore)
+    scene.update()
+    scene.engine("e0").behaviour.hold.add(CallReceive)
+    scene.until(UpdateState.LOADING)
+    scene.trainer.kill()
+    assert scene.world.run_until(lambda: scene.running() == {"e1"}, within_ms=12_000.0)
+    assert scene.engine("e1").lease_ran_out
+    scene.engine("e0").release(CallRestore)
+    scene.rest()
+    assert scene.running() == {"e0", "e1"}
+
+
 def test_engines_paused_when_the_broker_dies_resume_by_their_lease() -> None:
     """Nobody is there to tell them."""
     scene = Scene(2)
