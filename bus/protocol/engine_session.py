@@ -177,9 +177,6 @@ class EngineSession:
                 return self.update.finish(msg_id, message)
             case Commit():
                 return self.update.commit(msg_id, message)
-            case Abort() if self._left_emptied(message.update_id):
-                self._forsake(msg_id)
-                return []
             case Abort():
                 return self.update.abort(msg_id, message)
             case _:
@@ -195,16 +192,11 @@ class EngineSession:
         self._forsaken = False
         return self.memory.sleep(msg_id, message)
 
-    def _left_emptied(self, pause_id: str) -> bool:
-        """Whether an ABORT is of the pause, and no update is there that it could be of."""
-        idle = self.update.state is EngineUpdateState.NONE
-        return idle and self.phase == "emptied" and pause_id == self.shown_id
-
-    def _forsake(self, msg_id: int) -> None:
+    def _forsake(self) -> None:
         """Nobody will bring the weights that this sleep has discarded, until somebody does."""
         self._forsaken = True
         if self.update.state is EngineUpdateState.NONE:
-            self.update.forsake(msg_id)
+            self.update.forsake()
 
     def _need_lease(self) -> None:
         if self.lease.state is LeaseState.OVER:
@@ -330,7 +322,7 @@ class EngineSession:
                 return effects
         if self.update.partial:
             if self._awaits_weights:
-                self._forsake(0)
+                self._forsake()
             return [*effects, *self._stay(), *self._ask_mates()]
         return [*effects, *self._decide(now_ms), *self._ask_mates()]
 

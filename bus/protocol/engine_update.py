@@ -366,10 +366,10 @@ class EngineUpdate:
             if self._draft:
                 self.partial.add("draft")
 
-    def forsake(self, msg_id: int) -> None:
+    def forsake(self) -> None:
         """Nobody is there to bring the weights that a sleep has discarded."""
         self.state = _S.ABORTING
-        self._queue.add(CallAbortRequests(), msg_id)
+        self._queue.add(CallAbortRequests(), 0)
 
     # -- inside ---------------------------------------------------------------
 

@@ -205,8 +205,6 @@ class Group:
             stray = Resume(beat.update_id)
         elif self.pause.state is not PauseState.RUNNING:
             return []
-        elif beat.phase == "emptied":
-            stray = Abort(beat.update_id, "nobody is left who would bring its weights")
         elif self.roster.broken(peer.name):
             return []
         elif self.roster.unsure(peer.name):

@@ -207,17 +207,6 @@ def test_an_emptied_engine_is_quarantined_when_its_lease_ends() -> None:
     assert driver.calls[-1] == CallWakeWeights()
 
 
-def test_an_emptied_engine_that_nobody_knows_of_is_told_so() -> None:
-    """By an ABORT of its pause; one of an update ends that update alone."""
-    driver = asleep(2)
-    assert only(driver.command(Abort("u9", "")), Ack).outcome == "partial"
-    assert driver.session.phase == "emptied"
-    driver.command(Abort("u1", "the bus knows nothing of this pause"))
-    assert driver.calls == [CallAbortRequests()]
-    driver.returned()
-    assert driver.session.phase == "quarantined"
-
-
 def test_a_late_sleep_of_a_pause_that_is_over_is_refused() -> None:
     """The engine generates."""
     driver = asleep(1)
@@ -235,7 +224,7 @@ def test_an_update_armed_again_while_the_emptied_end_their_requests_is_refused()
     driver.returned()
     driver.armed()
     driver.command(Abort("u1", "a mate refused"))
-    driver.command(Abort("u1", "nobody is left who would bring its weights"))
+    driver.tick(5_001.0)
     assert driver.running == CallAbortRequests()
     nack = nack_in(driver.command(make_arm("u1", MANIFEST, version=4)))
     assert nack.code is NackCode.WRONG_STATE
