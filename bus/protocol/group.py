@@ -263,10 +263,10 @@ class Group:
     def _exclude(self, name: str, failure: Failure, now_ms: float) -> list[Effect]:
         """An engine can't go on with the update: who falls out for it may hold a part."""
         before = set(self.update.excluded)
-        effects = self.obey(self.update.refused(name, failure, now_ms), now_ms)
+        instructions = self.update.refused(name, failure, now_ms)
         for each in self.update.excluded.keys() - before:
-            self.roster.quarantine(each, failure.detail)
-        return effects
+            self.roster.quarantine(each, failure.detail)  # before a resume that follows by itself
+        return self.obey(instructions, now_ms)
 
     # -- time -----------------------------------------------------------------
 

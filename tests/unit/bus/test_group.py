@@ -338,6 +338,21 @@ def test_a_failure_before_the_first_chunk_gives_the_update_up_for_all(
     assert "e0" in scene.running()
 
 
+def test_a_resume_that_was_asked_ahead_leaves_out_who_failed_to_commit() -> None:
+    """And its mates: they stay paused as one, without being asked, until a whole update."""
+    scene = Scene(2, 1)
+    scene.trainer.ahead = True
+    failing = scene.engine("e1")
+    failing.behaviour.fail_next.add(CallCommit)
+    scene.update()
+    scene.settled()
+    assert scene.running() == {"e2"}
+    assert not [each for each in failing.commands if isinstance(each, Resume)]
+    scene.update(8)
+    assert scene.settled().error is None
+    assert scene.running() == {"e0", "e1", "e2"}
+
+
 def test_a_commit_that_fails_quarantines_that_engine() -> None:
     """The others serve the version."""
     scene = Scene(1, 1)
