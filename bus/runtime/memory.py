@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,6 +32,9 @@ class Faults:
     reorder: bool = False
 
 
+BROKER: Final = b""  # where the broker's frames come from and go to
+
+
 class MemoryNetwork:
     """One broker's address and its peers. ``cut`` links lose everything."""
 
@@ -44,8 +47,8 @@ class MemoryNetwork:
         self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
         self._server: MemoryServer | None = None
         self._clients: dict[bytes, MemoryClient] = {}
-        self._cut: set[bytes] = set()
-        self._due: dict[tuple[bytes, bool], float] = {}
+        self._cut: set[tuple[bytes, bytes]] = set()  # from whom to whom nothing passes
+        self._due: dict[tuple[bytes, bytes], float] = {}
 
     def server(self) -> MemoryServer:
         """The broker's end; a new one takes the place of the old."""
@@ -57,21 +60,24 @@ class MemoryNetwork:
         client = self._clients[route] = MemoryClient(self, route)
         return client
 
-    def cut(self, route: bytes) -> None:
-        """Nothing passes to or from this peer any more."""
-        self._cut.add(route)
+    def cut(self, route: bytes, *, up: bool = True, down: bool = True) -> None:
+        """Nothing passes from this peer (``up``), and nothing to it (``down``), any more."""
+        if up:
+            self._cut.add((route, BROKER))
+        if down:
+            self._cut.add((BROKER, route))
 
     def heal(self, route: bytes) -> None:
         """Frames pass again; what was lost stays lost."""
-        self._cut.discard(route)
+        self._cut -= {(route, BROKER), (BROKER, route)}
 
     def to_server(self, route: bytes, frame: bytes) -> None:
-        self._carry(route, frame, up=True)
+        self._carry(route, BROKER, frame)
 
     def to_client(self, route: bytes, frame: bytes) -> bool:
         if route not in self._clients:
             return False
-        self._carry(route, frame, up=False)
+        self._carry(BROKER, route, frame)
         return True
 
     def forget(self, route: bytes) -> None:
@@ -81,7 +87,7 @@ class MemoryNetwork:
         if self._server is server:
             self._server = None
 
-    def _carry(self, route: bytes, frame: bytes, *, up: bool) -> None:
+    def _carry(self, source: bytes, target: bytes, frame: bytes) -> None:
         faults = self.faults
         copies = 1
         self.counts["sent"] += 1
@@ -95,20 +101,20 @@ class MemoryNetwork:
             delay_ms = faults.delay_ms + self._random.random() * faults.jitter_ms
             due_ms = self._scheduler.now_ms() + delay_ms
             if not faults.reorder:
-                due_ms = max(due_ms, self._due.get((route, up), 0.0))
-                self._due[(route, up)] = due_ms
-            self._scheduler.call_at(due_ms, lambda: self._deliver(route, frame, up=up))
+                due_ms = max(due_ms, self._due.get((source, target), 0.0))
+                self._due[(source, target)] = due_ms
+            self._scheduler.call_at(due_ms, lambda: self._deliver(source, target, frame))
 
-    def _deliver(self, route: bytes, frame: bytes, *, up: bool) -> None:
-        if route in self._cut:
+    def _deliver(self, source: bytes, target: bytes, frame: bytes) -> None:
+        if (source, target) in self._cut:
             self.counts["dropped"] += 1
             return
         self.counts["delivered"] += 1
-        if up:
+        if target == BROKER:
             if self._server is not None and self._server.on_frame is not None:
-                self._server.on_frame(route, frame, "")
+                self._server.on_frame(source, frame, "")
             return
-        client = self._clients.get(route)
+        client = self._clients.get(target)
         if client is not None and client.on_frame is not None:
             client.on_frame(frame)
 

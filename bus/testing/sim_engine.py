@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.runtime.base import Handle, Scheduler
-    from bus.runtime.memory import MemoryNetwork
+    from bus.testing.process import Process
 
 TENSORS: Final = ("embed", "block.0", "block.1", "head")
 
@@ -82,6 +82,7 @@ class SimEngine:
 
     Args:
         name: its name on the bus.
+        process: which it and its sidecar are.
         dp_group: the DP group it is a rank of; its own name if empty.
         tensors: the names of its model's weights, all of shape (4,) and dtype float32.
         version: the version it serves from the beginning.
@@ -93,8 +94,7 @@ class SimEngine:
         self,
         name: str,
         *,
-        network: MemoryNetwork,
-        scheduler: Scheduler,
+        process: Process,
         boot: int,
         group: str = "policy",
         dp_group: str = "",
@@ -108,6 +108,7 @@ class SimEngine:
         link_config: LinkConfig | None = None,
     ) -> None:
         self.name = name
+        self.process = process
         self.boot = boot
         self.dp_group = dp_group or name
         self.dp_rank = dp_rank
@@ -126,18 +127,19 @@ class SimEngine:
         self.calls: list[Call] = []
         self.escalations: list[CallEscalate] = []
         self.running_call: Call | None = None
+        self.returned_ms = process.now_ms()  # when the last call returned, or failed
         self.joins = 0
         self.met: Counter[str] = Counter()  # in which moments of a chunk it heard of it
         self.paused_locally = ""  # the pause that it has acked phase 1 of
         self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
-        self._scheduler = scheduler
+        self._scheduler: Scheduler = process
         self._timer: Handle | None = None
         self.peer = Peer(
             name=name,
             group=group,
             boot=boot,
-            transport=network.client(route_of(name, boot)),
-            scheduler=scheduler,
+            transport=process.client(route_of(name, boot)),
+            scheduler=process,
             join=self._join,
             beat=self._beat,
             on_message=self._on_message,
@@ -306,6 +308,7 @@ class SimEngine:
         if not self.alive:
             return
         self.running_call = None
+        self.returned_ms = self._scheduler.now_ms()
         error = self.truth.refusal(call) or self._bad_luck(call)
         now_ms = self._scheduler.now_ms()
         if error is not None:
@@ -338,6 +341,7 @@ class SimEngine:
 
     def _end_of_life(self) -> None:
         self.alive = False
+        self.process.kill()
         self.truth.running = False
         self.running_call = None
         if self._timer is not None:

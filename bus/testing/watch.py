@@ -22,6 +22,7 @@ from bus.messages import (
 )
 from bus.protocol.calls import CallResume
 from bus.protocol.engine_pause import EnginePauseState
+from bus.protocol.engine_session import LEASE_RETRY_MS
 from bus.protocol.engine_update import EngineUpdateState
 from bus.protocol.pause import PauseState
 from bus.protocol.update import UpdateState
@@ -104,6 +105,8 @@ class Watch:
         truth = engine.truth
         if truth.running and engine.alive and truth.mixed:
             raise TruthError(f"{engine.name} generates with mixed weights {truth.models}")
+        if truth.running and engine.alive and truth.uncommitted:
+            raise TruthError(f"{engine.name} generates with {truth.models}, not committed")
         if GARBLED in truth.weights.values():
             raise TruthError(f"{engine.name} loaded what was not sent: {truth.weights}")
         if not engine.alive:
@@ -126,6 +129,19 @@ class Watch:
             self.reach["engine committed"] += 1
         self._versions[engine.boot] = truth.version
         self._commits[engine.boot] = commits
+        self._check_lease(engine)
+
+    def _check_lease(self, engine: SimEngine) -> None:
+        """Who is paused has a lease that is renewed, or it is quarantined; or it resumes."""
+        session, process = engine.session, engine.process
+        idle = session.pause.state is EnginePauseState.PAUSED and engine.running_call is None
+        if not idle or process.stopped or session.update.partial:
+            return
+        renewed_ms = max(process.heard_ms, engine.returned_ms)
+        leases = [each.lease_ms for each in self.world.trainers.values()]
+        left_ms = renewed_ms + max(leases, default=0) + LEASE_RETRY_MS - self.world.now_ms
+        if left_ms < 0:
+            raise TruthError(f"{engine.name} is paused, {-left_ms:.0f} ms beyond its lease")
 
     def check_versions(self) -> None:
         """One version is one set of weights (as long as one broker lives)."""
@@ -295,10 +311,25 @@ class Watch:
     def _told(self, answer: Message) -> None:
         if isinstance(answer, GroupAck) and answer.step is Step.PAUSE_GLOBAL:
             self.reach["told paused"] += 1
+        if isinstance(answer, GroupAck) and answer.step is Step.COMMIT:
+            self._told_of_commit(answer)
         if isinstance(answer, GroupAck) and answer.step in (Step.SLEEP, Step.WAKE):
             self._told_of_sleep(answer)
         if isinstance(answer, Nack):
             self.reach[f"refused {answer.code.value}"] += 1
+
+    def _told_of_commit(self, answer: GroupAck) -> None:
+        """Whom the answer does not exclude, serves the version, or a later one."""
+        group = self.world.group
+        if group is None or group.update.update_id != answer.update_id:
+            return
+        for name in group.update.members.keys() - set(answer.excluded):
+            engine = self._member(group, name)
+            if engine is None:
+                continue
+            self.reach["told of a commit"] += 1
+            if engine.truth.version < answer.version:
+                raise TruthError(f"told of version {answer.version}, {name} is at an older one")
 
     def _told_of_sleep(self, answer: GroupAck) -> None:
         """What the trainer hears of its engines' memory is so, as long as the pause lasts."""
