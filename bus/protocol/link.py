@@ -8,6 +8,7 @@
     JOINING   nack, final         REFUSED
     JOINING   unreadable version  REFUSED
     JOINED    nack not_joined     JOINING   JOIN: the broker is a new one
+    JOINED    welcome             JOINED    its epoch, if that is a later one
     JOINED    broker silent       JOINING   JOIN again every retry_ms
     any       leave               CLOSED    LEAVE
 
@@ -154,6 +155,9 @@ class Link:
         return [Send(join, group=self.group, epoch=self.epoch)]
 
     def _welcome(self, envelope: Envelope, welcome: Welcome, now_ms: float) -> list[Effect]:
+        if self.state is LinkState.JOINED:
+            # It was let in by a broker that is gone since, whose word was long on its way.
+            self.epoch = max(self.epoch, envelope.epoch)
         if self.state is not LinkState.JOINING:
             return []
         self._held_ms = None

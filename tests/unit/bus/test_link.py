@@ -181,3 +181,14 @@ def test_an_engine_hears_of_later_epochs_and_a_trainer_keeps_its_own() -> None:
     trainer = Driver("trainer").to(_S.JOINED)
     trainer.say(HeartbeatAck(0), 5.0, epoch=4)
     assert trainer.link.epoch == 1
+
+
+def test_a_broker_that_is_gone_lets_nobody_keep_its_epoch() -> None:
+    """Its welcome was long on its way; the one of the broker that is there has a later epoch."""
+    trainer = Driver("trainer")
+    trainer.link.start(0.0)
+    trainer.say(Welcome(1000, 5000, 3), 10.0, epoch=1, boot=8)
+    assert trainer.link.epoch == 1
+    for epoch in (2, 1):
+        assert trainer.say(Welcome(1000, 5000, 3), 20.0, epoch=epoch, boot=9) == []
+        assert (trainer.link.state, trainer.link.epoch) == (_S.JOINED, 2)
