@@ -68,6 +68,7 @@ class Commands:
         self._manifest: Manifest | None = None  # of the update under way
         self._given: tuple[str, int] = ("", 0)  # the last version, and to which update
         self._early: dict[Step, UpdateStart | UpdateFinish | Commit] = {}
+        self._start_asked_ms = 0.0  # since when an UPDATE_START is kept
 
     def take(self, msg_id: int, message: Message, now_ms: float) -> list[Effect]:
         """Obey it; what it needs is told to the engines, what it asks is answered later.
@@ -137,8 +138,28 @@ class Commands:
     ) -> list[Effect]:
         """Asked now, or kept until it is its turn."""
         self._group.holding.requests.ask((step, 0), msg_id)
+        if step is Step.START and step not in self._early:
+            self._start_asked_ms = now_ms
         self._early[step] = message
         return self.follow(now_ms)
+
+    def expire(self, now_ms: float) -> list[Effect]:
+        """A start that is kept until all are paused, while nobody asks for a pause, has waited
+        long enough: the pause that its trainer means may have ended with the engines in it."""
+        start = self._early.get(Step.START)
+        waited_ms = now_ms - self._start_asked_ms
+        if start is None or self._group.pause.state is not PauseState.RUNNING:
+            return []
+        if waited_ms <= self._group.step_timeout_ms:
+            return []
+        del self._early[Step.START]
+        failure = Failure(
+            NackCode.TIMEOUT,
+            f"the group is not paused, and nobody has asked for a pause for {waited_ms:.0f} ms",
+            hint="send PAUSE_LOCAL first",
+        )
+        nack = failed_nack(failure, Step.START.value, start.update_id)
+        return self._group.holding.answer((Step.START, 0), nack)
 
     def follow(self, now_ms: float) -> list[Effect]:
         """What was asked before its turn, and whose turn it is now."""

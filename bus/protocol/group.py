@@ -283,6 +283,7 @@ class Group:
                     waiting = sorted(each.waiting)
                     effects += [self._send(message, waiting) for message in each.messages]
         effects += self.obey(self.pause.expire(now_ms), now_ms)
+        effects += self._commands.expire(now_ms)
         effects += self.waves.tick(now_ms)
         for msg_id, (wait, deadline_ms) in list(self.holding.requests.waiters.items()):
             if now_ms >= deadline_ms:

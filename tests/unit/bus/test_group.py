@@ -9,6 +9,7 @@ import pytest
 
 from bus.errors import ManifestRefused, PauseFailed, Refused
 from bus.messages import (
+    Abort,
     Commit,
     GroupAck,
     Message,
@@ -17,6 +18,8 @@ from bus.messages import (
     PauseGlobal,
     PauseLocal,
     Resume,
+    TransferInit,
+    UpdateStart,
     WaitEngines,
 )
 from bus.protocol.calls import (
@@ -33,6 +36,7 @@ from bus.protocol.calls import (
 from bus.protocol.pause import PauseState
 from bus.protocol.update import UpdateState
 from bus.runtime.memory import Faults
+from bus.testing.makers import make_arm, make_manifest
 from bus.testing.sim_world import GROUP
 from tests.unit.bus._scene import Scene, code_of
 
@@ -351,6 +355,23 @@ def test_a_resume_that_was_asked_ahead_leaves_out_who_failed_to_commit() -> None
     scene.update(8)
     assert scene.settled().error is None
     assert scene.running() == {"e0", "e1", "e2"}
+
+
+def test_a_start_does_not_wait_for_ever_for_a_pause() -> None:
+    """Which nobody asks for: the trainer is told, and the next update is as any other."""
+    scene = Scene(1)
+    opening = TransferInit("u8", "sim", b"", 0, 0, {})
+    for message in (opening, make_arm("u9", make_manifest())):
+        scene.trainer.run(scene.trainer.ask(message))
+        assert scene.world.run_until(lambda: not scene.trainer.busy)
+    asked_ms = scene.world.now_ms
+    assert scene.refused(UpdateStart("u9")) is NackCode.TIMEOUT
+    waited_ms = scene.world.now_ms - asked_ms
+    assert 0 <= waited_ms - scene.world.config.step_timeout_ms < 1000.0
+    scene.trainer.run(scene.trainer.ask(Abort("u9", "not paused")))
+    scene.rest()
+    scene.update()
+    assert scene.settled().error is None
 
 
 def test_a_commit_that_fails_quarantines_that_engine() -> None:
