@@ -1,22 +1,7 @@
-"""The same bus of real processes as the integration tests'; and what the long runs did, told at
+"""The same bus of real processes as the integration tests'; and what long runs found is told at
 their end."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from tests.integration.conftest import bus, checkpoint
+from tests.support.told import pytest_terminal_summary
 
-if TYPE_CHECKING:
-    from _pytest.terminal import TerminalReporter
-
-__all__ = ["bus", "checkpoint"]
-
-
-def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
-    """A line for each test that has recorded some figures."""
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            told = getattr(report, "user_properties", None)
-            if told and report.when == "call":
-                terminalreporter.write_line(", ".join(f"{key} {value}" for key, value in told))
+__all__ = ["bus", "checkpoint", "pytest_terminal_summary"]
