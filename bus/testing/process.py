@@ -28,13 +28,14 @@ class Process:
     Attributes:
         alive: it was not killed.
         stopped: it got a SIGSTOP, and no SIGCONT yet.
-        heard_ms: when a frame came in last, or when it could go on after a SIGCONT.
+        heard_ms: when a frame came in last.
+        went_on_ms: when it got the last SIGCONT, or began.
     """
 
     def __init__(self, scheduler: Scheduler, network: MemoryNetwork) -> None:
         self.alive = True
         self.stopped = False
-        self.heard_ms = scheduler.now_ms()
+        self.heard_ms = self.went_on_ms = scheduler.now_ms()
         self._scheduler = scheduler
         self._network = network
         self._backlog: list[Callable[[], None]] = []
@@ -80,7 +81,7 @@ class Process:
         if not self.stopped:
             return
         self.stopped = False
-        self.heard_ms = self.now_ms()
+        self.went_on_ms = self.now_ms()
         backlog, self._backlog = self._backlog, []
         for each in backlog:
             self._scheduler.call_at(self.now_ms(), lambda each=each: self.run(each))  # type: ignore[misc]

@@ -59,6 +59,7 @@ class Watch:
         self._paused_round: set[str] = set()
         self._versions: dict[int, int] = {}  # by boot
         self._commits: dict[int, int] = {}  # by boot: commits counted
+        self._alone_ms: float | None = None  # since when no trainer runs
         self._payloads: dict[int, set[int]] = {}  # version -> payloads committed under it
         self._seen: Counter[tuple[int, str]] = Counter()
         world.checks.append(self.check)
@@ -66,6 +67,11 @@ class Watch:
 
     def check(self) -> None:
         """Raise :class:`TruthError` if an invariant does not hold now."""
+        trainers = self.world.trainers.values()
+        if any(each.alive and not each.process.stopped for each in trainers):
+            self._alone_ms = None
+        elif self._alone_ms is None:
+            self._alone_ms = self.world.now_ms
         group = self.world.group
         if group is not self._group:
             self._group = group
@@ -132,14 +138,20 @@ class Watch:
         self._check_lease(engine)
 
     def _check_lease(self, engine: SimEngine) -> None:
-        """Who is paused has a lease that is renewed, or it is quarantined; or it resumes."""
+        """Who is paused has a lease that is renewed, or it is quarantined; or it resumes. A trainer
+        that is gone renews nothing, as soon as the broker has missed it."""
         session, process = engine.session, engine.process
         idle = session.pause.state is EnginePauseState.PAUSED and engine.running_call is None
         if not idle or process.stopped or session.update.partial:
             return
-        renewed_ms = max(process.heard_ms, engine.returned_ms)
-        leases = [each.lease_ms for each in self.world.trainers.values()]
-        left_ms = renewed_ms + max(leases, default=0) + LEASE_RETRY_MS - self.world.now_ms
+        world = self.world
+        renewed_ms = process.heard_ms
+        if self._alone_ms is not None:
+            renewed_ms = min(renewed_ms, self._alone_ms + world.config.peer_timeout_ms)
+        begun_ms = max(engine.returned_ms, process.went_on_ms)
+        leases = [each.lease_ms for each in world.trainers.values()]
+        lease_ms = max(leases, default=0) + LEASE_RETRY_MS
+        left_ms = max(renewed_ms, begun_ms) + lease_ms - world.now_ms
         if left_ms < 0:
             raise TruthError(f"{engine.name} is paused, {-left_ms:.0f} ms beyond its lease")
 

@@ -150,7 +150,7 @@ def test_what_comes_to_a_stopped_process_piles_up() -> None:
     process.cont()
     clock.run_for(1.0)
     assert seen == [b"frame", "timer"]
-    assert process.heard_ms == 10.0
+    assert process.went_on_ms == process.heard_ms == 10.0
 
 
 def test_a_process_dies_between_two_of_its_sends() -> None:
