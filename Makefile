@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 SOURCES := bus sidecar trainer_agent tests examples
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check lint types layers test-fast mutants chaos bench clean
+.PHONY: demo test check lint types layers test-fast mutants chaos soak bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/wavebus demo
@@ -42,10 +42,16 @@ layers: $(VENV)/.test
 $(VENV)/.demo $(VENV)/.test $(VENV)/.vllm: pyproject.toml .ci/setup
 	PYTHON=$(PYTHON) .ci/setup $(patsubst .%,%,$(notdir $@))
 
-# A thousand rounds where `make test` has some, a million fuzzed frames, 10,000 bad connections.
+# 10,000 schedules of bad networks and dying processes, on all cores; then a thousand rounds where
+# `make test` has some, a million fuzzed frames, 10,000 bad connections.
 chaos: $(VENV)/.test
+	WAVEBUS_CHAOS_SCHEDULES=10000 $(BIN)/python -m pytest -q tests/chaos/test_schedules.py
 	WAVEBUS_CHAOS_ROUNDS=1000 WAVEBUS_CHAOS_FRAMES=1000000 WAVEBUS_CHAOS_CONNECTIONS=10000 \
-		$(BIN)/python -m pytest -q tests/chaos
+		$(BIN)/python -m pytest -q --ignore=tests/chaos/test_schedules.py tests/chaos
+
+# 16 engines, 5,000 updates, a fault every 20.
+soak: $(VENV)/.test
+	WAVEBUS_SOAK_ENGINES=16 WAVEBUS_SOAK_UPDATES=5000 $(BIN)/python -m pytest -q tests/soak
 
 # What takes minutes and tells no more than the others do when all is well, among it.
 bench: $(VENV)/.vllm

@@ -203,9 +203,7 @@ class Group:
             stray = Abort(beat.update_id, "the bus knows nothing of this update")
         elif self._left_behind(peer, beat):
             stray = Resume(beat.update_id)
-        elif self.pause.state is not PauseState.RUNNING:
-            return []
-        elif self.roster.broken(peer.name):
+        elif self.pause.state is not PauseState.RUNNING or self.roster.broken(peer.name):
             return []
         elif self.roster.unsure(peer.name):
             # A pause of it failed, and may have been made; so all of them are paused first.

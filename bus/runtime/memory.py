@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -32,6 +32,9 @@ class Faults:
     reorder: bool = False
 
 
+BROKER: Final = b""  # where the broker's frames come from and go to
+
+
 class MemoryNetwork:
     """One broker's address and its peers. ``cut`` links lose everything."""
 
@@ -44,8 +47,9 @@ class MemoryNetwork:
         self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
         self._server: MemoryServer | None = None
         self._clients: dict[bytes, MemoryClient] = {}
-        self._cut: set[bytes] = set()
-        self._due: dict[tuple[bytes, bool], float] = {}
+        self._cut: set[tuple[bytes, bytes]] = set()  # from whom to whom nothing passes
+        self._apart: set[bytes] = set()  # to whom, and from whom, nothing passes
+        self._due: dict[tuple[bytes, bytes], float] = {}
 
     def server(self) -> MemoryServer:
         """The broker's end; a new one takes the place of the old."""
@@ -57,34 +61,30 @@ class MemoryNetwork:
         client = self._clients[route] = MemoryClient(self, route)
         return client
 
-    def cut(self, route: bytes) -> None:
-        """Nothing passes to or from this peer any more."""
-        self._cut.add(route)
+    def cut(self, route: bytes, *, up: bool = True, down: bool = True) -> None:
+        """Nothing passes from this peer (``up``), and nothing to it (``down``), any more."""
+        if up:
+            self._cut.add((route, BROKER))
+        if down:
+            self._cut.add((BROKER, route))
+
+    def part(self, route: bytes) -> None:
+        """Nothing passes between this peer and anybody; what is cut is its link to the broker."""
+        self._apart.add(route)
 
     def heal(self, route: bytes) -> None:
         """Frames pass again; what was lost stays lost."""
-        self._cut.discard(route)
+        self._apart.discard(route)
+        self._cut -= {(route, BROKER), (BROKER, route)}
 
     def to_server(self, route: bytes, frame: bytes) -> None:
-        self._carry(route, frame, up=True)
+        self._carry(route, BROKER, frame)
 
     def to_client(self, route: bytes, frame: bytes) -> bool:
         if route not in self._clients:
             return False
-        self._carry(route, frame, up=False)
+        self._carry(BROKER, route, frame)
         return True
-
-    def between(self, sender: bytes, receiver: bytes, deliver: Callable[[], None]) -> None:
-        """One frame on a direct link of two peers, as bad as the broker's; cut with either's."""
-
-        def arrive() -> None:
-            if not self._cut.isdisjoint((sender, receiver)):
-                self.counts["dropped"] += 1
-                return
-            self.counts["delivered"] += 1
-            deliver()
-
-        self._schedule((sender + b">" + receiver, True), arrive)
 
     def forget(self, route: bytes) -> None:
         self._clients.pop(route, None)
@@ -93,11 +93,20 @@ class MemoryNetwork:
         if self._server is server:
             self._server = None
 
-    def _carry(self, route: bytes, frame: bytes, *, up: bool) -> None:
-        self._schedule((route, up), lambda: self._deliver(route, frame, up=up))
+    def _carry(self, source: bytes, target: bytes, frame: bytes) -> None:
+        self.between(source, target, lambda: self._deliver(source, target, frame))
 
-    def _schedule(self, way: tuple[bytes, bool], arrive: Callable[[], None]) -> None:
+    def between(self, source: bytes, target: bytes, deliver: Callable[[], None]) -> None:
+        """Carry one frame, on a link that may be of two peers, as bad as the broker's."""
         faults = self.faults
+
+        def arrive() -> None:
+            if (source, target) in self._cut or not self._apart.isdisjoint((source, target)):
+                self.counts["dropped"] += 1
+                return
+            self.counts["delivered"] += 1
+            deliver()
+
         copies = 1
         self.counts["sent"] += 1
         if self._random.random() < faults.drop:
@@ -110,20 +119,16 @@ class MemoryNetwork:
             delay_ms = faults.delay_ms + self._random.random() * faults.jitter_ms
             due_ms = self._scheduler.now_ms() + delay_ms
             if not faults.reorder:
-                due_ms = max(due_ms, self._due.get(way, 0.0))
-                self._due[way] = due_ms
+                due_ms = max(due_ms, self._due.get((source, target), 0.0))
+                self._due[(source, target)] = due_ms
             self._scheduler.call_at(due_ms, arrive)
 
-    def _deliver(self, route: bytes, frame: bytes, *, up: bool) -> None:
-        if route in self._cut:
-            self.counts["dropped"] += 1
-            return
-        self.counts["delivered"] += 1
-        if up:
+    def _deliver(self, source: bytes, target: bytes, frame: bytes) -> None:
+        if target == BROKER:
             if self._server is not None and self._server.on_frame is not None:
-                self._server.on_frame(route, frame, "")
+                self._server.on_frame(source, frame, "")
             return
-        client = self._clients.get(route)
+        client = self._clients.get(target)
         if client is not None and client.on_frame is not None:
             client.on_frame(frame)
 

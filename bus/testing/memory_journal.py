@@ -40,7 +40,8 @@ class MemoryJournal:
     ) -> None:
         self._scheduler = scheduler
         known = None if keys is None else dict(keys)
-        self.began = Began(boot, 0, 0, scheduler.now_ms(), 0.0, "simulated", config, known)
+        now_ms = scheduler.now_ms()  # the clock on the wall began with the simulation
+        self.began = Began(boot, 0, 0, now_ms, now_ms / 1000, "simulated", config, known)
         self.records: list[Record] = []
         self.flushed = 0
 

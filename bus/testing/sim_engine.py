@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from bus.runtime.base import Handle, Scheduler
-    from bus.runtime.memory import MemoryNetwork
+    from bus.testing.process import Process
 
 TENSORS: Final = ("embed", "block.0", "block.1", "head")
 
@@ -86,6 +86,7 @@ class SimEngine:
 
     Args:
         name: its name on the bus.
+        process: which it and its sidecar are.
         dp_group: the DP group it is a rank of; its own name if empty.
         tensors: the names of its model's weights, all of shape (4,) and dtype float32.
         version: the version it serves from the beginning.
@@ -98,8 +99,7 @@ class SimEngine:
         self,
         name: str,
         *,
-        network: MemoryNetwork,
-        scheduler: Scheduler,
+        process: Process,
         boot: int,
         group: str = "policy",
         dp_group: str = "",
@@ -114,6 +114,7 @@ class SimEngine:
         mate: Callable[[str, int], SimEngine | None] = lambda _group, _rank: None,
     ) -> None:
         self.name = name
+        self.process = process
         self.boot = boot
         self.dp_group = dp_group or name
         self.dp_rank = dp_rank
@@ -130,7 +131,6 @@ class SimEngine:
             dp_size=dp_size,
         )
         self._mate = mate
-        self._network = network
         self.alive = True
         self.lease_ran_out = False  # in the pause under way
         self.pause_failed = False  # its last pause call failed
@@ -142,18 +142,19 @@ class SimEngine:
         self.calls: list[Call] = []
         self.escalations: list[CallEscalate] = []
         self.running_call: Call | None = None
+        self.returned_ms = process.now_ms()  # when the last call returned, or failed
         self.joins = 0
         self.met: Counter[str] = Counter()  # in which moments of a chunk it heard of it
         self.paused_locally = ""  # the pause that it has acked phase 1 of
         self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
-        self._scheduler = scheduler
+        self._scheduler: Scheduler = process
         self._timer: Handle | None = None
         self.peer = Peer(
             name=name,
             group=group,
             boot=boot,
-            transport=network.client(route_of(name, boot)),
-            scheduler=scheduler,
+            transport=process.client(route_of(name, boot)),
+            scheduler=process,
             join=self._join,
             beat=self._beat,
             on_message=self._on_message,
@@ -293,12 +294,11 @@ class SimEngine:
             mate = self._mate(self.dp_group, rank)
             if mate is not None:
                 hear = partial(mate.hear, effect.word)
-                self._network.between(self.route, mate.route, hear)
+                self.process.direct(self.route, mate.route, hear)
 
     def hear(self, word: LeaseWord) -> None:
         """A mate's word has come."""
-        if self.alive:
-            self._perform(self.session.word(word, self._scheduler.now_ms()))
+        self.process.run(lambda: self._perform(self.session.word(word, self.process.now_ms())))
 
     def _begin(self, call: Call) -> None:
         self.calls.append(call)
@@ -341,6 +341,7 @@ class SimEngine:
         if not self.alive:
             return
         self.running_call = None
+        self.returned_ms = self._scheduler.now_ms()
         error = self.truth.refusal(call) or self._bad_luck(call)
         now_ms = self._scheduler.now_ms()
         if error is not None:
@@ -373,6 +374,7 @@ class SimEngine:
 
     def _end_of_life(self) -> None:
         self.alive = False
+        self.process.kill()
         self.truth.running = False
         self.running_call = None
         if self._timer is not None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bus.runtime.base import Handle, Scheduler
-    from bus.runtime.memory import MemoryNetwork
+    from bus.testing.process import Process
 
 
 @dataclass(slots=True)
@@ -63,8 +63,7 @@ class SimTrainer(Scripts):
         self,
         name: str,
         *,
-        network: MemoryNetwork,
-        scheduler: Scheduler,
+        process: Process,
         boot: int,
         group: str = "policy",
         resend_ms: float = 1000.0,
@@ -85,6 +84,7 @@ class SimTrainer(Scripts):
             depth=depth,
         )
         self.name = name
+        self.process = process
         self.group = group
         self.alive = True
         self.window: tuple[str, int] | None = None
@@ -92,7 +92,7 @@ class SimTrainer(Scripts):
         self.outcomes: list[Outcome] = []
         self.nacks: Counter[NackCode] = Counter()
         self.on_told = on_told
-        self._scheduler = scheduler
+        self._scheduler: Scheduler = process
         self._resend_ms = resend_ms
         self._resend_due_ms = 0.0
         self._script: Script | None = None
@@ -103,8 +103,8 @@ class SimTrainer(Scripts):
             name=name,
             group=group,
             boot=boot,
-            transport=network.client(route_of(name, boot)),
-            scheduler=scheduler,
+            transport=process.client(route_of(name, boot)),
+            scheduler=process,
             join=lambda: Join("trainer", "sim", 1, None, None),
             beat=lambda: Heartbeat("running", 0, 0, ""),
             on_message=self._on_message,
@@ -155,7 +155,7 @@ class SimTrainer(Scripts):
         """Begin a script; :attr:`outcomes` has its end."""
         assert self._script is None, f"{self.name} runs a script already"
         self._script = script
-        self._advance(None)
+        self.process.run(lambda: self._advance(None))
 
     def cancel(self) -> None:
         """Give the script up where it is: nobody waits for its answers any more."""
@@ -254,5 +254,6 @@ class SimTrainer(Scripts):
 
     def _end_of_life(self) -> None:
         self.alive = False
+        self.process.kill()
         self.window = None
         self.cancel()

@@ -52,6 +52,7 @@ class Truth:
         idle: a pause has returned, and nothing has been resumed since.
         models: of each target, per tensor, the payload that was loaded into it last.
         version: what it serves; changes when a commit returns.
+        committed: of each target, the payload that was committed last.
         loaded: chunks loaded since the last start, in order.
         sent: chunks of which the sender has said that they have left, by the caller's word.
         broken: the targets of which an update broke off after a load.
@@ -74,6 +75,7 @@ class Truth:
         model = dict.fromkeys(tensors, version)
         self.models: dict[Target, dict[str, int]] = {each: dict(model) for each in targets}
         self.version = version
+        self.committed: dict[Target, int] = dict.fromkeys(targets, version)
         self.manifest: Manifest | None = None
         self.loaded: list[int] = []
         self.broken: set[Target] = set()
@@ -102,6 +104,14 @@ class Truth:
     def mixed(self) -> bool:
         """Whether the tensors of one of its models hold weights of more than one update."""
         return any(len(set(weights.values())) > 1 for weights in self.models.values())
+
+    @property
+    def uncommitted(self) -> bool:
+        """Whether one of its models holds weights that were not committed."""
+        return any(
+            set(weights.values()) != {self.committed[target]}
+            for target, weights in self.models.items()
+        )
 
     def begin(self, call: Call) -> None:
         """A call is made."""
@@ -181,6 +191,7 @@ class Truth:
             case CallCommit(version):
                 self.version = version
                 self.commits.append(version)
+                self.committed[self._target] = next(iter(self.models[self._target].values()))
                 self.broken.discard(self._target)
                 self._started = self._finished = self._load_begun = False
             case CallAbortRequests():

@@ -20,6 +20,7 @@ from bus.runtime.broker import BrokerServer
 from bus.runtime.memory import Faults, MemoryNetwork
 from bus.testing.clock import SimScheduler
 from bus.testing.memory_journal import MemoryJournal
+from bus.testing.process import Process
 from bus.testing.sim_engine import Behaviour, SimEngine
 from bus.testing.sim_trainer import SimTrainer
 
@@ -79,7 +80,9 @@ class SimWorld:
 
     @property
     def group(self) -> Group | None:
-        """The broker's view of the group; None before anybody has joined."""
+        """The broker's view of the group; None before anybody has joined, and without a broker."""
+        if not self.broker_process.alive:
+            return None
         return self.broker.machine.groups.get(GROUP)
 
     @property
@@ -175,8 +178,7 @@ class SimWorld:
     ) -> E:
         return kind(
             name,
-            network=self.network,
-            scheduler=self.scheduler,
+            process=Process(self.scheduler, self.network),
             boot=next(self._boots),
             group=GROUP,
             dp_group=dp_group,
@@ -209,8 +211,7 @@ class SimWorld:
         """A trainer that has not begun to join."""
         return SimTrainer(
             name,
-            network=self.network,
-            scheduler=self.scheduler,
+            process=Process(self.scheduler, self.network),
             boot=next(self._boots),
             group=GROUP,
             resend_ms=500.0,
@@ -235,10 +236,25 @@ class SimWorld:
     def restart_broker(self) -> None:
         """The broker is gone at once, and a new one, knowing nothing, takes its address."""
         self.broker.close()
+        self.broker_process.kill()
         self.broker = self._new_broker()
 
+    def kill_broker(self) -> None:
+        """The broker is gone without a word, until :meth:`start_broker`."""
+        self.broker_process.kill()
+        self.network.server()  # nobody listens there
+
+    def start_broker(self) -> None:
+        """A new one, knowing nothing, if there is none."""
+        if not self.broker_process.alive:
+            self.broker = self._new_broker()
+
     def heal(self) -> None:
-        """From now on the network is honest, every link passes frames, calls succeed."""
+        """From now on the network is honest, every link passes frames, nobody is stopped, calls
+        succeed, and there is a broker."""
+        self.start_broker()
+        for process in self.processes():
+            process.cont()
         self.network.faults = Faults(delay_ms=1.0)
         for route in [each.route for each in self.engines.values()]:
             self.network.heal(route)
@@ -250,6 +266,12 @@ class SimWorld:
             engine.behaviour.garble_next = False
             for kind in list(engine.behaviour.hold):
                 engine.release(kind)
+
+    def processes(self) -> list[Process]:
+        """All that there are, the last life of each: engines, trainers, the broker."""
+        engines = [each.process for each in self.engines.values()]
+        trainers = [each.process for each in self.trainers.values()]
+        return [*engines, *trainers, self.broker_process]
 
     # -- time -------------------------------------------------------------------
 
@@ -329,9 +351,8 @@ class SimWorld:
         boot = len(self.journals) + 1
         journal = MemoryJournal(boot, self.config, self.scheduler)
         self.journals.append(journal)
-        broker = BrokerServer(
-            self.network.server(), self.scheduler, self.config, boot=boot, journal=journal
-        )
+        process = self.broker_process = Process(self.scheduler, self.network)
+        broker = BrokerServer(process.server(), process, self.config, boot=boot, journal=journal)
         broker.start()
         return broker
 

@@ -21,6 +21,7 @@ from bus.messages import (
     WeightChunkMeta,
 )
 from bus.protocol.calls import CallResume
+from bus.protocol.engine_lease import LEASE_RETRY_MS, LeaseState
 from bus.protocol.engine_pause import EnginePauseState
 from bus.protocol.engine_update import EngineUpdateState
 from bus.protocol.pause import PauseState
@@ -58,6 +59,7 @@ class Watch:
         self._paused_round: set[str] = set()
         self._versions: dict[int, int] = {}  # by boot
         self._commits: dict[int, int] = {}  # by boot: commits counted
+        self._alone_ms: float | None = None  # since when no trainer runs
         self._payloads: dict[int, set[int]] = {}  # version -> payloads committed under it
         self._seen: Counter[tuple[int, str]] = Counter()
         world.checks.append(self.check)
@@ -65,6 +67,11 @@ class Watch:
 
     def check(self) -> None:
         """Raise :class:`TruthError` if an invariant does not hold now."""
+        trainers = self.world.trainers.values()
+        if any(each.alive and not each.process.stopped for each in trainers):
+            self._alone_ms = None
+        elif self._alone_ms is None:
+            self._alone_ms = self.world.now_ms
         group = self.world.group
         if group is not self._group:
             self._group = group
@@ -105,6 +112,8 @@ class Watch:
         truth = engine.truth
         if truth.running and engine.alive and truth.mixed:
             raise TruthError(f"{engine.name} generates with mixed weights {truth.models}")
+        if truth.running and engine.alive and truth.uncommitted:
+            raise TruthError(f"{engine.name} generates with {truth.models}, not committed")
         if GARBLED in truth.weights.values():
             raise TruthError(f"{engine.name} loaded what was not sent: {truth.weights}")
         if not engine.alive:
@@ -127,6 +136,34 @@ class Watch:
             self.reach["engine committed"] += 1
         self._versions[engine.boot] = truth.version
         self._commits[engine.boot] = commits
+        self._check_lease(engine)
+
+    def _check_lease(self, engine: SimEngine) -> None:
+        """Who is paused has a lease that is renewed, or it is quarantined; or it resumes. A trainer
+        that is gone renews nothing, as soon as the broker has missed it."""
+        session, process = engine.session, engine.process
+        idle = session.pause.state is EnginePauseState.PAUSED and engine.running_call is None
+        if not idle or process.stopped or session.update.partial or self._said_so(engine):
+            return
+        world = self.world
+        renewed_ms = process.heard_ms
+        if self._alone_ms is not None:
+            renewed_ms = min(renewed_ms, self._alone_ms + world.config.peer_timeout_ms)
+        begun_ms = max(engine.returned_ms, process.went_on_ms)
+        leases = [each.lease_ms for each in world.trainers.values()]
+        lease_ms = max(leases, default=0) + LEASE_RETRY_MS
+        left_ms = max(renewed_ms, begun_ms) + lease_ms - world.now_ms
+        if left_ms < 0:
+            raise TruthError(f"{engine.name} is paused, {-left_ms:.0f} ms beyond its lease")
+
+    def _said_so(self, engine: SimEngine) -> bool:
+        """A rank whose lease is over waits for its mates, and says whom it misses; or it stays with
+        one that is not whole."""
+        lease = engine.session.lease
+        if lease.state is LeaseState.SETTLED:
+            return any(note.event == "lease_settled" for note in engine.notes)
+        waits = engine.dp_size > 1 and lease.state is LeaseState.OVER
+        return waits and any(note.event == "lease_undecided" for note in engine.notes)
 
     def check_versions(self) -> None:
         """One version is one set of weights (as long as one broker lives)."""
@@ -308,10 +345,25 @@ class Watch:
     def _told(self, answer: Message) -> None:
         if isinstance(answer, GroupAck) and answer.step is Step.PAUSE_GLOBAL:
             self.reach["told paused"] += 1
+        if isinstance(answer, GroupAck) and answer.step is Step.COMMIT:
+            self._told_of_commit(answer)
         if isinstance(answer, GroupAck) and answer.step in (Step.SLEEP, Step.WAKE):
             self._told_of_sleep(answer)
         if isinstance(answer, Nack):
             self.reach[f"refused {answer.code.value}"] += 1
+
+    def _told_of_commit(self, answer: GroupAck) -> None:
+        """Whom the answer does not exclude, serves the version, or a later one."""
+        group = self.world.group
+        if group is None or group.update.update_id != answer.update_id:
+            return
+        for name in group.update.members.keys() - set(answer.excluded):
+            engine = self._member(group, name)
+            if engine is None:
+                continue
+            self.reach["told of a commit"] += 1
+            if engine.truth.version < answer.version:
+                raise TruthError(f"told of version {answer.version}, {name} is at an older one")
 
     def _told_of_sleep(self, answer: GroupAck) -> None:
         """What the trainer hears of its engines' memory is so, as long as the pause lasts."""

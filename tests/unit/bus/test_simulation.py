@@ -9,6 +9,7 @@ import pytest
 from bus.protocol.calls import CallCommit, CallLoad, CallPause, CallResume, CallStart
 from bus.runtime.memory import Faults, MemoryNetwork
 from bus.testing.clock import SimScheduler
+from bus.testing.process import Process
 from bus.testing.sim_truth import Truth, TruthError
 
 
@@ -106,3 +107,68 @@ def test_the_truth_does_not_let_itself_be_bent(
         truth.end(call)
     with pytest.raises(TruthError, match=told):
         truth.begin(calls[-1])
+
+
+def test_a_link_can_be_cut_in_one_direction() -> None:
+    """Until it is healed; what was on its way then is lost, too."""
+    clock = SimScheduler()
+    network = MemoryNetwork(clock, faults=Faults(delay_ms=1.0))
+    seen: list[bytes] = []
+    server, client = network.server(), network.client(b"e0")
+    server.listen(lambda _route, frame, _user: seen.append(frame))
+    client.listen(seen.append)
+
+    def both(frame: bytes) -> None:
+        client.send(b"up " + frame)
+        server.send([b"e0"], b"down " + frame)
+        clock.run_for(5.0)
+
+    network.cut(b"e0", down=False)
+    both(b"1")
+    network.heal(b"e0")
+    network.cut(b"e0", up=False)
+    both(b"2")
+    network.heal(b"e0")
+    both(b"3")
+    assert seen == [b"down 1", b"up 2", b"up 3", b"down 3"]
+
+
+def test_what_comes_to_a_stopped_process_piles_up() -> None:
+    """It is done when the process goes on, in its order; what was cancelled meanwhile is not."""
+    clock = SimScheduler()
+    network = MemoryNetwork(clock)
+    process = Process(clock, network)
+    seen: list[object] = []
+    process.client(b"e0").listen(seen.append)
+    process.call_at(3.0, lambda: seen.append("timer"))
+    cancelled = process.call_at(4.0, lambda: seen.append("cancelled"))
+    process.stop()
+    network.server().send([b"e0"], b"frame")
+    clock.run_for(10.0)
+    assert seen == []
+    cancelled.cancel()
+    process.cont()
+    clock.run_for(1.0)
+    assert seen == [b"frame", "timer"]
+    assert process.went_on_ms == process.heard_ms == 10.0
+
+
+def test_a_process_dies_between_two_of_its_sends() -> None:
+    """Of three frames in a row the first is sent; nothing comes to it, or from it, any more."""
+    clock = SimScheduler()
+    network = MemoryNetwork(clock)
+    process = Process(clock, network)
+    arrived: list[bytes] = []
+    network.server().listen(lambda _route, frame, _user: arrived.append(frame))
+    client = process.client(b"e0")
+    process.dies_after(1, process.kill)
+
+    def three() -> None:
+        for frame in (b"1", b"2", b"3"):
+            client.send(frame)
+
+    process.call_at(1.0, three)
+    process.call_at(2.0, three)
+    clock.run_for(10.0)
+    assert arrived == [b"1"]
+    assert not process.alive

@@ -1,0 +1,157 @@
+"""Schedules of bad networks and dying processes, from numbers, in simulated time.
+
+A schedule that fails prints what the brokers recorded, and can be played again by its number:
+``WAVEBUS_CHAOS_SEED=17 pytest tests/chaos/test_schedules.py``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from typing import TYPE_CHECKING, Final
+
+import bus.log
+from bus.journal.reader import Entry, read
+from bus.journal.replay import Unplayable, replayed
+from bus.testing.sim_truth import TruthError
+from tests.model import _chaos
+from tests.model._play import SHARE
+from tests.support.procs import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import pytest
+
+    from tests.model._chaos import Violation
+
+SCHEDULES: Final = max(1, int(int(os.environ.get("WAVEBUS_CHAOS_SCHEDULES", "300")) * SHARE))
+SEED: Final = os.environ.get("WAVEBUS_CHAOS_SEED", "")
+BLOCK: Final = 50
+FEW: Final = 10 * BLOCK  # are not worth another process
+# How often, in a thousand schedules. A third of the usual counts must be reached.
+REACHED: Final = {
+    "all paused": 2000,
+    "told of a commit": 5000,
+    "recovered forward": 80,
+    "lease expired": 400,
+    "said to be quarantined": 250,
+    "freed by a whole update": 250,
+    "engine restarted": 700,
+    "engines never back": 100,
+    "engine crashed while updating": 50,
+    "engine crashed while paused": 30,
+    "engine crashed while armed": 12,
+    "engine stopped while updating": 20,
+    "engine stopped while paused": 20,
+    "cut up while updating": 20,
+    "cut down while updating": 20,
+    "cut up while paused": 8,
+    "cut down while paused": 10,
+    "peers parted": 700,
+    "broker restarted": 250,
+    "broker killed in pause paused": 30,
+    "broker killed in update loading": 18,
+    "broker stopped in pause paused": 20,
+    "trainer killed in pause paused": 30,
+    "trainer killed in update loading": 15,
+    "trainer stopped in pause paused": 25,
+    "trainer cut up in pause running": 40,
+    "trainer cut down in pause running": 40,
+    "trainer never back": 30,
+    "frames dropped": 40_000,
+    "frames duplicated": 16_000,
+    "told of sleep": 90,
+    "draft left partial by the model's": 25,
+    "nack group_held": 300,
+    "engine fenced": 40,
+    "twin kept out": 120,
+    "kept and started": 40,
+    "request ended by length": 500,
+    "lives replayed": 100,
+}
+
+
+def test_nothing_that_goes_wrong_is_forgotten(
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Every invariant after every event of every schedule; all heals when nothing goes wrong any
+    more; and the states that matter were reached."""
+    seeds = [int(SEED)] if SEED else list(range(SCHEDULES))
+    reach, violations = play_all(seeds)
+    record_property("schedules run", len(seeds))
+    record_property("violations", len(violations))
+    for each in violations[1:]:
+        violations[0] += f"\n{each.splitlines()[0]}"
+    assert not violations, violations[0]
+    if SEED:
+        return
+    scale = len(seeds) / 1000 / 3
+    missing = {key: reach[key] for key, least in REACHED.items() if reach[key] < int(least * scale)}
+    assert not missing, f"reached too seldom: {missing}"
+
+
+def play_all(seeds: list[int]) -> tuple[Counter[str], list[str]]:
+    """Which states they reached, and what was found; by as many processes as there are cores."""
+    blocks = [seeds[first : first + BLOCK] for first in range(0, len(seeds), BLOCK)]
+    if len(seeds) <= FEW:
+        results = [play_block(block) for block in blocks]
+    else:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(mp_context=context) as pool:
+            results = list(pool.map(play_block, blocks))
+    reach: Counter[str] = Counter()
+    for reached, _ in results:
+        reach += reached
+    return reach, [told for _, violations in results for told in violations]
+
+
+def play_block(seeds: list[int]) -> tuple[Counter[str], list[str]]:
+    """Some of them, one after the other."""
+    bus.log.configure(level="critical", json=True)
+    reach: Counter[str] = Counter()
+    found = [_chaos.play(seed, reach) for seed in seeds]
+    return reach, [told(each, ROOT / "build" / "chaos") for each in found if each is not None]
+
+
+def told(violation: Violation, folder: Path) -> str:
+    """In words; its journal is written into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"seed-{violation.seed}.journal"
+    path.write_bytes(violation.data)
+    return "\n".join(
+        (
+            f"schedule {violation.seed}: WAVEBUS_CHAOS_SEED={violation.seed} plays it again",
+            f"its journal: wavebus journal show {path}; wavebus replay {path}",
+            *violation.lines,
+            violation.found,
+        )
+    )
+
+
+def test_a_schedule_that_fails_prints_its_journal_and_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker's commits among it; and the same number fails in the same way."""
+
+    def wrong(_play: _chaos.Chaos) -> None:
+        raise TruthError("this is how a violation is told")
+
+    monkeypatch.setattr(_chaos.Chaos, "_check_said", wrong)
+    first, again = (_chaos.play(seed, Counter()) for seed in (6, 6))
+    assert first is not None
+    assert again is not None
+    text = told(first, tmp_path)
+    assert told(again, tmp_path) == text
+    assert "this is how a violation is told" in text
+    path = tmp_path / "seed-6.journal"
+    assert f"wavebus replay {path}" in text
+    entries = [item for item in read(path) if isinstance(item, Entry)]
+    assert len(entries) > 100
+    assert len([text for text in first.lines if "COMMIT" in text]) > 0
+    for each in replayed(entries):
+        assert not isinstance(each, Unplayable)
+        assert each[1].difference is None

@@ -1,0 +1,45 @@
+"""A trainer that sends one of two sets of weights, each time it is told to.
+
+``python -m tests.support.soak_trainer BROKER FOLDER``, until stdin ends. It answers ``joined``,
+then to each line ``COUNT WHICH`` with the version committed on that many engines and who fell out;
+or with the error's name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import torch
+from safetensors.torch import load_file
+
+import bus.log
+from bus.errors import WavebusError
+from bus.runtime.lines import answer, commands
+from trainer_agent import TrainerAgent
+
+
+async def main(broker: str, folder: str) -> None:
+    """Until stdin ends."""
+    first = load_file(f"{folder}/model.safetensors")
+    other = {name: tensor + 0.05 * tensor.abs().mean() for name, tensor in first.items()}
+    async with TrainerAgent(
+        broker, name="trainer", lease_ms=6000, chunk_bytes=40_000, timeout_s=20.0
+    ) as agent:
+        answer(joined=True)
+        async for line in commands():
+            count, which = line.split()
+            try:
+                await agent.wait_for_engines(int(count), timeout_s=20.0)
+                version = await agent.update_weights(other if which == "1" else first)
+            except WavebusError as error:
+                answer(error=f"{type(error).__name__}: {error}"[:300])
+                continue
+            assert agent.last_update is not None
+            answer(version=version, excluded=agent.last_update.excluded)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    bus.log.configure(level="error", json=True)
+    asyncio.run(main(*sys.argv[1:]))
