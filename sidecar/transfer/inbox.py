@@ -110,7 +110,8 @@ class Inbox:
         if self._stream is not None:
             here = torch.cuda.current_stream(self._device)
             for _, tensor in tensors:
-                tensor.record_stream(here)
+                if tensor.is_cuda:  # gloo receives into the host's memory
+                    tensor.record_stream(here)
         return tensors
 
     def take_own(self, seq: int) -> Tensors:
