@@ -266,8 +266,8 @@ class Watch:
 
     def _need_armed(self, group: Group, name: str) -> None:
         engine = self._member(group, name)
-        if engine is None or engine.lease_ran_out:
-            return
+        if engine is None or engine.given_up == group.update.update_id:
+            return  # it refuses what comes now
         if engine.session.update.state is not EngineUpdateState.ARMED:
             raise TruthError(f"the update is {group.update.state.value}, {name} is not armed")
         manifest = engine.truth.manifest
