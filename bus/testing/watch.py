@@ -146,7 +146,8 @@ class Watch:
             return
         world = self.world
         renewed_ms = process.heard_ms
-        if self._alone_ms is not None:
+        down = world.group is not None and world.group.roster.broken(engine.name)  # and said to be
+        if self._alone_ms is not None and not down:
             renewed_ms = min(renewed_ms, self._alone_ms + world.config.peer_timeout_ms)
         begun_ms = max(engine.returned_ms, process.went_on_ms)
         leases = [each.lease_ms for each in world.trainers.values()]
