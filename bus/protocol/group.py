@@ -199,7 +199,9 @@ class Group:
         """What an engine needs that a pause or an update has left behind."""
         names: Iterable[str] = (peer.name,)
         stray: Message
-        if beat.phase in ("armed", "updating") and self.update.state is UpdateState.IDLE:
+        if beat.phase in ("armed", "updating") and (
+            self.update.state is UpdateState.IDLE or self.update.update_id != beat.update_id
+        ):
             stray = Abort(beat.update_id, "the bus knows nothing of this update")
         elif self._left_behind(peer, beat):
             stray = Resume(beat.update_id)

@@ -133,6 +133,7 @@ class SimEngine:
         self._mate = mate
         self.alive = True
         self.lease_ran_out = False  # in the pause under way
+        self.given_up = ""  # the update that it left when its lease ran out
         self.pause_failed = False  # its last pause call failed
         self.highest_epoch = 0
         self.commands: list[Message] = []
@@ -280,7 +281,9 @@ class SimEngine:
             elif isinstance(effect, ToMates):
                 self._tell(effect)
             elif isinstance(effect, Note):
-                self.lease_ran_out = self.lease_ran_out or effect.event == "lease_expired"
+                if effect.event == "lease_expired":
+                    self.lease_ran_out = True
+                    self.given_up = self.session.update.update_id
                 self.notes.append(effect)
                 self.peer.note(effect)
             else:

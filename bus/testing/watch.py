@@ -60,6 +60,7 @@ class Watch:
         self._versions: dict[int, int] = {}  # by boot
         self._commits: dict[int, int] = {}  # by boot: commits counted
         self._alone_ms: float | None = None  # since when no trainer runs
+        self._down_ms: dict[int, float] = {}  # by boot: when its DP group lacked a rank last
         self._payloads: dict[int, set[int]] = {}  # version -> payloads committed under it
         self._seen: Counter[tuple[int, str]] = Counter()
         world.checks.append(self.check)
@@ -147,8 +148,11 @@ class Watch:
             return
         world = self.world
         renewed_ms = process.heard_ms
+        if world.group is not None and world.group.roster.broken(engine.name):
+            self._down_ms[engine.boot] = world.now_ms  # its DP group is, and is said to be
         if self._alone_ms is not None:
-            renewed_ms = min(renewed_ms, self._alone_ms + world.config.peer_timeout_ms)
+            alone_ms = self._alone_ms + world.config.peer_timeout_ms
+            renewed_ms = min(renewed_ms, max(alone_ms, self._down_ms.get(engine.boot, 0.0)))
         begun_ms = max(engine.returned_ms, process.went_on_ms)
         leases = [each.lease_ms for each in world.trainers.values()]
         lease_ms = max(leases, default=0) + LEASE_RETRY_MS
@@ -276,8 +280,8 @@ class Watch:
 
     def _need_armed(self, group: Group, name: str) -> None:
         engine = self._member(group, name)
-        if engine is None or engine.lease_ran_out:
-            return
+        if engine is None or engine.given_up == group.update.update_id:
+            return  # it refuses what comes now
         if engine.session.update.state is not EngineUpdateState.ARMED:
             raise TruthError(f"the update is {group.update.state.value}, {name} is not armed")
         manifest = engine.truth.manifest

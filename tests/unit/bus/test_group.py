@@ -357,6 +357,25 @@ def test_a_resume_that_was_asked_ahead_leaves_out_who_failed_to_commit() -> None
     assert scene.running() == {"e0", "e1", "e2"}
 
 
+def test_an_engine_that_comes_back_in_an_old_update_leaves_it_while_another_is_under_way() -> None:
+    """A trainer that tries again and again leaves no moment in which there is none."""
+    scene = Scene(1, 1)
+    stuck = scene.engine("e1")
+    scene.update()
+    scene.until(UpdateState.LOADING)
+    scene.world.network.cut(stuck.route)
+    assert scene.world.run_until(lambda: not scene.trainer.busy)
+    scene.engine("e0").behaviour.slow_ms[CallArm] = 3000.0
+    scene.update(8)
+    scene.until(UpdateState.ARMING)
+    assert stuck.session.phase == "updating"
+    scene.world.network.heal(stuck.route)
+    left = scene.world.run_until(lambda: stuck.session.phase != "updating", within_ms=2000.0)
+    assert left
+    assert scene.world.held.update.state is UpdateState.ARMING
+    assert scene.settled().error is None
+
+
 def test_a_start_does_not_wait_for_ever_for_a_pause() -> None:
     """Which nobody asks for: the trainer is told, and the next update is as any other."""
     scene = Scene(1)
