@@ -42,10 +42,12 @@ layers: $(VENV)/.test
 $(VENV)/.demo $(VENV)/.test $(VENV)/.vllm: pyproject.toml .ci/setup
 	PYTHON=$(PYTHON) .ci/setup $(patsubst .%,%,$(notdir $@))
 
-# A thousand rounds where `make test` has some, a million fuzzed frames, 10,000 bad connections.
+# A thousand rounds where `make test` has some, a million fuzzed frames, 10,000 bad connections, and
+# every cell of the fault matrix (docs/faults.md).
 chaos: $(VENV)/.test
 	WAVEBUS_CHAOS_ROUNDS=1000 WAVEBUS_CHAOS_FRAMES=1000000 WAVEBUS_CHAOS_CONNECTIONS=10000 \
 		$(BIN)/python -m pytest -q tests/chaos
+	WAVEBUS_CHAOS_FAULTS=all $(BIN)/python -m pytest -q -n 2 --dist load tests/faults
 
 # What takes minutes and tells no more than the others do when all is well, among it.
 bench: $(VENV)/.vllm

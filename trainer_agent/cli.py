@@ -147,12 +147,15 @@ def _chaos(engines: int, seconds: float, seed: int, journal: Path, *, as_json: b
     except ModuleNotFoundError as error:
         raise UsageError(f"the demo needs {error.name}: install wavebus[demo]") from error
     options = ChaosOptions(journal.absolute(), engines=engines, seconds=seconds, seed=seed)
-    told = run_chaos(options, say=lambda text: click.echo(text, err=True)).as_json()
+    result = run_chaos(options, say=lambda text: click.echo(text, err=True))
+    told = result.as_json()
     if as_json:
         click.echo(json.dumps(told))
-        return
-    for name, value in told.items():
-        click.echo(f"{name:20} {value}")
+    else:
+        for name, value in told.items():
+            click.echo(f"{name:20} {value}")
+    if not result.clean:
+        raise click.exceptions.Exit(1)
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -57,8 +57,7 @@ class Play:
         await self._nobody_is_stuck(aborted)
         await self._mend()
         await self._heals()
-        for client in world.clients.values():
-            await client.rest()
+        await asyncio.gather(*(client.rest() for client in world.clients.values()))
         world.verify(self._lost())
         return self.outcome
 
@@ -135,8 +134,8 @@ class Play:
             os.kill(world.pid_of(self.who), signal.SIGCONT)
         elif self.cell.fault == "sigkill":
             if self.who in RANKS:
+                await self._end_update()  # of those ranks that live; then all begin anew
                 await world.start_trainer()
-                self.update = None
             elif self.who not in LOCKSTEP:  # those have their own supervisor
                 await world.restart(self.who)
 
@@ -148,10 +147,17 @@ class Play:
 
         for name in ENGINES:
             await world.until(f"{name} to be heard again", partial(there, name))
-        if self.update is not None:
-            answers = await world.within("the update to end", self.update)
-            self._named(answers)
-            self.outcome = "committed" if "version" in answers["trainer-0"] else "failed"
+        await self._end_update()
+
+    async def _end_update(self) -> None:
+        """It does, and whoever of the trainer lives knows how."""
+        assert self.update is not None
+        answers = dict(await self.world.within("the update to end", self.update))
+        told = answers["trainer-0"]
+        self.outcome = "gone" if "gone" in told else "failed" if "error" in told else "committed"
+        if self.cell.fault == "sigkill":
+            answers.pop(self.who, None)
+        self._named(answers)
 
     async def _heals(self) -> None:
         """A further update is committed everywhere, and everybody serves it."""

@@ -7,6 +7,7 @@ held by the proxy, while somebody fails.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bus.messages import Ack, GroupAck, Join, PauseGlobal, Step
@@ -36,7 +37,7 @@ FAULTS: Final = {
     "mute": "its link is cut one way: nothing that it says arrives, and the connection stands",
     "deaf": "its link is cut the other way: nothing reaches it, and the connection stands",
 }
-PROCESS_FAULTS: Final = frozenset({"sigkill", "sigstop"})
+PAGE: Final = Path(__file__).resolve().parents[2] / "docs/faults.md"
 
 
 def _ack(step: Step) -> Moment:
@@ -117,3 +118,84 @@ def _share() -> tuple[Cell, ...]:
 
 
 SHARE: Final = _share()
+
+
+# What comes of the update that a fault meets: a letter, what it means, and how the update may end
+# (see :meth:`tests.faults.cell.Play.run`).
+OUTCOMES: Final[dict[str, tuple[str, frozenset[str]]]] = {
+    "C": ("committed on all engines", frozenset({"committed"})),
+    "W": (
+        "committed without who failed, and its mates in lockstep; the next update brings them back",
+        frozenset({"committed"}),
+    ),
+    "G": (
+        (
+            "given up before anything was loaded: an error that names who failed; all who are there "
+            "resume the old version"
+        ),
+        frozenset({"failed"}),
+    ),
+    "E": (
+        (
+            "ends with an error that the trainer is told, if it lives: who has loaded nothing resumes "
+            "the old version, who has loaded anything is quarantined until the next update"
+        ),
+        frozenset({"failed", "gone"}),
+    ),
+    "X": (
+        "C, W, G or E: what came first, a message or the fault, is not for the test to say",
+        frozenset({"committed", "failed", "gone"}),
+    ),
+}
+
+
+_BEFORE_LOADING: Final = frozenset({"first_pause_ack", "locally_paused", "armed"})
+
+
+def outcome_of(cell: Cell) -> str:
+    """The letter of what must come of the update."""
+    if cell.step == "join":
+        return "X"
+    match cell.actor:
+        case "rank1":
+            return "C"
+        case "sidecar" | "engine":
+            if cell.step in _BEFORE_LOADING:
+                return "G"
+            return "W"
+        case "rank0":
+            return "E" if cell.fault == "sigkill" else "X"
+        case _:
+            return "X"
+
+
+def _matrix() -> str:
+    """What comes of the update, of each cell."""
+    steps = list(STEPS)
+    lines: list[str] = []
+    for actor in ACTORS:
+        head = " | ".join(step.replace("_", " ") for step in steps)
+        lines += ["", f"| {actor} | {head} |", "|---" * (len(steps) + 1) + "|"]
+        for fault in FAULTS:
+            letters = [outcome_of(Cell(actor, fault, step)) for step in steps]
+            lines.append(f"| {fault} | " + " | ".join(letters) + " |")
+    return "\n".join(lines).strip()
+
+
+def filled(page: str) -> str:
+    """docs/faults.md with its tables as they stand here."""
+    parts = {
+        "faults": "\n".join(f"| {name} | {text} |" for name, text in FAULTS.items()),
+        "outcomes": "\n".join(f"- **{letter}**: {text}." for letter, (text, _) in OUTCOMES.items()),
+        "matrix": _matrix(),
+    }
+    for name, text in parts.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        head, _, rest = page.partition(begin)
+        _, _, tail = rest.partition(end)
+        page = f"{head}{begin}{text}\n{end}{tail}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

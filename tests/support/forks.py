@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections import deque
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -42,7 +43,10 @@ def run_command(arguments: list[str], environment: Mapping[str, str]) -> None:
 
 
 def _begin(log: Connection, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    die_with_parent(signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)  # of the server that forks
+    # And that ends with the test's process, once nobody else holds the end of this pipe.
+    alive = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
+    os.close(alive)
     os.setsid()
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)

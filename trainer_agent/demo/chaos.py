@@ -88,6 +88,11 @@ class ChaosResult:
     reward: float = 0.0
     seconds: float = 0.0
 
+    @property
+    def clean(self) -> bool:
+        """Nothing was lost, or mixed, and all serve again."""
+        return self.healed and not self.requests_lost and not self.verdict.mixed
+
     def as_json(self) -> dict[str, object]:
         """The object that ``--chaos --json`` prints."""
         return {
@@ -101,6 +106,7 @@ class ChaosResult:
             "healed": self.healed,
             "requests": self.requests,
             "requests_lost": self.requests_lost,
+            "why_lost": dict(self.why_lost),
             "requests_cut_short": dict(self.cut_short),
             "tokens_checked": self.verdict.tokens,
             "mixed_tokens": self.verdict.mixed,

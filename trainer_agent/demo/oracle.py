@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainer_agent.demo.grpo import Rollout
 
 # Engines add up in another order, in float32.
-TOLERANCE: Final = 5e-4
+TOLERANCE: Final = 5e-5
 _ROWS: Final = 256
 
 
