@@ -123,50 +123,63 @@ SHARE: Final = _share()
 # What comes of the update that a fault meets: a letter, what it means, and how the update may end
 # (see :meth:`tests.faults.cell.Play.run`).
 OUTCOMES: Final[dict[str, tuple[str, frozenset[str]]]] = {
-    "C": ("committed on all engines", frozenset({"committed"})),
+    "C": (
+        "committed on all engines",
+        frozenset({"committed"}),
+    ),
     "W": (
-        "committed without who failed, and its mates in lockstep; the next update brings them back",
+        (
+            "committed without who failed, and its mate in lockstep, unless they have done all of "
+            "it; the next update brings them back"
+        ),
         frozenset({"committed"}),
     ),
     "G": (
         (
-            "given up before anything was loaded: an error that names who failed; all who are there "
-            "resume the old version"
+            "given up before anything was loaded: an error that names who failed; all who are "
+            "there resume the old version"
         ),
         frozenset({"failed"}),
     ),
     "E": (
         (
-            "ends with an error that the trainer is told, if it lives: who has loaded nothing resumes "
-            "the old version, who has loaded anything is quarantined until the next update"
+            "ends with an error for the trainer, if that lives: who has committed serves the new "
+            "version, who has loaded nothing resumes the old one, who holds a part is quarantined "
+            "until the next update"
         ),
         frozenset({"failed", "gone"}),
     ),
     "X": (
-        "C, W, G or E: what came first, a message or the fault, is not for the test to say",
+        "one of these: a message under way, or a deadline, is overtaken by the fault or is not",
         frozenset({"committed", "failed", "gone"}),
     ),
 }
-
-
-_BEFORE_LOADING: Final = frozenset({"first_pause_ack", "locally_paused", "armed"})
+_BEFORE_THE_PAUSE_IS_MADE: Final = frozenset({"armed", "first_pause_ack", "locally_paused"})
+_BEFORE_ALL_IS_SENT: Final = _BEFORE_THE_PAUSE_IS_MADE | {
+    "globally_paused",
+    "first_chunk",
+    "middle_chunk",
+}
+_BEFORE_THE_COMMIT: Final = _BEFORE_ALL_IS_SENT | {"last_chunk", "finish"}
 
 
 def outcome_of(cell: Cell) -> str:
-    """The letter of what must come of the update."""
+    """The letter of what must come of the update. (At a join, it is begun after the fault.)"""
     if cell.step == "join":
         return "X"
     match cell.actor:
         case "rank1":
             return "C"
         case "sidecar" | "engine":
-            if cell.step in _BEFORE_LOADING:
+            if cell.step in _BEFORE_THE_PAUSE_IS_MADE:
                 return "G"
-            return "W"
-        case "rank0":
-            return "E" if cell.fault == "sigkill" else "X"
+            return "X" if cell.fault == "deaf" else "W"
+        case "rank0" if cell.fault == "sigkill":
+            return "E"
+        case "rank0" if cell.fault != "deaf":
+            return "E" if cell.step in _BEFORE_ALL_IS_SENT else "X"
         case _:
-            return "X"
+            return "E" if cell.step in _BEFORE_THE_COMMIT else "X"
 
 
 def _matrix() -> str:
