@@ -41,7 +41,7 @@ class Play:
         """
         world = self.world
         world.story.tell(f"--- {self.cell}")
-        world.quarantined = frozenset()
+        world.quarantined = world.down = frozenset()
         # With and without keys and values of before, in turn: the oracle knows which.
         world.clear_cache = CELLS.index(self.cell) % 2 == 0
         for client in world.clients.values():
@@ -95,14 +95,17 @@ class Play:
         self.world.story.tell(f"{self.who}: {self.cell.fault}")
 
     async def _nobody_is_stuck(self, aborted: dict[str, int]) -> None:
-        """While the fault lasts, and the lease is over: who is there generates, or is out and says
-        so: to the bus, or, when it can't reach that, to who asked it, by ending requests."""
+        """While the fault lasts, and the lease is over: who is there generates, or is quarantined
+        and says so: to the bus, or, when it can't reach that, to who asked it, by ending requests;
+        or its DP group is down, and the broker says so."""
         world = self.world
         if self.update is not None and self.who in ENGINES:
             await world.within("the trainer to hear how its update ended", self.update)
         begun = {name: client.tokens for name, client in world.clients.items()}
 
         def goes_on(name: str) -> bool:
+            if name in LOCKSTEP and "m" in world.down:
+                return True
             client = world.clients[name]
             quarantined = (
                 world.engines[name].phase == "quarantined" or client.aborted > aborted[name]

@@ -108,16 +108,20 @@ CELLS: Final = tuple(
 )
 
 
-def _share() -> tuple[Cell, ...]:
-    """One cell of each step, which go through the actors and the faults."""
-    actors, faults = list(ACTORS), list(FAULTS)
-    return tuple(
-        Cell(actors[i % len(actors)], faults[(i + i // len(actors)) % len(faults)], step)
-        for i, step in enumerate(STEPS)
-    )
-
-
-SHARE: Final = _share()
+# One cell of each step, with every actor and every fault among them: those of every test run.
+SHARE: Final = (
+    Cell("broker", "sigkill", "join"),
+    Cell("sidecar", "sigstop", "first_pause_ack"),
+    Cell("rank0", "cut", "locally_paused"),
+    Cell("rank0", "mute", "globally_paused"),
+    Cell("rank1", "deaf", "armed"),
+    Cell("broker", "sigstop", "first_chunk"),
+    Cell("sidecar", "cut", "middle_chunk"),
+    Cell("engine", "sigkill", "last_chunk"),
+    Cell("rank0", "deaf", "finish"),
+    Cell("rank1", "sigkill", "commit"),
+    Cell("sidecar", "mute", "resume"),
+)
 
 
 # What comes of the update that a fault meets: a letter, what it means, and how the update may end

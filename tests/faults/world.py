@@ -107,6 +107,7 @@ class World:
         self.clients: dict[str, Client] = {}
         self.seeds: dict[int, int] = {0: 0}  # of each version that was committed
         self.quarantined: frozenset[str] = frozenset()  # who was, since it was last emptied
+        self.down: frozenset[str] = frozenset()  # DP groups that were said to be, since then
         self.clear_cache = True
         self.greatest = 0  # version that the broker has had served
         self.chunks = 0  # of an update
@@ -163,7 +164,7 @@ class World:
                 own = ["--dp-group", "m", "--dp-size", "2", "--restarts", "1000"]
             arguments = ["sidecar", "--broker", self.links.address]
             arguments += self.kind.arguments(own, self.checkpoint.folder)
-        self.processes[name] = Fork.wavebus(name, *arguments)
+        self.processes[name] = Fork.wavebus(name, *arguments, heard=self._logged)
 
     async def restart(self, name: str) -> None:
         """Kill it if it lives, and start it again."""
@@ -261,6 +262,12 @@ class World:
             self.chunks = len(message.chunk_ends)
         elif isinstance(message, Commit) and passing.way == "from":
             self._committed(message)
+        self.news()
+
+    def _logged(self, line: dict[str, Any]) -> None:
+        if line.get("event") == "dp_group_down":
+            self.story.tell(f"the broker says that {line['dp_group']} is down: {line['reason']}")
+            self.down |= {line["dp_group"]}
         self.news()
 
     def _says(self, name: str, seen: Seen, phase: str, version: int) -> None:
