@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import tempfile
-import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -232,7 +231,7 @@ class Chaos:
         if self._left and self._calm >= _CALM:
             self._calm = 0
             self._left -= 1
-            threading.Event().wait(self._chance.uniform(0.0, _WITHIN_S))
+            time.sleep(self._chance.uniform(0.0, _WITHIN_S))
             self._kill(next(self._turns))
         self._ended(self._sender.answer())
 
