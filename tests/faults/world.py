@@ -213,6 +213,7 @@ class World:
             answers = await asyncio.gather(*(rank.answer() for rank in ranks))
             for rank, answer in zip(ranks, answers, strict=True):
                 self.story.tell(f"{rank.name} says {answer}")
+                self.quarantined |= set(answer.get("excluded", ()))
             return {rank.name: answer for rank, answer in zip(ranks, answers, strict=True)}
 
         return asyncio.create_task(ended())
@@ -268,6 +269,8 @@ class World:
         if line.get("event") == "dp_group_down":
             self.story.tell(f"the broker says that {line['dp_group']} is down: {line['reason']}")
             self.down |= {line["dp_group"]}
+        elif line.get("event") == "quarantined":
+            self.quarantined |= {line["peer"]}
         self.news()
 
     def _says(self, name: str, seen: Seen, phase: str, version: int) -> None:
