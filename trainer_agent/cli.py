@@ -11,6 +11,7 @@ import click
 
 from bus.commands.options import configure_log, json_option
 from bus.errors import UsageError
+from bus.journal.writer import journal_files
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -66,6 +67,19 @@ if TYPE_CHECKING:
     show_default=True,
     help="Where to draw reward over steps.",
 )
+@click.option(
+    "--chaos",
+    is_flag=True,
+    help="Kill broker, engines and trainer in turn, in the middle of updates; then check every "
+    "token against the weights of its version.",
+)
+@click.option(
+    "--journal",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("demo-journal"),
+    show_default=True,
+    help="With --chaos: where the broker leaves its journal; what is there goes.",
+)
 @json_option
 def demo(
     engine: EngineKind,
@@ -77,6 +91,8 @@ def demo(
     seed: int,
     withhold_weights: bool,
     picture: Path,
+    chaos: bool,
+    journal: Path,
     as_json: bool,
 ) -> None:
     """Asynchronous GRPO of a small transformer, from scratch, with live weight updates.
@@ -90,6 +106,12 @@ def demo(
     if not picture.absolute().parent.is_dir():
         raise UsageError(f"--picture={picture}: no such folder")
     configure_log("warning", "auto")
+    signal.signal(signal.SIGTERM, _interrupt)
+    if chaos:
+        if (engine, dp_size, withhold_weights, updates) != ("embedded", 1, False, None):
+            raise UsageError("--chaos: with --engines, --seconds and --seed alone")
+        _chaos(engines or 2, seconds or 150.0, seed, journal, as_json=as_json)
+        return
     try:
         from trainer_agent.demo import report  # noqa: PLC0415 - after --help
         from trainer_agent.demo.run import DemoOptions, run_demo  # noqa: PLC0415
@@ -106,7 +128,6 @@ def demo(
         seed=seed,
         withhold_weights=withhold_weights,
     )
-    signal.signal(signal.SIGTERM, _interrupt)
     line = report.ProgressLine(options.updates or options.steps)
     with line:
         result = run_demo(options, say=line.say, progress=line.update)
@@ -115,6 +136,26 @@ def demo(
         click.echo(json.dumps(result.as_json()))
     else:
         report.show(result, picture)
+
+
+def _chaos(engines: int, seconds: float, seed: int, journal: Path, *, as_json: bool) -> None:
+    """The demo with faults."""
+    for old in journal_files(journal):
+        old.unlink()
+    try:
+        from trainer_agent.demo.chaos import ChaosOptions, run_chaos  # noqa: PLC0415 - torch
+    except ModuleNotFoundError as error:
+        raise UsageError(f"the demo needs {error.name}: install wavebus[demo]") from error
+    options = ChaosOptions(journal.absolute(), engines=engines, seconds=seconds, seed=seed)
+    result = run_chaos(options, say=lambda text: click.echo(text, err=True))
+    told = result.as_json()
+    if as_json:
+        click.echo(json.dumps(told))
+    else:
+        for name, value in told.items():
+            click.echo(f"{name:20} {value}")
+    if not result.clean:
+        raise click.exceptions.Exit(1)
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

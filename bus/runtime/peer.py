@@ -5,13 +5,23 @@ from __future__ import annotations
 import os
 import re
 import socket
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Final
 
 import bus.log
 from bus import codec
 from bus.errors import DecodeError
 from bus.ids import new_boot
-from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, Message, Nack, NackCode
+from bus.messages import (
+    WIRE_MAJOR,
+    WIRE_MINOR,
+    WIRE_NAMES,
+    Envelope,
+    Join,
+    Message,
+    Nack,
+    NackCode,
+)
 from bus.protocol.effects import Effect, Note, Send
 from bus.protocol.link import LINK_MESSAGES, Link, LinkConfig, LinkState
 from bus.runtime.alarm import Alarm
@@ -19,9 +29,11 @@ from bus.runtime.alarm import Alarm
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from bus.messages import Heartbeat, Join
+    from bus.messages import Heartbeat
     from bus.runtime.base import ClientTransport, Scheduler
 
+# Refusals come late, but not after so many more JOINs.
+_JOINS_KEPT: Final = 64
 HOST = socket.gethostname()[:256]
 PID = os.getpid()
 
@@ -73,6 +85,7 @@ class Peer:
         self._next_deadline_ms = next_deadline_ms
         self._seq = 0
         self._last_id = 0
+        self._joins: deque[int] = deque(maxlen=_JOINS_KEPT)  # their ids
         self._alarm = Alarm(scheduler, self._on_alarm)
         self._closed = False
 
@@ -102,7 +115,10 @@ class Peer:
         """Do what a machine wants done, then set the timer anew."""
         for effect in effects:
             if isinstance(effect, Send):
-                self._transmit(effect.message, self.new_id(), effect.reply_to, self.link.epoch)
+                msg_id = self.new_id()
+                if isinstance(effect.message, Join):
+                    self._joins.append(msg_id)
+                self._transmit(effect.message, msg_id, effect.reply_to, self.link.epoch)
             else:
                 self.note(effect)
         self.arm()
@@ -161,12 +177,19 @@ class Peer:
         if not self.link.fresh(envelope, now_ms):
             self.note(Note("stale_frame", "debug", {"kind": envelope.kind, "seq": envelope.seq}))
             return
-        if type(message) in LINK_MESSAGES:
+        if type(message) in LINK_MESSAGES and self._is_of_the_link(envelope, message):
             effects = self.link.receive(envelope, message, now_ms)
             if effects:
                 self.perform(effects)
             self._told(state)
         self._on_message(envelope, message)
+
+    def _is_of_the_link(self, envelope: Envelope, message: Message) -> bool:
+        """A refusal may be the answer to something else, that was asked before the broker was
+        missed."""
+        if not isinstance(message, Nack) or message.code is NackCode.NOT_JOINED:
+            return True
+        return envelope.reply_to in self._joins
 
     def _told(self, before: LinkState) -> None:
         if self.link.state is not before:

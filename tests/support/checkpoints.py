@@ -58,6 +58,13 @@ class Checkpoint:
         self, weights: Mapping[str, Tensor], tokens: Sequence[int], past: Past | None = None
     ) -> tuple[Tensor, Past]:
         """Logits [vocab] after the last of ``tokens``, and keys and values of all so far."""
+        logits, kept = self.logits(weights, tokens, past)
+        return logits[-1], kept
+
+    def logits(
+        self, weights: Mapping[str, Tensor], tokens: Sequence[int], past: Past | None = None
+    ) -> tuple[Tensor, Past]:
+        """The same after each of ``tokens``: [tokens, vocab]."""
         past = past or [None] * self.layers
         begin = past[0][0].shape[1] if past[0] is not None else 0
         places = torch.arange(begin, begin + len(tokens))
@@ -72,7 +79,7 @@ class Checkpoint:
             normed = _rms(x, layer["post_attention_layernorm.weight"])
             x = x + self._feed_forward(weights, f"{prefix}mlp.", normed)
         head = weights["model.embed_tokens.weight" if self.tie else "lm_head.weight"]
-        return head @ _rms(x[-1], weights["model.norm.weight"]), kept
+        return _rms(x, weights["model.norm.weight"]) @ head.T, kept
 
     def greedy(self, weights: Mapping[str, Tensor], prompt: Sequence[int], count: int) -> list[int]:
         """The likeliest ``count`` tokens after ``prompt``; no end is heeded."""
@@ -86,15 +93,16 @@ class Checkpoint:
     def _feed_forward(self, weights: Mapping[str, Tensor], prefix: str, x: Tensor) -> Tensor:
         if not self.experts:
             return _swiglu(weights, prefix, x)
-        rows: list[Tensor] = []
-        for row in x:
-            share, chosen = (weights[f"{prefix}gate.weight"] @ row).softmax(-1).topk(self.top_k)
-            parts = [
-                part * _swiglu(weights, f"{prefix}experts.{int(expert)}.", row)
-                for part, expert in zip(share / share.sum(), chosen, strict=True)
-            ]
-            rows.append(torch.stack(parts).sum(0))
-        return torch.stack(rows)
+        share, chosen = (x @ weights[f"{prefix}gate.weight"].T).softmax(-1).topk(self.top_k)
+        parts = torch.zeros(len(x), self.experts)
+        parts.scatter_(1, chosen, share / share.sum(-1, keepdim=True))
+        return sum(
+            (
+                parts[:, expert, None] * _swiglu(weights, f"{prefix}experts.{expert}.", x)
+                for expert in range(self.experts)
+            ),
+            start=torch.zeros_like(x),
+        )
 
     def _attend(
         self,

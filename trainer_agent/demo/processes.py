@@ -51,9 +51,9 @@ class Processes:
     ) -> None:
         self.stop()
 
-    def broker(self) -> str:
+    def broker(self, *options: str, listen: str = "tcp://127.0.0.1:*") -> str:
         """Start a broker on a free port of this machine; return its address."""
-        process = self._start("broker", "broker", "--listen", "tcp://127.0.0.1:*")
+        process = self._start("broker", "broker", "--listen", listen, *options)
         assert process.stdout is not None
         address = process.stdout.readline().strip()
         if not address:
@@ -69,16 +69,18 @@ class Processes:
         *,
         dp_size: int = 1,
         dp_coordinator: DpCoordinator = "vllm",
+        port: int = 0,
     ) -> None:
         """Start a sidecar and its engine, or those of all ranks of a DP group; they join
-        when the engines are up."""
+        when the engines are up. ``port``: of an embedded engine; 0: any."""
         options: tuple[str, ...] = ("sidecar", "--broker", broker)
         if dp_size > 1:
             options += ("--dp-group", name, "--dp-size", str(dp_size))
         else:
             options += ("--name", name)
         if kind == "embedded":
-            self._start(name, *options, "--engine", "embedded", "--model", str(checkpoint))
+            options += ("--engine", "embedded", "--port", str(port))
+            self._start(name, *options, "--model", str(checkpoint))
             return
         if dp_size > 1:
             options += ("--dp-coordinator", dp_coordinator)
@@ -93,6 +95,16 @@ class Processes:
             *_VLLM_ARGS,
             environment=_VLLM_CPU_ENV,
         )
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, so that it may be started again."""
+        for each in [each for each in self._running if each[0] == name]:
+            self._running.remove(each)
+            process = each[1]
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
 
     def check(self) -> None:
         """All of them live.
@@ -133,7 +145,7 @@ class Processes:
     def _start(
         self, name: str, *arguments: str, environment: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        with (self.folder / f"{name}.log").open("w", encoding="utf-8") as log:
+        with (self.folder / f"{name}.log").open("a", encoding="utf-8") as log:
             process = subprocess.Popen(  # noqa: S603 - our own command
                 [sys.executable, "-m", "bus.cli", *arguments],
                 stdout=subprocess.PIPE,

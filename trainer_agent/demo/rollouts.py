@@ -20,20 +20,23 @@ from trainer_agent.demo import task
 from trainer_agent.demo.grpo import Rollout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _ROUTE: Final = "/inference/v1/generate"
 _PATIENCE_S: Final = 120.0
 IDLE_S: Final = 2.0
+_LOOK_AGAIN_S: Final = 0.1
 
 
 @dataclass(slots=True)
 class Counts:
     """What became of the requests. One that lacks a sequence, or a part of one, is lost;
-    one that is ``left_out`` came back whole, and too early for a trainer still at work."""
+    one that is ``left_out`` came back whole, and too early for a trainer still at work; one that
+    was ``cut_short`` is asked again: its engine was killed, or quarantined."""
 
     requests: int = 0
     lost: int = 0
+    cut_short: Counter[str] = field(default_factory=Counter)
     left_out: int = 0
     why_lost: Counter[str] = field(default_factory=Counter)
     tokens_by_version: Counter[int] = field(default_factory=Counter)
@@ -44,12 +47,28 @@ class RolloutPool:
 
     The newest ``ahead`` groups wait for the trainer; when it is slow, older ones are left
     out, so that what it takes is never very stale. A context manager, for one thread.
+
+    ``whole`` is called with every sequence that came back whole. With ``faults``, engines are
+    killed, of which :meth:`killing` tells, and quarantined, which ends requests by ``abort``: those
+    are not lost, but cut short.
     """
 
     def __init__(
-        self, endpoints: Sequence[str], *, group_size: int, streams: int, ahead: int, seed: int
+        self,
+        endpoints: Sequence[str],
+        *,
+        group_size: int,
+        streams: int,
+        ahead: int,
+        seed: int,
+        faults: bool = False,
+        whole: Callable[[Rollout], None] = lambda _: None,
     ) -> None:
         self.counts = Counts()
+        self._faults = faults
+        self._whole = whole
+        self._kills: Counter[str] = Counter()  # of each endpoint
+        self._down: set[str] = set()
         self._endpoints = list(endpoints)
         self._group_size = group_size
         self._streams = streams
@@ -98,6 +117,11 @@ class RolloutPool:
         """Mean reward of the engines' greedy answers to the held-out prompts."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(self._greedy(), self._loop).result(_PATIENCE_S)
+
+    def killing(self, endpoint: str) -> None:
+        """The engine there is about to be killed, and will come back."""
+        self._kills[endpoint] += 1
+        self._down.add(endpoint)
 
     # -- in the thread ----------------------------------------------------------
 
@@ -169,20 +193,40 @@ class RolloutPool:
             sampling["seed"] = seed
         body = {"token_ids": list(prompt), "sampling_params": sampling}
         self.counts.requests += 1
+        kills = self._kills[endpoint]
         try:
             async with self._session.post(endpoint + _ROUTE, json=body) as response:
                 if response.status >= 400:  # noqa: PLR2004 - HTTP's border of errors
                     raise WavebusError(f"{endpoint}: {response.status}: {await response.text()}")
                 answer = await response.json()
         except (aiohttp.ClientError, TimeoutError) as error:
-            self._lost(f"{type(error).__name__}: {error}")
+            if self._kills[endpoint] > kills or endpoint in self._down:
+                self.counts.cut_short["killed"] += 1
+                await self._until_it_serves(endpoint)
+            else:
+                self._lost(f"{type(error).__name__}: {error}")
             return []
         rollouts = [self._rollout(prompt, choice) for choice in answer["choices"]]
         whole = [rollout for rollout in rollouts if rollout is not None]
-        if len(whole) < n:
+        for rollout in whole:
+            self._whole(rollout)
+        if self._faults and any(each["finish_reason"] == "abort" for each in answer["choices"]):
+            self.counts.cut_short["quarantined"] += 1
+        elif len(whole) < n:
             reasons = Counter(choice["finish_reason"] for choice in answer["choices"])
             self._lost(f"{len(whole)} of {n} sequences whole; they ended by {dict(reasons)}")
         return whole
+
+    async def _until_it_serves(self, endpoint: str) -> None:
+        """An engine in the place of one that was killed."""
+        while True:
+            try:
+                async with self._session.get(f"{endpoint}/health") as response:
+                    if response.status < 400:  # noqa: PLR2004 - HTTP's border of errors
+                        self._down.discard(endpoint)
+                        return
+            except aiohttp.ClientError:
+                await asyncio.sleep(_LOOK_AGAIN_S)
 
     def _lost(self, why: str) -> None:
         self.counts.lost += 1

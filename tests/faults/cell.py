@@ -1,0 +1,198 @@
+"""One cell of the matrix, played: the step is reached, the fault happens, the fault ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from tests.faults.matrix import ACTORS, CELLS, STEPS, Cell
+from tests.faults.world import ENGINES, LEASE_MS, LOCKSTEP, RANKS, Violation, World
+
+if TYPE_CHECKING:
+    from tests.support.links import Trap
+
+# After the fault has ended, so many updates may fail, each by a named error, before one is
+# committed everywhere.
+_ATTEMPTS: Final = 4
+_NAMED: Final = frozenset(
+    {"Refused", "ManifestRefused", "PauseFailed", "UpdateFailed", "BusTimeout"}
+)
+
+
+class Play:
+    """One cell in a world that is well before it, and after it."""
+
+    def __init__(self, world: World, cell: Cell) -> None:
+        self.world = world
+        self.cell = cell
+        self.who = ACTORS[cell.actor]
+        self.update: asyncio.Task[dict[str, dict[str, Any]]] | None = None
+        self.outcome = "gone"
+
+    async def run(self) -> str:
+        """Play it; how the update ended in whose middle the fault was: ``committed``, ``failed``,
+        or ``gone`` with the trainer.
+
+        Raises:
+            Violation: something was that must never be.
+        """
+        world = self.world
+        world.story.tell(f"--- {self.cell}")
+        world.quarantined = world.down = frozenset()
+        # With and without keys and values of before, in turn: the oracle knows which.
+        world.clear_cache = CELLS.index(self.cell) % 2 == 0
+        for client in world.clients.values():
+            client.work()
+        trap = await self._reach()
+        aborted = {name: client.aborted for name, client in world.clients.items()}
+        self._break()
+        trap.release()
+        if self.update is None:
+            self.update = world.update()
+        # How long the fault lasts: longer than the lease.
+        await asyncio.sleep(1.2 * LEASE_MS / 1000)
+        await self._nobody_is_stuck(aborted)
+        await self._mend()
+        await self._heals()
+        await asyncio.gather(*(client.rest() for client in world.clients.values()))
+        world.verify(self._lost())
+        return self.outcome
+
+    async def _reach(self) -> Trap:
+        """The step's message is held."""
+        world, cell = self.world, self.cell
+        moment = STEPS[cell.step]
+        if cell.step == "join":
+            peer = "e0" if cell.actor == "broker" else self.who
+        else:
+            peer = self.who if self.who in ENGINES else "e0"
+        trap = world.links.trap(lambda passing: moment(passing, peer, world.chunks))
+        if cell.step == "join":
+            await world.restart("broker")
+        else:
+            self.update = world.update()
+        await world.within(f"the step {cell.step}", trap.caught.wait())
+        world.story.tell(f"at {cell.step}: {trap.passing}"[:200])
+        return trap
+
+    def _break(self) -> None:
+        links = self.world.links
+        peer = "" if self.who == "broker" else self.who
+        match self.cell.fault:
+            case "sigkill":
+                os.kill(self.world.pid_of(self.who), signal.SIGKILL)
+            case "sigstop":
+                os.kill(self.world.pid_of(self.who), signal.SIGSTOP)
+            case "cut":
+                links.cut(peer)
+            case "mute":  # a broker is mute if nothing comes from it
+                links.swallow("from" if self.who == "broker" else "to", peer)
+            case "deaf":
+                links.swallow("to" if self.who == "broker" else "from", peer)
+        self.world.story.tell(f"{self.who}: {self.cell.fault}")
+
+    async def _nobody_is_stuck(self, aborted: dict[str, int]) -> None:
+        """While the fault lasts, and the lease is over: who is there generates, or is quarantined
+        and says so: to the bus, or, when it can't reach that, to who asked it, by ending requests;
+        or its DP group is down, and the broker says so."""
+        world = self.world
+        if self.update is not None and self.who in ENGINES:
+            await world.within("the trainer to hear how its update ended", self.update)
+        begun = {name: client.tokens for name, client in world.clients.items()}
+
+        def goes_on(name: str) -> bool:
+            if name in LOCKSTEP and "m" in world.down:
+                return True
+            client = world.clients[name]
+            quarantined = (
+                world.engines[name].phase == "quarantined" or client.aborted > aborted[name]
+            )
+            return client.tokens > begun[name] or quarantined
+
+        for name in ENGINES:
+            if name not in self._absent():
+                await world.until(f"{name} to generate without {self.who}", partial(goes_on, name))
+
+    def _absent(self) -> frozenset[str]:
+        """Engines that can't generate while the fault lasts."""
+        if self.cell.fault not in {"sigkill", "sigstop"}:
+            return frozenset()
+        return frozenset({"e0": ("e0",), "m-1": LOCKSTEP}.get(self.who, ()))
+
+    def _lost(self) -> frozenset[str]:
+        """Engines whose requests may have ended early: their own died, or was quarantined."""
+        killed = self._absent() if self.cell.fault == "sigkill" else frozenset()
+        return killed | self.world.quarantined
+
+    async def _mend(self) -> None:
+        """The fault ends, without a human: who was killed is started again."""
+        world = self.world
+        world.story.tell("the fault ends")
+        joins = {name: (seen.boot, seen.beats) for name, seen in world.engines.items()}
+        world.links.heal()
+        if self.cell.fault == "sigstop":
+            os.kill(world.pid_of(self.who), signal.SIGCONT)
+        elif self.cell.fault == "sigkill":
+            if self.who in RANKS:
+                await self._end_update()  # of those ranks that live; then all begin anew
+                await world.start_trainer()
+            elif self.who not in LOCKSTEP:  # those have their own supervisor
+                await world.restart(self.who)
+
+        def there(name: str) -> bool:
+            seen = world.engines[name]
+            anew = self.cell.fault == "sigkill" and name in self._absent()
+            boot, beats = joins[name]
+            return seen.boot != boot if anew else seen.beats > beats or seen.boot != boot
+
+        for name in ENGINES:
+            await world.until(f"{name} to be heard again", partial(there, name))
+        await self._end_update()
+
+    async def _end_update(self) -> None:
+        """It does, and whoever of the trainer lives knows how."""
+        assert self.update is not None
+        answers = dict(await self.world.within("the update to end", self.update))
+        told = answers["trainer-0"]
+        self.outcome = "gone" if "gone" in told else "failed" if "error" in told else "committed"
+        if self.cell.fault == "sigkill":
+            answers.pop(self.who, None)
+        self._named(answers)
+
+    async def _heals(self) -> None:
+        """A further update is committed everywhere, and everybody serves it."""
+        world = self.world
+        for _ in range(_ATTEMPTS):
+            answers = await world.within("an update to end", world.update())
+            self._named(answers)
+            version = answers["trainer-0"].get("version")
+            if version is None or answers["trainer-1"].get("version") != version:
+                continue
+            if answers["trainer-0"]["excluded"]:
+                continue
+            await world.until("everybody to run", self._all_run)
+            if all(seen.version == version for seen in world.engines.values()):
+                break
+        else:
+            raise Violation(f"no update of {_ATTEMPTS} was committed everywhere")
+        begun = {name: client.tokens for name, client in world.clients.items()}
+
+        def generates(name: str) -> bool:
+            return world.clients[name].tokens > begun[name]
+
+        for name in ENGINES:
+            await world.until(f"{name} to generate", partial(generates, name))
+
+    def _all_run(self) -> bool:
+        return all(seen.phase == "running" for seen in self.world.engines.values())
+
+    def _named(self, answers: dict[str, dict[str, Any]]) -> None:
+        """What ranks got is a version, or an error of wavebus that says who and what."""
+        for rank, answer in answers.items():
+            if "gone" in answer:
+                raise Violation(f"{rank} has ended: {answer}")
+            if "error" in answer and (answer["error"] not in _NAMED or not answer["text"]):
+                raise Violation(f"{rank} heard {answer}")

@@ -1,0 +1,361 @@
+"""A bus of real processes whose links a test holds in its hand, and what is seen of it.
+
+A broker; an engine alone, ``e0``; two ranks in lockstep, ``m-0`` and ``m-1``; a trainer of two
+ranks. All of them talk to the broker through :class:`tests.support.links.Links`.
+A client of each engine asks for one long greedy answer after the other. Everything that is waited
+for is a message that passes, a token that arrives, or a process that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import aiohttp
+
+from bus.messages import Arm, Commit, Heartbeat, Join
+from sidecar.launch import free_port
+from tests.support.checkpoints import Checkpoint, perturbed
+from tests.support.clients import Asked, Client
+from tests.support.forks import Fork
+from tests.support.links import Links, Passing
+from tests.support.oracle import foreign_tokens
+from tests.support.rank import Rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+HEARTBEAT_MS: Final = 300
+PEER_TIMEOUT_MS: Final = 2000
+LEASE_MS: Final = 2 * PEER_TIMEOUT_MS
+STEP_TIMEOUT_S: Final = 5.0
+PATIENCE_S: Final = 60.0
+LOCKSTEP: Final = ("m-0", "m-1")
+_OF_ONE_VERSION: Final = 2
+ENGINES: Final = ("e0", *LOCKSTEP)
+RANKS: Final = ("trainer-0", "trainer-1")
+CHUNK_BYTES: Final = 120_000
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """How `wavebus sidecar` starts an engine: its options, and a server's command, if it has one;
+    both take the checkpoint's folder at their end."""
+
+    options: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+
+    def arguments(self, own: list[str], folder: Path) -> list[str]:
+        """``own``: those of one sidecar, or one DP group."""
+        if self.command:
+            return [*self.options, *own, "--", *self.command, str(folder)]
+        return [*self.options, str(folder), *own]
+
+
+EMBEDDED: Final = EngineKind(("--engine", "embedded", "--model"))
+
+
+@dataclass
+class Seen:
+    """The last that one engine said of itself."""
+
+    boot: int
+    pid: int
+    endpoint: str
+    phase: str = ""
+    version: int = 0
+    beats: int = 0
+    joins: int = 0
+
+
+class Story:
+    """What happened when, for the message of a cell that fails."""
+
+    def __init__(self) -> None:
+        self.lines: deque[str] = deque(maxlen=80)
+        self._begun_s = time.monotonic()
+
+    def tell(self, line: str) -> None:
+        self.lines.append(f"{time.monotonic() - self._begun_s:8.3f} s  {line}")
+
+
+class Violation(AssertionError):
+    """Something that must never be."""
+
+
+class World:
+    """For the length of an ``async with``; usable again after a cell that went well."""
+
+    def __init__(self, folder: Path, checkpoint: Checkpoint, kind: EngineKind = EMBEDDED) -> None:
+        self.folder = folder
+        self.kind = kind
+        self.checkpoint = checkpoint
+        self.engines: dict[str, Seen] = {}
+        self.story = Story()
+        self.links: Links
+        self.processes: dict[str, Fork] = {}
+        self.ranks: dict[str, Rank] = {}
+        self.clients: dict[str, Client] = {}
+        self.seeds: dict[int, int] = {0: 0}  # of each version that was committed
+        self.quarantined: frozenset[str] = frozenset()  # who was, since it was last emptied
+        self.down: frozenset[str] = frozenset()  # DP groups that were said to be, since then
+        self.clear_cache = True
+        self.greatest = 0  # version that the broker has had served
+        self.chunks = 0  # of an update
+        self._seed = count(1)
+        self._violations: list[str] = []
+        self._news = asyncio.Event()
+        self._weights = lru_cache(maxsize=16)(self._make_weights)
+
+    # -- coming and going -------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        self._port = free_port()
+        self._stack = contextlib.AsyncExitStack()
+        try:
+            self.links = await self._stack.enter_async_context(Links(self._port, self._observe))
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            session = aiohttp.ClientSession(timeout=timeout, connector=connector)
+            self.session = await self._stack.enter_async_context(session)
+            self.start("broker")
+            for name in ("e0", "m"):
+                self.start(name)
+            await self.until("all engines to join", lambda: set(self.engines) >= set(ENGINES))
+            for name in ENGINES:
+                self.clients[name] = Client(name, self)
+            await self.start_trainer()
+        except BaseException as error:
+            error.add_note(self.last_words())
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for client in self.clients.values():
+            await client.close()
+        for rank in self.ranks.values():
+            await rank.close()
+        for process in self.processes.values():
+            await process.close()
+        await self._stack.aclose()
+
+    def start(self, name: str) -> None:
+        """Start the broker, an engine's sidecar, or the supervisor of the ranks in lockstep."""
+        if name == "broker":
+            arguments = [
+                *("broker", "--listen", f"tcp://127.0.0.1:{self._port}"),
+                *("--heartbeat-ms", str(HEARTBEAT_MS), "--peer-timeout-ms", str(PEER_TIMEOUT_MS)),
+                *("--step-timeout-ms", str(int(STEP_TIMEOUT_S * 1000))),
+                *("--journal", str(self.folder / "journal")),
+            ]
+        else:
+            own = ["--name", name]
+            if name == "m":
+                own = ["--dp-group", "m", "--dp-size", "2", "--restarts", "1000"]
+            arguments = ["sidecar", "--broker", self.links.address]
+            arguments += self.kind.arguments(own, self.checkpoint.folder)
+        self.processes[name] = Fork.wavebus(name, *arguments, heard=self._logged)
+
+    async def restart(self, name: str) -> None:
+        """Kill it if it lives, and start it again."""
+        await self.processes[name].close()
+        self.start(name)
+
+    async def start_trainer(self) -> None:
+        """All its ranks, anew."""
+        for rank in self.ranks.values():
+            await rank.close()
+        for number, name in enumerate(RANKS):
+            options = {
+                "name": name,
+                "rank": number,
+                "ranks": len(RANKS),
+                "chunk_bytes": CHUNK_BYTES,
+                "lease_ms": LEASE_MS,
+                "timeout_s": STEP_TIMEOUT_S,
+            }
+            folder = str(self.checkpoint.folder)
+            self.ranks[name] = Rank(name, self.links.address, folder, options)
+        for rank in self.ranks.values():
+            await self.within(f"{rank.name} to join", rank.answer())
+
+    def pid_of(self, name: str) -> int:
+        """Of an engine's own process, or of another one's."""
+        if name in LOCKSTEP:
+            return self.engines[name].pid
+        return (self.ranks.get(name) or self.processes[name]).pid
+
+    # -- updates ----------------------------------------------------------------
+
+    def order(self) -> dict[str, Any]:
+        """The next update's."""
+        return {"seed": next(self._seed), "clear_cache": self.clear_cache}
+
+    def update(self) -> asyncio.Task[dict[str, dict[str, Any]]]:
+        """Have all ranks make one; what each of them says of it in the end."""
+        order = self.order()
+        self.story.tell(f"update with seed {order['seed']}")
+        for rank in self.ranks.values():
+            rank.tell(order)
+
+        async def ended() -> dict[str, dict[str, Any]]:
+            ranks = list(self.ranks.values())
+            answers = await asyncio.gather(*(rank.answer() for rank in ranks))
+            for rank, answer in zip(ranks, answers, strict=True):
+                self.story.tell(f"{rank.name} says {answer}")
+                self.quarantined |= set(answer.get("excluded", ()))
+            return {rank.name: answer for rank, answer in zip(ranks, answers, strict=True)}
+
+        return asyncio.create_task(ended())
+
+    # -- waiting ----------------------------------------------------------------
+
+    async def within(self, what: str, work: Any) -> Any:
+        """Wait for it, but not for ever."""
+        try:
+            return await asyncio.wait_for(work, PATIENCE_S)
+        except TimeoutError:
+            raise Violation(f"waited {PATIENCE_S:.0f} s for {what}") from None
+
+    async def until(self, what: str, true: Callable[[], bool]) -> None:
+        """Wait until it is, looking whenever there is news."""
+
+        async def look() -> None:
+            while not true():
+                await self.something()
+
+        await self.within(what, look())
+
+    async def something(self) -> None:
+        """Wait for the next news."""
+        self._news.clear()
+        await self._news.wait()
+
+    def news(self) -> None:
+        """Something has happened."""
+        self._news.set()
+
+    # -- what is seen -----------------------------------------------------------
+
+    def _observe(self, passing: Passing) -> None:
+        message, name = passing.message, passing.peer
+        if isinstance(message, Join) and message.engine is not None and passing.way == "to":
+            facts, boot = message.engine, passing.envelope.boot
+            seen = self.engines.get(name)
+            if seen is None or seen.boot != boot:
+                seen = self.engines[name] = Seen(boot, message.pid, facts.endpoint)
+            seen.joins += 1
+            self._says(name, seen, facts.phase, facts.version)
+        elif isinstance(message, Heartbeat) and name in self.engines:
+            self.engines[name].beats += 1
+            self._says(name, self.engines[name], message.phase, message.version)
+        elif isinstance(message, Arm):
+            self.chunks = len(message.chunk_ends)
+        elif isinstance(message, Commit) and passing.way == "from":
+            self._committed(message)
+        self.news()
+
+    def _logged(self, line: dict[str, Any]) -> None:
+        if line.get("event") == "dp_group_down":
+            self.story.tell(f"the broker says that {line['dp_group']} is down: {line['reason']}")
+            self.down |= {line["dp_group"]}
+        elif line.get("event") == "quarantined":
+            self.quarantined |= {line["peer"]}
+        self.news()
+
+    def _says(self, name: str, seen: Seen, phase: str, version: int) -> None:
+        if version < seen.version:
+            self._violations.append(f"{name} went from version {seen.version} to {version}")
+        if phase != seen.phase:
+            self.story.tell(f"{name} is {phase}, version {version}")
+        if phase == "quarantined":
+            self.quarantined |= {name}
+        seen.phase, seen.version = phase, version
+
+    def _committed(self, message: Commit) -> None:
+        seed = int(message.label.removeprefix("seed "))
+        if self.seeds.setdefault(message.version, seed) != seed:
+            first = self.seeds[message.version]
+            self._violations.append(f"version {message.version} is of seeds {first} and {seed}")
+        if message.version > self.greatest:
+            self.story.tell(f"COMMIT {message.version}, seed {seed}")
+            self.greatest = message.version
+
+    # -- whose tokens -----------------------------------------------------------
+
+    def verify(self, lost: frozenset[str]) -> int:
+        """Check all answers since the last time: whole, unless their engine is one of ``lost``, and
+        of one version's weights in each segment. How many tokens were held against weights.
+
+        Raises:
+            Violation: one is not, or something else was seen that must never be.
+        """
+        tokens = 0
+        for client in self.clients.values():
+            seen: Counter[int] = Counter()
+            asked, client.over = client.over, []
+            for each in reversed(asked):
+                self._check_whole(each, lost)
+                # Of many answers of one version alone, an engine's last ones tell as much as all.
+                (version, *more) = [span.version for span in each.spans] or [-1]
+                seen[version] += not more
+                if version >= 0 and (more or seen[version] <= _OF_ONE_VERSION):
+                    tokens += len(each.tokens)
+                    self._check_tokens(each)
+        self.story.tell(f"{tokens} tokens are checked")
+        if self._violations:
+            raise Violation("\n".join(self._violations))
+        return tokens
+
+    def _check_whole(self, asked: Asked, lost: frozenset[str]) -> None:
+        if not asked.whole and asked.engine not in lost:
+            self._violations.append(
+                f"{asked.engine} ended a request by {asked.finish or asked.error} after "
+                f"{len(asked.tokens)} of {asked.wanted} tokens"
+            )
+
+    def _check_tokens(self, asked: Asked) -> None:
+        spans = asked.spans
+        versions = [span.version for span in spans]
+        if versions != sorted(set(versions)):
+            self._violations.append(f"{asked.engine}: versions of one answer: {spans}")
+        unknown = set(versions) - self.seeds.keys()
+        if unknown:
+            self._violations.append(
+                f"{asked.engine}: tokens of what was never committed: {unknown}"
+            )
+            return
+        wrong = foreign_tokens(
+            self.checkpoint,
+            self.weights,
+            asked.prompt,
+            asked.tokens,
+            spans,
+            clear_cache=lambda _: self.clear_cache,
+        )
+        if wrong:
+            self._violations.append(f"{asked.engine}: mixed weights: tokens {wrong} of {spans}")
+
+    def weights(self, version: int) -> Mapping[str, Tensor]:
+        """What was committed as this version."""
+        made: Mapping[str, Tensor] = self._weights(self.seeds[version])
+        return made
+
+    def _make_weights(self, seed: int) -> Mapping[str, Tensor]:
+        weights = self.checkpoint.weights
+        return perturbed(dict(sorted(weights.items())), seed) if seed else weights
+
+    def last_words(self) -> str:
+        """The story, and the ends of all logs."""
+        logs = [each.last_words() for each in (*self.processes.values(), *self.ranks.values())]
+        return "\n".join([*self.story.lines, *logs])

@@ -1,0 +1,108 @@
+"""A client of one engine: one long greedy answer after the other, streamed over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+
+from tests.support.oracle import Span
+
+if TYPE_CHECKING:
+    from tests.faults.world import World
+
+TOKENS: Final = 300
+_VOCABULARY: Final = 128
+
+
+@dataclass
+class Asked:
+    """One request and its answer so far. ``spans`` come with the end."""
+
+    engine: str
+    prompt: tuple[int, ...]
+    wanted: int
+    tokens: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    finish: str = ""
+    error: str = ""
+
+    @property
+    def whole(self) -> bool:
+        return self.finish == "length" and len(self.tokens) == self.wanted
+
+
+class Client:
+    """Asks from :meth:`work` to :meth:`rest`, until it is closed. ``over`` are the requests that
+    have ended."""
+
+    def __init__(self, engine: str, world: World) -> None:
+        self.engine = engine
+        self.over: list[Asked] = []
+        self.now: Asked | None = None
+        self.tokens = 0  # that have come, of all requests
+        self.aborted = 0  # requests that the engine ended before their time
+        self._world = world
+        self._random = random.Random(engine)
+        self._go_on = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
+
+    async def rest(self) -> None:
+        """Let the request under way end, and ask for nothing more until :meth:`work`."""
+        self._go_on.clear()
+        await self._world.until(f"{self.engine} to answer", lambda: self.now is None)
+
+    def work(self) -> None:
+        self._go_on.set()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await self._go_on.wait()
+            seen = self._world.engines[self.engine]
+            prompt = tuple(self._random.randrange(_VOCABULARY) for _ in range(6))
+            self.now = asked = Asked(self.engine, prompt, TOKENS)
+            try:
+                await self._ask(seen.endpoint, asked)
+            except (aiohttp.ClientError, OSError) as error:
+                asked.error = f"{type(error).__name__}: {error}"
+            self.now = None
+            if asked.tokens or not asked.error:
+                self.over.append(asked)
+            self._world.news()
+            if asked.error:  # there is nobody: until somebody joins in its place
+                boot = seen.boot
+                while self._world.engines[self.engine].boot == boot:
+                    await self._world.something()
+
+    async def _ask(self, endpoint: str, asked: Asked) -> None:
+        sampling = {"temperature": 0.0, "max_tokens": asked.wanted, "ignore_eos": True}
+        body = {"token_ids": asked.prompt, "sampling_params": sampling, "stream": True}
+        url = f"{endpoint}/inference/v1/generate"
+        async with self._world.session.post(url, json=body) as response:
+            async for raw in response.content:
+                if raw.startswith(b"data: {"):
+                    self._chunk(asked, json.loads(raw.removeprefix(b"data: ")))
+
+    def _chunk(self, asked: Asked, said: dict[str, Any]) -> None:
+        if "error" in said:
+            asked.error = str(said["error"])
+            return
+        (choice,) = said["choices"]
+        asked.tokens += choice["token_ids"]
+        self.tokens += len(choice["token_ids"])
+        if choice["finish_reason"]:
+            asked.finish = choice["finish_reason"]
+            self.aborted += asked.finish == "abort"
+            asked.spans = [
+                Span(int(span["version"]), span["start"], span["end"])
+                for span in choice["weight_versions"]
+            ]
+        self._world.news()

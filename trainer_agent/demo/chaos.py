@@ -1,0 +1,275 @@
+"""The demo with faults: each actor in turn gets SIGKILL while weights are under way.
+
+The broker, each engine with its sidecar, and the trainer's process on the bus are killed and
+started again, while rollouts and training go on. The broker keeps a journal. In the end every
+token is held against the weights of its version (:mod:`trainer_agent.demo.oracle`).
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from safetensors.torch import save_file
+
+from bus.codec import decode
+from bus.errors import WavebusError
+from bus.journal.reader import Entry, read
+from bus.journal.records import Sent
+from bus.messages import Commit
+from trainer_agent.demo.grpo import GrpoConfig, GrpoLearner
+from trainer_agent.demo.oracle import Verdict, judge
+from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
+from trainer_agent.demo.processes import Processes
+from trainer_agent.demo.rollouts import RolloutPool
+from trainer_agent.demo.sender import Sender
+from trainer_agent.sync import SyncTrainerAgent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from bus.messages import EngineView
+    from trainer_agent.demo.grpo import Rollout
+
+GROUP: Final = "policy"
+HEARTBEAT_MS: Final = 500
+PEER_TIMEOUT_MS: Final = 3000
+LEASE_MS: Final = 2 * PEER_TIMEOUT_MS
+_BOOT_S: Final = 120.0
+_STEP_S: Final = 20.0
+# So many whole updates of everybody come between one kill and the next.
+_CALM: Final = 3
+# A kill comes so long after the update has begun, at most: updates take about that long.
+_WITHIN_S: Final = 0.06
+# After the last kill, so many updates may fail.
+_TRIES: Final = 20
+_LABEL: Final = "update "
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosOptions:
+    """``rounds``: how often each actor is killed; ``seconds`` bounds the run. The journal is left
+    in ``journal``."""
+
+    journal: Path
+    engines: int = 2
+    rounds: int = 2
+    seconds: float = 150.0
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class ChaosResult:
+    """What happened. ``errors`` are what failed updates raised, by class."""
+
+    options: ChaosOptions
+    kills: Counter[str] = field(default_factory=Counter)
+    updates: int = 0  # that the trainer was told are committed
+    committed: int = 0  # versions with a COMMIT in the journal
+    failed: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    requests: int = 0
+    requests_lost: int = 0
+    why_lost: Counter[str] = field(default_factory=Counter)
+    cut_short: Counter[str] = field(default_factory=Counter)
+    versions: list[int] = field(default_factory=list)  # of tokens, ascending
+    healed: bool = False
+    verdict: Verdict = field(default_factory=Verdict)
+    reward: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def clean(self) -> bool:
+        """Nothing was lost, or mixed, and all serve again."""
+        return self.healed and not self.requests_lost and not self.verdict.mixed
+
+    def as_json(self) -> dict[str, object]:
+        """The object that ``--chaos --json`` prints."""
+        return {
+            "kills": dict(self.kills),
+            "updates": self.updates,
+            "updates_failed": self.failed,
+            "errors": dict(self.errors),
+            "committed": self.committed,
+            "versions": len(self.versions),
+            "version_last": self.versions[-1] if self.versions else 0,
+            "healed": self.healed,
+            "requests": self.requests,
+            "requests_lost": self.requests_lost,
+            "why_lost": dict(self.why_lost),
+            "requests_cut_short": dict(self.cut_short),
+            "tokens_checked": self.verdict.tokens,
+            "mixed_tokens": self.verdict.mixed,
+            "logprob_error_max": self.verdict.worst,
+            "reward_last": round(self.reward, 4),
+            "journal": str(self.options.journal),
+            "seconds": round(self.seconds, 1),
+        }
+
+
+class Chaos:
+    """One run. ``say`` hears what happens."""
+
+    def __init__(self, options: ChaosOptions, say: Callable[[str], None]) -> None:
+        self.result = ChaosResult(options)
+        self._options = options
+        self._say = say
+        self._chance = random.Random(options.seed)  # noqa: S311 - no secret
+        self._policy = Policy(PolicyConfig(), seed=options.seed)
+        self._weights = {0: self._copy()}  # by the number of the update
+        self._rollouts: list[Rollout] = []
+        self._numbers = 0
+        self._calm = 0  # whole updates since the last kill
+        self._names = [f"engine-{i}" for i in range(options.engines)]
+        self._turns = cycle(["broker", *self._names, "trainer"])
+        self._left = options.rounds * (options.engines + 2)
+
+    def run(self) -> ChaosResult:
+        """Until everybody was killed often enough and serves again.
+
+        Raises:
+            WavebusError: the bus did not come up, or rollouts ended.
+        """
+        started = time.monotonic()
+        torch.set_num_threads(1)
+        with tempfile.TemporaryDirectory(prefix="wavebus-demo-") as name:
+            self._folder = Path(name)
+            save_checkpoint(self._policy, self._folder / "checkpoint")
+            with Processes(self._folder) as self._processes:
+                self._address = self._broker()
+                for each in self._names:
+                    self._engine(each)
+                self._endpoints = {e.name: e.endpoint for e in self._wait()}
+                self._train(started + self._options.seconds)
+        self._judge()
+        self.result.seconds = time.monotonic() - started
+        return self.result
+
+    # -- processes --------------------------------------------------------------
+
+    def _broker(self, listen: str = "tcp://127.0.0.1:*") -> str:
+        times = ("--heartbeat-ms", str(HEARTBEAT_MS), "--peer-timeout-ms", str(PEER_TIMEOUT_MS))
+        journal = ("--journal", str(self._options.journal))
+        return self._processes.broker(*times, *journal, listen=listen)
+
+    def _engine(self, name: str, port: int = 0) -> None:
+        checkpoint = self._folder / "checkpoint"
+        self._processes.sidecar(name, "embedded", self._address, checkpoint, port=port)
+
+    def _wait(self) -> list[EngineView]:
+        with SyncTrainerAgent(self._address, group=GROUP, name="trainer") as agent:
+            return agent.wait_for_engines(self._options.engines, timeout_s=_BOOT_S)
+
+    def _kill(self, who: str) -> None:
+        self._say(f"SIGKILL {who}, in update {self._numbers}")
+        self.result.kills[who] += 1
+        if who == "trainer":
+            self._sender.kill()
+        elif who == "broker":
+            self._processes.kill(who)
+            self._broker(self._address)
+        else:
+            endpoint = self._endpoints[who]
+            self._pool.killing(endpoint)
+            self._processes.kill(who)
+            self._engine(who, int(endpoint.rpartition(":")[2]))
+
+    # -- training ---------------------------------------------------------------
+
+    def _train(self, until_s: float) -> None:
+        config = GrpoConfig(seed=self._options.seed)
+        learner = GrpoLearner(self._policy, config)
+        options = {
+            "group": GROUP,
+            "name": "trainer",
+            "lease_ms": LEASE_MS,
+            "timeout_s": _STEP_S,
+            "chunk_bytes": 64 * 1024,
+        }
+        pool = RolloutPool(
+            list(self._endpoints.values()),
+            group_size=config.group_size,
+            streams=4,
+            ahead=2 * config.groups,
+            seed=self._options.seed,
+            faults=True,
+            whole=self._rollouts.append,
+        )
+        log = self._folder / "trainer.log"
+        with Sender(self._address, options, log) as self._sender, pool as self._pool:
+            while self._left and time.monotonic() < until_s:
+                stats = learner.step(pool.take(config.groups), self._publish)
+                self.result.reward = stats.reward
+                self._processes.check()
+            tries = _TRIES
+            while tries and not self._calm:
+                learner.step(pool.take(config.groups), self._publish)
+                tries -= 1
+            self.result.healed = self._calm > 0
+        counts = pool.counts
+        self.result.requests, self.result.requests_lost = counts.requests, counts.lost
+        self.result.cut_short, self.result.why_lost = counts.cut_short, counts.why_lost
+        self.result.versions = sorted(counts.tokens_by_version)
+
+    def _publish(self) -> None:
+        """Send the weights that the optimizer has just made; kill somebody meanwhile, if it is
+        time for that."""
+        self._numbers += 1
+        self._weights[self._numbers] = self._copy()
+        path = self._folder / "weights.safetensors"
+        save_file(self._weights[self._numbers], path)
+        self._sender.tell({"path": str(path), "label": f"{_LABEL}{self._numbers}"})
+        if self._left and self._calm >= _CALM:
+            self._calm = 0
+            self._left -= 1
+            time.sleep(self._chance.uniform(0.0, _WITHIN_S))
+            self._kill(next(self._turns))
+        self._ended(self._sender.answer())
+
+    def _ended(self, told: dict[str, Any] | None) -> None:
+        if told is None:
+            self.result.failed += 1
+            self.result.errors["killed"] += 1
+            self._sender.start()
+        elif "error" in told:
+            self.result.failed += 1
+            self.result.errors[told["error"]] += 1
+            self._say(f"update {self._numbers}: {told['error']}: {told['text']}")
+        else:
+            self.result.updates += 1
+            whole = told["engines"] == self._options.engines and not told["excluded"]
+            self._calm = self._calm + 1 if whole else 0
+
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: each.detach().clone() for name, each in self._policy.state_dict().items()}
+
+    # -- the oracle -------------------------------------------------------------
+
+    def _judge(self) -> None:
+        """Versions are what the journal says was committed under which label."""
+        numbers = {0: 0}
+        for item in read(self._options.journal):
+            if not isinstance(item, Entry) or not isinstance(item.record, Sent):
+                continue
+            _, message = decode(item.record.frame)
+            if isinstance(message, Commit):
+                number = int(message.label.removeprefix(_LABEL))
+                if numbers.setdefault(message.version, number) != number:
+                    raise WavebusError(f"version {message.version} was committed twice")
+        self.result.committed = len(numbers) - 1
+        weights = {version: self._weights[number] for version, number in numbers.items()}
+        self.result.verdict = judge(PolicyConfig(), weights, self._rollouts)
+
+
+def run_chaos(options: ChaosOptions, *, say: Callable[[str], None]) -> ChaosResult:
+    """See :meth:`Chaos.run`."""
+    return Chaos(options, say).run()

@@ -1,0 +1,80 @@
+"""Whose weights tokens are from: each one's log-probability, computed anew.
+
+An engine says of each token how likely it was, and under which version. The policy of that
+version, over the same prompt and the same tokens before, must find the same: pauses of the demo
+drop keys and values, so that whatever comes after an update is the new weights' alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch.nn import functional
+
+from trainer_agent.demo.grpo import collate
+from trainer_agent.demo.policy import Policy, PolicyConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from trainer_agent.demo.grpo import Rollout
+
+# Engines add up in another order, in float32.
+TOLERANCE: Final = 5e-5
+_ROWS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``tokens`` were checked; ``mixed`` of them are not their version's; ``worst`` is the largest
+    difference of a log-probability, in nats, among those that are."""
+
+    tokens: int = 0
+    mixed: int = 0
+    worst: float = 0.0
+
+
+def judge(
+    shape: PolicyConfig, weights: Mapping[int, Mapping[str, Tensor]], rollouts: Sequence[Rollout]
+) -> Verdict:
+    """Check every token of every rollout.
+
+    Args:
+        shape: the policy's.
+        weights: of each version. Tokens of a version that is not there count as mixed.
+        rollouts: whole ones, with a version for each token.
+    """
+    policy = Policy(shape)
+    tokens = mixed = 0
+    worst = 0.0
+    for version in sorted({version for each in rollouts for version in each.versions}):
+        those = [each for each in rollouts if version in each.versions]
+        if version not in weights:
+            mixed += sum(each.versions.count(version) for each in those)
+            continue
+        policy.load_state_dict(dict(weights[version]))
+        for begin in range(0, len(those), _ROWS):
+            off = _differences(policy, those[begin : begin + _ROWS], version)
+            wrong = off > TOLERANCE
+            tokens += len(off)
+            mixed += int(wrong.sum())
+            worst = max(worst, float(off[~wrong].max()) if bool((~wrong).any()) else 0.0)
+    return Verdict(tokens, mixed, worst)
+
+
+def _differences(policy: Policy, rollouts: Sequence[Rollout], version: int) -> Tensor:
+    """Of all tokens of this version: by how much the log-probability told is off."""
+    batch = collate([rollouts])
+    told = torch.zeros_like(batch.behaviour, dtype=torch.bool)
+    for row, each in enumerate(rollouts):
+        first = len(each.prompt_ids) - 1
+        for place, of in enumerate(each.versions):
+            told[row, first + place] = of == version
+    with torch.inference_mode():
+        logs = functional.log_softmax(policy(batch.inputs), dim=-1)
+        chosen = logs.gather(-1, batch.target[..., None]).squeeze(-1)
+    return (chosen - batch.behaviour).abs()[told]
