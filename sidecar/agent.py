@@ -52,6 +52,7 @@ from bus.runtime.peer import HOST, PID, Peer, default_name, route_of
 from bus.runtime.zmq_transport import ZmqClient
 from bus.settings import DEFAULT_BROKER
 from sidecar.engine import Chunk, Engine, EngineInfo
+from sidecar.holder import Holder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -108,6 +109,7 @@ class Sidecar:
         self.group = check_name(group, "group")
         self.dp_group = check_name(dp_group or self.name, "dp_group")
         self.session = EngineSession(self.name)
+        self._holder = Holder(engine, self.session, self.dp_group)
         self.info: EngineInfo | None = None
         self.death = ""
         self._broker = broker
@@ -134,6 +136,9 @@ class Sidecar:
         try:
             version = await self.engine.version()
             self.session = EngineSession(self.name, version=version, draft=self.info.draft)
+            self._holder = Holder(self.engine, self.session, self.dp_group)
+            left = self.engine.left_behind()
+            found = None if left is None else await self._holder.take_over(left)
             boot = new_boot()
             transport = self._transport or ZmqClient(
                 self._broker, route_of(self.name, boot), self._security
@@ -152,6 +157,8 @@ class Sidecar:
                 next_deadline_ms=self._next_deadline_ms,
                 link_config=self._link_config,
             )
+            if found is not None:
+                self._peer.note(found)
             self._caller = asyncio.create_task(self._make_calls())
             self._peer.start()
             self._tasks.add(asyncio.create_task(self._watch_engine()))
@@ -211,8 +218,10 @@ class Sidecar:
                     await self._last_call()
                     if self.session.phase == "paused":
                         await self.engine.resume()
+                        self.engine.hold(None)
                     elif self.session.phase == "asleep":
                         await self.engine.wake()
+                        self.engine.hold(None)
             tasks = [*self._tasks, *([self._caller] if self._caller else [])]
             for task in tasks:
                 task.cancel()
@@ -289,9 +298,22 @@ class Sidecar:
                 assert self._next_call is None, "the machine makes one call at a time"
                 self._next_call = effect
                 self._wake_caller()
+        self._keep_hold()
         due_ms = self.session.next_deadline_ms(peer.link.last_heard_ms)
         if due_ms is not None:
             peer.arm_by(due_ms)
+
+    def _keep_hold(self, call: Call | None = None) -> None:
+        """Have the engine know by what it is held, and until when.
+
+        Raises:
+            EngineError: see :meth:`Holder.keep`.
+        """
+        assert self._peer is not None
+        heard_ms = self._peer.link.last_heard_ms
+        left_ms = heard_ms + self.session.pause.lease_ms - self._peer.now_ms()
+        for note in self._holder.keep(left_ms, call):
+            self._peer.note(note)
 
     # -- engine calls -----------------------------------------------------------
 
@@ -323,6 +345,7 @@ class Sidecar:
         """Make one engine call and give its result to the machine."""
         assert self._peer is not None
         try:
+            self._keep_hold(call)
             told = await self._do(call)
         except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged and told
             failure = self._failure(call, error)
@@ -411,9 +434,10 @@ class Sidecar:
         self._ended.set()
 
     async def _watch_load(self) -> None:
-        """Keep the number of requests that heartbeats tell up to date."""
+        """Keep the number of requests that heartbeats tell up to date, and the lease."""
         assert self._peer is not None
         while True:
+            self._keep_hold()
             with contextlib.suppress(EngineError):
                 self.session.pause.in_flight = await self.engine.in_flight()
             await anyio.sleep(self._peer.link.heartbeat_ms / 1000)

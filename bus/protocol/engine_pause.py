@@ -223,6 +223,18 @@ class EnginePause:
         effects: list[SessionEffect] = [nack(job.reply_to, Step.RESUME, failure, self.update_id)]
         return effects + self._follow(now_ms)
 
+    def found_paused(self, update_id: str, lease_ms: float) -> None:
+        """The engine was found in this pause, which an earlier sidecar has made."""
+        self.state = _S.PAUSED
+        self.update_id = update_id
+        self.lease_ms = lease_ms
+
+    def found_running(self) -> None:
+        """The engine has ended the pause by itself."""
+        self.state = _S.RUNNING
+        self._last_resume = self.update_id
+        self._memory.resumed()
+
     def _follow(self, now_ms: float) -> list[SessionEffect]:
         if self._next is None:
             return []

@@ -241,6 +241,29 @@ class EngineSession:
             return self._with_calls(self.pause.pause_returned(0.0), now_ms)
         return self._with_calls(self.pause.pause_failed(0, failure), now_ms)
 
+    # -- what was found ---------------------------------------------------------
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no engine call is under way, or waits."""
+        return not len(self._queue)
+
+    def found_paused(
+        self, pause_id: str, lease_ms: float, *, broken: Iterable[str], asleep: bool
+    ) -> None:
+        """The engine was found in this pause, which an earlier sidecar, or the engine itself, has
+        left; of the ``broken`` parts it has not all weights. Only :attr:`at_rest`."""
+        self.pause.found_paused(pause_id, lease_ms)
+        self.update.found(broken)
+        if asleep:
+            self.memory.found_asleep()
+
+    def found_running(self) -> None:
+        """The engine has ended its pause by itself, with the weights that it had. Only
+        :attr:`at_rest`."""
+        self.update.found(())
+        self.pause.found_running()
+
     # -- time -----------------------------------------------------------------
 
     def tick(self, heard_ms: float, now_ms: float) -> list[SessionEffect]:
