@@ -23,6 +23,7 @@ from bus.messages import (
     Join,
     Message,
     NackCode,
+    Restart,
 )
 from bus.protocol.calls import (
     COMMANDS,
@@ -80,6 +81,9 @@ class Sidecar:
         group: the group of engines that take the same weights.
         name: this engine's name on the bus; unique. Default: from host and pid.
         dp_group: the DP group it is a rank of. Default: its own name (a DP group of one).
+        supervised: whoever started this process starts it anew when it ends, and the engine with
+            it, and all other ranks of its DP group. Then it ends when the broker finds that the
+            engine is stuck for good.
         key, broker_key: files of `wavebus keygen`: this engine's secret key, and the broker's
             public one. Default: WAVEBUS_KEY and WAVEBUS_BROKER_KEY, or no keys.
         insecure: go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.
@@ -97,6 +101,7 @@ class Sidecar:
         group: str = "policy",
         name: str | None = None,
         dp_group: str | None = None,
+        supervised: bool = False,
         key: Path | str | None = None,
         broker_key: Path | str | None = None,
         insecure: bool = False,
@@ -108,6 +113,7 @@ class Sidecar:
         self.name = check_name(name or default_name("engine"), "name")
         self.group = check_name(group, "group")
         self.dp_group = check_name(dp_group or self.name, "dp_group")
+        self.supervised = supervised
         self.session = EngineSession(self.name)
         self._holder = Holder(engine, self.session, self.dp_group)
         self.info: EngineInfo | None = None
@@ -246,6 +252,7 @@ class Sidecar:
             endpoint=info.endpoint,
             can_sleep=info.can_sleep,
             draft=info.draft,
+            supervised=self.supervised,
             version=self.session.version,
             phase=self.session.phase,
             update_id=self.session.shown_id,
@@ -272,6 +279,17 @@ class Sidecar:
         if type(message) in COMMANDS:
             now_ms = link.last_heard_ms  # when this came
             self._perform(self.session.command(envelope.id, envelope.epoch, message, now_ms))
+        elif isinstance(message, Restart):
+            self._restart(envelope.epoch, message.reason)
+
+    def _restart(self, epoch: int, reason: str) -> None:
+        """The broker finds the engine stuck: end, so that it is started anew."""
+        assert self._peer is not None
+        if epoch < self.session.epoch or not self.supervised or self.death:
+            return
+        self.death = f"stuck, to be started anew: {reason}"
+        self._peer.note(Note("restart_asked", "error", {"reason": reason}))
+        self._ended.set()
 
     def _on_state(self, state: LinkState) -> None:
         self._changed.set()

@@ -14,6 +14,7 @@ WELCOME             broker → peer                  the join is accepted
 HEARTBEAT           peer → broker                  the peer lives; its present state
 CORE_STATUS         engine → broker                where its core stands: step, wave, phase
 HEARTBEAT_ACK       broker → peer                  the broker lives
+RESTART             broker → engines               stuck for good: end, to be started anew
 LEAVE               peer → broker                  the peer goes, in order
 PAUSE_LOCAL         trainer → broker → engines     pause, phase 1: schedule nothing new
 PAUSE_GLOBAL        broker → engines               pause, phase 2: idle on the device
@@ -109,6 +110,7 @@ from bus.messages.presence import (
     HeartbeatAck,
     Join,
     Leave,
+    Restart,
     Welcome,
 )
 from bus.messages.updates import (
@@ -152,6 +154,7 @@ __all__ = [
     "CoreStatus",
     "HeartbeatAck",
     "Leave",
+    "Restart",
     "PauseLocal",
     "PauseGlobal",
     "Sleep",
@@ -229,6 +232,7 @@ Message: TypeAlias = (
     | CoreStatus
     | HeartbeatAck
     | Leave
+    | Restart
     | PauseLocal
     | PauseGlobal
     | Sleep
@@ -267,6 +271,7 @@ WIRE_NAMES: Final[dict[type[Message], str]] = {
     CoreStatus: "CORE_STATUS",
     HeartbeatAck: "HEARTBEAT_ACK",
     Leave: "LEAVE",
+    Restart: "RESTART",
     PauseLocal: "PAUSE_LOCAL",
     PauseGlobal: "PAUSE_GLOBAL",
     Sleep: "SLEEP",

@@ -29,6 +29,8 @@ class EngineFacts:
     which it takes requests, empty if it takes none over the network;
     ``can_sleep``: it was started so that it can give its memory back;
     ``draft``: it has a draft model whose weights can be updated;
+    ``supervised``: whoever started it starts it anew, with all ranks of its DP group, when it
+    ends;
     ``kind`` is the adapter (``embedded``, ``vllm``, ``vllm-http``) and
     ``software`` what runs behind it, with its version.
     """
@@ -44,6 +46,7 @@ class EngineFacts:
     endpoint: ShortText
     can_sleep: bool
     draft: bool
+    supervised: bool
     version: Serial
     phase: Phase
     update_id: UpdateId
@@ -97,6 +100,14 @@ class CoreStatus:
     step: Count
     wave: Count
     requests: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The engine, or the DP group that it is a rank of, does not go on by itself: end it, and the
+    sidecar too, so that its supervisor starts it anew. ``reason`` is the diagnosis."""
+
+    reason: LongText
 
 
 @dataclass(frozen=True, slots=True)

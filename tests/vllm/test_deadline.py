@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 BOOT_S = 300.0
 PATIENCE_S = 60.0
-LONG = 400
+LONG = 300
 NOBODY = 2**22 + 1  # no process has this number
 
 
@@ -137,6 +137,17 @@ def attached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attached]:
         started.stop()
 
 
+class Trainer(Proc):
+    """See :mod:`tests.support.held_pause`."""
+
+    def begin(self) -> str:
+        """Tell it to; what it says when it has."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        return self.first_line()
+
+
 class Bus:
     """A broker, and sidecars that attach."""
 
@@ -160,10 +171,14 @@ class Bus:
         self.broker.wait_event("peer_joined", BOOT_S, peer="e0")
         return process
 
-    def trainer(self, *update: str) -> Proc:
-        """One that holds a pause until it is killed, or begins an update in it."""
+    def trainer(self, *update: str) -> Trainer:
+        """One that is ready to hold a pause until it is killed, or to begin an update in it."""
         script = str(ROOT / "tests" / "support" / "held_pause.py")
-        return self.add(Proc(sys.executable, script, self.address, *update))
+        argv = (sys.executable, script, self.address, *update, "--when-told")
+        trainer = Trainer(*argv, stdin=subprocess.PIPE)
+        self.add(trainer)
+        assert trainer.first_line() == "ready"
+        return trainer
 
     def phase(self) -> str:
         """The engine's, as the broker tells it; empty where it has none."""
@@ -182,9 +197,9 @@ def test_a_sidecar_killed_in_a_pause(bus: Bus, attached: Attached) -> None:
     """The engine resumes when the lease is over, and its request ends whole; the next sidecar
     finds it running."""
     sidecar = bus.sidecar()
-    request = attached.ask()
     trainer = bus.trainer()
-    assert trainer.first_line() == "paused"
+    request = attached.ask()
+    assert trainer.begin() == "paused"
     before = len(request.tokens)
     sidecar.kill()
     assert attached.ended().state == "resumed"
@@ -200,9 +215,9 @@ def test_a_sidecar_killed_with_a_chunk_loaded(bus: Bus, attached: Attached) -> N
     """The engine stays paused, its request ends with the tokens it has, the next sidecar finds it
     quarantined, and a whole update frees it."""
     sidecar = bus.sidecar()
-    request = attached.ask()
     trainer = bus.trainer(str(attached.checkpoint.folder))
-    assert trainer.first_line() == "chunk"
+    request = attached.ask()
+    assert trainer.begin() == "chunk"
     sidecar.kill()
     end = attached.ended()
     assert end.state == "quarantined"
@@ -227,9 +242,9 @@ def test_a_sidecar_that_comes_back_in_the_lease_takes_the_pause_over(
 ) -> None:
     """It was killed; the next one finds the engine paused, and the broker has it resumed."""
     sidecar = bus.sidecar()
-    request = attached.ask()
     trainer = bus.trainer()
-    assert trainer.first_line() == "paused"
+    request = attached.ask()
+    assert trainer.begin() == "paused"
     sidecar.kill()
     bus.broker.wait_event("peer_lost", peer="e0")
     trainer.kill()
@@ -242,9 +257,9 @@ def test_a_sidecar_that_comes_back_in_the_lease_takes_the_pause_over(
 def test_a_sidecar_stopped_for_longer_than_the_lease(bus: Bus, attached: Attached) -> None:
     """The engine resumes without it; woken, it finds so, and takes part in the next update."""
     sidecar = bus.sidecar()
-    request = attached.ask()
     trainer = bus.trainer()
-    assert trainer.first_line() == "paused"
+    request = attached.ask()
+    assert trainer.begin() == "paused"
     sidecar.signal(signal.SIGSTOP)
     assert attached.ended().state == "resumed"
     assert len(request.result()[0]) == LONG
@@ -295,4 +310,5 @@ def test_an_update_that_was_only_started_is_undone(attached: Attached) -> None:
 
 
 def load(attached: Attached) -> dict[str, Any]:
-    return load_file(attached.checkpoint.folder / "model.safetensors")
+    weights: dict[str, Any] = load_file(attached.checkpoint.folder / "model.safetensors")
+    return weights
