@@ -215,7 +215,9 @@ class HoldWatch:
             raise NoHoldPage("it is on another host")
         with HoldPage.open(Path(mate.page)) as page:
             hold, end = page.hold(), page.end()
-        if hold is None:  # its sidecar has resumed it, or is about to
+        if hold is None:
+            if _stays_paused(mate):
+                return "waiting", "it is paused, and nobody says by what right"
             return "resumed", ""
         if hold.broken or (end is not None and end.state == "quarantined"):
             return "quarantined", "not all of its weights are there"
@@ -230,10 +232,10 @@ class HoldWatch:
         """A mate that is paused waits in a collective until this rank is, too."""
         for mate in self._mates.values():
             try:
-                view = PageReader(Path(mate.page).with_suffix(".page")).read()
-            except NoPage:
+                paused = mate.host == _host() and _stays_paused(mate)
+            except NoHoldPage:
                 continue
-            if view.flags & LOCALLY_PAUSED:
+            if paused:
                 _log.warning("wavebus: rank %d is paused alone; completing its pause", mate.rank)
                 self._core.pause_scheduler("keep", False)
                 return
@@ -323,6 +325,19 @@ def _refuse_updates(void: str, operation: str) -> None:
 
     if isinstance(wire.decode(operation), _UPDATES):
         raise WorkerRefusal(wire.Failure(NackCode.WRONG_STATE, void).to_text())
+
+
+def _stays_paused(mate: Mate) -> bool:
+    """Whether a mate is paused, or is being paused, and is not in its resume.
+
+    Raises:
+        NoHoldPage: its core has no status page.
+    """
+    try:
+        view = PageReader(Path(mate.page).with_suffix(".page")).read()
+    except NoPage as error:
+        raise NoHoldPage(str(error)) from error
+    return bool(view.flags & LOCALLY_PAUSED) and view.phase != "barrier"
 
 
 def _paused(core: Any) -> bool:

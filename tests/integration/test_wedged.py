@@ -98,12 +98,13 @@ def test_a_rank_that_is_stopped_is_restarted_with_its_mate(bus: Bus, moe: Checkp
 def test_one_engine_is_restarted_with_its_sidecar(bus: Bus) -> None:
     """Under --restarts; by its name it is the same, and a pause in which it died goes on."""
     supervisor = bus.sidecar("e0", "--restarts", "2")
+    bus.sidecar("e1")
     before = engines(bus)["e0"]
     assert before.pid != supervisor.pid
 
     async def play() -> None:
         async with TrainerAgent(bus.address, lease_ms=LEASE_MS) as agent:
-            await agent.wait_for_engines(1)
+            await agent.wait_for_engines(2)
             async with agent.paused():
                 os.kill(before.pid, signal.SIGKILL)
                 await asyncio.to_thread(bus.broker.wait_event, "peer_joined", peer="e0")

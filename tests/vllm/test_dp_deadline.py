@@ -65,7 +65,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
         env = {"WAVEBUS_TESTS_REST_MS": str(REST_MS)}
         pair = runner.run(boot_pair(folder, model, "vllm", env))
         try:
-            runner.run(pair.undisturbed(LONG))  # type: ignore[arg-type]
+            runner.run(pair.undisturbed(LONG))
             yield Driver(pair, runner)
         finally:
             runner.run(shut_down(pair))
