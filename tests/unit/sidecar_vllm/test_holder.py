@@ -150,7 +150,7 @@ def test_what_an_update_has_begun_is_held_before_it_is_called(kept: Kept) -> Non
     assert isinstance(kept.running, CallFinish)
     assert kept.held.broken == ("model",)
     kept.returned()
-    kept.command(Commit("u1", 4))
+    kept.command(Commit("u1", 4, ""))
     assert isinstance(kept.running, CallCommit)
     assert kept.held.broken == ("model",)
     kept.returned()
