@@ -26,6 +26,7 @@ from bus.messages import (
     Mates,
     Message,
     NackCode,
+    Restart,
 )
 from bus.protocol.calls import (
     COMMANDS,
@@ -56,6 +57,7 @@ from bus.runtime.peer import HOST, PID, Peer, default_name, route_of
 from bus.runtime.zmq_transport import ZmqClient
 from bus.settings import DEFAULT_BROKER
 from sidecar.engine import Chunk, Engine, EngineInfo
+from sidecar.holder import Holder
 from sidecar.mates import DirectLink
 
 if TYPE_CHECKING:
@@ -84,6 +86,9 @@ class Sidecar:
         group: the group of engines that take the same weights.
         name: this engine's name on the bus; unique. Default: from host and pid.
         dp_group: the DP group it is a rank of. Default: its own name (a DP group of one).
+        supervised: whoever started this process starts it anew when it ends, and the engine with
+            it, and all other ranks of its DP group. Then it ends when the broker finds that the
+            engine is stuck for good.
         key, broker_key: files of `wavebus keygen`: this engine's secret key, and the broker's
             public one. Default: WAVEBUS_KEY and WAVEBUS_BROKER_KEY, or no keys.
         insecure: go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.
@@ -101,6 +106,7 @@ class Sidecar:
         group: str = "policy",
         name: str | None = None,
         dp_group: str | None = None,
+        supervised: bool = False,
         key: Path | str | None = None,
         broker_key: Path | str | None = None,
         insecure: bool = False,
@@ -112,7 +118,9 @@ class Sidecar:
         self.name = check_name(name or default_name("engine"), "name")
         self.group = check_name(group, "group")
         self.dp_group = check_name(dp_group or self.name, "dp_group")
+        self.supervised = supervised
         self.session = EngineSession(self.name)
+        self._holder = Holder(engine, self.session, self.dp_group)
         self.info: EngineInfo | None = None
         self.death = ""
         self._broker = broker
@@ -147,6 +155,11 @@ class Sidecar:
                 dp_rank=self.info.dp_rank,
                 dp_size=self.info.dp_size,
             )
+            self._holder = Holder(self.engine, self.session, self.dp_group)
+            scheduler = self._scheduler or AsyncioScheduler()
+            now_ms = scheduler.now_ms()
+            left = self.engine.left_behind()
+            found = None if left is None else await self._holder.take_over(left, now_ms)
             boot = new_boot()
             if self.info.dp_size > 1:
                 self._direct = self._meet_mates(boot)
@@ -158,7 +171,7 @@ class Sidecar:
                 group=self.group,
                 boot=boot,
                 transport=transport,
-                scheduler=self._scheduler or AsyncioScheduler(),
+                scheduler=scheduler,
                 join=self._join,
                 beat=self._beat,
                 on_message=self._on_message,
@@ -167,6 +180,8 @@ class Sidecar:
                 next_deadline_ms=self._next_deadline_ms,
                 link_config=self._link_config,
             )
+            if found is not None:
+                self._peer.note(found)
             self._caller = asyncio.create_task(self._make_calls())
             self._peer.start()
             self._tasks.add(asyncio.create_task(self._watch_engine()))
@@ -241,8 +256,10 @@ class Sidecar:
                     await self._last_call()
                     if self.session.phase == "paused":
                         await self.engine.resume()
+                        self.engine.hold(None)
                     elif self.session.phase == "asleep":
                         await self.engine.wake()
+                        self.engine.hold(None)
             tasks = [*self._tasks, *([self._caller] if self._caller else [])]
             for task in tasks:
                 task.cancel()
@@ -269,6 +286,7 @@ class Sidecar:
             endpoint=info.endpoint,
             can_sleep=info.can_sleep,
             draft=info.draft,
+            supervised=self.supervised,
             version=self.session.version,
             phase=self.session.phase,
             update_id=self.session.shown_id,
@@ -298,12 +316,24 @@ class Sidecar:
             self._perform(self.session.command(envelope.id, envelope.epoch, message, now_ms))
         elif isinstance(message, HeartbeatAck):
             self.session.renewed(envelope.epoch, message.held, link.last_heard_ms)
+            self._keep_hold()
         elif isinstance(message, Mates) and self._direct is not None:
             self._direct.introduce(message)
+        elif isinstance(message, Restart):
+            self._restart(envelope.epoch, message.reason)
 
     def _on_word(self, word: LeaseWord) -> None:
         if self._peer is not None:
             self._perform(self.session.word(word, self._peer.now_ms()))
+
+    def _restart(self, epoch: int, reason: str) -> None:
+        """The broker finds the engine stuck: end, so that it is started anew."""
+        assert self._peer is not None
+        if epoch < self.session.epoch or not self.supervised or self.death:
+            return
+        self.death = f"stuck, to be started anew: {reason}"
+        self._peer.note(Note("restart_asked", "error", {"reason": reason}))
+        self._ended.set()
 
     def _on_state(self, state: LinkState) -> None:
         self._changed.set()
@@ -333,9 +363,21 @@ class Sidecar:
                 assert self._next_call is None, "the machine makes one call at a time"
                 self._next_call = effect
                 self._wake_caller()
+        self._keep_hold()
         due_ms = self.session.next_deadline_ms()
         if due_ms is not None:
             peer.arm_by(due_ms)
+
+    def _keep_hold(self, call: Call | None = None) -> None:
+        """Have the engine know by what it is held, and until when.
+
+        Raises:
+            EngineError: see :meth:`Holder.keep`.
+        """
+        assert self._peer is not None
+        now_ms = self._peer.now_ms()
+        for note in self._holder.keep(self.session.held_for_ms(now_ms), now_ms, call):
+            self._peer.note(note)
 
     # -- engine calls -----------------------------------------------------------
 
@@ -367,6 +409,7 @@ class Sidecar:
         """Make one engine call and give its result to the machine."""
         assert self._peer is not None
         try:
+            self._keep_hold(call)
             told = await self._do(call)
         except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged and told
             failure = self._failure(call, error)
@@ -455,9 +498,10 @@ class Sidecar:
         self._ended.set()
 
     async def _watch_load(self) -> None:
-        """Keep the number of requests that heartbeats tell up to date."""
+        """Keep the number of requests that heartbeats tell up to date, and the lease."""
         assert self._peer is not None
         while True:
+            self._keep_hold()
             with contextlib.suppress(EngineError):
                 self.session.pause.in_flight = await self.engine.in_flight()
             await anyio.sleep(self._peer.link.heartbeat_ms / 1000)

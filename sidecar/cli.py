@@ -20,6 +20,7 @@ from bus.commands.options import (
 from bus.errors import UsageError
 from bus.ids import check_name
 from bus.keys import BROKER_KEY_VARIABLE, INSECURE_VARIABLE, KEY_VARIABLE, security
+from sidecar.launch import SUPERVISED
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 # For tests alone: ranks of the embedded engine pause as they must not. No option of the
 # command, since nobody should choose it.
 ONE_PHASE_PAUSE: Final = "WAVEBUS_TEST_ONE_PHASE_PAUSE"
+# How often in a row engines that are started here are started anew, unless it is said.
+RESTARTS: Final = 5
 
 
 class Embedded(TypedDict):
@@ -132,9 +135,9 @@ class Embedded(TypedDict):
 @click.option(
     "--restarts",
     type=click.IntRange(0),
-    default=5,
-    show_default=True,
-    help="With --dp-size: how often in a row the ranks are started anew.",
+    help="How often in a row the engine with its sidecar, or with --dp-size all ranks, are started "
+    "anew when one dies.  [default: 5 with --dp-size, or a COMMAND that is no rank among others; "
+    "else 0]",
 )
 @click.option(
     "--core-page",
@@ -162,7 +165,7 @@ def sidecar(
     dp_coordinator: DpCoordinator | None,
     attach: str | None,
     boot_timeout_s: float,
-    restarts: int,
+    restarts: int | None,
     key: Path | None,
     broker_key: Path | None,
     insecure: bool,
@@ -185,29 +188,43 @@ def sidecar(
       wavebus sidecar --group policy --dp-size 2 --dp-coordinator bus -- \\
           python -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-30B-A3B
 
-    Exits with 4 when the engine dies.
+    Exits with 4 when the engine dies, and is not started anew.
     """
     configure_log(log_level, log_format)
     for option, value in (("--name", name), ("--group", group), ("--dp-group", dp_group)):
         if value is not None:
             check_name(value, option)
     _hand_down_keys(key, broker_key, insecure=insecure)
-    if embedded["dp_size"] > 1 and embedded["dp_rank"] is None:
+    all_ranks = embedded["dp_size"] > 1 and embedded["dp_rank"] is None
+    if restarts is None:
+        restarts = RESTARTS if all_ranks or _alone(command) else 0
+    if all_ranks:
         _all_ranks(ctx, name, dp_group, attach, command, embedded, restarts)
         return
     coordinate = None
     if dp_coordinator == "bus" and (command or attach):
         coordinate = _coordinate(broker, group, dp_group)
+    made: Engine | None = None
     if command or attach or engine == "vllm":
         made = _vllm(engine, attach, command, embedded, boot_timeout_s, coordinate)
-    else:
+    elif not restarts:
         asked = "" if dp_coordinator == "vllm" else broker
         made = _embedded(embedded, asked, group, dp_group)
+    if made is None or restarts:
+        _one_engine(ctx, name, command, restarts)
+        return
 
     async def serve(stop: asyncio.Event) -> None:
         from sidecar.agent import Sidecar  # noqa: PLC0415 - after --help
 
-        agent = Sidecar(made, broker=broker, group=group, name=name, dp_group=dp_group)
+        agent = Sidecar(
+            made,
+            broker=broker,
+            group=group,
+            name=name,
+            dp_group=dp_group,
+            supervised=not attach and os.environ.get(SUPERVISED) == "1",
+        )
         await _until(agent.start(), stop)
         if stop.is_set():
             await agent.close("stopped")
@@ -287,6 +304,26 @@ def _all_ranks(
         gpus=gpus_of_this_host() if server else (),
     )
     run_until_stopped(RankSupervisor(plan, restarts=restarts).run)
+
+
+def _one_engine(
+    ctx: click.Context, name: str | None, command: tuple[str, ...], restarts: int
+) -> None:
+    """Start the same again, as a process that is started anew when it ends."""
+    from bus.runtime.peer import default_name  # noqa: PLC0415 - after --help
+    from sidecar.rank_supervisor import EnginePlan, RankSupervisor  # noqa: PLC0415
+
+    options = _given(ctx, frozenset({"name", "restarts", "command"}))
+    plan = EnginePlan(name or default_name("engine"), options, command)
+    run_until_stopped(RankSupervisor(plan, restarts=restarts).run)
+
+
+def _alone(command: tuple[str, ...]) -> bool:
+    """Whether this is the command of a server that is no rank among others: a rank that ends can't
+    come back without them."""
+    return bool(command) and not any(
+        word.startswith(("--data-parallel-rank", "-dpr")) for word in command
+    )
 
 
 # Options that each rank gets anew, or that are none of its concern.

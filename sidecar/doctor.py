@@ -19,12 +19,15 @@ from typing import TYPE_CHECKING, Final
 from bus.commands.doctor import Check
 from bus.lora import FOLDER_PREFIX
 from bus.transfer import SHM_FOLDER, SHM_PREFIX
+from sidecar.vllm_plugin import facts
 from sidecar.vllm_plugin.compat import TESTED, unsupported_reason
 
 if TYPE_CHECKING:
     from bus.commands.doctor import Options
 
 _RL_ROUTES: Final = ("/pause", "/resume", "/collective_rpc", "/update_weight_version")
+_GAPS: Final = "wavebus gaps:"
+_PRESENCE_S: Final = 10
 _GENERATE: Final = "/inference/v1/generate"
 
 
@@ -109,7 +112,7 @@ def _vllm() -> list[Check]:
     return [
         Check("vllm", "ok", f"{name} {number}{tested}"),
         _plugin(),
-        _backend(),
+        *_inside(),
         *_cpu_build(name),
     ]
 
@@ -138,33 +141,54 @@ def _plugin() -> Check:
     return Check(
         "vllm plugin",
         "fail",
-        "vLLM doesn't see it",
+        "vLLM doesn't see it: no updates, and a pause whose sidecar has died is not ended",
         "install wavebus (not just its folder) into the environment that vLLM runs in",
     )
 
 
-def _backend() -> Check:
-    """Register the backend the way vLLM does, in a process of its own."""
+def _inside() -> list[Check]:
+    """What the plugin does inside vLLM, asked the way vLLM does it, in a process of its own: the
+    backend is registered; a core ends a pause that its sidecar has left."""
     code = (
+        "import vllm.engine.arg_utils;"
         "from sidecar.vllm_plugin import register; register();"
         "from vllm.distributed.weight_transfer import WeightTransferEngineFactory as f;"
-        "assert 'wavebus' in f._registry, sorted(f._registry)"
+        "assert 'wavebus' in f._registry, sorted(f._registry);"
+        "from vllm.v1.engine import core; from sidecar.vllm_plugin.features import hold_gaps;"
+        f"print({_GAPS!r}, *hold_gaps(core))"
     )
     try:
         result = subprocess.run(  # noqa: S603 - our own interpreter and text
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=False
         )
     except subprocess.TimeoutExpired:
-        return Check("weight backend", "warn", "vLLM took over 180 s to import", "try again")
+        return [Check("weight backend", "warn", "vLLM took over 180 s to import", "try again")]
     if result.returncode == 0:
-        return Check("weight backend", "ok", "wavebus registers with vLLM's factory")
+        registered = Check("weight backend", "ok", "wavebus registers with vLLM's factory")
+        return [registered, _deadline(result.stdout)]
     last = (result.stderr.strip().splitlines() or ["no output"])[-1]
+    return [
+        Check(
+            "weight backend",
+            "fail",
+            f"it does not register: {last[:200]}",
+            f"wavebus is tested with vLLM {TESTED}; look at the whole error with: python -c "
+            "'from sidecar.vllm_plugin import register; register()'",
+        )
+    ]
+
+
+def _deadline(output: str) -> Check:
+    """Who ends the pause of a sidecar that has died, in an engine that it was attached to."""
+    gaps = next((line for line in output.splitlines() if line.startswith(_GAPS)), _GAPS)
+    gaps = gaps.removeprefix(_GAPS).strip()
+    if not gaps:
+        return Check("deadline", "ok", "an engine core ends the pause of a sidecar that has died")
     return Check(
-        "weight backend",
-        "fail",
-        f"it does not register: {last[:200]}",
-        f"wavebus is tested with vLLM {TESTED}; look at the whole error with: python -c "
-        "'from sidecar.vllm_plugin import register; register()'",
+        "deadline",
+        "warn",
+        f"a pause whose sidecar has died is not ended in an attached engine: {gaps[:200]}",
+        "let `wavebus sidecar … -- COMMAND` start and supervise the server",
     )
 
 
@@ -183,6 +207,27 @@ def _cpu_build(name: str) -> list[Check]:
             )
         ]
     return [Check("vllm-cpu", "ok", f"CPU build on {platform.machine()}")]
+
+
+def _plugin_of(url: str) -> Check:
+    """Whether the plugin is in the server's workers."""
+    body = json.dumps({"method": facts.ASK_PRESENCE, "kwargs": {}}).encode()
+    asked = urllib.request.Request(  # noqa: S310
+        f"{url}/collective_rpc", body, {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(asked, timeout=_PRESENCE_S) as response:  # noqa: S310
+            answer = json.load(response).get("results")
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        return Check("server's plugin", "warn", f"its workers don't answer: {error}", "is it busy?")
+    if isinstance(answer, list) and answer and facts.is_ours(answer[0]):
+        return Check("server's plugin", "ok", "there: it also ends pauses of sidecars that died")
+    return Check(
+        "server's plugin",
+        "fail",
+        "not in its workers: no updates, and a pause whose sidecar has died is not ended",
+        "install wavebus where that vLLM runs; let VLLM_PLUGINS, if it is set, name wavebus",
+    )
 
 
 def _server(url: str) -> list[Check]:
@@ -206,6 +251,7 @@ def _server(url: str) -> list[Check]:
         )
     else:
         found.append(Check("RL routes", "ok", "all there"))
+        found.append(_plugin_of(url))
     if _GENERATE not in paths:
         found.append(
             Check("token route", "note", f"no {_GENERATE}", "start vLLM with --enable-scale-out")

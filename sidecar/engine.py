@@ -16,12 +16,16 @@ from bus.manifest import Manifest, TensorMeta
 from bus.messages import NackCode, PauseMode, SleepLevel, Target, Verify
 from bus.transfer import Place
 from sidecar.corepage import CoreView
+from sidecar.holdpage import Hold, HoldEnd, LeftBehind
 
 __all__ = [
     "Chunk",
     "CoreView",
     "Engine",
     "EngineInfo",
+    "Hold",
+    "HoldEnd",
+    "LeftBehind",
     "Manifest",
     "PauseMode",
     "Place",
@@ -87,6 +91,18 @@ class Engine(Protocol):
 
     def core_view(self) -> CoreView | None:
         """The status page of its core, as it is now; None without one. Never blocks."""
+
+    def hold(self, hold: Hold | None) -> HoldEnd | None:
+        """Have the engine end its pause by itself when that hold is over, and nobody has renewed
+        it (:mod:`sidecar.holdpage`); None: there is no pause any more. Never blocks.
+
+        Returns what the engine has made of that hold already: then nothing was renewed. None
+        where it stands; and always where the engine ends with its sidecar.
+        """
+
+    def left_behind(self) -> LeftBehind | None:
+        """In what pause the engine was found when it started, as an earlier sidecar has left it;
+        None: in none."""
 
     async def version(self) -> int:
         """The weight version it serves; 0 until the first commit."""

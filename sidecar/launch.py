@@ -14,6 +14,8 @@ from bus.errors import EngineError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+# Set for a sidecar by whoever starts it, and its engine, anew when it ends.
+SUPERVISED: Final = "WAVEBUS_SUPERVISED"
 _GUARD: Final = Path(__file__).with_name("vllm_plugin") / "guard.py"
 _FIRST_PORT: Final = 21_000
 _PORTS: Final = 11_000

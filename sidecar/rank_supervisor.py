@@ -1,4 +1,5 @@
-"""All ranks of one DP group on this host: started together, and together started anew.
+"""All ranks of one DP group on this host: started together, and together started anew. Or one
+engine with its sidecar, which is a DP group of one.
 
 Each rank is a `wavebus sidecar` of its own, with its engine. A rank that dies leaves its
 mates in collectives that will never end, and a rank cannot rejoin: so when one ends, all
@@ -27,12 +28,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Final, Protocol
 
 import bus.log
 from bus.errors import EngineError, UsageError, WavebusError
 from bus.messages import NackCode
-from sidecar.launch import free_port, guarded
+from sidecar.launch import SUPERVISED, free_port, guarded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,6 +45,57 @@ STOP_GRACE_S: Final = 45.0
 # A DP group that lived for so long starts with a clean sheet.
 CLEAN_AFTER_S: Final = 600.0
 _BACKOFF_S: Final = (0.5, 2.0, 5.0, 15.0, 30.0)
+
+
+class Plan(Protocol):
+    """What is started."""
+
+    @property
+    def dp_group(self) -> str:
+        """Its name, for the log."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+
+    @property
+    def host(self) -> str:
+        """Where they meet."""
+
+    def argv(self, rank: int, meeting_port: int) -> list[str]:
+        """The command line of one rank, for the rendezvous at ``meeting_port``."""
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What one rank's environment has beyond this process's."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """One sidecar with its engine.
+
+    Args:
+        name: the engine's, the same in each life.
+        options: options of `wavebus sidecar`, but for the name.
+        command: the command of a vLLM server; empty for an embedded engine, or one that runs.
+    """
+
+    name: str
+    options: tuple[str, ...]
+    command: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    size: int = 1
+
+    @property
+    def dp_group(self) -> str:
+        return self.name
+
+    def environment(self, rank: int) -> dict[str, str]:  # noqa: ARG002 - there is one
+        return {}
+
+    def argv(self, rank: int, meeting_port: int) -> list[str]:  # noqa: ARG002 - it meets nobody
+        line = [sys.executable, "-m", "bus.cli", "sidecar", *self.options]
+        line += ["--name", self.name, "--restarts", "0"]
+        return [*line, "--", *self.command] if self.command else line
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +190,7 @@ def gpus_of_this_host() -> tuple[str, ...]:
 
 
 class RankSupervisor:
-    """Runs a :class:`RankPlan` until it is stopped, or it dies too often.
+    """Runs a plan until it is stopped, or it dies too often.
 
     Args:
         plan: see there.
@@ -149,7 +201,7 @@ class RankSupervisor:
 
     def __init__(
         self,
-        plan: RankPlan,
+        plan: Plan,
         *,
         restarts: int = 5,
         output: IO[bytes] | None = None,
@@ -205,7 +257,7 @@ class RankSupervisor:
         for rank in range(self.plan.size):
             process = await asyncio.create_subprocess_exec(
                 *guarded(self.plan.argv(rank, meeting_port), STOP_GRACE_S),
-                env={**(self._env or os.environ), **self.plan.environment(rank)},
+                env={**(self._env or os.environ), SUPERVISED: "1", **self.plan.environment(rank)},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,

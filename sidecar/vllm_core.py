@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import bus.log
 from bus.errors import EngineError
-from sidecar.corepage import NoPage, PageReader
+from sidecar.corepage import LOCALLY_PAUSED, NoPage, PageReader
+from sidecar.holdpage import HoldPage, NoHoldPage, hold_path
 from sidecar.vllm_plugin import environment
 
 if TYPE_CHECKING:
     from sidecar.corepage import CoreView
     from sidecar.engine import EngineInfo
+    from sidecar.holdpage import Hold, HoldEnd, LeftBehind
     from sidecar.vllm_plugin.environment import DpCoordinator
     from sidecar.vllm_plugin.facts import Facts
 
@@ -28,6 +30,7 @@ class CoreLink:
         self._wanted = wanted
         self._page: PageReader | None = None
         self._gateway_pid = 0
+        self._hold_page: HoldPage | None = None
         self._cores = 0
         self._log = bus.log.logger()
 
@@ -43,7 +46,40 @@ class CoreLink:
         if here:
             self._page = PageReader(Path(facts.page)) if facts.page else None
             self._gateway_pid = facts.gateway_pid
+            self._hold_page = self._open_hold_page(cores)
         self._cores = cores
+
+    def _open_hold_page(self, cores: int) -> HoldPage | None:
+        """None: a pause that this sidecar leaves behind is ended by nobody."""
+        if self._page is None:
+            self._log.warning("hold_not_kept", reason="the engine's core has no status page")
+        elif cores > 1:
+            self._log.warning("hold_not_kept", reason=f"{cores} cores behind one client")
+        else:
+            try:
+                return HoldPage.open(hold_path(self._page.path))
+            except NoHoldPage as error:
+                self._log.warning("hold_not_kept", reason=str(error))
+        return None
+
+    def hold(self, hold: Hold | None) -> HoldEnd | None:
+        """See :meth:`sidecar.engine.Engine.hold`."""
+        page = self._hold_page
+        if page is None:
+            return None
+        end = page.end()
+        if hold is not None and end is not None and end.serial == hold.serial:
+            return end
+        if hold is not None or page.hold() is not None:
+            page.write_hold(hold)
+        return None
+
+    def left_behind(self) -> LeftBehind | None:
+        """See :meth:`sidecar.engine.Engine.left_behind`."""
+        view = self.view()
+        if self._hold_page is None or view is None:
+            return None
+        return self._hold_page.left_behind(paused=bool(view.flags & LOCALLY_PAUSED))
 
     def view(self) -> CoreView | None:
         """The page as it is now; None without one."""

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from sidecar.corepage import CoreView
+    from sidecar.holdpage import Hold, HoldEnd, LeftBehind
     from sidecar.supervise import SupervisedServer
     from sidecar.vllm_plugin.environment import DpCoordinator
 
@@ -220,6 +221,12 @@ class VllmHttpEngine:
 
     def core_view(self) -> CoreView | None:
         return self._core.view()
+
+    def hold(self, hold: Hold | None) -> HoldEnd | None:
+        return self._core.hold(hold)
+
+    def left_behind(self) -> LeftBehind | None:
+        return self._core.left_behind()
 
     async def version(self) -> int:
         return parse_version(str((await self._ask("/weight_info"))["weight_version"]))

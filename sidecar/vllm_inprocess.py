@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from sidecar.corepage import CoreView
+    from sidecar.holdpage import Hold, HoldEnd, LeftBehind
     from sidecar.vllm_plugin.environment import DpCoordinator
 
 __all__ = ["VllmEngine", "parse_version"]
@@ -134,6 +135,12 @@ class VllmEngine:
 
     def core_view(self) -> CoreView | None:
         return self._core.view()
+
+    def hold(self, hold: Hold | None) -> HoldEnd | None:
+        return self._core.hold(hold)
+
+    def left_behind(self) -> LeftBehind | None:
+        return self._core.left_behind()
 
     async def version(self) -> int:
         return parse_version(await _call(self._llm.get_weight_version()))

@@ -16,6 +16,7 @@ CORE_STATUS         engine → broker                where its core stands: step
 HEARTBEAT_ACK       broker → peer                  the broker lives, and sees to this pause
 MATES               broker → engine                the ranks of its DP group, and where they are
 LEASE_WORD          engine → its mates             a pause's lease is over here; how do you stand?
+RESTART             broker → engines               stuck for good: end, to be started anew
 LEAVE               peer → broker                  the peer goes, in order
 PAUSE_LOCAL         trainer → broker → engines     pause, phase 1: schedule nothing new
 PAUSE_GLOBAL        broker → engines               pause, phase 2: idle on the device
@@ -115,6 +116,7 @@ from bus.messages.presence import (
     Leave,
     Mate,
     Mates,
+    Restart,
     Welcome,
 )
 from bus.messages.updates import (
@@ -161,6 +163,7 @@ __all__ = [
     "Mates",
     "LeaseWord",
     "Leave",
+    "Restart",
     "PauseLocal",
     "PauseGlobal",
     "Sleep",
@@ -241,6 +244,7 @@ Message: TypeAlias = (
     | Mates
     | LeaseWord
     | Leave
+    | Restart
     | PauseLocal
     | PauseGlobal
     | Sleep
@@ -281,6 +285,7 @@ WIRE_NAMES: Final[dict[type[Message], str]] = {
     Mates: "MATES",
     LeaseWord: "LEASE_WORD",
     Leave: "LEAVE",
+    Restart: "RESTART",
     PauseLocal: "PAUSE_LOCAL",
     PauseGlobal: "PAUSE_GLOBAL",
     Sleep: "SLEEP",

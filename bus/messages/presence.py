@@ -31,6 +31,8 @@ class EngineFacts:
     ``can_sleep``: it was started so that it can give its memory back;
     ``draft``: it has a draft model whose weights can be updated;
     ``mate_address``: where other ranks of its DP group reach its sidecar, empty if it has none;
+    ``supervised``: whoever started it starts it anew, with all ranks of its DP group, when it
+    ends;
     ``kind`` is the adapter (``embedded``, ``vllm``, ``vllm-http``) and
     ``software`` what runs behind it, with its version.
     """
@@ -46,6 +48,7 @@ class EngineFacts:
     endpoint: ShortText
     can_sleep: bool
     draft: bool
+    supervised: bool
     version: Serial
     phase: Phase
     update_id: UpdateId
@@ -100,6 +103,14 @@ class CoreStatus:
     step: Count
     wave: Count
     requests: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The engine, or the DP group that it is a rank of, does not go on by itself: end it, and the
+    sidecar too, so that its supervisor starts it anew. ``reason`` is the diagnosis."""
+
+    reason: LongText
 
 
 @dataclass(frozen=True, slots=True)

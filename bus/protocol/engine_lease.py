@@ -80,8 +80,9 @@ class EngineLease:
         self._renewed_ms = now_ms
 
     def renew(self, now_ms: float) -> None:
-        """Somebody sees to the pause. A lease that is over is not renewed: mates may know."""
-        if self.state is LeaseState.HELD:
+        """Somebody sees to the pause. A lease that is over is not renewed, told or not: mates, or
+        the engine itself, may count on it."""
+        if self.over_ms is not None and now_ms < self.over_ms:
             self._renewed_ms = now_ms
 
     def end(self) -> None:

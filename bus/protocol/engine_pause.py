@@ -241,6 +241,19 @@ class EnginePause:
         effects: list[SessionEffect] = [nack(job.reply_to, Step.RESUME, failure, self.update_id)]
         return effects + self.follow(now_ms)
 
+    def found_paused(self, update_id: str, lease_ms: float, now_ms: float) -> None:
+        """The engine was found in this pause, which an earlier sidecar has made."""
+        self.state = _S.PAUSED
+        self.update_id = update_id
+        self._lease.begin(lease_ms, now_ms)
+
+    def found_running(self) -> None:
+        """The engine has ended the pause by itself."""
+        self.state = _S.RUNNING
+        self._last_resume = self.update_id
+        self._lease.end()
+        self._memory.resumed()
+
     def follow(self, now_ms: float) -> list[SessionEffect]:
         """The pause that came meanwhile, if one did."""
         if self._next is None:

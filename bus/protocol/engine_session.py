@@ -252,6 +252,35 @@ class EngineSession:
             return self._with_calls(self.pause.pause_returned(0.0), now_ms)
         return self._with_calls(self.pause.pause_failed(0, failure), now_ms)
 
+    # -- what was found ---------------------------------------------------------
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no engine call is under way, or waits."""
+        return not len(self._queue)
+
+    def found_paused(
+        self,
+        pause_id: str,
+        lease_ms: float,
+        now_ms: float,
+        *,
+        broken: Iterable[str],
+        asleep: bool,
+    ) -> None:
+        """The engine was found in this pause, which an earlier sidecar, or the engine itself, has
+        left; of the ``broken`` parts it has not all weights. Only :attr:`at_rest`."""
+        self.pause.found_paused(pause_id, lease_ms, now_ms)
+        self.update.found(broken)
+        if asleep:
+            self.memory.found_asleep()
+
+    def found_running(self) -> None:
+        """The engine has ended its pause by itself, with the weights that it had. Only
+        :attr:`at_rest`."""
+        self.update.found(())
+        self.pause.found_running()
+
     # -- time -----------------------------------------------------------------
 
     def tick(self, now_ms: float) -> list[SessionEffect]:
@@ -276,6 +305,13 @@ class EngineSession:
         if not self._lease_counts:
             return None
         return self.lease.over_ms if self.lease.state is LeaseState.HELD else self.lease.again_ms
+
+    def held_for_ms(self, now_ms: float) -> float:
+        """For how long the engine is to stay paused, if this sidecar is never heard again. It is
+        for the sidecar to end a lease, as long as it lives."""
+        over_ms = self.lease.over_ms
+        left_ms = over_ms - now_ms if over_ms is not None else LEASE_RETRY_MS
+        return max(left_ms, 0.0) + 2 * LEASE_RETRY_MS
 
     @property
     def _lease_counts(self) -> bool:

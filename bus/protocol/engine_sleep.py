@@ -139,6 +139,10 @@ class EngineSleep:
         """All of it is back."""
         self.state = _S.AWAKE
 
+    def found_asleep(self) -> None:
+        """Some of it is not there; nobody knows what."""
+        self.state = _S.ASLEEP
+
     def resume_failed(self) -> None:
         """Of what slept, nobody knows what sleeps now."""
         if not self.awake:

@@ -56,7 +56,7 @@ brings an engine back, and none begins with recover.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from bus.lora import adapter_of
 from bus.messages import (
@@ -97,6 +97,9 @@ from bus.protocol.engine_chunks import EngineChunks
 from bus.protocol.instructions import Failure
 from bus.protocol.refusal import Declined, wrong_state
 from bus.transfer import NO_PLACE, Place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class EngineUpdateState(StrEnum):
@@ -152,6 +155,22 @@ class EngineUpdate:
     def mixed(self) -> bool:
         """Whether the model may hold weights of two versions: no resume then."""
         return bool(self.partial) or self.state in MIXED
+
+    @property
+    def begun(self) -> str:
+        """The part that an update has begun to bring; empty if none has."""
+        return self._part if self.state in MIXED else ""
+
+    @property
+    def loaded(self) -> bool:
+        """Whether something of that part may have been loaded."""
+        return self._loaded and self.state in MIXED
+
+    def found(self, broken: Iterable[str]) -> None:
+        """The engine was found like this: no update is under way, of these parts not all
+        weights are there."""
+        self.state = _S.NONE
+        self.partial = set(broken)
 
     # -- commands -------------------------------------------------------------
 

@@ -46,6 +46,7 @@ from bus.protocol.roster import Roster
 from bus.protocol.sleep import SleepMachine, SleepState
 from bus.protocol.update import UpdateMachine, UpdateState
 from bus.protocol.waiting import Gone, waits
+from bus.protocol.watchdog import standing_still
 from bus.protocol.waves import Waves
 from bus.protocol.wording import (
     DONE_EVENTS,
@@ -330,10 +331,12 @@ class Group:
         for name in sorted(current.waiting):
             peer = self.roster.engines.get(name)
             heard = f"; heard {now_ms - peer.last_heard_ms:.0f} ms ago" if peer else ""
+            where, restart = self._standing(peer, now_ms)
+            effects += restart
             failure = Failure(
                 NackCode.TIMEOUT,
                 f"{name} lives but has not acked {current.step.value} for "
-                f"{now_ms - current.asked_ms:.0f} ms{heard}",
+                f"{now_ms - current.asked_ms:.0f} ms{heard}{where}",
                 peer=name,
             )
             if current.step in PAUSE_STEPS:
@@ -343,6 +346,16 @@ class Group:
             else:
                 effects += self._exclude(name, failure, now_ms)
         return effects + self._settle(now_ms)
+
+    def _standing(self, peer: Peer | None, now_ms: float) -> tuple[str, list[Effect]]:
+        """Whether the core of an engine whose step is overdue stands still: it is wedged then."""
+        if peer is None:
+            return "", []
+        text = standing_still(peer.core, peer.core_told_ms, now_ms, self.step_timeout_ms)
+        if not text:
+            return "", []
+        told, effects = self.waves.stuck(peer, f"wedged: {text}", now_ms)
+        return f"; {told}", effects
 
     # -- obeying the machines -------------------------------------------------
 

@@ -12,9 +12,13 @@ slow        a rank has stood in a step or a collective for longer, and nobody is
 wedged      a rank has stood in a collective for ``wedged_ms``, and another one is
             not in it (idle, or in another one); or all stand in it for
             ``stuck_ms``
-down        a rank is gone; the others can't step until all are restarted
+down        a rank is gone; the others can't step until it is back, or all are restarted
 unknown     a rank has no status page, or has not told what it says for ``silent_ms``
 ==========  =====================================================================
+
+Stuck are ranks that are wedged; and those that are left of a DP group that is down, once one
+of them has stood in a collective for ``wedged_ms``: it doesn't end any more. Of an engine that
+steps alone see :func:`standing_still`.
 """
 
 from __future__ import annotations
@@ -50,11 +54,13 @@ class WatchdogConfig:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """``absent`` names the ranks that the others wait for."""
+    """``absent`` names the ranks that the others wait for; ``stuck``: only a restart of all
+    ranks helps."""
 
     health: Health
     text: str = ""
     absent: tuple[int, ...] = ()
+    stuck: bool = False
 
 
 @dataclass(slots=True)
@@ -117,8 +123,16 @@ class Watchdog:
             f"rank {rank} ({name}) is gone since {_seconds(now_ms - when_ms)}: {reason}"
             for rank, (name, reason, when_ms) in sorted(self._lost.items())
         ]
+        standing = [
+            (rank, report)
+            for rank, report in sorted(self._reports.items())
+            if rank not in self._lost
+            and report.where()
+            and report.stands_ms(now_ms) > self.config.wedged_ms
+        ]
+        parts += [_told(rank, report, now_ms) for rank, report in standing]
         text = f"{'; '.join(parts)}; all {self.size} ranks restart together"
-        return Diagnosis("down", text, tuple(sorted(self._lost)))
+        return Diagnosis("down", text, tuple(sorted(self._lost)), bool(standing))
 
     def _stepping(self, now_ms: float) -> Diagnosis:
         limits = self.config
@@ -140,7 +154,7 @@ class Watchdog:
             ]
         limit_ms = limits.wedged_ms if absent else limits.stuck_ms
         health: Health = "wedged" if longest_ms > limit_ms else "slow"
-        return Diagnosis(health, "; ".join(told), tuple(absent))
+        return Diagnosis(health, "; ".join(told), tuple(absent), health == "wedged")
 
     def _absent(self, standing: dict[int, _Report], now_ms: float) -> list[int]:
         """Who is not where the first to stand waits for it."""
@@ -150,6 +164,19 @@ class Watchdog:
             for rank, report in sorted(self._reports.items())
             if report.where() != first.where()
         ]
+
+
+def standing_still(
+    status: CoreStatus | None, heard_ms: float, now_ms: float, limit_ms: float
+) -> str:
+    """Of an engine that has not answered for ``limit_ms``: where its core stands since before
+    then; empty if it moves, is idle, or has no page."""
+    if status is None or status.phase in ("", "idle"):
+        return ""
+    stands_ms = status.since_ms + now_ms - heard_ms
+    if stands_ms <= limit_ms:
+        return ""
+    return f"its core stands in `{status.phase}` since {_seconds(stands_ms)}, step {status.step}"
 
 
 def _told(rank: int, report: _Report, now_ms: float) -> str:

@@ -23,6 +23,7 @@ from bus.messages import (
     WaveStarted,
 )
 from bus.protocol.effects import Effect, Note, Send
+from bus.protocol.restarts import Restarts
 from bus.protocol.watchdog import Diagnosis, Watchdog, WatchdogConfig
 from bus.protocol.wave import WaveMachine, WaveState
 
@@ -90,6 +91,7 @@ class Waves:
         self._group = group
         self._epoch = epoch
         self._config = config or WatchdogConfig()
+        self.restarts = Restarts(group, epoch)
 
     def __contains__(self, name: str) -> bool:
         return name in self._of
@@ -103,7 +105,10 @@ class Waves:
     def joined(self, peer: Peer) -> list[Effect]:
         """A rank is there (again)."""
         facts = peer.facts
-        if facts is None or facts.dp_size == 1:
+        if facts is None:
+            return []
+        if facts.dp_size == 1:
+            self.restarts.over(peer.name)
             return []
         group = self._get(facts.dp_group, facts.dp_size)
         group.ranks[facts.dp_rank] = peer
@@ -113,6 +118,7 @@ class Waves:
             self._mirror_anew(group)
             group.watchdog.whole()
             group.diagnosis = Diagnosis("unknown")
+            self.restarts.over(group.name)
             effects.append(self._note("dp_group_up", group, "info", {"ranks": group.size}))
         return effects + self._review(group, falls_out=True)
 
@@ -242,6 +248,16 @@ class Waves:
 
     # -- time, status -----------------------------------------------------------------
 
+    def stuck(self, peer: Peer, text: str, now_ms: float) -> tuple[str, list[Effect]]:
+        """An engine's call has not returned, and its core stands still. Returns what is to be said
+        of it, and done."""
+        group = self._of.get(peer.name)
+        ranks = [peer] if group is None else [each for _, each in sorted(group.ranks.items())]
+        name = peer.name if group is None else group.name
+        advice = self.restarts.advice(ranks, 1 if group is None else group.size)
+        told = "; ".join(filter(None, (text, advice)))
+        return told, self.restarts.stuck(name, ranks, f"{peer.name}: {told}", now_ms)
+
     def tick(self, now_ms: float) -> list[Effect]:
         """Look at every DP group; what it is like now is told when it changes."""
         effects: list[Effect] = []
@@ -255,18 +271,26 @@ class Waves:
 
     def _diagnose(self, group: DpGroup, now_ms: float) -> list[Effect]:
         before, now = group.diagnosis, group.watchdog.diagnose(now_ms)
+        ranks = [peer for _, peer in sorted(group.ranks.items())]
+        effects: list[Effect] = []
+        if now.stuck:
+            advice = self.restarts.advice(ranks, group.size)
+            now = replace(now, text="; ".join(filter(None, (now.text, advice))))
+            effects = self.restarts.stuck(group.name, ranks, now.text, now_ms)
+        elif before.stuck:
+            self.restarts.over(group.name)
         group.diagnosis = now
         if before.health == now.health:
-            return []
+            return effects
         if now.health == "ok" and before.health == "unknown":
-            return []
+            return effects
         fields: dict[str, object] = {
             "diagnosis": now.text,
             "absent": list(now.absent),
             "state": group.wave.state.value,
         }
         level = _LEVELS.get(now.health, "error")
-        return [self._note(f"dp_group_{now.health}", group, level, fields)]
+        return [self._note(f"dp_group_{now.health}", group, level, fields), *effects]
 
     def _get(self, name: str, size: int) -> DpGroup:
         group = self.dp_groups.get(name)

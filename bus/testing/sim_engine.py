@@ -213,6 +213,7 @@ class SimEngine:
             endpoint="",
             can_sleep=True,
             draft=self.draft,
+            supervised=False,
             version=session.version,
             phase=session.phase,
             update_id=session.shown_id,

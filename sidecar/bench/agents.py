@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from bus.runtime.loop import LoopChoice
     from bus.transfer import Place
     from sidecar.corepage import CoreView
+    from sidecar.holdpage import Hold, HoldEnd, LeftBehind
 
 
 class StubEngine:
@@ -44,6 +45,12 @@ class StubEngine:
         return ()
 
     def core_view(self) -> CoreView | None:
+        return None
+
+    def hold(self, hold: Hold | None) -> HoldEnd | None:  # noqa: ARG002 - it ends with its sidecar
+        return None
+
+    def left_behind(self) -> LeftBehind | None:
         return None
 
     async def version(self) -> int:

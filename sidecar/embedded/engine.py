@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sidecar.embedded.experts import Exchange
     from sidecar.embedded.parallel.options import DataParallel
     from sidecar.embedded.sampling import SamplingParams
-    from sidecar.engine import Chunk, Target
+    from sidecar.engine import Chunk, Hold, HoldEnd, LeftBehind, Target
 
 T = TypeVar("T")
 
@@ -181,6 +181,12 @@ class EmbeddedEngine:
 
     def core_view(self) -> CoreView | None:
         return None if self._closed else self._page.view()
+
+    def hold(self, hold: Hold | None) -> HoldEnd | None:  # noqa: ARG002 - it ends with its sidecar
+        return None
+
+    def left_behind(self) -> LeftBehind | None:
+        return None
 
     async def version(self) -> int:
         return self._started().version

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("vllm.wavebus")
 _SUFFIX: Final = ".page"
+_SUFFIXES: Final = (_SUFFIX, ".hold")
 
 
 def pages_folder() -> Path:
@@ -198,7 +199,8 @@ def _barrier(watch: CoreWatch, original: Callable[..., Any], core: Any) -> Any:
 
 def _remove_stale(folder: Path) -> None:
     """Pages whose cores were killed."""
-    for path in folder.glob(f"*{_SUFFIX}"):
-        if path.stem.isdigit() and not Path(f"/proc/{path.stem}").exists():
+    for path in folder.iterdir():
+        ours = path.suffix in _SUFFIXES and path.stem.isdigit()
+        if ours and not Path(f"/proc/{path.stem}").exists():
             with contextlib.suppress(OSError):
                 path.unlink()

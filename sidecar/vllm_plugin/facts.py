@@ -105,6 +105,11 @@ def check_drives(answer: Any, backend: str, who: str) -> None:
     )
 
 
+def is_ours(answer: Any) -> bool:
+    """Whether a worker that was asked for its presence says that our plugin is there."""
+    return str(answer).startswith(_OURS)
+
+
 def install(worker_base: Any) -> None:
     """Add the methods to ``WorkerBase`` of the module ``vllm.v1.worker.worker_base``."""
     setattr(worker_base.WorkerBase, ASK_FACTS, _facts)

@@ -112,6 +112,29 @@ def guard_gaps(core: Any) -> list[str]:
     ]
 
 
+def hold_gaps(core: Any) -> list[str]:
+    """What forbids that a core ends a pause by itself."""
+    theirs = getattr(core, "EngineCoreProc", None)
+    gaps = [
+        *_signature_gaps(
+            theirs,
+            _process_input_queue=("self",),
+            _handle_client_request=("self", "request_type", "request"),
+            _send_abort_outputs=("self", "aborted_reqs"),
+            collective_rpc=("self", "method", "timeout", "args", "kwargs"),
+            pause_scheduler=("self", "mode", "clear_cache"),
+            resume_scheduler=("self",),
+            has_work=("self",),
+        )
+    ]
+    kinds = getattr(core, "EngineCoreRequestType", None)
+    if not hasattr(kinds, "WAKEUP"):
+        gaps.append("EngineCoreRequestType has no WAKEUP")
+    if not hasattr(getattr(core, "RequestStatus", None), "FINISHED_ABORTED"):
+        gaps.append("RequestStatus has no FINISHED_ABORTED")
+    return gaps
+
+
 def factory_gaps(factory: Any) -> list[str]:
     """What forbids to make vLLM's worker engines in its ``WeightTransferEngineFactory``'s place."""
     gaps = [

@@ -7,8 +7,8 @@ behind, whoever dies first:
 
 * The sidecar dies, even by SIGKILL: the kernel tells the guard (PR_SET_PDEATHSIG),
   which ends the group.
-* The guard gets SIGTERM or SIGINT: it passes it to the group, and after the grace
-  SIGKILL.
+* The guard gets SIGTERM or SIGINT: it passes it to the group, wakes who is stopped there,
+  and sends SIGKILL after the grace.
 * The command ends by itself: stragglers of its group are killed.
 * The guard is killed: the kernel kills the command (PR_SET_PDEATHSIG again).
 
@@ -68,6 +68,7 @@ def main(arguments: list[str]) -> int:
     stop.wait()
     if child.poll() is None:
         _kill_group(child.pid, received[0] if received else signal.SIGTERM)
+        _kill_group(child.pid, signal.SIGCONT)  # who is stopped could not obey
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(grace_s)
     _kill_group(child.pid, signal.SIGKILL)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from bus.messages import PauseMode, SleepLevel, Verify
     from bus.transfer import Place
     from sidecar.corepage import CoreView
+    from sidecar.holdpage import Hold, HoldEnd, LeftBehind
     from tests.support.dp_group import DpGroup
 
 
@@ -43,6 +44,12 @@ class GroupEngine:
 
     def core_view(self) -> CoreView | None:
         return self.group.ranks[0].view()
+
+    def hold(self, hold: Hold | None) -> HoldEnd | None:  # noqa: ARG002 - it ends with its sidecar
+        return None
+
+    def left_behind(self) -> LeftBehind | None:
+        return None
 
     async def version(self) -> int:
         versions = set(await self.group.all("version"))

@@ -1,7 +1,8 @@
 """A trainer that takes a pause and holds it until it is killed, or begins an update too.
 
-Run as a script: ``held_pause.py BROKER [update]``. With ``update``, it stops after the
-first of many chunks has been applied.
+Run as a script: ``held_pause.py BROKER [FOLDER] [--when-told]``. With the folder of a checkpoint,
+it sends that, and stops after the first of many chunks has been applied. ``--when-told``: says
+``ready``, and begins when a line comes on stdin.
 """
 
 from __future__ import annotations
@@ -36,10 +37,13 @@ class StuckSender(ShmSender):
         print("chunk", flush=True)
 
 
-async def main(broker: str, folder: str | None) -> None:
+async def main(broker: str, folder: str | None, *, when_told: bool) -> None:
     async with TrainerAgent(broker, name="trainer", lease_ms=6000, chunk_bytes=20_000) as agent:
         agent._transport.sender = StuckSender()
         await agent.wait_for_engines(1)
+        if when_told:
+            print("ready", flush=True)
+            await asyncio.to_thread(sys.stdin.readline)
         if folder is not None:
             await agent.update_weights(load_file(Path(folder) / "model.safetensors"))
         async with agent.paused(mode="keep"):
@@ -48,4 +52,6 @@ async def main(broker: str, folder: str | None) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None))
+    told = "--when-told" in sys.argv
+    words = [word for word in sys.argv[1:] if word != "--when-told"]
+    asyncio.run(main(words[0], words[1] if len(words) > 1 else None, when_told=told))

@@ -17,10 +17,12 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from sidecar.holdpage import Hold, in_ms
 from sidecar.vllm_inprocess import VllmEngine
 from tests.vllm._vllm import PROMPT, engine_args
 
 ANSWERS = 3
+NOBODY = 2**22 + 1  # no process has this number
 
 
 class Rank:
@@ -89,6 +91,35 @@ class Rank:
 
     async def do_request_ids(self) -> list[str]:
         return list(await self._engine.request_ids())
+
+    async def do_hold(
+        self,
+        serial: int,
+        left_ms: float = 0.0,
+        version: int = 0,
+        broken: list[str] | None = None,
+    ) -> None:
+        """As a sidecar that is dead now has held it."""
+        left = in_ms(left_ms), NOBODY, "moe", version, "", tuple(broken or ())
+        hold = Hold(serial, "u1", *left, asleep=False, resuming=False)  # type: ignore[arg-type]
+        self._engine.hold(hold)
+
+    async def do_let_go(self) -> None:
+        self._engine.hold(None)
+
+    async def do_end(self, serial: int) -> dict[str, Any] | None:
+        """What its core has made of that hold."""
+        page = self._engine._core._hold_page
+        assert page is not None
+        end = page.end()
+        return dataclasses.asdict(end) if end is not None and end.serial == serial else None
+
+    async def do_hide_page(self, hidden: bool) -> None:
+        """So that no other rank can read it."""
+        page = self._engine._core._hold_page
+        assert page is not None
+        away = page.path.with_suffix(".away")
+        page.path.rename(away) if hidden else away.rename(page.path)
 
     async def do_view(self) -> dict[str, Any] | None:
         view = self._engine.core_view()

@@ -60,6 +60,7 @@ def facts(
     dp_size: int = 1,
     workers: int = 1,
     can_sleep: bool = True,
+    supervised: bool = False,
     version: int = 0,
     phase: Phase = "running",
 ) -> EngineFacts:
@@ -76,6 +77,7 @@ def facts(
         endpoint="",
         can_sleep=can_sleep,
         draft=False,
+        supervised=supervised,
         version=version,
         phase=phase,
         update_id="",
@@ -89,6 +91,7 @@ def engine_join(
     dp_rank: int = 0,
     dp_size: int = 1,
     workers: int = 1,
+    supervised: bool = False,
     version: int = 0,
     phase: Phase = "running",
 ) -> Join:
@@ -98,6 +101,7 @@ def engine_join(
         dp_rank=dp_rank,
         dp_size=dp_size,
         workers=workers,
+        supervised=supervised,
         version=version,
         phase=phase,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bus.messages import CorePhase, CoreStatus
-from bus.protocol.watchdog import Diagnosis, Watchdog, WatchdogConfig
+from bus.protocol.watchdog import Diagnosis, Watchdog, WatchdogConfig, standing_still
 
 LIMITS = WatchdogConfig(silent_ms=5_000, slow_ms=2_000, wedged_ms=10_000, stuck_ms=60_000)
 MEETINGS: list[CorePhase] = ["step", "dummy", "sync", "barrier"]
@@ -164,13 +164,43 @@ def test_a_lost_rank_takes_its_group_down_whatever_the_others_say() -> None:
     """It is named with the reason, and since when."""
     dog = watchdog(status("step"), status("idle"))
     dog.lost(1, "e1", "e1 was not heard for 5000 ms", 1_000.0)
-    dog.report(0, "e0", status("sync", 99_000), 3_500.0)
+    dog.report(0, "e0", status("idle", 99_000), 3_500.0)
     assert dog.diagnose(3_500.0) == Diagnosis(
         "down",
         "rank 1 (e1) is gone since 2.5 s: e1 was not heard for 5000 ms; "
         "all 2 ranks restart together",
         (1,),
     )
+
+
+@pytest.mark.parametrize("phase", MEETINGS)
+def test_who_is_left_of_a_group_and_waits_for_the_lost_one_is_stuck(phase: CorePhase) -> None:
+    """Not before the limit: a rank whose link broke may be back by then."""
+    dog = watchdog(status("step"), status(phase, 8_000))
+    dog.lost(0, "e0", "e0 was not heard for 5000 ms", 0.0)
+    assert not dog.diagnose(2_000.0).stuck
+    found = dog.diagnose(2_001.0)
+    assert (found.health, found.absent, found.stuck) == ("down", (0,), True)
+    assert "rank 1 (e1) stands in the" in found.text
+
+
+def test_a_wedged_group_is_stuck_and_a_slow_one_is_not() -> None:
+    assert watchdog(status("sync", 10_001), status("idle")).diagnose(0.0).stuck
+    assert not watchdog(status("sync", 10_000), status("idle")).diagnose(0.0).stuck
+
+
+# -- an engine that steps alone --------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", [*MEETINGS, "work"])
+def test_an_engine_stands_still_when_its_page_does(phase: CorePhase) -> None:
+    """For longer than it may take; one that is idle, or has no page, does not."""
+    told = standing_still(status(phase, 500.0), 1_000.0, 2_000.0, 1_499.0)
+    assert told == f"its core stands in `{phase}` since 1.5 s, step 40"
+    assert standing_still(status(phase, 500.0), 1_000.0, 2_000.0, 1_500.0) == ""
+    assert standing_still(status("idle", 10**9), 0.0, 0.0, 1.0) == ""
+    assert standing_still(status("", 10**9), 0.0, 0.0, 1.0) == ""
+    assert standing_still(None, 0.0, 0.0, 1.0) == ""
 
 
 def test_every_lost_rank_is_named() -> None:

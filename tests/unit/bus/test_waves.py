@@ -612,15 +612,17 @@ def test_a_diagnosis_is_in_the_status_and_in_the_log_when_it_changes(bench: Benc
     assert bench.page("r0", "sync", 3_000.0) == ["dp_group_slow"]
     assert bench.page("r0", "sync", 4_000.0) == []
     effects = bench.say("r0", CoreStatus("sync", 11_000.0, 7, 0, 1))
-    (note,) = [each for each in effects if isinstance(each, Note)]
+    note, needed = (each for each in effects if isinstance(each, Note))
     assert (note.event, note.level) == ("dp_group_wedged", "error")
     assert note.fields["absent"] == [1]
+    assert needed.event == "restart_needed"  # nobody supervises them
     assert note.fields["diagnosis"] == bench.view().diagnosis
     assert bench.page("r0", "sync", 12_000.0) == []
     view = bench.view()
     assert view.health == "wedged"
     assert "rank 0 (r0) stands in the all-reduce (sync) since 12.0 s" in view.diagnosis
     assert "rank 1 (r1) is idle" in view.diagnosis
+    assert "nobody supervises it: restart all 2 ranks" in view.diagnosis
     assert bench.page("r0", "idle") == ["dp_group_ok"]
     assert (bench.view().health, bench.view().diagnosis) == ("ok", "")
 

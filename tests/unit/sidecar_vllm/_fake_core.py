@@ -7,12 +7,18 @@ stands here as it does there. Each test loads it as a module of its own, and wra
 from __future__ import annotations
 
 import enum
+import queue
 from typing import Any
 
 
 class EngineCoreRequestType(enum.Enum):
     ADD = b"\x00"
     START_DP_WAVE = b"\x02"
+    WAKEUP = b"\x05"
+
+
+class RequestStatus(enum.Enum):
+    FINISHED_ABORTED = 1
 
 
 class Scheduler:
@@ -23,6 +29,11 @@ class Scheduler:
 
     def set_pause_state(self, state: int) -> None:
         self.pause_state = state
+
+    def finish_requests(self, _names: None, status: RequestStatus) -> list[str]:
+        assert status is RequestStatus.FINISHED_ABORTED
+        ended, self.running, self.waiting = self.running + self.waiting, 0, 0
+        return ["ended"] * ended
 
     def get_request_counts(self) -> tuple[int, int]:
         return self.running, self.waiting
@@ -40,6 +51,9 @@ class EngineCoreProc:
         self.finished_pauses = 0
         self.seen: list[str] = []
         self.outputs: list[Any] = []
+        self.calls: list[Any] = []
+        self.fails: Exception | None = None
+        self.input_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.step_fn = self.step
 
     def has_work(self) -> bool:
@@ -67,6 +81,21 @@ class EngineCoreProc:
 
     def _send_abort_outputs_to_client(self, req_ids: list[str], client_index: int) -> None:  # noqa: ARG002 - vLLM's
         self._put(req_ids)
+
+    def _send_abort_outputs(self, aborted_reqs: list[Any]) -> None:
+        self._put(aborted_reqs)
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,  # noqa: ARG002 - vLLM's
+        args: tuple[Any, ...] = (),  # noqa: ARG002 - vLLM's
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        if self.fails is not None:
+            raise self.fails
+        self.calls.append((method, kwargs))
+        return []
 
     def _handle_client_request(self, request_type: Any, request: Any) -> None:  # noqa: ARG002 - vLLM's
         self.seen.append("request")

@@ -1,0 +1,370 @@
+"""The deadline of a pause, held inside vLLM's engine core.
+
+A sidecar that dies, or stops, in the middle of a pause leaves its engine paused. What it held the
+engine by, and until when, it has written to the core's hold page (:mod:`sidecar.holdpage`). A
+thread of the core's process looks at that page; what follows when the lease is over, the core
+does on its own thread, between two of its turns:
+
+==================== =================================================================
+found                then
+==================== =================================================================
+not paused           nothing; unless a mate of its DP group is: then the pause is
+                     completed here, so that all can resume
+a part is missing    quarantined: stays paused, requests end with the tokens they have
+an update was begun  restored; it is whole then
+memory sleeps        woken
+whole                of a DP group of one: resumed. Else it votes, see below
+==================== =================================================================
+
+Ranks of a DP group decide as one, by their pages. A rank that finds itself whole *votes*: from
+then on its hold is void, and nothing that the sidecar still sends is loaded. When every mate has
+voted, or is being resumed by its own sidecar, it resumes: each rank by itself, and all alike.
+When a mate lacks a part, or serves another version, it is quarantined. It waits, and says for
+whom, while a mate's lease runs, or its page can't be read, or it is on another host.
+
+A sidecar that lives acts by itself when its lease is over; the core gives it ``GRACE_S`` for that.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import time
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from bus.messages import NackCode
+from sidecar.corepage import LOCALLY_PAUSED, NoPage, PageReader
+from sidecar.holdpage import EndState, Hold, HoldPage, NoHoldPage, hold_path
+from sidecar.vllm_plugin import wire
+from sidecar.vllm_plugin.core_page import page_path
+from sidecar.vllm_plugin.features import hold_gaps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_log = logging.getLogger("vllm.wavebus")
+PERIOD_S: Final = 0.2
+GRACE_S: Final = 5.0
+_PERFORM: Final = "wavebus_perform"
+_STORE_KEY: Final = "wavebus/hold/"
+_DUE: Final = "wavebus: look at the hold page"
+# What a void hold does not let through.
+_UPDATES: Final = (wire.Start, wire.Receive, wire.Load, wire.LoadAdapter, wire.Finish)
+
+
+class Mate(msgspec.Struct, frozen=True):
+    """Another rank of the DP group, as it tells of itself; ``host`` names one life of one."""
+
+    rank: int
+    host: str
+    page: str
+
+
+class HoldWatch:
+    """One core's."""
+
+    def __init__(self, core: Any) -> None:
+        path = hold_path(page_path(os.getpid()))
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.page = HoldPage.make(path)
+        Finalize(self, functools.partial(self.page.path.unlink, missing_ok=True), exitpriority=0)
+        self._core = core
+        self._rank = int(getattr(core, "dp_rank", 0))
+        self._size = int(getattr(core, "dp_size", 1))
+        self._store = getattr(core, "dp_store", None)
+        self._mates: dict[int, Mate] = {}
+        self._prepared = 0  # the serial of the hold that was made whole
+        self._said = ""
+        self._asked = False  # the core is about to look
+        if self._size > 1 and self._store is not None:
+            told = Mate(self._rank, _host(), str(self.page.path))
+            self._store.set(f"{_STORE_KEY}{self._rank}", msgspec.json.encode(told))
+
+    def run(self) -> None:
+        """Have the core look when a lease is over. In a thread, for as long as the core lives."""
+        while True:
+            time.sleep(PERIOD_S)
+            try:
+                self._meet()
+                hold = self.page.hold()
+            except Exception as error:  # noqa: BLE001 - the core lives on without it
+                _log.warning("wavebus: the hold page of this core is not watched: %s", error)
+                return
+            if hold is not None and _over(hold) and not self._asked:
+                self._asked = True
+                self._core.input_queue.put_nowait((self._core.wavebus_wakeup, _DUE))
+
+    def void(self) -> str:
+        """Why the hold of the sidecar counts no more; empty: it does, or there is none."""
+        hold, end = self.page.hold(), self.page.end()
+        if hold is None or end is None or end.serial != hold.serial:
+            return ""
+        return f"the pause's lease was over, and the engine is {end.state}: {end.reason}"
+
+    def look(self) -> None:
+        """A lease may be over: decide. On the core's thread."""
+        self._asked = False
+        hold = self.page.hold()
+        if hold is None or not _over(hold):
+            return
+        end = self.page.end()
+        if end is not None and end.serial == hold.serial and end.state != "waiting":
+            return
+        if not _paused(self._core):
+            self._complete_the_mates()
+            return
+        if not _complete(self._core) and (self._size > 1 or _alive(hold.holder_pid)):
+            return  # the sidecar's call is pending
+        self._decide(hold)
+
+    def _decide(self, hold: Hold) -> None:
+        if hold.broken:
+            self._quarantine(hold, f"of {', '.join(hold.broken)} not all weights are there")
+            return
+        if self._prepared != hold.serial:
+            try:
+                self._make_whole(hold)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is not whole then
+                _log.exception("wavebus: an update could not be undone")
+                self._quarantine(hold, f"an update could not be undone: {error}")
+                return
+            self._prepared = hold.serial
+        if self._size > 1:
+            self.page.write_end(hold.serial, "waiting", self._said)
+            state, reason = self._verdict(hold)
+        else:
+            state, reason = "resumed", "nobody renewed the lease"
+        if state == "quarantined":
+            self._quarantine(hold, reason)
+        elif state == "resumed":
+            self._say(hold, state, reason)
+            self._core.resume_scheduler()
+        else:
+            self._say(hold, state, reason)
+
+    def _make_whole(self, hold: Hold) -> None:
+        """Undo what was begun, and take the memory back."""
+        if hold.begun == "adapter":
+            self._perform(wire.UndoAdapter(settled=True))
+        elif hold.begun:
+            self._perform(wire.Restore(hold.begun))
+        if hold.asleep:
+            self._core.collective_rpc("wake_up", kwargs={"tags": None})
+
+    def _perform(self, operation: wire.Operation) -> None:
+        self._core.collective_rpc(_PERFORM, kwargs={"operation": wire.encode(operation)})
+
+    def _quarantine(self, hold: Hold, reason: str) -> None:
+        core = self._core
+        ended = core.scheduler.finish_requests(None, core.wavebus_aborted)
+        core._send_abort_outputs(ended)  # noqa: SLF001 - as vLLM's own pause does
+        self._say(hold, "quarantined", reason)
+
+    def _say(self, hold: Hold, state: EndState, reason: str) -> None:
+        self.page.write_end(hold.serial, state, reason)
+        if reason != self._said:
+            self._said = reason
+            level = logging.INFO if state == "resumed" else logging.WARNING
+            _log.log(level, "wavebus: pause %s is %s: %s", hold.pause_id, state, reason)
+
+    # -- the DP group ------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        """Learn where the mates' pages are; they may boot later than this one."""
+        if self._store is None or len(self._mates) >= self._size - 1:
+            return
+        for rank in range(self._size):
+            key = f"{_STORE_KEY}{rank}"
+            if rank != self._rank and rank not in self._mates and self._store.check([key]):
+                self._mates[rank] = msgspec.json.decode(self._store.get(key), type=Mate)
+
+    def _verdict(self, mine: Hold) -> tuple[EndState, str]:
+        """What all ranks come to, by what each has written. This one is whole, and has voted."""
+        waits = ""
+        for rank in range(self._size):
+            if rank == self._rank:
+                continue
+            try:
+                state, reason = self._of_mate(mine, rank)
+            except NoHoldPage as error:
+                state, reason = "waiting", f"rank {rank}: {error}"
+            if state == "quarantined":
+                return state, f"rank {rank}: {reason}"
+            if state == "waiting":
+                waits = waits or f"rank {rank}: {reason}"
+        if waits:
+            return "waiting", waits
+        return "resumed", "nobody renewed the lease, and no rank lacks a part"
+
+    def _of_mate(self, mine: Hold, rank: int) -> tuple[EndState, str]:
+        """What one mate has to say.
+
+        Raises:
+            NoHoldPage: it can't be asked.
+        """
+        mate = self._mates.get(rank)
+        if mate is None:
+            raise NoHoldPage("it has told of no hold page")
+        if mate.host != _host():
+            raise NoHoldPage("it is on another host")
+        with HoldPage.open(Path(mate.page)) as page:
+            hold, end = page.hold(), page.end()
+        if hold is None:
+            if _stays_paused(mate):
+                return "waiting", "it is paused, and nobody says by what right"
+            return "resumed", ""
+        if hold.broken or (end is not None and end.state == "quarantined"):
+            return "quarantined", "not all of its weights are there"
+        if hold.version != mine.version:
+            return "quarantined", f"it serves version {hold.version}, this one {mine.version}"
+        voted = end is not None and end.serial == hold.serial
+        if voted or hold.resuming:
+            return "resumed", ""
+        return "waiting", "its sidecar holds it paused"
+
+    def _complete_the_mates(self) -> None:
+        """A mate that is paused waits in a collective until this rank is, too."""
+        for mate in self._mates.values():
+            try:
+                paused = mate.host == _host() and _stays_paused(mate)
+            except NoHoldPage:
+                continue
+            if paused:
+                _log.warning("wavebus: rank %d is paused alone; completing its pause", mate.rank)
+                self._core.pause_scheduler("keep", False)
+                return
+
+
+class _Watches:
+    """This process's one watch, made when its core first turns; None where that failed."""
+
+    def __init__(self) -> None:
+        self._watch: HoldWatch | None = None
+        self._tried_in = 0  # the process: forks need their own
+
+    def of(self, core: Any) -> HoldWatch | None:
+        if self._tried_in != os.getpid():
+            self._tried_in, self._watch = os.getpid(), None
+            try:
+                self._watch = HoldWatch(core)
+            except Exception as error:  # noqa: BLE001 - the engine runs as well without it
+                _log.warning("wavebus: this core holds no deadline: %s", error)
+            else:
+                threading.Thread(target=self._watch.run, name="wavebus_hold", daemon=True).start()
+        return self._watch
+
+
+_watches = _Watches()
+
+
+def install(core: Any) -> bool:
+    """Wrap the methods of the module ``vllm.v1.engine.core``; False if they aren't there."""
+    plain = core.EngineCoreProc
+    if hasattr(plain, "wavebus_hold"):
+        return True
+    gaps = hold_gaps(core)
+    if gaps:
+        _log.warning("wavebus: this vLLM's engine cores hold no deadline: %s", "; ".join(gaps))
+        return False
+    plain.wavebus_wakeup = core.EngineCoreRequestType.WAKEUP
+    plain.wavebus_aborted = core.RequestStatus.FINISHED_ABORTED
+    plain._process_input_queue = _beginning(plain._process_input_queue)  # noqa: SLF001 - what there is to wrap
+    plain._handle_client_request = _looking(plain._handle_client_request)  # noqa: SLF001
+    plain.collective_rpc = _fenced(plain.collective_rpc)
+    plain.wavebus_hold = True
+    return True
+
+
+def _beginning(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _process_input_queue(self: Any) -> None:
+        _watches.of(self)
+        original(self)
+
+    return _process_input_queue
+
+
+def _looking(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _handle_client_request(self: Any, request_type: Any, request: Any) -> None:
+        if request is _DUE:
+            watch = _watches.of(self)
+            if watch is not None:
+                watch.look()
+        else:
+            original(self, request_type, request)
+
+    return _handle_client_request
+
+
+def _fenced(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def collective_rpc(
+        self: Any,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        watch = _watches.of(self) if method == _PERFORM else None
+        if watch is not None and kwargs and (void := watch.void()):
+            _refuse_updates(void, kwargs["operation"])
+        return original(self, method, timeout, args, kwargs)
+
+    return collective_rpc
+
+
+def _refuse_updates(void: str, operation: str) -> None:
+    from sidecar.vllm_plugin.ranks import WorkerRefusal  # noqa: PLC0415 - needs torch
+
+    if isinstance(wire.decode(operation), _UPDATES):
+        raise WorkerRefusal(wire.Failure(NackCode.WRONG_STATE, void).to_text())
+
+
+def _stays_paused(mate: Mate) -> bool:
+    """Whether a mate is paused, or is being paused, and is not in its resume.
+
+    Raises:
+        NoHoldPage: its core has no status page.
+    """
+    try:
+        view = PageReader(Path(mate.page).with_suffix(".page")).read()
+    except NoPage as error:
+        raise NoHoldPage(str(error)) from error
+    return bool(view.flags & LOCALLY_PAUSED) and view.phase != "barrier"
+
+
+def _paused(core: Any) -> bool:
+    return int(core.scheduler.pause_state) != 0
+
+
+def _complete(core: Any) -> bool:
+    """Whether the core is idle in its pause; in lockstep: whether all ranks have agreed on it."""
+    return not core.has_work() and bool(getattr(core, "ignore_start_dp_wave", True))
+
+
+def _over(hold: Hold) -> bool:
+    late_s = (time.monotonic_ns() - hold.until_ns) / 1e9
+    return late_s > (GRACE_S if _alive(hold.holder_pid) else 0.0)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+@functools.cache
+def _host() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
