@@ -33,6 +33,9 @@ UPDATE_START        trainer → broker → engines     get ready to load
 WEIGHT_CHUNK_META   trainer → broker → engines     receive one chunk
 CHUNK_SENT          trainer → broker → engines     it is sent; check its sums, and load it
 UPDATE_FINISH       trainer → broker → engines     all chunks are loaded
+PROBE               trainer → broker → engines     run these probes, before the COMMIT
+PROBED              engine → broker                what they gave
+PROBE_REPORT        broker → trainer               what they gave on every engine
 COMMIT              trainer → broker → engines     serve this version from now on
 ABORT               trainer → broker → engines     give the update up
 TRAINER_STEP        trainer → broker → followers   how far rank 0 has come with an update
@@ -62,11 +65,16 @@ from bus.messages.answers import (
 from bus.messages.bounds import (
     MAX_BLOB_BYTES,
     MAX_FRAME_BYTES,
+    MAX_PROBE_TOKENS,
+    MAX_PROBED,
+    MAX_PROBES,
+    MAX_PROMPT_TOKENS,
     MAX_REQUEST_IDS,
     MAX_TENSORS,
     WIRE_MAJOR,
     WIRE_MINOR,
     Blob,
+    CanaryWay,
     CorePhase,
     Count,
     Counts,
@@ -90,6 +98,14 @@ from bus.messages.bounds import (
     TrainerPoint,
     UpdateId,
     Verify,
+)
+from bus.messages.canary import (
+    Differing,
+    EngineProbes,
+    Probe,
+    Probed,
+    ProbeReport,
+    ProbeResult,
 )
 from bus.messages.envelope import (
     Envelope,
@@ -170,6 +186,12 @@ __all__ = [
     "WeightChunkMeta",
     "ChunkSent",
     "UpdateFinish",
+    "Probe",
+    "ProbeResult",
+    "Probed",
+    "EngineProbes",
+    "ProbeReport",
+    "Differing",
     "Commit",
     "Abort",
     "WaitEngines",
@@ -194,6 +216,10 @@ __all__ = [
     "WIRE_MINOR",
     "MAX_FRAME_BYTES",
     "MAX_TENSORS",
+    "MAX_PROBES",
+    "MAX_PROBE_TOKENS",
+    "MAX_PROBED",
+    "MAX_PROMPT_TOKENS",
     "MAX_BLOB_BYTES",
     "Count",
     "Serial",
@@ -217,6 +243,7 @@ __all__ = [
     "Escalation",
     "SleepLevel",
     "Target",
+    "CanaryWay",
     "CorePhase",
     "Verify",
     "Phase",
@@ -247,6 +274,9 @@ Message: TypeAlias = (
     | WeightChunkMeta
     | ChunkSent
     | UpdateFinish
+    | Probe
+    | Probed
+    | ProbeReport
     | Commit
     | Abort
     | TrainerStep
@@ -285,6 +315,9 @@ WIRE_NAMES: Final[dict[type[Message], str]] = {
     WeightChunkMeta: "WEIGHT_CHUNK_META",
     ChunkSent: "CHUNK_SENT",
     UpdateFinish: "UPDATE_FINISH",
+    Probe: "PROBE",
+    Probed: "PROBED",
+    ProbeReport: "PROBE_REPORT",
     Commit: "COMMIT",
     Abort: "ABORT",
     TrainerStep: "TRAINER_STEP",

@@ -17,6 +17,8 @@ from bus.messages import (
     PauseGlobal,
     PauseLocal,
     PauseMode,
+    Probe,
+    ProbeResult,
     Resume,
     Sleep,
     SleepLevel,
@@ -64,9 +66,10 @@ class CallWakeWeights:
 
 @dataclass(frozen=True, slots=True)
 class CallResume:
-    """``asleep``: by waking all that sleeps."""
+    """``asleep``: by waking all that sleeps. ``opens``: the door, first."""
 
     asleep: bool = False
+    opens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +122,24 @@ class CallFinish:
 
 
 @dataclass(frozen=True, slots=True)
+class CallProbe:
+    """Resume for these probes alone, and pause again, as the pause was made."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int
+    salt: str
+    mode: PauseMode
+    clear_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
 class CallCommit:
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class CallAbortRequests:
-    pass
+    """Close the door, then end every request with the tokens it has."""
 
 
 Call: TypeAlias = (
@@ -140,10 +154,14 @@ Call: TypeAlias = (
     | CallLoad
     | CallRestore
     | CallFinish
+    | CallProbe
     | CallCommit
     | CallAbortRequests
 )
 SessionEffect: TypeAlias = Effect | Call | CallEscalate
+# What a call has told: a pause how many requests are held, an opening how many chunks may be
+# received ahead, a probe what it gave.
+Told: TypeAlias = int | tuple[ProbeResult, ...] | None
 
 COMMAND_STEPS: Final[dict[type[Message], Step]] = {
     PauseLocal: Step.PAUSE_LOCAL,
@@ -157,6 +175,7 @@ COMMAND_STEPS: Final[dict[type[Message], Step]] = {
     WeightChunkMeta: Step.CHUNK,
     ChunkSent: Step.CHUNK,
     UpdateFinish: Step.FINISH,
+    Probe: Step.PROBE,
     Commit: Step.COMMIT,
     Abort: Step.ABORT,
 }
@@ -173,6 +192,7 @@ CALL_STEPS: Final[dict[type[Call], Step]] = {
     CallLoad: Step.CHUNK,
     CallRestore: Step.ABORT,
     CallFinish: Step.FINISH,
+    CallProbe: Step.PROBE,
     CallCommit: Step.COMMIT,
     CallAbortRequests: Step.ABORT,
 }

@@ -32,9 +32,11 @@ from bus.protocol.calls import (
     CallLoad,
     CallOpenTransfer,
     CallPause,
+    CallProbe,
     CallReceive,
     CallResume,
     SessionEffect,
+    Told,
 )
 from bus.protocol.effects import Note, Send
 from bus.protocol.engine_session import EngineSession
@@ -65,6 +67,7 @@ class Behaviour:
         hold: kinds that do not return until :meth:`SimEngine.release`.
         garble_next: the next chunk that is received is not what was sent.
         ahead: how many chunks it may receive ahead of their load.
+        twist_next: the next update is loaded wrongly, which only probes show.
     """
 
     min_ms: float = 1.0
@@ -75,6 +78,7 @@ class Behaviour:
     hold: set[type[Call]] = field(default_factory=set)
     garble_next: bool = False
     ahead: int = 1
+    twist_next: bool = False
 
 
 class SimEngine:
@@ -195,6 +199,7 @@ class SimEngine:
             endpoint="",
             can_sleep=True,
             draft=self.draft,
+            canary="keep",
             version=session.version,
             phase=session.phase,
             update_id=session.shown_id,
@@ -314,11 +319,14 @@ class SimEngine:
             failure = Failure(error.code, error.detail, tensor=error.tensor)
             self._perform(self.session.failed(call, failure, now_ms))
             return
-        told = None
+        told: Told = None
         if isinstance(call, CallPause):
             told = self.truth.in_flight
         elif isinstance(call, CallOpenTransfer):
             told = self.truth.ahead = self.behaviour.ahead
+        elif isinstance(call, CallProbe):
+            twisted, self.behaviour.twist_next = self.behaviour.twist_next, False
+            told = self.truth.probe(twisted=twisted)
         self.truth.end(call)
         if isinstance(call, CallReceive) and self.behaviour.garble_next:
             self.behaviour.garble_next = False

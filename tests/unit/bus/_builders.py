@@ -76,6 +76,7 @@ def facts(
         endpoint="",
         can_sleep=can_sleep,
         draft=False,
+        canary="keep",
         version=version,
         phase=phase,
         update_id="",

@@ -40,7 +40,7 @@ from bus.testing.makers import make_arm, make_manifest
 from tests.unit.bus._builders import nack_in
 
 FACTS = EngineFacts(
-    "sim", "sim 1", "m", "dp0", 0, 1, 1, ("sim",), "", True, False, 0, "running", ""
+    "sim", "sim 1", "m", "dp0", 0, 1, 1, ("sim",), "", True, False, "keep", 0, "running", ""
 )
 JOIN = Join("engine", "host", 7, FACTS, GatewayFacts("dp0", 2, 3, running=True))
 PAUSE = PauseLocal("u1", "keep", True, 30_000, 60_000, 0, "keep")

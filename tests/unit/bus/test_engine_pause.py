@@ -8,7 +8,7 @@ import pytest
 
 from bus.messages import Ack, Nack, NackCode, PauseGlobal, PauseLocal, Resume, Step
 from bus.protocol.calls import CallEscalate, CallPause, CallQueue, CallResume, Job
-from bus.protocol.engine_pause import EnginePause, EnginePauseState
+from bus.protocol.engine_pause import Door, EnginePause, EnginePauseState
 from bus.protocol.engine_sleep import EngineSleep
 from bus.protocol.instructions import Failure
 from bus.protocol.refusal import Declined
@@ -26,7 +26,7 @@ class Driver:
 
     def __init__(self) -> None:
         self.queue = CallQueue()
-        self.pause = EnginePause(self.queue, EngineSleep(self.queue))
+        self.pause = EnginePause(self.queue, EngineSleep(self.queue), Door())
         self.now_ms = 1000.0
         self.calls: list[object] = []
 
