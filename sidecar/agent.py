@@ -35,6 +35,7 @@ from bus.protocol.calls import (
     CallLoad,
     CallOpenTransfer,
     CallPause,
+    CallProbe,
     CallReceive,
     CallRestore,
     CallResume,
@@ -42,6 +43,7 @@ from bus.protocol.calls import (
     CallStart,
     CallWakeWeights,
     SessionEffect,
+    Told,
 )
 from bus.protocol.effects import Note, Send
 from bus.protocol.engine_session import EngineSession
@@ -133,7 +135,9 @@ class Sidecar:
         self.info = await self.engine.start()
         try:
             version = await self.engine.version()
-            self.session = EngineSession(self.name, version=version, draft=self.info.draft)
+            self.session = EngineSession(
+                self.name, version=version, draft=self.info.draft, closed=self.info.closed
+            )
             boot = new_boot()
             transport = self._transport or ZmqClient(
                 self._broker, route_of(self.name, boot), self._security
@@ -237,6 +241,7 @@ class Sidecar:
             endpoint=info.endpoint,
             can_sleep=info.can_sleep,
             draft=info.draft,
+            canary=info.canary,
             version=self.session.version,
             phase=self.session.phase,
             update_id=self.session.shown_id,
@@ -371,14 +376,15 @@ class Sidecar:
         now_ms = self._peer.now_ms()
         self._perform(self.session.escalation_done(failure, now_ms, in_flight=in_flight))
 
-    async def _do(self, call: Call) -> int | None:
-        """Make the call. After a pause: how many requests it holds; after an opening: how many
-        chunks it takes ahead."""
+    async def _do(self, call: Call) -> Told:
+        """Make the call; what it has told."""
         engine = self.engine
         match call:
             case CallPause(mode, clear_cache):
                 return await self._pause(mode, clear_cache=clear_cache)
-            case CallResume(asleep):
+            case CallResume(asleep, opens):
+                if opens:
+                    await engine.admit(open=True)
                 await (engine.wake() if asleep else engine.resume())
             case CallSleep(level):
                 await engine.sleep(level)
@@ -394,6 +400,10 @@ class Sidecar:
                 await engine.start_update(recover=recover, target=target)
             case CallFinish():
                 await engine.finish_update()
+            case CallProbe(prompts, max_tokens, salt, mode, clear_cache):
+                return await engine.probe(
+                    prompts, max_tokens, salt, mode=mode, clear_cache=clear_cache
+                )
             case CallCommit(version):
                 await engine.commit(version)
             case CallOpenTransfer(backend=backend, params=params, place=place):
@@ -401,6 +411,7 @@ class Sidecar:
             case CallRestore(target):
                 await engine.restore(target)
             case CallAbortRequests():
+                await engine.admit(open=False)
                 await engine.abort_requests()
         return None
 

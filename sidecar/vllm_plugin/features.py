@@ -112,6 +112,20 @@ def guard_gaps(core: Any) -> list[str]:
     ]
 
 
+def door_gaps(core: Any) -> list[str]:
+    """What forbids the door."""
+    theirs = getattr(core, "EngineCoreProc", None)
+    gaps = [
+        *_signature_gaps(
+            theirs,
+            _handle_client_request=("self", "request_type", "request"),
+            _send_abort_outputs_to_client=("self", "req_ids", "client_index"),
+            collective_rpc=("self", "method", "timeout", "args", "kwargs"),
+        )
+    ]
+    return gaps or [*_source_gaps(theirs, "req, request_wave = request")]
+
+
 def factory_gaps(factory: Any) -> list[str]:
     """What forbids to make vLLM's worker engines in its ``WeightTransferEngineFactory``'s place."""
     gaps = [

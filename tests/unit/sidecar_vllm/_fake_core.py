@@ -68,8 +68,19 @@ class EngineCoreProc:
     def _send_abort_outputs_to_client(self, req_ids: list[str], client_index: int) -> None:  # noqa: ARG002 - vLLM's
         self._put(req_ids)
 
-    def _handle_client_request(self, request_type: Any, request: Any) -> None:  # noqa: ARG002 - vLLM's
+    def _handle_client_request(self, request_type: Any, request: Any) -> None:
         self.seen.append("request")
+        if request_type == EngineCoreRequestType.ADD and request:
+            req, request_wave = request
+            self.add_request(req, request_wave)
+
+    def add_request(self, request: Any, request_wave: int = 0) -> None:  # noqa: ARG002 - vLLM's
+        self.added = [*getattr(self, "added", []), request.request_id]
+
+    def collective_rpc(
+        self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> list[Any]:
+        return [(method, timeout, args, kwargs)]
 
     def execute_dummy_batch(self) -> None:
         self.seen.append("dummy")
