@@ -10,6 +10,7 @@
     │   ├── ManifestRefused     the weights don't fit an engine's model
     │   ├── PauseFailed         the group could not be paused; whoever was, has resumed
     │   └── UpdateFailed        the update was given up
+    │       └── CanaryFailed    no engine is proven to serve what was sent
     ├── BusTimeout              no answer in time; says from whom, and what was heard last
     ├── JournalError            a journal that can't be read, or replayed
     ├── BusClosed               used after close, or the bus went away for good
@@ -30,6 +31,7 @@ __all__ = [
     "ManifestRefused",
     "PauseFailed",
     "UpdateFailed",
+    "CanaryFailed",
     "BusTimeout",
     "JournalError",
     "BusClosed",
@@ -94,6 +96,11 @@ class UpdateFailed(Refused):
     """The update was given up."""
 
 
+class CanaryFailed(UpdateFailed):
+    """No engine is proven to serve what was sent: all differ from the trainer, or one half from the
+    other. The text names engines and probe."""
+
+
 class BusTimeout(WavebusError):
     """No answer in time."""
 
@@ -129,6 +136,8 @@ def refusal(nack: Nack) -> Refused:
     """The error class that fits a NACK."""
     if nack.code is NackCode.MANIFEST_REFUSED:
         return ManifestRefused(nack)
+    if nack.code is NackCode.CANARY_FAILED:
+        return CanaryFailed(nack)
     if nack.step.startswith("pause"):
         return PauseFailed(nack)
     if nack.step:

@@ -39,6 +39,7 @@ from bus.protocol.calls import (
     CallLoad,
     CallOpenTransfer,
     CallPause,
+    CallProbe,
     CallReceive,
     CallRestore,
     CallResume,
@@ -46,6 +47,7 @@ from bus.protocol.calls import (
     CallStart,
     CallWakeWeights,
     SessionEffect,
+    Told,
     ToMates,
 )
 from bus.protocol.effects import Note, Send
@@ -151,6 +153,7 @@ class Sidecar:
                 self.name,
                 version=version,
                 draft=self.info.draft,
+                closed=self.info.closed,
                 dp_group=self.dp_group,
                 dp_rank=self.info.dp_rank,
                 dp_size=self.info.dp_size,
@@ -287,6 +290,7 @@ class Sidecar:
             can_sleep=info.can_sleep,
             draft=info.draft,
             supervised=self.supervised,
+            canary=info.canary,
             version=self.session.version,
             phase=self.session.phase,
             update_id=self.session.shown_id,
@@ -458,14 +462,15 @@ class Sidecar:
         now_ms = self._peer.now_ms()
         self._perform(self.session.escalation_done(failure, now_ms, in_flight=in_flight))
 
-    async def _do(self, call: Call) -> int | None:
-        """Make the call. After a pause: how many requests it holds; after an opening: how many
-        chunks it takes ahead."""
+    async def _do(self, call: Call) -> Told:
+        """Make the call; what it has told."""
         engine = self.engine
         match call:
             case CallPause(mode, clear_cache):
                 return await self._pause(mode, clear_cache=clear_cache)
-            case CallResume(asleep):
+            case CallResume(asleep, opens):
+                if opens:
+                    await engine.admit(open=True)
                 await (engine.wake() if asleep else engine.resume())
             case CallSleep(level):
                 await engine.sleep(level)
@@ -481,6 +486,10 @@ class Sidecar:
                 await engine.start_update(recover=recover, target=target)
             case CallFinish():
                 await engine.finish_update()
+            case CallProbe(prompts, max_tokens, salt, mode, clear_cache):
+                return await engine.probe(
+                    prompts, max_tokens, salt, mode=mode, clear_cache=clear_cache
+                )
             case CallCommit(version):
                 await engine.commit(version)
             case CallOpenTransfer(backend=backend, params=params, place=place):
@@ -488,6 +497,7 @@ class Sidecar:
             case CallRestore(target):
                 await engine.restore(target)
             case CallAbortRequests():
+                await engine.admit(open=False)
                 await engine.abort_requests()
         return None
 

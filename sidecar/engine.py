@@ -13,12 +13,21 @@ from typing import Protocol, runtime_checkable
 
 from bus.errors import EngineError
 from bus.manifest import Manifest, TensorMeta
-from bus.messages import NackCode, PauseMode, SleepLevel, Target, Verify
+from bus.messages import (
+    CanaryWay,
+    NackCode,
+    PauseMode,
+    ProbeResult,
+    SleepLevel,
+    Target,
+    Verify,
+)
 from bus.transfer import Place
 from sidecar.corepage import CoreView
 from sidecar.holdpage import Hold, HoldEnd, LeftBehind
 
 __all__ = [
+    "CanaryWay",
     "Chunk",
     "CoreView",
     "Engine",
@@ -29,6 +38,7 @@ __all__ = [
     "Manifest",
     "PauseMode",
     "Place",
+    "ProbeResult",
     "SleepLevel",
     "Target",
     "TensorMeta",
@@ -39,7 +49,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is. Fields as in :class:`bus.messages.EngineFacts`."""
+    """What an engine is. Fields as in :class:`bus.messages.EngineFacts`. ``closed``: its door was
+    found so."""
 
     kind: str
     software: str
@@ -51,6 +62,8 @@ class EngineInfo:
     endpoint: str
     can_sleep: bool = False
     draft: bool = False
+    canary: CanaryWay = ""
+    closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +145,11 @@ class Engine(Protocol):
         """Take again whatever memory sleeps, all or some of it, and schedule again: what
         :meth:`resume` is for an engine that is awake. Awake already, that is all it does."""
 
+    async def admit(self, *, open: bool) -> None:  # noqa: A002 - what a door is
+        """Open or close the door. While it is closed, every request that comes is ended at once,
+        with no tokens (finish reason ``abort``), whoever sends it and whether the engine is paused
+        or not. It stays so until it is opened, whatever becomes of the sidecar."""
+
     async def abort_requests(self) -> int:
         """End every request with the tokens it has, paused or not; return how many."""
 
@@ -179,6 +197,27 @@ class Engine(Protocol):
 
     async def finish_update(self) -> None:
         """Every chunk is loaded: post-process."""
+
+    async def probe(
+        self,
+        prompts: tuple[tuple[int, ...], ...],
+        max_tokens: int,
+        salt: str,
+        *,
+        mode: PauseMode,
+        clear_cache: bool,
+    ) -> tuple[ProbeResult, ...]:
+        """Run these greedy probes, past any end of sequence, on the weights that are finished and
+        not committed; paused before, and paused again when it returns. Nobody else is served
+        meanwhile. All ranks of a DP group are called together, and return together.
+
+        Args:
+            prompts: token ids.
+            max_tokens: how many tokens each gives.
+            salt: no probe takes a part in what a prefix cache holds under another one.
+            mode, clear_cache: how the engine was paused. With ``EngineInfo.canary`` ``abort``,
+                the engine has no requests of before the pause, and those that come are ended.
+        """
 
     async def commit(self, version: int) -> None:
         """Serve as this version from now on."""

@@ -86,6 +86,7 @@ class Holder:
             except EngineError:
                 broken = (hold.begun,)
         if broken:
+            await engine.admit(open=False)
             await engine.abort_requests()
         left_ms = (hold.until_ns - time.monotonic_ns()) / 1e6
         self._session.found_paused(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
@@ -28,6 +29,7 @@ from sidecar.engine import (
     Manifest,
     PauseMode,
     Place,
+    ProbeResult,
     SleepLevel,
     Target,
     Verify,
@@ -35,6 +37,7 @@ from sidecar.engine import (
 from sidecar.vllm_adapters import AdapterRoutes
 from sidecar.vllm_connections import Connections
 from sidecar.vllm_core import CoreLink
+from sidecar.vllm_door import DoorHand
 from sidecar.vllm_inprocess import driven_backends, parse_version
 from sidecar.vllm_plugin import facts
 from sidecar.vllm_plugin.client import PluginClient, engine_error
@@ -59,7 +62,9 @@ REQUEST_IDS_S: Final = 1.0
 NOT_FOUND: Final = 404
 SERVER_ERROR: Final = 500
 UNAVAILABLE: Final = 503
+BAD_BODY: Final = (400, 422)
 
+_GENERATE: Final = "/inference/v1/generate"
 # Both count requests of every route, per engine; a frozen request is running or waiting.
 _GAUGE = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} ([0-9.eE+]+)$", re.MULTILINE)
 
@@ -105,6 +110,7 @@ class VllmHttpEngine:
             )
         self._here = is_loopback(parts.hostname)
         self._core = CoreLink(dp_coordinator)
+        self._door = DoorHand(self._ask_workers)
         self._server = server
         self._ready_timeout_s = ready_timeout_s
         self._adapters = AdapterRoutes(self.status_of, self._url)
@@ -137,8 +143,13 @@ class VllmHttpEngine:
         cores = 1 if external else int(parallel["data_parallel_size"])
         await self._plugin.hello(cores=cores)
         await self._gauges()  # fails here rather than later, if nothing is counted
+        await self._door.look()
         draft = facts.read_draft(await self._ask_workers(facts.ASK_DRAFT))
-        info = _info(config, version, self._url, backend, draft=draft)
+        info = replace(
+            _info(config, version, self._url, backend, draft=draft),
+            canary="abort" if self._door.there and await self._serves_us() else "",
+            closed=self._door.found_closed,
+        )
         told = facts.read(await self._ask_workers(facts.ASK_FACTS))
         self._core.learn(told, info, cores=cores, here=self._here)
         return info
@@ -248,6 +259,11 @@ class VllmHttpEngine:
         await self._ask_workers("wake_up", {"tags": None})
         await self.resume()
 
+    async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
+        """Where the cores have no door (another vLLM than we know), requests are queued."""
+        if self._door.there:
+            await self._door.admit(open=open)
+
     async def abort_requests(self) -> int:
         """As in the protocol; returns when it is seen as well, at most a second later.
 
@@ -282,6 +298,43 @@ class VllmHttpEngine:
 
     async def finish_update(self) -> None:
         await self._plugin.finish_update()
+
+    async def probe(
+        self,
+        prompts: tuple[tuple[int, ...], ...],
+        max_tokens: int,
+        salt: str,
+        *,
+        mode: PauseMode,
+        clear_cache: bool,
+    ) -> tuple[ProbeResult, ...]:
+        return await self._door.probe(
+            self, prompts, max_tokens, salt, mode=mode, clear_cache=clear_cache
+        )
+
+    async def probe_one(
+        self, request_id: str, prompt: tuple[int, ...], max_tokens: int, salt: str
+    ) -> ProbeResult:
+        body = {
+            "token_ids": prompt,
+            "sampling_params": {
+                "temperature": 0.0,
+                "max_tokens": max_tokens,
+                "ignore_eos": True,
+                "logprobs": 0,
+            },
+            "request_id": request_id,
+            "cache_salt": salt,
+        }
+        choice = (await self.post(_GENERATE, body))["choices"][0]
+        logprobs = [float(each["logprob"]) for each in choice["logprobs"]["content"]]
+        return ProbeResult(tuple(choice["token_ids"]), tuple(logprobs))
+
+    async def _serves_us(self) -> bool:
+        """Whether it takes token ids, from a caller without an API key: a body that is none is
+        found to be none."""
+        status, _ = await self.status_of("POST", _GENERATE, {})
+        return status in BAD_BODY
 
     async def commit(self, version: int) -> None:
         await self._plugin.settle()

@@ -20,6 +20,7 @@ from sidecar.engine import (
     Manifest,
     PauseMode,
     Place,
+    ProbeResult,
     SleepLevel,
     Target,
     Verify,
@@ -27,6 +28,7 @@ from sidecar.engine import (
 from sidecar.transfer import available_backends
 from sidecar.vllm_adapters import adapter_id, adapter_path
 from sidecar.vllm_core import CoreLink
+from sidecar.vllm_door import DoorHand
 from sidecar.vllm_plugin import facts
 from sidecar.vllm_plugin.client import PluginClient, engine_error
 from sidecar.vllm_plugin.compat import BACKEND, check_backend, check_version
@@ -55,6 +57,7 @@ class VllmEngine:
     def __init__(self, async_llm: Any, *, dp_coordinator: DpCoordinator = "vllm") -> None:
         self._llm = async_llm
         self._core = CoreLink(dp_coordinator)
+        self._door = DoorHand(self._ask)
         self._doors = _Doors(async_llm)
         self._plugin = PluginClient(self._doors)
 
@@ -86,6 +89,7 @@ class VllmEngine:
         external = bool(parallel.data_parallel_external_lb)
         cores = 1 if external else int(parallel.data_parallel_size)
         await self._plugin.hello(cores=cores)
+        await self._door.look()
         draft = facts.read_draft(await _call(self._llm.collective_rpc(facts.ASK_DRAFT)))
         info = EngineInfo(
             kind="vllm",
@@ -98,6 +102,8 @@ class VllmEngine:
             endpoint="",
             can_sleep=bool(config.model_config.enable_sleep_mode),
             draft=draft,
+            canary="abort" if self._door.there else "",
+            closed=self._door.found_closed,
         )
         told = facts.read(await _call(self._llm.collective_rpc(facts.ASK_FACTS)))
         self._core.learn(told, info, cores=cores)
@@ -161,10 +167,18 @@ class VllmEngine:
         await self._rpc("wake_up", {"tags": None})
         await self.resume()
 
+    async def _ask(self, method: str, kwargs: dict[str, Any]) -> Any:
+        return await _call(self._llm.collective_rpc(method, kwargs=kwargs))
+
     async def _rpc(self, method: str, kwargs: dict[str, Any]) -> None:
         """Of the workers themselves: vLLM's own sleep pauses a second time, for which a rank
         waits until all others are asked, too."""
         await _call(self._llm.collective_rpc(method, kwargs=kwargs))
+
+    async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
+        """Where the cores have no door (another vLLM than we know), requests are queued."""
+        if self._door.there:
+            await self._door.admit(open=open)
 
     async def abort_requests(self) -> int:
         processor = self._llm.output_processor
@@ -196,6 +210,42 @@ class VllmEngine:
 
     async def finish_update(self) -> None:
         await self._plugin.finish_update()
+
+    async def probe(
+        self,
+        prompts: tuple[tuple[int, ...], ...],
+        max_tokens: int,
+        salt: str,
+        *,
+        mode: PauseMode,
+        clear_cache: bool,
+    ) -> tuple[ProbeResult, ...]:
+        return await self._door.probe(
+            self, prompts, max_tokens, salt, mode=mode, clear_cache=clear_cache
+        )
+
+    async def probe_one(
+        self, request_id: str, prompt: tuple[int, ...], max_tokens: int, salt: str
+    ) -> ProbeResult:
+        result: ProbeResult = await _call(self._probe_one(request_id, prompt, max_tokens, salt))
+        return result
+
+    async def _probe_one(
+        self, request_id: str, prompt: tuple[int, ...], max_tokens: int, salt: str
+    ) -> ProbeResult:
+        from vllm import SamplingParams  # noqa: PLC0415 - see start()
+
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, detokenize=False
+        )
+        asked = {"prompt_token_ids": list(prompt), "cache_salt": salt}
+        last = None
+        async for output in self._llm.generate(asked, params, request_id=request_id):
+            last = output.outputs[0]
+        assert last is not None
+        tokens = tuple(last.token_ids)
+        steps = zip(last.logprobs, tokens, strict=True)
+        return ProbeResult(tokens, tuple(float(step[token].logprob) for step, token in steps))
 
     async def commit(self, version: int) -> None:
         await self._plugin.settle()

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from trainer_agent.agent import TrainerAgent
     from trainer_agent.cache import CpuCache
+    from trainer_agent.canary import Canary
     from trainer_agent.report import UpdateReport
     from trainer_agent.shared import share_memory
     from trainer_agent.sources import WeightSource
     from trainer_agent.sync import SyncTrainerAgent
 
 __all__ = [
+    "Canary",
     "CpuCache",
     "SyncTrainerAgent",
     "TrainerAgent",
@@ -23,6 +25,7 @@ __all__ = [
 ]
 
 _HOMES: Final = {
+    "Canary": "trainer_agent.canary",
     "CpuCache": "trainer_agent.cache",
     "SyncTrainerAgent": "trainer_agent.sync",
     "TrainerAgent": "trainer_agent.agent",

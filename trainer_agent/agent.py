@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from bus.protocol.link import LinkConfig
     from bus.runtime.base import ClientTransport
     from trainer_agent.bus_source import BusWeightSource
+    from trainer_agent.canary import Canary
     from trainer_agent.patches import AnyPatch
     from trainer_agent.report import UpdateReport
 
@@ -302,6 +303,7 @@ class TrainerAgent:
         clear_cache: bool = True,
         wait_s: float = WAIT_S,
         escalate: Escalation = "keep",
+        canary: Canary | None = None,
     ) -> int:
         """Send weights to every engine and have them serve them: arm, pause, send, commit,
         resume. The pause's arguments are those of :meth:`paused`; inside one, the pause is
@@ -315,6 +317,9 @@ class TrainerAgent:
                 it shares with the model that it drafts for (embeddings, output head) is not
                 part of it, and is refused.
             label: your own name of these weights, for logs and status.
+            canary: fixed probes that every engine runs before it serves the weights; who differs
+                is quarantined, and named in :attr:`last_update`. On vLLM it needs
+                ``mode="abort"``.
 
         Returns:
             The version the bus gave. :attr:`last_update` tells the rest.
@@ -324,11 +329,14 @@ class TrainerAgent:
                 loaded, and the old weights serve on.
             Refused: with code ``draft_missing``, if an engine has no draft model.
             PauseFailed: see :meth:`paused`.
+            CanaryFailed: the canary has proven no engine; all are quarantined.
             UpdateFailed: it was given up; engines that had loaded a part are quarantined
                 until the next whole update.
             BusTimeout: somebody did not answer in time; the text says who.
         """
-        how = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
+        how = PauseHow(
+            mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate, canary=canary
+        )
         if self.rank:
             with self._updates.beside() as number:
                 return await follow(self._line, as_source(source), number)
@@ -459,6 +467,7 @@ class TrainerAgent:
         escalate: Escalation = "keep",
         chunk_bytes: int | None = None,
         target: Target = "model",
+        canary: Canary | None = None,
     ) -> BusWeightSyncClient:
         """The ``client`` of vLLM's trainer engines: each of their updates is one of the bus's.
 
@@ -467,9 +476,11 @@ class TrainerAgent:
             chunk_bytes: for a trainer engine of your own that calls ``update_weights`` more than
                 once: at most so much it puts into one call, or a larger tensor alone. vLLM's own
                 need none.
-            target: as :meth:`update_weights` has it.
+            target, canary: as :meth:`update_weights` has them.
         """
-        how = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
+        how = PauseHow(
+            mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate, canary=canary
+        )
         return BusWeightSyncClient(self._sync, how, chunk_bytes, target)
 
     def source(self, weights: Weights) -> BusWeightSource:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bus.messages import Target, Verify
+    from bus.messages import Differing, Target, Verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,8 @@ class UpdateReport:
             ``agent.paused()``, which ends later.
         slowest: who was last to ack the pause.
         size_bytes, chunks: what was sent.
+        differing: engines that the canary found to differ, each with its probe, what was expected
+            and what was found. They are among the excluded, with all ranks of their DP groups.
         verified: how much of it was checked before it was loaded; ``unsupported`` where the
             backend can't.
     """
@@ -44,3 +46,4 @@ class UpdateReport:
     size_bytes: int
     chunks: int
     verified: Verify
+    differing: tuple[Differing, ...] = ()

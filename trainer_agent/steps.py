@@ -16,6 +16,8 @@ from bus.messages import (
     Message,
     NackCode,
     PauseLocal,
+    Probe,
+    ProbeReport,
     Resume,
     Sleep,
     SleepLevel,
@@ -38,11 +40,13 @@ class Steps:
     Attributes:
         version: the greatest that the bus has told of.
         asleep: the group's weights sleep, in a pause of ours.
+        held_how: how that pause was made, or the last one was.
     """
 
     def __init__(self, line: Connection, *, lease_ms: int, timeout_s: float) -> None:
         self.version = 0
         self.asleep = False
+        self.held_how: PauseHow | None = None
         self._line = line
         self._lease_ms = lease_ms
         self._timeout_s = timeout_s
@@ -91,6 +95,7 @@ class Steps:
             how.escalate,
         )
         ack = await self.step(ask)
+        self.held_how = how
         self._window = (update_id, self._line.epoch)
         return ack
 
@@ -131,6 +136,21 @@ class Steps:
             Refused: an engine or the broker answered with a NACK.
             BusTimeout: somebody did not answer in time.
         """
+        self._check_window(message)
+        done = await self._line.ask(message, GroupAck)
+        self.version = max(self.version, done.version)
+        return done
+
+    async def probe(self, probe: Probe) -> ProbeReport:
+        """Run the canary's probes on all engines, and hear what they gave.
+
+        Raises:
+            Refused, BusTimeout: as :meth:`step`.
+        """
+        self._check_window(probe)
+        return await self._line.ask(probe, ProbeReport)
+
+    def _check_window(self, message: Message) -> None:
         if self._window is not None and self._line.epoch != self._window[1]:
             self._window = None
             raise UpdateFailed(
@@ -142,6 +162,3 @@ class Steps:
                     hint="keep the event loop free, or use SyncTrainerAgent",
                 )
             )
-        done = await self._line.ask(message, GroupAck)
-        self.version = max(self.version, done.version)
-        return done

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from bus.messages import EngineView, Escalation, GroupAck, PauseMode, SleepLevel, Status, Target
     from trainer_agent.bus_source import BusWeightSource
+    from trainer_agent.canary import Canary
     from trainer_agent.patches import AnyPatch, BusPatches
     from trainer_agent.report import UpdateReport
     from trainer_agent.sources import Weights
@@ -95,6 +96,7 @@ class SyncTrainerAgent:
         clear_cache: bool = True,
         wait_s: float = WAIT_S,
         escalate: Escalation = "keep",
+        canary: Canary | None = None,
     ) -> int:
         """See :meth:`TrainerAgent.update_weights`."""
         agent = self._connected()[1]
@@ -107,6 +109,7 @@ class SyncTrainerAgent:
                 clear_cache=clear_cache,
                 wait_s=wait_s,
                 escalate=escalate,
+                canary=canary,
             )
         )
 
@@ -181,6 +184,7 @@ class SyncTrainerAgent:
         escalate: Escalation = "keep",
         chunk_bytes: int | None = None,
         target: Target = "model",
+        canary: Canary | None = None,
     ) -> BusWeightSyncClient:
         """See :meth:`TrainerAgent.client`."""
         return self._connected()[1].client(
@@ -190,6 +194,7 @@ class SyncTrainerAgent:
             escalate=escalate,
             chunk_bytes=chunk_bytes,
             target=target,
+            canary=canary,
         )
 
     def source(self, weights: Weights) -> BusWeightSource:

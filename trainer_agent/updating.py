@@ -21,10 +21,12 @@ import contextlib
 from typing import TYPE_CHECKING, Self
 
 import anyio
+import anyio.to_thread
 
 from bus.errors import BusClosed, BusTimeout, Refused, UsageError
 from bus.messages import Arm, Commit, NackCode, UpdateFinish, UpdateStart
 from trainer_agent.asking import in_turn
+from trainer_agent.canary import compare
 from trainer_agent.ranks import Leading
 from trainer_agent.report import UpdateReport
 from trainer_agent.steps import CLEANUP_S
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from types import TracebackType
 
-    from bus.messages import GroupAck, Target, Verify
+    from bus.messages import CanaryWay, Differing, GroupAck, Target, Verify
     from trainer_agent.connection import Connection
     from trainer_agent.how import PauseHow
     from trainer_agent.plan import Plan
@@ -62,8 +64,10 @@ class Updates:
             alone: the other ranks have no part in it, and don't count it.
 
         Raises:
-            UsageError: one is under way.
+            UsageError: one is under way; or a draft's has a canary.
         """
+        if how.canary is not None and target != "model":
+            raise UsageError("canary: a draft model changes no token: there is nothing to probe")
         update_id = self._steps.new_id()
         number = self._take(counts=not alone)
         leading = Leading(self._line, number, alone=alone or self._alone)
@@ -173,6 +177,7 @@ class Update:
             manifest.chunk_ends,
             manifest.counts,
             plan.base,
+            self._canary_way(),
             manifest.digest(),
         )
         if self._steps.asleep and self._steps.held:
@@ -186,6 +191,13 @@ class Update:
             await self._pause_unless_held()
             await self._steps.wake()
             self._armed = await self._ask_to_arm(ask)
+
+    def _canary_way(self) -> CanaryWay:
+        """What the pause leaves of requests, if there is a canary."""
+        if self._how.canary is None:
+            return ""
+        held = self._steps.held_how if self._steps.held and not self._pausing else None
+        return "abort" if (held or self._how).ends_requests else "keep"
 
     async def _ask_to_arm(self, ask: Arm) -> GroupAck:
         self._open = True
@@ -228,7 +240,8 @@ class Update:
         assert self._armed is not None
         assert self._plan is not None
         self.finish()
-        pause, commit = self._pause, Commit(self.id, self._armed.version, label)
+        differing = await self._prove()
+        pause, commit = self._pause, Commit(self.id, self._armed.version, label, differing)
         done = resumed = None
 
         async def finished() -> None:
@@ -264,9 +277,26 @@ class Update:
             size_bytes=self._plan.size_bytes,
             chunks=self._plan.chunks,
             verified=verified,
+            differing=differing,
         )
         self._updates.last = report
         return report
+
+    async def _prove(self) -> tuple[Differing, ...]:
+        """Have all engines that have finished run the canary's probes; who differs.
+
+        Raises:
+            CanaryFailed: nobody is proven.
+        """
+        canary = self._how.canary
+        if canary is None:
+            return ()
+        assert self._armed is not None
+        assert self._finishing is not None
+        await self._finishing
+        probe = canary.probe(self.id, self._armed.version)
+        report = await self._steps.probe(probe)
+        return await anyio.to_thread.run_sync(compare, canary, report)
 
     async def end(self, error: BaseException | None) -> None:
         """It is over; with an error, it is undone first, as far as it got."""

@@ -20,6 +20,7 @@ from bus.messages import (
     PauseGlobal,
     PauseLocal,
     PlanTransfer,
+    Probed,
     Step,
     WaitEngines,
     Welcome,
@@ -49,6 +50,7 @@ _PHASES: Final[dict[str, str]] = {
     Step.START: "transfer",
     Step.CHUNK: "transfer",
     Step.FINISH: "transfer",
+    Step.PROBE: "canary",
 }
 _ENDS: Final = (Step.RESUME, Step.ABORT)
 
@@ -130,6 +132,8 @@ class _Life:
         if isinstance(message, Ack):
             key = (message.step.value, message.update_id, message.chunk)
             return self._answered(peer, key, "done")
+        if isinstance(message, Probed):
+            return self._answered(peer, (Step.PROBE.value, message.update_id, 0), "done")
         if isinstance(message, Nack):
             return self._answered(
                 peer, (message.step, message.update_id, message.chunk), message.code.value

@@ -36,6 +36,9 @@ UPDATE_START        trainer → broker → engines     get ready to load
 WEIGHT_CHUNK_META   trainer → broker → engines     receive one chunk
 CHUNK_SENT          trainer → broker → engines     it is sent; check its sums, and load it
 UPDATE_FINISH       trainer → broker → engines     all chunks are loaded
+PROBE               trainer → broker → engines     run these probes, before the COMMIT
+PROBED              engine → broker                what they gave
+PROBE_REPORT        broker → trainer               what they gave on every engine
 COMMIT              trainer → broker → engines     serve this version from now on
 ABORT               trainer → broker → engines     give the update up
 TRAINER_STEP        trainer → broker → followers   how far rank 0 has come with an update
@@ -65,11 +68,16 @@ from bus.messages.answers import (
 from bus.messages.bounds import (
     MAX_BLOB_BYTES,
     MAX_FRAME_BYTES,
+    MAX_PROBE_TOKENS,
+    MAX_PROBED,
+    MAX_PROBES,
+    MAX_PROMPT_TOKENS,
     MAX_REQUEST_IDS,
     MAX_TENSORS,
     WIRE_MAJOR,
     WIRE_MINOR,
     Blob,
+    CanaryWay,
     CorePhase,
     Count,
     Counts,
@@ -94,6 +102,14 @@ from bus.messages.bounds import (
     TrainerPoint,
     UpdateId,
     Verify,
+)
+from bus.messages.canary import (
+    Differing,
+    EngineProbes,
+    Probe,
+    Probed,
+    ProbeReport,
+    ProbeResult,
 )
 from bus.messages.envelope import (
     Envelope,
@@ -182,6 +198,12 @@ __all__ = [
     "WeightChunkMeta",
     "ChunkSent",
     "UpdateFinish",
+    "Probe",
+    "ProbeResult",
+    "Probed",
+    "EngineProbes",
+    "ProbeReport",
+    "Differing",
     "Commit",
     "Abort",
     "WaitEngines",
@@ -206,6 +228,10 @@ __all__ = [
     "WIRE_MINOR",
     "MAX_FRAME_BYTES",
     "MAX_TENSORS",
+    "MAX_PROBES",
+    "MAX_PROBE_TOKENS",
+    "MAX_PROBED",
+    "MAX_PROMPT_TOKENS",
     "MAX_BLOB_BYTES",
     "Count",
     "Serial",
@@ -230,6 +256,7 @@ __all__ = [
     "SleepLevel",
     "Stand",
     "Target",
+    "CanaryWay",
     "CorePhase",
     "Verify",
     "Phase",
@@ -263,6 +290,9 @@ Message: TypeAlias = (
     | WeightChunkMeta
     | ChunkSent
     | UpdateFinish
+    | Probe
+    | Probed
+    | ProbeReport
     | Commit
     | Abort
     | TrainerStep
@@ -304,6 +334,9 @@ WIRE_NAMES: Final[dict[type[Message], str]] = {
     WeightChunkMeta: "WEIGHT_CHUNK_META",
     ChunkSent: "CHUNK_SENT",
     UpdateFinish: "UPDATE_FINISH",
+    Probe: "PROBE",
+    Probed: "PROBED",
+    ProbeReport: "PROBE_REPORT",
     Commit: "COMMIT",
     Abort: "ABORT",
     TrainerStep: "TRAINER_STEP",

@@ -33,6 +33,7 @@ class Step(StrEnum):
     START = "start"
     CHUNK = "chunk"
     FINISH = "finish"
+    PROBE = "probe"
     COMMIT = "commit"
     ABORT = "abort"
 
@@ -81,6 +82,7 @@ class NackCode(StrEnum):
     TRANSFER_CLOSED = "transfer_closed"
     TRANSFER_FAILED = "transfer_failed"
     CHECKSUM_MISMATCH = "checksum_mismatch"
+    CANARY_FAILED = "canary_failed"
     ENGINE_ASLEEP = "engine_asleep"
     ENGINE_FAILED = "engine_failed"
     ENGINE_DEAD = "engine_dead"

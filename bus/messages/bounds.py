@@ -35,6 +35,14 @@ Shape: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=16)]
 Shapes: TypeAlias = Annotated[tuple[Shape, ...], Meta(max_length=MAX_TENSORS)]
 Counts: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_TENSORS)]
 MAX_REQUEST_IDS: Final = 4096
+# Of a canary. The answers of so many engines, each of MAX_PROBES probes, fit in one frame.
+MAX_PROBES: Final = 16
+MAX_PROBE_TOKENS: Final = 64
+MAX_PROMPT_TOKENS: Final = 4096
+MAX_PROBED: Final = 1024
+Prompt: TypeAlias = Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+Prompts: TypeAlias = Annotated[tuple[Prompt, ...], Meta(min_length=1, max_length=MAX_PROBES)]
+MaxTokens: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_PROBE_TOKENS)]
 RequestIds: TypeAlias = Annotated[tuple[ShortText, ...], Meta(max_length=MAX_REQUEST_IDS)]
 # A follower is another rank of the trainer.
 Role: TypeAlias = Literal["trainer", "follower", "engine", "gateway", "observer", "scheduler"]
@@ -52,6 +60,9 @@ Stand: TypeAlias = Literal["held", "pausing", "clean", "partial", "running"]
 Target: TypeAlias = Literal["model", "draft"]
 # What an engine's core does, by its status page; empty: it has none.
 CorePhase: TypeAlias = Literal["", "idle", "work", "step", "dummy", "sync", "barrier"]
+# What becomes of an engine's requests while a canary runs: they must have been ended, or stay as
+# they are; empty: there is none, or the engine can't run it.
+CanaryWay: TypeAlias = Literal["", "abort", "keep"]
 # How a chunk is checked before it is loaded: `unsupported` where a backend can't.
 Verify: TypeAlias = Literal["off", "sample", "full", "unsupported"]
 # What an engine says of itself, in its heartbeats and when it joins. One that is emptied sleeps,

@@ -8,6 +8,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from bus.messages.bounds import (
+    CanaryWay,
     CorePhase,
     Count,
     LongText,
@@ -29,10 +30,11 @@ class EngineFacts:
     ``workers`` counts its TP x PP worker processes; ``endpoint`` is the URL at
     which it takes requests, empty if it takes none over the network;
     ``can_sleep``: it was started so that it can give its memory back;
-    ``draft``: it has a draft model whose weights can be updated;
     ``mate_address``: where other ranks of its DP group reach its sidecar, empty if it has none;
     ``supervised``: whoever started it starts it anew, with all ranks of its DP group, when it
     ends;
+    ``draft``: it has a draft model whose weights can be updated; ``canary``: what must become of
+    its requests while it runs a canary's probes, empty if it can't;
     ``kind`` is the adapter (``embedded``, ``vllm``, ``vllm-http``) and
     ``software`` what runs behind it, with its version.
     """
@@ -49,6 +51,7 @@ class EngineFacts:
     can_sleep: bool
     draft: bool
     supervised: bool
+    canary: CanaryWay
     version: Serial
     phase: Phase
     update_id: UpdateId

@@ -8,7 +8,9 @@ from typing import Annotated
 from msgspec import Meta
 
 from bus.messages.bounds import (
+    MAX_PROBED,
     Blob,
+    CanaryWay,
     Count,
     Counts,
     Dtypes,
@@ -21,6 +23,7 @@ from bus.messages.bounds import (
     UpdateId,
     Verify,
 )
+from bus.messages.canary import Differing
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,8 @@ class Arm:
     A patch changes ``counts`` elements of each tensor, and nothing of the others: it is a
     difference from the weights of version ``base``, and from no others. Both are empty (and 0)
     for a whole set of weights.
+
+    ``canary``: what the pause leaves of requests, if probes are to run before the COMMIT.
     """
 
     update_id: UpdateId
@@ -79,6 +84,7 @@ class Arm:
     chunk_ends: Counts
     counts: Counts
     base: Count
+    canary: CanaryWay
     digest: ShortText
 
 
@@ -118,9 +124,12 @@ class UpdateFinish:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
+    """``differing``: who is not to serve it, by the canary. Engines are told of none."""
+
     update_id: UpdateId
     version: Serial
     label: ShortText
+    differing: Annotated[tuple[Differing, ...], Meta(max_length=MAX_PROBED)]
 
 
 @dataclass(frozen=True, slots=True)

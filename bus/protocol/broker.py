@@ -25,6 +25,7 @@ from bus.messages import (
     Nack,
     NackCode,
     Phase,
+    Probed,
     Status,
     StatusRequest,
     Step,
@@ -252,6 +253,8 @@ class Broker:
             return beat
         if isinstance(message, CoreStatus) and group is not None:
             return group.waves.core_status(peer, message, now_ms)
+        if isinstance(message, Probed) and group is not None:
+            return group.probed(peer.name, message, now_ms)
         if isinstance(message, Leave):
             return self._gone(peer, "peer_left", message.reason or "left", now_ms)
         if isinstance(message, StatusRequest):

@@ -18,6 +18,8 @@ from bus.messages import (
     PauseGlobal,
     PauseLocal,
     PauseMode,
+    Probe,
+    ProbeResult,
     Resume,
     Sleep,
     SleepLevel,
@@ -65,9 +67,10 @@ class CallWakeWeights:
 
 @dataclass(frozen=True, slots=True)
 class CallResume:
-    """``asleep``: by waking all that sleeps."""
+    """``asleep``: by waking all that sleeps. ``opens``: the door, first."""
 
     asleep: bool = False
+    opens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +123,24 @@ class CallFinish:
 
 
 @dataclass(frozen=True, slots=True)
+class CallProbe:
+    """Resume for these probes alone, and pause again, as the pause was made."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int
+    salt: str
+    mode: PauseMode
+    clear_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
 class CallCommit:
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class CallAbortRequests:
-    pass
+    """Close the door, then end every request with the tokens it has."""
 
 
 Call: TypeAlias = (
@@ -141,6 +155,7 @@ Call: TypeAlias = (
     | CallLoad
     | CallRestore
     | CallFinish
+    | CallProbe
     | CallCommit
     | CallAbortRequests
 )
@@ -155,6 +170,9 @@ class ToMates:
 
 
 SessionEffect: TypeAlias = Effect | Call | CallEscalate | ToMates
+# What a call has told: a pause how many requests are held, an opening how many chunks may be
+# received ahead, a probe what it gave.
+Told: TypeAlias = int | tuple[ProbeResult, ...] | None
 
 COMMAND_STEPS: Final[dict[type[Message], Step]] = {
     PauseLocal: Step.PAUSE_LOCAL,
@@ -168,6 +186,7 @@ COMMAND_STEPS: Final[dict[type[Message], Step]] = {
     WeightChunkMeta: Step.CHUNK,
     ChunkSent: Step.CHUNK,
     UpdateFinish: Step.FINISH,
+    Probe: Step.PROBE,
     Commit: Step.COMMIT,
     Abort: Step.ABORT,
 }
@@ -184,6 +203,7 @@ CALL_STEPS: Final[dict[type[Call], Step]] = {
     CallLoad: Step.CHUNK,
     CallRestore: Step.ABORT,
     CallFinish: Step.FINISH,
+    CallProbe: Step.PROBE,
     CallCommit: Step.COMMIT,
     CallAbortRequests: Step.ABORT,
 }

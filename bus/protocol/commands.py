@@ -18,6 +18,7 @@ from bus.messages import (
     NackCode,
     PauseLocal,
     PlanTransfer,
+    Probe,
     Resume,
     Sleep,
     Step,
@@ -30,6 +31,7 @@ from bus.messages import (
     Wake,
     WeightChunkMeta,
 )
+from bus.protocol.canary import failures, need_able
 from bus.protocol.checks import check_chunk, check_sums, manifest_of
 from bus.protocol.instructions import Failure
 from bus.protocol.pause import PauseState
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 
 # In these, a chunk may come, or come again.
 _KNOWS_CHUNKS: Final = (UpdateState.ARMED, *TAKES_CHUNKS, UpdateState.FINISHING)
-_BEFORE_COMMIT: Final = (*_KNOWS_CHUNKS, UpdateState.FINISHED)
+_BEFORE_COMMIT: Final = (*_KNOWS_CHUNKS, UpdateState.FINISHED, UpdateState.PROBING)
 _OVER: Final = (UpdateState.IDLE, UpdateState.ABORTING)
 
 
@@ -117,6 +119,12 @@ class Commands:
             case UpdateFinish():
                 self._group.update.need(*TAKES_CHUNKS, update_id=message.update_id)
                 return self._in_turn(msg_id, Step.FINISH, message, now_ms)
+            case Probe():
+                self._group.update.need(UpdateState.FINISHED, update_id=message.update_id)
+                if not self._group.update.canary:
+                    raise wrong_state("the update was armed without a canary", "update_id")
+                probing = self._group.update.probe(message, now_ms)
+                return self._group.run(msg_id, Step.PROBE, probing, now_ms)
             case Commit():
                 self._group.update.need(*_BEFORE_COMMIT, update_id=message.update_id)
                 if message.version != self._group.update.version:
@@ -177,6 +185,10 @@ class Commands:
                     asked = update.start(message, now_ms)
                 case UpdateFinish() if update.state is UpdateState.LOADING and update.all_sent:
                     asked = update.finish(message, now_ms)
+                case Commit() if update.state is UpdateState.FINISHED and message.differing:
+                    self._early[step] = replace(message, differing=())
+                    gone = self._group.expel(failures(message.differing), now_ms)
+                    return [*gone, *self.follow(now_ms)]
                 case Commit() if update.state is UpdateState.FINISHED:
                     asked = update.commit(message, now_ms)
             if asked:
@@ -321,6 +333,8 @@ class Commands:
         members = self._group.roster.members()
         if message.target == "draft":
             self._need_current(members)
+        asleep = sleep is not SleepState.AWAKE
+        need_able(message.canary, members, self._group.roster, asleep=asleep)
         self._manifest = manifest
         update_id, version = self._given
         # Armed again, after it was refused, an update is the same: an ARM that is late can't

@@ -9,6 +9,7 @@
                                          the later return counts
     PAUSING   pause failed     UNSURE    nack pause_global; of two, if both failed
     UNSURE    PAUSE_LOCAL      PAUSING   pause(mode, clear_cache); ack pause_local when issued
+    PAUSED    a probe failed   UNSURE    (the update's nack)
     PAUSED    RESUME           RESUMING  resume()
     PAUSING   RESUME           PAUSING   remembered: resume() follows the pause's return
     RESUMING  resume returned  RUNNING   ack resume
@@ -23,11 +24,13 @@ Invariants: an engine gets a resume only after its pause has returned, and one r
 per pause; paused is acked by that return and by nothing else; doubled commands are
 acked again and call nothing. A pause that failed may have been made all the same: only
 another one, which returns, tells, and until then there is no resume. What sleeps in a
-pause (:mod:`bus.protocol.engine_sleep`) is woken by its resume.
+pause (:mod:`bus.protocol.engine_sleep`) is woken by its resume, and the door of an engine that
+was quarantined is opened by it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
@@ -66,16 +69,26 @@ class EnginePauseState(StrEnum):
 _S = EnginePauseState
 
 
+@dataclass(slots=True)
+class Door:
+    """Whether an engine ends at once what reaches it, for all that is known."""
+
+    closed: bool = False
+
+
 class EnginePause:
     """See the module. Calls go into ``queue``."""
 
-    def __init__(self, queue: CallQueue, memory: EngineSleep, lease: EngineLease) -> None:
+    def __init__(
+        self, queue: CallQueue, memory: EngineSleep, lease: EngineLease, door: Door
+    ) -> None:
         self.state = _S.RUNNING
         self.update_id = ""
         self.in_flight = 0
         self._queue = queue
         self._memory = memory
         self._lease = lease
+        self._door = door
         self._last_resume = ""
         self._call = CallPause("keep", clear_cache=False)  # the last one made
         self._escalation: Escalation = "keep"
@@ -131,6 +144,17 @@ class EnginePause:
         self._begin(0, _unasked(self.update_id), now_ms)
 
     @property
+    def made(self) -> CallPause:
+        """As which the engine is paused: a `wait` that came to its deadline became another."""
+        if self._outcome == ESCALATED:
+            return CallPause(self._escalation, self._call.clear_cache)
+        return self._call
+
+    def lost_track(self) -> None:
+        """What resumes the engine and pauses it again has failed in between, or did not begin."""
+        self.state = _S.UNSURE
+
+    @property
     def cleared(self) -> bool:
         """Whether the pause drops KV caches."""
         return self._call.clear_cache
@@ -183,7 +207,8 @@ class EnginePause:
     def begin_resume(self, msg_id: int) -> None:
         """The pause is complete: resume."""
         self.state = _S.RESUMING
-        self._queue.add(CallResume(asleep=not self._memory.awake), msg_id)
+        call = CallResume(asleep=not self._memory.awake, opens=self._door.closed)
+        self._queue.add(call, msg_id)
 
     def pause_returned(self, took_ms: float) -> list[SessionEffect]:
         """A pause call is back; with no other one pending, the engine is idle on its device."""
@@ -221,6 +246,7 @@ class EnginePause:
         """The engine schedules again; a pause that came meanwhile follows."""
         self.state = _S.RUNNING
         self._lease.end()
+        self._door.closed = False
         self._memory.resumed()
         self._last_resume = self.update_id
         effects: list[SessionEffect] = [

@@ -7,6 +7,9 @@ Invariants, beside those of :mod:`bus.protocol.engine_pause`,
   nothing is decided in its place.
 - No resume while weights may be mixed: an engine that loaded a part of an update is
   quarantined, and stays paused until a whole one of the same target is committed.
+- The door of an engine that becomes quarantined is closed: its requests end, and so does what
+  reaches it from then on. Its resume opens it. A sidecar that finds it closed takes over an
+  engine that is quarantined.
 - Commands of an older epoch change nothing.
 - When the pause's lease is over, an engine that loaded nothing gives the update up and resumes
   by itself, waking what sleeps; the ranks of a DP group do so as one, or not at all
@@ -29,6 +32,7 @@ from bus.messages import (
     PauseGlobal,
     PauseLocal,
     Phase,
+    Probe,
     Resume,
     Sleep,
     Stand,
@@ -43,17 +47,19 @@ from bus.protocol.calls import (
     Call,
     CallAbortRequests,
     CallPause,
+    CallProbe,
     CallQueue,
     CallResume,
     CallSleep,
     CallWakeWeights,
     SessionEffect,
+    Told,
     ToMates,
     nack,
 )
 from bus.protocol.effects import Note
 from bus.protocol.engine_lease import LEASE_RETRY_MS, EngineLease, LeaseState
-from bus.protocol.engine_pause import EnginePause, EnginePauseState
+from bus.protocol.engine_pause import Door, EnginePause, EnginePauseState
 from bus.protocol.engine_sleep import EngineSleep
 from bus.protocol.engine_update import MIXED, EngineUpdate, EngineUpdateState
 from bus.protocol.instructions import Failure
@@ -65,7 +71,8 @@ if TYPE_CHECKING:
 
 class EngineSession:
     """Commands and results of engine calls go in, effects come out. ``draft``: the engine has a
-    draft model whose weights can be updated."""
+    draft model whose weights can be updated. ``closed``: its door is, since a sidecar before this
+    one has closed it."""
 
     def __init__(
         self,
@@ -73,16 +80,18 @@ class EngineSession:
         *,
         version: int = 0,
         draft: bool = False,
+        closed: bool = False,
         dp_group: str = "",
         dp_rank: int = 0,
         dp_size: int = 1,
     ) -> None:
         self._dp_group = dp_group or name
         self._queue = CallQueue()
+        self.door = Door(closed)
         self.memory = EngineSleep(self._queue)
         self.lease = EngineLease(dp_rank, dp_size)
-        self.pause = EnginePause(self._queue, self.memory, self.lease)
-        self.update = EngineUpdate(self._queue, version, name, draft=draft)
+        self.pause = EnginePause(self._queue, self.memory, self.lease, self.door)
+        self.update = EngineUpdate(self._queue, version, name, self.door, draft=draft)
         self.epoch = 0
         self._forsaken = False  # asleep without weights, and nobody holds the pause any more
 
@@ -175,6 +184,10 @@ class EngineSession:
                 return self.update.chunk(msg_id, message)
             case UpdateFinish():
                 return self.update.finish(msg_id, message)
+            case Probe():
+                if self.pause.state is not EnginePauseState.PAUSED or not self.memory.awake:
+                    raise wrong_state(f"the engine is {self.phase}; probes are run in a pause")
+                return self.update.probe(msg_id, message, self.pause.made)
             case Commit():
                 return self.update.commit(msg_id, message)
             case Abort():
@@ -208,10 +221,9 @@ class EngineSession:
         if update_id != self.pause.update_id:
             raise wrong_state(f"the engine is in pause {self.pause.update_id}", "update_id")
 
-    def done(self, call: Call, now_ms: float, *, told: int | None = None) -> list[SessionEffect]:
-        """The running engine call has returned. A pause has told how many requests are held now,
-        an opening how many chunks may be received ahead."""
-        if told is not None and isinstance(call, CallPause):
+    def done(self, call: Call, now_ms: float, *, told: Told = None) -> list[SessionEffect]:
+        """The running engine call has returned."""
+        if isinstance(told, int) and isinstance(call, CallPause):
             self.pause.in_flight = told
         job = self._queue.end(call)
         took_ms = now_ms - job.since_ms
@@ -236,6 +248,8 @@ class EngineSession:
             effects = self.memory.failed(job, failure)
         else:
             effects = self.update.failed(job, failure)
+            if isinstance(call, CallProbe):
+                self.pause.lost_track()
         return self._with_calls(effects, now_ms)
 
     def escalating(self, waited_for: tuple[str, ...]) -> None:

@@ -14,12 +14,15 @@
     LOADING    UPDATE_FINISH  FINISHING   finish_update(), behind the last load
     FINISHING  done           FINISHED    ack finish
     FINISHING  failed         LOADING     nack finish, or the chunk; finish may be tried again
+    FINISHED   PROBE          PROBING     probe(), unless it is the one that was run last
+    PROBING    done           FINISHED    PROBED; what it gave is kept
+    PROBING    failed         FINISHED    nack probe; nobody knows whether the engine is paused
     FINISHED   COMMIT         COMMITTING  commit(version)
     COMMITTING done           NONE        ack commit; the version is served
     any other  ABORT          ABORTING    what the call under way leaves behind decides:
                                           nothing loaded since the start, or nothing but an
                                           adapter (:mod:`bus.lora`): restore()
-                                          something loaded: abort_requests(), partial
+                                          something loaded: partial, the door is closed
     ABORTING   done           NONE        ack abort: untouched, restored or partial
 
 ``partial`` is a set of parts, of which an update brings one: the model, its draft model, or a LoRA
@@ -31,6 +34,7 @@ adapter.
     something of a model p was loaded, or its
     start failed, and it is given up             + p            quarantined
     the restore of p failed                      + p            quarantined
+    a door is found closed                       + both models  quarantined
     a sleep that discards weights is called      + both models  quarantined, or emptied
     ARM of any part, while partial               (same)         armed as ever
     UPDATE_START, while partial                  (same)         start_update(recover)
@@ -45,6 +49,8 @@ all of it was sent and its sums are right (but backends of vLLM's own load what 
 before; the version only grows, and at COMMIT; a part leaves ``partial`` only by a commit of its
 own, and an update that begins while there is any, tells the engine to recover; the engine is
 resumed only when there is none; a part that is not in it has all the weights of its version.
+Who becomes quarantined has its door closed, and then its requests aborted: by one call, of which
+the first half that fails leaves the second undone.
 
 A patch changes some elements of what is served, so that what is served must be what it is a
 difference from: ARM of a patch is refused (``other_base``) unless the engine serves version
@@ -65,6 +71,8 @@ from bus.messages import (
     ChunkSent,
     Commit,
     NackCode,
+    Probe,
+    Probed,
     Step,
     Target,
     TransferInit,
@@ -81,6 +89,8 @@ from bus.protocol.calls import (
     CallFinish,
     CallLoad,
     CallOpenTransfer,
+    CallPause,
+    CallProbe,
     CallQueue,
     CallReceive,
     CallRestore,
@@ -88,11 +98,12 @@ from bus.protocol.calls import (
     CallStart,
     Job,
     SessionEffect,
+    Told,
     ack,
     nack,
 )
 from bus.protocol.checks import manifest_of
-from bus.protocol.effects import Note
+from bus.protocol.effects import Note, Send
 from bus.protocol.engine_chunks import EngineChunks
 from bus.protocol.instructions import Failure
 from bus.protocol.refusal import Declined, wrong_state
@@ -100,6 +111,8 @@ from bus.transfer import NO_PLACE, Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from bus.protocol.engine_pause import Door
 
 
 class EngineUpdateState(StrEnum):
@@ -110,6 +123,7 @@ class EngineUpdateState(StrEnum):
     LOADING = "loading"
     FINISHING = "finishing"
     FINISHED = "finished"
+    PROBING = "probing"
     COMMITTING = "committing"
     ABORTING = "aborting"
 
@@ -126,7 +140,7 @@ class EngineUpdate:
     """See the module. Calls go into ``queue``."""
 
     def __init__(
-        self, queue: CallQueue, version: int, name: str = "", *, draft: bool = False
+        self, queue: CallQueue, version: int, name: str, door: Door, *, draft: bool = False
     ) -> None:
         self._name = name
         self._draft = draft
@@ -134,6 +148,9 @@ class EngineUpdate:
         self.update_id = ""
         self.version = version
         self.partial: set[str] = set()  # of what it has not all the weights
+        self._door = door
+        if door.closed:  # nobody knows for which of them
+            self.partial.update(("model", "draft") if draft else ("model",))
         self.target: Target = "model"  # of this update, or the last
         self._part = "model"  # what this update, or the last, brings: its target, or an adapter
         self._queue = queue
@@ -144,6 +161,7 @@ class EngineUpdate:
         self._target_version = 0
         self._transfer: CallOpenTransfer | None = None
         self._last_commit = ""
+        self._probed: tuple[CallProbe, Probed] | None = None  # the last, of this update
         self._abort_asked: int | None = None  # id of the ABORT that waits for a call to end
 
     @property
@@ -171,6 +189,7 @@ class EngineUpdate:
         weights are there."""
         self.state = _S.NONE
         self.partial = set(broken)
+        self._door.closed = bool(self.partial)
 
     # -- commands -------------------------------------------------------------
 
@@ -226,6 +245,7 @@ class EngineUpdate:
         self._part = message.backend if adapter_of(message.backend) else message.target
         self._chunks.begin(message.update_id, message.backend, manifest)
         self._loaded = False
+        self._probed = None
         self._backend = message.backend
         self._base = message.base
         self._target_version = message.version
@@ -263,7 +283,7 @@ class EngineUpdate:
         self._need(message.update_id)
         if self.state is _S.FINISHING:
             return []
-        if self.state in (_S.FINISHED, _S.COMMITTING):
+        if self.state in (_S.FINISHED, _S.PROBING, _S.COMMITTING):
             return [ack(msg_id, Step.FINISH, self.update_id)]
         if self.state is not _S.LOADING:
             raise wrong_state(f"the update is {self.state.value}, not loading")
@@ -271,6 +291,22 @@ class EngineUpdate:
             return []
         self.state = _S.FINISHING
         self._queue.add(CallFinish(), msg_id)
+        return []
+
+    def probe(self, msg_id: int, message: Probe, pause: CallPause) -> list[SessionEffect]:
+        """PROBE; the session has checked that the engine is paused, as ``pause`` says."""
+        self._need(message.update_id)
+        if self.state is _S.PROBING:
+            return []
+        if self.state is not _S.FINISHED:
+            raise wrong_state(f"the update is {self.state.value}, not finished")
+        call = CallProbe(
+            message.prompts, message.max_tokens, message.salt, pause.mode, pause.clear_cache
+        )
+        if self._probed is not None and self._probed[0] == call:
+            return [Send(self._probed[1], reply_to=msg_id)]
+        self.state = _S.PROBING
+        self._queue.add(call, msg_id)
         return []
 
     def commit(self, msg_id: int, message: Commit) -> list[SessionEffect]:
@@ -305,16 +341,15 @@ class EngineUpdate:
 
     # -- results --------------------------------------------------------------
 
-    def done(self, job: Job, took_ms: float, told: int | None = None) -> list[SessionEffect]:
-        """One of the update's calls has returned; from an opening, with how many chunks may be
-        received ahead."""
+    def done(self, job: Job, took_ms: float, told: Told = None) -> list[SessionEffect]:
+        """One of the update's calls has returned."""
         call = job.call
         chunk = 0
         if isinstance(call, CallReceive):
             return self._settle(self._chunks.received())
         if isinstance(call, CallOpenTransfer):
             self._transfer = call
-            self._chunks.ahead = told or 1
+            self._chunks.ahead = told if isinstance(told, int) and told else 1
             opened = ack(job.reply_to, Step.TRANSFER_INIT, call.update_id, took_ms=took_ms)
             return self._settle([opened])
         if self._is_bystanders(job):
@@ -332,6 +367,11 @@ class EngineUpdate:
             self._lost_the_old()
         elif isinstance(call, CallFinish):
             self.state = _S.FINISHED
+        elif isinstance(call, CallProbe):
+            self.state = _S.FINISHED
+            results = told if isinstance(told, tuple) else ()
+            self._probed = (call, Probed(self.update_id, results, round(took_ms, 3)))
+            return self._settle([Send(self._probed[1], reply_to=job.reply_to)])
         elif isinstance(call, CallCommit):
             self.state = _S.NONE
             self.version = call.version
@@ -359,9 +399,11 @@ class EngineUpdate:
         chunk = call.chunk if isinstance(call, CallReceive | CallLoad) else 0
         if isinstance(call, (CallRestore, CallAbortRequests)):
             # The undoing itself failed: only a whole update brings this engine back.
+            note = Note("abort_failed", "error", {"detail": failure.detail})
             if isinstance(call, CallRestore):
                 self.partial.add(self._part)
-            note = Note("abort_failed", "error", {"detail": failure.detail})
+                self._queue.add(CallAbortRequests(), job.reply_to)
+                return [note]
             return [note, *self._aborted(job.reply_to, "partial", 0.0)]
         if isinstance(call, CallArm):
             self.state = _S.NONE
@@ -369,7 +411,7 @@ class EngineUpdate:
             self._lost_the_old()  # half started: not to be trusted
         elif isinstance(call, CallLoad) and failure.code not in NOTHING_LOADED:
             self._lost_the_old()
-        elif isinstance(call, CallCommit):
+        elif isinstance(call, CallProbe | CallCommit):
             self.state = _S.FINISHED
         if self.state is _S.FINISHING:
             self.state = _S.LOADING
@@ -380,6 +422,8 @@ class EngineUpdate:
         old weights are gone."""
         if isinstance(call, CallReceive) and loads_when_received(call.backend):
             self._lost_the_old()
+        elif isinstance(call, CallAbortRequests):
+            self._door.closed = True
         elif isinstance(call, CallSleep) and call.level == 2:  # noqa: PLR2004 - the level
             self.partial.add("model")
             if self._draft:
@@ -474,4 +518,5 @@ _UPDATE_CALLS: Final = (
     CallReceive,
     CallLoad,
     CallFinish,
+    CallProbe,
 )

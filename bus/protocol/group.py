@@ -32,9 +32,11 @@ from bus.messages import (
     Nack,
     NackCode,
     PauseLocal,
+    Probed,
     Resume,
     Step,
 )
+from bus.protocol.canary import probe_report
 from bus.protocol.commands import Commands
 from bus.protocol.effects import Effect, Note, Send
 from bus.protocol.followers import Followers
@@ -292,6 +294,24 @@ class Group:
             self.roster.quarantine(each, failure.detail)  # before a resume that follows by itself
         return self.obey(instructions, now_ms)
 
+    def probed(self, name: str, probed: Probed, now_ms: float) -> list[Effect]:
+        """An engine's answer to the canary's probes."""
+        return self.obey(self.update.has_probed(name, probed, now_ms), now_ms)
+
+    def expel(self, failures: dict[str, Failure], now_ms: float) -> list[Effect]:
+        """Who differs by the canary falls out of the update with its DP group."""
+        before = set(self.update.excluded)
+        effects: list[Effect] = [
+            self.note(
+                "canary_failed", self.update.update_id, "error", {"peer": n, "detail": f.detail}
+            )
+            for n, f in failures.items()
+        ]
+        instructions = self.update.expel(failures)
+        for each in self.update.excluded.keys() - before:
+            self.roster.quarantine(each, self.update.excluded[each].detail)
+        return effects + self.obey(instructions, now_ms)
+
     # -- time -----------------------------------------------------------------
 
     def tick(self, now_ms: float) -> list[Effect]:
@@ -408,7 +428,8 @@ class Group:
         answer = done_ack(done, self.pause, self.update, self.version, left_out, now_ms)
         fields = done_fields(done, answer, self.update)
         note = self.note(DONE_EVENTS[done.step], answer.update_id, "info", fields)
-        return [note, *self.holding.answer((done.step, done.chunk), answer)]
+        told = probe_report(self.update, answer) if done.step is Step.PROBE else answer
+        return [note, *self.holding.answer((done.step, done.chunk), told)]
 
     def _step_failed(self, failed: StepFailed) -> list[Effect]:
         step, failure = failed.step, failed.failure

@@ -12,7 +12,7 @@ from bus.protocol.refusal import Declined, wrong_state
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from bus.messages import Phase
+    from bus.messages import CanaryWay, Phase
     from bus.protocol.membership import Peer
 
 
@@ -161,6 +161,12 @@ class Roster:
         """Which of them can't give their memory back, by name."""
         engines = (self.engines[name] for name in names if name in self.engines)
         return sorted(p.name for p in engines if p.facts is None or not p.facts.can_sleep)
+
+    def unable_to_probe(self, names: Iterable[str], way: CanaryWay) -> list[str]:
+        """Which of them can't run a canary's probes while requests are treated that way."""
+        able = ("keep",) if way == "keep" else ("keep", "abort")
+        engines = (self.engines[name] for name in names if name in self.engines)
+        return sorted(p.name for p in engines if p.facts is None or p.facts.canary not in able)
 
     def behind(self, names: Iterable[str], version: int) -> list[str]:
         """Which of them don't serve this version, by name."""

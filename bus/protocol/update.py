@@ -12,9 +12,11 @@
     STARTING    ALL_DONE      LOADING
     LOADING     FINISH_ASKED  FINISHING   UPDATE_FINISH
     FINISHING   ALL_DONE      FINISHED
+    FINISHED    PROBE_ASKED   PROBING     PROBE: engines run the canary's probes
+    PROBING     ALL_DONE      FINISHED    (the trainer hears what they gave)
     FINISHED    COMMIT_ASKED  COMMITTING  COMMIT: engines serve the version
     COMMITTING  ALL_DONE      IDLE        (the trainer hears: committed)
-    ARMING, ARMED, STARTING, LOADING, FINISHING, FINISHED
+    ARMING, ARMED, STARTING, LOADING, FINISHING, FINISHED, PROBING
                 GIVEN_UP      ABORTING    ABORT: each engine undoes what it can
     ABORTING    ALL_DONE      IDLE        (the trainer hears why)
     any but IDLE
@@ -36,6 +38,7 @@ Invariants:
   with all ranks of its DP group (they are told to ABORT, and quarantine themselves
   if they loaded anything) and the others go on: giving up would leave them all
   half-loaded. The trainer reads the names in ``excluded``.
+- Who differs by the canary falls out in the same way, before the COMMIT is asked of anybody.
 """
 
 from __future__ import annotations
@@ -48,10 +51,14 @@ from bus.messages import (
     Abort,
     Ack,
     Arm,
+    CanaryWay,
     ChunkSent,
     Commit,
     Message,
     NackCode,
+    Probe,
+    Probed,
+    ProbeResult,
     Step,
     Target,
     TransferInit,
@@ -78,6 +85,7 @@ class UpdateState(StrEnum):
     LOADING = "loading"
     FINISHING = "finishing"
     FINISHED = "finished"
+    PROBING = "probing"
     COMMITTING = "committing"
     ABORTING = "aborting"
 
@@ -87,6 +95,7 @@ class UpdateEvent(StrEnum):
     ARM_ASKED = "arm_asked"
     START_ASKED = "start_asked"
     FINISH_ASKED = "finish_asked"
+    PROBE_ASKED = "probe_asked"
     COMMIT_ASKED = "commit_asked"
     ALL_DONE = "all_done"
     FAILED = "failed"
@@ -106,6 +115,8 @@ TRANSITIONS: Final[dict[tuple[UpdateState, UpdateEvent], UpdateState]] = {
     (_S.STARTING, _E.ALL_DONE): _S.LOADING,
     (_S.LOADING, _E.FINISH_ASKED): _S.FINISHING,
     (_S.FINISHING, _E.ALL_DONE): _S.FINISHED,
+    (_S.FINISHED, _E.PROBE_ASKED): _S.PROBING,
+    (_S.PROBING, _E.ALL_DONE): _S.FINISHED,
     (_S.FINISHED, _E.COMMIT_ASKED): _S.COMMITTING,
     (_S.COMMITTING, _E.ALL_DONE): _S.IDLE,
     (_S.ABORTING, _E.ALL_DONE): _S.IDLE,
@@ -118,6 +129,7 @@ TRANSITIONS: Final[dict[tuple[UpdateState, UpdateEvent], UpdateState]] = {
             _S.LOADING,
             _S.FINISHING,
             _S.FINISHED,
+            _S.PROBING,
         )
     },
     **{(state, _E.EMPTIED): _S.IDLE for state in UpdateState if state is not _S.IDLE},
@@ -125,7 +137,15 @@ TRANSITIONS: Final[dict[tuple[UpdateState, UpdateEvent], UpdateState]] = {
 
 # In these, weights may differ between engines, or within one: nobody may resume.
 UNSAFE: Final = frozenset(
-    {_S.STARTING, _S.LOADING, _S.FINISHING, _S.FINISHED, _S.COMMITTING, _S.ABORTING}
+    {
+        _S.STARTING,
+        _S.LOADING,
+        _S.FINISHING,
+        _S.FINISHED,
+        _S.PROBING,
+        _S.COMMITTING,
+        _S.ABORTING,
+    }
 )
 
 # In these, chunks are told.
@@ -141,6 +161,8 @@ class UpdateMachine:
         self.version = 0
         self.label = ""
         self.target: Target = "model"
+        self.canary: CanaryWay = ""
+        self.probed: dict[str, tuple[ProbeResult, ...]] = {}  # by engine
         self.members: dict[str, str] = {}  # engine -> its DP group, of those in this update
         self.excluded: dict[str, Failure] = {}
         self.partial: set[str] = set()  # who say that they hold a part, of this target or another
@@ -182,6 +204,7 @@ class UpdateMachine:
         self.version = message.version
         self.label = message.label
         self.target = message.target
+        self.canary = message.canary
         self.chunks_planned = len(message.chunk_ends)
         return self._ask(Step.ARM, message, now_ms)
 
@@ -213,6 +236,15 @@ class UpdateMachine:
         self._go(_E.FINISH_ASKED)
         return self._ask(Step.FINISH, message, now_ms)
 
+    def probe(self, message: Probe, now_ms: float) -> list[Instruction]:
+        self._go(_E.PROBE_ASKED)
+        self.probed = {}
+        return self._ask(Step.PROBE, message, now_ms)
+
+    def expel(self, failures: dict[str, Failure]) -> list[Instruction]:
+        """These are not to be committed."""
+        return [each for name, why in failures.items() for each in self.refused(name, why, 0.0)]
+
     def commit(self, message: Commit, now_ms: float) -> list[Instruction]:
         self._go(_E.COMMIT_ASKED)
         return self._ask(Step.COMMIT, message, now_ms)
@@ -242,6 +274,13 @@ class UpdateMachine:
             return []
         current.ack(name, ack, now_ms)
         return self._round_done()
+
+    def has_probed(self, name: str, probed: Probed, now_ms: float) -> list[Instruction]:
+        """An engine has run the probes."""
+        if self.state is _S.PROBING and probed.update_id == self.update_id:
+            self.probed[name] = probed.results
+        done = Ack(Step.PROBE, probed.update_id, 0, 0, probed.duration_ms, "", ())
+        return self.acked(name, done, now_ms)
 
     def refused(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
         """An engine can't do what it was asked."""
@@ -292,6 +331,8 @@ class UpdateMachine:
         self.excluded = {}
         self.partial = set()
         self.target = "model"
+        self.canary = ""
+        self.probed = {}
         self.failure = None
         self.chunks.clear()
         self.chunks_asked = 0

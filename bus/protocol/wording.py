@@ -14,6 +14,7 @@ from bus.messages import (
     Message,
     Nack,
     PauseLocal,
+    Probe,
     Resume,
     Sleep,
     Step,
@@ -45,6 +46,7 @@ DONE_EVENTS: Final = {
     Step.START: "update_started",
     Step.CHUNK: "chunk_applied",
     Step.FINISH: "update_finished",
+    Step.PROBE: "probed",
     Step.COMMIT: "committed",
 }
 # The step that each of a trainer's commands asks for.
@@ -59,6 +61,7 @@ ASKS_FOR: Final[dict[type[Message], Step]] = {
     WeightChunkMeta: Step.CHUNK,
     ChunkSent: Step.CHUNK,
     UpdateFinish: Step.FINISH,
+    Probe: Step.PROBE,
     Commit: Step.COMMIT,
     Abort: Step.ABORT,
 }

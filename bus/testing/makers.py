@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bus.manifest import Manifest, TensorMeta
-from bus.messages import Arm, ChunkSent, Nack, NackCode, Target, Verify, WeightChunkMeta
+from bus.messages import (
+    Arm,
+    CanaryWay,
+    ChunkSent,
+    Nack,
+    NackCode,
+    Target,
+    Verify,
+    WeightChunkMeta,
+)
 from bus.testing.sim_engine import TENSORS
 
 if TYPE_CHECKING:
@@ -27,6 +36,7 @@ def make_arm(
     communicator: int = 0,
     target: Target = "model",
     base: int = 0,
+    canary: CanaryWay = "",
 ) -> Arm:
     """ARM with this manifest; ``base`` is a patch's."""
     return Arm(
@@ -42,6 +52,7 @@ def make_arm(
         manifest.chunk_ends,
         manifest.counts,
         base,
+        canary,
         manifest.digest(),
     )
 

@@ -35,9 +35,11 @@ from bus.protocol.calls import (
     CallLoad,
     CallOpenTransfer,
     CallPause,
+    CallProbe,
     CallReceive,
     CallResume,
     SessionEffect,
+    Told,
     ToMates,
 )
 from bus.protocol.effects import Note, Send
@@ -69,6 +71,7 @@ class Behaviour:
         hold: kinds that do not return until :meth:`SimEngine.release`.
         garble_next: the next chunk that is received is not what was sent.
         ahead: how many chunks it may receive ahead of their load.
+        twist_next: the next update is loaded wrongly, which only probes show.
     """
 
     min_ms: float = 1.0
@@ -79,6 +82,7 @@ class Behaviour:
     hold: set[type[Call]] = field(default_factory=set)
     garble_next: bool = False
     ahead: int = 1
+    twist_next: bool = False
 
 
 class SimEngine:
@@ -214,6 +218,7 @@ class SimEngine:
             can_sleep=True,
             draft=self.draft,
             supervised=False,
+            canary="keep",
             version=session.version,
             phase=session.phase,
             update_id=session.shown_id,
@@ -354,11 +359,14 @@ class SimEngine:
             failure = Failure(error.code, error.detail, tensor=error.tensor)
             self._perform(self.session.failed(call, failure, now_ms))
             return
-        told = None
+        told: Told = None
         if isinstance(call, CallPause):
             told = self.truth.in_flight
         elif isinstance(call, CallOpenTransfer):
             told = self.truth.ahead = self.behaviour.ahead
+        elif isinstance(call, CallProbe):
+            twisted, self.behaviour.twist_next = self.behaviour.twist_next, False
+            told = self.truth.probe(twisted=twisted)
         self.truth.end(call)
         if isinstance(call, CallReceive) and self.behaviour.garble_next:
             self.behaviour.garble_next = False

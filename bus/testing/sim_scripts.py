@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from bus.errors import Refused, UpdateFailed, WavebusError, refusal
@@ -14,6 +14,7 @@ from bus.messages import (
     Abort,
     Arm,
     Commit,
+    Differing,
     Escalation,
     GroupAck,
     Message,
@@ -22,6 +23,8 @@ from bus.messages import (
     PauseLocal,
     PauseMode,
     PlanTransfer,
+    Probe,
+    ProbeReport,
     Resume,
     Sleep,
     SleepLevel,
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 Yielded: TypeAlias = tuple["Message | Later", ...] | float
 Script: TypeAlias = Generator[Yielded, tuple[Message, ...], "Outcome"]
 Steps: TypeAlias = Generator[Yielded, tuple[Message, ...], GroupAck]
+Differences: TypeAlias = Generator[Yielded, tuple[Message, ...], tuple[Differing, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ class Scripts(ABC):
         send_ms: what it takes to send one chunk; 0: the second message follows the first.
         ahead: it does not wait for answers where the broker can: it asks for pause and start
             together, and for finish, commit and resume with the last chunk.
+        canary: it has engines run a probe, and leaves out who differs. Not with ``ahead``.
     """
 
     def __init__(
@@ -96,6 +101,7 @@ class Scripts(ABC):
         self.collective = False
         self.send_ms = 0.0
         self.ahead = False
+        self.canary = False
         self._held: tuple[str, int] | None = None  # the pause, and the epoch it was made in
         self._count = itertools.count(1)
         self._transfers = itertools.count(1)
@@ -264,10 +270,12 @@ class Scripts(ABC):
         """From the start to the commit; who asks ahead, has resumed then, too."""
         if not started:
             yield from self._step(UpdateStart(update_id))
-        commit = Commit(update_id, armed.version, f"p{payload}")
+        commit = Commit(update_id, armed.version, f"p{payload}", ())
         if not self.ahead:
             yield from self._send_all(update_id, payload, manifest, think_ms, verify)
             yield from self._step(UpdateFinish(update_id))
+            if self.canary:
+                commit = replace(commit, differing=(yield from self._differing(update_id, payload)))
             return (yield from self._step(commit))
         assert self._held is not None
         behind = (UpdateFinish(update_id), commit, Resume(self._held[0]))
@@ -281,6 +289,21 @@ class Scripts(ABC):
         _, committed, _ = (_checked(answer) for answer in answers)
         return committed
 
+    def _differing(self, update_id: str, payload: int) -> Differences:
+        (answer,) = yield (Probe(update_id, ((1, 2),), 4, update_id),)
+        if isinstance(answer, Nack):
+            raise refusal(answer)
+        assert isinstance(answer, ProbeReport)
+        differing = tuple(
+            Differing(each.engine, 0, str(payload), str(each.results[0].tokens))
+            for each in answer.engines
+            if set(each.results[0].tokens) != {payload}
+        )
+        if len(differing) == len(answer.engines):
+            nack = make_nack(NackCode.CANARY_FAILED, step="probe", update_id=update_id)
+            raise refusal(nack)
+        return differing
+
     def _armed(
         self, update_id: str, payload: int, manifest: Manifest, target: Target = "model"
     ) -> Steps:
@@ -290,7 +313,14 @@ class Scripts(ABC):
 
         def arm() -> Arm:
             number = self._communicator
-            return make_arm(update_id, manifest, label=label, communicator=number, target=target)
+            return make_arm(
+                update_id,
+                manifest,
+                label=label,
+                communicator=number,
+                target=target,
+                canary="keep" if self.canary else "",
+            )
 
         try:
             return (yield from self._step(arm()))

@@ -4,7 +4,8 @@ It knows no protocol. It is told of every engine call when the call is made and 
 it returns or fails, and raises :class:`TruthError` as soon as an engine is made to do
 what must never be done: resumed without a completed pause, loaded while it generates,
 a chunk loaded twice, unsent or unverified, committed half-loaded, generating with mixed
-weights, put to sleep while it generates, armed or loaded while its weights sleep.
+weights, put to sleep while it generates, armed or loaded while its weights sleep, probed before
+it has finished, committed although its probes differ, resumed behind a closed door.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from bus.errors import EngineError
-from bus.messages import NackCode
+from bus.messages import NackCode, ProbeResult
 from bus.protocol.calls import (
     Call,
     CallAbortRequests,
@@ -22,6 +23,7 @@ from bus.protocol.calls import (
     CallLoad,
     CallOpenTransfer,
     CallPause,
+    CallProbe,
     CallReceive,
     CallRestore,
     CallResume,
@@ -59,7 +61,10 @@ class Truth:
         staged: chunks that are received and not loaded yet, with their payloads.
         ahead: how many it has room for.
         in_flight: requests held.
+        twisted: its probes of this update differ.
+        doubtful: probes have failed, which were to resume it and pause it again.
         asleep: which of its memory sleeps, or may: of ``weights`` and ``cache``.
+        closed: its door is.
 
     Args:
         draft: it has a draft model, of the same tensors.
@@ -80,7 +85,10 @@ class Truth:
         self.loaded: list[int] = []
         self.broken: set[Target] = set()
         self.in_flight = 0
+        self.twisted = False
+        self.doubtful = False
         self.asleep: set[str] = set()
+        self.closed = False
         self.pauses = 0
         self.resumes = 0
         self.commits: list[int] = []
@@ -120,14 +128,16 @@ class Truth:
         self._call = call
         match call:
             case CallPause():
-                if not self.running:
+                if not self.running and not self.doubtful:
                     self._refuse("paused twice")
             case CallSleep():
                 self._begin_sleep(call)
             case CallWakeWeights():
                 self._need_idle("its weights are woken")
-            case CallResume(asleep):
-                if not self.idle:
+            case CallResume(asleep, opens):
+                if self.closed and not opens:
+                    self._refuse("resumed behind its closed door")
+                if not self.idle or self.doubtful:
                     self._refuse("resumed without a completed pause")
                 if self.asleep and not asleep:
                     self._refuse(f"resumed while {self.asleep} sleep")
@@ -156,6 +166,10 @@ class Truth:
                 self._need_weights("an update is finished")
                 if self.manifest is None or len(self.loaded) != self.manifest.chunks:
                     self._refuse(f"finished with chunks {self.loaded}")
+            case CallProbe():
+                self._need_weights("it is probed")
+                if not self._finished:
+                    self._refuse("probed before it was finished")
             case CallCommit(version):
                 self._begin_commit(version)
 
@@ -164,12 +178,13 @@ class Truth:
         self._call = None
         match call:
             case CallPause():
-                self.running = False
+                self.running = self.doubtful = False
                 self.idle = True
                 self.pauses += 1
             case CallWakeWeights():
                 self.asleep.discard("weights")
             case CallResume():
+                self.closed = False
                 self.asleep.clear()
                 self.resumes += 1
             case CallOpenTransfer():
@@ -178,7 +193,7 @@ class Truth:
                 self.manifest, self._target = manifest, target
             case CallStart():
                 self._started = True
-                self._finished = self._load_begun = False
+                self._finished = self._load_begun = self.twisted = False
                 self.loaded = []
                 self.sent = {}
                 self.staged.clear()
@@ -195,6 +210,7 @@ class Truth:
                 self.broken.discard(self._target)
                 self._started = self._finished = self._load_begun = False
             case CallAbortRequests():
+                self.closed = True
                 self.aborted_requests += self.in_flight
                 self.in_flight = 0
                 if self._load_begun:
@@ -215,6 +231,8 @@ class Truth:
                 self.loaded = []
             case CallReceive() | CallLoad():
                 self.staged.clear()
+            case CallProbe():
+                self.doubtful = True
             case CallRestore():
                 self._break_off()
             case CallAbortRequests() if self._load_begun:
@@ -228,6 +246,12 @@ class Truth:
         """A second pause, beside one that may have failed, has returned."""
         self.running = False
         self.idle = True
+
+    def probe(self, *, twisted: bool) -> tuple[ProbeResult, ...]:
+        """What a probe gives: its tokens tell which weights the model has."""
+        self.twisted = twisted
+        tokens = tuple(abs(payload) + twisted for payload in self.weights.values())
+        return (ProbeResult(tokens, (0.0,) * len(tokens)),)
 
     def garble(self) -> None:
         """What was received is not what was sent."""
@@ -309,6 +333,8 @@ class Truth:
         self._need_idle("an update is committed")
         if not self._finished:
             self._refuse("committed before it was finished")
+        if self.twisted or self.doubtful:
+            self._refuse("committed although its probes differ")
         weights = self.models[self._target]
         if len(set(weights.values())) > 1:
             self._refuse(f"committed with mixed weights {weights}")

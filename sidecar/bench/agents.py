@@ -18,7 +18,7 @@ from sidecar.engine import Chunk, EngineInfo, Target
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
-    from bus.messages import PauseMode, SleepLevel, Verify
+    from bus.messages import PauseMode, ProbeResult, SleepLevel, Verify
     from bus.runtime.loop import LoopChoice
     from bus.transfer import Place
     from sidecar.corepage import CoreView
@@ -71,6 +71,9 @@ class StubEngine:
     async def wake(self) -> None:
         pass
 
+    async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
+        pass
+
     async def abort_requests(self) -> int:
         return 0
 
@@ -94,6 +97,17 @@ class StubEngine:
 
     async def finish_update(self) -> None:
         pass
+
+    async def probe(
+        self,
+        prompts: tuple[tuple[int, ...], ...],  # noqa: ARG002
+        max_tokens: int,  # noqa: ARG002
+        salt: str,  # noqa: ARG002
+        *,
+        mode: PauseMode,  # noqa: ARG002
+        clear_cache: bool,  # noqa: ARG002
+    ) -> tuple[ProbeResult, ...]:
+        return ()
 
     async def commit(self, version: int) -> None:
         pass

@@ -38,12 +38,13 @@ from bus.errors import EngineDead, EngineError
 from bus.messages import NackCode
 from sidecar.corepage import GLOBALLY_PAUSED, LOCALLY_PAUSED, STEPPING, CorePage
 from sidecar.embedded.memory import Memory, MemoryState
+from sidecar.embedded.probing import run_probes
 from sidecar.embedded.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from bus.messages import CorePhase, PauseMode, SleepLevel
+    from bus.messages import CorePhase, PauseMode, ProbeResult, SleepLevel
     from sidecar.embedded.model import Qwen3
     from sidecar.embedded.requests import Publish, Request
 
@@ -75,6 +76,7 @@ class EngineCore:
         self.version = 0
         self.memory = Memory(model)
         self.page = page or CorePage(None)
+        self._slots = slots
         self._scheduler = Scheduler(model, slots=slots, publish=publish)
         self._steps = 0
         self._died = died
@@ -87,6 +89,7 @@ class EngineCore:
         self._unanswered: set[Future[object]] = set()
         self._gone = ""
         self._stopping = False
+        self._admits = True
         self._thread = threading.Thread(target=self._run, name="wavebus-embedded", daemon=True)
 
     # Called from other threads
@@ -111,8 +114,12 @@ class EngineCore:
         """
 
         def run() -> None:
-            self._scheduler.add(request)
-            self._arrived(wave)
+            if self._admits:
+                self._scheduler.add(request)
+                self._arrived(wave)
+            else:
+                self._scheduler.turn_away(request)
+                self._turned_away(wave)
 
         self._put(run)
 
@@ -153,9 +160,34 @@ class EngineCore:
         self._put(run, future)
         return future
 
+    def admit(self, *, open: bool) -> Future[None]:  # noqa: A002 - as in the protocol
+        """Take requests; or end each at once with no tokens."""
+
+        def run() -> None:
+            self._admits = open
+
+        return self.call(run)
+
     def abort_all(self) -> Future[int]:
         """End every request with the tokens it has; how many there were."""
         return self.call(lambda: self._abort(lambda _: True))
+
+    def probe(self, requests: Sequence[Request]) -> Future[tuple[ProbeResult, ...]]:
+        """Run the canary's probes in the pause; the requests that there are, stay as they are."""
+
+        def run() -> tuple[ProbeResult, ...]:
+            self.require_paused("a probe")
+            self._require_awake("a probe")
+            return run_probes(
+                self.model,
+                requests,
+                slots=self._slots,
+                version=self.version,
+                in_use=bool(self._scheduler.running),
+                stepping=lambda: self._show("step"),
+            )
+
+        return self.call(run)
 
     def abort(self, request_id: str) -> None:
         """End one request, if it is still there."""
@@ -209,19 +241,22 @@ class EngineCore:
                 ``engine_asleep``, if memory is not there.
         """
         self.require_paused("resume")
-        self._require_awake()
+        self._require_awake("resume")
         self._mode = None
 
-    def _require_awake(self) -> None:
+    def _require_awake(self, what: str) -> None:
         if self.memory.state is not MemoryState.AWAKE:
             raise EngineError(
-                f"resume: the engine is {self.memory.state}", code=NackCode.ENGINE_ASLEEP
+                f"{what}: the engine is {self.memory.state}", code=NackCode.ENGINE_ASLEEP
             )
 
     # What a core in lockstep does differently
 
     def _arrived(self, wave: int) -> None:
         """A request came."""
+
+    def _turned_away(self, wave: int) -> None:
+        """A request came, and was ended."""
 
     def _pause_asked(self) -> None:
         """A pause was asked."""

@@ -17,6 +17,7 @@ from sidecar.embedded.core import EngineCore
 from sidecar.embedded.generation import Generation
 from sidecar.embedded.model import Qwen3
 from sidecar.embedded.parallel.member import Member
+from sidecar.embedded.probing import probe_requests
 from sidecar.embedded.requests import Delta, Request
 from sidecar.embedded.server import DataPlane
 from sidecar.embedded.updates import Updater
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from bus.manifest import Manifest
-    from bus.messages import PauseMode, SleepLevel, Verify
+    from bus.messages import PauseMode, ProbeResult, SleepLevel, Verify
     from bus.transfer import Place
     from sidecar.corepage import CoreView
     from sidecar.embedded.experts import Exchange
@@ -141,6 +142,7 @@ class EmbeddedEngine:
             backends=available_backends(),
             endpoint=endpoint,
             can_sleep=True,
+            canary="keep",
         )
 
     async def close(self) -> None:
@@ -261,6 +263,9 @@ class EmbeddedEngine:
 
         await _answer(core.call(run))
 
+    async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
+        await _answer(self._started().admit(open=open))
+
     async def abort_requests(self) -> int:
         return await _answer(self._started().abort_all())
 
@@ -296,6 +301,22 @@ class EmbeddedEngine:
 
     async def finish_update(self) -> None:
         await _answer(self._started().call(self._update().finish))
+
+    async def probe(
+        self,
+        prompts: tuple[tuple[int, ...], ...],
+        max_tokens: int,
+        salt: str,  # noqa: ARG002 - there is no prefix cache
+        *,
+        mode: PauseMode,  # noqa: ARG002 - frozen requests stay so
+        clear_cache: bool,  # noqa: ARG002 - the cache is given back
+    ) -> tuple[ProbeResult, ...]:
+        core, updater = self._started(), self._update()
+        updater.require_finished("a probe")
+        requests = probe_requests(
+            prompts, max_tokens, max_len=self.max_model_len, vocab_size=self.vocab_size
+        )
+        return await _answer(core.probe(requests))
 
     async def commit(self, version: int) -> None:
         updater = self._update()

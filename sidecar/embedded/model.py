@@ -74,6 +74,12 @@ class KvCache:
         self.values[:, :, :, : self._touched] = 0
         self._touched = 0
 
+    def restore(self, keys: Tensor, values: Tensor) -> None:
+        """Remember what was there when these were copied."""
+        self.keys.copy_(keys)
+        self.values.copy_(values)
+        self._touched = self.max_len
+
 
 @dataclass(frozen=True, slots=True)
 class Decode:

@@ -51,6 +51,10 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self._waiting.extend(sequences_of(request))
 
+    def turn_away(self, request: Request) -> None:
+        """End a request that is not to begin."""
+        self._end(sequences_of(request))
+
     def step(self, *, admit: bool, version: int) -> None:
         """One token for every running sequence and, with ``admit``, for those that begin now.
 
@@ -85,11 +89,14 @@ class Scheduler:
         gone += [s for s in self._waiting if chosen(s.request)]
         self._waiting = deque(s for s in self._waiting if not chosen(s.request))
         self._free(ended)
-        for sequence in gone:
-            sequence.finish_reason = "abort"
         if gone:
-            self._publish([sequence.delta(fresh=0) for sequence in gone])
+            self._end(gone)
         return len({sequence.request.id for sequence in gone})
+
+    def _end(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            sequence.finish_reason = "abort"
+        self._publish([sequence.delta(fresh=0) for sequence in sequences])
 
     def _begin(self) -> tuple[Prefill, list[int]]:
         """Move waiting sequences into free slots: what to prefill, and whose each one's is.

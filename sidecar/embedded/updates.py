@@ -166,9 +166,17 @@ class Updater:
             raise _wrong_state(f"{missing} of {manifest.chunks} chunks are not loaded")
         self._state = UpdateState.FINISHED
 
-    def commit(self, version: int) -> None:
+    def require_finished(self, what: str) -> None:
+        """Refuse ``what`` unless an update is loaded whole, and not committed.
+
+        Raises:
+            EngineError: code ``wrong_state``.
+        """
         if self._state is not UpdateState.FINISHED:
-            raise _wrong_state(f"commit while the update is {self._state.value}")
+            raise _wrong_state(f"{what} while the update is {self._state.value}")
+
+    def commit(self, version: int) -> None:
+        self.require_finished("commit")
         if version <= self._core.version:
             raise _wrong_state(f"version {version} does not follow {self._core.version}")
         self._core.version = version

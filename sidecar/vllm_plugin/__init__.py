@@ -32,6 +32,7 @@ module               what
 ``core_page``        the status page inside each engine core
 ``core_hold``        the deadline of a pause, held inside each engine core
 ``core_guard``       holes in the pause and resume of cores in lockstep, closed
+``door``             who is let into an engine core
 ``coordinator``      the gateway in place of vLLM's DP coordinator
 ``features``         what must be there before anything of vLLM's is replaced
 ``cpu_experts``      collectives that vLLM's CPU build lacks
@@ -101,11 +102,12 @@ def _install(*, by_bus: bool) -> None:
     if front_end or "vllm.v1.engine.core" in sys.modules:
         from vllm.v1.engine import core  # noqa: PLC0415 - of no use elsewhere, and slow
 
-        from sidecar.vllm_plugin import core_guard, core_hold, core_page  # noqa: PLC0415
+        from sidecar.vllm_plugin import core_guard, core_hold, core_page, door  # noqa: PLC0415
 
         if core_page.install(core):
             core_hold.install(core)
         core_guard.install(core)
+        door.install(core)
     if front_end and by_bus:
         from sidecar.vllm_plugin import coordinator  # noqa: PLC0415
 

@@ -19,6 +19,7 @@ from bus.errors import EngineError
 from bus.messages import MAX_REQUEST_IDS, Count, ShortText
 from sidecar.vllm_plugin import environment, wire
 from sidecar.vllm_plugin.core_page import page_path
+from sidecar.vllm_plugin.door import DOOR
 
 ASK_FACTS: Final = "wavebus_facts"
 ASK_REQUESTS: Final = "wavebus_requests"
@@ -117,7 +118,12 @@ def install(worker_base: Any) -> None:
     setattr(worker_base.WorkerBase, ASK_DRAFT, _draft)
     setattr(worker_base.WorkerBase, ASK_LOADING, _loading)
     setattr(worker_base.WorkerBase, PERFORM, _perform)
+    setattr(worker_base.WorkerBase, DOOR, _no_door)
     setattr(worker_base.WorkerWrapperBase, ASK_PRESENCE, _presence)
+
+
+def _no_door(_worker: Any, **_turned: Any) -> None:
+    """Asked of a worker, since its core has none."""
 
 
 def _presence(wrapper: Any) -> str:

@@ -114,10 +114,9 @@ def guard_gaps(core: Any) -> list[str]:
 
 def hold_gaps(core: Any) -> list[str]:
     """What forbids that a core ends a pause by itself."""
-    theirs = getattr(core, "EngineCoreProc", None)
     gaps = [
         *_signature_gaps(
-            theirs,
+            getattr(core, "EngineCoreProc", None),
             _process_input_queue=("self",),
             _handle_client_request=("self", "request_type", "request"),
             _send_abort_outputs=("self", "aborted_reqs"),
@@ -133,6 +132,20 @@ def hold_gaps(core: Any) -> list[str]:
     if not hasattr(getattr(core, "RequestStatus", None), "FINISHED_ABORTED"):
         gaps.append("RequestStatus has no FINISHED_ABORTED")
     return gaps
+
+
+def door_gaps(core: Any) -> list[str]:
+    """What forbids the door."""
+    theirs = getattr(core, "EngineCoreProc", None)
+    gaps = [
+        *_signature_gaps(
+            theirs,
+            _handle_client_request=("self", "request_type", "request"),
+            _send_abort_outputs_to_client=("self", "req_ids", "client_index"),
+            collective_rpc=("self", "method", "timeout", "args", "kwargs"),
+        )
+    ]
+    return gaps or [*_source_gaps(theirs, "req, request_wave = request")]
 
 
 def factory_gaps(factory: Any) -> list[str]:

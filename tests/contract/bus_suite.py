@@ -188,7 +188,8 @@ class BusContract:
     async def test_a_source_that_breaks_off_leaves_the_engine_quarantined(
         self, under_test: EngineUnderTest
     ) -> None:
-        """It serves nobody half-loaded; its requests end; the next whole update frees it."""
+        """It serves nobody half-loaded: its requests end, and so does what reaches it. The next
+        whole update frees it."""
         async with whole_bus(under_test, chunk_bytes=20_000) as bus:
             watch = Watch()
             request = asyncio.create_task(
@@ -202,11 +203,13 @@ class BusContract:
             assert result.finish_reason == "abort"
             assert 0 < len(result.tokens) < under_test.long_tokens
             assert "engine" in bus.server.machine.groups["policy"].roster.quarantined
-            waiting = asyncio.create_task(under_test.generate(PROMPT, 8, watch=(quiet := Watch())))
+            turned_away = await under_test.generate(PROMPT, 8)
+            assert (turned_away.tokens, turned_away.finish_reason) == ([], "abort")
             version = await bus.agent.update_weights(new)
-            assert quiet.count == 0 or (await waiting).weight_versions == [(version, 0, 8)]
             under_test.version, under_test.weights = version, new
-            assert (await waiting).tokens == under_test.reference(new, PROMPT, 8)
+            served = await under_test.generate(PROMPT, 8)
+            assert served.tokens == under_test.reference(new, PROMPT, 8)
+            assert served.weight_versions == [(version, 0, 8)]
             assert not bus.server.machine.groups["policy"].roster.quarantined
 
     @contract

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import pytest
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 PROMPT = (5, 9, 77, 31, 12)
 OTHER_PROMPT = (40, 3, 18)
+LONG_PROMPT = tuple(3 + 7 * place % 110 for place in range(300))  # some blocks of a prefix cache
 MANY_BYTES = 1 << 30
 
 
@@ -76,6 +77,7 @@ class EngineUnderTest(Protocol):
             caller when a pause returns.
         quiet_s: seconds without a token that count as silence: many steps' worth.
         wait_s: seconds after which a test gives up waiting.
+        canary: what a pause must leave of requests, so that probes can run.
     """
 
     engine: Engine
@@ -86,6 +88,7 @@ class EngineUnderTest(Protocol):
     late_tokens: int
     quiet_s: float
     wait_s: float
+    canary: Literal["abort", "keep"]
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine to its end, in the event loop that the engine lives in."""
@@ -99,6 +102,11 @@ class EngineUnderTest(Protocol):
         self, weights: Mapping[str, Tensor], prompt: Sequence[int], count: int
     ) -> list[int]:
         """The greedy tokens that ``weights`` give, by other code than the engine's."""
+
+    def score(
+        self, weights: Mapping[str, Tensor], prompt: Sequence[int], tokens: Sequence[int]
+    ) -> list[float]:
+        """The log-probabilities that ``weights`` give these tokens, by other code, too."""
 
     def other_weights(self, seed: int) -> dict[str, Tensor]:
         """Another full set, in the same order, whose greedy tokens differ."""
@@ -262,6 +270,133 @@ class EngineContract:
         assert result.tokens == under_test.reference(
             under_test.weights, PROMPT, under_test.long_tokens
         )
+
+    # The door
+
+    @contract
+    async def test_a_closed_door_ends_what_comes_at_once(self, under_test: EngineUnderTest) -> None:
+        """With no tokens, while who was there before is served on; opened, it lets in again."""
+        request, _ = await _running(under_test)
+        await under_test.engine.admit(open=False)
+        for _ in range(2):
+            turned_away = await under_test.generate(OTHER_PROMPT, 8)
+            assert (turned_away.tokens, turned_away.finish_reason) == ([], "abort")
+        await under_test.engine.admit(open=True)
+        served = await under_test.generate(OTHER_PROMPT, 8)
+        assert served.tokens == under_test.reference(under_test.weights, OTHER_PROMPT, 8)
+        assert len((await request).tokens) == under_test.long_tokens
+        assert await under_test.engine.in_flight() == 0
+
+    @contract
+    async def test_a_closed_door_queues_nothing_while_paused(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """As of a quarantined engine: who waits is ended, who comes is turned away, and both doors
+        and pause come to their end."""
+        await under_test.engine.pause("keep", clear_cache=True)
+        waiting = asyncio.create_task(under_test.generate(PROMPT, 8))
+        await _held(under_test, 1)
+        await under_test.engine.admit(open=False)
+        await under_test.engine.abort_requests()
+        ended = [await waiting, await under_test.generate(OTHER_PROMPT, 8)]
+        assert [(each.tokens, each.finish_reason) for each in ended] == [([], "abort")] * 2
+        assert await under_test.engine.in_flight() == 0
+        await under_test.engine.admit(open=True)
+        await under_test.engine.resume()
+        served = await under_test.generate(OTHER_PROMPT, 8)
+        assert served.tokens == under_test.reference(under_test.weights, OTHER_PROMPT, 8)
+
+    # The canary
+
+    @contract
+    async def test_probes_tell_the_weights_that_are_not_committed(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """Their greedy tokens and log-probabilities, whatever a prefix cache holds of the old
+        ones; the engine is paused as before, and serves nobody meanwhile."""
+        engine, new = under_test.engine, under_test.other_weights(31)
+        before = await under_test.generate(LONG_PROMPT, 4)
+        request, watch = await _paused_in_the_middle(
+            under_test, under_test.canary, clear_cache=False
+        )
+        push = Push(engine, new, plan(new, MANY_BYTES), workers=under_test.workers)
+        await push.begin()
+        await push.chunk(0)
+        await engine.finish_update()
+        count = watch.count
+        for salt in ("u1", "u1", "u2"):
+            long, short = await engine.probe(
+                (LONG_PROMPT, OTHER_PROMPT), 6, salt, mode=under_test.canary, clear_cache=False
+            )
+            assert list(short.tokens) == under_test.reference(new, OTHER_PROMPT, 6)
+            assert list(long.tokens) == under_test.reference(new, LONG_PROMPT, 6)
+            assert list(long.tokens[:4]) != before.tokens
+            for prompt, given in ((LONG_PROMPT, long), (OTHER_PROMPT, short)):
+                scored = under_test.score(new, prompt, given.tokens)
+                assert given.logprobs == pytest.approx(scored, abs=1e-3)
+        await _assert_quiet(under_test, watch)
+        assert watch.count <= count + under_test.late_tokens
+        await engine.commit(under_test.version + 1)
+        push.close()
+        under_test.version, under_test.weights = under_test.version + 1, new
+        await engine.resume()
+        result = await request
+        if under_test.canary == "keep":
+            assert len(result.tokens) == under_test.long_tokens
+            versions = [version for version, _, _ in result.weight_versions]
+            assert versions == [under_test.version - 1, under_test.version]
+        served = await under_test.generate(OTHER_PROMPT, 8)
+        assert served.tokens == under_test.reference(new, OTHER_PROMPT, 8)
+
+    @contract
+    async def test_nobody_is_served_by_weights_that_are_being_probed(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """Who comes meanwhile waits for the commit, or is ended with no tokens; so is who came in
+        the pause, where the engine must be resumed for the probes."""
+        engine, new = under_test.engine, under_test.other_weights(32)
+        await engine.pause(under_test.canary, clear_cache=True)
+        early = asyncio.create_task(under_test.generate(PROMPT, 8))
+        await _held(under_test, 1)
+        push = Push(engine, new, plan(new, MANY_BYTES), workers=under_test.workers)
+        await push.begin()
+        await push.chunk(0)
+        await engine.finish_update()
+        probing = asyncio.create_task(
+            engine.probe((PROMPT,) * 2, 16, "u1", mode=under_test.canary, clear_cache=True)
+        )
+        late: list[asyncio.Task[Generated]] = []
+        while not probing.done() and len(late) < 8:
+            late.append(asyncio.create_task(under_test.generate(OTHER_PROMPT, 8)))
+            await asyncio.sleep(0.005)
+        await probing
+        await engine.commit(under_test.version + 1)
+        push.close()
+        under_test.version, under_test.weights = under_test.version + 1, new
+        await engine.resume()
+        for prompt, each in ((PROMPT, early), *((OTHER_PROMPT, each) for each in late)):
+            result = await each
+            if result.finish_reason == "abort":
+                assert under_test.canary == "abort"
+                assert result.tokens == []
+            else:
+                assert result.tokens == under_test.reference(new, prompt, 8)
+                assert result.weight_versions == [(under_test.version, 0, 8)]
+
+    @contract
+    async def test_probes_of_what_is_not_finished_are_refused(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """Or of an engine that runs; it goes on."""
+        how: dict[str, Any] = {"mode": under_test.canary, "clear_cache": True}
+        if under_test.canary == "abort":
+            with pytest.raises(EngineError, match="keeps requests"):
+                await under_test.engine.probe((PROMPT,), 4, "u1", mode="keep", clear_cache=True)
+        else:
+            with pytest.raises(EngineError):
+                await under_test.engine.probe((PROMPT,), 4, "u1", **how)
+        served = await under_test.generate(OTHER_PROMPT, 8)
+        assert served.tokens == under_test.reference(under_test.weights, OTHER_PROMPT, 8)
 
     # Sleep
 
@@ -534,6 +669,12 @@ async def _paused_in_the_middle(
     await under_test.engine.pause(mode, clear_cache=clear_cache)
     assert watch.count < under_test.long_tokens, "raise long_tokens: the request has ended"
     return request, watch
+
+
+async def _held(under_test: EngineUnderTest, count: int) -> None:
+    """Wait until the engine holds so many requests."""
+    while await under_test.engine.in_flight() != count:  # noqa: ASYNC110 - no event tells it
+        await asyncio.sleep(0.01)
 
 
 async def _assert_quiet(under_test: EngineUnderTest, watch: Watch) -> None:

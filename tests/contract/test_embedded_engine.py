@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -29,6 +29,7 @@ class Embedded:
     late_tokens = 0
     quiet_s = 0.15
     wait_s = 30.0
+    canary: Literal["abort", "keep"] = "keep"
 
     def __init__(self, checkpoint: Checkpoint, runner: asyncio.Runner) -> None:
         self._runner = runner
@@ -57,6 +58,11 @@ class Embedded:
         self, weights: Mapping[str, Tensor], prompt: Sequence[int], count: int
     ) -> list[int]:
         return self.checkpoint.greedy(weights, prompt, count)
+
+    def score(
+        self, weights: Mapping[str, Tensor], prompt: Sequence[int], tokens: Sequence[int]
+    ) -> list[float]:
+        return self.checkpoint.score(weights, prompt, tokens)
 
     def other_weights(self, seed: int) -> dict[str, Tensor]:
         return perturbed(self.weights, seed)

@@ -7,7 +7,7 @@ rank 0 runs along with dummy batches.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -32,6 +32,7 @@ class Lockstep:
     late_tokens = 2  # on their way through the rank's stdout
     quiet_s = 0.15
     wait_s = 30.0
+    canary: Literal["abort", "keep"] = "keep"
 
     def __init__(self, checkpoint: Checkpoint, group: DpGroup, runner: asyncio.Runner) -> None:
         self._runner = runner
@@ -59,6 +60,11 @@ class Lockstep:
         self, weights: Mapping[str, Tensor], prompt: Sequence[int], count: int
     ) -> list[int]:
         return self.checkpoint.greedy(weights, prompt, count)
+
+    def score(
+        self, weights: Mapping[str, Tensor], prompt: Sequence[int], tokens: Sequence[int]
+    ) -> list[float]:
+        return self.checkpoint.score(weights, prompt, tokens)
 
     def other_weights(self, seed: int) -> dict[str, Tensor]:
         return perturbed(self.weights, seed)

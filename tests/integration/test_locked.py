@@ -338,7 +338,7 @@ def test_an_older_epoch_is_fenced(keys: KeyFolder) -> None:
             new.epoch = epoch
             nack = await new.refusal(new.frame(PAUSE))
             assert (nack.code, nack.field) == (NackCode.FENCED, "epoch")
-            nack = await old.refusal(old.frame(Commit("u1", 1, "")))
+            nack = await old.refusal(old.frame(Commit("u1", 1, "", ())))
             assert nack.code is NackCode.NOT_JOINED
         assert watched.engine.heard[1:] == []
 

@@ -440,7 +440,7 @@ class Play:
         message: Message = (
             Resume(ids[0]),
             UpdateStart(ids[1]),
-            Commit(ids[1], group.update.version, ""),
+            Commit(ids[1], group.update.version, "", ()),
         )[index % 3]
         peer = trainer.peer
         peer._transmit(message, peer.new_id(), 0, group.epoch - 1)
@@ -487,7 +487,7 @@ class Play:
         message: Message = (
             Resume(session.pause.update_id),
             Abort(session.update.update_id, "a ghost"),
-            Commit(session.update.update_id, session.version + 1, ""),
+            Commit(session.update.update_id, session.version + 1, "", ()),
             PauseLocal("u0-ghost", "abort", True, 10_000, 10_000, 0, "keep"),
         )[index % 4]
         frame = codec.encode(

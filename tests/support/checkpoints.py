@@ -90,6 +90,17 @@ class Checkpoint:
             tokens.append(int(logits.argmax()))
         return tokens
 
+    def score(
+        self, weights: Mapping[str, Tensor], prompt: Sequence[int], tokens: Sequence[int]
+    ) -> list[float]:
+        """The log-probability of each token, behind the prompt and those before it."""
+        logits, past = self.forward(weights, prompt)
+        scored = []
+        for token in tokens:
+            scored.append(float(logits.log_softmax(-1)[token]))
+            logits, past = self.forward(weights, [token], past)
+        return scored
+
     def _feed_forward(self, weights: Mapping[str, Tensor], prefix: str, x: Tensor) -> Tensor:
         if not self.experts:
             return _swiglu(weights, prefix, x)

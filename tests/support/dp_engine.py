@@ -7,7 +7,7 @@ import base64
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
-from sidecar.engine import Chunk, EngineInfo, Target, need_model
+from sidecar.engine import Chunk, EngineInfo, ProbeResult, Target, need_model
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
@@ -72,6 +72,9 @@ class GroupEngine:
     async def wake(self) -> None:
         await self._all("wake")
 
+    async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
+        await self.group.all("admit", open=open)
+
     async def abort_requests(self) -> int:
         return sum(await self.group.all("abort_requests"))
 
@@ -112,6 +115,26 @@ class GroupEngine:
 
     async def finish_update(self) -> None:
         await self._all("finish_update")
+
+    async def probe(
+        self,
+        prompts: tuple[tuple[int, ...], ...],
+        max_tokens: int,
+        salt: str,
+        *,
+        mode: PauseMode,
+        clear_cache: bool,
+    ) -> tuple[ProbeResult, ...]:
+        answers = await self.group.all(
+            "probe",
+            prompts=prompts,
+            max_tokens=max_tokens,
+            salt=salt,
+            mode=mode,
+            clear_cache=clear_cache,
+        )
+        assert all(answer == answers[0] for answer in answers)
+        return tuple(ProbeResult(tuple(t), tuple(p)) for t, p in answers[0])
 
     async def commit(self, version: int) -> None:
         await self._all("commit", version=version)

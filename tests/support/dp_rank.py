@@ -85,6 +85,9 @@ class Rank:
     async def _wake(self) -> None:
         await self.engine.wake()
 
+    async def _admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
+        await self.engine.admit(open=open)
+
     async def _abort_requests(self) -> int:
         return await self.engine.abort_requests()
 
@@ -118,6 +121,10 @@ class Rank:
 
     async def _finish_update(self) -> None:
         await self.engine.finish_update()
+
+    async def _probe(self, prompts: list[list[int]], **how: Any) -> list[Any]:
+        results = await self.engine.probe(tuple(map(tuple, prompts)), **how)
+        return [(each.tokens, each.logprobs) for each in results]
 
     async def _commit(self, version: int) -> None:
         await self.engine.commit(version)

@@ -83,6 +83,17 @@ class Rank:
     async def do_resume(self) -> None:
         await self._engine.resume()
 
+    async def do_admit(self, let_in: bool) -> None:
+        await self._engine.start()  # it looks at its door
+        await self._engine.admit(open=let_in)
+
+    async def do_probe(self, prompt: list[int], count: int) -> list[int]:
+        await self._engine.start()
+        (found,) = await self._engine.probe(
+            (tuple(prompt),), count, "salt", mode="abort", clear_cache=True
+        )
+        return list(found.tokens)
+
     async def do_sleep(self, level: int) -> None:
         await self._engine.sleep(level)  # type: ignore[arg-type]
 

@@ -67,6 +67,7 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
         "wavebus_tuned = _tuned:register\n"
         "wavebus_sleepy = _sleepy:register\n"
         "wavebus_ways = _ways:register\n"
+        "wavebus_twist = _twist:register\n"
         "wavebus_pair = tests.support.pair_plugin:register\n"
         "wavebus_reader = _reader:register\n"
     )
@@ -113,6 +114,18 @@ class Oracle:
                 pad_token_id=0,
             )
         return [int(token) for token in out[0, len(prompt) :]]
+
+    def score(
+        self, weights: Mapping[str, torch.Tensor], prompt: Sequence[int], tokens: Sequence[int]
+    ) -> list[float]:
+        """The log-probability of each token, given the prompt and those before it."""
+        import torch  # noqa: PLC0415
+
+        self._model.load_state_dict(dict(weights), strict=False)
+        with torch.no_grad():
+            logits = self._model(torch.tensor([[*prompt, *tokens]])).logits[0]
+        scored = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        return [float(scored[place, token]) for place, token in enumerate(tokens)]
 
 
 def make_moe(folder: Path, seed: int) -> Path:

@@ -233,6 +233,70 @@ def test_a_request_given_up_in_a_pause_mutes_nobody(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_a_request_turned_away_in_a_pause_leaves_no_rank_alone(
+    tested: UnderTest, pair: Pair, rank: int
+) -> None:
+    """Its front end has told the coordinator; the other rank starts the wave when it resumes."""
+
+    async def scenario() -> None:
+        await pair.both("pause", mode="keep")
+        await pair.front_ends_know()
+        await pair.both("admit", let_in=False)
+        name = await pair.begin(rank, 20)
+        assert await pair.ranks[rank].do("tokens", name=name) == []
+        await pair.stays_paused(0.3)
+        await pair.both("admit", let_in=True)
+        await pair.both("resume")
+        await pair.rests()
+        await pair.serves(1 - rank, 20)
+        await pair.serves(rank, 20)
+
+    tested.run(scenario())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_request_turned_away_by_a_group_that_runs(
+    tested: UnderTest, pair: Pair, rank: int
+) -> None:
+    """Of an idle group: it makes a wave of dummy batches at most, which ends."""
+
+    async def scenario() -> None:
+        await pair.rests()
+        await pair.front_ends_know()
+        await pair.both("admit", let_in=False)
+        name = await pair.begin(rank, 20)
+        assert await pair.ranks[rank].do("tokens", name=name) == []
+        await pair.both("admit", let_in=True)
+        await pair.rests()
+        await pair.serves(1 - rank, 20)
+
+    tested.run(scenario())
+
+
+def test_ranks_run_their_probes_together(tested: UnderTest, pair: Pair) -> None:
+    """Resumed and paused again as one, behind their doors; who comes meanwhile is turned away, and
+    afterwards both serve."""
+
+    async def scenario() -> None:
+        running = await pair.begin(0, LONG)
+        await pair.until(0, running, 4)
+        await pair.both("pause", mode="abort", clear_cache=True)
+        waiting = await pair.begin(1, 20)
+        for _ in range(2):
+            probes = await pair.both("probe", prompt=list(OTHER_PROMPT), count=6)
+            assert probes == [await pair.undisturbed(6, OTHER_PROMPT)] * 2
+            await pair.stays_paused(0.3)
+        assert await pair.ranks[1].do("tokens", name=waiting) == []
+        assert len(await pair.ranks[0].do("tokens", name=running)) < LONG
+        await pair.both("resume")
+        await pair.rests()
+        await pair.serves(0, 20)
+        await pair.serves(1, 20)
+
+    tested.run(scenario())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_second_resume(tested: UnderTest, pair: Pair, rank: int) -> None:
     """Or one without any pause: of an idle rank, then of one that runs."""
 

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
 import anyio
@@ -51,6 +51,7 @@ class Served:
     late_tokens = 8
     quiet_s = 0.3
     wait_s = 120.0
+    canary: Literal["abort", "keep"] = "abort"
 
     def __init__(
         self, server: SupervisedServer, checkpoint: Checkpoint, runner: asyncio.Runner
@@ -98,6 +99,11 @@ class Served:
         self, weights: Mapping[str, Tensor], prompt: Sequence[int], count: int
     ) -> list[int]:
         return self.checkpoint.greedy(weights, prompt, count)
+
+    def score(
+        self, weights: Mapping[str, Tensor], prompt: Sequence[int], tokens: Sequence[int]
+    ) -> list[float]:
+        return self.checkpoint.score(weights, prompt, tokens)
 
     def other_weights(self, seed: int) -> dict[str, Tensor]:
         return perturbed(self.weights, seed)

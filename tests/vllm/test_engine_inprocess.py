@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -55,6 +55,7 @@ class InProcess:
     late_tokens = 8
     quiet_s = 0.3
     wait_s = 120.0
+    canary: Literal["abort", "keep"] = "abort"
 
     def __init__(self, llm: Any, checkpoint: Checkpoint, runner: asyncio.Runner) -> None:
         self.llm = llm
@@ -81,6 +82,11 @@ class InProcess:
         self, weights: Mapping[str, Tensor], prompt: Sequence[int], count: int
     ) -> list[int]:
         return self.checkpoint.greedy(weights, prompt, count)
+
+    def score(
+        self, weights: Mapping[str, Tensor], prompt: Sequence[int], tokens: Sequence[int]
+    ) -> list[float]:
+        return self.checkpoint.score(weights, prompt, tokens)
 
     def other_weights(self, seed: int) -> dict[str, Tensor]:
         return perturbed(self.weights, seed)

@@ -92,15 +92,19 @@ class LockstepCore(EngineCore):
         if not self._waves.paused:
             return
         self.require_paused("resume")
-        self._require_awake()
+        self._require_awake("resume")
         self._mode = None
         self._show("barrier")
-        (unfinished,) = self._group.sums(int(self._may_step()))
+        (unfinished,) = self._group.sums(int(self._may_step() or self._waves.owes))
         self._waves.resumed(unfinished=unfinished > 0)
         self._note("resumed", unfinished=unfinished)
 
     def _arrived(self, wave: int) -> None:
         self._tell(self._waves.request(wave))
+
+    def _turned_away(self, wave: int) -> None:
+        """The other ranks start the wave all the same, and can't without this one."""
+        self._waves.start(wave, None)
 
     def _pause_asked(self) -> None:
         self._waves.pause()

@@ -63,6 +63,12 @@ class Waves:
         """All ranks are paused and drained: nobody will step before all have resumed."""
         return self.agreed and not self.running
 
+    @property
+    def owes(self) -> bool:
+        """Whether a START_DP_WAVE came that is to be obeyed after the resume. Who asked for that
+        wave may have nothing to do any more, and then wouldn't step in it."""
+        return self._start is not None and self._start >= self.number
+
     def request(self, wave: int) -> CoreReport | None:
         """A request came; its front end believed in this wave. What the others must hear.
 
@@ -121,7 +127,7 @@ class Waves:
             self.paused = self.running = True
 
     def resumed(self, *, unfinished: bool) -> None:
-        """All ranks have been asked to resume; whether any of them has work.
+        """All ranks have been asked to resume; whether any of them has work, or owes a wave.
 
         Only after :attr:`globally_paused`.
         """

@@ -78,6 +78,7 @@ def facts(
         can_sleep=can_sleep,
         draft=False,
         supervised=supervised,
+        canary="keep",
         version=version,
         phase=phase,
         update_id="",

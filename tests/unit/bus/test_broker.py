@@ -30,6 +30,9 @@ from bus.messages import (
     PauseGlobal,
     PauseLocal,
     PlanTransfer,
+    Probe,
+    Probed,
+    ProbeReport,
     Resume,
     StartDpWave,
     Status,
@@ -292,7 +295,10 @@ ALL: dict[str, Message] = {
     "WEIGHT_CHUNK_META": make_chunk("u1", MANIFEST, 0, 1),
     "CHUNK_SENT": make_sent("u1", MANIFEST, 0, 1),
     "UPDATE_FINISH": UpdateFinish("u1"),
-    "COMMIT": Commit("u1", 1, ""),
+    "PROBE": Probe("u1", ((1,),), 1, ""),
+    "PROBED": Probed("u1", (), 0.0),
+    "PROBE_REPORT": ProbeReport("u1", 0, (), (), 0.0),
+    "COMMIT": Commit("u1", 1, "", ()),
     "ABORT": Abort("u1", ""),
     "WAIT_ENGINES": WaitEngines(1, 10),
     "GROUP_VIEW": GroupView((), 0),
@@ -307,7 +313,7 @@ ALL: dict[str, Message] = {
     "GROUP_ACK": GroupAck(Step.ARM, "u1", 0, 0, (), 0, "", 0.0, 0.0, 0.0, (), ()),
 }
 MAY = {
-    "engine": {"ACK", "CORE_STATUS"},
+    "engine": {"ACK", "CORE_STATUS", "PROBED"},
     "gateway": {"FIRST_REQ", "WAVE_STARTED", "WAVE_COMPLETE"},
     "observer": set[str](),
     "trainer": {
@@ -320,6 +326,7 @@ MAY = {
         "WEIGHT_CHUNK_META",
         "CHUNK_SENT",
         "UPDATE_FINISH",
+        "PROBE",
         "COMMIT",
         "ABORT",
         "WAIT_ENGINES",
@@ -881,7 +888,7 @@ def test_steps_asked_before_their_turn_follow_each_other_by_themselves(bench: Be
     for k in range(MANIFEST.chunks):
         bench.begin(k)
     assert only(bench.say("t", UpdateFinish("u1"), msg_id=7), UpdateFinish)
-    assert bench.say("t", Commit("u1", 1, ""), msg_id=8) == []
+    assert bench.say("t", Commit("u1", 1, "", ()), msg_id=8) == []
     assert bench.say("t", Resume("u1"), msg_id=9) == []
     for k in range(MANIFEST.chunks):
         effects = bench.all_ack(Step.CHUNK, chunk=k)
@@ -902,7 +909,7 @@ def test_who_waits_for_a_turn_that_never_comes_is_told(bench: Bench) -> None:
     """No engine is left: there is nothing to finish, to commit or to resume."""
     bench.loading()
     bench.say("t", UpdateFinish("u1"), msg_id=7)
-    bench.say("t", Commit("u1", 1, ""), msg_id=8)
+    bench.say("t", Commit("u1", 1, "", ()), msg_id=8)
     effects = bench.say("e0", Leave("")) + bench.say("e1", Leave(""))
     nacks = [each for each in effects if isinstance(each, Send) and isinstance(each.message, Nack)]
     assert sorted(each.reply_to for each in nacks) == [7, 8]
@@ -920,9 +927,9 @@ def finished(bench: Bench) -> None:
 def test_commit_is_of_the_version_that_was_given(bench: Bench) -> None:
     """And the group serves it when the last engine has committed."""
     finished(bench)
-    assert nack_in(bench.say("t", Commit("u1", 2, ""))).field == "version"
-    assert nack_in(bench.say("t", Commit("u9", 1, ""))).field == "update_id"
-    assert only(bench.say("t", Commit("u1", 1, "")), Commit)
+    assert nack_in(bench.say("t", Commit("u1", 2, "", ()))).field == "version"
+    assert nack_in(bench.say("t", Commit("u9", 1, "", ()))).field == "update_id"
+    assert only(bench.say("t", Commit("u1", 1, "", ())), Commit)
     bench.ack("e0", Step.COMMIT)
     assert bench.broker.groups["policy"].version == 0
     assert only(bench.ack("e1", Step.COMMIT), GroupAck).version == 1
@@ -948,7 +955,7 @@ def test_no_resume_in_the_middle_of_an_update(bench: Bench, chunks: int, end: st
             effects += bench.all_ack(Step.CHUNK, chunk=k)
         effects += bench.say("t", UpdateFinish("u1"))
         effects += bench.all_ack(Step.FINISH)
-        effects += bench.say("t", Commit("u1", 1, ""))
+        effects += bench.say("t", Commit("u1", 1, "", ()))
         effects += bench.ack("e0", Step.COMMIT)
         last = bench.ack("e1", Step.COMMIT)
     assert not [each for each in messages(effects) if isinstance(each, Resume)]
@@ -958,7 +965,7 @@ def test_no_resume_in_the_middle_of_an_update(bench: Bench, chunks: int, end: st
 def test_no_abort_in_the_middle_of_a_commit(bench: Bench) -> None:
     """Some engine may serve the version already."""
     finished(bench)
-    bench.say("t", Commit("u1", 1, ""))
+    bench.say("t", Commit("u1", 1, "", ()))
     assert nack_in(bench.say("t", Abort("u1", ""))).code is NackCode.WRONG_STATE
 
 

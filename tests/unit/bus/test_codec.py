@@ -40,7 +40,23 @@ from bus.testing.makers import make_arm, make_manifest
 from tests.unit.bus._builders import nack_in
 
 FACTS = EngineFacts(
-    "sim", "sim 1", "m", "dp0", 0, 1, 1, ("sim",), "", True, False, False, 0, "running", "", ""
+    kind="sim",
+    software="sim 1",
+    model="m",
+    dp_group="dp0",
+    dp_rank=0,
+    dp_size=1,
+    workers=1,
+    backends=("sim",),
+    endpoint="",
+    can_sleep=True,
+    draft=False,
+    supervised=False,
+    canary="keep",
+    version=0,
+    phase="running",
+    update_id="",
+    mate_address="",
 )
 JOIN = Join("engine", "host", 7, FACTS, GatewayFacts("dp0", 2, 3, running=True))
 PAUSE = PauseLocal("u1", "keep", True, 30_000, 60_000, 0, "keep")

@@ -78,6 +78,9 @@ def bounded(base: Any, meta: Meta) -> st.SearchStrategy[Any]:
     if base is str:
         most = min(meta.max_length or 30, 40)
         return st.text(min_size=meta.min_length or 0, max_size=most)
+    if get_origin(base) is tuple and meta.min_length:
+        items = values(get_args(base)[0])
+        return st.lists(items, min_size=meta.min_length, max_size=4).map(tuple)
     return values(base)
 
 

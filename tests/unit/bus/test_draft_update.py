@@ -75,7 +75,7 @@ class Updates:
         self.apply(MANIFEST.chunks)
         self.driver.command(UpdateFinish(self.id))
         self.driver.returned()
-        self.driver.command(Commit(self.id, self.version, ""))
+        self.driver.command(Commit(self.id, self.version, "", ()))
         return only(self.driver.returned(), Ack)
 
 
@@ -129,7 +129,7 @@ def test_a_commit_that_is_asked_again_is_answered_alike() -> None:
     updates = Updates()
     updates.break_off("draft")
     updates.whole("model")
-    again = only(updates.driver.command(Commit(updates.id, updates.version, "")), Ack)
+    again = only(updates.driver.command(Commit(updates.id, updates.version, "", ())), Ack)
     assert again.outcome == "partial"
 
 

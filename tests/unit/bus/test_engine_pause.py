@@ -9,7 +9,7 @@ import pytest
 from bus.messages import Ack, Nack, NackCode, PauseGlobal, PauseLocal, Resume, Step
 from bus.protocol.calls import CallEscalate, CallPause, CallQueue, CallResume, Job
 from bus.protocol.engine_lease import EngineLease
-from bus.protocol.engine_pause import EnginePause, EnginePauseState
+from bus.protocol.engine_pause import Door, EnginePause, EnginePauseState
 from bus.protocol.engine_sleep import EngineSleep
 from bus.protocol.instructions import Failure
 from bus.protocol.refusal import Declined
@@ -28,7 +28,7 @@ class Driver:
     def __init__(self) -> None:
         self.queue = CallQueue()
         self.lease = EngineLease()
-        self.pause = EnginePause(self.queue, EngineSleep(self.queue), self.lease)
+        self.pause = EnginePause(self.queue, EngineSleep(self.queue), self.lease, Door())
         self.now_ms = 1000.0
         self.calls: list[object] = []
 

@@ -7,28 +7,35 @@ import pytest
 from bus.messages import (
     Abort,
     Ack,
+    Commit,
     Heartbeat,
     Nack,
     NackCode,
     PauseGlobal,
     PauseLocal,
+    Probe,
+    Probed,
+    ProbeResult,
     Resume,
     Step,
     TransferInit,
     UpdateFinish,
+    UpdateStart,
 )
 from bus.protocol.calls import (
     CallAbortRequests,
     CallArm,
     CallPause,
+    CallProbe,
     CallRestore,
     CallResume,
 )
 from bus.protocol.effects import Note, Send
 from bus.protocol.engine_lease import LeaseState
 from bus.protocol.engine_pause import EnginePauseState
+from bus.protocol.engine_session import EngineSession
 from bus.protocol.engine_update import EngineUpdateState
-from bus.testing.makers import make_arm, make_chunk
+from bus.testing.makers import make_arm, make_chunk, make_sent
 from tests.unit.bus._builders import nack_in, only
 from tests.unit.bus._session import MANIFEST, PAUSE, Driver
 
@@ -233,3 +240,82 @@ def test_a_pause_behind_an_arm_that_is_refused_is_still_made() -> None:
     assert isinstance(driver.running, CallPause)
     driver.returned()
     assert driver.session.phase == "paused"
+
+
+GIVEN = (ProbeResult((7, 8), (-0.5, -0.25)),)
+PROBE = Probe("u1", ((1, 2),), 2, "s")
+
+
+def finished() -> Driver:
+    """All is loaded, nothing committed."""
+    driver = Driver().loaded(MANIFEST.chunks)
+    driver.command(UpdateFinish("u1"))
+    driver.returned()
+    return driver
+
+
+def test_a_quarantined_engine_is_behind_its_door_until_its_resume() -> None:
+    """The resume opens it, and no resume before; of an engine that was not, it opens none."""
+    driver = finished()
+    driver.command(Abort("u1", ""))
+    assert driver.calls[-1] == CallAbortRequests()
+    driver.returned()
+    assert driver.session.door.closed
+    assert driver.session.phase == "quarantined"
+    driver.command(make_arm("u2", MANIFEST, version=5))
+    driver.returned()
+    driver.command(UpdateStart("u2"))
+    driver.returned()
+    for k in range(MANIFEST.chunks):
+        driver.command(make_chunk("u2", MANIFEST, k, 1))
+        driver.command(make_sent("u2", MANIFEST, k, 1))
+        driver.returned()
+        driver.returned()
+    driver.command(UpdateFinish("u2"))
+    driver.returned()
+    driver.command(Commit("u2", 5, "", ()))
+    driver.returned()
+    assert driver.session.door.closed
+    driver.command(Resume(driver.session.pause.update_id))
+    assert driver.calls[-1] == CallResume(opens=True)
+    assert driver.session.door.closed  # until it is done
+    driver.failed()
+    driver.command(Resume(driver.session.pause.update_id))
+    assert driver.calls[-1] == CallResume(opens=True)
+    driver.returned()
+    assert not driver.session.door.closed
+    assert driver.session.phase == "running"
+
+
+def test_a_sidecar_that_finds_the_door_closed_has_a_quarantined_engine() -> None:
+    """It joins as one, and no lease frees it."""
+    session = EngineSession(version=3, closed=True)
+    assert session.phase == "quarantined"
+    assert session.next_deadline_ms() is None
+
+
+def test_probes_are_run_as_the_pause_was_made() -> None:
+    """And refused where there is none."""
+    driver = finished()
+    driver.command(PROBE)
+    pause = driver.session.pause.made
+    call = CallProbe(((1, 2),), 2, "s", pause.mode, pause.clear_cache)
+    assert driver.calls[-1] == call
+    made, driver.running = driver.running, None
+    assert made is not None
+    probed = only(driver.take(driver.session.done(made, 10.0, told=GIVEN)), Probed)
+    assert probed.results == GIVEN
+    running = Driver().armed()
+    assert only(running.command(PROBE), Nack).code is NackCode.WRONG_STATE
+
+
+def test_after_probes_that_failed_the_engine_is_paused_anew() -> None:
+    """They were to resume it and pause it again: nobody knows where it stands."""
+    driver = finished()
+    driver.command(PROBE)
+    assert only(driver.failed(), Nack).step == "probe"
+    assert driver.session.pause.state is EnginePauseState.UNSURE
+    driver.command(Abort("u1", ""))
+    driver.returned()
+    driver.command(PauseLocal("u2", "keep", True, 5_000, 60_000, 0, "keep"))
+    assert driver.calls[-1] == CallPause("keep", clear_cache=True)

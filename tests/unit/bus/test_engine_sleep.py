@@ -54,7 +54,7 @@ def update(driver: Driver) -> None:
             driver.returned()
     driver.command(UpdateFinish("u1"))
     driver.returned()
-    driver.command(Commit("u1", 4, ""))
+    driver.command(Commit("u1", 4, "", ()))
     driver.returned()
 
 

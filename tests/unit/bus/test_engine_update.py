@@ -16,6 +16,9 @@ from bus.messages import (
     Commit,
     Nack,
     NackCode,
+    Probe,
+    Probed,
+    ProbeResult,
     Step,
     TransferInit,
     UpdateFinish,
@@ -31,13 +34,16 @@ from bus.protocol.calls import (
     CallLoad,
     CallOpenTransfer,
     CallPause,
+    CallProbe,
     CallQueue,
     CallReceive,
     CallRestore,
     CallSleep,
     CallStart,
     SessionEffect,
+    Told,
 )
+from bus.protocol.engine_pause import Door
 from bus.protocol.engine_update import MIXED, EngineUpdate, EngineUpdateState
 from bus.protocol.instructions import Failure
 from bus.protocol.refusal import Declined
@@ -60,7 +66,8 @@ class Driver:
 
     def __init__(self, *, version: int = 3, opened: bool = True) -> None:
         self.queue = CallQueue()
-        self.update = EngineUpdate(self.queue, version, "e0")
+        self.door = Door()
+        self.update = EngineUpdate(self.queue, version, "e0", self.door)
         self.calls: list[Call] = []
         if opened:
             self.open()
@@ -97,16 +104,20 @@ class Driver:
     def finish(self, update_id: str = "u1") -> list[SessionEffect]:
         return self.issue(self.update.finish(4, UpdateFinish(update_id)))
 
+    def probe(self, salt: str = "s") -> list[SessionEffect]:
+        message = Probe("u1", ((1, 2), (3,)), 2, salt)
+        return self.issue(self.update.probe(7, message, CallPause("keep", clear_cache=True)))
+
     def commit(self, update_id: str = "u1", version: int = 4) -> list[SessionEffect]:
-        return self.issue(self.update.commit(5, Commit(update_id, version, "")))
+        return self.issue(self.update.commit(5, Commit(update_id, version, "", ())))
 
     def abort(self, update_id: str = "u1") -> list[SessionEffect]:
         return self.issue(self.update.abort(6, Abort(update_id, "")))
 
-    def returned(self) -> list[SessionEffect]:
+    def returned(self, told: Told = None) -> list[SessionEffect]:
         call = self.queue.running()
         assert call is not None
-        return self.issue(self.update.done(self.queue.end(call), 2.0))
+        return self.issue(self.update.done(self.queue.end(call), 2.0, told))
 
     def failed(self, failure: Failure | None = None) -> list[SessionEffect]:
         call = self.queue.running()
@@ -121,7 +132,7 @@ class Driver:
 
     def to(self, state: EngineUpdateState) -> Driver:
         """Bring it there the long way; in LOADING every chunk is applied."""
-        order = [
+        order: list[tuple[EngineUpdateState, Callable[[], object]]] = [
             (_S.ARMING, self.arm),
             (_S.ARMED, self.returned),
             (_S.STARTING, self.start),
@@ -133,6 +144,9 @@ class Driver:
         if state is _S.ABORTING:
             self.to(_S.LOADING)
             self.abort()
+        elif state is _S.PROBING:
+            self.to(_S.FINISHED)
+            self.probe()
         elif state is not _S.NONE:
             for reached, step in order:
                 step()
@@ -185,6 +199,7 @@ COMMANDS: dict[str, Callable[[Driver], object]] = {
     "chunk": lambda d: d.chunk(0),
     "sent": lambda d: d.sent(0),
     "finish": lambda d: d.finish(),
+    "probe": lambda d: d.probe(),
     "commit": lambda d: d.commit(),
     "abort": lambda d: d.abort(),
 }
@@ -198,6 +213,7 @@ NEW = {
     "chunk": {_S.STARTING},
     "sent": set[EngineUpdateState](),
     "finish": {_S.LOADING},
+    "probe": {_S.FINISHED},
     "commit": {_S.FINISHED},
     "abort": set(_S) - {_S.NONE, _S.COMMITTING, _S.ABORTING},
 }
@@ -206,9 +222,10 @@ OLD = {
     "arm": set(_S) - {_S.NONE, _S.ABORTING},
     "arm another": set[EngineUpdateState](),
     "start": MIXED,
-    "chunk": {_S.LOADING, _S.FINISHING, _S.FINISHED, _S.COMMITTING, _S.ABORTING},
-    "sent": {_S.STARTING, _S.LOADING, _S.FINISHING, _S.FINISHED, _S.COMMITTING, _S.ABORTING},
-    "finish": {_S.FINISHING, _S.FINISHED, _S.COMMITTING},
+    "chunk": MIXED - {_S.STARTING},
+    "sent": MIXED,
+    "finish": {_S.FINISHING, _S.FINISHED, _S.PROBING, _S.COMMITTING},
+    "probe": {_S.PROBING},
     "commit": {_S.COMMITTING},
     "abort": {_S.NONE, _S.ABORTING},
 }
@@ -690,8 +707,7 @@ def test_what_is_lost_only_the_whole_of_the_same_mends(lost: str, sent: str) -> 
     driver.abort()
     if lost == ADAPTER:
         driver.failed()
-    else:
-        driver.returned()
+    driver.returned()
     assert driver.update.partial
     assert commit_with(driver, sent, "u2", 5) == "partial"
     assert driver.update.mixed
@@ -907,8 +923,13 @@ def test_an_undoing_that_fails_quarantines(state: EngineUpdateState) -> None:
     if state is _S.STARTING:
         driver.returned()
     driver.abort()
-    assert outcome(driver.failed()) == "partial"
+    failed = driver.failed()
+    if state is _S.STARTING:  # the restore: its requests are ended then
+        assert driver.calls[-1] == CallAbortRequests()
+        failed = driver.returned()
+    assert outcome(failed) == "partial"
     assert driver.update.partial
+    assert driver.door.closed
 
 
 def test_a_quarantined_engine_is_told_to_recover_and_freed_by_the_commit() -> None:
@@ -1286,3 +1307,49 @@ def test_an_arm_of_another_communicator_is_refused(opened: int, asked: int) -> N
     assert len(driver.queue) == 0
     driver.issue(driver.update.arm(2, make_arm("u1", MANIFEST, version=4, communicator=opened)))
     assert isinstance(driver.calls[-1], CallArm)
+
+
+GIVEN = (ProbeResult((7, 8), (-0.5, -0.25)), ProbeResult((9, 9), (-1.0, -2.0)))
+
+
+def test_probes_are_run_once_and_told_as_often_as_they_are_asked_for() -> None:
+    """By one engine call, as the pause was made; other probes are run anew."""
+    driver = Driver().to(_S.PROBING)
+    call = CallProbe(((1, 2), (3,)), 2, "s", "keep", clear_cache=True)
+    assert driver.calls[-1] == call
+    assert only(driver.returned(GIVEN), Probed) == Probed("u1", GIVEN, 2.0)
+    assert driver.update.state is _S.FINISHED
+    assert only(driver.probe(), Probed).results == GIVEN
+    assert driver.calls[-1] == call
+    assert driver.calls.count(call) == 1
+    driver.probe("another")
+    assert driver.update.state is _S.PROBING
+    driver.returned(GIVEN)
+    assert only([*driver.commit(), *driver.returned()], Ack).step is Step.COMMIT
+
+
+def test_probes_that_fail_can_be_asked_for_again() -> None:
+    """The update is as it was; so is the engine, for all that the update knows."""
+    driver = Driver().to(_S.PROBING)
+    refused = only(driver.failed(), Nack)
+    assert (refused.step, refused.update_id) == ("probe", "u1")
+    assert driver.update.state is _S.FINISHED
+    driver.probe()
+    assert driver.update.state is _S.PROBING
+
+
+def test_an_abort_follows_the_probes_that_are_under_way() -> None:
+    """What is loaded stays: the engine is quarantined, behind its door."""
+    driver = Driver().to(_S.PROBING)
+    driver.abort()
+    driver.returned(GIVEN)
+    assert driver.calls[-1] == CallAbortRequests()
+    assert outcome(driver.returned()) == "partial"
+    assert driver.door.closed
+
+
+def test_a_door_that_is_found_closed_is_a_quarantine() -> None:
+    """Nobody knows of which of the models the engine holds a part."""
+    update = EngineUpdate(CallQueue(), 3, "e0", Door(closed=True), draft=True)
+    assert update.partial == {"model", "draft"}
+    assert update.mixed

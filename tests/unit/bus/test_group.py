@@ -778,7 +778,7 @@ def test_waiting_for_engines_and_forged_epochs() -> None:
     scene.pause()
     scene.until(PauseState.PAUSED)
     peer = scene.trainer.peer
-    for message in (Resume(scene.world.held.pause.update_id), Commit("u1", 1, "")):
+    for message in (Resume(scene.world.held.pause.update_id), Commit("u1", 1, "", ())):
         peer._transmit(message, peer.new_id(), 0, scene.world.held.epoch - 1)
     scene.world.run_for(5.0)
     assert scene.trainer.nacks[NackCode.FENCED] == 2

@@ -12,6 +12,9 @@ from bus.messages import (
     Ack,
     Commit,
     NackCode,
+    Probe,
+    Probed,
+    ProbeResult,
     Step,
     TransferInit,
     UpdateFinish,
@@ -31,6 +34,8 @@ CHUNKS = MANIFEST.chunks
 ARM = make_arm("u1", MANIFEST, version=4, label="step 4")
 REFUSED = Failure(NackCode.ENGINE_FAILED, "no", peer="e1", tensor="b")
 STATES = list(UpdateState)
+COMMIT = Commit("u1", 4, "", ())
+PROBE = Probe("u1", ((1, 2), (3,)), 2, "salt")
 _S = UpdateState
 
 
@@ -65,7 +70,10 @@ def machine(state: UpdateState) -> UpdateMachine:
     all_ack(update, Step.FINISH)
     if state is _S.FINISHED:
         return update
-    update.commit(Commit("u1", 4, ""), 4.0)
+    if state is _S.PROBING:
+        update.probe(PROBE, 4.0)
+        return update
+    update.commit(Commit("u1", 4, "", ()), 4.0)
     assert update.state is _S.COMMITTING
     return update
 
@@ -134,7 +142,8 @@ COMMANDS = {
     "start": lambda u: u.start(UpdateStart("u1"), 9.0),
     "chunk": lambda u: u.chunk(make_chunk("u1", MANIFEST, u.chunks_asked % CHUNKS, 1), 9.0),
     "finish": lambda u: u.finish(UpdateFinish("u1"), 9.0),
-    "commit": lambda u: u.commit(Commit("u1", 4, ""), 9.0),
+    "probe": lambda u: u.probe(PROBE, 9.0),
+    "commit": lambda u: u.commit(Commit("u1", 4, "", ()), 9.0),
     "give_up": lambda u: u.give_up(LOST, 9.0),
 }
 ALLOWED = {
@@ -143,6 +152,7 @@ ALLOWED = {
     "start": {_S.ARMED},
     "chunk": {_S.STARTING, _S.LOADING},
     "finish": set[UpdateState](),  # LOADING, but only with every chunk sent
+    "probe": {_S.FINISHED},
     "commit": {_S.FINISHED},
     "give_up": set(STATES) - {_S.IDLE, _S.COMMITTING, _S.ABORTING},
 }
@@ -196,7 +206,7 @@ def test_the_steps_follow_each_other_and_each_is_told_once() -> None:
         told += [each.step for each in done if isinstance(each, StepDone)]
     update.finish(UpdateFinish("u1"), 1.0)
     told += [each.step for each in all_ack(update, Step.FINISH) if isinstance(each, StepDone)]
-    update.commit(Commit("u1", 4, ""), 1.0)
+    update.commit(Commit("u1", 4, "", ()), 1.0)
     told += [each.step for each in all_ack(update, Step.COMMIT) if isinstance(each, StepDone)]
     assert told == [Step.ARM, Step.START, *[Step.CHUNK] * CHUNKS, Step.FINISH, Step.COMMIT]
     assert update.state is _S.IDLE
@@ -462,3 +472,51 @@ def test_an_end_that_opened_too_late_is_not_taken_for_the_next() -> None:
     for name in MEMBERS:
         update.acked(name, own, 3.0)
     assert update.state is _S.IDLE
+
+
+RESULTS = (ProbeResult((7, 8), (-0.5, -0.25)), ProbeResult((9, 9), (-1.0, -2.0)))
+
+
+def test_the_canarys_answers_are_gathered_and_the_update_is_finished_as_before() -> None:
+    """It is told when all have answered; what comes late or twice changes nothing."""
+    update = machine(_S.PROBING)
+    assert update.has_probed("e0", Probed("u0", RESULTS, 1.0), 5.0) == []
+    assert update.has_probed("e0", Probed("u1", RESULTS, 1.0), 5.0) == []
+    assert update.has_probed("e1", Probed("u1", RESULTS, 1.0), 5.0) == []
+    (done,) = update.has_probed("e2", Probed("u1", RESULTS, 1.0), 5.0)
+    assert isinstance(done, StepDone)
+    assert done.step is Step.PROBE
+    assert update.state is _S.FINISHED
+    assert update.probed == dict.fromkeys(("e0", "e1", "e2"), RESULTS)
+    assert update.has_probed("e2", Probed("u1", (), 1.0), 5.0) == []
+    assert update.probed["e2"] == RESULTS
+
+
+def test_who_differs_by_the_canary_falls_out_with_its_dp_group() -> None:
+    """Each is told to abort; the commit is asked of the others alone."""
+    update = machine(_S.FINISHED)
+    asked = update.expel({"e1": LOST, "stranger": LOST})
+    mates = tuple(name for name, group in MEMBERS.items() if group == MEMBERS["e1"])
+    assert asked == [Ask(Abort("u1", LOST.detail), mates)]
+    assert set(update.excluded) == set(mates)
+    left = tuple(name for name in MEMBERS if name not in mates)
+    assert update.commit(COMMIT, 6.0) == [Ask(COMMIT, left)]
+
+
+def test_without_anybody_left_the_update_is_over() -> None:
+    """Nothing is committed."""
+    update = machine(_S.FINISHED)
+    update.expel(dict.fromkeys(MEMBERS, LOST))
+    assert update.state is _S.IDLE
+    assert update.failure == LOST
+
+
+@pytest.mark.parametrize("how", ["refused", "lost"])
+def test_an_engine_that_fails_its_probes_falls_out(how: str) -> None:
+    """And the others are not waited for any longer than before."""
+    update = machine(_S.PROBING)
+    for name in ("e0", "e2"):
+        update.has_probed(name, Probed("u1", RESULTS, 1.0), 5.0)
+    said = update.refused("e1", LOST, 6.0) if how == "refused" else update.lost("e1", LOST)
+    assert any(isinstance(each, StepDone) and each.step is Step.PROBE for each in said)
+    assert "e1" in update.excluded

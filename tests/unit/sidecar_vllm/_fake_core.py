@@ -85,20 +85,26 @@ class EngineCoreProc:
     def _send_abort_outputs(self, aborted_reqs: list[Any]) -> None:
         self._put(aborted_reqs)
 
+    def _handle_client_request(self, request_type: Any, request: Any) -> None:
+        self.seen.append("request")
+        if request_type == EngineCoreRequestType.ADD and request:
+            req, request_wave = request
+            self.add_request(req, request_wave)
+
+    def add_request(self, request: Any, request_wave: int = 0) -> None:  # noqa: ARG002 - vLLM's
+        self.added = [*getattr(self, "added", []), request.request_id]
+
     def collective_rpc(
         self,
         method: str,
-        timeout: float | None = None,  # noqa: ARG002 - vLLM's
-        args: tuple[Any, ...] = (),  # noqa: ARG002 - vLLM's
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         if self.fails is not None:
             raise self.fails
         self.calls.append((method, kwargs))
-        return []
-
-    def _handle_client_request(self, request_type: Any, request: Any) -> None:  # noqa: ARG002 - vLLM's
-        self.seen.append("request")
+        return [(method, timeout, args, kwargs)]
 
     def execute_dummy_batch(self) -> None:
         self.seen.append("dummy")

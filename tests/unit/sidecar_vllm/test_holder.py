@@ -55,6 +55,9 @@ class Page:
         if self.fails:
             raise EngineError("it broke")
 
+    async def admit(self, *, open: bool) -> None:  # noqa: A002 - the engine's
+        self.done.append("open" if open else "shut")
+
     async def abort_requests(self) -> int:
         self.done.append("abort")
         return 0
@@ -151,7 +154,7 @@ def test_what_an_update_has_begun_is_held_before_it_is_called(kept: Kept) -> Non
     assert isinstance(kept.running, CallFinish)
     assert kept.held.broken == ("model",)
     kept.returned()
-    kept.command(Commit("u1", 4, ""))
+    kept.command(Commit("u1", 4, "", ()))
     assert isinstance(kept.running, CallCommit)
     assert kept.held.broken == ("model",)
     kept.returned()
@@ -247,8 +250,8 @@ def left(
         (left(asleep=True), [], "asleep"),
         (left(begun="model"), ["restore model"], "paused"),
         (left(begun="adapter"), [], "paused"),
-        (left(begun="model", broken=("model",)), ["abort"], "quarantined"),
-        (left(state="quarantined"), ["abort"], "quarantined"),
+        (left(begun="model", broken=("model",)), ["shut", "abort"], "quarantined"),
+        (left(state="quarantined"), ["shut", "abort"], "quarantined"),
     ],
 )
 def test_a_pause_that_was_left_behind_is_taken_over(
@@ -269,5 +272,5 @@ def test_a_pause_that_was_left_behind_is_taken_over(
 def test_what_can_not_be_restored_lacks_a_part(kept: Kept) -> None:
     kept.page.fails = True
     asyncio.run(kept.holder.take_over(left(begun="draft"), 0.0))
-    assert kept.page.done == ["restore draft", "abort"]
+    assert kept.page.done == ["restore draft", "shut", "abort"]
     assert kept.session.update.partial == {"draft"}

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from bus.errors import EngineDead, EngineError, UsageError
 from sidecar import vllm_connections
+from sidecar.engine import ProbeResult
 from sidecar.vllm_http import VllmHttpEngine
 from sidecar.vllm_plugin import facts, wire
 
@@ -140,6 +141,50 @@ def test_a_step_is_one_post() -> None:
             [(name, body)] = server.posts
             assert name == "collective_rpc"
             assert body == {"method": facts.PERFORM, "kwargs": {"operation": operation}}
+
+    run(scenario())
+
+
+def test_a_probe_is_one_request_with_a_salt_of_its_own() -> None:
+    """Greedy, past any end; what a prefix cache holds under another salt has no part in it."""
+    content = [{"token_id": 7, "logprob": -0.5}, {"token_id": 8, "logprob": -0.25}]
+    choice = {"token_ids": [7, 8], "logprobs": {"content": content}}
+
+    async def scenario() -> None:
+        server = Server(**{"inference/v1/generate": {"choices": [choice]}})
+        async with serving(server) as (engine, _):
+            engine._connections = vllm_connections.Connections(5.0)
+            found = await engine.probe_one("probe-1", (1, 2), 2, "salt-of-u1")
+            assert found == ProbeResult((7, 8), (-0.5, -0.25))
+            [(name, body)] = server.posts
+            assert name == "inference/v1/generate"
+            assert body["cache_salt"] == "salt-of-u1"
+            assert (body["token_ids"], body["request_id"]) == ([1, 2], "probe-1")
+            sampling = body["sampling_params"]
+            assert (sampling["temperature"], sampling["max_tokens"]) == (0.0, 2)
+            assert sampling["ignore_eos"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("answer", "serves"),
+    [
+        (web.HTTPUnprocessableEntity(), True),
+        (web.HTTPBadRequest(), True),
+        (web.HTTPUnauthorized(), False),
+        (web.HTTPNotFound(), False),
+    ],
+)
+def test_who_is_asked_for_an_api_key_runs_no_probes(
+    answer: web.HTTPException, serves: bool
+) -> None:
+    """Nor who has no such route. It is asked before anything begins."""
+
+    async def scenario() -> None:
+        async with serving(Server(**{"inference/v1/generate": answer})) as (engine, _):
+            engine._connections = vllm_connections.Connections(5.0)
+            assert await engine._serves_us() is serves
 
     run(scenario())
 

@@ -1,0 +1,91 @@
+"""The canary's probes on an engine that is paused, while its requests stay as they are.
+
+They run in one turn of the core's thread, on slots of the cache that are given back as they were.
+So no request gets a token meanwhile, one that a pause keeps can go on with its keys and values,
+and one that comes waits until the core turns to it. Ranks in lockstep run as many steps as each
+other, since they are given the same probes: that takes no wave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from bus.errors import EngineError
+from bus.messages import NackCode, ProbeResult
+from sidecar.embedded.requests import Delta, Request
+from sidecar.embedded.sampling import SamplingParams
+from sidecar.embedded.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from sidecar.embedded.model import Qwen3
+
+
+def probe_requests(
+    prompts: Sequence[tuple[int, ...]], max_tokens: int, *, max_len: int, vocab_size: int
+) -> list[Request]:
+    """Greedy ones, past any end of sequence.
+
+    Raises:
+        EngineError: the model has no such token, or not so many positions.
+    """
+    for number, prompt in enumerate(prompts):
+        if max(prompt) >= vocab_size or len(prompt) + max_tokens > max_len:
+            raise EngineError(
+                f"probe {number}: {len(prompt)} tokens up to {max(prompt)}, and {max_tokens} more; "
+                f"the model has {vocab_size} tokens and {max_len} positions",
+                code=NackCode.MALFORMED,
+            )
+    params = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, seed=0
+    )
+    return [
+        Request(f"probe-{number}", prompt, params, 0, max_tokens, (), stream=False)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def run_probes(
+    model: Qwen3,
+    requests: Sequence[Request],
+    *,
+    slots: int,
+    version: int,
+    in_use: bool,
+    stepping: Callable[[], None],
+) -> tuple[ProbeResult, ...]:
+    """Run them to their ends. In the core's thread, which is paused.
+
+    Args:
+        slots: sequences that may run at once.
+        in_use: the cache holds what somebody goes on with.
+        stepping: called before each step.
+    """
+    ended: dict[str, Delta] = {}
+    probes = Scheduler(
+        model,
+        slots=slots,
+        publish=lambda deltas: ended.update({delta.request_id: delta for delta in deltas}),
+    )
+    for request in requests:
+        probes.add(request)
+    with _cache_given_back(model, in_use=in_use):
+        while probes.running or probes.waiting:
+            stepping()
+            probes.step(admit=True, version=version)
+    return tuple(
+        ProbeResult(ended[request.id].token_ids, ended[request.id].logprobs or ())
+        for request in requests
+    )
+
+
+@contextlib.contextmanager
+def _cache_given_back(model: Qwen3, *, in_use: bool) -> Iterator[None]:
+    kept = (model.kv.keys.clone(), model.kv.values.clone()) if in_use else None
+    model.kv.clear()
+    yield
+    model.kv.clear()
+    if kept is not None:
+        model.kv.restore(*kept)

@@ -1,0 +1,58 @@
+"""An embedded engine whose loader puts rows of a query projection in each other's places.
+
+Every byte arrives as it was sent, and checksums say so; but what is served is another model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from sidecar import Sidecar
+from sidecar.embedded import EmbeddedEngine
+from tests.support.checkpoints import HEAD_DIM
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from bus.messages import Verify
+    from sidecar.engine import Chunk, EngineInfo
+    from tests.support.checkpoints import Checkpoint
+
+TENSOR = "model.layers.0.self_attn.q_proj.weight"
+
+
+class TwistedEngine(EmbeddedEngine):
+    """``twists``: loads from now on are wrong. ``says_abort``: its probes need a pause that ends
+    requests, as those of a vLLM do; or so it says."""
+
+    twists = False
+    says_abort = False
+    _has_it = False
+
+    async def start(self) -> EngineInfo:
+        info = await super().start()
+        return replace(info, canary="abort") if self.says_abort else info
+
+    async def receive(self, chunk: Chunk) -> None:
+        await super().receive(chunk)
+        self._has_it = any(meta.name == TENSOR for meta in chunk.tensors)
+
+    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
+        await super().load(seq, verify, sums)
+        core = self._core
+        assert core is not None
+        if self.twists and self._has_it:
+            part = core.model.layout.parts[TENSOR]
+            rows = core.model.parameters[part.parameter].narrow(0, part.row, part.shape[0])
+            core.call(lambda: rows.copy_(rows.roll(HEAD_DIM, 0))).result()
+
+
+@contextlib.asynccontextmanager
+async def twistable(checkpoint: Checkpoint, broker: str, name: str) -> AsyncIterator[TwistedEngine]:
+    """One that does what is right so far, under a sidecar, joined."""
+    engine = TwistedEngine(checkpoint.folder, host=None)
+    async with Sidecar(engine, broker=broker, group="policy", name=name) as sidecar:
+        await sidecar.joined()
+        yield engine
