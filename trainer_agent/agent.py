@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from bus.runtime.base import ClientTransport
     from trainer_agent.bus_source import BusWeightSource
     from trainer_agent.canary import Canary
+    from trainer_agent.how import Quorum
     from trainer_agent.patches import AnyPatch
     from trainer_agent.report import UpdateReport
 
@@ -304,6 +305,7 @@ class TrainerAgent:
         wait_s: float = WAIT_S,
         escalate: Escalation = "keep",
         canary: Canary | None = None,
+        quorum: Quorum = 1,
     ) -> int:
         """Send weights to every engine and have them serve them: arm, pause, send, commit,
         resume. The pause's arguments are those of :meth:`paused`; inside one, the pause is
@@ -320,6 +322,9 @@ class TrainerAgent:
             canary: fixed probes that every engine runs before it serves the weights; who differs
                 is quarantined, and named in :attr:`last_update`. On vLLM it needs
                 ``mode="abort"``.
+            quorum: how many DP groups (an engine alone is one) must have all weights, for those to
+                serve them; the others are quarantined. ``all``: all that are there when it begins.
+                With fewer the update is given up, as soon as that is known.
 
         Returns:
             The version the bus gave. :attr:`last_update` tells the rest.
@@ -331,11 +336,16 @@ class TrainerAgent:
             PauseFailed: see :meth:`paused`.
             CanaryFailed: the canary has proven no engine; all are quarantined.
             UpdateFailed: it was given up; engines that had loaded a part are quarantined
-                until the next whole update.
+                until the next whole update. With code ``quorum_missing``: too few were left.
             BusTimeout: somebody did not answer in time; the text says who.
         """
         how = PauseHow(
-            mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate, canary=canary
+            mode,
+            clear_cache=clear_cache,
+            wait_s=wait_s,
+            escalate=escalate,
+            canary=canary,
+            quorum=quorum,
         )
         if self.rank:
             with self._updates.beside() as number:
@@ -468,6 +478,7 @@ class TrainerAgent:
         chunk_bytes: int | None = None,
         target: Target = "model",
         canary: Canary | None = None,
+        quorum: Quorum = 1,
     ) -> BusWeightSyncClient:
         """The ``client`` of vLLM's trainer engines: each of their updates is one of the bus's.
 
@@ -476,10 +487,15 @@ class TrainerAgent:
             chunk_bytes: for a trainer engine of your own that calls ``update_weights`` more than
                 once: at most so much it puts into one call, or a larger tensor alone. vLLM's own
                 need none.
-            target, canary: as :meth:`update_weights` has them.
+            target, canary, quorum: as :meth:`update_weights` has them.
         """
         how = PauseHow(
-            mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate, canary=canary
+            mode,
+            clear_cache=clear_cache,
+            wait_s=wait_s,
+            escalate=escalate,
+            canary=canary,
+            quorum=quorum,
         )
         return BusWeightSyncClient(self._sync, how, chunk_bytes, target)
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from bus.messages import EngineView, Escalation, GroupAck, PauseMode, SleepLevel, Status, Target
     from trainer_agent.bus_source import BusWeightSource
     from trainer_agent.canary import Canary
+    from trainer_agent.how import Quorum
     from trainer_agent.patches import AnyPatch, BusPatches
     from trainer_agent.report import UpdateReport
     from trainer_agent.sources import Weights
@@ -97,6 +98,7 @@ class SyncTrainerAgent:
         wait_s: float = WAIT_S,
         escalate: Escalation = "keep",
         canary: Canary | None = None,
+        quorum: Quorum = 1,
     ) -> int:
         """See :meth:`TrainerAgent.update_weights`."""
         agent = self._connected()[1]
@@ -110,6 +112,7 @@ class SyncTrainerAgent:
                 wait_s=wait_s,
                 escalate=escalate,
                 canary=canary,
+                quorum=quorum,
             )
         )
 
@@ -185,6 +188,7 @@ class SyncTrainerAgent:
         chunk_bytes: int | None = None,
         target: Target = "model",
         canary: Canary | None = None,
+        quorum: Quorum = 1,
     ) -> BusWeightSyncClient:
         """See :meth:`TrainerAgent.client`."""
         return self._connected()[1].client(
@@ -195,6 +199,7 @@ class SyncTrainerAgent:
             chunk_bytes=chunk_bytes,
             target=target,
             canary=canary,
+            quorum=quorum,
         )
 
     def source(self, weights: Weights) -> BusWeightSource:

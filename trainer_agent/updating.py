@@ -177,6 +177,7 @@ class Update:
             manifest.chunk_ends,
             manifest.counts,
             plan.base,
+            self._how.quorum_on_the_wire,
             self._canary_way(),
             manifest.digest(),
         )

@@ -87,6 +87,7 @@ class NackCode(StrEnum):
     ENGINE_FAILED = "engine_failed"
     ENGINE_DEAD = "engine_dead"
     PEER_LOST = "peer_lost"
+    QUORUM_MISSING = "quorum_missing"
     TIMEOUT = "timeout"
     CANCELLED = "cancelled"
 

@@ -69,6 +69,9 @@ class Arm:
     difference from the weights of version ``base``, and from no others. Both are empty (and 0)
     for a whole set of weights.
 
+    ``quorum``: of so many DP groups at least all ranks must have finished for a commit; 0: of all
+    that are armed. With fewer the update is given up.
+
     ``canary``: what the pause leaves of requests, if probes are to run before the COMMIT.
     """
 
@@ -84,6 +87,7 @@ class Arm:
     chunk_ends: Counts
     counts: Counts
     base: Count
+    quorum: Count
     canary: CanaryWay
     digest: ShortText
 

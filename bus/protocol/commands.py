@@ -333,6 +333,16 @@ class Commands:
         members = self._group.roster.members()
         if message.target == "draft":
             self._need_current(members)
+        groups = len(set(members.values()))
+        if message.quorum > groups:
+            raise Declined(
+                Failure(
+                    NackCode.QUORUM_MISSING,
+                    f"a commit needs {message.quorum} DP groups, and {groups} are there",
+                    field="quorum",
+                    hint="start more, or ask for fewer",
+                )
+            )
         asleep = sleep is not SleepState.AWAKE
         need_able(message.canary, members, self._group.roster, asleep=asleep)
         self._manifest = manifest

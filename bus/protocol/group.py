@@ -177,7 +177,7 @@ class Group:
             return []
         self.gone.add(peer.name, failure.detail)
         effects = self.waves.lost(peer, failure.detail, now_ms)
-        effects += self.obey(self.update.lost(peer.name, failure), now_ms)
+        effects += self.obey(self.update.lost(peer.name, failure, now_ms), now_ms)
         effects += self.obey(self.sleep.lost(peer.name, failure), now_ms)
         effects += self.obey(self.pause.lost(peer.name, failure, now_ms), now_ms)
         return effects + self._settle(now_ms)
@@ -307,7 +307,7 @@ class Group:
             )
             for n, f in failures.items()
         ]
-        instructions = self.update.expel(failures)
+        instructions = self.update.expel(failures, now_ms)
         for each in self.update.excluded.keys() - before:
             self.roster.quarantine(each, self.update.excluded[each].detail)
         return effects + self.obey(instructions, now_ms)

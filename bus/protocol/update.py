@@ -38,6 +38,8 @@ Invariants:
   with all ranks of its DP group (they are told to ABORT, and quarantine themselves
   if they loaded anything) and the others go on: giving up would leave them all
   half-loaded. The trainer reads the names in ``excluded``.
+- No COMMIT is asked with fewer DP groups left than the quorum: the update is given up as soon as
+  they are fewer. Once it is asked, whoever commits serves.
 - Who differs by the canary falls out in the same way, before the COMMIT is asked of anybody.
 """
 
@@ -162,6 +164,7 @@ class UpdateMachine:
         self.label = ""
         self.target: Target = "model"
         self.canary: CanaryWay = ""
+        self.quorum = 1  # DP groups
         self.probed: dict[str, tuple[ProbeResult, ...]] = {}  # by engine
         self.members: dict[str, str] = {}  # engine -> its DP group, of those in this update
         self.excluded: dict[str, Failure] = {}
@@ -205,6 +208,7 @@ class UpdateMachine:
         self.label = message.label
         self.target = message.target
         self.canary = message.canary
+        self.quorum = message.quorum or len(set(members.values()))
         self.chunks_planned = len(message.chunk_ends)
         return self._ask(Step.ARM, message, now_ms)
 
@@ -241,9 +245,13 @@ class UpdateMachine:
         self.probed = {}
         return self._ask(Step.PROBE, message, now_ms)
 
-    def expel(self, failures: dict[str, Failure]) -> list[Instruction]:
+    def expel(self, failures: dict[str, Failure], now_ms: float) -> list[Instruction]:
         """These are not to be committed."""
-        return [each for name, why in failures.items() for each in self.refused(name, why, 0.0)]
+        expelled: list[Instruction] = []
+        for name, why in failures.items():
+            if self.state is not _S.ABORTING:  # the quorum is missing without those before
+                expelled += self.refused(name, why, now_ms)
+        return expelled
 
     def commit(self, message: Commit, now_ms: float) -> list[Instruction]:
         self._go(_E.COMMIT_ASKED)
@@ -291,12 +299,12 @@ class UpdateMachine:
         if self.state in (_S.ARMING, _S.STARTING):
             return self.give_up(failure, now_ms)
         if self.state is _S.ABORTING:
-            return self._exclude([name], failure)
+            return self._exclude([name], failure, now_ms)
         gone = self._dp_group_of(name)
         abort = Ask(Abort(self.update_id, failure.detail[:4096]), tuple(gone))
-        return [abort, *self._exclude(gone, failure)]
+        return [abort, *self._exclude(gone, failure, now_ms)]
 
-    def lost(self, name: str, failure: Failure) -> list[Instruction]:
+    def lost(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
         """An engine is gone, and with it all ranks of its DP group."""
         if name not in self.members or self.state is _S.IDLE:
             return []
@@ -305,7 +313,7 @@ class UpdateMachine:
             closed = replace(failure, code=NackCode.TRANSFER_CLOSED)
             self._end(_E.FAILED)
             return [StepFailed(Step.TRANSFER_INIT, closed)]
-        return self._exclude(self._dp_group_of(name), failure)
+        return self._exclude(self._dp_group_of(name), failure, now_ms)
 
     @property
     def all_sent(self) -> bool:
@@ -332,6 +340,7 @@ class UpdateMachine:
         self.partial = set()
         self.target = "model"
         self.canary = ""
+        self.quorum = 1
         self.probed = {}
         self.failure = None
         self.chunks.clear()
@@ -353,7 +362,7 @@ class UpdateMachine:
             self.round.asked_ms = now_ms  # what it waits for goes on
         return [StepDone(Step.CHUNK, current, ack.chunk), *self._round_done()]
 
-    def _exclude(self, names: Iterable[str], failure: Failure) -> list[Instruction]:
+    def _exclude(self, names: Iterable[str], failure: Failure, now_ms: float) -> list[Instruction]:
         gone = list(names)
         for name in gone:
             del self.members[name]
@@ -366,6 +375,11 @@ class UpdateMachine:
             if current.done:
                 del self.chunks[number]
                 done.append(StepDone(Step.CHUNK, current, number))
+        left = len(set(self.members.values()))
+        if left < self.quorum and (self.state, _E.GIVEN_UP) in TRANSITIONS:
+            detail = f"{left} of {self.quorum} DP groups are left: {failure.detail}"
+            too_few = replace(failure, code=NackCode.QUORUM_MISSING, detail=detail)
+            return [*done, *self.give_up(too_few, now_ms)]
         if self.round is not None:
             self.round.drop(gone)
         return [*done, *self._round_done()]

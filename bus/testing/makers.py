@@ -36,6 +36,7 @@ def make_arm(
     communicator: int = 0,
     target: Target = "model",
     base: int = 0,
+    quorum: int = 1,
     canary: CanaryWay = "",
 ) -> Arm:
     """ARM with this manifest; ``base`` is a patch's."""
@@ -52,6 +53,7 @@ def make_arm(
         manifest.chunk_ends,
         manifest.counts,
         base,
+        quorum,
         canary,
         manifest.digest(),
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from bus.errors import EngineError, Refused
+from bus.errors import EngineError, Refused, UpdateFailed, UsageError
 from bus.messages import NackCode
 from sidecar import Sidecar
 from sidecar.bench.agents import StubEngine
@@ -273,6 +273,50 @@ def test_an_update_that_is_cancelled_is_undone_first(held: str) -> None:
             assert engine.running.is_set()
             again = "recover" if held in ("load", "finish") else "start"
             assert engine.calls[-4:] == [again, "load", "finish", "commit"]
+
+    asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
+
+
+class Finishing(StubEngine):
+    """Fails to finish, as often as it is told."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.open = True
+
+    async def admit(self, *, open: bool) -> None:  # noqa: A002 - the engine's
+        self.open = open
+
+    async def finish_update(self) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise EngineError("it can't")
+
+
+def test_without_the_quorum_nobody_serves_the_update() -> None:
+    """All were loaded, and none is committed: they are mended by the next one."""
+
+    async def scenario() -> None:
+        engines = [Finishing(0), Finishing(1)]
+        async with contextlib.AsyncExitStack() as stack:
+            _, address = await stack.enter_async_context(a_broker())
+            for number, engine in enumerate(engines):
+                sidecar = Sidecar(engine, broker=address, name=f"e{number}")
+                await stack.enter_async_context(sidecar)
+            agent = await stack.enter_async_context(TrainerAgent(address, name="trainer"))
+            await agent.wait_for_engines(2)
+            weights = {"w": torch.zeros(4)}
+            with pytest.raises(UpdateFailed, match="1 of 2 DP groups are left: it can't") as failed:
+                await agent.update_weights(weights, quorum="all")
+            assert (failed.value.code, failed.value.nack.peer) == (NackCode.QUORUM_MISSING, "e1")
+            assert [engine.open for engine in engines] == [False, False]
+            with pytest.raises(Refused) as refused:
+                await agent.update_weights(weights, quorum=3)
+            assert refused.value.code is NackCode.QUORUM_MISSING
+            assert await agent.update_weights(weights, quorum=2) == 2
+            assert [engine.open for engine in engines] == [True, True]
+            with pytest.raises(UsageError, match="quorum=0"):
+                await agent.update_weights(weights, quorum=0)
 
     asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
 

@@ -123,6 +123,14 @@ def test_a_refusal_at_arm_leaves_nothing_armed_and_all_running() -> None:
         assert engine.truth.version == 0
 
 
+def test_a_quorum_of_more_dp_groups_than_there_are_is_refused() -> None:
+    """Before anybody is asked."""
+    scene = Scene(2, 1)
+    arm = make_arm("u9", make_manifest(), quorum=3)
+    assert scene.refused(arm) is NackCode.QUORUM_MISSING
+    assert scene.engine("e0").commands == []
+
+
 def test_a_lease_that_is_too_short_is_refused() -> None:
     """By the broker, before anybody is asked."""
     scene = Scene(1)

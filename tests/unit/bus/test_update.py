@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ PROBE = Probe("u1", ((1, 2), (3,)), 2, "salt")
 _S = UpdateState
 
 
-def machine(state: UpdateState) -> UpdateMachine:
+def machine(state: UpdateState, quorum: int = 1) -> UpdateMachine:
     """A machine that was brought to this state the long way."""
     update = UpdateMachine()
     if state is _S.IDLE:
@@ -47,7 +48,7 @@ def machine(state: UpdateState) -> UpdateMachine:
     if state is _S.OPENING:
         update.open(TransferInit("t1", "sim", b"", 0, 0, {}), MEMBERS, 0.0)
         return update
-    update.arm(ARM, MEMBERS, 0.0)
+    update.arm(replace(ARM, quorum=quorum), MEMBERS, 0.0)
     if state is _S.ARMING:
         return update
     if state is _S.ABORTING:
@@ -242,7 +243,7 @@ def test_an_engine_that_is_lost_is_not_waited_for(state: UpdateState) -> None:
     awaited = update.round.step if update.round else None
     if awaited is not None:
         update.acked("e0", ack(awaited, update.update_id), 1.0)
-    said = update.lost("e2", LOST)
+    said = update.lost("e2", LOST, 9.0)
     assert set(update.members) == {"e0"}
     assert set(update.excluded) == {"e1", "e2"}
     if awaited is not None:
@@ -257,8 +258,8 @@ def test_with_nobody_left_the_update_is_over(state: UpdateState) -> None:
     awaited = update.round.step if update.round else None
     if state is _S.LOADING:
         update.chunk(make_chunk("u1", MANIFEST, 0, 1), 2.0)
-    update.lost("e0", LOST)
-    said = update.lost("e1", LOST)
+    update.lost("e0", LOST, 9.0)
+    said = update.lost("e1", LOST, 9.0)
     assert update.state is _S.IDLE
     assert update.rounds() == []
     steps = [each.step for each in said if isinstance(each, StepFailed)]
@@ -272,7 +273,7 @@ def test_a_stranger_changes_nothing(state: UpdateState) -> None:
     update = machine(state)
     before = snapshot(update)
     assert update.refused("stranger", REFUSED, 1.0) == []
-    assert update.lost("stranger", LOST) == []
+    assert update.lost("stranger", LOST, 9.0) == []
     assert snapshot(update) == before
 
 
@@ -434,8 +435,8 @@ def test_with_nobody_left_a_chunk_that_is_not_sent_fails() -> None:
     """It does not count as applied, though nobody is waited for any more."""
     update = machine(_S.LOADING)
     update.chunk(make_chunk("u1", MANIFEST, 0, 1), 2.0)
-    assert update.lost("e1", LOST) == []
-    assert update.lost("e0", LOST) == [StepFailed(Step.CHUNK, LOST, 0)]
+    assert update.lost("e1", LOST, 9.0) == []
+    assert update.lost("e0", LOST, 9.0) == [StepFailed(Step.CHUNK, LOST, 0)]
     assert update.state is _S.IDLE
 
 
@@ -446,7 +447,7 @@ def test_a_rendezvous_that_loses_an_engine_is_over(communicator: int) -> None:
     update = UpdateMachine()
     update.open(TransferInit("t1", "sim", b"", communicator, 3, {}), MEMBERS, 0.0)
     lost, *others = MEMBERS
-    told = update.lost(lost, Failure(NackCode.PEER_LOST, "gone", lost))
+    told = update.lost(lost, Failure(NackCode.PEER_LOST, "gone", lost), 9.0)
     if not communicator:
         assert told == []
         assert set(update.members) == set(others)
@@ -495,7 +496,7 @@ def test_the_canarys_answers_are_gathered_and_the_update_is_finished_as_before()
 def test_who_differs_by_the_canary_falls_out_with_its_dp_group() -> None:
     """Each is told to abort; the commit is asked of the others alone."""
     update = machine(_S.FINISHED)
-    asked = update.expel({"e1": LOST, "stranger": LOST})
+    asked = update.expel({"e1": LOST, "stranger": LOST}, 9.0)
     mates = tuple(name for name, group in MEMBERS.items() if group == MEMBERS["e1"])
     assert asked == [Ask(Abort("u1", LOST.detail), mates)]
     assert set(update.excluded) == set(mates)
@@ -506,7 +507,7 @@ def test_who_differs_by_the_canary_falls_out_with_its_dp_group() -> None:
 def test_without_anybody_left_the_update_is_over() -> None:
     """Nothing is committed."""
     update = machine(_S.FINISHED)
-    update.expel(dict.fromkeys(MEMBERS, LOST))
+    update.expel(dict.fromkeys(MEMBERS, LOST), 9.0)
     assert update.state is _S.IDLE
     assert update.failure == LOST
 
@@ -517,6 +518,49 @@ def test_an_engine_that_fails_its_probes_falls_out(how: str) -> None:
     update = machine(_S.PROBING)
     for name in ("e0", "e2"):
         update.has_probed(name, Probed("u1", RESULTS, 1.0), 5.0)
-    said = update.refused("e1", LOST, 6.0) if how == "refused" else update.lost("e1", LOST)
+    said = update.refused("e1", LOST, 6.0) if how == "refused" else update.lost("e1", LOST, 9.0)
     assert any(isinstance(each, StepDone) and each.step is Step.PROBE for each in said)
     assert "e1" in update.excluded
+
+
+@pytest.mark.parametrize("state", [_S.ARMING, _S.ARMED, _S.STARTING, _S.LOADING, _S.FINISHED])
+@pytest.mark.parametrize("quorum", [0, 2])
+def test_with_fewer_dp_groups_than_the_quorum_the_update_is_given_up(
+    state: UpdateState, quorum: int
+) -> None:
+    """As soon as they are fewer; 0 is all. Who is left is told, and the trainer hears of both."""
+    update = machine(state, quorum)
+    said = update.lost("e0", LOST, 9.0)
+    assert said[-1] == Ask(Abort("u1", f"1 of 2 DP groups are left: {LOST.detail}"), ("e1", "e2"))
+    assert update.state is _S.ABORTING
+    (failed,) = all_ack(update, Step.ABORT)
+    assert isinstance(failed, StepFailed)
+    assert (failed.failure.code, failed.failure.peer) == (NackCode.QUORUM_MISSING, LOST.peer)
+
+
+def test_with_as_many_dp_groups_as_the_quorum_the_others_go_on() -> None:
+    """All ranks of one that is lost count as one."""
+    update = machine(_S.LOADING, 1)
+    update.lost("e1", LOST, 9.0)
+    assert update.state is _S.LOADING
+    assert set(update.members) == {"e0"}
+
+
+def test_a_quorum_is_of_those_that_were_there_before_the_commit() -> None:
+    """Once it is asked it can't be taken back: whoever commits serves."""
+    update = machine(_S.COMMITTING, 0)
+    update.lost("e1", LOST, 9.0)
+    (done,) = update.acked("e0", ack(Step.COMMIT, "u1"), 9.0)
+    assert isinstance(done, StepDone)
+    assert update.state is _S.IDLE
+
+
+def test_who_differs_may_leave_too_few() -> None:
+    """They are all told to abort, each once."""
+    update = machine(_S.FINISHED, 2)
+    said = update.expel({"e1": LOST, "e0": LOST}, 9.0)
+    asked = [name for each in said if isinstance(each, Ask) for name in each.names]
+    assert sorted(asked) == ["e0", "e1", "e2"]
+    assert update.state is _S.ABORTING
+    assert update.round is not None
+    assert update.round.asked_ms == 9.0
