@@ -14,7 +14,7 @@ from typing import Any, Final
 import click
 
 from bus import settings
-from bus.commands import broker, doctor, journal, keygen, replay, status, trace, why
+from bus.commands import broker, doctor, journal, keygen, replay, routes, status, trace, why
 from bus.errors import BusTimeout, EngineDead, UsageError, WavebusError
 from bus.messages import NackCode
 
@@ -25,6 +25,7 @@ EXIT_ENGINE_DEAD: Final = 4
 
 _OWN: Final[dict[str, click.Command]] = {
     "broker": broker.broker,
+    "routes": routes.routes,
     "status": status.status,
     "keygen": keygen.keygen,
     "doctor": doctor.doctor,

@@ -47,6 +47,7 @@ WAIT_ENGINES        trainer → broker               answer when so many engines
 GROUP_VIEW          broker → trainer               the engines of the group
 STATUS_REQUEST      any → broker                   ask for the broker's whole view
 STATUS              broker → any                   that view
+ROUTES              broker → observers, schedulers which engines serve the group's version now
 ACK, NACK           engine → broker, broker → any  done; or refused, and why
 GROUP_ACK           broker → trainer               every engine has done the step
 =================== ============================== =================================
@@ -153,6 +154,8 @@ from bus.messages.views import (
     GroupStatus,
     GroupView,
     OutView,
+    Route,
+    Routes,
     Status,
     StatusRequest,
     WaitEngines,
@@ -213,6 +216,8 @@ __all__ = [
     "StatusRequest",
     "WaitView",
     "OutView",
+    "Route",
+    "Routes",
     "GroupStatus",
     "Status",
     "Step",
@@ -301,6 +306,7 @@ Message: TypeAlias = (
     | GroupView
     | StatusRequest
     | Status
+    | Routes
     | Ack
     | Nack
     | GroupAck
@@ -345,6 +351,7 @@ WIRE_NAMES: Final[dict[type[Message], str]] = {
     GroupView: "GROUP_VIEW",
     StatusRequest: "STATUS_REQUEST",
     Status: "STATUS",
+    Routes: "ROUTES",
     Ack: "ACK",
     Nack: "NACK",
     GroupAck: "GROUP_ACK",

@@ -92,9 +92,27 @@ class OutView:
 
 
 @dataclass(frozen=True, slots=True)
+class Route:
+    """``endpoint``: where it takes requests; empty if that is not known."""
+
+    engine: ShortText
+    dp_group: ShortText
+    endpoint: ShortText
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Where requests of the envelope's group are to be sent: all of these serve ``version``."""
+
+    version: Count
+    engines: Annotated[tuple[Route, ...], Meta(max_length=16_384)]
+
+
+@dataclass(frozen=True, slots=True)
 class GroupStatus:
     """``update_target``: which model the update under way is for; ``model`` if there is none.
     ``holder_heard_ms``: how long ago the holder was heard; 0 if there is none.
+    ``routable``: the engines that requests are to be sent to (:class:`Routes`).
     """
 
     name: ShortText
@@ -109,6 +127,7 @@ class GroupStatus:
     waiting_for: Annotated[tuple[ShortText, ...], Meta(max_length=16_384)]
     waits: Annotated[tuple[WaitView, ...], Meta(max_length=65_536)]
     out: Annotated[tuple[OutView, ...], Meta(max_length=16_384)]
+    routable: Annotated[tuple[ShortText, ...], Meta(max_length=16_384)]
     engines: Annotated[tuple[EngineView, ...], Meta(max_length=16_384)]
     dp_groups: Annotated[tuple[DpGroupView, ...], Meta(max_length=16_384)]
 

@@ -66,6 +66,7 @@ WAVE_WORDS: Final = (FirstReq, WaveStarted, WaveComplete)
 _PHASE_AFTER: Final[dict[Step, Phase]] = {
     Step.PAUSE_LOCAL: "pausing",
     Step.PAUSE_GLOBAL: "paused",
+    Step.SLEEP: "asleep",
     Step.RESUME: "running",
     Step.START: "updating",
     Step.COMMIT: "paused",
@@ -130,6 +131,18 @@ class Broker:
         self, route: bytes, envelope: Envelope, message: Message, now_ms: float, user: str = ""
     ) -> list[Effect]:
         """One decoded frame. ``user``: the key that its sender has proven to have."""
+        return [*self._received(route, envelope, message, now_ms, user), *self._reroute()]
+
+    def _reroute(self) -> list[Effect]:
+        """Whoever watches hears of routable engines that have changed."""
+        return [each for group in self.groups.values() for each in group.reroute(self._watchers)]
+
+    def _watchers(self) -> tuple[bytes, ...]:
+        return tuple(peer.route for peer in self.peers if peer.role in WATCHERS)
+
+    def _received(
+        self, route: bytes, envelope: Envelope, message: Message, now_ms: float, user: str
+    ) -> list[Effect]:
         if self.keys is not None:
             outside = outside_key(self.keys, user, message)
             if outside is not None:
@@ -325,6 +338,9 @@ class Broker:
             effects += group.joined(peer, now_ms)
         elif peer.role == "gateway" and group is not None:
             effects += group.waves.gateway_joined(peer)
+        elif peer.role in WATCHERS:
+            for each in self.groups.values():
+                effects += each.tell_routes((route,))
         return effects
 
     def _admit(
@@ -417,7 +433,7 @@ class Broker:
             key = keys.get(peer.user)
             if key is None or peer.role not in JOINS_AS[key]:
                 effects += self._gone(peer, "peer_lost", "its key was taken away", now_ms)
-        return effects
+        return effects + self._reroute()
 
     # -- time -----------------------------------------------------------------
 
@@ -435,7 +451,7 @@ class Broker:
                 effects += self._gone(peer, "peer_lost", reason, now_ms)
         for group in self.groups.values():
             effects += group.tick(now_ms)
-        return effects
+        return effects + self._reroute()
 
     def next_deadline_ms(self) -> float:
         """When :meth:`tick` is due."""

@@ -19,7 +19,7 @@ Methods take what happened, with ``now_ms``, and return effects.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bus.messages import (
     Abort,
@@ -45,6 +45,7 @@ from bus.protocol.instructions import Ask, Failure, StepDone, StepFailed
 from bus.protocol.pause import PauseMachine, PauseState
 from bus.protocol.refusal import Declined
 from bus.protocol.roster import Roster
+from bus.protocol.routes import Routing
 from bus.protocol.sleep import SleepMachine, SleepState
 from bus.protocol.update import UpdateMachine, UpdateState
 from bus.protocol.waiting import Gone, waits
@@ -61,12 +62,16 @@ from bus.protocol.wording import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from bus.protocol.membership import Peer
     from bus.protocol.round import Round
 
 Instruction: TypeAlias = Ask | StepDone | StepFailed
+
+
+# What these do to engines' phases and versions may change where requests go.
+_MOVES: Final = frozenset({Step.SLEEP, Step.RESUME, Step.COMMIT, Step.ABORT})
 
 
 class Group:
@@ -88,6 +93,7 @@ class Group:
         self.pause = PauseMachine(self.roster.staying)
         self.sleep = SleepMachine()
         self.update = UpdateMachine()
+        self.routing = Routing(self.roster, self.update)
         self.gone = Gone()
         self.last_resumed = ""
         self.orphaned = False  # who asked for the pause under way is gone
@@ -184,6 +190,7 @@ class Group:
 
     def heard(self, peer: Peer, beat: Heartbeat) -> list[Effect]:
         """A heartbeat; an engine left behind by a pause or update that is over comes back."""
+        self.roster.changes += (peer.phase, peer.version) != (beat.phase, beat.version)
         peer.phase = beat.phase
         peer.version = beat.version
         peer.in_flight = beat.in_flight
@@ -394,6 +401,8 @@ class Group:
     def obey(self, instructions: Iterable[Instruction], now_ms: float) -> list[Effect]:
         effects: list[Effect] = []
         for each in instructions:
+            if isinstance(each, StepDone) and each.step in _MOVES:
+                self.roster.changes += 1
             if isinstance(each, Ask):
                 effects.append(self._send(each.message, each.names))
             elif isinstance(each, StepDone):
@@ -475,6 +484,19 @@ class Group:
             return self.serve_waiters(now_ms)
         return []
 
+    def reroute(self, watchers: Callable[[], tuple[bytes, ...]]) -> list[Effect]:
+        """Tell which engines are routable, if those are others now."""
+        routes = self.routing.moved(self.version)
+        if routes is None:
+            return []
+        engines = [route.engine for route in routes.engines]
+        note = self.note("routes", "", "info", {"version": routes.version, "engines": engines})
+        return [note, *self.tell_routes(watchers())]
+
+    def tell_routes(self, watchers: tuple[bytes, ...]) -> list[Effect]:
+        """What was told last."""
+        return [Send(self.routing.now, watchers, 0, self.name, self.epoch)] if watchers else []
+
     # -- small things ---------------------------------------------------------
 
     def status(self, now_ms: float) -> GroupStatus:
@@ -498,6 +520,7 @@ class Group:
             waiting_for=tuple(sorted({n for each in self._rounds() for n in each.waiting})),
             waits=waits(self._rounds(), now_ms),
             out=self.gone.views(self.roster.quarantined),
+            routable=tuple(route.engine for route in self.routing.now.engines),
             engines=self.roster.views(now_ms),
             dp_groups=self.waves.views(),
         )

@@ -39,10 +39,12 @@ class Roster:
         self._broken: set[str] = set()
         self._group = group
         self._had_engines = False
+        self.changes = 0  # of who is there, and of what they serve
 
     def add(self, peer: Peer, *, late: bool) -> None:
         """An engine has joined, or joined again."""
         self._had_engines = True
+        self.changes += 1
         if late and peer.name not in self.engines:
             self._late.add(peer.name)
         self.engines[peer.name] = peer
@@ -60,6 +62,7 @@ class Roster:
         if self.engines.get(peer.name) is not peer:
             return False
         del self.engines[peer.name]
+        self.changes += 1
         self._late.discard(peer.name)
         self._broken.discard(peer.name)
         self._pausing.pop(peer.name, None)
@@ -184,11 +187,13 @@ class Roster:
 
     def quarantine(self, name: str, reason: str) -> None:
         """An engine may hold a part of an update."""
+        self.changes += 1
         if name in self.engines:
             self.quarantined[name] = reason
 
     def told(self, name: str, phase: Phase) -> None:
         """An engine's own word on whether it holds a part; while it updates, it has none."""
+        self.changes += (phase == "quarantined") != (name in self.quarantined)
         self._pausing[name] = self._pausing.get(name, 0) + 1 if phase == "pausing" else 0
         self._note_unsure(name, phase)
         if phase == "quarantined":
@@ -205,6 +210,7 @@ class Roster:
         """An engine says what its ABORT found; True if it is quarantined for it."""
         if name not in self.engines:
             return False
+        self.changes += 1
         if outcome == "partial":
             self.quarantined.setdefault(name, "it had loaded a part of an update")
             return True
@@ -213,6 +219,7 @@ class Roster:
 
     def committed(self, names: Iterable[str], version: int, partial: set[str]) -> None:
         """These serve the version, as soon as they are whole; ``partial`` ones are not yet."""
+        self.changes += 1
         for name in names:
             if name not in partial:
                 self.quarantined.pop(name, None)

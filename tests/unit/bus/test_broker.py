@@ -34,6 +34,7 @@ from bus.messages import (
     Probed,
     ProbeReport,
     Resume,
+    Routes,
     StartDpWave,
     Status,
     StatusRequest,
@@ -209,7 +210,7 @@ def test_a_name_that_is_taken_is_refused_until_its_holder_is_missed(bench: Bench
     assert not [each for each in bench.broker.tick(5000.0) if isinstance(each, Note)]
     bench.now_ms = 5600.0
     lost = [each.event for each in bench.broker.tick(5600.0) if isinstance(each, Note)]
-    assert lost == ["peer_lost"]
+    assert lost == ["peer_lost", "routes"]
     assert only(bench.say("e0", engine_join(dp_group="e0"), boot=2), Welcome)
     nack = nack_in(bench.say("e0", engine_join(dp_group="e0"), boot=1))
     assert nack.code is NackCode.NAME_TAKEN
@@ -274,7 +275,8 @@ def test_a_peer_that_beats_is_not_missed(bench: Bench) -> None:
         bench.say("e0", BEAT)
         assert not [each for each in bench.broker.tick(bench.now_ms) if isinstance(each, Note)]
     bench.now_ms = 26_000.0
-    assert [type(each) for each in bench.broker.tick(bench.now_ms)] == [Note]
+    lost = [each.event for each in bench.broker.tick(bench.now_ms) if isinstance(each, Note)]
+    assert lost == ["peer_lost", "routes"]
 
 
 # -- who may say what ---------------------------------------------------------------
@@ -283,6 +285,7 @@ ALL: dict[str, Message] = {
     "WELCOME": Welcome(1, 1, 0),
     "HEARTBEAT_ACK": HeartbeatAck(0, ""),
     "MATES": Mates(()),
+    "ROUTES": Routes(1, ()),
     "LEASE_WORD": LeaseWord("dp0", 0, "clean", "u1", 1, False),
     "PAUSE_LOCAL": PAUSE,
     "PAUSE_GLOBAL": PauseGlobal("u1"),

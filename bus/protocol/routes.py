@@ -1,0 +1,56 @@
+"""Which engines of a group requests are to be sent to.
+
+An engine is routable if it serves the group's version, all of it, awake, with all ranks of its DP
+group. In a pause it is still: its requests wait. While a commit is under way nothing changes, so
+that routers see it as one: who has committed, and nobody else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from bus.messages import Route, Routes
+from bus.protocol.update import UpdateState
+
+if TYPE_CHECKING:
+    from bus.messages import Phase
+    from bus.protocol.roster import Roster
+    from bus.protocol.update import UpdateMachine
+
+_OUT: Final[frozenset[Phase]] = frozenset({"asleep", "emptied", "quarantined", "unsure"})
+
+
+class Routing:
+    """One group's. ``now`` is what was told last."""
+
+    def __init__(self, roster: Roster, update: UpdateMachine) -> None:
+        self.now = Routes(0, ())
+        self._roster = roster
+        self._update = update
+        self._seen = (-1, -1)
+
+    def moved(self, version: int) -> Routes | None:
+        """The routable engines, if they are others than before; ``version``: the group's."""
+        seen = (self._roster.changes, version)
+        if seen == self._seen or self._update.state is UpdateState.COMMITTING:
+            return None
+        self._seen = seen
+        routes = Routes(version, self._routable(version))
+        if routes == self.now:
+            return None
+        self.now = routes
+        return routes
+
+    def _routable(self, version: int) -> tuple[Route, ...]:
+        roster = self._roster
+        out = {
+            mate
+            for name, peer in roster.engines.items()
+            if peer.version != version or peer.phase in _OUT or name in roster.quarantined
+            for mate in roster.mates(name)
+        }
+        return tuple(
+            Route(name, peer.facts.dp_group, peer.facts.endpoint)
+            for name, peer in sorted(roster.engines.items())
+            if name not in out and not roster.broken(name) and peer.facts is not None
+        )

@@ -1,0 +1,116 @@
+"""Which engines requests are to be sent to, and what watchers hear of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bus.messages import Join, Routes, Welcome
+from bus.protocol.calls import CallCommit, CallLoad
+from bus.protocol.update import UpdateState
+from tests.unit.bus._builders import engine_join, messages
+from tests.unit.bus._scene import Scene
+from tests.unit.bus.test_broker import Bench
+
+if TYPE_CHECKING:
+    from bus.testing.sim_world import SimWorld
+
+
+class Told:
+    """What was told of a group's routable engines, change by change."""
+
+    def __init__(self, world: SimWorld) -> None:
+        self.all: list[tuple[int, str]] = []
+        self._world = world
+        world.checks.append(self._look)
+
+    def _look(self) -> None:
+        group = self._world.group
+        if group is not None:
+            now = group.routing.now
+            seen = (now.version, " ".join(route.engine for route in now.engines))
+            if not self.all or self.all[-1] != seen:
+                self.all.append(seen)
+
+
+def test_a_commit_changes_the_version_of_all_at_once() -> None:
+    """Nobody is told of some at the new version and others at the old one; a pause changes
+    nothing."""
+    scene = Scene(2, 1)
+    told = Told(scene.world)
+    scene.pause()
+    scene.settled()
+    scene.update()
+    assert scene.settled().version == 1
+    assert told.all == [(0, "e0 e1 e2"), (1, "e0 e1 e2")]
+
+
+def test_nothing_is_told_while_some_have_committed() -> None:
+    """Not before the last one has."""
+    scene = Scene(1, 1)
+    told = Told(scene.world)
+    scene.engine("e1").behaviour.hold.add(CallCommit)
+    scene.update()
+    scene.until(UpdateState.COMMITTING)
+    scene.world.run_for(2000.0)
+    assert scene.engine("e0").truth.version == 1
+    assert told.all == [(0, "e0 e1")]
+    scene.engine("e1").release(CallCommit)
+    scene.settled()
+    assert told.all[1:] == [(1, "e0 e1")]
+
+
+def test_who_fell_out_is_out_with_its_dp_group_until_a_whole_update() -> None:
+    """The others serve the new version alone."""
+    scene = Scene(2, 1)
+    told = Told(scene.world)
+    scene.engine("e1").behaviour.fail_next.add(CallLoad)
+    scene.update()
+    assert set(scene.settled().excluded) == {"e0", "e1"}
+    assert told.all == [(0, "e0 e1 e2"), (0, "e2"), (1, "e2")]
+    scene.update()
+    assert scene.settled().version == 2
+    assert told.all[-1] == (2, "e0 e1 e2")
+
+
+def test_a_dp_group_without_a_rank_is_out() -> None:
+    """What is left of it does not step."""
+    scene = Scene(2, 1)
+    told = Told(scene.world)
+    scene.engine("e1").leave()
+    scene.world.run_for(100.0)
+    assert told.all[-1] == (0, "e2")
+
+
+def test_who_joins_with_older_weights_waits_for_an_update() -> None:
+    """A restarted engine has those that it was booted with."""
+    scene = Scene(1, 1)
+    scene.update()
+    scene.settled()
+    told = Told(scene.world)
+    scene.engine("e1").leave()
+    scene.world.restart_engine("e1")
+    assert scene.world.run_until(scene.world.joined)
+    assert told.all[-1] == (1, "e0")
+    scene.update()
+    scene.settled()
+    assert told.all[-1] == (2, "e0 e1")
+
+
+def test_who_sleeps_gets_no_requests() -> None:
+    """Until it is awake again."""
+    scene = Scene(1)
+    told = Told(scene.world)
+    scene.trainer.run(scene.trainer.asleep(1, hold_ms=200.0))
+    scene.settled()
+    assert told.all == [(0, "e0"), (0, ""), (0, "e0")]
+
+
+def test_a_watcher_hears_of_them_when_it_joins_and_when_they_change() -> None:
+    """Observers and schedulers; nobody else."""
+    bench = Bench()
+    watcher = Join("observer", "h", 1, None, None)
+    assert [type(each) for each in messages(bench.say("watch", watcher, group=""))] == [Welcome]
+    said = [each for each in messages(bench.say("e0", engine_join())) if isinstance(each, Routes)]
+    assert [[route.engine for route in each.engines] for each in said] == [["e0"]]
+    later = messages(bench.say("later", watcher, group=""))
+    assert [type(each) for each in later] == [Welcome, Routes]
