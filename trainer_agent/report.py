@@ -26,6 +26,8 @@ class UpdateReport:
             ``agent.paused()``, which ends later.
         slowest: who was last to ack the pause.
         size_bytes, chunks: what was sent.
+        kept_bytes: CPU memory that the snapshot takes (``keep_last``): the weights' size, and from
+            the second update on twice that; 0 without one.
         verified: how much of it was checked before it was loaded; ``unsupported`` where the
             backend can't.
     """
@@ -44,3 +46,4 @@ class UpdateReport:
     size_bytes: int
     chunks: int
     verified: Verify
+    kept_bytes: int = 0

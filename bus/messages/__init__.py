@@ -37,6 +37,7 @@ CHUNK_SENT          trainer → broker → engines     it is sent; check its sum
 UPDATE_FINISH       trainer → broker → engines     all chunks are loaded
 COMMIT              trainer → broker → engines     serve this version from now on
 ABORT               trainer → broker → engines     give the update up
+BEHIND              broker → trainer               engines are not at the group's version
 TRAINER_STEP        trainer → broker → followers   how far rank 0 has come with an update
 AWAIT_STEP          follower → broker              another rank of the trainer waits for that
 WAIT_ENGINES        trainer → broker               answer when so many engines are there
@@ -80,6 +81,7 @@ from bus.messages.bounds import (
     Phase,
     RequestIds,
     Role,
+    Scope,
     Serial,
     Shape,
     Shapes,
@@ -120,6 +122,7 @@ from bus.messages.presence import (
 from bus.messages.updates import (
     Abort,
     Arm,
+    Behind,
     ChunkSent,
     Commit,
     PlanTransfer,
@@ -181,6 +184,7 @@ __all__ = [
     "UpdateFinish",
     "Commit",
     "Abort",
+    "Behind",
     "WaitEngines",
     "EngineView",
     "DpGroupView",
@@ -205,6 +209,7 @@ __all__ = [
     "MAX_TENSORS",
     "MAX_BLOB_BYTES",
     "Count",
+    "Scope",
     "Serial",
     "Size",
     "Name",
@@ -261,6 +266,7 @@ Message: TypeAlias = (
     | UpdateFinish
     | Commit
     | Abort
+    | Behind
     | TrainerStep
     | AwaitStep
     | WaitEngines
@@ -301,6 +307,7 @@ WIRE_NAMES: Final[dict[type[Message], str]] = {
     UpdateFinish: "UPDATE_FINISH",
     Commit: "COMMIT",
     Abort: "ABORT",
+    Behind: "BEHIND",
     TrainerStep: "TRAINER_STEP",
     AwaitStep: "AWAIT_STEP",
     WaitEngines: "WAIT_ENGINES",

@@ -13,6 +13,7 @@ from bus.messages.bounds import (
     Counts,
     Dtypes,
     LongText,
+    Scope,
     Serial,
     Shapes,
     ShortText,
@@ -25,7 +26,9 @@ from bus.messages.bounds import (
 
 @dataclass(frozen=True, slots=True)
 class PlanTransfer:
-    pass
+    """``scope``: as ARM has it."""
+
+    scope: Scope = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class TransferInit:
     ``communicator`` is the number of the one that the transport is made for, 0 for a backend
     without collectives. The broker adds ``world_size`` and where each engine stands in it.
     ``update_id`` is of this opening alone: an end that took long may open, or fail to, when
-    the next is asked for.
+    the next is asked for. ``scope``: as ARM has it.
     """
 
     update_id: UpdateId
@@ -52,6 +55,7 @@ class TransferInit:
     communicator: Count
     world_size: Count
     first_ranks: Annotated[dict[ShortText, Count], Meta(max_length=16_384)]
+    scope: Scope = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,10 @@ class Arm:
     A patch changes ``counts`` elements of each tensor, and nothing of the others: it is a
     difference from the weights of version ``base``, and from no others. Both are empty (and 0)
     for a whole set of weights.
+
+    ``scope`` names DP groups that are behind and catch up, while all others go on: with the weights
+    of the version that the group serves, which ``version`` then is, and the broker gives no other
+    (see :mod:`bus.protocol.behind`). Empty: it is for all, and gives a new version.
     """
 
     update_id: UpdateId
@@ -80,6 +88,7 @@ class Arm:
     counts: Counts
     base: Count
     digest: ShortText
+    scope: Scope = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +136,12 @@ class Commit:
 class Abort:
     update_id: UpdateId
     reason: LongText
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """These DP groups do not serve the group's ``version``; told to a trainer that has its weights,
+    for as long as it is so, and nothing else is under way."""
+
+    version: Serial
+    dp_groups: Scope

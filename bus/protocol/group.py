@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from bus.messages import (
     Abort,
     Ack,
+    Behind,
     GroupAck,
     GroupStatus,
     GroupView,
@@ -35,6 +36,7 @@ from bus.messages import (
     Resume,
     Step,
 )
+from bus.protocol.behind import dp_groups_behind
 from bus.protocol.commands import Commands
 from bus.protocol.effects import Effect, Note, Send
 from bus.protocol.followers import Followers
@@ -188,6 +190,14 @@ class Group:
         self.roster.told(peer.name, beat.phase)
         effects = self.waves.moved(peer.name, self.pause.members)
         return effects + self._bring_back(peer, beat)
+
+    def holder_heard(self, beat: Heartbeat) -> list[Effect]:
+        """A heartbeat of the trainer: if it keeps the weights that the group serves, it hears who
+        is behind."""
+        if self._busy() or not self.version or beat.version != self.version:
+            return []
+        names = dp_groups_behind(self.roster, self.version)
+        return self.holding.tell(Behind(self.version, names)) if names else []
 
     def held_at(self, name: str) -> str:
         """The pause that its trainer holds at this engine, as long as that is heard: what renews
@@ -379,8 +389,8 @@ class Group:
     def _committed(self) -> list[Effect]:
         """All serve the version, but those whose other model is not whole yet."""
         members, partial = self.update.members, self.update.partial
-        self.version = self.update.version
-        self.roster.committed(members, self.version, partial)
+        self.version = max(self.version, self.update.version)
+        self.roster.committed(members, self.update.version, partial)
         self.sleep.committed(members.keys() - partial)
         effects: list[Effect] = []
         for name in sorted(members.keys() & partial - self.sleep.discarded):

@@ -138,13 +138,9 @@ class Roster:
             )
         )
 
-    def communicator(self) -> Communicator:
-        """The one that those would make.
-
-        Raises:
-            Declined: there are none.
-        """
-        return communicator(self.engines[name] for name in self.members())
+    def communicator(self, members: Iterable[str]) -> Communicator:
+        """The one that these would make."""
+        return communicator(self.engines[name] for name in members)
 
     def staying(self) -> frozenset[str]:
         """The quarantined ones with all ranks of their DP groups, which run or stand as one."""

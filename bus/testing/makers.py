@@ -27,8 +27,9 @@ def make_arm(
     communicator: int = 0,
     target: Target = "model",
     base: int = 0,
+    scope: tuple[str, ...] = (),
 ) -> Arm:
-    """ARM with this manifest; ``base`` is a patch's."""
+    """ARM with this manifest; ``base`` is a patch's, ``scope`` a catch-up's."""
     return Arm(
         update_id,
         version,
@@ -43,6 +44,7 @@ def make_arm(
         manifest.counts,
         base,
         manifest.digest(),
+        scope,
     )
 
 
