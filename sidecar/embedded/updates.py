@@ -169,7 +169,7 @@ class Updater:
     def commit(self, version: int) -> None:
         if self._state is not UpdateState.FINISHED:
             raise _wrong_state(f"commit while the update is {self._state.value}")
-        if version <= self._core.version:
+        if version < max(self._core.version, 1):
             raise _wrong_state(f"version {version} does not follow {self._core.version}")
         self._core.version = version
         self._foreign = False

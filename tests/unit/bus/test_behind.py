@@ -266,7 +266,7 @@ def test_a_group_whose_version_grows_in_the_middle_keeps_the_greater_one() -> No
 def test_behind_is_told_with_the_version_and_the_names() -> None:
     scene = keeping(1, 2)
     told: list[Behind] = []
-    scene.trainer._catch_up = told.append  # type: ignore[method-assign]  # noqa: SLF001
+    scene.trainer._catch_up = told.append  # type: ignore[assignment, method-assign]
     for name in ("e1", "e2"):
         scene.world.restart_engine(name)
     assert scene.world.run_until(lambda: bool(told))
