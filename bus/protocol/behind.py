@@ -1,7 +1,8 @@
 """Engines that are behind their group, and the update by which they catch up.
 
 A DP group is behind when a rank of it serves an older version than the group does, or is
-quarantined. It catches up by an update of its own, with the weights that the group serves already:
+quarantined, unless it has got the model's weights since and lacks its draft's. It catches up by an
+update of its own, with the weights that the group serves already:
 
 ============================== ===============================================================
 whose                          ranks of DP groups that are behind (``scope``), and nobody else's:
@@ -79,5 +80,5 @@ def _behind(roster: Roster, names: Iterable[str], version: int) -> set[str]:
         peer.facts.dp_group
         for peer in peers
         if peer.facts is not None
-        and (peer.version < version or (version and peer.name in roster.quarantined))
+        and (peer.version < version or (version and roster.lacks_model(peer.name)))
     }

@@ -390,7 +390,7 @@ class Group:
         """All serve the version, but those whose other model is not whole yet."""
         members, partial = self.update.members, self.update.partial
         self.version = max(self.version, self.update.version)
-        self.roster.committed(members, self.update.version, partial)
+        self.roster.committed(members, self.update.version, partial, self.update.target)
         self.sleep.committed(members.keys() - partial)
         effects: list[Effect] = []
         for name in sorted(members.keys() & partial - self.sleep.discarded):

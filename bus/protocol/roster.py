@@ -12,7 +12,7 @@ from bus.protocol.refusal import Declined, wrong_state
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from bus.messages import Phase
+    from bus.messages import Phase, Target
     from bus.protocol.membership import Peer
 
 
@@ -33,6 +33,7 @@ class Roster:
     def __init__(self, group: str) -> None:
         self.engines: dict[str, Peer] = {}
         self.quarantined: dict[str, str] = {}  # and why
+        self._has_model: set[str] = set()  # of these, who lacks something else than the model
         self._late: set[str] = set()
         self._pausing: dict[str, int] = {}  # heartbeats in a row that said so
         self._unsure: set[str] = set()  # who can't tell if they are paused
@@ -53,7 +54,7 @@ class Roster:
         if peer.phase in ("quarantined", "emptied"):
             self.quarantined[peer.name] = "joined without whole weights"
         else:
-            self.quarantined.pop(peer.name, None)
+            self._whole(peer.name)
 
     def remove(self, peer: Peer) -> bool:
         """An engine is gone; False if it was not (or no longer) the one known."""
@@ -65,7 +66,7 @@ class Roster:
         self._pausing.pop(peer.name, None)
         self._unsure.discard(peer.name)
         self._look_at(peer)
-        self.quarantined.pop(peer.name, None)
+        self._whole(peer.name)
         return True
 
     def mates(self, name: str) -> list[str]:
@@ -176,6 +177,7 @@ class Roster:
         """An engine may hold a part of an update."""
         if name in self.engines:
             self.quarantined[name] = reason
+            self._has_model.discard(name)
 
     def told(self, name: str, phase: Phase) -> None:
         """An engine's own word on whether it holds a part; while it updates, it has none."""
@@ -184,7 +186,7 @@ class Roster:
         if phase == "quarantined":
             self.quarantined.setdefault(name, "it holds a part of an update")
         elif phase not in ("updating", "emptied"):
-            self.quarantined.pop(name, None)
+            self._whole(name)
 
     def given_up(self, names: Iterable[str], update_id: str) -> None:
         """These had loaded a part when the update was given up."""
@@ -197,18 +199,27 @@ class Roster:
             return False
         if outcome == "partial":
             self.quarantined.setdefault(name, "it had loaded a part of an update")
+            self._has_model.discard(name)
             return True
-        self.quarantined.pop(name, None)
+        self._whole(name)
         return False
 
-    def committed(self, names: Iterable[str], version: int, partial: set[str]) -> None:
+    def committed(
+        self, names: Iterable[str], version: int, partial: set[str], target: Target
+    ) -> None:
         """These serve the version, as soon as they are whole; ``partial`` ones are not yet."""
         for name in names:
             if name not in partial:
-                self.quarantined.pop(name, None)
+                self._whole(name)
+            elif target == "model":
+                self._has_model.add(name)
             peer = self.engines.get(name)
             if peer is not None:
                 peer.version = version
+
+    def lacks_model(self, name: str) -> bool:
+        """Whether a whole set of the model's weights may bring it back."""
+        return name in self.quarantined and name not in self._has_model
 
     def admit_late(self) -> bool:
         """Those that came late take part from now on; False if there were none."""
@@ -225,6 +236,10 @@ class Roster:
             f"in {wait.timeout_ms} ms: {names}",
             hint="look at the sidecars' logs, and at `wavebus status`",
         )
+
+    def _whole(self, name: str) -> None:
+        self.quarantined.pop(name, None)
+        self._has_model.discard(name)
 
     def _note_unsure(self, name: str, phase: Phase) -> None:
         if phase == "unsure":

@@ -137,8 +137,8 @@ class SimTrainer(Scripts):
 
     @property
     def busy(self) -> bool:
-        """Whether a script runs."""
-        return self._script is not None
+        """Whether a script runs, or waits for a catch-up to end."""
+        return self._next is not None or (self._script is not None and not self._catches_up)
 
     @property
     def waiting(self) -> list[Request]:

@@ -408,6 +408,8 @@ class Watch:
                 if isinstance(sent, Ack) and sent.outcome:
                     reach[f"abort {sent.outcome}"] += 1
         for trainer in self.world.trainers.values():
+            for outcome in trainer.catch_ups:
+                reach["catch-up failed" if outcome.error else "caught up"] += 1
             for code, count in trainer.nacks.items():
                 reach[f"nack {code.value}"] += count
             for request in trainer.requests:

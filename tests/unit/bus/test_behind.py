@@ -273,3 +273,21 @@ def test_behind_is_told_with_the_version_and_the_names() -> None:
     assert told[0] == Behind(1, (scene.engine("e1").dp_group,))
     before = len(told)
     assert scene.world.run_until(lambda: len(told) > before), "as long as it is so"
+
+
+def test_one_that_lacks_its_draft_is_brought_the_model_once() -> None:
+    """It stays quarantined, and no more weights of the model would help."""
+    scene = keeping(1, 1, draft=True)
+    scene.engine("e1").behaviour.fail_next.add(CallLoad)
+    scene.trainer.run(scene.trainer.update(9, target="draft"))
+    scene.world.engines["e0"].behaviour.fail_next.add(CallLoad)
+    assert scene.settled().error is not None
+    assert scene.world.held.version == 1
+    assert scene.world.run_until(lambda: bool(scene.trainer.catch_ups))
+    scene.rest()
+    scene.world.run_for(20_000.0)
+    assert len(scene.trainer.catch_ups) == 1
+    assert scene.running() == set()
+    scene.update(9, target="draft")
+    assert scene.settled().error is None
+    assert scene.running() == {"e0", "e1"}
