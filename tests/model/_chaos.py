@@ -301,10 +301,10 @@ class Chaos(Play):
     def _check_caught_up(self) -> None:
         """Who can come to the group's version without an update of all, has."""
         world, trainer = self.world, self.trainer
-        group = world.held
-        if not trainer.alive or not trainer.joined or trainer.kept[0] != group.version:
+        group = world.group
+        if group is None or group.holder is None or group.holder.boot != trainer.boot:
             return
-        if not group.version or group.holder is None or group.holder.boot != trainer.boot:
+        if not group.version or trainer.kept[0] != group.version or not trainer.joined:
             return
 
         def caught_up() -> bool:
