@@ -220,8 +220,12 @@ class Scripts(ABC):
             yield from self._pause(update_id, "keep")
             arm = make_arm(update_id, manifest, communicator=self._communicator)
             answers = yield (arm, UpdateStart(update_id))
-            if all(isinstance(answer, GroupAck) for answer in answers):
-                yield from self._send_all(update_id, payload, manifest, 0.0, "full")
+            try:
+                if all(isinstance(answer, GroupAck) for answer in answers):
+                    yield from self._send_all(update_id, payload, manifest, 0.0, "full")
+            except WavebusError:
+                yield from self._undo(update_id, resume=True)
+                raise
             yield from self._undo(update_id, resume=True)
             for answer in answers:
                 _checked(answer)
