@@ -308,6 +308,8 @@ class Chaos(Play):
             return
 
         def caught_up() -> bool:
+            if trainer.kept[0] != group.version:  # an engine was heard that serves a later one
+                return True
             return not dp_groups_behind(group.roster, group.version) and world.quiet()
 
         assert world.run_until(caught_up, within_ms=HEALS_MS), self.story()
