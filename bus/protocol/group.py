@@ -222,6 +222,8 @@ class Group:
             names = self.roster.mates(peer.name)
             stray = self._complete(beat.update_id)
         elif beat.phase in ("paused", "asleep") and peer.name not in self.roster.staying():
+            if self.roster.mate_updates(peer.name):
+                return []  # its weights are touched: it gives that up first
             # Of a DP group, all have paused, or this one would not have; those that
             # have resumed wait for it.
             stray = Resume(beat.update_id)

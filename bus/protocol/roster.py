@@ -173,6 +173,10 @@ class Roster:
         """Whether it, or a rank that it stands with, can't tell if it is paused."""
         return bool(self._unsure) and not self._unsure.isdisjoint(self.mates(name))
 
+    def mate_updates(self, name: str) -> bool:
+        """Whether a rank that it stands with is in the middle of an update, by its own word."""
+        return any(self.engines[mate].phase == "updating" for mate in self.mates(name))
+
     def quarantine(self, name: str, reason: str) -> None:
         """An engine may hold a part of an update."""
         if name in self.engines:
