@@ -319,6 +319,7 @@ class Sidecar:
             now_ms = link.last_heard_ms  # when this came
             self._perform(self.session.command(envelope.id, envelope.epoch, message, now_ms))
         elif isinstance(message, HeartbeatAck):
+            self.session.group_version = message.version
             self.session.renewed(envelope.epoch, message.held, link.last_heard_ms)
             self._keep_hold()
         elif isinstance(message, Mates) and self._direct is not None:
@@ -341,6 +342,8 @@ class Sidecar:
 
     def _on_state(self, state: LinkState) -> None:
         self._changed.set()
+        if state is LinkState.JOINED and self._peer is not None:
+            self.session.group_version = self._peer.link.version
         if state is LinkState.REFUSED:
             self._ended.set()
 

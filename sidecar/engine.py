@@ -220,7 +220,8 @@ class Engine(Protocol):
         """
 
     async def commit(self, version: int) -> None:
-        """Serve as this version from now on."""
+        """Serve as this version from now on: a later one, or, of an engine that catches up, its own
+        again."""
 
 
 def need_model(target: Target) -> None:

@@ -12,15 +12,15 @@ import anyio
 import anyio.to_thread
 
 from bus import native
-from bus.errors import Refused, UsageError, WavebusError
+from bus.errors import UsageError, WavebusError
 from bus.ids import check_name
 from bus.keys import security
 from bus.messages import (
+    Behind,
     EngineView,
     Escalation,
     GroupAck,
     GroupView,
-    NackCode,
     PauseMode,
     SleepLevel,
     Status,
@@ -32,12 +32,14 @@ from bus.runtime.peer import default_name
 from bus.settings import DEFAULT_BROKER
 from bus.transfer import ALONE
 from trainer_agent.adapter import Adapter, send_adapter
-from trainer_agent.asking import together
+from trainer_agent.catching_up import CatchingUp
 from trainer_agent.connection import Connection
 from trainer_agent.how import WAIT_S, PauseHow
 from trainer_agent.meeting import meeting_info
 from trainer_agent.patches import BusPatches
 from trainer_agent.ranks import follow
+from trainer_agent.sending import send_stream
+from trainer_agent.snapshot import Snapshot
 from trainer_agent.sources import Weights, as_source
 from trainer_agent.steps import CLEANUP_S, Steps
 from trainer_agent.stream import ChunkStream
@@ -91,6 +93,10 @@ class TrainerAgent:
             from where they are, and must stay as they are until the update ends.
         device: the GPU that ``nccl`` and ``ipc`` send from. Default: the current one of the
             thread that makes the agent, if it uses one already, or else the first.
+        keep_last: keep the model's weights of the last update that was committed, in CPU memory.
+            Engines that join late, restart, or were quarantined are brought to the group's version
+            from there, in the background, while the others serve. Takes the weights' size twice,
+            from the second update on; of a trainer of several ranks, rank 0 alone keeps any.
         verify: how chunks are checked before engines load them: ``sample`` looks at 4,096 words
             of each tensor, ``full`` at all (about a second per 2 GB and core), ``off`` at none.
         lease_ms: how long engines stay paused when trainer and broker are both gone.
@@ -113,6 +119,7 @@ class TrainerAgent:
         buffers: int | None = None,
         packed: bool = True,
         device: str = "",
+        keep_last: bool = False,
         verify: Verify = "sample",
         lease_ms: int = 30_000,
         timeout_s: float = 300.0,
@@ -143,6 +150,7 @@ class TrainerAgent:
         self.verify: Verify = verify
         self.lease_ms = lease_ms
         self.timeout_s = timeout_s
+        self._snapshot = Snapshot() if keep_last and not rank else None
         self._line = Connection(
             broker,
             role="follower" if rank else "trainer",
@@ -152,11 +160,14 @@ class TrainerAgent:
             security=security(key, broker_key, insecure=insecure),
             transport=transport,
             link_config=link_config,
+            kept=lambda: self._snapshot.version if self._snapshot else 0,
+            on_behind=self._on_behind,
         )
         self._steps = Steps(self._line, lease_ms=lease_ms, timeout_s=timeout_s)
         sender = make_sender(backend, buffers=buffers, packed=packed, device=self.device)
         self._transport = Transport(backend, sender, self._line, self._steps)
-        self._updates = Updates(self._line, self._steps, alone=ranks == 1)
+        self._updates = Updates(self._line, self._steps, alone=ranks == 1, snapshot=self._snapshot)
+        self._catching_up = self._make_catching_up()
         self._sync = WeightSync(
             self._line,
             self._steps,
@@ -166,7 +177,34 @@ class TrainerAgent:
             ranks=ranks,
             chunk_bytes=chunk_bytes,
             timeout_s=timeout_s,
+            aside=self._aside,
         )
+
+    def _make_catching_up(self) -> CatchingUp | None:
+        if self._snapshot is None:
+            return None
+        return CatchingUp(
+            self._snapshot,
+            self._line,
+            Steps(
+                self._line, lease_ms=self.lease_ms, timeout_s=self.timeout_s, ids=self._steps.ids
+            ),
+            self._transport,
+            idle=lambda: not (self._updates.busy or self._steps.held or self._transport.theirs),
+            make_sender=lambda: make_sender(
+                self.backend, buffers=self.buffers, packed=True, device=self.device
+            ),
+            chunk_bytes=self.chunk_bytes,
+            verify=self.verify,
+        )
+
+    def _on_behind(self, behind: Behind) -> None:
+        if self._catching_up is not None:
+            self._catching_up.told(behind)
+
+    def _aside(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """What the trainer asks for goes before engines that catch up."""
+        return contextlib.nullcontext() if self._catching_up is None else self._catching_up.aside()
 
     # -- coming and going -------------------------------------------------------
 
@@ -183,6 +221,8 @@ class TrainerAgent:
 
     async def close(self) -> None:
         """Leave the bus. A pause that is still held is resumed by the broker."""
+        if self._catching_up is not None:
+            await self._catching_up.stop()
         self._line.close()
         self._transport.close()
 
@@ -243,8 +283,13 @@ class TrainerAgent:
         """
         if self._steps.held:
             raise UsageError("the group is paused already by this agent")
-        update_id = self._steps.new_id()
         how = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
+        async with self._aside(), self._pause_held(how) as ack:
+            yield ack
+
+    @contextlib.asynccontextmanager
+    async def _pause_held(self, how: PauseHow) -> AsyncIterator[GroupAck]:
+        update_id = self._steps.new_id()
         ack = await self._steps.pause(update_id, how)
         try:
             yield ack
@@ -396,7 +441,7 @@ class TrainerAgent:
             )
         fresh = Adapter(adapter, source, config)
         how = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
-        async with self._updates.begin(how) as update:
+        async with self._aside(), self._updates.begin(how) as update:
             report = await send_adapter(
                 fresh, update, self._transport, self._steps, label=label, verify=self.verify
             )
@@ -524,33 +569,15 @@ class TrainerAgent:
     # -- one update -------------------------------------------------------------
 
     async def _update(self, source: Weights, target: Target, label: str, how: PauseHow) -> int:
-        transport = self._transport
-        async with self._updates.begin(how, target) as update:
+        async with self._aside(), self._updates.begin(how, target) as update:
             stream = ChunkStream(
                 as_source(source),
-                transport.sender,
+                self._transport.sender,
                 chunk_bytes=self.chunk_bytes,
                 verify=self.verify,
             )
-            await transport.open(stream.room_bytes)
-            try:
-                await update.arm(stream.plan, transport.backend, transport.communicator, label)
-            except Refused as refused:
-                # One that joined since the transport was opened has no end of it.
-                if refused.code is not NackCode.TRANSFER_CLOSED:
-                    raise
-                await transport.reopen(stream.room_bytes)
-                await update.arm(stream.plan, transport.backend, transport.communicator, label)
-            await update.go(stream.drain)
-            await stream.fill()
-            try:
-                async with together() as tasks:
-                    tasks.start_soon(update.start)
-                    tasks.start_soon(stream.send, update, self._steps.step)
-                    await stream.all_sent.wait()
-                    report = await update.commit(label, stream.verify)
-            except BaseException:
-                if transport.sender.collective:
-                    await transport.drop()  # whoever was in a broadcast may have left it
-                raise
+            if self._snapshot is not None and target == "model":
+                begin = self._snapshot.begin
+                update.copy = stream.copy = await anyio.to_thread.run_sync(begin, stream.plan.metas)
+            report = await send_stream(update, stream, self._transport, self._steps, label)
         return report.version

@@ -72,7 +72,7 @@ class CpuCache:
             if self._passes:
                 raise UsageError("the cache is being sent: await the update first")
             if metas != self._metas:
-                rooms = _shared_rooms if self._shared else _rooms
+                rooms = _shared_rooms if self._shared else cpu_rooms
                 self._memory = rooms(metas) if self._keep else []
             self._metas = []
             for place, (_, tensor) in enumerate(as_announced(metas, iter(source))):
@@ -102,8 +102,8 @@ class CpuCache:
                 self._passes -= 1
 
 
-def _rooms(metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
-    """Pinned where there is a GPU, which copies faster to and from that."""
+def cpu_rooms(metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
+    """Memory for such tensors; pinned where there is a GPU, which copies faster to and from it."""
     pinned = torch.cuda.is_available()
     return [
         torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), pin_memory=pinned)

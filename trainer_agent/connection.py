@@ -12,6 +12,7 @@ from bus.errors import BusClosed, BusTimeout, Refused, UsageError, refusal
 from bus.ids import new_boot
 from bus.keys import silence_hint
 from bus.messages import (
+    Behind,
     Envelope,
     Heartbeat,
     Join,
@@ -28,6 +29,8 @@ from bus.runtime.peer import HOST, PID, Peer, route_of
 from bus.runtime.zmq_transport import ZmqClient
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bus.keys import Security
     from bus.messages import EngineView
     from bus.runtime.base import ClientTransport
@@ -40,7 +43,8 @@ _STATUS_S: Final = 10.0
 
 
 class Connection:
-    """One life of a peer. Arguments are those of :class:`trainer_agent.TrainerAgent`."""
+    """One life of a peer. Arguments are those of :class:`trainer_agent.TrainerAgent`; ``kept`` says
+    of which version it keeps the weights, ``on_behind`` hears who lacks them."""
 
     def __init__(
         self,
@@ -53,6 +57,8 @@ class Connection:
         security: Security | None = None,
         transport: ClientTransport | None = None,
         link_config: LinkConfig | None = None,
+        kept: Callable[[], int] = lambda: 0,
+        on_behind: Callable[[Behind], None] = lambda _behind: None,
     ) -> None:
         self.broker = broker
         self._role: Role = role
@@ -62,6 +68,8 @@ class Connection:
         self._security = security
         self._transport = transport
         self._link_config = link_config
+        self._kept = kept
+        self._on_behind = on_behind
         self._peer: Peer | None = None
         self._answers: dict[int, asyncio.Future[Message]] = {}
         self._changed = asyncio.Event()
@@ -84,7 +92,7 @@ class Connection:
             or ZmqClient(self.broker, route_of(self._name, boot), self._security),
             scheduler=AsyncioScheduler(),
             join=lambda: Join(self._role, HOST, PID, None, None),
-            beat=lambda: Heartbeat("running", 0, 0, ""),
+            beat=lambda: Heartbeat("running", self._kept(), 0, ""),
             on_message=self._on_message,
             on_state=self._on_state,
             link_config=self._link_config,
@@ -181,6 +189,9 @@ class Connection:
         return f"{what}; the broker does not know group {self._group}"
 
     def _on_message(self, envelope: Envelope, message: Message) -> None:
+        if isinstance(message, Behind):
+            self._on_behind(message)
+            return
         future = self._answers.get(envelope.reply_to)
         if future is None or future.done():
             return

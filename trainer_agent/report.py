@@ -28,6 +28,8 @@ class UpdateReport:
         size_bytes, chunks: what was sent.
         differing: engines that the canary found to differ, each with its probe, what was expected
             and what was found. They are among the excluded, with all ranks of their DP groups.
+        kept_bytes: CPU memory that the snapshot takes (``keep_last``): the weights' size, and from
+            the second update on twice that; 0 without one.
         verified: how much of it was checked before it was loaded; ``unsupported`` where the
             backend can't.
     """
@@ -47,3 +49,4 @@ class UpdateReport:
     chunks: int
     verified: Verify
     differing: tuple[Differing, ...] = ()
+    kept_bytes: int = 0

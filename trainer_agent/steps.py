@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import TYPE_CHECKING, Final
 
 import anyio
@@ -26,6 +27,8 @@ from bus.messages import (
 from trainer_agent.refusals import own_nack
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from trainer_agent.connection import Connection
     from trainer_agent.how import PauseHow
 
@@ -35,7 +38,8 @@ CLEANUP_S: Final = 30.0
 
 
 class Steps:
-    """Of one trainer. Each method waits for all engines.
+    """Of one trainer. Each method waits for all engines. ``ids``: of others beside these, so that
+    no two have the same.
 
     Attributes:
         version: the greatest that the bus has told of.
@@ -43,14 +47,16 @@ class Steps:
         held_how: how that pause was made, or the last one was.
     """
 
-    def __init__(self, line: Connection, *, lease_ms: int, timeout_s: float) -> None:
+    def __init__(
+        self, line: Connection, *, lease_ms: int, timeout_s: float, ids: Iterator[int] | None = None
+    ) -> None:
         self.version = 0
         self.asleep = False
         self.held_how: PauseHow | None = None
         self._line = line
         self._lease_ms = lease_ms
         self._timeout_s = timeout_s
-        self._ids = 0
+        self.ids: Iterator[int] = itertools.count(1) if ids is None else ids
         self._log = bus.log.logger()
         self._window: tuple[str, int] | None = None  # the pause we hold: its id and epoch
 
@@ -61,8 +67,7 @@ class Steps:
 
     def new_id(self) -> str:
         """For an update, or a pause."""
-        self._ids += 1
-        return new_update_id(self._line.boot, self._ids)
+        return new_update_id(self._line.boot, next(self.ids))
 
     async def pause(self, update_id: str, how: PauseHow) -> GroupAck:
         """Pause the group, and hold it. Given up, it is completed, and then resumed.
@@ -79,8 +84,10 @@ class Steps:
                 await self._line.ask(Resume(update_id), GroupAck)
             raise
 
-    async def ask_pause(self, update_id: str, how: PauseHow) -> GroupAck:
-        """The same; who gives it up, sees to the resume.
+    async def ask_pause(
+        self, update_id: str, how: PauseHow, scope: tuple[str, ...] = ()
+    ) -> GroupAck:
+        """The same; who gives it up, sees to the resume. ``scope``: of these DP groups alone.
 
         Raises:
             PauseFailed: as :meth:`pause`.
@@ -93,6 +100,7 @@ class Steps:
             int(self._timeout_s * 1000),
             int(how.wait_s * 1000),
             how.escalate,
+            scope,
         )
         ack = await self.step(ask)
         self.held_how = how

@@ -21,6 +21,7 @@ from trainer_agent.sources import as_announced, tensor_metas
 if TYPE_CHECKING:
     from bus.messages import Verify
     from trainer_agent.asking import Step
+    from trainer_agent.snapshot import Copy
     from trainer_agent.sources import WeightSource
     from trainer_agent.transfer import Sender
     from trainer_agent.updating import Update
@@ -34,6 +35,7 @@ class ChunkStream:
 
     Attributes:
         all_sent: the last chunk has left, and engines have been told so.
+        copy: what is taken from the source is copied there.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class ChunkStream:
         self._filled: deque[_Chunk] = deque()
         self._sending = anyio.Lock()  # chunks leave one after the other, in order
         self.all_sent = anyio.Event()
+        self.copy: Copy | None = None
         self.verify: Verify = verify if sender.verifies else "unsupported"
 
     async def fill(self) -> None:
@@ -107,6 +110,8 @@ class ChunkStream:
         with self._taking:
             found = itertools.islice(self._tensors, self.plan.tensors_of(seq))
             chunk = [tensor.detach() for _, tensor in found]
+        if self.copy is not None:
+            self.copy.take(self.plan.manifest.part(seq).start, chunk)
         return _Chunk(seq, self._sender.put(seq, chunk), checksums(torch, chunk, self.verify))
 
 

@@ -25,22 +25,34 @@ class Transport:
     """One agent's. Engines have one transport open at a time: the agent's own, or that of a
     trainer engine of vLLM's kind, which opens its sending end itself.
 
+    Args:
+        scope: the DP groups that it is for; empty: all.
+
     Attributes:
         sender: the agent's own sending end.
+        own_backend: the agent's own, which stays.
         backend: of the transport that is open.
         communicator: its number.
         theirs: it is a trainer engine's.
     """
 
-    def __init__(self, backend: str, sender: Sender, line: Connection, steps: Steps) -> None:
+    def __init__(
+        self,
+        backend: str,
+        sender: Sender,
+        line: Connection,
+        steps: Steps,
+        scope: tuple[str, ...] = (),
+    ) -> None:
         self.sender = sender
         self.backend = backend
         self.communicator = 0
         self.theirs = False
-        self._own_backend = backend
+        self.own_backend = backend
         self._line = line
         self._steps = steps
         self._room_bytes = 0
+        self._scope = scope
 
     async def open(self, room_bytes: int) -> None:
         """Open our own, if it isn't, or has too little room for a chunk."""
@@ -56,7 +68,9 @@ class Transport:
             try:
                 update_id = self._steps.new_id()
                 await self._meet_all(
-                    TransferInit(update_id, self._own_backend, params, world.number, 0, {})
+                    TransferInit(
+                        update_id, self.own_backend, params, world.number, 0, {}, self._scope
+                    )
                 )
                 break
             except Refused as refused:
@@ -64,7 +78,7 @@ class Transport:
                     raise
         self.sender.opened()
         self._room_bytes = room_bytes
-        self.backend = self._own_backend
+        self.backend = self.own_backend
         self.communicator = world.number
 
     async def open_theirs(self, init: TransferInit) -> None:
@@ -78,7 +92,7 @@ class Transport:
 
     async def plan(self, senders: int = 1) -> World:
         """Who would meet in a communicator that is made now, with so many ranks of the trainer."""
-        plan = await self._line.ask(PlanTransfer(), TransferPlan)
+        plan = await self._line.ask(PlanTransfer(self._scope), TransferPlan)
         address = address_towards(host_of(self._line.broker))
         return World(plan.communicator, plan.world_size - 1 + senders, address, senders)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 import anyio
@@ -35,33 +36,46 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from types import TracebackType
 
-    from bus.messages import CanaryWay, Differing, GroupAck, Target, Verify
+    from bus.messages import Behind, CanaryWay, Differing, GroupAck, Target, Verify
     from trainer_agent.connection import Connection
     from trainer_agent.how import PauseHow
     from trainer_agent.plan import Plan
+    from trainer_agent.snapshot import Copy, Snapshot
     from trainer_agent.steps import Steps
 
 
 class Updates:
-    """A trainer's, one at a time. ``alone``: there are no other ranks.
+    """A trainer's, one at a time. ``alone``: there are no other ranks. ``snapshot``: is kept, or
+    outdated, by each that is committed.
 
     Attributes:
         last: the last one that was committed.
     """
 
-    def __init__(self, line: Connection, steps: Steps, *, alone: bool) -> None:
+    def __init__(
+        self, line: Connection, steps: Steps, *, alone: bool, snapshot: Snapshot | None = None
+    ) -> None:
         self.last: UpdateReport | None = None
+        self._snapshot = snapshot
         self._line = line
         self._steps = steps
         self._alone = alone
         self._begun = 0  # refused ones too: the other ranks count as well
         self._busy = False
 
-    def begin(self, how: PauseHow, target: Target = "model", *, alone: bool = False) -> Update:
+    def begin(
+        self,
+        how: PauseHow,
+        target: Target = "model",
+        *,
+        alone: bool = False,
+        behind: Behind | None = None,
+    ) -> Update:
         """Rank 0's part of the next one. It ends with :meth:`Update.end`, or as a context.
 
         Args:
             alone: the other ranks have no part in it, and don't count it.
+            behind: who catches up by it, and with which version; None: it is for all.
 
         Raises:
             UsageError: one is under way; or a draft's has a canary.
@@ -71,7 +85,12 @@ class Updates:
         update_id = self._steps.new_id()
         number = self._take(counts=not alone)
         leading = Leading(self._line, number, alone=alone or self._alone)
-        return Update(update_id, self, self._steps, leading, how, target)
+        return Update(update_id, self, self._steps, leading, how, target, behind)
+
+    @property
+    def busy(self) -> bool:
+        """Whether one is under way."""
+        return self._busy
 
     @contextlib.asynccontextmanager
     async def meeting(self) -> AsyncIterator[Leading]:
@@ -98,6 +117,14 @@ class Updates:
         finally:
             self.ended()
 
+    def committed(self, report: UpdateReport, copy: Copy | None) -> UpdateReport:
+        """It is the last one from now on; what is kept of it, or of none, is of it, too."""
+        if self._snapshot is not None:
+            self._snapshot.committed(report.version, copy)
+            report = replace(report, kept_bytes=self._snapshot.memory_bytes)
+        self.last = report
+        return report
+
     def ended(self) -> None:
         """The next may begin."""
         self._busy = False
@@ -116,6 +143,7 @@ class Update:
     Attributes:
         paused: every engine is, or it failed.
         started: every engine waits for chunks, or it failed.
+        copy: has its weights, once they are sent; to be kept when they are committed.
     """
 
     def __init__(
@@ -126,8 +154,12 @@ class Update:
         leading: Leading,
         how: PauseHow,
         target: Target,
+        behind: Behind | None,
     ) -> None:
         self.id = update_id
+        self._behind = behind
+        self._scope = behind.dp_groups if behind else ()
+        self.copy: Copy | None = None
         self._target = target
         self._updates = updates
         self._steps = steps
@@ -166,7 +198,7 @@ class Update:
         self._plan = plan
         ask = Arm(
             self.id,
-            self._steps.version,
+            self._behind.version if self._behind else self._steps.version,
             label,
             self._target,
             backend,
@@ -180,6 +212,7 @@ class Update:
             self._how.quorum_on_the_wire,
             self._canary_way(),
             manifest.digest(),
+            self._scope,
         )
         if self._steps.asleep and self._steps.held:
             await self._steps.wake()
@@ -211,7 +244,7 @@ class Update:
     async def _pause_unless_held(self) -> None:
         if not self._steps.held:
             self._pausing = True
-            self._pause = await self._steps.ask_pause(self.id, self._how)
+            self._pause = await self._steps.ask_pause(self.id, self._how, self._scope)
 
     async def go(self, drain: Callable[[], None]) -> None:
         """Every engine has armed: all ranks may gather tensors. For ``drain`` see
@@ -280,8 +313,7 @@ class Update:
             verified=verified,
             differing=differing,
         )
-        self._updates.last = report
-        return report
+        return self._updates.committed(report, self.copy)
 
     async def _prove(self) -> tuple[Differing, ...]:
         """Have all engines that have finished run the canary's probes; who differs.

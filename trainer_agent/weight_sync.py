@@ -52,6 +52,7 @@ from trainer_agent.refusals import own_nack
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+    from contextlib import AbstractAsyncContextManager
 
     import torch
 
@@ -140,6 +141,7 @@ class WeightSync:
         ranks: int,
         chunk_bytes: int,
         timeout_s: float,
+        aside: Callable[[], AbstractAsyncContextManager[None]],
     ) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._line = line
@@ -150,6 +152,7 @@ class WeightSync:
         self._ranks = ranks
         self._chunk_bytes = chunk_bytes
         self._timeout_s = timeout_s
+        self._aside = aside  # what is asked for here, goes first
         self._log = bus.log.logger()
         self._source: BusWeightSource | None = None
         self.next_patch = NextPatch()
@@ -285,7 +288,7 @@ class WeightSync:
         self._packed_bytes = packed_bytes
 
     async def init(self, info: object, chunk_bytes: int | None) -> None:
-        async with self._one_step:
+        async with self._one_step, self._aside():
             await self._undo_unfinished()
             if infos.is_ours(info):
                 await self._transport.open_theirs(infos.transfer_init(info, self._steps.new_id()))
@@ -324,7 +327,8 @@ class WeightSync:
             source = self._source
             patch = bool(plan.base)
             assert patch or source is not None, "the plan is its"
-            update = self._updates.begin(how, target, alone=patch)
+            async with self._aside():
+                update = self._updates.begin(how, target, alone=patch)
             inner = None if patch or source is None else source.inner
             current = CurrentUpdate(update, plan, inner, self.loop)
             self._current = current

@@ -41,6 +41,7 @@ PROBED              engine → broker                what they gave
 PROBE_REPORT        broker → trainer               what they gave on every engine
 COMMIT              trainer → broker → engines     serve this version from now on
 ABORT               trainer → broker → engines     give the update up
+BEHIND              broker → trainer               engines are not at the group's version
 TRAINER_STEP        trainer → broker → followers   how far rank 0 has come with an update
 AWAIT_STEP          follower → broker              another rank of the trainer waits for that
 WAIT_ENGINES        trainer → broker               answer when so many engines are there
@@ -90,6 +91,7 @@ from bus.messages.bounds import (
     Phase,
     RequestIds,
     Role,
+    Scope,
     Serial,
     Shape,
     Shapes,
@@ -139,6 +141,7 @@ from bus.messages.presence import (
 from bus.messages.updates import (
     Abort,
     Arm,
+    Behind,
     ChunkSent,
     Commit,
     PlanTransfer,
@@ -209,6 +212,7 @@ __all__ = [
     "Differing",
     "Commit",
     "Abort",
+    "Behind",
     "WaitEngines",
     "EngineView",
     "DpGroupView",
@@ -239,6 +243,7 @@ __all__ = [
     "MAX_PROMPT_TOKENS",
     "MAX_BLOB_BYTES",
     "Count",
+    "Scope",
     "Serial",
     "Size",
     "Name",
@@ -300,6 +305,7 @@ Message: TypeAlias = (
     | ProbeReport
     | Commit
     | Abort
+    | Behind
     | TrainerStep
     | AwaitStep
     | WaitEngines
@@ -345,6 +351,7 @@ WIRE_NAMES: Final[dict[type[Message], str]] = {
     ProbeReport: "PROBE_REPORT",
     Commit: "COMMIT",
     Abort: "ABORT",
+    Behind: "BEHIND",
     TrainerStep: "TRAINER_STEP",
     AwaitStep: "AWAIT_STEP",
     WaitEngines: "WAIT_ENGINES",

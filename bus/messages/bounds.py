@@ -23,6 +23,8 @@ Name: TypeAlias = Annotated[
     str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*\Z")
 ]
 ShortText: TypeAlias = Annotated[str, Meta(max_length=256)]
+# DP groups that something is for; empty: all of the group.
+Scope: TypeAlias = Annotated[tuple[Name, ...], Meta(max_length=16_384)]
 LongText: TypeAlias = Annotated[str, Meta(max_length=4096)]
 UpdateId: TypeAlias = Annotated[str, Meta(max_length=64)]
 Blob: TypeAlias = Annotated[bytes, Meta(max_length=MAX_BLOB_BYTES)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bus.messages.bounds import Count, Escalation, PauseMode, SleepLevel, UpdateId
+from bus.messages.bounds import Count, Escalation, PauseMode, Scope, SleepLevel, UpdateId
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,8 @@ class PauseLocal:
 
     ``timeout_ms``: how long the caller waits for the whole pause; the pause goes
     on and is recovered forward when it passes. ``wait_ms`` (mode ``wait`` only, 0: no
-    end): when requests still run after it, the pause becomes ``escalate``.
+    end): when requests still run after it, the pause becomes ``escalate``. ``scope``: of these DP
+    groups alone, which are behind and catch up.
     """
 
     update_id: UpdateId
@@ -23,6 +24,7 @@ class PauseLocal:
     timeout_ms: Count
     wait_ms: Count
     escalate: Escalation
+    scope: Scope = ()
 
 
 @dataclass(frozen=True, slots=True)

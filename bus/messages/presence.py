@@ -90,6 +90,8 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
+    """``version``: what an engine serves; of a trainer, of which it keeps the weights (0: none)."""
+
     phase: Phase
     version: Serial
     in_flight: Count

@@ -15,6 +15,7 @@ from bus.messages.bounds import (
     Counts,
     Dtypes,
     LongText,
+    Scope,
     Serial,
     Shapes,
     ShortText,
@@ -28,7 +29,9 @@ from bus.messages.canary import Differing
 
 @dataclass(frozen=True, slots=True)
 class PlanTransfer:
-    pass
+    """``scope``: as ARM has it."""
+
+    scope: Scope = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class TransferInit:
     ``communicator`` is the number of the one that the transport is made for, 0 for a backend
     without collectives. The broker adds ``world_size`` and where each engine stands in it.
     ``update_id`` is of this opening alone: an end that took long may open, or fail to, when
-    the next is asked for.
+    the next is asked for. ``scope``: as ARM has it.
     """
 
     update_id: UpdateId
@@ -55,6 +58,7 @@ class TransferInit:
     communicator: Count
     world_size: Count
     first_ranks: Annotated[dict[ShortText, Count], Meta(max_length=16_384)]
+    scope: Scope = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,10 @@ class Arm:
     that are armed. With fewer the update is given up.
 
     ``canary``: what the pause leaves of requests, if probes are to run before the COMMIT.
+
+    ``scope`` names DP groups that are behind and catch up, while all others go on: with the weights
+    of the version that the group serves, which ``version`` then is, and the broker gives no other
+    (see :mod:`bus.protocol.behind`). Empty: it is for all, and gives a new version.
     """
 
     update_id: UpdateId
@@ -90,6 +98,7 @@ class Arm:
     quorum: Count
     canary: CanaryWay
     digest: ShortText
+    scope: Scope = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +149,12 @@ class Commit:
 class Abort:
     update_id: UpdateId
     reason: LongText
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """These DP groups do not serve the group's ``version``; told to a trainer that has its weights,
+    for as long as it is so, and nothing else is under way."""
+
+    version: Serial
+    dp_groups: Scope

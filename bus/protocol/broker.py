@@ -263,6 +263,8 @@ class Broker:
             ]
             if peer.role == "engine" and group is not None:
                 beat += group.heard(peer, message)
+            elif group is not None and group.holder is peer:
+                beat += group.holder_heard(message)
             return beat
         if isinstance(message, CoreStatus) and group is not None:
             return group.waves.core_status(peer, message, now_ms)

@@ -31,6 +31,7 @@ from bus.messages import (
     Wake,
     WeightChunkMeta,
 )
+from bus.protocol import behind
 from bus.protocol.canary import failures, need_able
 from bus.protocol.checks import check_chunk, check_sums, manifest_of
 from bus.protocol.instructions import Failure
@@ -97,7 +98,7 @@ class Commands:
                 told = self._group.followers.told(message)
                 return [*told, *self._group.holding.answer_ids([msg_id], message)]
             case PlanTransfer():
-                made = self._group.roster.communicator()
+                made = self._group.roster.communicator(self._members(message.scope))
                 plan = TransferPlan(made.number, made.world_size)
                 return self._group.holding.answer_ids([msg_id], plan)
             case TransferInit():
@@ -218,10 +219,12 @@ class Commands:
                     hint=f"at least {self._group.min_lease_ms:.0f}",
                 )
             )
-        members = self._group.roster.members()
+        members = self._members(message.scope)
         self._group.orphaned = False
         self._group.waves.pause_asked(set(members.values()))
-        fields = {"mode": message.mode, "engines": len(members)}
+        fields: dict[str, object] = {"mode": message.mode, "engines": len(members)}
+        if message.scope:
+            fields["catch_up"] = list(message.scope)
         return [
             self._group.note("pause_asked", message.update_id, "info", fields),
             *self._group.run(
@@ -293,18 +296,26 @@ class Commands:
 
     def _open(self, msg_id: int, message: TransferInit, now_ms: float) -> list[Effect]:
         self._group.update.need(UpdateState.IDLE)
-        members = self._group.roster.members()
+        members = self._members(message.scope)
         world_size, first_ranks = 0, dict[str, int]()
         if message.communicator:
-            made = self._need_communicator(message.communicator)
+            made = self._need_communicator(message.communicator, members)
             world_size, first_ranks = made.world_size, made.first_ranks
         message = replace(message, world_size=world_size, first_ranks=first_ranks)
         opening = self._group.update.open(message, members, now_ms)
         return self._group.run(msg_id, Step.TRANSFER_INIT, opening, now_ms)
 
-    def _need_communicator(self, number: int) -> Communicator:
+    def _members(self, scope: Iterable[str]) -> dict[str, str]:
+        """Whom a command is for.
+
+        Raises:
+            Declined: see :func:`bus.protocol.behind.members`.
+        """
+        return behind.members(self._group.roster, scope, self._group.version)
+
+    def _need_communicator(self, number: int, members: Iterable[str]) -> Communicator:
         """A collective is for those who are there now, all of them, and nobody else."""
-        made = self._group.roster.communicator()
+        made = self._group.roster.communicator(members)
         if made.number != number:
             raise Declined(
                 Failure(
@@ -327,11 +338,13 @@ class Commands:
                     hint="send WAKE first",
                 )
             )
+        members = self._members(message.scope)
         if message.communicator:
-            self._need_communicator(message.communicator)
+            self._need_communicator(message.communicator, members)
         manifest = manifest_of(message)
-        members = self._group.roster.members()
-        if message.target == "draft":
+        if message.scope:
+            behind.need_same_version(message, self._group.version)
+        elif message.target == "draft":
             self._need_current(members)
         groups = len(set(members.values()))
         if message.quorum > groups:
@@ -346,16 +359,19 @@ class Commands:
         asleep = sleep is not SleepState.AWAKE
         need_able(message.canary, members, self._group.roster, asleep=asleep)
         self._manifest = manifest
+        asked = message if message.scope else self._given_a_version(message)
+        return self._group.run(
+            msg_id, Step.ARM, self._group.update.arm(asked, members, now_ms), now_ms
+        )
+
+    def _given_a_version(self, message: Arm) -> Arm:
         update_id, version = self._given
         # Armed again, after it was refused, an update is the same: an ARM that is late can't
         # arm an engine for another version.
         if update_id != message.update_id or version <= self._group.version:
             version = max(self._group.version, version, message.version) + 1
         self._given = (message.update_id, version)
-        asked = replace(message, version=version)
-        return self._group.run(
-            msg_id, Step.ARM, self._group.update.arm(asked, members, now_ms), now_ms
-        )
+        return replace(message, version=version)
 
     def _need_current(self, members: Iterable[str]) -> None:
         """An update of a draft gives a version, too, and that must mean the same model weights

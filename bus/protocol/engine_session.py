@@ -93,12 +93,18 @@ class EngineSession:
         self.pause = EnginePause(self._queue, self.memory, self.lease, self.door)
         self.update = EngineUpdate(self._queue, version, name, self.door, draft=draft)
         self.epoch = 0
+        self.group_version = 0  # as the broker has said last
         self._forsaken = False  # asleep without weights, and nobody holds the pause any more
 
     @property
     def version(self) -> int:
         """The weight version that the engine serves."""
         return self.update.version
+
+    @property
+    def behind(self) -> bool:
+        """Whether it lacks weights of the version that its group serves, and is not to serve."""
+        return bool(self.update.partial) or self.version < self.group_version
 
     @property
     def phase(self) -> Phase:

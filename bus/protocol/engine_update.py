@@ -46,7 +46,8 @@ adapter.
 Invariants: a chunk is loaded at most once, in order, and not before the sender has said that
 all of it was sent and its sums are right (but backends of vLLM's own load what they receive, see
 :mod:`bus.native`); the model is finished when every chunk of the manifest is loaded, and not
-before; the version only grows, and at COMMIT; a part leaves ``partial`` only by a commit of its
+before; the version only grows, and at COMMIT, or is loaded again by an engine that catches up
+(:mod:`bus.protocol.behind`); a part leaves ``partial`` only by a commit of its
 own, and an update that begins while there is any, tells the engine to recover; the engine is
 resumed only when there is none; a part that is not in it has all the weights of its version.
 Who becomes quarantined has its door closed, and then its requests aborted: by one call, of which
@@ -223,7 +224,7 @@ class EngineUpdate:
             return [] if self.state is _S.ARMING else [ack(msg_id, Step.ARM, self.update_id)]
         if self.state not in (_S.NONE, _S.ARMED):
             raise wrong_state(f"update {self.update_id} is {self.state.value}")
-        if message.version <= self.version:
+        if message.version < self.version + (not message.scope):
             raise wrong_state(
                 f"version {message.version}, the engine is at {self.version}", "version"
             )

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from bus.messages import (
     Abort,
     Ack,
+    Behind,
     GroupAck,
     GroupStatus,
     GroupView,
@@ -36,6 +37,7 @@ from bus.messages import (
     Resume,
     Step,
 )
+from bus.protocol.behind import dp_groups_behind
 from bus.protocol.canary import probe_report
 from bus.protocol.commands import Commands
 from bus.protocol.effects import Effect, Note, Send
@@ -199,6 +201,14 @@ class Group:
         effects = self.waves.moved(peer.name, self.pause.members)
         return effects + self._bring_back(peer, beat)
 
+    def holder_heard(self, beat: Heartbeat) -> list[Effect]:
+        """A heartbeat of the trainer: if it keeps the weights that the group serves, it hears who
+        is behind."""
+        if self._busy() or not self.version or beat.version != self.version:
+            return []
+        names = dp_groups_behind(self.roster, self.version)
+        return self.holding.tell(Behind(self.version, names)) if names else []
+
     def held_at(self, name: str) -> str:
         """The pause that its trainer holds at this engine, as long as that is heard: what renews
         the engine's lease."""
@@ -224,6 +234,8 @@ class Group:
             names = self.roster.mates(peer.name)
             stray = self._complete(beat.update_id)
         elif beat.phase in ("paused", "asleep") and peer.name not in self.roster.staying():
+            if self.roster.mate_updates(peer.name):
+                return []  # its weights are touched: it gives that up first
             # Of a DP group, all have paused, or this one would not have; those that
             # have resumed wait for it.
             stray = Resume(beat.update_id)
@@ -423,8 +435,8 @@ class Group:
     def _committed(self) -> list[Effect]:
         """All serve the version, but those whose other model is not whole yet."""
         members, partial = self.update.members, self.update.partial
-        self.version = self.update.version
-        self.roster.committed(members, self.version, partial)
+        self.version = max(self.version, self.update.version)
+        self.roster.committed(members, self.update.version, partial, self.update.target)
         self.sleep.committed(members.keys() - partial)
         effects: list[Effect] = []
         for name in sorted(members.keys() & partial - self.sleep.discarded):

@@ -121,6 +121,10 @@ class Holding:
         """These requests get this answer."""
         return self._tell(self.requests.answer_ids(ids, message))
 
+    def tell(self, message: Message) -> list[Effect]:
+        """The holder hears of something that it has not asked for."""
+        return self._tell([(0, message)])
+
     def _tell(self, answers: Iterable[Answer]) -> list[Effect]:
         if self.trainer is None:
             return []

@@ -12,7 +12,7 @@ from bus.protocol.refusal import Declined, wrong_state
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from bus.messages import CanaryWay, Phase
+    from bus.messages import CanaryWay, Phase, Target
     from bus.protocol.membership import Peer
 
 
@@ -33,6 +33,7 @@ class Roster:
     def __init__(self, group: str) -> None:
         self.engines: dict[str, Peer] = {}
         self.quarantined: dict[str, str] = {}  # and why
+        self._has_model: set[str] = set()  # of these, who lacks something else than the model
         self._late: set[str] = set()
         self._pausing: dict[str, int] = {}  # heartbeats in a row that said so
         self._unsure: set[str] = set()  # who can't tell if they are paused
@@ -55,7 +56,7 @@ class Roster:
         if peer.phase in ("quarantined", "emptied"):
             self.quarantined[peer.name] = "joined without whole weights"
         else:
-            self.quarantined.pop(peer.name, None)
+            self._whole(peer.name)
 
     def remove(self, peer: Peer) -> bool:
         """An engine is gone; False if it was not (or no longer) the one known."""
@@ -68,7 +69,7 @@ class Roster:
         self._pausing.pop(peer.name, None)
         self._unsure.discard(peer.name)
         self._look_at(peer)
-        self.quarantined.pop(peer.name, None)
+        self._whole(peer.name)
         return True
 
     def mates(self, name: str) -> list[str]:
@@ -141,13 +142,9 @@ class Roster:
             )
         )
 
-    def communicator(self) -> Communicator:
-        """The one that those would make.
-
-        Raises:
-            Declined: there are none.
-        """
-        return communicator(self.engines[name] for name in self.members())
+    def communicator(self, members: Iterable[str]) -> Communicator:
+        """The one that these would make."""
+        return communicator(self.engines[name] for name in members)
 
     def staying(self) -> frozenset[str]:
         """The quarantined ones with all ranks of their DP groups, which run or stand as one."""
@@ -185,11 +182,16 @@ class Roster:
         """Whether it, or a rank that it stands with, can't tell if it is paused."""
         return bool(self._unsure) and not self._unsure.isdisjoint(self.mates(name))
 
+    def mate_updates(self, name: str) -> bool:
+        """Whether a rank that it stands with is in the middle of an update, by its own word."""
+        return any(self.engines[mate].phase == "updating" for mate in self.mates(name))
+
     def quarantine(self, name: str, reason: str) -> None:
         """An engine may hold a part of an update."""
         self.changes += 1
         if name in self.engines:
             self.quarantined[name] = reason
+            self._has_model.discard(name)
 
     def told(self, name: str, phase: Phase) -> None:
         """An engine's own word on whether it holds a part; while it updates, it has none."""
@@ -199,7 +201,7 @@ class Roster:
         if phase == "quarantined":
             self.quarantined.setdefault(name, "it holds a part of an update")
         elif phase not in ("updating", "emptied"):
-            self.quarantined.pop(name, None)
+            self._whole(name)
 
     def given_up(self, names: Iterable[str], update_id: str) -> None:
         """These had loaded a part when the update was given up."""
@@ -213,19 +215,28 @@ class Roster:
         self.changes += 1
         if outcome == "partial":
             self.quarantined.setdefault(name, "it had loaded a part of an update")
+            self._has_model.discard(name)
             return True
-        self.quarantined.pop(name, None)
+        self._whole(name)
         return False
 
-    def committed(self, names: Iterable[str], version: int, partial: set[str]) -> None:
+    def committed(
+        self, names: Iterable[str], version: int, partial: set[str], target: Target
+    ) -> None:
         """These serve the version, as soon as they are whole; ``partial`` ones are not yet."""
         self.changes += 1
         for name in names:
             if name not in partial:
-                self.quarantined.pop(name, None)
+                self._whole(name)
+            elif target == "model":
+                self._has_model.add(name)
             peer = self.engines.get(name)
             if peer is not None:
                 peer.version = version
+
+    def lacks_model(self, name: str) -> bool:
+        """Whether a whole set of the model's weights may bring it back."""
+        return name in self.quarantined and name not in self._has_model
 
     def admit_late(self) -> bool:
         """Those that came late take part from now on; False if there were none."""
@@ -242,6 +253,10 @@ class Roster:
             f"in {wait.timeout_ms} ms: {names}",
             hint="look at the sidecars' logs, and at `wavebus status`",
         )
+
+    def _whole(self, name: str) -> None:
+        self.quarantined.pop(name, None)
+        self._has_model.discard(name)
 
     def _note_unsure(self, name: str, phase: Phase) -> None:
         if phase == "unsure":

@@ -38,8 +38,9 @@ def make_arm(
     base: int = 0,
     quorum: int = 1,
     canary: CanaryWay = "",
+    scope: tuple[str, ...] = (),
 ) -> Arm:
-    """ARM with this manifest; ``base`` is a patch's."""
+    """ARM with this manifest; ``base`` is a patch's, ``scope`` a catch-up's."""
     return Arm(
         update_id,
         version,
@@ -56,6 +57,7 @@ def make_arm(
         quorum,
         canary,
         manifest.digest(),
+        scope,
     )
 
 

@@ -237,6 +237,7 @@ class SimEngine:
 
     def _on_message(self, envelope: Envelope, message: Message) -> None:
         if isinstance(message, HeartbeatAck) and self.joined:
+            self.session.group_version = message.version
             self.session.renewed(envelope.epoch, message.held, self._scheduler.now_ms())
         if not self.joined or not envelope.group or type(message) not in COMMANDS:
             return
@@ -270,6 +271,8 @@ class SimEngine:
 
     def _on_state(self, state: LinkState) -> None:
         self.joins += state is LinkState.JOINED
+        if state is LinkState.JOINED:
+            self.session.group_version = self.peer.link.version
 
     def _on_tick(self, now_ms: float) -> None:
         self._perform(self.session.tick(now_ms))

@@ -13,6 +13,7 @@ from bus.errors import Refused, UpdateFailed, WavebusError, refusal
 from bus.messages import (
     Abort,
     Arm,
+    Behind,
     Commit,
     Differing,
     Escalation,
@@ -69,6 +70,7 @@ class Outcome:
     payload: int = 0
     excluded: tuple[str, ...] = ()
     error: WavebusError | None = None
+    target: Target = "model"
 
 
 class Scripts(ABC):
@@ -107,6 +109,7 @@ class Scripts(ABC):
         self._transfers = itertools.count(1)
         self._open = False
         self._communicator = 0
+        self._behind: Behind | None = None  # who catches up by what is under way
 
     @property
     @abstractmethod
@@ -153,7 +156,16 @@ class Scripts(ABC):
                 yield from self._resume(update_id)
         except WavebusError as error:
             return Outcome("update", update_id, error=error)
-        return Outcome("update", update_id, done.version, payload, done.excluded)
+        return Outcome("update", update_id, done.version, payload, done.excluded, None, target)
+
+    def catch_up(self, behind: Behind, payload: int) -> Script:
+        """These DP groups take the weights named ``payload``, as the version that they lack."""
+        self._behind, self._open = behind, False
+        try:
+            done = yield from self.update(payload)
+        finally:
+            self._behind, self._open = None, False
+        return replace(done, what="catch_up")
 
     def asleep(
         self,
@@ -214,8 +226,12 @@ class Scripts(ABC):
             yield from self._pause(update_id, "keep")
             arm = make_arm(update_id, manifest, communicator=self._communicator)
             answers = yield (arm, UpdateStart(update_id))
-            if all(isinstance(answer, GroupAck) for answer in answers):
-                yield from self._send_all(update_id, payload, manifest, 0.0, "full")
+            try:
+                if all(isinstance(answer, GroupAck) for answer in answers):
+                    yield from self._send_all(update_id, payload, manifest, 0.0, "full")
+            except WavebusError:
+                yield from self._undo(update_id, resume=True)
+                raise
             yield from self._undo(update_id, resume=True)
             for answer in answers:
                 _checked(answer)
@@ -316,10 +332,12 @@ class Scripts(ABC):
             return make_arm(
                 update_id,
                 manifest,
+                canary="keep" if self.canary else "",
+                version=self._behind.version if self._behind else 0,
                 label=label,
                 communicator=number,
                 target=target,
-                canary="keep" if self.canary else "",
+                scope=self._scope,
             )
 
         try:
@@ -330,17 +348,23 @@ class Scripts(ABC):
         yield from self._reopen()
         return (yield from self._step(arm()))
 
+    @property
+    def _scope(self) -> tuple[str, ...]:
+        return self._behind.dp_groups if self._behind else ()
+
     def _reopen(self) -> Steps:
         self._open = False
         self._communicator = 0
         if self.collective:
-            (plan,) = yield (PlanTransfer(),)
+            (plan,) = yield (PlanTransfer(self._scope),)
             if isinstance(plan, Nack):
                 raise refusal(plan)
             assert isinstance(plan, TransferPlan)
             self._communicator = plan.communicator
         params = f"{self.boot:x}-{next(self._transfers)}".encode()
-        init = TransferInit(self.new_update_id(), "sim", params, self._communicator, 0, {})
+        init = TransferInit(
+            self.new_update_id(), "sim", params, self._communicator, 0, {}, self._scope
+        )
         done = yield from self._step(init)
         self._open = True
         return done
@@ -377,7 +401,14 @@ class Scripts(ABC):
     def _pause(self, update_id: str, mode: PauseMode, *, start: bool = False) -> Steps:
         """``start``: and have the update of that id start, all at once."""
         ask = PauseLocal(
-            update_id, mode, True, self.lease_ms, self.timeout_ms, self.wait_ms, self.escalate
+            update_id,
+            mode,
+            True,
+            self.lease_ms,
+            self.timeout_ms,
+            self.wait_ms,
+            self.escalate,
+            self._scope,
         )
         if not start:
             done = yield from self._step(ask)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from bus.errors import WavebusError, refusal
 from bus.messages import (
+    Behind,
     Envelope,
     Escalation,
     GroupAck,
@@ -55,6 +56,10 @@ class SimTrainer(Scripts):
             the epoch in which it was told.
         requests: all that was ever asked, in order.
         outcomes: how the scripts ended.
+        keep_last: it keeps the model's weights of its last update, and brings engines to their
+            version by itself; what it is told to run meanwhile, follows.
+        kept: the version of these, and their payload.
+        catch_ups: how these ended.
         nacks: every NACK that came, by its code.
         on_told: called with every answer, as it arrives.
     """
@@ -90,12 +95,17 @@ class SimTrainer(Scripts):
         self.window: tuple[str, int] | None = None
         self.requests: list[Request] = []
         self.outcomes: list[Outcome] = []
+        self.keep_last = False
+        self.kept = (0, 0)
+        self.catch_ups: list[Outcome] = []
         self.nacks: Counter[NackCode] = Counter()
         self.on_told = on_told
         self._scheduler: Scheduler = process
         self._resend_ms = resend_ms
         self._resend_due_ms = 0.0
         self._script: Script | None = None
+        self._next: Script | None = None
+        self._catches_up = False
         self._waiting: dict[int, Request] = {}
         self._batch: list[Request] = []
         self._timer: Handle | None = None
@@ -106,7 +116,7 @@ class SimTrainer(Scripts):
             transport=process.client(route_of(name, boot)),
             scheduler=process,
             join=lambda: Join("trainer", "sim", 1, None, None),
-            beat=lambda: Heartbeat("running", 0, 0, ""),
+            beat=lambda: Heartbeat("running", self.kept[0], 0, ""),
             on_message=self._on_message,
             on_state=self._on_state,
             link_config=link_config,
@@ -127,8 +137,8 @@ class SimTrainer(Scripts):
 
     @property
     def busy(self) -> bool:
-        """Whether a script runs."""
-        return self._script is not None
+        """Whether a script runs, or waits for a catch-up to end."""
+        return self._next is not None or (self._script is not None and not self._catches_up)
 
     @property
     def waiting(self) -> list[Request]:
@@ -153,13 +163,18 @@ class SimTrainer(Scripts):
 
     def run(self, script: Script) -> None:
         """Begin a script; :attr:`outcomes` has its end."""
+        if self._catches_up:
+            assert self._next is None
+            self._next = script
+            return
         assert self._script is None, f"{self.name} runs a script already"
         self._script = script
         self.process.run(lambda: self._advance(None))
 
     def cancel(self) -> None:
         """Give the script up where it is: nobody waits for its answers any more."""
-        self._script = None
+        self._script = self._next = None
+        self._catches_up = False
         self._waiting = {}
         self._held = None
         if self._timer is not None:
@@ -179,12 +194,10 @@ class SimTrainer(Scripts):
             else:
                 yielded = script.send(answers)
         except StopIteration as stop:
-            self._script = None
-            self.outcomes.append(stop.value)
+            self._ended(stop.value)
             return
         except WavebusError as error:
-            self._script = None
-            self.outcomes.append(Outcome("refused", "", error=error))
+            self._ended(Outcome("refused", "", error=error))
             return
         if isinstance(yielded, float | int):
             self._set(yielded, lambda: self._advance(()))
@@ -201,6 +214,25 @@ class SimTrainer(Scripts):
             self.window = None
         self._resend_due_ms = now_ms
         self._send_waiting()
+
+    def _ended(self, outcome: Outcome) -> None:
+        self._script = None
+        if self._catches_up:
+            self._catches_up = False
+            self.catch_ups.append(outcome)
+            following, self._next = self._next, None
+            if following is not None:
+                self.run(following)
+            return
+        self.outcomes.append(outcome)
+        if self.keep_last and outcome.version:
+            whole = outcome.payload and outcome.target == "model"
+            self.kept = (outcome.version, outcome.payload) if whole else (0, 0)
+
+    def _catch_up(self, behind: Behind) -> None:
+        if self._script is None and behind.version == self.kept[0]:
+            self._script, self._catches_up = self.catch_up(behind, self.kept[1]), True
+            self.process.run(lambda: self._advance(None))
 
     def _send_waiting(self) -> None:
         """Send until answered. The broker knows the id, and does nothing twice."""
@@ -226,6 +258,8 @@ class SimTrainer(Scripts):
         self._timer = self._scheduler.call_at(self._scheduler.now_ms() + after_ms, callback)
 
     def _on_message(self, envelope: Envelope, message: Message) -> None:
+        if isinstance(message, Behind) and self.alive:
+            self._catch_up(message)
         if isinstance(message, Nack):
             self.nacks[message.code] += 1
         request = self._waiting.get(envelope.reply_to)

@@ -338,8 +338,9 @@ class Truth:
         weights = self.models[self._target]
         if len(set(weights.values())) > 1:
             self._refuse(f"committed with mixed weights {weights}")
-        if version <= self.version:
-            self._refuse(f"version {version} after {self.version}")
+        again = version == self.version and set(weights.values()) == {self.committed[self._target]}
+        if version < self.version or (version == self.version and not again):
+            self._refuse(f"version {version} after {self.version}, of {weights}")
 
     def _break_off(self) -> None:
         self.broken.add(self._target)

@@ -301,7 +301,8 @@ class SimWorld:
 
     def quiet(self) -> bool:
         """Whether nothing is under way any more."""
-        if any(trainer.alive and trainer.busy for trainer in self.trainers.values()):
+        trainers = [each for each in self.trainers.values() if each.alive]
+        if any(each.busy or each.waiting for each in trainers):
             return False
         group = self.group
         if group is not None and (

@@ -50,6 +50,7 @@ class Watch:
         self._pause = PauseState.RUNNING
         self._update = UpdateState.IDLE
         self._group: Group | None = None
+        self._group_version = 0
         self._peers: dict[str, Peer] = {}
         self._holder: Peer | None = None
         self._epoch = 0
@@ -79,10 +80,14 @@ class Watch:
             self._pause, self._update = PauseState.RUNNING, UpdateState.IDLE
             self._round = {}
             self._peers, self._holder, self._epoch = {}, None, 0
+            self._group_version = 0
         for engine in self.world.engines.values():
             self._check_engine(engine)
         if group is None:
             return
+        if group.version < self._group_version:
+            raise TruthError(f"the group fell from version {self._group_version}")
+        self._group_version = group.version
         self._check_mates()
         self._check_members(group)
         self._check_pause(group)
@@ -407,6 +412,8 @@ class Watch:
                 if isinstance(sent, Ack) and sent.outcome:
                     reach[f"abort {sent.outcome}"] += 1
         for trainer in self.world.trainers.values():
+            for outcome in trainer.catch_ups:
+                reach["catch-up failed" if outcome.error else "caught up"] += 1
             for code, count in trainer.nacks.items():
                 reach[f"nack {code.value}"] += count
             for request in trainer.requests:

@@ -177,7 +177,7 @@ class Updater:
 
     def commit(self, version: int) -> None:
         self.require_finished("commit")
-        if version <= self._core.version:
+        if version < max(self._core.version, 1):
             raise _wrong_state(f"version {version} does not follow {self._core.version}")
         self._core.version = version
         self._foreign = False

@@ -24,7 +24,7 @@ from trainer_agent import TrainerAgent
 from trainer_agent.sources import meta_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from torch import Tensor
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from bus.runtime.broker import BrokerServer
 
 LEASE_MS = 20_000
+LOOK_S = 0.01
 
 
 class Borrowed:
@@ -73,6 +74,12 @@ async def whole_bus(under_test: EngineUnderTest, **options: Any) -> AsyncIterato
     ):
         await agent.wait_for_engines(1)
         yield Whole(agent, server, address)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Look until it is so."""
+    while not true():  # noqa: ASYNC110 - the broker calls nobody
+        await asyncio.sleep(LOOK_S)
 
 
 def spoilt(weights: dict[str, Tensor], fault: str) -> tuple[dict[str, Tensor], str]:
@@ -211,6 +218,36 @@ class BusContract:
             assert served.tokens == under_test.reference(new, PROMPT, 8)
             assert served.weight_versions == [(version, 0, 8)]
             assert not bus.server.machine.groups["policy"].roster.quarantined
+
+    @contract
+    async def test_a_quarantined_engine_catches_up_alone(self, under_test: EngineUnderTest) -> None:
+        """With the weights of the last update that was committed, and with its version; not with
+        those of the one that broke off."""
+        async with whole_bus(under_test, chunk_bytes=20_000, keep_last=True) as bus:
+            group = bus.server.machine.groups["policy"]
+            kept = under_test.other_weights(45)
+            version = await bus.agent.update_weights(kept)
+            under_test.version, under_test.weights = version, kept
+            size_bytes = sum(w.numel() * w.element_size() for w in kept.values())
+            report = bus.agent.last_update
+            assert report is not None
+            assert report.kept_bytes == size_bytes
+            new = under_test.other_weights(46)
+            with pytest.raises(UsageError, match="ended before"):
+                await bus.agent.update_weights(BreaksOff(new, after=len(new) // 2))
+            assert "engine" in group.roster.quarantined
+            await until(lambda: "engine" not in group.roster.quarantined)
+            result = await under_test.generate(PROMPT, 16)
+            assert result.tokens == under_test.reference(kept, PROMPT, 16)
+            assert result.weight_versions == [(version, 0, 16)]
+            assert group.version == version
+            assert bus.agent.last_update is report
+            again = await bus.agent.update_weights(new)
+            under_test.version, under_test.weights = again, new
+            assert again > version
+            assert bus.agent.last_update.kept_bytes == 2 * size_bytes
+            result = await under_test.generate(PROMPT, 8)
+            assert result.tokens == under_test.reference(new, PROMPT, 8)
 
     @contract
     async def test_a_source_that_breaks_off_at_once_changes_nothing(

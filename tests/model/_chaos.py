@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import random
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from bus.journal.records import MAGIC
 from bus.journal.replay import Unplayable, replayed
 from bus.journal.wording import line
+from bus.protocol.behind import dp_groups_behind
 from bus.protocol.link import LinkState
 from bus.runtime.memory import Faults
 from bus.testing.process import Died
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bus.testing.sim_engine import SimEngine
+    from bus.testing.sim_trainer import SimTrainer
     from bus.testing.sim_world import SimWorld
 
 LOCKSTEP: Final = 4  # of five schedules, the last one
@@ -72,9 +74,11 @@ HEALS_MS: Final = 60_000.0
 
 @dataclass(frozen=True)
 class ChaosSchedule(Schedule):
-    """``draft``: engines have a draft model, which is updated, too."""
+    """``draft``: engines have a draft model, which is updated, too; ``keep_last``: the trainer
+    keeps its last weights, and whoever is behind catches up."""
 
     draft: bool = False
+    keep_last: bool = False
 
 
 def chaos(seed: int) -> ChaosSchedule:
@@ -88,7 +92,7 @@ def chaos(seed: int) -> ChaosSchedule:
         )
         for _ in range(rng.randint(3, 18))
     ]
-    return ChaosSchedule(
+    made = ChaosSchedule(
         seed=rng.randrange(2**32),
         sizes=rng.choice(SIZES),
         drop=rng.choice([0, 0, 2, 10]),
@@ -99,7 +103,12 @@ def chaos(seed: int) -> ChaosSchedule:
         fail=rng.choice([0, 0, 2, 5]),
         actions=tuple(actions),
         draft=draft,
+        keep_last=rng.random() < 0.4,
     )
+    if not made.keep_last:
+        return made
+    first = [Action(rng.randint(0, 900), "update", 0) for _ in range(2)]  # of which it keeps one
+    return replace(made, actions=(*first, *actions))
 
 
 class Chaos(Play):
@@ -133,6 +142,7 @@ class Chaos(Play):
         self._bring_back()
         assert world.settle(within_ms=HEALS_MS), f"not at rest after {HEALS_MS} ms: {self.story()}"
         self.watch.check_end()
+        self._check_caught_up()
         self._check_said()
         if self.trainer.peer.link.state is LinkState.REFUSED:
             self.trainer.leave()  # another one held the group for longer than its patience
@@ -288,7 +298,29 @@ class Chaos(Play):
                 )
             self.reach["said to be quarantined"] += said
 
+    def _check_caught_up(self) -> None:
+        """Who can come to the group's version without an update of all, has."""
+        world, trainer = self.world, self.trainer
+        group = world.group
+        if group is None or group.holder is None or group.holder.boot != trainer.boot:
+            return
+        if not group.version or trainer.kept[0] != group.version or not trainer.joined:
+            return
+
+        def caught_up() -> bool:
+            if trainer.kept[0] != group.version:  # an engine was heard that serves a later one
+                return True
+            return not dp_groups_behind(group.roster, group.version) and world.quiet()
+
+        assert world.run_until(caught_up, within_ms=HEALS_MS), self.story()
+        self.reach["all at the version that is kept"] += 1
+
     # -- inside ----------------------------------------------------------------------------
+
+    def _add_trainer(self, name: str) -> SimTrainer:
+        trainer = super()._add_trainer(name)
+        trainer.keep_last = self.schedule.keep_last
+        return trainer
 
     def _all_known(self) -> bool:
         """Whether the broker knows who lives, and has missed who does not."""

@@ -846,3 +846,21 @@ def test_an_engine_whose_pause_failed_is_paused_again_and_resumed() -> None:
     calls = [type(c) for c in scene.engine("e1").calls if isinstance(c, CallPause | CallResume)]
     assert calls == [CallPause, CallPause, CallResume]
     assert scene.running() == {"e0", "e1"}
+
+
+def test_a_new_broker_resumes_no_rank_while_its_mate_gives_the_update_up() -> None:
+    """It finds one restored and paused, and the other one in the middle of its restore."""
+    scene = Scene(2)
+    scene.engine("e0").behaviour.hold.add(CallRestore)
+    scene.update()
+    scene.until(UpdateState.LOADING)
+    scene.trainer.kill()
+    scene.world.restart_broker()
+    waits, restores = scene.engine("e1"), scene.engine("e0")
+    assert scene.world.run_until(lambda: isinstance(restores.running_call, CallRestore))
+    assert scene.world.run_until(lambda: waits.session.phase == "paused")
+    scene.world.run_for(2000.0)
+    assert scene.running() == set()
+    restores.release(CallRestore)
+    scene.rest()
+    assert scene.running() == {"e0", "e1"}

@@ -155,7 +155,7 @@ def test_quarantine_holds_the_whole_dp_group() -> None:
     engines.quarantine("gone", "half-loaded")
     assert set(engines.quarantined) == {"r1"}
     assert engines.staying() == {"r0", "r1"}
-    engines.committed(["r0", "r1"], 5, set())
+    engines.committed(["r0", "r1"], 5, set(), "model")
     assert engines.staying() == frozenset()
     assert engines.engines["r1"].version == 5
 

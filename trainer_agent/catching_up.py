@@ -1,0 +1,178 @@
+"""Engines that are behind are brought to the group's version, by themselves, from the snapshot.
+
+The broker tells who is behind (see :mod:`bus.protocol.behind`). Each catch-up is an update of those
+alone, over a transport of its own, beside engines that go on serving and a trainer that trains.
+Whatever the trainer asks for goes first: a catch-up under way is undone, and waited for. One that
+fails is tried again, after a second at first, then less and less often; who has failed, alone, so
+that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+import anyio
+import anyio.to_thread
+
+import bus.log
+from bus.messages import Behind
+from trainer_agent.how import WAIT_S, PauseHow
+from trainer_agent.sending import send_stream
+from trainer_agent.stream import ChunkStream
+from trainer_agent.transport import Transport
+from trainer_agent.updating import Updates
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from bus.messages import Verify
+    from trainer_agent.connection import Connection
+    from trainer_agent.snapshot import Snapshot
+    from trainer_agent.steps import Steps
+    from trainer_agent.transfer import Sender
+
+FIRST_RETRY_S: Final = 1.0
+LAST_RETRY_S: Final = 60.0
+_HOW: Final = PauseHow("keep", clear_cache=True, wait_s=WAIT_S, escalate="keep")
+
+
+class CatchingUp:
+    """One trainer's, of rank 0.
+
+    Args:
+        snapshot: where from.
+        steps: of its own, beside the trainer's.
+        idle: whether the trainer itself has nothing under way.
+        transport: the trainer's, which engines let go when they open this one.
+        make_sender: a new sending end.
+    """
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        line: Connection,
+        steps: Steps,
+        transport: Transport,
+        *,
+        idle: Callable[[], bool],
+        make_sender: Callable[[], Sender],
+        chunk_bytes: int,
+        verify: Verify,
+    ) -> None:
+        self._snapshot = snapshot
+        self._line = line
+        self._steps = steps
+        self._updates = Updates(line, steps, alone=True)
+        self._transport = transport
+        self._idle = idle
+        self._make_sender = make_sender
+        self._chunk_bytes = chunk_bytes
+        self._verify: Verify = verify
+        self._log = bus.log.logger()
+        self._first = 0  # who goes first, and is under way
+        self._task: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._retries: dict[str, _Retry] = {}  # of DP groups that have failed
+
+    @contextlib.asynccontextmanager
+    async def aside(self) -> AsyncIterator[None]:
+        """For the length of a block nobody catches up: what is under way is undone first."""
+        self._first += 1
+        try:
+            await self.stop()
+            yield
+        finally:
+            self._first -= 1
+
+    async def stop(self) -> None:
+        """Undo what is under way; return when it is."""
+        task = self._task
+        if task is None or task.done():
+            return
+        if not self._stopping:  # a second time would break off what the first one has it undo
+            self._stopping = True
+            task.cancel()
+        await asyncio.wait([task])
+
+    def told(self, behind: Behind) -> None:
+        """The broker's word. It comes again for as long as it is so."""
+        if behind.version != self._snapshot.version or self._first or not self._idle():
+            return
+        if self._task is not None and not self._task.done():
+            return
+        scope = self._due(behind.dp_groups)
+        if scope:
+            self._stopping = False
+            self._task = asyncio.create_task(self._catch_up(Behind(behind.version, scope)))
+
+    def _due(self, dp_groups: tuple[str, ...]) -> tuple[str, ...]:
+        """Those that have not failed, together; or one of those that have, when it is time."""
+        self._retries = {name: self._retries[name] for name in dp_groups if name in self._retries}
+        fresh = tuple(name for name in dp_groups if name not in self._retries)
+        if fresh:
+            return fresh
+        now_s = asyncio.get_running_loop().time()
+        due = (name for name in dp_groups if self._retries[name].at_s <= now_s)
+        return tuple(due)[:1]
+
+    async def _catch_up(self, behind: Behind) -> None:
+        names = list(behind.dp_groups)
+        self._log.info("catch_up_started", dp_groups=names, version=behind.version)
+        try:
+            excluded = await self._send(behind)
+        except asyncio.CancelledError:
+            self._log.info("catch_up_gave_way", dp_groups=names, version=behind.version)
+            raise
+        except Exception as error:  # noqa: BLE001 - a trainer that trains is not to hear of it
+            self._failed(behind, str(error))
+            return
+        if excluded:
+            self._failed(behind, f"fell out: {', '.join(excluded)}")
+            return
+        for name in names:
+            self._retries.pop(name, None)
+        self._log.info("caught_up", dp_groups=names, version=behind.version)
+
+    def _failed(self, behind: Behind, detail: str) -> None:
+        now_s = asyncio.get_running_loop().time()
+        retries = [_Retry.after(self._retries.get(name), now_s) for name in behind.dp_groups]
+        self._retries.update(zip(behind.dp_groups, retries, strict=True))
+        self._log.warning(
+            "catch_up_failed",
+            dp_groups=list(behind.dp_groups),
+            version=behind.version,
+            detail=detail,
+            retry_s=min(retry.wait_s for retry in retries),
+        )
+
+    async def _send(self, behind: Behind) -> tuple[str, ...]:
+        """All of the snapshot, to these; returns who fell out on the way."""
+        kept = self._snapshot.kept
+        assert kept is not None
+        sender = self._make_sender()
+        backend = self._transport.own_backend
+        transport = Transport(backend, sender, self._line, self._steps, behind.dp_groups)
+        stream = ChunkStream(kept, sender, chunk_bytes=self._chunk_bytes, verify=self._verify)
+        self._transport.spoil()
+        try:
+            async with self._updates.begin(_HOW, behind=behind) as update:
+                report = await send_stream(update, stream, transport, self._steps, "")
+                return report.excluded
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(transport.close)
+
+
+class _Retry:
+    """When a DP group that has failed is tried again."""
+
+    def __init__(self, wait_s: float, now_s: float) -> None:
+        self.wait_s = wait_s
+        self.at_s = now_s + wait_s
+
+    @classmethod
+    def after(cls, last: _Retry | None, now_s: float) -> _Retry:
+        wait_s = FIRST_RETRY_S if last is None else min(2 * last.wait_s, LAST_RETRY_S)
+        return cls(wait_s, now_s)
