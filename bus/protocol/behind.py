@@ -1,8 +1,9 @@
 """Engines that are behind their group, and the update by which they catch up.
 
 A DP group is behind when a rank of it serves an older version than the group does, or is
-quarantined, unless it has got the model's weights since and lacks its draft's. It catches up by an
-update of its own, with the weights that the group serves already:
+quarantined, unless it has got the model's weights since and lacks its draft's, or the canary has
+said that it serves just these weights wrong. It catches up by an update of its own, with the
+weights that the group serves already:
 
 ============================== ===============================================================
 whose                          ranks of DP groups that are behind (``scope``), and nobody else's:
@@ -75,7 +76,7 @@ def need_same_version(arm: Arm, version: int) -> None:
 
 
 def _behind(roster: Roster, names: Iterable[str], version: int) -> set[str]:
-    peers = [roster.engines[name] for name in names]
+    peers = [roster.engines[name] for name in names if not roster.differs(name, version)]
     return {
         peer.facts.dp_group
         for peer in peers

@@ -327,8 +327,10 @@ class Group:
             for n, f in failures.items()
         ]
         instructions = self.update.expel(failures, now_ms)
-        for each in self.update.excluded.keys() - before:
+        gone = self.update.excluded.keys() - before
+        for each in gone:
             self.roster.quarantine(each, self.update.excluded[each].detail)
+        self.roster.expel(gone, self.update.version)
         return effects + self.obey(instructions, now_ms)
 
     # -- time -----------------------------------------------------------------

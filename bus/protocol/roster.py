@@ -33,6 +33,7 @@ class Roster:
     def __init__(self, group: str) -> None:
         self.engines: dict[str, Peer] = {}
         self.quarantined: dict[str, str] = {}  # and why
+        self._differs: dict[str, int] = {}  # by the canary, with the weights of that version
         self._has_model: set[str] = set()  # of these, who lacks something else than the model
         self._late: set[str] = set()
         self._pausing: dict[str, int] = {}  # heartbeats in a row that said so
@@ -70,6 +71,7 @@ class Roster:
         self._unsure.discard(peer.name)
         self._look_at(peer)
         self._whole(peer.name)
+        self._differs.pop(peer.name, None)
         return True
 
     def mates(self, name: str) -> list[str]:
@@ -233,6 +235,14 @@ class Roster:
             peer = self.engines.get(name)
             if peer is not None:
                 peer.version = version
+
+    def expel(self, names: Iterable[str], version: int) -> None:
+        """Of their DP groups the canary has said that they serve this version's weights wrong."""
+        self._differs.update(dict.fromkeys(names, version))
+
+    def differs(self, name: str, version: int) -> bool:
+        """Whether the weights of this version would make it no better."""
+        return self._differs.get(name) == version
 
     def lacks_model(self, name: str) -> bool:
         """Whether a whole set of the model's weights may bring it back."""

@@ -291,3 +291,18 @@ def test_one_that_lacks_its_draft_is_brought_the_model_once() -> None:
     scene.update(9, target="draft")
     assert scene.settled().error is None
     assert scene.running() == {"e0", "e1"}
+
+
+def test_one_that_the_canary_has_named_is_not_brought_the_same_weights() -> None:
+    """It would serve them as wrong as before, and nobody would look."""
+    scene = Scene(1, 1, 1)
+    scene.trainer.keep_last = scene.trainer.canary = True
+    scene.engine("e1").behaviour.twist_next = True
+    scene.update(7)
+    assert scene.settled().excluded == ("e1",)
+    scene.world.run_for(10_000.0)
+    assert scene.trainer.catch_ups == []
+    assert scene.running() == {"e0", "e2"}
+    scene.update(8)
+    assert scene.settled().version == 2
+    assert scene.running() == {"e0", "e1", "e2"}
