@@ -248,7 +248,6 @@ def test_supervised_ranks_whose_broker_and_trainer_are_killed_generate_again(
     assert trainer.first_line() == "paused"
     bus.broker.kill()
     trainer.kill()
-    supervisor.wait_event("lease_expired")
     for endpoint in endpoints:
         assert len(generate(endpoint)) == 8
     assert supervisor.stop() == 0

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-MEET_S = 30.0
+MEET_S = 120.0
 
 
 @dataclass

@@ -479,7 +479,7 @@ def test_all_ranks_anew_are_idle_with_their_gateways_wave(bench: Bench) -> None:
     bench.say("gw", gateway_join(wave=2))
     bench.rank("r1", 1)
     assert bench.view().state == "down"
-    assert notes(bench.rank("r0", 0)) == ["peer_joined", "dp_group_up"]
+    assert notes(bench.rank("r0", 0)) == ["peer_joined", "dp_group_up", "routes"]
     view = bench.view()
     assert (view.state, view.wave, view.ranks) == ("idle", 2, 2)
     assert (view.health, view.diagnosis) == ("unknown", "")
