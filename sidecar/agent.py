@@ -37,6 +37,7 @@ from bus.protocol.calls import (
     CallEscalate,
     CallFinish,
     CallLoad,
+    CallOpen,
     CallOpenTransfer,
     CallPause,
     CallProbe,
@@ -257,6 +258,8 @@ class Sidecar:
             if not self.death:
                 with anyio.move_on_after(CLOSE_PATIENCE_S):
                     await self._last_call()
+                    if self.session.door.closed and not self.session.update.partial:
+                        await self.engine.admit(open=True)  # it is nobody's any more to close
                     if self.session.phase == "paused":
                         await self.engine.resume()
                         self.engine.hold(None)
@@ -319,9 +322,8 @@ class Sidecar:
             now_ms = link.last_heard_ms  # when this came
             self._perform(self.session.command(envelope.id, envelope.epoch, message, now_ms))
         elif isinstance(message, HeartbeatAck):
-            self.session.group_version = message.version
             self.session.renewed(envelope.epoch, message.held, link.last_heard_ms)
-            self._keep_hold()
+            self._perform(self.session.told(message.version, self._peer.now_ms()))
         elif isinstance(message, Mates) and self._direct is not None:
             self._direct.introduce(message)
         elif isinstance(message, Restart):
@@ -343,7 +345,7 @@ class Sidecar:
     def _on_state(self, state: LinkState) -> None:
         self._changed.set()
         if state is LinkState.JOINED and self._peer is not None:
-            self.session.group_version = self._peer.link.version
+            self._perform(self.session.told(self._peer.link.version, self._peer.now_ms()))
         if state is LinkState.REFUSED:
             self._ended.set()
 
@@ -502,6 +504,8 @@ class Sidecar:
             case CallAbortRequests():
                 await engine.admit(open=False)
                 await engine.abort_requests()
+            case CallOpen():
+                await engine.admit(open=True)
         return None
 
     async def _watch_engine(self) -> None:

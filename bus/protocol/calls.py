@@ -143,6 +143,11 @@ class CallAbortRequests:
     """Close the door, then end every request with the tokens it has."""
 
 
+@dataclass(frozen=True, slots=True)
+class CallOpen:
+    """Open the door of an engine that runs."""
+
+
 Call: TypeAlias = (
     CallPause
     | CallSleep
@@ -158,6 +163,7 @@ Call: TypeAlias = (
     | CallProbe
     | CallCommit
     | CallAbortRequests
+    | CallOpen
 )
 
 
@@ -207,7 +213,7 @@ CALL_STEPS: Final[dict[type[Call], Step]] = {
     CallCommit: Step.COMMIT,
     CallAbortRequests: Step.ABORT,
 }
-_NOT_THE_UPDATES: Final = (CallPause, CallSleep, CallWakeWeights, CallResume)
+_NOT_THE_UPDATES: Final = (CallPause, CallSleep, CallWakeWeights, CallResume, CallOpen)
 
 
 @dataclass(slots=True)

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Final
 
 from bus.messages import Escalation, PauseGlobal, PauseLocal, Resume, Step
 from bus.protocol.calls import (
+    CallAbortRequests,
     CallEscalate,
     CallPause,
     CallQueue,
@@ -71,9 +72,25 @@ _S = EnginePauseState
 
 @dataclass(slots=True)
 class Door:
-    """Whether an engine ends at once what reaches it, for all that is known."""
+    """Whether an engine takes requests, or ends at once what reaches it.
+
+    Attributes:
+        closed: it is, for all that is known.
+        doubtful: closing it has failed.
+        version: the weight version that the engine serves.
+        group_version: the one that its group does, as the broker has said last. Who is behind it
+            is not to serve: its resume leaves the door closed.
+    """
 
     closed: bool = False
+    doubtful: bool = False
+    version: int = 0
+    group_version: int = 0
+
+    @property
+    def behind(self) -> bool:
+        """Whether the engine serves an older version than its group."""
+        return self.version < self.group_version
 
 
 class EnginePause:
@@ -207,8 +224,11 @@ class EnginePause:
     def begin_resume(self, msg_id: int) -> None:
         """The pause is complete: resume."""
         self.state = _S.RESUMING
-        call = CallResume(asleep=not self._memory.awake, opens=self._door.closed)
-        self._queue.add(call, msg_id)
+        door = self._door
+        if door.behind and not door.closed:
+            self._queue.add(CallAbortRequests(), 0)
+        opens = door.closed and not door.behind
+        self._queue.add(CallResume(asleep=not self._memory.awake, opens=opens), msg_id)
 
     def pause_returned(self, took_ms: float) -> list[SessionEffect]:
         """A pause call is back; with no other one pending, the engine is idle on its device."""
@@ -246,7 +266,8 @@ class EnginePause:
         """The engine schedules again; a pause that came meanwhile follows."""
         self.state = _S.RUNNING
         self._lease.end()
-        self._door.closed = False
+        if isinstance(job.call, CallResume) and job.call.opens:
+            self._door.closed = self._door.doubtful = False
         self._memory.resumed()
         self._last_resume = self.update_id
         effects: list[SessionEffect] = [

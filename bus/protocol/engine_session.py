@@ -8,8 +8,9 @@ Invariants, beside those of :mod:`bus.protocol.engine_pause`,
 - No resume while weights may be mixed: an engine that loaded a part of an update is
   quarantined, and stays paused until a whole one of the same target is committed.
 - The door of an engine that becomes quarantined is closed: its requests end, and so does what
-  reaches it from then on. Its resume opens it. A sidecar that finds it closed takes over an
-  engine that is quarantined.
+  reaches it from then on. So is that of one that runs and hears that its group serves a later
+  version. The resume after it has got all of that version opens it. A sidecar that finds it closed
+  takes over an engine that is quarantined.
 - Commands of an older epoch change nothing.
 - When the pause's lease is over, an engine that loaded nothing gives the update up and resumes
   by itself, waking what sleeps; the ranks of a DP group do so as one, or not at all
@@ -46,6 +47,7 @@ from bus.protocol.calls import (
     COMMAND_STEPS,
     Call,
     CallAbortRequests,
+    CallOpen,
     CallPause,
     CallProbe,
     CallQueue,
@@ -93,7 +95,6 @@ class EngineSession:
         self.pause = EnginePause(self._queue, self.memory, self.lease, self.door)
         self.update = EngineUpdate(self._queue, version, name, self.door, draft=draft)
         self.epoch = 0
-        self.group_version = 0  # as the broker has said last
         self._forsaken = False  # asleep without weights, and nobody holds the pause any more
 
     @property
@@ -104,7 +105,7 @@ class EngineSession:
     @property
     def behind(self) -> bool:
         """Whether it lacks weights of the version that its group serves, and is not to serve."""
-        return bool(self.update.partial) or self.version < self.group_version
+        return bool(self.update.partial) or self.door.behind
 
     @property
     def phase(self) -> Phase:
@@ -239,6 +240,9 @@ class EngineSession:
             effects = self.pause.resume_returned(job, took_ms, now_ms)
         elif isinstance(call, CallSleep | CallWakeWeights):
             effects = self.memory.done(job, took_ms)
+        elif isinstance(call, CallOpen):
+            self.door.closed = self.door.doubtful = False
+            effects = []
         else:
             effects = self.update.done(job, took_ms, told)
         return self._with_calls(effects, now_ms)
@@ -252,6 +256,8 @@ class EngineSession:
             effects = self.pause.resume_failed(job, failure, now_ms)
         elif isinstance(call, CallSleep | CallWakeWeights):
             effects = self.memory.failed(job, failure)
+        elif isinstance(call, CallOpen):
+            effects = [Note("open_failed", "warning", {"detail": failure.detail})]
         else:
             effects = self.update.failed(job, failure)
             if isinstance(call, CallProbe):
@@ -346,6 +352,24 @@ class EngineSession:
         """The broker sees to this pause."""
         if pause_id and pause_id == self.pause.update_id and epoch >= self.epoch:
             self.lease.renew(now_ms)
+
+    def told(self, group_version: int, now_ms: float) -> list[SessionEffect]:
+        """The broker has said which version the group serves: who runs and is behind it closes
+        its door; who is not any more, since all of a later one are gone, opens it."""
+        door = self.door
+        door.group_version = group_version
+        if self.pause.state is not EnginePauseState.RUNNING or not self.at_rest:
+            return []
+        fields = {"version": self.version, "group_version": group_version}
+        effects: list[SessionEffect] = []
+        if self.behind and (door.doubtful or not door.closed):
+            if not door.doubtful:
+                effects.append(Note("closed_behind", "warning", fields))
+            self._queue.add(CallAbortRequests(), 0)
+        elif door.closed and not self.behind:
+            effects.append(Note("opened", "info", fields))
+            self._queue.add(CallOpen(), 0)
+        return self._with_calls(effects, now_ms)
 
     def word(self, word: LeaseWord, now_ms: float) -> list[SessionEffect]:
         """A mate has said how it stands, and may ask how this rank does."""

@@ -147,7 +147,7 @@ class EngineUpdate:
         self._draft = draft
         self.state = _S.NONE
         self.update_id = ""
-        self.version = version
+        door.version = version
         self.partial: set[str] = set()  # of what it has not all the weights
         self._door = door
         if door.closed:  # nobody knows for which of them
@@ -164,6 +164,11 @@ class EngineUpdate:
         self._last_commit = ""
         self._probed: tuple[CallProbe, Probed] | None = None  # the last, of this update
         self._abort_asked: int | None = None  # id of the ABORT that waits for a call to end
+
+    @property
+    def version(self) -> int:
+        """The weight version that the engine serves."""
+        return self._door.version
 
     @property
     def applied(self) -> int:
@@ -375,7 +380,7 @@ class EngineUpdate:
             return self._settle([Send(self._probed[1], reply_to=job.reply_to)])
         elif isinstance(call, CallCommit):
             self.state = _S.NONE
-            self.version = call.version
+            self._door.version = call.version
             self.partial.discard(self._part)
             self._last_commit = self.update_id
             return self._settle([self._commit_ack(job.reply_to, took_ms)])
@@ -394,6 +399,7 @@ class EngineUpdate:
             self._transfer = None
             return self._settle([nack(job.reply_to, step, failure, call.update_id)])
         if self._is_bystanders(job):
+            self._door.doubtful = True
             return [Note("abort_failed", "error", {"detail": failure.detail})]
         self._queue.drop_waiting()
         self._chunks.forget()
@@ -425,6 +431,7 @@ class EngineUpdate:
             self._lost_the_old()
         elif isinstance(call, CallAbortRequests):
             self._door.closed = True
+            self._door.doubtful = False
         elif isinstance(call, CallSleep) and call.level == 2:  # noqa: PLR2004 - the level
             self.partial.add("model")
             if self._draft:

@@ -237,8 +237,10 @@ class SimEngine:
 
     def _on_message(self, envelope: Envelope, message: Message) -> None:
         if isinstance(message, HeartbeatAck) and self.joined:
-            self.session.group_version = message.version
-            self.session.renewed(envelope.epoch, message.held, self._scheduler.now_ms())
+            now_ms = self._scheduler.now_ms()
+            self.session.renewed(envelope.epoch, message.held, now_ms)
+            self.truth.group_version = message.version
+            self._perform(self.session.told(message.version, now_ms))
         if not self.joined or not envelope.group or type(message) not in COMMANDS:
             return
         self.commands.append(message)
@@ -272,7 +274,8 @@ class SimEngine:
     def _on_state(self, state: LinkState) -> None:
         self.joins += state is LinkState.JOINED
         if state is LinkState.JOINED:
-            self.session.group_version = self.peer.link.version
+            self.truth.group_version = self.peer.link.version
+            self._perform(self.session.told(self.peer.link.version, self._scheduler.now_ms()))
 
     def _on_tick(self, now_ms: float) -> None:
         self._perform(self.session.tick(now_ms))

@@ -21,6 +21,7 @@ from bus.protocol.calls import (
     CallCommit,
     CallFinish,
     CallLoad,
+    CallOpen,
     CallOpenTransfer,
     CallPause,
     CallProbe,
@@ -65,6 +66,7 @@ class Truth:
         doubtful: probes have failed, which were to resume it and pause it again.
         asleep: which of its memory sleeps, or may: of ``weights`` and ``cache``.
         closed: its door is.
+        group_version: what its group serves, as the engine has been told last.
 
     Args:
         draft: it has a draft model, of the same tensors.
@@ -89,6 +91,7 @@ class Truth:
         self.doubtful = False
         self.asleep: set[str] = set()
         self.closed = False
+        self.group_version = 0
         self.pauses = 0
         self.resumes = 0
         self.commits: list[int] = []
@@ -135,18 +138,13 @@ class Truth:
             case CallWakeWeights():
                 self._need_idle("its weights are woken")
             case CallResume(asleep, opens):
-                if self.closed and not opens:
-                    self._refuse("resumed behind its closed door")
-                if not self.idle or self.doubtful:
-                    self._refuse("resumed without a completed pause")
-                if self.asleep and not asleep:
-                    self._refuse(f"resumed while {self.asleep} sleep")
-                if self.mixed or self.broken or self._started:
-                    self._refuse(f"resumed with mixed weights {self.models}")
-                self.idle = False
-                self.running = True
+                self._check_door(opens=opens)
+                self._begin_resume(asleep=asleep)
             case CallOpenTransfer() | CallAbortRequests():
                 pass
+            case CallOpen():
+                if self.version < self.group_version or self.mixed or self.broken:
+                    self._refuse("opened, and is not to serve")
             case CallArm(manifest):
                 self._check_manifest(manifest)
             case CallStart(recover, target):
@@ -173,6 +171,24 @@ class Truth:
             case CallCommit(version):
                 self._begin_commit(version)
 
+    def _begin_resume(self, *, asleep: bool) -> None:
+        if not self.idle or self.doubtful:
+            self._refuse("resumed without a completed pause")
+        if self.asleep and not asleep:
+            self._refuse(f"resumed while {self.asleep} sleep")
+        if self.mixed or self.broken or self._started:
+            self._refuse(f"resumed with mixed weights {self.models}")
+        self.idle = False
+        self.running = True
+
+    def _check_door(self, *, opens: bool) -> None:
+        """Who is resumed serves, unless it is behind."""
+        behind = self.version < self.group_version
+        if behind and (opens or not self.closed):
+            self._refuse(f"resumed to serve {self.version}, its group is at {self.group_version}")
+        if self.closed and not opens and not behind:
+            self._refuse("resumed behind its closed door")
+
     def end(self, call: Call) -> None:
         """The call has returned."""
         self._call = None
@@ -183,8 +199,8 @@ class Truth:
                 self.pauses += 1
             case CallWakeWeights():
                 self.asleep.discard("weights")
-            case CallResume():
-                self.closed = False
+            case CallResume(opens=opens):
+                self.closed = self.closed and not opens
                 self.asleep.clear()
                 self.resumes += 1
             case CallOpenTransfer():
@@ -215,6 +231,8 @@ class Truth:
                 self.in_flight = 0
                 if self._load_begun:
                     self._break_off()
+            case CallOpen():
+                self.closed = False
 
     def fail(self, call: Call) -> None:
         """The call has raised."""

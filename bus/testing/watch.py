@@ -103,14 +103,30 @@ class Watch:
         for engine in self.world.alive:
             if engine.session.update.partial:
                 self.reach["quarantined at the end"] += 1
-                if engine.truth.running:
+                if engine.truth.running and not engine.truth.closed:
                     raise TruthError(f"{engine.name} is quarantined and runs")
             elif not engine.truth.running and not self.world.at_rest(engine):
                 raise TruthError(
                     f"{engine.name} was left {engine.session.phase} "
                     f"(pause {engine.session.pause.update_id})"
                 )
+            self._check_door(engine)
         self._check_dp_groups()
+
+    def _check_door(self, engine: SimEngine) -> None:
+        """Who runs, and is on the bus, takes requests if it serves what its group does."""
+        group = self.world.group
+        if group is None or not engine.joined or not engine.truth.running:
+            return
+        session = engine.session
+        if not session.at_rest or session.door.doubtful:
+            return
+        self.reach["behind its door at the end"] += session.behind
+        if session.behind != engine.truth.closed:
+            raise TruthError(
+                f"{engine.name} serves {session.version}, its group {group.version}, and its door "
+                f"is {'closed' if engine.truth.closed else 'open'}"
+            )
 
     # -- the invariants -------------------------------------------------------------
 

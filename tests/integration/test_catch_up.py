@@ -131,6 +131,28 @@ def test_who_restarts_or_comes_late_is_brought_to_the_version_while_another_serv
     assert paused(bus, journal) == [["e0", "e1"], ["e1"], ["e2"], ["e0", "e1", "e2"]]
 
 
+def test_who_comes_late_takes_no_request_before_it_has_the_version(bus: Bus) -> None:
+    """Whoever sends them, past all routes: they are ended at once, with no tokens. Then the next
+    update opens the door."""
+    bus.sidecar("e0")
+    checkpoint = bus.checkpoint
+    first, second = (perturbed(checkpoint.weights, seed) for seed in (31, 32))
+    with SyncTrainerAgent(bus.address, chunk_bytes=20_000) as agent:
+        agent.wait_for_engines(1)
+        assert agent.update_weights(first) == 1
+        bus.broker.wait_event("resumed")
+        late = bus.sidecar("late")
+        late.wait_event("closed_behind", version=0, group_version=1)
+        endpoint = engines(bus)["late"].endpoint
+        # Its call is made as soon as it is said; requests that came before it end by it.
+        assert len(generate(endpoint, 100)) < 100
+        assert generate(endpoint, TOKENS) == []
+        assert generate(engines(bus)["e0"].endpoint, 8) == checkpoint.greedy(first, PROMPT, 8)
+        assert agent.update_weights(second) == 2
+        bus.broker.wait_event("resumed")
+        assert generate(endpoint, TOKENS) == checkpoint.greedy(second, PROMPT, TOKENS)
+
+
 def test_a_dp_group_catches_up_in_lockstep_beside_one_that_serves(
     bus: Bus, journal: Path, moe: Checkpoint
 ) -> None:
