@@ -44,6 +44,7 @@ class Play:
         world.quarantined = world.down = frozenset()
         # With and without keys and values of before, in turn: the oracle knows which.
         world.clear_cache = CELLS.index(self.cell) % 2 == 0
+        world.canary = self.cell.step == "canary"
         for client in world.clients.values():
             client.work()
         trap = await self._reach()
@@ -123,9 +124,12 @@ class Play:
         return frozenset({"e0": ("e0",), "m-1": LOCKSTEP}.get(self.who, ()))
 
     def _lost(self) -> frozenset[str]:
-        """Engines whose requests may have ended early: their own died, or was quarantined."""
+        """Engines whose requests may have ended early: their own died, or was quarantined, as the
+        ranks of a DP group are together."""
         killed = self._absent() if self.cell.fault == "sigkill" else frozenset()
-        return killed | self.world.quarantined
+        quarantined = self.world.quarantined
+        mates = frozenset(LOCKSTEP) if quarantined & set(LOCKSTEP) else frozenset()
+        return killed | quarantined | mates
 
     async def _mend(self) -> None:
         """The fault ends, without a human: who was killed is started again."""

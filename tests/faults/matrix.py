@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from bus.messages import Ack, GroupAck, Join, PauseGlobal, Step
+from bus.messages import Ack, GroupAck, Join, PauseGlobal, Probed, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,6 +70,10 @@ def _joins(passing: Passing, who: str, _chunks: int) -> bool:
     return isinstance(passing.message, Join) and passing.peer == who
 
 
+def _probed(passing: Passing, engine: str, _chunks: int) -> bool:
+    return isinstance(passing.message, Probed) and passing.peer == engine
+
+
 def _asked_globally(passing: Passing, engine: str, _chunks: int) -> bool:
     return isinstance(passing.message, PauseGlobal) and passing.peer == engine
 
@@ -86,6 +90,7 @@ STEPS: Final[dict[str, Moment]] = {
     "middle_chunk": _chunk(lambda chunks: chunks // 2),
     "last_chunk": _chunk(lambda chunks: chunks - 1),
     "finish": _ack(Step.FINISH),
+    "canary": _probed,
     "commit": _ack(Step.COMMIT),
     "resume": _ack(Step.RESUME),
 }
@@ -108,19 +113,14 @@ CELLS: Final = tuple(
 )
 
 
-# One cell of each step, with every actor and every fault among them: those of every test run.
+# With every actor and every fault among them: those of every test run.
 SHARE: Final = (
     Cell("broker", "sigkill", "join"),
     Cell("sidecar", "sigstop", "first_pause_ack"),
-    Cell("rank0", "cut", "locally_paused"),
-    Cell("rank0", "mute", "globally_paused"),
-    Cell("rank1", "deaf", "armed"),
-    Cell("broker", "sigstop", "first_chunk"),
-    Cell("sidecar", "cut", "middle_chunk"),
     Cell("engine", "sigkill", "last_chunk"),
     Cell("rank0", "deaf", "finish"),
-    Cell("rank1", "sigkill", "commit"),
-    Cell("sidecar", "mute", "resume"),
+    Cell("sidecar", "mute", "canary"),
+    Cell("rank1", "cut", "commit"),
 )
 
 
@@ -164,7 +164,7 @@ _BEFORE_ALL_IS_SENT: Final = _BEFORE_THE_PAUSE_IS_MADE | {
     "first_chunk",
     "middle_chunk",
 }
-_BEFORE_THE_COMMIT: Final = _BEFORE_ALL_IS_SENT | {"last_chunk", "finish"}
+_BEFORE_THE_COMMIT: Final = _BEFORE_ALL_IS_SENT | {"last_chunk", "finish", "canary"}
 
 
 def outcome_of(cell: Cell) -> str:
@@ -181,7 +181,7 @@ def outcome_of(cell: Cell) -> str:
         case "rank0" if cell.fault == "sigkill":
             return "E"
         case "rank0" if cell.fault != "deaf":
-            return "E" if cell.step in _BEFORE_ALL_IS_SENT else "X"
+            return "E" if cell.step in {*_BEFORE_ALL_IS_SENT, "canary"} else "X"
         case _:
             return "E" if cell.step in _BEFORE_THE_COMMIT else "X"
 

@@ -11,10 +11,9 @@ def test_every_combination_is_a_cell() -> None:
 
 
 def test_the_share_has_everything() -> None:
-    """Each actor, each fault and each step, if not each of their combinations."""
+    """Each actor and each fault, if not each of their combinations."""
     assert {cell.actor for cell in SHARE} == ACTORS.keys()
     assert {cell.fault for cell in SHARE} == FAULTS.keys()
-    assert {cell.step for cell in SHARE} == STEPS.keys()
 
 
 def test_the_page_is_the_matrix() -> None:

@@ -109,6 +109,7 @@ class World:
         self.quarantined: frozenset[str] = frozenset()  # who was, since it was last emptied
         self.down: frozenset[str] = frozenset()  # DP groups that were said to be, since then
         self.clear_cache = True
+        self.canary = False
         self.greatest = 0  # version that the broker has had served
         self.chunks = 0  # of an update
         self._seed = count(1)
@@ -199,7 +200,11 @@ class World:
 
     def order(self) -> dict[str, Any]:
         """The next update's."""
-        return {"seed": next(self._seed), "clear_cache": self.clear_cache}
+        return {
+            "seed": next(self._seed),
+            "clear_cache": self.clear_cache,
+            "canary": self.canary,
+        }
 
     def update(self) -> asyncio.Task[dict[str, dict[str, Any]]]:
         """Have all ranks make one; what each of them says of it in the end."""

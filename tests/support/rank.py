@@ -16,16 +16,19 @@ import bus.log
 from bus.errors import Refused, WavebusError
 from tests.support.checkpoints import perturbed
 from tests.support.forks import Fork
-from trainer_agent import SyncTrainerAgent
+from trainer_agent import Canary, SyncTrainerAgent
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+
+# Engines are compared with each other: whoever differs from the most is left out.
+_PROBES = Canary(((5, 9, 77, 31, 12), (40, 3, 18)), max_tokens=4)
 
 
 def run_rank(orders: Connection, broker: str, folder: str, options: dict[str, Any]) -> None:
     """Make updates until the other end of ``orders`` closes.
 
-    An order is the seed of the weights to send, with how to pause; an answer has the ``version``
+    An order is the seed of the weights to send, how to pause, and whether to probe; an answer has the ``version``
     that the bus gave, or the class and text of the ``error``.
     """
     bus.log.configure(level="info", json=True)
@@ -39,6 +42,7 @@ def run_rank(orders: Connection, broker: str, folder: str, options: dict[str, An
                     perturbed(weights, order["seed"]),
                     label=f"seed {order['seed']}",
                     clear_cache=order["clear_cache"],
+                    canary=_PROBES if order["canary"] else None,
                 )
             except WavebusError as error:
                 peer = error.nack.peer if isinstance(error, Refused) else ""
