@@ -174,7 +174,9 @@ class Broker:
                 self._nack((route,), envelope.id, failure),
             ]
         peer.last_seq = envelope.seq
-        peer.last_heard_ms = now_ms
+        if type(message) is Heartbeat:
+            peer.deaf = False
+        peer.heard(now_ms)
         if type(message) is Ack:
             # Between heartbeats, acks tell where an engine stands.
             peer.phase = _PHASE_AFTER.get(message.step, peer.phase)
@@ -450,6 +452,8 @@ class Broker:
             for peer in self.peers.silent(now_ms):
                 silent_ms = now_ms - peer.last_heard_ms
                 reason = f"{peer.name} was not heard for {silent_ms:.0f} ms"
+                if peer.deaf:
+                    reason = f"{peer.name} has not heard the broker for {silent_ms:.0f} ms"
                 effects += self._gone(peer, "peer_lost", reason, now_ms)
         for group in self.groups.values():
             effects += group.tick(now_ms)

@@ -4,10 +4,11 @@
 
     state    event              next     effect
     (none)   join               JOINED   WELCOME
-    JOINED   join, same boot    JOINED   WELCOME again: the peer reconnected
+    JOINED   join, same boot    JOINED   WELCOME again: the peer reconnected; or it hears nothing
     JOINED   join, other boot   JOINED   NACK name_taken, as long as the first one is heard
     JOINED   join, other key    JOINED   the same
-    JOINED   any frame          JOINED   it lives
+    JOINED   any frame          JOINED   it lives; of one that has joined again, from its next
+                                         heartbeat on, for only then has it heard the WELCOME
     JOINED   leave              (none)   its group hears it
     JOINED   silent too long    (none)   its group hears it: lost
 
@@ -47,7 +48,8 @@ WATCHERS: Final = ("observer", "scheduler")
 @dataclass(slots=True)
 class Peer:
     """One peer as the broker knows it. ``route`` is the transport's name of it, ``user`` the key
-    that it has joined with, ``bucket`` what it may ask for still (None: no bounds)."""
+    that it has joined with, ``bucket`` what it may ask for still (None: no bounds). ``deaf``: it
+    has joined again, and nothing shows yet that it has heard the answer."""
 
     name: str
     role: Role
@@ -67,6 +69,13 @@ class Peer:
     in_flight: int = 0
     user: str = ""
     bucket: Bucket | None = None
+    deaf: bool = False
+
+    def heard(self, now_ms: float) -> None:
+        """A frame of it has come. A link that is cut one way carries those of a peer that can be
+        told nothing: it is not to hold anything up by them."""
+        if not self.deaf:
+            self.last_heard_ms = now_ms
 
     def view(self, now_ms: float) -> EngineView:
         """What a status shows of an engine."""
@@ -133,8 +142,11 @@ class Membership:
         if refused is not None:
             return refused
         old = self.by_name.get(name)
+        heard_ms = now_ms
         if old is not None:
             self.remove(old)
+            if old.deaf:
+                heard_ms = old.last_heard_ms
         peer = Peer(
             name=name,
             role=join.role,
@@ -144,11 +156,12 @@ class Membership:
             host=join.host,
             pid=join.pid,
             last_seq=seq,
-            last_heard_ms=now_ms,
+            last_heard_ms=heard_ms,
             facts=join.engine,
             gateway=join.gateway,
             user=user,
             bucket=old.bucket if old is not None else None,
+            deaf=old is not None,
         )
         if join.engine is not None:
             peer.phase = join.engine.phase

@@ -194,6 +194,39 @@ def test_the_same_boot_joins_again(bench: Bench) -> None:
     assert len(bench.broker.peers) == 1
 
 
+def test_who_joins_again_and_again_is_lost_although_it_is_heard(bench: Bench) -> None:
+    """Its link is cut one way: it speaks, and nothing reaches it. It holds no pause up by that."""
+    bench.engine("e0")
+    bench.trainer()
+    bench.say("t", PAUSE)
+    bench.now_ms = 4000.0
+    bench.say("e0", BEAT)
+    bench.trainer()  # it may have heard nothing for as long as its own link is slow
+    for bench.now_ms in range(4500, 9000, 500):
+        bench.say("t", Resume("u1"))  # a command asked again is no sign, either
+        bench.trainer()
+        bench.say("e0", BEAT)
+        assert bench.broker.tick(bench.now_ms) is not None
+    assert "t" in bench.broker.peers.by_name
+    bench.now_ms = 9001.0
+    notes = [each for each in bench.broker.tick(bench.now_ms) if isinstance(each, Note)]
+    lost = next(each for each in notes if each.event == "peer_lost")
+    assert lost.fields["reason"] == "t has not heard the broker for 5001 ms"
+    assert "e0" in bench.broker.peers.by_name
+
+
+def test_who_joins_again_and_beats_is_there(bench: Bench) -> None:
+    """Its link was broken, and is whole."""
+    bench.trainer()
+    for bench.now_ms in (4000.0, 4500.0):
+        bench.trainer()
+    bench.now_ms = 8000.0
+    bench.say("t", BEAT)
+    bench.now_ms = 12_000.0
+    bench.broker.tick(bench.now_ms)
+    assert "t" in bench.broker.peers.by_name
+
+
 def test_an_old_copy_of_a_join_changes_nothing(bench: Bench) -> None:
     """Not even a second welcome."""
     bench.engine("e0")
