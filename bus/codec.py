@@ -97,7 +97,11 @@ def decode(frame: bytes) -> tuple[Envelope, Message]:
         DecodeError: with the NACK code, the field at fault and what is wrong with it.
     """
     envelope = decode_envelope(frame)
-    return envelope, decode_body(envelope)
+    try:
+        return envelope, decode_body(envelope)
+    except DecodeError as error:
+        error.reply_to = envelope.id
+        raise
 
 
 def decode_envelope(frame: bytes) -> Envelope:

@@ -60,7 +60,10 @@ class DecodeError(ProtocolError):
         code: what to answer with.
         field: the field at fault, as a path (``names[3]``), or empty.
         detail: what is wrong with it.
+        reply_to: the frame's id, if that could be read; else 0.
     """
+
+    reply_to = 0
 
     def __init__(self, code: NackCode, field: str, detail: str) -> None:
         super().__init__(f"{field}: {detail}" if field else detail)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -112,7 +113,7 @@ def _at(entry: Entry, moment: _Moment) -> float:
 
 
 def _filtered(command: F) -> F:
-    """The options of both commands; they arrive as ``filters``, ``as_json`` and ``full``."""
+    """The options of both commands; they arrive as ``filters``, ``as_lines`` and ``full``."""
     options = (
         click.option(
             "--update", "updates", multiple=True, help="Messages of this update or pause."
@@ -136,25 +137,23 @@ def _filtered(command: F) -> F:
             "--full", is_flag=True, help="With --json: long lists whole, such as a manifest's."
         ),
     )
+    names = [each.name for each in fields(Filters)]
+
+    @wraps(command)
+    def packed(**given: Any) -> Any:
+        filters = Filters(**{name: given.pop(name) for name in names})
+        return command(filters=filters, **given)
+
+    wrapped: Callable[..., Any] = packed
     for option in reversed(options):
-        command = option(command)
-    return command
+        wrapped = option(wrapped)
+    return cast("F", wrapped)
 
 
 @journal.command()
 @journal_argument
 @_filtered
-def show(
-    source: Path,
-    updates: tuple[str, ...],
-    engines: tuple[str, ...],
-    groups: tuple[str, ...],
-    kinds: tuple[str, ...],
-    since: _Moment | None,
-    until: _Moment | None,
-    as_lines: bool,
-    full: bool,
-) -> None:
+def show(source: Path, filters: Filters, as_lines: bool, full: bool) -> None:
     """Show the records of a journal: a file, or the folder of a broker's --journal.
 
     A line has the record's number in this life of the broker, the time (UTC), the way
@@ -163,7 +162,6 @@ def show(
 
     Times are seconds since the broker began (12.5), or UTC (2026-03-01T12:00:00).
     """
-    filters = Filters(updates, engines, groups, kinds, since, until)
     _print(source, filters, None, as_lines=as_lines, full=full)
 
 
@@ -171,18 +169,7 @@ def show(
 @click.argument("pattern")
 @journal_argument
 @_filtered
-def grep(
-    pattern: str,
-    source: Path,
-    updates: tuple[str, ...],
-    engines: tuple[str, ...],
-    groups: tuple[str, ...],
-    kinds: tuple[str, ...],
-    since: _Moment | None,
-    until: _Moment | None,
-    as_lines: bool,
-    full: bool,
-) -> None:
+def grep(pattern: str, source: Path, filters: Filters, as_lines: bool, full: bool) -> None:
     """Show the records whose line (as `show` prints it) has PATTERN, a regular expression.
 
     Exits with 1 if there is none. Times are as in `wavebus journal show`.
@@ -191,7 +178,6 @@ def grep(
         wanted = re.compile(pattern)
     except re.error as error:
         raise UsageError(f"PATTERN {pattern!r} is no regular expression: {error}") from error
-    filters = Filters(updates, engines, groups, kinds, since, until)
     if not _print(source, filters, wanted, as_lines=as_lines, full=full):
         raise click.exceptions.Exit(1)
 

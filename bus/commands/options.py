@@ -46,6 +46,13 @@ journal_argument = click.argument(
     metavar="FILE_OR_DIR",
     type=click.Path(exists=True, path_type=Path),
 )
+timeout_option = click.option(
+    "--timeout-s",
+    type=click.FloatRange(0.1, 600),
+    default=3.0,
+    show_default=True,
+    help="How long to wait for the broker.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 

@@ -14,6 +14,7 @@ from bus.commands.options import (
     json_option,
     key_options,
     run_until_stopped,
+    timeout_option,
 )
 from bus.errors import BusTimeout, refusal
 from bus.ids import new_boot
@@ -36,13 +37,7 @@ if TYPE_CHECKING:
 @click.command()
 @broker_option
 @click.option("--follow", "-f", is_flag=True, help="Go on, and print each change.")
-@click.option(
-    "--timeout-s",
-    type=click.FloatRange(0.1, 600),
-    default=3.0,
-    show_default=True,
-    help="How long to wait for the broker.",
-)
+@timeout_option
 @key_options
 @json_option
 def routes(

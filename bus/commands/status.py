@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from bus.commands.options import broker_option, json_option, key_options
+from bus.commands.options import broker_option, json_option, key_options, timeout_option
 from bus.errors import UsageError
 from bus.keys import security
 from bus.runtime.loop import run
@@ -23,13 +23,7 @@ if TYPE_CHECKING:
 @click.command()
 @broker_option
 @click.option("--group", default=None, help="Show this group alone.")
-@click.option(
-    "--timeout-s",
-    type=click.FloatRange(0.1, 600),
-    default=3.0,
-    show_default=True,
-    help="How long to wait for the broker.",
-)
+@timeout_option
 @key_options
 @json_option
 def status(

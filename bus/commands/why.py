@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bus.commands.options import broker_option, json_option, key_options
+from bus.commands.options import broker_option, json_option, key_options, timeout_option
 from bus.errors import JournalError
 from bus.journal.reader import read
 from bus.journal.replay import Replay, Unplayable, replayed
@@ -31,13 +31,7 @@ if TYPE_CHECKING:
     type=click.Path(exists=True, path_type=Path),
     help="Ask this journal (a file or a folder) where its last broker stood when it ends.",
 )
-@click.option(
-    "--timeout-s",
-    type=click.FloatRange(0.1, 600),
-    default=3.0,
-    show_default=True,
-    help="How long to wait for the broker.",
-)
+@timeout_option
 @key_options
 @json_option
 def why(

@@ -129,13 +129,10 @@ class Replay:
         if self.machine.admit(record.route, len(record.frame), record.now_ms) is not None:
             return "it is refused unread"
         self.received += 1
-        reply_to = 0
         try:
-            envelope = codec.decode_envelope(record.frame)
-            reply_to = envelope.id
-            message = codec.decode_body(envelope)
+            envelope, message = codec.decode(record.frame)
         except DecodeError as error:
-            return self.machine.malformed(record.route, error, reply_to, record.now_ms)
+            return self.machine.malformed(record.route, error, record.now_ms)
         return self.machine.receive(record.route, envelope, message, record.now_ms, record.user)
 
     def _perform(self, effects: Iterable[Effect]) -> tuple[Note, ...]:

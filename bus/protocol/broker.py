@@ -131,7 +131,9 @@ class Broker:
         self, route: bytes, envelope: Envelope, message: Message, now_ms: float, user: str = ""
     ) -> list[Effect]:
         """One decoded frame. ``user``: the key that its sender has proven to have."""
-        return [*self._received(route, envelope, message, now_ms, user), *self._reroute()]
+        effects = self._received(route, envelope, message, now_ms, user)
+        rerouted = self._reroute()
+        return effects + rerouted if rerouted else effects
 
     def _reroute(self) -> list[Effect]:
         """Whoever watches hears of routable engines that have changed."""
@@ -185,14 +187,12 @@ class Broker:
             return self.groups[peer.group].acked(peer.name, message, now_ms)
         return self._from_peer(peer, envelope, message, now_ms)
 
-    def malformed(
-        self, route: bytes, error: DecodeError, reply_to: int, now_ms: float
-    ) -> list[Effect]:
+    def malformed(self, route: bytes, error: DecodeError, now_ms: float) -> list[Effect]:
         """A frame that could not be decoded: say which field, change nothing."""
         peer = self.peers.by_route.get(route)
         self._bucket(peer, route, now_ms).charge(REFUSED_COST)
         failure = Failure(error.code, error.detail, field=error.field)
-        return self._bad(peer, route, failure, reply_to)
+        return self._bad(peer, route, failure, error.reply_to)
 
     def _bad(
         self, peer: Peer | None, route: bytes, failure: Failure, reply_to: int

@@ -100,13 +100,10 @@ class BrokerServer:
             return
         if self._journal is not None:
             self._journal.received(now_ms, route, frame, user)
-        reply_to = 0
         try:
-            envelope = codec.decode_envelope(frame)
-            reply_to = envelope.id
-            message = codec.decode_body(envelope)
+            envelope, message = codec.decode(frame)
         except DecodeError as error:
-            self._perform(self.machine.malformed(route, error, reply_to, now_ms))
+            self._perform(self.machine.malformed(route, error, now_ms))
             return
         if self._journal is not None and _commits(message):
             self._journal.flush()  # before anybody sees what comes of it

@@ -151,9 +151,9 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Refused: a sidecar loads by an operation."""
         ranks.refuse(_NOT_YOURS)
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Nobody calls it."""
-        raise NotImplementedError
+    def receive_weights(self, update_info: UpdateInfo) -> None:  # noqa: ARG002 - not for us
+        """Refused: a sidecar receives by an operation."""
+        ranks.refuse(_NOT_YOURS)
 
     def start_weight_update(self) -> None:
         """The sidecar's session is opened; another one is refused."""

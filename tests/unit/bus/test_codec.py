@@ -383,7 +383,8 @@ def test_the_broker_answers_a_bad_frame_and_changes_nothing() -> None:
     before = broker.status(0.0)
     for data in (b"", frame(body_of(PAUSE, mode="nap")), frame(DEEP), bytes(MAX_FRAME_BYTES + 1)):
         error = refused(data)
-        effects = broker.malformed(b"r", error, 5, 0.0)
+        error.reply_to = 5
+        effects = broker.malformed(b"r", error, 0.0)
         nack = nack_in(effects)
         assert (nack.code, nack.field) == (error.code, error.field)
         assert [each.reply_to for each in effects if isinstance(each, Send)] == [5]
