@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.integration.conftest import Bus
 
 RANKS: Final = 4
-ROUNDS: Final = int(os.environ.get("WAVEBUS_CHAOS_ROUNDS", "40"))
+ROUNDS: Final = int(os.environ.get("WAVEBUS_CHAOS_ROUNDS", "12"))
 PROMPTS: Final = [[5, 9, 7], [11], [3, 3, 4, 8], [21, 6], [9, 14, 2, 30, 7]]
 LONGEST: Final = 60
 

@@ -6,19 +6,16 @@ A schedule that fails prints what the brokers recorded, and can be played again 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Final
 
-import bus.log
 from bus.journal.reader import Entry, read
 from bus.journal.replay import Unplayable, replayed
 from bus.testing.sim_truth import TruthError
 from tests.model import _chaos
 from tests.model._play import SHARE
-from tests.support.procs import ROOT
+from tests.model._schedules import play_all, told
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,12 +23,9 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from tests.model._chaos import Violation
-
 SCHEDULES: Final = max(1, int(int(os.environ.get("WAVEBUS_CHAOS_SCHEDULES", "300")) * SHARE))
 SEED: Final = os.environ.get("WAVEBUS_CHAOS_SEED", "")
-BLOCK: Final = 50
-FEW: Final = 10 * BLOCK  # are not worth another process
+FEW: Final = 500  # are not worth another process
 # How often, in a thousand schedules. A third of the usual counts must be reached.
 REACHED: Final = {
     "all paused": 2000,
@@ -81,7 +75,7 @@ def test_nothing_that_goes_wrong_is_forgotten(
     """Every invariant after every event of every schedule; all heals when nothing goes wrong any
     more; and the states that matter were reached."""
     seeds = [int(SEED)] if SEED else list(range(SCHEDULES))
-    reach, violations = play_all(seeds)
+    reach, violations = play_all(seeds, apart=len(seeds) > FEW)
     record_property("schedules run", len(seeds))
     record_property("violations", len(violations))
     for each in violations[1:]:
@@ -94,42 +88,9 @@ def test_nothing_that_goes_wrong_is_forgotten(
     assert not missing, f"reached too seldom: {missing}"
 
 
-def play_all(seeds: list[int]) -> tuple[Counter[str], list[str]]:
-    """Which states they reached, and what was found; by as many processes as there are cores."""
-    blocks = [seeds[first : first + BLOCK] for first in range(0, len(seeds), BLOCK)]
-    if len(seeds) <= FEW:
-        results = [play_block(block) for block in blocks]
-    else:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(mp_context=context) as pool:
-            results = list(pool.map(play_block, blocks))
-    reach: Counter[str] = Counter()
-    for reached, _ in results:
-        reach += reached
-    return reach, [told for _, violations in results for told in violations]
-
-
-def play_block(seeds: list[int]) -> tuple[Counter[str], list[str]]:
-    """Some of them, one after the other."""
-    bus.log.configure(level="critical", json=True)
-    reach: Counter[str] = Counter()
-    found = [_chaos.play(seed, reach) for seed in seeds]
-    return reach, [told(each, ROOT / "build" / "chaos") for each in found if each is not None]
-
-
-def told(violation: Violation, folder: Path) -> str:
-    """In words; its journal is written into the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"seed-{violation.seed}.journal"
-    path.write_bytes(violation.data)
-    return "\n".join(
-        (
-            f"schedule {violation.seed}: WAVEBUS_CHAOS_SEED={violation.seed} plays it again",
-            f"its journal: wavebus journal show {path}; wavebus replay {path}",
-            *violation.lines,
-            violation.found,
-        )
-    )
+def test_processes_find_the_same() -> None:
+    """As one after the other would."""
+    assert play_all([3, 4], block=1, apart=True) == play_all([3, 4], apart=False)
 
 
 def test_a_schedule_that_fails_prints_its_journal_and_is_replayed(

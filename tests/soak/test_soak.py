@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-UPDATES: Final = int(os.environ.get("WAVEBUS_SOAK_UPDATES", "60"))
+UPDATES: Final = int(os.environ.get("WAVEBUS_SOAK_UPDATES", "40"))
 ENGINES: Final = int(os.environ.get("WAVEBUS_SOAK_ENGINES", "4"))
 EVERY: Final = 20  # updates there is a fault
 PROCESSES: Final = 4 if ENGINES >= 16 else 2  # of engines
