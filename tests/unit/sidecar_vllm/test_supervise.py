@@ -14,6 +14,7 @@ import pytest
 
 from bus.errors import EngineDead, EngineError, UsageError
 from sidecar.supervise import SupervisedServer, prepare
+from sidecar.vllm_plugin import guard as guard_module
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -185,6 +186,48 @@ def test_nothing_outlives_a_kill(victim: str, tmp_path: Path) -> None:
             await anyio.sleep(0.02)
         for pid in filter(runs, family):
             os.kill(pid, signal.SIGKILL)
+
+    run(scenario())
+
+
+HOLDS = """
+import mmap, os, signal, sys
+from multiprocessing.shared_memory import SharedMemory
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+tracked = SharedMemory(create=True, size=64)
+names = [tracked.name, "vllm_dist_" + tracked.name, "own_" + tracked.name]
+mapped = []
+for name in names[1:]:
+    file = os.open("/dev/shm/" + name, os.O_CREAT | os.O_RDWR, 0o600)
+    os.truncate(file, 64)
+    mapped.append(mmap.mmap(file, 64))
+print(*names, flush=True)
+signal.pause()
+"""
+
+
+def test_a_killed_server_leaves_no_name_in_shared_memory(tmp_path: Path) -> None:
+    """Neither one that Python has tracked nor one that vLLM made in C++. What is not known to be
+    nobody else's stays."""
+    shared = Path("/dev/shm")
+    program = tmp_path / "holds.py"
+    program.write_text(HOLDS)
+
+    async def scenario() -> None:
+        guard = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(Path(guard_module.__file__))),
+            *(str(os.getpid()), "0.1", sys.executable, str(program)),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert guard.stdout is not None
+        tracked, untracked, unknown = (await guard.stdout.readline()).decode().split()
+        assert all((shared / name).exists() for name in (tracked, untracked, unknown))
+        guard.terminate()
+        await guard.wait()
+        assert not (shared / tracked).exists()
+        assert not (shared / untracked).exists()
+        (shared / unknown).unlink()
 
     run(scenario())
 
