@@ -102,7 +102,29 @@ class CanaryFailed(UpdateFailed):
 
 
 class BusTimeout(WavebusError):
-    """No answer in time."""
+    """No answer in time.
+
+    Attributes:
+        peer: who is waited for, ``broker`` or an engine's name; empty if that is not known.
+        step: what was asked for, as NACKs call it (``commit``); or the message's name.
+        chunk: the number of the chunk that was asked for, if it was one.
+        heard_s: how many seconds ago the peer was last heard; None if that is not known.
+    """
+
+    def __init__(
+        self,
+        detail: str,
+        *,
+        peer: str = "",
+        step: str = "",
+        chunk: int | None = None,
+        heard_s: float | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.peer = peer
+        self.step = step
+        self.chunk = chunk
+        self.heard_s = heard_s
 
 
 class JournalError(WavebusError):
