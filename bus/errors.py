@@ -75,7 +75,11 @@ class Refused(WavebusError):
     def __init__(self, nack: Nack) -> None:
         self.nack = nack
         where = f"{nack.peer}: " if nack.peer else ""
-        at = f" (field {nack.field})" if nack.field else ""
+        step = f"chunk {nack.chunk}" if nack.step == "chunk" else nack.step
+        told = [f"field {nack.field}"] if nack.field else []
+        if step not in nack.detail:
+            told.append(f"step {step}")
+        at = f" ({', '.join(told)})" if told else ""
         hint = f"; {nack.hint}" if nack.hint else ""
         super().__init__(f"{nack.code.value}: {where}{nack.detail}{at}{hint}")
 
