@@ -78,7 +78,11 @@ class Refused(WavebusError):
     def __init__(self, nack: Nack) -> None:
         self.nack = nack
         where = f"{nack.peer}: " if nack.peer else ""
-        at = f" (field {nack.field})" if nack.field else ""
+        step = f"chunk {nack.chunk}" if nack.step == "chunk" else nack.step
+        told = [f"field {nack.field}"] if nack.field else []
+        if step not in nack.detail:
+            told.append(f"step {step}")
+        at = f" ({', '.join(told)})" if told else ""
         hint = f"; {nack.hint}" if nack.hint else ""
         super().__init__(f"{nack.code.value}: {where}{nack.detail}{at}{hint}")
 
@@ -105,7 +109,29 @@ class CanaryFailed(UpdateFailed):
 
 
 class BusTimeout(WavebusError):
-    """No answer in time."""
+    """No answer in time.
+
+    Attributes:
+        peer: who is waited for, ``broker`` or an engine's name; empty if that is not known.
+        step: what was asked for, as NACKs call it (``commit``); or the message's name.
+        chunk: the number of the chunk that was asked for, if it was one.
+        heard_s: how many seconds ago the peer was last heard; None if that is not known.
+    """
+
+    def __init__(
+        self,
+        detail: str,
+        *,
+        peer: str = "",
+        step: str = "",
+        chunk: int | None = None,
+        heard_s: float | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.peer = peer
+        self.step = step
+        self.chunk = chunk
+        self.heard_s = heard_s
 
 
 class JournalError(WavebusError):

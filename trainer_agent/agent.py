@@ -12,7 +12,7 @@ import anyio
 import anyio.to_thread
 
 from bus import native
-from bus.errors import UsageError, WavebusError
+from bus.errors import Refused, UsageError
 from bus.ids import check_name
 from bus.keys import security
 from bus.messages import (
@@ -22,6 +22,7 @@ from bus.messages import (
     GroupAck,
     GroupView,
     PauseMode,
+    Resume,
     SleepLevel,
     Status,
     Target,
@@ -41,7 +42,7 @@ from trainer_agent.ranks import follow
 from trainer_agent.sending import send_stream
 from trainer_agent.snapshot import Snapshot
 from trainer_agent.sources import Weights, as_source
-from trainer_agent.steps import CLEANUP_S, Steps
+from trainer_agent.steps import Steps
 from trainer_agent.stream import ChunkStream
 from trainer_agent.transfer import current_gpu, make_sender
 from trainer_agent.transport import Transport
@@ -100,7 +101,8 @@ class TrainerAgent:
         verify: how chunks are checked before engines load them: ``sample`` looks at 4,096 words
             of each tensor, ``full`` at all (about a second per 2 GB and core), ``off`` at none.
         lease_ms: how long engines stay paused when trainer and broker are both gone.
-        timeout_s: how long a step (a pause, an ack of all engines) may take.
+        timeout_s: how long a step (a pause, an ack of all engines) may take, from when the one
+            before was done. A broker that is not heard for so long fails it, too.
         key, broker_key: files of `wavebus keygen`: this trainer's secret key, and the broker's
             public one. Default: WAVEBUS_KEY and WAVEBUS_BROKER_KEY, or no keys.
         insecure: go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.
@@ -294,13 +296,17 @@ class TrainerAgent:
         try:
             yield ack
         except BaseException as error:
-            with anyio.move_on_after(CLEANUP_S, shield=True):
-                try:
-                    await self._steps.resume(update_id)
-                except WavebusError as also:  # what went wrong first is what is to be known
-                    error.add_note(f"and the engines could not be resumed: {also}")
+            also = await self._steps.undo(Resume(update_id))
+            if also is not None:  # what went wrong first is what is to be known
+                error.add_note(f"and the engines could not be resumed: {also}")
             raise
-        await self._steps.resume(update_id)
+        try:
+            await self._steps.resume(update_id)
+        except Refused:
+            raise
+        except BaseException:  # nobody waits for it any more
+            await self._steps.undo(Resume(update_id))
+            raise
 
     @contextlib.asynccontextmanager
     async def asleep(
@@ -382,7 +388,8 @@ class TrainerAgent:
             CanaryFailed: the canary has proven no engine; all are quarantined.
             UpdateFailed: it was given up; engines that had loaded a part are quarantined
                 until the next whole update. With code ``quorum_missing``: too few were left.
-            BusTimeout: somebody did not answer in time; the text says who.
+            BusTimeout: somebody did not answer in time: it has ``peer``, ``step``, ``chunk`` and
+                ``heard_s``. If that is the broker, what was begun is undone once it is back.
         """
         how = PauseHow(
             mode,

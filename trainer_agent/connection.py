@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
@@ -14,6 +13,7 @@ from bus.keys import silence_hint
 from bus.messages import (
     Behind,
     Envelope,
+    GroupAck,
     Heartbeat,
     Join,
     Message,
@@ -27,6 +27,8 @@ from bus.protocol.link import LinkConfig, LinkState
 from bus.runtime.aio import AsyncioScheduler
 from bus.runtime.peer import HOST, PID, Peer, route_of
 from bus.runtime.zmq_transport import ZmqClient
+from trainer_agent.late import silent_broker, waits_on
+from trainer_agent.owed import Owed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,11 +42,18 @@ M = TypeVar("M", bound=Message)
 _RESEND_S: Final = 1.0
 _JOIN_S: Final = 30.0
 _STATUS_S: Final = 10.0
+# A broker that is there says at once who it waits for.
+_EXPLAIN_S: Final = 2.0
+_BEATS_MISSED: Final = 2
 
 
 class Connection:
     """One life of a peer. Arguments are those of :class:`trainer_agent.TrainerAgent`; ``kept`` says
-    of which version it keeps the weights, ``on_behind`` hears who lacks them."""
+    of which version it keeps the weights, ``on_behind`` hears who lacks them.
+
+    Attributes:
+        owed: what the bus is told even when nobody waits for it.
+    """
 
     def __init__(
         self,
@@ -72,7 +81,10 @@ class Connection:
         self._on_behind = on_behind
         self._peer: Peer | None = None
         self._answers: dict[int, asyncio.Future[Message]] = {}
+        self._steps: dict[int, Message] = {}  # those that wait for all engines, in their order
         self._changed = asyncio.Event()
+        self._progress_ms = 0.0  # when a step was last done
+        self.owed = Owed(self)
 
     async def open(self) -> None:
         """Join the bus.
@@ -120,6 +132,11 @@ class Connection:
                 future.set_exception(BusClosed("the agent was closed"))
 
     @property
+    def joined(self) -> bool:
+        """Whether the broker has let us in, and is heard."""
+        return self._connected().link.state is LinkState.JOINED
+
+    @property
     def epoch(self) -> int:
         """The fencing number that the broker gave."""
         return self._connected().link.epoch
@@ -129,31 +146,51 @@ class Connection:
         """The number of this life."""
         return self._connected().boot
 
-    async def ask(self, message: Message, expect: type[M], *, timeout_s: float | None = None) -> M:
+    async def ask(
+        self,
+        message: Message,
+        expect: type[M],
+        *,
+        timeout_s: float | None = None,
+        unheard: bool = False,
+    ) -> M:
         """Send until answered. The broker knows the id, and does nothing twice.
+
+        Args:
+            timeout_s: how long to wait; for a step of all engines from when one was last done: it
+                may be asked for long before its turn.
+            unheard: also to a broker that is missed: it may hear us all the same.
 
         Raises:
             Refused: the answer is a NACK.
-            BusTimeout: there was none; the text says who is waited for.
+            BusTimeout: there was none; it says who is waited for.
+            BusClosed: the agent was closed.
         """
         wait_s = self._timeout_s if timeout_s is None else timeout_s
         peer = self._connected()
         msg_id = peer.new_id()
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._answers[msg_id] = future
-        until_s = time.monotonic() + wait_s
+        if expect is GroupAck:
+            self._steps[msg_id] = message
+        asked_ms = peer.now_ms()
         try:
             while not future.done():
-                left_s = until_s - time.monotonic()
+                since_ms = max(asked_ms, self._progress_ms) if expect is GroupAck else asked_ms
+                left_s = wait_s - (peer.now_ms() - since_ms) / 1000
                 if left_s <= 0:
-                    raise BusTimeout(await self._explain(message, wait_s))
+                    first = next(iter(self._steps.values())) if expect is GroupAck else message
+                    raise await self._late(first, wait_s)
                 if peer.link.state is LinkState.REFUSED and peer.link.refusal is not None:
                     raise refusal(peer.link.refusal)
-                if peer.link.state is LinkState.JOINED:
+                if peer.link.state is LinkState.CLOSED:
+                    raise BusClosed("the agent was closed")
+                if unheard or peer.link.state is LinkState.JOINED:
                     peer.send(message, msg_id=msg_id)
                 await asyncio.wait([future], timeout=min(_RESEND_S, left_s))
         finally:
             del self._answers[msg_id]
+            self._steps.pop(msg_id, None)
         answer = future.result()
         if isinstance(answer, Nack):
             raise refusal(answer)
@@ -170,23 +207,30 @@ class Connection:
         status = await self.status()
         return next((group.engines for group in status.groups if group.name == self._group), ())
 
-    async def _explain(self, message: Message, wait_s: float) -> str:
-        """Who has not answered, as far as the broker can tell."""
-        what = f"no answer to {type(message).__name__} within {wait_s:g} s"
-        if isinstance(message, StatusRequest):
-            return f"{what}; the broker at {self.broker} is silent"
-        try:
-            status = await self.status()
-        except (BusTimeout, Refused):
-            return f"{what}; the broker at {self.broker} is silent"
-        for group in status.groups:
-            if group.name == self._group:
-                waiting = ", ".join(group.waiting_for) or "nobody"
-                return (
-                    f"{what}; group {group.name} is {group.pause}, update {group.update}, "
-                    f"waiting for: {waiting}"
-                )
-        return f"{what}; the broker does not know group {self._group}"
+    async def settled(self, message: Message, timeout_s: float) -> None:
+        """Wait until nothing is owed, before ``message`` is asked for.
+
+        Raises:
+            BusTimeout: something still is.
+        """
+        if not await self.owed.paid(timeout_s):
+            raise await self._late(message, timeout_s)
+
+    async def _late(self, message: Message, wait_s: float) -> BusTimeout:
+        """Who has not answered, as far as anybody can tell."""
+        peer = self._connected()
+        beats_ms = _BEATS_MISSED * peer.link.heartbeat_ms
+        heard_ms = peer.now_ms() - peer.link.last_heard_ms
+        silent = not self.joined or heard_ms >= max(wait_s * 1000, beats_ms)
+        if not silent and not isinstance(message, StatusRequest):
+            try:
+                status = await self.ask(StatusRequest(), Status, timeout_s=_EXPLAIN_S)
+            except (BusTimeout, Refused):
+                heard_ms = peer.now_ms() - peer.link.last_heard_ms
+            else:
+                named = (group for group in status.groups if group.name == self._group)
+                return waits_on(message, wait_s, self._group, next(named, None))
+        return silent_broker(message, wait_s, self.broker, heard_ms / 1000)
 
     def _on_message(self, envelope: Envelope, message: Message) -> None:
         if isinstance(message, Behind):
@@ -197,6 +241,8 @@ class Connection:
             return
         if isinstance(message, Nack) and message.code in (NackCode.STALE, NackCode.NOT_JOINED):
             return  # asked again, under a new number or after the new join
+        if isinstance(message, GroupAck):
+            self._progress_ms = self._connected().now_ms()
         future.set_result(message)
 
     def _on_state(self, _state: LinkState) -> None:

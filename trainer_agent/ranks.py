@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 import anyio
 import anyio.to_thread
 
-from bus.errors import BusClosed, BusTimeout, Refused, refusal
-from bus.messages import AwaitStep, Nack, TrainerPoint, TrainerStep
+from bus.errors import refusal
+from bus.messages import AwaitStep, TrainerPoint, TrainerStep
 from trainer_agent.refusals import nack_of
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainer_agent.connection import Connection
     from trainer_agent.sources import WeightSource
 
-_LAST_WORD_S: Final = 30.0
+_DRAIN_S: Final = 30.0
 
 
 class Leading:
@@ -41,32 +41,30 @@ class Leading:
         rank 0 has not gathered yet; it runs in a thread."""
         if not self._alone:
             self._drain = drain
-            await self._tell("go", 0, None)
+            await self._go()
 
     async def meet(self, meeting: bytes) -> None:
         """All ranks may go to where they meet engines."""
         if not self._alone:
-            await self._tell("go", 0, None, meeting)
+            await self._go(meeting)
 
     async def end(self, version: int, error: BaseException | None) -> None:
         """It is committed, or has failed."""
         if self._alone:
             return
+        if error is not None and self._drain is not None:
+            # A source that fails here, too, is not what went wrong first.
+            with (
+                anyio.move_on_after(_DRAIN_S, shield=True),
+                contextlib.suppress(Exception),
+            ):
+                await anyio.to_thread.run_sync(self._drain)
         failure = None if error is None else nack_of(error)
-        with anyio.move_on_after(_LAST_WORD_S, shield=True):
-            if error is not None and self._drain is not None:
-                # A source that fails here, too, is not what went wrong first.
-                with contextlib.suppress(Exception):
-                    await anyio.to_thread.run_sync(self._drain)
-            # What can't be told, the others hear from the broker when rank 0 is gone.
-            with contextlib.suppress(Refused, BusTimeout, BusClosed):
-                await self._tell("end", version, failure)
+        # What can't be told, the others hear from the broker when rank 0 is gone.
+        await self._line.owed.pay(TrainerStep(self._number, "end", version, failure, b""))
 
-    async def _tell(
-        self, point: TrainerPoint, version: int, failure: Nack | None, meeting: bytes = b""
-    ) -> None:
-        step = TrainerStep(self._number, point, version, failure, meeting)
-        await self._line.ask(step, TrainerStep)
+    async def _go(self, meeting: bytes = b"") -> None:
+        await self._line.ask(TrainerStep(self._number, "go", 0, None, meeting), TrainerStep)
 
 
 async def follow(line: Connection, source: WeightSource, number: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.errors import Refused
+from bus.errors import BusTimeout, Refused
 from bus.messages import Nack, NackCode
 
 
@@ -12,7 +12,9 @@ def own_nack(
     *,
     step: str = "update",
     update_id: str = "",
+    chunk: int = 0,
     field: str = "",
+    peer: str = "",
     hint: str = "",
 ) -> Nack:
     """A NACK of nobody else's."""
@@ -20,10 +22,10 @@ def own_nack(
         code=code,
         step=step,
         update_id=update_id,
-        chunk=0,
+        chunk=chunk,
         detail=detail[:4096],
         field=field,
-        peer="",
+        peer=peer,
         tensor="",
         hint=hint,
         retry_after_ms=0,
@@ -34,4 +36,8 @@ def nack_of(error: BaseException) -> Nack:
     """What others are told of a failure here."""
     if isinstance(error, Refused):
         return error.nack
-    return own_nack(NackCode.CANCELLED, f"rank 0: {type(error).__name__}: {error}")
+    detail = f"rank 0: {type(error).__name__}: {error}"
+    if isinstance(error, BusTimeout):
+        step, chunk = error.step or "update", error.chunk or 0
+        return own_nack(NackCode.TIMEOUT, detail, step=step, chunk=chunk, peer=error.peer)
+    return own_nack(NackCode.CANCELLED, detail)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from typing import TYPE_CHECKING, Final
-
-import anyio
+from typing import TYPE_CHECKING
 
 import bus.log
-from bus.errors import Refused, UpdateFailed, WavebusError
+from bus.errors import Refused, UpdateFailed
 from bus.ids import new_update_id
 from bus.messages import (
     Abort,
@@ -29,12 +26,9 @@ from trainer_agent.refusals import own_nack
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from bus.errors import WavebusError
     from trainer_agent.connection import Connection
     from trainer_agent.how import PauseHow
-
-
-# What is undone when something has failed, may take so long.
-CLEANUP_S: Final = 30.0
 
 
 class Steps:
@@ -80,8 +74,7 @@ class Steps:
         except Refused:
             raise
         except BaseException:  # nobody waits for it any more
-            with anyio.move_on_after(CLEANUP_S, shield=True), contextlib.suppress(WavebusError):
-                await self._line.ask(Resume(update_id), GroupAck)
+            await self.undo(Resume(update_id))
             raise
 
     async def ask_pause(
@@ -132,10 +125,17 @@ class Steps:
             self._log.warning("engines_not_resumed", engines=list(ack.excluded))
         return ack
 
-    async def abort(self, update_id: str) -> None:
-        """Give an update up, whoever holds the pause by now: one that nobody goes on with would
-        stand in the way of the next."""
-        await self._line.ask(Abort(update_id, "the trainer gave up"), GroupAck)
+    async def undo(self, *words: Abort | Resume) -> WavebusError | None:
+        """Give an update up, end a pause, whoever holds it by now: what nobody goes on with would
+        stand in the way of the next. A broker that is silent is told later.
+
+        Returns:
+            What could not be had.
+        """
+        if any(isinstance(word, Resume) for word in words):
+            self.asleep = False
+            self._window = None
+        return await self._line.owed.pay(*words) if words else None
 
     async def step(self, message: Message) -> GroupAck:
         """One step; in a pause, only as the trainer that made it.
@@ -144,6 +144,7 @@ class Steps:
             Refused: an engine or the broker answered with a NACK.
             BusTimeout: somebody did not answer in time.
         """
+        await self._line.settled(message, self._timeout_s)
         self._check_window(message)
         done = await self._line.ask(message, GroupAck)
         self.version = max(self.version, done.version)

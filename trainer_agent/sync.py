@@ -17,7 +17,7 @@ from anyio.from_thread import start_blocking_portal
 from bus.errors import BusClosed
 from trainer_agent.agent import TrainerAgent
 from trainer_agent.how import WAIT_S
-from trainer_agent.steps import CLEANUP_S
+from trainer_agent.owed import CLEANUP_S
 from trainer_agent.transfer import current_gpu
 
 if TYPE_CHECKING:

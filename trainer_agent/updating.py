@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING, Self
 import anyio
 import anyio.to_thread
 
-from bus.errors import BusClosed, BusTimeout, Refused, UsageError
-from bus.messages import Arm, Commit, NackCode, UpdateFinish, UpdateStart
+from bus.errors import Refused, UsageError
+from bus.messages import Abort, Arm, Commit, NackCode, Resume, UpdateFinish, UpdateStart
 from trainer_agent.asking import in_turn
 from trainer_agent.canary import compare
 from trainer_agent.ranks import Leading
 from trainer_agent.report import UpdateReport
-from trainer_agent.steps import CLEANUP_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -344,14 +343,13 @@ class Update:
         """Give it up, and let the engines go on: in this order, since a resume waits for the end of
         an update that has started. What fails here, the broker mends: it aborts and resumes for a
         trainer that is gone."""
-        suppressed = contextlib.suppress(Refused, BusTimeout, BusClosed)
         if self._finishing is not None:
             self._finishing.cancel()
             with anyio.CancelScope(shield=True):
                 await asyncio.gather(self._finishing, return_exceptions=True)
+        words: list[Abort | Resume] = []
         if self._open:
-            with anyio.move_on_after(CLEANUP_S, shield=True), suppressed:
-                await self._steps.abort(self.id)
+            words.append(Abort(self.id, "the trainer gave up"))
         if self._pausing:
-            with anyio.move_on_after(CLEANUP_S, shield=True), suppressed:
-                await self._steps.resume(self.id)
+            words.append(Resume(self.id))
+        await self._steps.undo(*words)

@@ -19,6 +19,7 @@ Methods take what happened, with ``now_ms``, and return effects.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bus.messages import (
@@ -61,6 +62,7 @@ from bus.protocol.wording import (
     done_ack,
     done_fields,
     failed_nack,
+    step_name,
 )
 
 if TYPE_CHECKING:
@@ -281,13 +283,17 @@ class Group:
 
     def nacked(self, name: str, nack: Nack, now_ms: float) -> list[Effect]:
         """An engine's refusal of a step."""
-        failure = Failure(nack.code, nack.detail, name, nack.tensor, nack.field, nack.hint)
-        fields = {
+        what = step_name(nack.step, nack.chunk)
+        in_chunk = nack.step == Step.CHUNK and what not in nack.detail
+        detail = f"{what}: {nack.detail}" if in_chunk else nack.detail
+        failure = Failure(nack.code, detail, name, nack.tensor, nack.field, nack.hint)
+        fields: dict[str, object] = {
             "peer": name,
             "step": nack.step,
             "code": nack.code.value,
             "detail": nack.detail,
             "tensor": nack.tensor,
+            **({"chunk": nack.chunk} if nack.step == Step.CHUNK else {}),
         }
         effects: list[Effect] = [self.note("engine_refused", nack.update_id, "warning", fields)]
         if nack.code is NackCode.FENCED:  # somebody else's command; ours is asked again
@@ -347,7 +353,8 @@ class Group:
                 else:
                     waiting = sorted(each.waiting)
                     effects += [self._send(message, waiting) for message in each.messages]
-        effects += self.obey(self.pause.expire(now_ms), now_ms)
+        told = functools.partial(self.roster.heard, now_ms=now_ms)
+        effects += self.obey(self.pause.expire(now_ms, told), now_ms)
         effects += self._commands.expire(now_ms)
         effects += self.waves.tick(now_ms)
         for msg_id, (wait, deadline_ms) in list(self.holding.requests.waiters.items()):
@@ -371,15 +378,18 @@ class Group:
         effects: list[Effect] = []
         for name in sorted(current.waiting):
             peer = self.roster.engines.get(name)
-            heard = f"; heard {now_ms - peer.last_heard_ms:.0f} ms ago" if peer else ""
             where, restart = self._standing(peer, now_ms)
             effects += restart
             failure = Failure(
                 NackCode.TIMEOUT,
-                f"{name} lives but has not acked {current.step.value} for "
-                f"{now_ms - current.asked_ms:.0f} ms{heard}{where}",
+                f"{self.roster.heard(name, now_ms)} lives but has not acked "
+                f"{step_name(current.step, current.chunk)} for "
+                f"{now_ms - current.asked_ms:.0f} ms{where}",
                 peer=name,
             )
+            fields = {"peer": name, "step": current.step.value, "detail": failure.detail}
+            update_id = (self.pause if current.step in WINDOW_STEPS else self.update).update_id
+            effects.append(self.note("engine_overdue", update_id, "warning", fields))
             if current.step in PAUSE_STEPS:
                 effects += self.obey(self.pause.lost(name, failure, now_ms), now_ms)
             elif current.step in SLEEP_STEPS:
@@ -464,6 +474,7 @@ class Group:
             "detail": failure.detail,
             "peer": failure.peer,
             "tensor": failure.tensor,
+            **({"chunk": failed.chunk} if step is Step.CHUNK else {}),
         }
         event = "update_failed"
         if in_pause:

@@ -191,14 +191,15 @@ class PauseMachine:
                 return self._round_done(now_ms)
         return []
 
-    def expire(self, now_ms: float) -> list[Instruction]:
-        """The caller's time is over: it hears why now; the pause itself goes on."""
+    def expire(self, now_ms: float, told: Callable[[str], str] = str) -> list[Instruction]:
+        """The caller's time is over: it hears why now; the pause itself goes on. ``told``: what is
+        said of an engine that is waited for."""
         if self.deadline_ms is None or now_ms < self.deadline_ms:
             return []
         self.deadline_ms = None
         if self.round is None or self.state not in (PauseState.LOCAL, PauseState.GLOBAL):
             return []
-        waiting = ", ".join(sorted(self.round.waiting)[:8])
+        waiting = ", ".join(told(name) for name in sorted(self.round.waiting)[:8])
         failure = Failure(
             NackCode.TIMEOUT,
             f"no {self.round.step.value} ack after {now_ms - self.asked_ms:.0f} ms from: "

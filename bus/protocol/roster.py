@@ -97,6 +97,11 @@ class Roster:
         """Whether it is a rank of a DP group that is not whole."""
         return name in self._broken
 
+    def heard(self, name: str, now_ms: float) -> str:
+        """The engine's name, and how long ago it was heard, if it is there."""
+        peer = self.engines.get(name)
+        return f"{name} (heard {now_ms - peer.last_heard_ms:.0f} ms ago)" if peer else name
+
     def left_out(self) -> tuple[str, ...]:
         """Ranks of DP groups that are not whole."""
         return tuple(sorted(self._broken))

@@ -70,6 +70,12 @@ class Round:
         self.engines -= len(gone)
 
     @property
+    def chunk(self) -> int:
+        """The number of the chunk that is asked of them; 0 for any other step."""
+        found: int = getattr(self.messages[0], "chunk", 0)
+        return found
+
+    @property
     def done(self) -> bool:
         return not self.waiting
 

@@ -20,10 +20,11 @@ def waits(rounds: Iterable[Round], now_ms: float) -> tuple[WaitView, ...]:
     for each in rounds:
         asked = each.messages[0]
         update_id: str = getattr(asked, "update_id", "")
-        chunk: int = getattr(asked, "chunk", 0)
         waited_ms = round(now_ms - each.asked_ms, 1)
         names = [""] if each.awaits_sender else sorted(each.waiting)
-        found += [WaitView(name, each.step.value, update_id, chunk, waited_ms) for name in names]
+        found += [
+            WaitView(name, each.step.value, update_id, each.chunk, waited_ms) for name in names
+        ]
     return tuple(found)
 
 

@@ -804,9 +804,16 @@ def test_no_engines_time_runs_until_the_chunk_is_sent(bench: Bench) -> None:
     bench.ack("e0", Step.CHUNK)
     silent_until(bench, bench.now_ms + CONFIG.step_timeout_ms)
     assert set(group.update.members) == {"e0", "e1"}
-    silent_until(bench, bench.now_ms + 2000.0)
+    effects = silent_until(bench, bench.now_ms + 2000.0)
     assert set(group.update.members) == {"e0"}
-    assert group.update.excluded["e1"].code is NackCode.TIMEOUT
+    failure = group.update.excluded["e1"]
+    assert failure.code is NackCode.TIMEOUT
+    assert "e1 (heard 0 ms ago) lives but has not acked chunk 0 for " in failure.detail
+    (note,) = [
+        each for each in effects if isinstance(each, Note) and each.event == "engine_overdue"
+    ]
+    assert note.fields["peer"] == "e1"
+    assert note.fields["detail"] == failure.detail
 
 
 def test_a_chunk_that_is_sent_is_asked_again_with_both_its_messages(bench: Bench) -> None:
@@ -876,7 +883,8 @@ def test_an_engine_that_finds_another_sum_falls_out_and_is_named(bench: Bench) -
     group = bench.broker.groups["policy"]
     assert group.update.excluded["e1"].code is NackCode.CHECKSUM_MISMATCH
     assert group.update.excluded["e1"].tensor == "a"
-    assert group.roster.quarantined["e1"] == "not it"
+    assert group.update.excluded["e1"].detail == "chunk 0: not it"
+    assert group.roster.quarantined["e1"] == "chunk 0: not it"
 
 
 def test_with_nobody_left_both_messages_of_a_chunk_are_refused_with_the_reason(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -566,6 +567,8 @@ def test_a_step_ends_in_time_though_an_engine_lives_and_is_silent(
         assert isinstance(outcome.error, Refused)
         assert outcome.error.code is NackCode.TIMEOUT
         assert outcome.error.nack.peer == "e1"
+        step = {CallArm: "arm", CallStart: "start", CallPause: "pause_global"}[kind]
+        assert re.search(rf"e1 \(heard \d+ ms ago\).* {step}", str(outcome.error))
     assert scene.engine("e0").truth.running
     scene.engine("e1").release(kind)
     scene.rest()
@@ -653,6 +656,7 @@ def test_a_pause_that_takes_too_long_is_told_and_recovered() -> None:
     scene.pause()
     assert scene.world.run_until(lambda: not scene.trainer.busy, within_ms=3000.0)
     assert code_of(scene.trainer.outcomes[-1]) is NackCode.TIMEOUT
+    assert re.search(r"e1 \(heard \d+ ms ago\)", str(scene.trainer.outcomes[-1].error))
     assert not scene.engine("e0").truth.running
     scene.engine("e1").release(CallPause)
     scene.rest()

@@ -1,0 +1,131 @@
+"""A broker that says nothing any more in the middle of an update: the trainer hears it by name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from signal import SIGCONT, SIGSTOP
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from safetensors.torch import load_file
+
+from bus.errors import BusTimeout
+from bus.messages import ChunkSent, Commit
+from tests.integration.test_killed import engines, generate
+from tests.support.links import Links
+from trainer_agent import TrainerAgent
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine
+
+    from bus.messages import Message
+    from tests.integration.conftest import Bus
+    from tests.support.links import Way
+
+LEASE_MS = 20_000
+STEP_S = 2.0
+# By then the trainer has missed the broker.
+LONG_STEP_S = 5.0
+PATIENCE_S = 60.0
+# The message at which it falls silent, and what its error says of the step and the chunk.
+MOMENTS: dict[str, tuple[Callable[[Message], bool], set[tuple[str, int | None]]]] = {
+    "chunk": (lambda asked: isinstance(asked, ChunkSent) and asked.chunk == 1, {("chunk", 1)}),
+    # That all have finished may have been on its way.
+    "commit": (lambda asked: isinstance(asked, Commit), {("finish", None), ("commit", None)}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _long_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the answers of a silent broker: it would be for longer than the test."""
+    monkeypatch.setattr("trainer_agent.owed.CLEANUP_S", 10 * PATIENCE_S)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, PATIENCE_S))
+
+
+@contextlib.asynccontextmanager
+async def trainer(bus: Bus, step_s: float) -> AsyncIterator[tuple[TrainerAgent, Links]]:
+    """A trainer, alone behind a proxy."""
+    port = int(bus.address.rpartition(":")[2])
+    async with (
+        Links(port, lambda _: None) as links,
+        TrainerAgent(
+            links.address,
+            name="trainer",
+            lease_ms=LEASE_MS,
+            timeout_s=step_s,
+            buffers=1,
+            chunk_bytes=20_000,
+        ) as agent,
+    ):
+        await agent.wait_for_engines(1)
+        yield agent, links
+
+
+async def falls_silent(
+    agent: TrainerAgent, links: Links, bus: Bus, moment: str, silence: Callable[[], None]
+) -> BusTimeout:
+    """What an update raises in whose middle it does; nobody has ended the silence by then."""
+    matches, _ = MOMENTS[moment]
+    trap = links.trap(lambda passing: passing.way == "to" and matches(passing.message))
+    weights = load_file(bus.checkpoint.folder / "model.safetensors")
+    update = asyncio.create_task(agent.update_weights(weights))
+    await trap.caught.wait()
+    silence()
+    trap.release()
+    with pytest.raises(BusTimeout) as caught:
+        await update
+    return caught.value
+
+
+async def heals(agent: TrainerAgent, bus: Bus) -> None:
+    """The next update is committed, and the engine generates."""
+    weights = load_file(bus.checkpoint.folder / "model.safetensors")
+    version = await agent.update_weights(weights)
+    found = await asyncio.to_thread(engines, bus)
+    assert (found["e0"].version, found["e0"].phase) == (version, "running")
+    assert len(await asyncio.to_thread(generate, found["e0"].endpoint)) == 8
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_broker_that_is_stopped(bus: Bus, moment: str) -> None:
+    """The update fails while it is stopped still. Woken, it undoes what was begun, since the next
+    update is to be had."""
+    bus.sidecar("e0")
+
+    async def main() -> None:
+        async with trainer(bus, STEP_S) as (agent, links):
+            error = await falls_silent(
+                agent, links, bus, moment, lambda: bus.broker.signal(SIGSTOP)
+            )
+            bus.broker.signal(SIGCONT)
+            assert error.peer == "broker"
+            assert (error.step, error.chunk) in MOMENTS[moment][1]
+            assert error.heard_s is not None
+            assert error.heard_s >= STEP_S
+            assert "last heard" in str(error)
+            await heals(agent, bus)
+
+    run(main())
+
+
+@pytest.mark.parametrize("way", ["to", "from"])
+def test_a_link_that_is_cut_one_way(bus: Bus, way: Way) -> None:
+    """Where the broker still hears the trainer, it hears that the update is given up, and its
+    engine goes on; where it doesn't, it misses the trainer."""
+    sidecar = bus.sidecar("e0")
+
+    async def main() -> None:
+        async with trainer(bus, LONG_STEP_S) as (agent, links):
+            silence = lambda: links.swallow(way, "trainer")  # noqa: E731
+            error = await falls_silent(agent, links, bus, "chunk", silence)
+            assert (error.peer, error.step, error.chunk) == ("broker", "chunk", 1)
+            await asyncio.to_thread(bus.broker.wait_event, "quarantined", peer="e0")
+            links.heal()
+            await heals(agent, bus)
+
+    run(main())
+    assert sidecar.process.poll() is None

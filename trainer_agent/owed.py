@@ -1,0 +1,83 @@
+"""What the bus must hear of in any case: asked until it is answered.
+
+While the broker is heard, whoever owes it waits for the answer. A silent one keeps nobody: engines
+end their pause when its lease is over. It is told as soon as it is heard again, since it may never
+have missed this trainer, and hold its engines for it still; what the trainer asks for next comes
+behind that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import anyio
+
+import bus.log
+from bus.errors import BusClosed, BusTimeout, Refused, WavebusError
+from bus.messages import Abort, GroupAck, Resume, TrainerStep
+from bus.protocol.broker import BROKER_NAME
+
+if TYPE_CHECKING:
+    from trainer_agent.connection import Connection
+
+    Word: TypeAlias = Abort | Resume | TrainerStep
+
+# With a broker that is there, so long is waited for its answers.
+CLEANUP_S: Final = 30.0
+_LOOK_S: Final = 0.05
+
+
+class Owed:
+    """One connection's."""
+
+    def __init__(self, line: Connection) -> None:
+        self._line = line
+        self._paying: asyncio.Task[WavebusError | None] | None = None
+        self._log = bus.log.logger()
+
+    async def pay(self, *words: Word) -> WavebusError | None:
+        """Ask for these, one after the other; return when they are answered, or the broker is
+        missed: then they are asked for once it is back. No cancelled scope keeps them from it.
+
+        Returns:
+            What could not be had; None if all was.
+        """
+        paying = self._paying = asyncio.ensure_future(self._pay(words, self._paying))
+        with anyio.move_on_after(CLEANUP_S, shield=True):
+            while not paying.done() and self._line.joined:
+                await asyncio.wait([paying], timeout=_LOOK_S)
+        if paying.done():
+            return paying.result()
+        self._log.warning("undone_later", words=[type(word).__name__ for word in words])
+        return BusTimeout("the broker has not answered; it is told when it does", peer=BROKER_NAME)
+
+    async def paid(self, timeout_s: float) -> bool:
+        """Whether nothing is owed any more; waits for it."""
+        paying = self._paying
+        if paying is not None and not paying.done():
+            await asyncio.wait([paying], timeout=timeout_s)
+        return paying is None or paying.done()
+
+    async def _pay(
+        self, words: tuple[Word, ...], before: asyncio.Task[WavebusError | None] | None
+    ) -> WavebusError | None:
+        if before is not None:
+            await asyncio.wait([before])
+        refused = [await self._ask(word) for word in words]
+        return next((each for each in refused if each is not None), None)
+
+    async def _ask(self, word: Word) -> WavebusError | None:
+        expect = TrainerStep if isinstance(word, TrainerStep) else GroupAck
+        while True:
+            try:
+                answer = await self._line.ask(word, expect, timeout_s=CLEANUP_S, unheard=True)
+            except BusTimeout as late:
+                if late.peer != BROKER_NAME:  # it knows, and sees to it
+                    return late
+            except (Refused, BusClosed) as error:
+                return error
+            else:
+                if isinstance(word, Resume) and isinstance(answer, GroupAck) and answer.excluded:
+                    self._log.warning("engines_not_resumed", engines=list(answer.excluded))
+                return None
