@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bus.messages.bounds import Count, Escalation, PauseMode, Scope, SleepLevel, UpdateId
+from bus.messages.bounds import Count, Escalation, PauseMode, Scope, Serial, SleepLevel, UpdateId
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Engines that sleep wake by it."""
+    """Engines that sleep wake by it. ``version``: what the group serves, in the broker's own word:
+    who is behind it is resumed behind its door."""
 
     update_id: UpdateId
+    version: Serial = 0

@@ -168,6 +168,7 @@ class EngineSession:
                         f"weights may be mixed: the engine is {self.phase}",
                         hint="COMMIT or ABORT the update first",
                     )
+                self.door.group_version = max(self.door.group_version, message.version)
                 return self.pause.resume(msg_id, message)
             case Sleep():
                 self._need_paused(message.update_id)
@@ -238,6 +239,7 @@ class EngineSession:
             effects = self.pause.pause_returned(took_ms)
         elif isinstance(call, CallResume):
             effects = self.pause.resume_returned(job, took_ms, now_ms)
+            effects += self._mind_the_door()
         elif isinstance(call, CallSleep | CallWakeWeights):
             effects = self.memory.done(job, took_ms)
         elif isinstance(call, CallOpen):
@@ -356,11 +358,14 @@ class EngineSession:
     def told(self, group_version: int, now_ms: float) -> list[SessionEffect]:
         """The broker has said which version the group serves: who runs and is behind it closes
         its door; who is not any more, since all of a later one are gone, opens it."""
+        self.door.group_version = group_version
+        return self._with_calls(self._mind_the_door(), now_ms)
+
+    def _mind_the_door(self) -> list[SessionEffect]:
         door = self.door
-        door.group_version = group_version
         if self.pause.state is not EnginePauseState.RUNNING or not self.at_rest:
             return []
-        fields = {"version": self.version, "group_version": group_version}
+        fields = {"version": self.version, "group_version": door.group_version}
         effects: list[SessionEffect] = []
         if self.behind and (door.doubtful or not door.closed):
             if not door.doubtful:
@@ -369,7 +374,7 @@ class EngineSession:
         elif door.closed and not self.behind:
             effects.append(Note("opened", "info", fields))
             self._queue.add(CallOpen(), 0)
-        return self._with_calls(effects, now_ms)
+        return effects
 
     def word(self, word: LeaseWord, now_ms: float) -> list[SessionEffect]:
         """A mate has said how it stands, and may ask how this rank does."""

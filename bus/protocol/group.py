@@ -94,7 +94,7 @@ class Group:
         self.roster = Roster(name)
         self.followers = Followers()
         self.waves = Waves(name, lambda: self.epoch)
-        self.pause = PauseMachine(self.roster.staying)
+        self.pause = PauseMachine(self.roster.staying, lambda: self.version)
         self.sleep = SleepMachine()
         self.update = UpdateMachine()
         self.routing = Routing(self.roster, self.update)
@@ -226,7 +226,7 @@ class Group:
         ):
             stray = Abort(beat.update_id, "the bus knows nothing of this update")
         elif self._left_behind(peer, beat):
-            stray = Resume(beat.update_id)
+            stray = Resume(beat.update_id, self.version)
         elif self.pause.state is not PauseState.RUNNING or self.roster.broken(peer.name):
             return []
         elif self.roster.unsure(peer.name):
@@ -240,7 +240,7 @@ class Group:
                 return []  # its weights are touched: it gives that up first
             # Of a DP group, all have paused, or this one would not have; those that
             # have resumed wait for it.
-            stray = Resume(beat.update_id)
+            stray = Resume(beat.update_id, self.version)
         elif beat.phase == "pausing" and self.roster.still_pausing(peer.name):
             names = [name for name in self.roster.mates(peer.name) if name != peer.name]
             stray = self._complete(beat.update_id)

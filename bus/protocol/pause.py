@@ -86,8 +86,13 @@ class PauseMachine:
     ``staying`` says who is quarantined when a pause is resumed; they remain paused.
     """
 
-    def __init__(self, staying: Callable[[], frozenset[str]] = frozenset) -> None:
+    def __init__(
+        self,
+        staying: Callable[[], frozenset[str]] = frozenset,
+        version: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._staying = staying
+        self._version = version
         self.state = PauseState.RUNNING
         self.update_id = ""
         self.members: dict[str, str] = {}  # engine -> its DP group, of those in this pause
@@ -241,7 +246,7 @@ class PauseMachine:
         if not self.members:
             return self._emptied()
         self._go(event)
-        return self._ask(Step.RESUME, Resume(self.update_id), now_ms)
+        return self._ask(Step.RESUME, Resume(self.update_id, self._version()), now_ms)
 
     def _emptied(self) -> list[Instruction]:
         # Of a pause that failed both are awaited: the pause, and a resume asked too early.

@@ -26,6 +26,7 @@ from bus.messages import (
     Message,
     Nack,
     NackCode,
+    Resume,
     Step,
 )
 from bus.protocol.calls import (
@@ -244,6 +245,8 @@ class SimEngine:
         if not self.joined or not envelope.group or type(message) not in COMMANDS:
             return
         self.commands.append(message)
+        if isinstance(message, Resume):
+            self.truth.group_version = max(self.truth.group_version, message.version)
         if isinstance(message, ChunkSent):
             self._note_sent(message)
         effects = self.session.command(

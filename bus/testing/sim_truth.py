@@ -100,6 +100,7 @@ class Truth:
         self.sent: dict[int, bool] = {}  # chunks that have left, and whether to verify them
         self._target: Target = "model"  # of the update, from its ARM on
         self._started = False
+        self._begun: Target = "model"  # what was started last
         self._finished = False
         self._load_begun = False
         self.ahead = 1
@@ -207,8 +208,8 @@ class Truth:
                 self.transfer = call
             case CallArm(manifest, target):
                 self.manifest, self._target = manifest, target
-            case CallStart():
-                self._started = True
+            case CallStart(target=target):
+                self._started, self._begun = True, target
                 self._finished = self._load_begun = self.twisted = False
                 self.loaded = []
                 self.sent = {}
@@ -243,9 +244,9 @@ class Truth:
                 self.idle = True
                 if self.asleep:
                     self.asleep = {"weights", "cache"}
-            case CallStart():
+            case CallStart(target=target):
                 self._load_begun = True  # half started
-                self._started = True
+                self._started, self._begun = True, target
                 self.loaded = []
             case CallReceive() | CallLoad():
                 self.staged.clear()
@@ -368,7 +369,7 @@ class Truth:
         self._need_idle("it is put to sleep")
         if "weights" in self.asleep:
             self._refuse("it is put to sleep twice")
-        if self._started and self._target not in self.broken:
+        if self._started and self._begun not in self.broken:
             self._refuse("it is put to sleep in the middle of an update")
         self.asleep = {"weights", "cache"}
         if call.level == 2:  # noqa: PLR2004 - the level
@@ -379,7 +380,7 @@ class Truth:
     def _check_manifest(self, manifest: Manifest) -> None:
         if "weights" in self.asleep:
             self._refuse("a manifest is armed while the weights sleep")
-        if self._started and self._target not in self.broken:
+        if self._started and self._begun not in self.broken:
             self._refuse(f"a manifest of {manifest.chunks} chunks in the middle of an update")
 
     def _need_weights(self, what: str) -> None:

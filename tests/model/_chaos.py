@@ -304,6 +304,8 @@ class Chaos(Play):
         group = world.group
         if group is None or group.holder is None or group.holder.boot != trainer.boot:
             return
+        if not trainer.alive:  # and not missed yet
+            return
         if not group.version or trainer.kept[0] != group.version or not trainer.joined:
             return
 

@@ -28,8 +28,8 @@ _PROBES = Canary(((5, 9, 77, 31, 12), (40, 3, 18)), max_tokens=4)
 def run_rank(orders: Connection, broker: str, folder: str, options: dict[str, Any]) -> None:
     """Make updates until the other end of ``orders`` closes.
 
-    An order is the seed of the weights to send, how to pause, and whether to probe; an answer has the ``version``
-    that the bus gave, or the class and text of the ``error``.
+    An order is the seed of the weights to send, how to pause, and whether to probe; an answer has
+    the ``version`` that the bus gave, or the class and text of the ``error``.
     """
     bus.log.configure(level="info", json=True)
     weights = dict(sorted(load_file(f"{folder}/model.safetensors").items()))

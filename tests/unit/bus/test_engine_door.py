@@ -117,6 +117,27 @@ def test_who_falls_behind_in_a_pause_has_its_door_closed_before_its_resume(by_le
     assert driver.session.door.closed
 
 
+def test_a_resume_tells_it_too() -> None:
+    """Before any heartbeat is answered."""
+    driver = Driver().paused()
+    driver.command(Resume("u1", THE_GROUPS))
+    assert driver.calls[-1] == CallAbortRequests()
+    driver.returned()
+    assert driver.calls[-1] == CallResume(opens=False)
+    driver.returned()
+    assert driver.session.behind
+    assert driver.session.door.closed
+
+
+def test_who_hears_of_it_while_it_is_resumed_closes_its_door_then() -> None:
+    """The resume is under way, and is not to be taken back."""
+    driver = Driver().paused()
+    driver.command(Resume("u1"))
+    assert told(driver) == []
+    driver.returned()
+    assert driver.calls[-1] == CallAbortRequests()
+
+
 def test_who_is_behind_nobody_any_more_opens_it() -> None:
     """All who served the later version are gone, and the bus has forgotten it."""
     driver = closed()
