@@ -13,12 +13,13 @@ from bus.protocol.pause import TRANSITIONS, PauseEvent, PauseMachine, PauseState
 from tests.unit.bus._builders import LOST, ack
 
 MEMBERS = {"e0": "e0", "e1": "dp1", "e2": "dp1"}
+VERSION = 7  # that the group serves
 ASK = PauseLocal("u1", "keep", True, 30_000, 60_000, 0, "keep")
 
 
 def machine(state: PauseState) -> PauseMachine:
     """A machine that was brought to this state the long way."""
-    pause = PauseMachine()
+    pause = PauseMachine(version=lambda: VERSION)
     if state is PauseState.RUNNING:
         return pause
     pause.ask(ASK, MEMBERS, 0.0)
@@ -147,7 +148,7 @@ def test_paused_is_said_after_the_last_ack_of_phase_two() -> None:
 def test_a_resume_is_asked_of_everybody_and_told_when_all_have_resumed() -> None:
     """The machine is ready for the next pause only then."""
     pause = machine(PauseState.PAUSED)
-    assert pause.resume(5.0) == [Ask(Resume("u1"), ("e0", "e1", "e2"))]
+    assert pause.resume(5.0) == [Ask(Resume("u1", VERSION), ("e0", "e1", "e2"))]
     (done,) = all_ack(pause, Step.RESUME)
     assert isinstance(done, StepDone)
     assert done.step is Step.RESUME
@@ -166,7 +167,7 @@ def test_a_resume_asked_too_early_undoes_nothing(state: PauseState) -> None:
     if state is PauseState.LOCAL:
         all_ack(pause, Step.PAUSE_LOCAL)
     (ask,) = all_ack(pause, Step.PAUSE_GLOBAL)
-    assert ask == Ask(Resume("u1"), ("e0", "e1", "e2"))
+    assert ask == Ask(Resume("u1", VERSION), ("e0", "e1", "e2"))
     assert pause.state is PauseState.RESUMING
     failed, resumed = all_ack(pause, Step.RESUME)
     assert isinstance(failed, StepFailed)
@@ -182,7 +183,7 @@ def test_an_engine_lost_on_the_way_takes_its_dp_group_along(state: PauseState) -
     if state is PauseState.LOCAL:
         pause.acked("e0", ack(Step.PAUSE_LOCAL), 3.0)
     (ask,) = pause.acked("e0", ack(Step.PAUSE_GLOBAL), 4.0)
-    assert ask == Ask(Resume("u1"), ("e0",))
+    assert ask == Ask(Resume("u1", VERSION), ("e0",))
     failed, _ = pause.acked("e0", ack(Step.RESUME), 5.0)
     assert failed == StepFailed(Step.PAUSE_GLOBAL, LOST)
 
@@ -192,7 +193,7 @@ def test_the_last_one_waited_for_being_lost_completes_the_round() -> None:
     pause = machine(PauseState.GLOBAL)
     pause.acked("e0", ack(Step.PAUSE_GLOBAL), 3.0)
     (ask,) = pause.lost("e2", LOST, 4.0)
-    assert ask == Ask(Resume("u1"), ("e0",))
+    assert ask == Ask(Resume("u1", VERSION), ("e0",))
     assert pause.state is PauseState.RESUMING
 
 
@@ -201,7 +202,7 @@ def test_an_engine_lost_while_paused_leaves_the_others_paused() -> None:
     pause = machine(PauseState.PAUSED)
     assert pause.lost("e0", LOST, 3.0) == []
     assert pause.state is PauseState.PAUSED
-    assert pause.resume(4.0) == [Ask(Resume("u1"), ("e1", "e2"))]
+    assert pause.resume(4.0) == [Ask(Resume("u1", VERSION), ("e1", "e2"))]
 
 
 def test_an_engine_lost_while_resuming_is_not_waited_for() -> None:
@@ -275,7 +276,7 @@ def test_quarantined_engines_stay_paused() -> None:
     """They are asked nothing, and the others resume."""
     pause = machine(PauseState.PAUSED)
     pause._staying = lambda: frozenset({"e1", "e2", "e7"})
-    assert pause.resume(5.0) == [Ask(Resume("u1"), ("e0",))]
+    assert pause.resume(5.0) == [Ask(Resume("u1", VERSION), ("e0",))]
 
 
 def test_quarantined_engines_stay_paused_when_a_pause_is_recovered() -> None:
@@ -284,7 +285,7 @@ def test_quarantined_engines_stay_paused_when_a_pause_is_recovered() -> None:
     pause._staying = lambda: frozenset({"e1", "e2"})
     pause.fail(LOST)
     (ask,) = all_ack(pause, Step.PAUSE_GLOBAL)
-    assert ask == Ask(Resume("u1"), ("e0",))
+    assert ask == Ask(Resume("u1", VERSION), ("e0",))
 
 
 def test_with_all_quarantined_nobody_is_resumed() -> None:
@@ -341,7 +342,7 @@ def test_a_pause_that_a_rank_refused_is_completed_then_resumed_once_and_has_fail
         assert pause.retry()[0] == Ask(ASK, ("e1",))
         assert pause.acked("e1", ack(Step.PAUSE_LOCAL), 3.0) == []
     (ask,) = all_ack(pause, Step.PAUSE_GLOBAL)
-    assert ask == Ask(Resume("u1"), ("e0", "e1", "e2"))
+    assert ask == Ask(Resume("u1", VERSION), ("e0", "e1", "e2"))
     failed, resumed = all_ack(pause, Step.RESUME)
     assert failed == StepFailed(Step.PAUSE_GLOBAL, replace(CANNOT, detail="attempt 0"))
     assert isinstance(resumed, StepDone)
@@ -363,8 +364,8 @@ def test_a_rank_that_is_given_up_takes_its_mates_along_and_is_asked_no_more() ->
     pause.acked("e0", ack(Step.PAUSE_GLOBAL), 2.0)
     pause.refused("e1", CANNOT, 3.0)
     (ask,) = pause.lost("e1", Failure(NackCode.TIMEOUT, "too long", peer="e1"), 9.0)
-    assert ask == Ask(Resume("u1"), ("e0",))
-    assert pause.retry() == [Ask(Resume("u1"), ("e0",))]
+    assert ask == Ask(Resume("u1", VERSION), ("e0",))
+    assert pause.retry() == [Ask(Resume("u1", VERSION), ("e0",))]
     failed, _ = pause.acked("e0", ack(Step.RESUME), 10.0)
     assert failed == StepFailed(Step.PAUSE_GLOBAL, CANNOT)
 
@@ -385,7 +386,7 @@ def test_a_rank_that_refuses_to_resume_is_asked_to_resume_again() -> None:
     for name in ("e0", "e2"):
         pause.acked(name, ack(Step.RESUME), 6.0)
     assert pause.refused("e1", CANNOT, 7.0) == []
-    assert pause.retry() == [Ask(Resume("u1"), ("e1",))]
+    assert pause.retry() == [Ask(Resume("u1", VERSION), ("e1",))]
     (done,) = pause.acked("e1", ack(Step.RESUME), 8.0)
     assert isinstance(done, StepDone)
 
