@@ -46,6 +46,8 @@ EndState: TypeAlias = Literal["waiting", "resumed", "quarantined"]
 # What an update has begun to bring: nothing, one of the models, or a LoRA adapter.
 Begun: TypeAlias = Literal["", "model", "draft", "adapter"]
 Parts: TypeAlias = Annotated[tuple[ShortText, ...], Meta(max_length=16)]
+MAX_CORES: Final = 256
+Cores: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_CORES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class Hold:
             something of an update was loaded, or a sleep has discarded them.
         asleep: memory was given back.
         resuming: the sidecar is ending the pause; all ranks of its DP group are.
+        cores: the processes of all cores behind the engine's one client, which decide as one;
+            empty if it has one core.
     """
 
     serial: Count
@@ -76,6 +80,7 @@ class Hold:
     broken: Parts
     asleep: bool
     resuming: bool
+    cores: Cores = ()
 
 
 @dataclass(frozen=True, slots=True)

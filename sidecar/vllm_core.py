@@ -6,19 +6,20 @@ Asked of the plugin once, when the adapter starts: later the core may answer nob
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import bus.log
 from bus.errors import EngineError
 from sidecar.corepage import LOCALLY_PAUSED, NoPage, PageReader
-from sidecar.holdpage import HoldPage, NoHoldPage, hold_path
+from sidecar.holdpage import HoldEnd, HoldPage, NoHoldPage, hold_path
 from sidecar.vllm_plugin import environment
 
 if TYPE_CHECKING:
     from sidecar.corepage import CoreView
     from sidecar.engine import EngineInfo
-    from sidecar.holdpage import Hold, HoldEnd, LeftBehind
+    from sidecar.holdpage import EndState, Hold, LeftBehind
     from sidecar.vllm_plugin.environment import DpCoordinator
     from sidecar.vllm_plugin.facts import Facts
 
@@ -30,7 +31,8 @@ class CoreLink:
         self._wanted = wanted
         self._page: PageReader | None = None
         self._gateway_pid = 0
-        self._hold_page: HoldPage | None = None
+        self._hold_pages: tuple[HoldPage, ...] = ()  # one of each core, or none at all
+        self._pids: tuple[int, ...] = ()  # of several cores
         self._cores = 0
         self._log = bus.log.logger()
 
@@ -46,40 +48,72 @@ class CoreLink:
         if here:
             self._page = PageReader(Path(facts.page)) if facts.page else None
             self._gateway_pid = facts.gateway_pid
-            self._hold_page = self._open_hold_page(cores)
+            self._hold_pages = self._open_hold_pages(facts, cores)
         self._cores = cores
 
-    def _open_hold_page(self, cores: int) -> HoldPage | None:
+    def _open_hold_pages(self, facts: Facts, cores: int) -> tuple[HoldPage, ...]:
         """None: a pause that this sidecar leaves behind is ended by nobody."""
+        reason = ""
         if self._page is None:
-            self._log.warning("hold_not_kept", reason="the engine's core has no status page")
-        elif cores > 1:
-            self._log.warning("hold_not_kept", reason=f"{cores} cores behind one client")
+            reason = "the engine's core has no status page"
+        elif cores > 1 and len(facts.cores) != cores:
+            reason = (
+                f"{cores} cores behind one client, and pages of {len(facts.cores)} on this host"
+            )
         else:
+            own = self._page.path
+            self._pids = facts.cores if cores > 1 else ()
+            paths = [own.with_stem(str(pid)) for pid in self._pids] or [own]
             try:
-                return HoldPage.open(hold_path(self._page.path))
+                return tuple(HoldPage.open(hold_path(path)) for path in paths)
             except NoHoldPage as error:
-                self._log.warning("hold_not_kept", reason=str(error))
-        return None
+                reason = str(error)
+        self._log.warning("hold_not_kept", reason=reason)
+        return ()
 
     def hold(self, hold: Hold | None) -> HoldEnd | None:
-        """See :meth:`sidecar.engine.Engine.hold`."""
-        page = self._hold_page
-        if page is None:
-            return None
-        end = page.end()
-        if hold is not None and end is not None and end.serial == hold.serial:
-            return end
-        if hold is not None or page.hold() is not None:
-            page.write_hold(hold)
+        """See :meth:`sidecar.engine.Engine.hold`. Several cores have ended it when all have; one
+        that has voted is left to the others."""
+        if hold is not None:
+            hold = replace(hold, cores=self._pids)
+            end = self._ended(hold)
+            if end is not None:
+                return end
+        for page in self._hold_pages:
+            if hold is not None or page.hold() is not None:
+                page.write_hold(hold)
         return None
+
+    def _ended(self, hold: Hold) -> HoldEnd | None:
+        """What the cores have made of this hold; or of the one before it, as long as several of
+        them are about to decide: it is not to be taken from under them."""
+        held = [(page.hold(), page.end()) for page in self._hold_pages]
+        ends = [end for now, end in held if now and end and now.serial == end.serial]
+        if not ends:
+            return None
+        states = {end.state for end in ends}
+        state: EndState = "waiting"
+        if "quarantined" in states:
+            state = "quarantined"
+        elif states == {"resumed"} and len(ends) == len(held):
+            state = "resumed"
+        undecided = state == "waiting" and bool(self._pids)
+        if not undecided and all(end.serial != hold.serial for end in ends):
+            return None
+        reasons = (end.reason for end in ends if end.state == state)
+        return HoldEnd(hold.serial, state, next(reasons, "not all of its cores have decided"))
 
     def left_behind(self) -> LeftBehind | None:
         """See :meth:`sidecar.engine.Engine.left_behind`."""
-        view = self.view()
-        if self._hold_page is None or view is None:
-            return None
-        return self._hold_page.left_behind(paused=bool(view.flags & LOCALLY_PAUSED))
+        found: list[LeftBehind] = []
+        for page in self._hold_pages:
+            try:
+                flags = PageReader(page.path.with_suffix(".page")).read().flags
+            except NoPage:
+                continue
+            left = page.left_behind(paused=bool(flags & LOCALLY_PAUSED))
+            found += [left] if left is not None else []
+        return next((left for left in found if left.broken), found[0] if found else None)
 
     def view(self) -> CoreView | None:
         """The page as it is now; None without one."""

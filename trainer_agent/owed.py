@@ -33,17 +33,19 @@ class Owed:
 
     def __init__(self, line: Connection) -> None:
         self._line = line
-        self._paying: asyncio.Task[WavebusError | None] | None = None
+        self._paying: set[asyncio.Task[WavebusError | None]] = set()
         self._log = bus.log.logger()
 
     async def pay(self, *words: Word) -> WavebusError | None:
-        """Ask for these, one after the other; return when they are answered, or the broker is
-        missed: then they are asked for once it is back. No cancelled scope keeps them from it.
+        """Ask for these, in this order; return when they are answered, or the broker is missed:
+        then they are asked for until it is back. No cancelled scope keeps them from it.
 
         Returns:
             What could not be had; None if all was.
         """
-        paying = self._paying = asyncio.ensure_future(self._pay(words, self._paying))
+        paying = asyncio.ensure_future(self._pay(words))
+        self._paying.add(paying)
+        paying.add_done_callback(self._paying.discard)
         with anyio.move_on_after(CLEANUP_S, shield=True):
             while not paying.done() and self._line.joined:
                 await asyncio.wait([paying], timeout=_LOOK_S)
@@ -54,17 +56,13 @@ class Owed:
 
     async def paid(self, timeout_s: float) -> bool:
         """Whether nothing is owed any more; waits for it."""
-        paying = self._paying
-        if paying is not None and not paying.done():
-            await asyncio.wait([paying], timeout=timeout_s)
-        return paying is None or paying.done()
+        if self._paying:
+            await asyncio.wait(self._paying, timeout=timeout_s)
+        return all(each.done() for each in self._paying)
 
-    async def _pay(
-        self, words: tuple[Word, ...], before: asyncio.Task[WavebusError | None] | None
-    ) -> WavebusError | None:
-        if before is not None:
-            await asyncio.wait([before])
-        refused = [await self._ask(word) for word in words]
+    async def _pay(self, words: tuple[Word, ...]) -> WavebusError | None:
+        """None waits for the answer to the one before: a broker that can't be heard obeys all."""
+        refused = await asyncio.gather(*(self._ask(word) for word in words))
         return next((each for each in refused if each is not None), None)
 
     async def _ask(self, word: Word) -> WavebusError | None:

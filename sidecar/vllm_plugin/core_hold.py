@@ -8,19 +8,21 @@ does on its own thread, between two of its turns:
 ==================== =================================================================
 found                then
 ==================== =================================================================
-not paused           nothing; unless a mate of its DP group is: then the pause is
-                     completed here, so that all can resume
+not paused           nothing; unless a mate is: then the pause is completed here, so that
+                     all can resume
 a part is missing    quarantined: stays paused, requests end with the tokens they have
 an update was begun  restored; it is whole then
 memory sleeps        woken
-whole                of a DP group of one: resumed. Else it votes, see below
+whole                without mates: resumed. Else it votes, see below
 ==================== =================================================================
 
-Ranks of a DP group decide as one, by their pages. A rank that finds itself whole *votes*: from
-then on its hold is void, and nothing that the sidecar still sends is loaded. When every mate has
-voted, or is being resumed by its own sidecar, it resumes: each rank by itself, and all alike.
-When a mate lacks a part, or serves another version, it is quarantined. It waits, and says for
-whom, while a mate's lease runs, or its page can't be read, or it is on another host.
+Mates decide as one, by their pages: ranks of a DP group, which tell each other where those are;
+and cores behind one client (vLLM's internal load balancer), whose one sidecar holds them all, and
+names them in the hold. A core that finds itself whole *votes*: from then on its hold is void, and
+nothing that the sidecar still sends is loaded. When every mate has voted, or is being resumed by
+its own sidecar, it resumes: each core by itself, and all alike. When a mate lacks a part, or
+serves another version, it is quarantined. It waits, and says for whom, while a mate's lease runs,
+or its page can't be read, or it is on another host.
 
 A sidecar that lives acts by itself when its lease is over; the core gives it ``GRACE_S`` for that.
 """
@@ -34,7 +36,7 @@ import threading
 import time
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
@@ -59,11 +61,15 @@ _UPDATES: Final = (wire.Start, wire.Receive, wire.Load, wire.LoadAdapter, wire.F
 
 
 class Mate(msgspec.Struct, frozen=True):
-    """Another rank of the DP group, as it tells of itself; ``host`` names one life of one."""
+    """Another rank of the DP group, as it tells of itself, or another core behind the one client;
+    ``host`` names one life of one."""
 
     rank: int
     host: str
     page: str
+
+
+Mates: TypeAlias = dict[str, Mate | None]  # by what they are called
 
 
 class HoldWatch:
@@ -116,14 +122,16 @@ class HoldWatch:
         end = self.page.end()
         if end is not None and end.serial == hold.serial and end.state != "waiting":
             return
+        mates = self._mates_in(hold)
         if not _paused(self._core):
-            self._complete_the_mates()
+            if self._size > 1 or not hold.resuming:
+                self._complete_the_mates(mates)
             return
-        if not _complete(self._core) and (self._size > 1 or _alive(hold.holder_pid)):
+        if not _complete(self._core) and (mates or _alive(hold.holder_pid)):
             return  # the sidecar's call is pending
-        self._decide(hold)
+        self._decide(hold, mates)
 
-    def _decide(self, hold: Hold) -> None:
+    def _decide(self, hold: Hold, mates: Mates) -> None:
         if hold.broken:
             self._quarantine(hold, f"of {', '.join(hold.broken)} not all weights are there")
             return
@@ -135,9 +143,9 @@ class HoldWatch:
                 self._quarantine(hold, f"an update could not be undone: {error}")
                 return
             self._prepared = hold.serial
-        if self._size > 1:
+        if mates:
             self.page.write_end(hold.serial, "waiting", self._said)
-            state, reason = self._verdict(hold)
+            state, reason = self._verdict(hold, mates)
         else:
             state, reason = "resumed", "nobody renewed the lease"
         if state == "quarantined":
@@ -173,7 +181,7 @@ class HoldWatch:
             level = logging.INFO if state == "resumed" else logging.WARNING
             _log.log(level, "wavebus: pause %s is %s: %s", hold.pause_id, state, reason)
 
-    # -- the DP group ------------------------------------------------------------------
+    # -- the mates ---------------------------------------------------------------------
 
     def _meet(self) -> None:
         """Learn where the mates' pages are; they may boot later than this one."""
@@ -184,31 +192,40 @@ class HoldWatch:
             if rank != self._rank and rank not in self._mates and self._store.check([key]):
                 self._mates[rank] = msgspec.json.decode(self._store.get(key), type=Mate)
 
-    def _verdict(self, mine: Hold) -> tuple[EndState, str]:
-        """What all ranks come to, by what each has written. This one is whole, and has voted."""
+    def _mates_in(self, hold: Hold) -> Mates:
+        """Who decides with this core; None for a rank that has not told of itself yet."""
+        if self._size > 1:
+            ranks = (rank for rank in range(self._size) if rank != self._rank)
+            return {f"rank {rank}": self._mates.get(rank) for rank in ranks}
+        own = self.page.path
+        return {
+            f"core {pid}": Mate(0, _host(), str(own.with_stem(str(pid))))
+            for pid in hold.cores
+            if str(pid) != own.stem
+        }
+
+    def _verdict(self, mine: Hold, mates: Mates) -> tuple[EndState, str]:
+        """What all come to, by what each has written. This one is whole, and has voted."""
         waits = ""
-        for rank in range(self._size):
-            if rank == self._rank:
-                continue
+        for name, mate in mates.items():
             try:
-                state, reason = self._of_mate(mine, rank)
+                state, reason = self._of_mate(mine, mate)
             except NoHoldPage as error:
-                state, reason = "waiting", f"rank {rank}: {error}"
+                state, reason = "waiting", str(error)
             if state == "quarantined":
-                return state, f"rank {rank}: {reason}"
+                return state, f"{name}: {reason}"
             if state == "waiting":
-                waits = waits or f"rank {rank}: {reason}"
+                waits = waits or f"{name}: {reason}"
         if waits:
             return "waiting", waits
-        return "resumed", "nobody renewed the lease, and no rank lacks a part"
+        return "resumed", "nobody renewed the lease, and no mate lacks a part"
 
-    def _of_mate(self, mine: Hold, rank: int) -> tuple[EndState, str]:
+    def _of_mate(self, mine: Hold, mate: Mate | None) -> tuple[EndState, str]:
         """What one mate has to say.
 
         Raises:
             NoHoldPage: it can't be asked.
         """
-        mate = self._mates.get(rank)
         if mate is None:
             raise NoHoldPage("it has told of no hold page")
         if mate.host != _host():
@@ -219,24 +236,24 @@ class HoldWatch:
             if _stays_paused(mate):
                 return "waiting", "it is paused, and nobody says by what right"
             return "resumed", ""
-        if hold.broken or (end is not None and end.state == "quarantined"):
+        made = end.state if end is not None and end.serial == hold.serial else ""
+        if hold.broken or made == "quarantined":
             return "quarantined", "not all of its weights are there"
         if hold.version != mine.version:
             return "quarantined", f"it serves version {hold.version}, this one {mine.version}"
-        voted = end is not None and end.serial == hold.serial
-        if voted or hold.resuming:
+        if made or hold.resuming:
             return "resumed", ""
         return "waiting", "its sidecar holds it paused"
 
-    def _complete_the_mates(self) -> None:
-        """A mate that is paused waits in a collective until this rank is, too."""
-        for mate in self._mates.values():
+    def _complete_the_mates(self, mates: Mates) -> None:
+        """A mate that is paused waits until this core is, too; in lockstep, in a collective."""
+        for name, mate in mates.items():
             try:
-                paused = mate.host == _host() and _stays_paused(mate)
+                paused = mate is not None and mate.host == _host() and _stays_paused(mate)
             except NoHoldPage:
                 continue
             if paused:
-                _log.warning("wavebus: rank %d is paused alone; completing its pause", mate.rank)
+                _log.warning("wavebus: %s is paused alone; completing its pause", name)
                 self._core.pause_scheduler("keep", False)
                 return
 

@@ -42,6 +42,22 @@ def page_path(pid: int) -> Path:
     return pages_folder() / f"{pid}{_SUFFIX}"
 
 
+def siblings(pid: int) -> tuple[int, ...]:
+    """The cores that the parent of this one has started: those behind one client. With itself."""
+    parent = _parent_of(pid)
+    pids = (int(path.stem) for path in pages_folder().glob(f"*{_SUFFIX}") if path.stem.isdigit())
+    return tuple(sorted(each for each in pids if parent and _parent_of(each) == parent))
+
+
+def _parent_of(pid: int) -> int:
+    """0: it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[1])
+
+
 class CoreWatch:
     """What one core writes of itself."""
 

@@ -17,8 +17,9 @@ from msgspec import Meta
 
 from bus.errors import EngineError
 from bus.messages import MAX_REQUEST_IDS, Count, ShortText
+from sidecar.holdpage import MAX_CORES, Cores
 from sidecar.vllm_plugin import environment, wire
-from sidecar.vllm_plugin.core_page import page_path
+from sidecar.vllm_plugin.core_page import page_path, siblings
 from sidecar.vllm_plugin.door import DOOR
 
 ASK_FACTS: Final = "wavebus_facts"
@@ -38,13 +39,15 @@ _TAIL: Final = re.compile(r"-[0-9a-f]{8}\Z")
 
 class Facts(msgspec.Struct, frozen=True):
     """``page``: the core's status page, empty without one; ``gateway_pid``: of the gateway
-    that this rank started, 0 if it started none."""
+    that this rank started, 0 if it started none; ``cores``: the processes of all cores with such
+    pages that the core's own parent has started."""
 
     coordinator: environment.DpCoordinator
     dp_group: ShortText
     gateway_pid: Count
     core_pid: Count
     page: Annotated[str, Meta(max_length=_MAX_PATH)]
+    cores: Cores
 
 
 def read(answer: Any) -> Facts:
@@ -154,6 +157,7 @@ def _facts(_worker: Any) -> dict[str, Any]:
             gateway_pid=int(gateway) if gateway.isdigit() else 0,
             core_pid=core_pid,
             page=str(page_path(core_pid)) if core_pid else "",
+            cores=siblings(core_pid)[:MAX_CORES] if core_pid else (),
         )
     )
     return facts

@@ -120,15 +120,13 @@ class Rank:
 
     async def do_end(self, serial: int) -> dict[str, Any] | None:
         """What its core has made of that hold."""
-        page = self._engine._core._hold_page
-        assert page is not None
+        (page,) = self._engine._core._hold_pages
         end = page.end()
         return dataclasses.asdict(end) if end is not None and end.serial == serial else None
 
     async def do_hide_page(self, hidden: bool) -> None:
         """So that no other rank can read it."""
-        page = self._engine._core._hold_page
-        assert page is not None
+        (page,) = self._engine._core._hold_pages
         away = page.path.with_suffix(".away")
         page.path.rename(away) if hidden else away.rename(page.path)
 

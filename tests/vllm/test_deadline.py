@@ -45,7 +45,7 @@ NOBODY = 2**22 + 1  # no process has this number
 class Attached:
     """A server that nobody supervises, and requests to it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *extra: str) -> None:
         self.checkpoint: Checkpoint = make_checkpoint(
             folder / "model", seed=1, max_positions=MAX_POSITIONS
         )
@@ -56,7 +56,7 @@ class Attached:
             "WAVEBUS_CORE_PAGES": str(self.pages),
         }
         prepared = prepare(
-            [*server_argv(self.checkpoint.folder), "--port", str(free_port())], environment
+            [*server_argv(self.checkpoint.folder, *extra), "--port", str(free_port())], environment
         )
         self.url = prepared.base_url
         self.process = subprocess.Popen(

@@ -131,6 +131,21 @@ def pair(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[Core]:
     return ranks
 
 
+@pytest.fixture
+def cores(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[Core]:
+    """Two cores behind one client, which have no word with each other."""
+    found = []
+    for index in range(2):
+        core = module.EngineCoreProc(engine_index=index)
+        path = page_path(1000 + index)
+        monkeypatch.setattr(core_hold, "page_path", lambda _pid, path=path: path)
+        found.append(Core(core, core_hold.HoldWatch(core)))
+        shows(index, "idle")
+    by_core = {id(each.core): each.watch for each in found}
+    monkeypatch.setattr(core_hold._watches, "of", lambda core: by_core[id(core)])
+    return found
+
+
 def shows(rank: int, phase: CorePhase, flags: int = 0) -> None:
     """The status page of a rank."""
     page = CorePage(hold_path(page_path(1000 + rank)).with_suffix(".page"))
@@ -341,6 +356,16 @@ def test_a_mate_that_was_quarantined_takes_the_other_along(pair: list[Core]) -> 
     assert zero.looks() == "quarantined"
 
 
+def test_a_quarantine_that_is_over_is_none(pair: list[Core]) -> None:
+    """What a mate has made of an earlier hold."""
+    zero, one = pair
+    assert one.paused().held(a_hold(broken=("model",))).looks() == "quarantined"
+    zero.paused().held(a_hold(8))
+    one.held(a_hold(8))
+    assert zero.looks() == "waiting"
+    assert [one.looks(), zero.looks()] == ["resumed", "resumed"]
+
+
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
@@ -389,6 +414,71 @@ def test_a_pause_that_reached_a_mate_alone_is_completed(pair: list[Core]) -> Non
     assert one.looks() == ""
     assert one.core.pending_pause
     assert zero.core.scheduler.pause_state == 0
+
+
+# -- cores behind one client -----------------------------------------------------------
+
+BOTH = (1000, 1001)
+
+
+def of_both(serial: int = 7, **fields: Any) -> Hold:
+    """Their one sidecar's hold."""
+    return replace(a_hold(serial, **fields), cores=BOTH)
+
+
+def test_cores_that_are_whole_resume_together(cores: list[Core]) -> None:
+    """The first one restores what was begun, votes, and waits for the second."""
+    zero, one = cores
+    for each in cores:
+        each.paused().held(of_both(begun="model"))
+    assert zero.looks() == "waiting"
+    assert "core 1001: its sidecar holds it paused" in zero.reason
+    assert not zero.runs
+    assert "the pause's lease was over" in zero.watch.void()
+    assert [one.looks(), zero.looks()] == ["resumed", "resumed"]
+    assert zero.runs
+    assert one.runs
+    assert [each.operations for each in cores] == [[wire.Restore("model")]] * 2
+
+
+@pytest.mark.parametrize("how", ["broken", "not restored"])
+def test_when_one_core_lacks_a_part_none_resumes(cores: list[Core], how: str) -> None:
+    """Its sidecar died between the two pages; or what was begun could not be undone there."""
+    zero, one = cores
+    zero.paused().held(of_both(begun="model"))
+    one.paused().held(of_both(begun="model", broken=("model",) if how == "broken" else ()))
+    one.core.fails = RuntimeError("it broke")
+    zero.looks()
+    assert [one.looks(), zero.looks()] == ["quarantined", "quarantined"]
+    assert [each.core.outputs for each in cores] == [["ended"], ["ended"]]
+    assert not zero.runs
+    assert not one.runs
+
+
+def test_a_core_that_the_resume_has_not_reached_follows(cores: list[Core]) -> None:
+    """Its sidecar died in the middle of it; who runs is not paused again."""
+    zero, one = cores
+    for each in cores:
+        each.held(of_both(resuming=True))
+    one.paused()
+    shows(1, "idle", LOCALLY_PAUSED)
+    assert zero.looks() == ""
+    assert zero.runs
+    assert one.looks() == "resumed"
+    assert one.runs
+
+
+def test_a_pause_that_reached_one_core_alone_is_completed(cores: list[Core]) -> None:
+    """Then both can agree."""
+    zero, one = cores
+    for each in cores:
+        each.held(of_both())
+    one.paused()
+    shows(1, "idle", LOCALLY_PAUSED)
+    assert one.looks() == "waiting"
+    assert zero.looks() == ""
+    assert not zero.runs
+    assert [zero.looks(), one.looks()] == ["resumed", "resumed"]
 
 
 # -- inside vLLM -----------------------------------------------------------------------
