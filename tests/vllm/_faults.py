@@ -45,11 +45,13 @@ def make_world(folder: Path, scene: str) -> World:
         *("--enforce-eager", "--max-num-seqs", "8", "--max-model-len", str(MAX_POSITIONS)),
         *("--disable-uvicorn-access-log", "--model"),
     )
-    vllm = EngineKind(
-        ("--dp-coordinator", "bus") if scene == "vllm_dp" else (),
-        server,
-        boot_environment(folder / "plugin", rest_ms=_REST_MS),
-    )
+    environment = {
+        **boot_environment(folder / "plugin", rest_ms=_REST_MS),
+        # Cores come from their servers, and need not import all of vLLM once more.
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    }
+    coordinated = ("--dp-coordinator", "bus") if scene == "vllm_dp" else ()
+    vllm = EngineKind(coordinated, server, environment)
     if scene == "vllm_dp":
         return World(folder, checkpoint, alone=_EMBEDDED, lockstep=vllm, pace=_PACE)
     return World(folder, checkpoint, alone=vllm, lockstep=_EMBEDDED, pace=_PACE)
