@@ -145,6 +145,22 @@ def test_a_rank_that_undoes_what_it_began_holds_its_engine_still() -> None:
     assert driver.session.held_for_ms(OVER_MS + 1) > 0
 
 
+def test_a_pause_that_waited_is_forgotten_when_the_engine_ends_its_own() -> None:
+    """It is asked for again; else it would follow the resume of a later one."""
+    later = PauseLocal("u2", "keep", True, 5_000, 60_000, 0, "keep")
+    driver = rank_of(2).paused()
+    driver.tick(OVER_MS)
+    driver.command(later)
+    driver.session.found_running()
+    driver.command(later)
+    driver.returned()
+    assert driver.session.phase == "paused"
+    driver.command(Resume("u2"))
+    driver.returned()
+    assert driver.session.phase == "running"
+    assert driver.running is None
+
+
 def test_a_rank_restores_what_it_began_before_it_says_that_it_is_clean() -> None:
     """Until then it can't say."""
     driver = rank_of(2).started()
