@@ -188,6 +188,7 @@ class Play:
                 continue
             if answers["trainer-0"]["excluded"]:
                 continue
+            await self._everybody_is_heard()
             await world.until("everybody to run", self._all_run)
             if all(seen.version == version for seen in world.engines.values()):
                 break
@@ -200,6 +201,20 @@ class Play:
 
         for name in ENGINES:
             await world.until(f"{name} to generate", partial(generates, name))
+
+    async def _everybody_is_heard(self) -> None:
+        """Until then, what engines have said of themselves may be of before the update; and so may
+        be a first heartbeat, which was under way."""
+        engines = self.world.engines
+        before = {name: (seen.boot, seen.beats) for name, seen in engines.items()}
+
+        def heard() -> bool:
+            return all(
+                seen.boot != before[name][0] or seen.beats > before[name][1] + 1
+                for name, seen in engines.items()
+            )
+
+        await self.world.until("everybody to be heard after the update", heard)
 
     def _all_run(self) -> bool:
         return all(seen.phase == "running" for seen in self.world.engines.values())
