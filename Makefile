@@ -48,12 +48,14 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.vllm: pyproject.toml .ci/setup
 
 # 10,000 schedules of bad networks and dying processes, on all cores; 300 rounds where
 # `make test` has some, a million fuzzed frames, 10,000 bad connections; and every cell of the fault
-# matrix (docs/faults.md).
-chaos: $(VENV)/.test
+# matrix (docs/faults.md), with those on real vLLM.
+chaos: $(VENV)/.vllm
 	WAVEBUS_CHAOS_SCHEDULES=10000 $(BIN)/python -m pytest -q tests/chaos/test_schedules.py
 	WAVEBUS_CHAOS_ROUNDS=300 WAVEBUS_CHAOS_FRAMES=1000000 WAVEBUS_CHAOS_CONNECTIONS=10000 \
 		$(BIN)/python -m pytest -q --ignore=tests/chaos/test_schedules.py tests/chaos
 	WAVEBUS_CHAOS_FAULTS=all $(BIN)/python -m pytest -q -n 2 --dist load tests/faults
+	WAVEBUS_CHAOS_FAULTS=all $(BIN)/python -m pytest -q tests/vllm/test_faults.py \
+		tests/vllm/test_dp_faults.py
 
 # 16 engines, 5,000 updates, a fault every 20.
 soak: $(VENV)/.test

@@ -36,7 +36,9 @@ that it is clean or runs, at the same version; whoever has said clean begins no 
 other pause, before it has resumed, or heard of a mate that is partial; so that no rank generates
 while the weights of another one are touched. A mate that runs while the pause of this one has not
 returned joins the pause: half-made, it would never return. A rank that does not hear of all its
-mates stays paused, and says whom it misses.
+mates stays paused, and says whom it misses; unless engines hold deadlines by themselves, and agree
+on this one without sidecars
+(see :meth:`~bus.protocol.engine_session.EngineSession.held_for_ms`).
 """
 
 from __future__ import annotations
@@ -104,7 +106,12 @@ class EngineLease:
     @property
     def over_ms(self) -> float | None:
         """When the lease is over; None while there is none that could be."""
-        return self._renewed_ms + self._lease_ms if self.state is LeaseState.HELD else None
+        return self.ran_out_ms if self.state is LeaseState.HELD else None
+
+    @property
+    def ran_out_ms(self) -> float:
+        """When the lease that is over was so."""
+        return self._renewed_ms + self._lease_ms
 
     @property
     def again_ms(self) -> float | None:

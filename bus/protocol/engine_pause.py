@@ -292,12 +292,14 @@ class EnginePause:
         """The engine was found in this pause, which an earlier sidecar has made."""
         self.state = _S.PAUSED
         self.update_id = update_id
+        self._next = None  # whoever asked for it asks again
         self._lease.begin(lease_ms, now_ms)
 
     def found_running(self) -> None:
         """The engine has ended the pause by itself."""
         self.state = _S.RUNNING
         self._last_resume = self.update_id
+        self._next = None  # whoever asked for it asks again
         self._lease.end()
         self._memory.resumed()
 

@@ -335,8 +335,12 @@ class EngineSession:
         return self.lease.over_ms if self.lease.state is LeaseState.HELD else self.lease.again_ms
 
     def held_for_ms(self, now_ms: float) -> float:
-        """For how long the engine is to stay paused, if this sidecar is never heard again. It is
-        for the sidecar to end a lease, as long as it lives."""
+        """For how long the engine is to stay paused, if this sidecar is never heard again; below
+        zero: since when not any more. It is for the sidecar to end a lease, as long as it lives.
+        But a rank that has told its mates that it is clean, and misses one, touches nothing before
+        it has resumed: then the engines' cores may end the pause among themselves."""
+        if self.lease.promised:
+            return self.lease.ran_out_ms - now_ms
         over_ms = self.lease.over_ms
         left_ms = over_ms - now_ms if over_ms is not None else LEASE_RETRY_MS
         return max(left_ms, 0.0) + 2 * LEASE_RETRY_MS

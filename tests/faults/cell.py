@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from tests.faults.matrix import ACTORS, CELLS, STEPS, Cell
-from tests.faults.world import ENGINES, LEASE_MS, LOCKSTEP, RANKS, Violation, World
+from tests.faults.matrix import CELLS, OF_VLLM, STEPS, VLLM_CELLS, Cell
+from tests.faults.world import ENGINES, LOCKSTEP, RANKS, Violation, World
 
 if TYPE_CHECKING:
     from tests.support.links import Trap
@@ -28,7 +29,10 @@ class Play:
     def __init__(self, world: World, cell: Cell) -> None:
         self.world = world
         self.cell = cell
-        self.who = ACTORS[cell.actor]
+        self.who = cell.peer
+        self._of_vllm = cell.actor if cell.actor in OF_VLLM else ""
+        self._pid = 0  # of who was killed, or stopped
+        self._boots = {name: seen.boot for name, seen in world.engines.items()}
         self.update: asyncio.Task[dict[str, dict[str, Any]]] | None = None
         self.outcome = "gone"
 
@@ -43,7 +47,7 @@ class Play:
         world.story.tell(f"--- {self.cell}")
         world.quarantined = world.down = frozenset()
         # With and without keys and values of before, in turn: the oracle knows which.
-        world.clear_cache = CELLS.index(self.cell) % 2 == 0
+        world.clear_cache = (*CELLS, *VLLM_CELLS).index(self.cell) % 2 == 0
         world.canary = self.cell.step == "canary"
         for client in world.clients.values():
             client.work()
@@ -54,22 +58,22 @@ class Play:
         if self.update is None:
             self.update = world.update()
         # How long the fault lasts: longer than the lease.
-        await asyncio.sleep(1.2 * LEASE_MS / 1000)
+        await asyncio.sleep(1.2 * world.pace.lease_ms / 1000)
         await self._nobody_is_stuck(aborted)
         await self._mend()
         await self._heals()
         await asyncio.gather(*(client.rest() for client in world.clients.values()))
-        world.verify(self._lost())
+        # In a thread: all links pass through this process.
+        await asyncio.to_thread(world.verify, self._lost())
         return self.outcome
 
     async def _reach(self) -> Trap:
         """The step's message is held."""
         world, cell = self.world, self.cell
         moment = STEPS[cell.step]
-        if cell.step == "join":
-            peer = "e0" if cell.actor == "broker" else self.who
-        else:
-            peer = self.who if self.who in ENGINES else "e0"
+        peer = self.who
+        if peer not in ENGINES and (cell.step != "join" or cell.actor == "broker"):
+            peer = "m-1" if cell.scene == "vllm_dp" else "e0"
         trap = world.links.trap(lambda passing: moment(passing, peer, world.chunks))
         if cell.step == "join":
             await world.restart("broker")
@@ -81,19 +85,20 @@ class Play:
 
     def _break(self) -> None:
         links = self.world.links
+        self._pid = self.world.pid_of(self.who, self._of_vllm)
         peer = "" if self.who == "broker" else self.who
         match self.cell.fault:
             case "sigkill":
-                os.kill(self.world.pid_of(self.who), signal.SIGKILL)
+                os.kill(self._pid, signal.SIGKILL)
             case "sigstop":
-                os.kill(self.world.pid_of(self.who), signal.SIGSTOP)
+                os.kill(self._pid, signal.SIGSTOP)
             case "cut":
                 links.cut(peer)
             case "mute":  # a broker is mute if nothing comes from it
                 links.swallow("from" if self.who == "broker" else "to", peer)
             case "deaf":
                 links.swallow("to" if self.who == "broker" else "from", peer)
-        self.world.story.tell(f"{self.who}: {self.cell.fault}")
+        self.world.story.tell(f"{self.cell.actor} of {self.who}: {self.cell.fault}")
 
     async def _nobody_is_stuck(self, aborted: dict[str, int]) -> None:
         """While the fault lasts, and the lease is over: who is there generates, or is quarantined
@@ -105,8 +110,8 @@ class Play:
         begun = {name: client.tokens for name, client in world.clients.items()}
 
         def goes_on(name: str) -> bool:
-            if name in LOCKSTEP and "m" in world.down:
-                return True
+            if name in LOCKSTEP and "m" in world.down and not self.cell.scene:
+                return True  # cores of vLLM go on without their sidecars
             client = world.clients[name]
             quarantined = (
                 world.engines[name].phase == "quarantined" or client.aborted > aborted[name]
@@ -119,17 +124,21 @@ class Play:
 
     def _absent(self) -> frozenset[str]:
         """Engines that can't generate while the fault lasts."""
-        if self.cell.fault not in {"sigkill", "sigstop"}:
+        cell = self.cell
+        if cell.fault not in {"sigkill", "sigstop"}:
             return frozenset()
+        if cell.scene and (cell.actor, cell.fault) == ("sidecar", "sigstop"):
+            return frozenset()  # vLLM lives, and ends its pause by itself
         return frozenset({"e0": ("e0",), "m-1": LOCKSTEP}.get(self.who, ()))
 
     def _lost(self) -> frozenset[str]:
         """Engines whose requests may have ended early: their own died, or was quarantined, as the
         ranks of a DP group are together."""
-        killed = self._absent() if self.cell.fault == "sigkill" else frozenset()
+        engines = self.world.engines
+        died = frozenset(name for name in self._absent() if engines[name].boot != self._boots[name])
         quarantined = self.world.quarantined
         mates = frozenset(LOCKSTEP) if quarantined & set(LOCKSTEP) else frozenset()
-        return killed | quarantined | mates
+        return died | quarantined | mates
 
     async def _mend(self) -> None:
         """The fault ends, without a human: who was killed is started again."""
@@ -138,22 +147,27 @@ class Play:
         joins = {name: (seen.boot, seen.beats) for name, seen in world.engines.items()}
         world.links.heal()
         if self.cell.fault == "sigstop":
-            os.kill(world.pid_of(self.who), signal.SIGCONT)
+            # Its supervisor may have started another in its place.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGCONT)
         elif self.cell.fault == "sigkill":
             if self.who in RANKS:
                 await self._end_update()  # of those ranks that live; then all begin anew
                 await world.start_trainer()
-            elif self.who not in LOCKSTEP:  # those have their own supervisor
+            elif self.who not in world.supervised:
                 await world.restart(self.who)
 
         def there(name: str) -> bool:
             seen = world.engines[name]
             anew = self.cell.fault == "sigkill" and name in self._absent()
             boot, beats = joins[name]
-            return seen.boot != boot if anew else seen.beats > beats or seen.boot != boot
+            if anew:
+                return seen.boot != self._boots[name]
+            return seen.beats > beats or seen.boot != boot
 
+        boot_s = world.pace.boot_s
         for name in ENGINES:
-            await world.until(f"{name} to be heard again", partial(there, name))
+            await world.until(f"{name} to be heard again", partial(there, name), boot_s)
         await self._end_update()
 
     async def _end_update(self) -> None:
@@ -170,6 +184,7 @@ class Play:
         """A further update is committed everywhere, and everybody serves it."""
         world = self.world
         for _ in range(_ATTEMPTS):
+            await world.everybody_is_there()
             answers = await world.within("an update to end", world.update())
             self._named(answers)
             version = answers["trainer-0"].get("version")
@@ -177,6 +192,7 @@ class Play:
                 continue
             if answers["trainer-0"]["excluded"]:
                 continue
+            await self._everybody_is_heard()
             await world.until("everybody to run", self._all_run)
             if all(seen.version == version for seen in world.engines.values()):
                 break
@@ -189,6 +205,20 @@ class Play:
 
         for name in ENGINES:
             await world.until(f"{name} to generate", partial(generates, name))
+
+    async def _everybody_is_heard(self) -> None:
+        """Until then, what engines have said of themselves may be of before the update; and so may
+        be a first heartbeat, which was under way."""
+        engines = self.world.engines
+        before = {name: (seen.boot, seen.beats) for name, seen in engines.items()}
+
+        def heard() -> bool:
+            return all(
+                seen.boot != before[name][0] or seen.beats > before[name][1] + 1
+                for name, seen in engines.items()
+            )
+
+        await self.world.until("everybody to be heard after the update", heard)
 
     def _all_run(self) -> bool:
         return all(seen.phase == "running" for seen in self.world.engines.values())

@@ -98,14 +98,21 @@ STEPS: Final[dict[str, Moment]] = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One of the matrix."""
+    """One of the matrix, in which all engines are embedded; or, with a ``scene``, of those on real
+    vLLM."""
 
     actor: str
     fault: str
     step: str
+    scene: str = ""
 
     def __str__(self) -> str:
-        return f"{self.actor}-{self.fault}-{self.step}"
+        return "-".join(filter(None, (self.scene, self.actor, self.fault, self.step)))
+
+    @property
+    def peer(self) -> str:
+        """Who fails, or whose process; as a name of :class:`tests.faults.world.World`."""
+        return (VLLM_ACTORS[self.scene] if self.scene else ACTORS)[self.actor]
 
 
 CELLS: Final = tuple(
@@ -121,6 +128,55 @@ SHARE: Final = (
     Cell("rank0", "deaf", "finish"),
     Cell("sidecar", "mute", "canary"),
     Cell("rank1", "cut", "commit"),
+)
+
+# Scenes in which some engines are vLLM servers, each with a sidecar that supervises it: in "vllm"
+# the engine alone, in "vllm_dp" the two ranks in lockstep. The others stay embedded. vLLM has
+# processes of its own that fail while the sidecar lives: the API server, and the engine core.
+VLLM_ACTORS: Final = {
+    "vllm": {
+        "broker": "broker",
+        "sidecar": "e0",
+        "server": "e0",
+        "core": "e0",
+        "rank0": "trainer-0",
+        "rank1": "trainer-1",
+    },
+    "vllm_dp": {
+        "broker": "broker",
+        "sidecar": "m-1",
+        "server": "m-1",
+        "core": "m-1",
+        "rank0": "trainer-0",
+    },
+}
+# Processes of vLLM's: they have no link to the broker, and are started anew by who supervises them.
+OF_VLLM: Final = frozenset({"server", "core"})
+VLLM_CELLS: Final = (
+    Cell("broker", "sigkill", "join", "vllm"),
+    Cell("rank1", "deaf", "armed", "vllm"),
+    Cell("sidecar", "cut", "first_pause_ack", "vllm"),
+    Cell("sidecar", "sigstop", "globally_paused", "vllm"),
+    Cell("core", "sigstop", "first_chunk", "vllm"),
+    Cell("server", "sigstop", "locally_paused", "vllm"),
+    Cell("rank0", "sigkill", "middle_chunk", "vllm"),
+    Cell("broker", "mute", "finish", "vllm"),
+    Cell("sidecar", "sigkill", "last_chunk", "vllm"),
+    Cell("core", "sigkill", "middle_chunk", "vllm"),
+    Cell("server", "sigkill", "commit", "vllm"),
+    Cell("rank0", "sigkill", "middle_chunk", "vllm_dp"),
+    Cell("sidecar", "mute", "resume", "vllm_dp"),
+    Cell("broker", "sigkill", "locally_paused", "vllm_dp"),
+    Cell("sidecar", "sigstop", "first_pause_ack", "vllm_dp"),
+    Cell("core", "sigkill", "globally_paused", "vllm_dp"),
+    Cell("sidecar", "sigkill", "first_chunk", "vllm_dp"),
+    Cell("core", "sigstop", "resume", "vllm_dp"),
+    Cell("server", "sigkill", "commit", "vllm_dp"),
+)
+# One of each scene, with no engine to boot a second time: those of every test run.
+VLLM_SHARE: Final = (
+    Cell("sidecar", "sigstop", "globally_paused", "vllm"),
+    Cell("rank0", "sigkill", "middle_chunk", "vllm_dp"),
 )
 
 
@@ -174,7 +230,7 @@ def outcome_of(cell: Cell) -> str:
     match cell.actor:
         case "rank1":
             return "C"
-        case "sidecar" | "engine":
+        case "sidecar" | "engine" | "server" | "core":
             if cell.step in _BEFORE_THE_PAUSE_IS_MADE:
                 return "G"
             return "X" if cell.fault == "deaf" else "W"
@@ -199,12 +255,24 @@ def _matrix() -> str:
     return "\n".join(lines).strip()
 
 
+def _vllm() -> str:
+    """What comes of the update, of each cell on real vLLM."""
+    lines = ["| scene | actor | fault | step | |", "|---" * 5 + "|"]
+    for cell in VLLM_CELLS:
+        step = cell.step.replace("_", " ")
+        lines.append(
+            f"| {cell.scene} | {cell.actor} | {cell.fault} | {step} | {outcome_of(cell)} |"
+        )
+    return "\n".join(lines)
+
+
 def filled(page: str) -> str:
     """docs/faults.md with its tables as they stand here."""
     parts = {
         "faults": "\n".join(f"| {name} | {text} |" for name, text in FAULTS.items()),
         "outcomes": "\n".join(f"- **{letter}**: {text}." for letter, (text, _) in OUTCOMES.items()),
         "matrix": _matrix(),
+        "vllm": _vllm(),
     }
     for name, text in parts.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -26,6 +26,7 @@ from tests.support.clients import Asked, Client
 from tests.support.forks import Fork
 from tests.support.links import Links, Passing
 from tests.support.oracle import foreign_tokens
+from tests.support.processes import process_of_vllm
 from tests.support.rank import Rank
 
 if TYPE_CHECKING:
@@ -34,11 +35,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-HEARTBEAT_MS: Final = 300
-PEER_TIMEOUT_MS: Final = 2000
-LEASE_MS: Final = 2 * PEER_TIMEOUT_MS
-STEP_TIMEOUT_S: Final = 5.0
-PATIENCE_S: Final = 60.0
 LOCKSTEP: Final = ("m-0", "m-1")
 _OF_ONE_VERSION: Final = 2
 ENGINES: Final = ("e0", *LOCKSTEP)
@@ -49,10 +45,12 @@ CHUNK_BYTES: Final = 120_000
 @dataclass(frozen=True)
 class EngineKind:
     """How `wavebus sidecar` starts an engine: its options, and a server's command, if it has one;
-    both take the checkpoint's folder at their end."""
+    both take the checkpoint's folder at their end. ``niceness`` is added to the test's own."""
 
     options: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    niceness: int = 0
 
     def arguments(self, own: list[str], folder: Path) -> list[str]:
         """``own``: those of one sidecar, or one DP group."""
@@ -62,6 +60,23 @@ class EngineKind:
 
 
 EMBEDDED: Final = EngineKind(("--engine", "embedded", "--model"))
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long things may take: peers to be heard, an engine to do a step of an update, and its
+    trainer to hear of that; whatever a test waits for; an engine to be back that has to boot."""
+
+    heartbeat_ms: int = 300
+    peer_timeout_ms: int = 2000
+    step_timeout_s: float = 5.0
+    trainer_timeout_s: float = 5.0
+    patience_s: float = 60.0
+    boot_s: float = 60.0
+
+    @property
+    def lease_ms(self) -> int:
+        return 2 * self.peer_timeout_ms
 
 
 @dataclass
@@ -95,11 +110,25 @@ class Violation(AssertionError):
 class World:
     """For the length of an ``async with``; usable again after a cell that went well."""
 
-    def __init__(self, folder: Path, checkpoint: Checkpoint, kind: EngineKind = EMBEDDED) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        checkpoint: Checkpoint,
+        *,
+        alone: EngineKind = EMBEDDED,
+        lockstep: EngineKind = EMBEDDED,
+        pace: Pace | None = None,
+    ) -> None:
         self.folder = folder
-        self.kind = kind
+        self.kinds = {"e0": alone, "m": lockstep}
+        self.pace = pace or Pace()
+        # Started anew by a process that does nothing else, and not by the test.
+        self.supervised = frozenset(LOCKSTEP) | (
+            frozenset({"e0"}) if alone.command else frozenset()
+        )
         self.checkpoint = checkpoint
         self.engines: dict[str, Seen] = {}
+        self.present: set[str] = set()  # engines that the broker has
         self.story = Story()
         self.links: Links
         self.processes: dict[str, Fork] = {}
@@ -131,7 +160,7 @@ class World:
             self.start("broker")
             for name in ("e0", "m"):
                 self.start(name)
-            await self.until("all engines to join", lambda: set(self.engines) >= set(ENGINES))
+            await self.everybody_is_there()
             for name in ENGINES:
                 self.clients[name] = Client(name, self)
             await self.start_trainer()
@@ -146,26 +175,39 @@ class World:
             await client.close()
         for rank in self.ranks.values():
             await rank.close()
-        for process in self.processes.values():
+        for name, process in self.processes.items():
+            if self.kinds.get(name, EMBEDDED).command:
+                await process.stop()  # and its server with it
             await process.close()
         await self._stack.aclose()
 
     def start(self, name: str) -> None:
         """Start the broker, an engine's sidecar, or the supervisor of the ranks in lockstep."""
+        kind = self.kinds.get(name, EMBEDDED)
         if name == "broker":
+            self.present.clear()
             arguments = [
                 *("broker", "--listen", f"tcp://127.0.0.1:{self._port}"),
-                *("--heartbeat-ms", str(HEARTBEAT_MS), "--peer-timeout-ms", str(PEER_TIMEOUT_MS)),
-                *("--step-timeout-ms", str(int(STEP_TIMEOUT_S * 1000))),
+                *("--heartbeat-ms", str(self.pace.heartbeat_ms)),
+                *("--peer-timeout-ms", str(self.pace.peer_timeout_ms)),
+                *("--step-timeout-ms", str(int(self.pace.step_timeout_s * 1000))),
                 *("--journal", str(self.folder / "journal")),
             ]
         else:
             own = ["--name", name]
             if name == "m":
-                own = ["--dp-group", "m", "--dp-size", "2", "--restarts", "1000"]
+                own = ["--dp-group", "m", "--dp-size", "2"]
+            if {name, f"{name}-0"} & self.supervised:
+                own += ["--restarts", "1000"]
             arguments = ["sidecar", "--broker", self.links.address]
-            arguments += self.kind.arguments(own, self.checkpoint.folder)
-        self.processes[name] = Fork.wavebus(name, *arguments, heard=self._logged)
+            arguments += kind.arguments(own, self.checkpoint.folder)
+        self.processes[name] = Fork.wavebus(
+            name,
+            *arguments,
+            heard=self._logged,
+            environment=kind.environment,
+            niceness=kind.niceness,
+        )
 
     async def restart(self, name: str) -> None:
         """Kill it if it lives, and start it again."""
@@ -182,17 +224,20 @@ class World:
                 "rank": number,
                 "ranks": len(RANKS),
                 "chunk_bytes": CHUNK_BYTES,
-                "lease_ms": LEASE_MS,
-                "timeout_s": STEP_TIMEOUT_S,
+                "lease_ms": self.pace.lease_ms,
+                "timeout_s": self.pace.trainer_timeout_s,
             }
             folder = str(self.checkpoint.folder)
             self.ranks[name] = Rank(name, self.links.address, folder, options)
         for rank in self.ranks.values():
             await self.within(f"{rank.name} to join", rank.answer())
 
-    def pid_of(self, name: str) -> int:
-        """Of an engine's own process, or of another one's."""
-        if name in LOCKSTEP:
+    def pid_of(self, name: str, of_vllm: str = "") -> int:
+        """Of an engine's sidecar, or of another process; or of the ``server`` or ``core`` that the
+        sidecar has started."""
+        if of_vllm:
+            return process_of_vllm(self.engines[name].pid, of_vllm)
+        if name in self.supervised:
             return self.engines[name].pid
         return (self.ranks.get(name) or self.processes[name]).pid
 
@@ -225,21 +270,29 @@ class World:
 
     # -- waiting ----------------------------------------------------------------
 
-    async def within(self, what: str, work: Any) -> Any:
+    async def within(self, what: str, work: Any, patience_s: float = 0.0) -> Any:
         """Wait for it, but not for ever."""
+        patience_s = patience_s or self.pace.patience_s
         try:
-            return await asyncio.wait_for(work, PATIENCE_S)
+            return await asyncio.wait_for(work, patience_s)
         except TimeoutError:
-            raise Violation(f"waited {PATIENCE_S:.0f} s for {what}") from None
+            raise Violation(f"waited {patience_s:.0f} s for {what}") from None
 
-    async def until(self, what: str, true: Callable[[], bool]) -> None:
+    async def until(self, what: str, true: Callable[[], bool], patience_s: float = 0.0) -> None:
         """Wait until it is, looking whenever there is news."""
 
         async def look() -> None:
             while not true():
                 await self.something()
 
-        await self.within(what, look())
+        await self.within(what, look(), patience_s)
+
+    async def everybody_is_there(self) -> None:
+        """Wait for the broker to have all engines."""
+        await self.until("all engines to be there", self._all_there, self.pace.boot_s)
+
+    def _all_there(self) -> bool:
+        return self.present >= set(ENGINES) and self.engines.keys() >= set(ENGINES)
 
     async def something(self) -> None:
         """Wait for the next news."""
@@ -271,7 +324,12 @@ class World:
         self.news()
 
     def _logged(self, line: dict[str, Any]) -> None:
-        if line.get("event") == "dp_group_down":
+        if line.get("event") in ("peer_joined", "peer_rejoined"):
+            self.present.add(line["peer"])
+        elif line.get("event") in ("peer_lost", "peer_left"):
+            self.story.tell(f"the broker: {line['event']} {line['peer']}")
+            self.present.discard(line["peer"])
+        elif line.get("event") == "dp_group_down":
             self.story.tell(f"the broker says that {line['dp_group']} is down: {line['reason']}")
             self.down |= {line["dp_group"]}
         elif line.get("event") == "quarantined":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
+from sidecar.vllm_inprocess import parse_version
 from tests.support.oracle import Span
 
 if TYPE_CHECKING:
@@ -81,12 +82,14 @@ class Client:
                 boot = seen.boot
                 while self._world.engines[self.engine].boot == boot:
                     await self._world.something()
+            elif not asked.tokens:  # its door is closed: it may be open when something has happened
+                await self._world.something()
 
     async def _ask(self, endpoint: str, asked: Asked) -> None:
         sampling = {"temperature": 0.0, "max_tokens": asked.wanted, "ignore_eos": True}
         body = {"token_ids": asked.prompt, "sampling_params": sampling, "stream": True}
         url = f"{endpoint}/inference/v1/generate"
-        async with self._world.session.post(url, json=body) as response:
+        async with self._world.session.post(url, json=body, raise_for_status=True) as response:
             async for raw in response.content:
                 if raw.startswith(b"data: {"):
                     self._chunk(asked, json.loads(raw.removeprefix(b"data: ")))
@@ -102,7 +105,7 @@ class Client:
             asked.finish = choice["finish_reason"]
             self.aborted += asked.finish == "abort"
             asked.spans = [
-                Span(int(span["version"]), span["start"], span["end"])
+                Span(parse_version(span["version"]), span["start"], span["end"])
                 for span in choice["weight_versions"]
             ]
         self._world.news()

@@ -22,6 +22,7 @@ from sidecar.vllm_inprocess import parse_version
 from tests.contract.bus_suite import BusContract
 from tests.contract.engine_suite import EngineContract, Generated, Watch
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
+from tests.support.processes import children, descendants
 from tests.vllm._vllm import (
     MAX_POSITIONS,
     REST_MS,
@@ -298,20 +299,6 @@ def test_a_killed_supervisor_takes_its_server_along(
         await gone(family)
 
     asyncio.run(asyncio.wait_for(scenario(), 200))
-
-
-def children(pid: int) -> list[int]:
-    """Of all threads of a process, from /proc; none if it is gone meanwhile."""
-    try:
-        tasks = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    except FileNotFoundError:
-        return []
-    return [int(child) for task in tasks for child in task.split()]
-
-
-def descendants(pid: int) -> list[int]:
-    own = children(pid)
-    return own + [below for child in own for below in descendants(child)]
 
 
 async def gone(pids: list[int]) -> None:

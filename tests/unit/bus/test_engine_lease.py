@@ -122,6 +122,45 @@ def test_a_rank_that_hears_of_no_mate_stays_paused_asks_on_and_says_so() -> None
     assert note.fields["waits_for"] == "rank 1: not heard, rank 2: held"
 
 
+def test_a_rank_that_has_said_that_it_is_clean_holds_its_engine_no_longer() -> None:
+    """Whoever it misses, the engines' cores may find each other: since the lease was over, and not
+    since it was last asked. Before that it is for this sidecar to act."""
+    driver = rank_of(2).paused()
+    assert driver.session.held_for_ms(OVER_MS) > 0
+    driver.tick(OVER_MS)
+    assert driver.session.held_for_ms(OVER_MS) == 0
+    driver.tick(AGAIN_MS)
+    assert driver.session.held_for_ms(AGAIN_MS) == OVER_MS - AGAIN_MS
+
+
+def test_a_rank_that_undoes_what_it_began_holds_its_engine_still() -> None:
+    """Nor does the core of one resume whose mate lacks a part."""
+    driver = rank_of(2).started()
+    driver.tick(OVER_MS)
+    assert driver.session.held_for_ms(OVER_MS) > 0
+    driver.returned()
+    driver.tick(OVER_MS + 1)
+    assert driver.session.held_for_ms(OVER_MS + 1) == -1
+    driver.word(1, "partial")
+    assert driver.session.held_for_ms(OVER_MS + 1) > 0
+
+
+def test_a_pause_that_waited_is_forgotten_when_the_engine_ends_its_own() -> None:
+    """It is asked for again; else it would follow the resume of a later one."""
+    later = PauseLocal("u2", "keep", True, 5_000, 60_000, 0, "keep")
+    driver = rank_of(2).paused()
+    driver.tick(OVER_MS)
+    driver.command(later)
+    driver.session.found_running()
+    driver.command(later)
+    driver.returned()
+    assert driver.session.phase == "paused"
+    driver.command(Resume("u2"))
+    driver.returned()
+    assert driver.session.phase == "running"
+    assert driver.running is None
+
+
 def test_a_rank_restores_what_it_began_before_it_says_that_it_is_clean() -> None:
     """Until then it can't say."""
     driver = rank_of(2).started()

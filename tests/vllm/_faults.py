@@ -1,0 +1,57 @@
+"""Scenes of the fault matrix in which engines are vLLM servers: see :mod:`tests.faults`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Final
+
+from tests.faults.matrix import VLLM_CELLS, VLLM_SHARE, Cell
+from tests.faults.world import EngineKind, Pace, World
+from tests.support.checkpoints import make_checkpoint
+from tests.vllm._vllm import boot_environment
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MAX_POSITIONS: Final = 1024
+# Behind a server that boots: these are never idle.
+_EMBEDDED: Final = EngineKind(("--engine", "embedded", "--model"), niceness=8)
+# An engine that lives, and answers nobody, falls out before the trainer gives up for all.
+_PACE: Final = Pace(
+    heartbeat_ms=500,
+    peer_timeout_ms=3000,
+    step_timeout_s=8.0,
+    trainer_timeout_s=20.0,
+    patience_s=60.0,
+    boot_s=400.0,
+)
+# As long as a real model's step, or longer: the bystanders want the processors, too.
+_REST_MS: Final = 5.0
+
+
+def cells(scene: str) -> list[Cell]:
+    """Of this scene, those of this run."""
+    everything = os.environ.get("WAVEBUS_CHAOS_FAULTS") == "all"
+    return [cell for cell in (VLLM_CELLS if everything else VLLM_SHARE) if cell.scene == scene]
+
+
+def make_world(folder: Path, scene: str) -> World:
+    """``vllm``: the engine alone is vLLM. ``vllm_dp``: the two ranks in lockstep are."""
+    checkpoint = make_checkpoint(folder / "moe", seed=8, experts=4, max_positions=MAX_POSITIONS)
+    server = (
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--served-model-name", "tiny", "--skip-tokenizer-init", "--dtype", "float32"),
+        *("--enforce-eager", "--max-num-seqs", "8", "--max-model-len", str(MAX_POSITIONS)),
+        *("--disable-uvicorn-access-log", "--model"),
+    )
+    environment = {
+        **boot_environment(folder / "plugin", rest_ms=_REST_MS),
+        # Cores come from their servers, and need not import all of vLLM once more.
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    }
+    coordinated = ("--dp-coordinator", "bus") if scene == "vllm_dp" else ()
+    vllm = EngineKind(coordinated, server, environment)
+    if scene == "vllm_dp":
+        return World(folder, checkpoint, alone=_EMBEDDED, lockstep=vllm, pace=_PACE)
+    return World(folder, checkpoint, alone=vllm, lockstep=_EMBEDDED, pace=_PACE)
