@@ -45,11 +45,7 @@ def make_world(folder: Path, scene: str) -> World:
         *("--enforce-eager", "--max-num-seqs", "8", "--max-model-len", str(MAX_POSITIONS)),
         *("--disable-uvicorn-access-log", "--model"),
     )
-    environment = {
-        **boot_environment(folder / "plugin", rest_ms=_REST_MS),
-        # Cores come from their servers, and need not import all of vLLM once more.
-        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
-    }
+    environment = boot_environment(folder / "plugin", rest_ms=_REST_MS)
     coordinated = ("--dp-coordinator", "bus") if scene == "vllm_dp" else ()
     vllm = EngineKind(coordinated, server, environment)
     if scene == "vllm_dp":
