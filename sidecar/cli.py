@@ -50,6 +50,7 @@ class Embedded(TypedDict):
     dp_rank: int | None
     dp_master: str | None
     core_page: Path | None
+    step_ms: float
 
 
 @click.command(
@@ -106,6 +107,12 @@ class Embedded(TypedDict):
     default=64,
     show_default=True,
     help="Embedded: sequences at once.",
+)
+@click.option(
+    "--step-ms",
+    type=click.FloatRange(0),
+    default=0,
+    help="Embedded: a step takes at least so long, as a larger model's does.",
 )
 @click.option("--max-model-len", type=click.IntRange(2), help="Embedded: tokens of a sequence.")
 @click.option(
@@ -419,6 +426,7 @@ def _embedded(embedded: Embedded, broker: str, group: str, dp_group: str | None)
         dtype=embedded["dtype"],
         dp=_data_parallel(embedded, broker, group, dp_group),
         core_page=embedded["core_page"],
+        step_ms=embedded["step_ms"],
     )
 
 

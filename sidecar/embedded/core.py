@@ -28,6 +28,7 @@ A core that steps together with others is a :class:`sidecar.embedded.parallel.co
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
@@ -74,6 +75,7 @@ class EngineCore:
     ) -> None:
         self.model = model
         self.version = 0
+        self.step_s = 0.0  # the least that a step takes
         self.memory = Memory(model)
         self.page = page or CorePage(None)
         self._slots = slots
@@ -340,7 +342,11 @@ class EngineCore:
     def _step(self) -> None:
         self._steps += 1
         self._show("step")
+        begun_s = time.monotonic()
         self._scheduler.step(admit=self._mode is None, version=self.version)
+        left_s = begun_s + self.step_s - time.monotonic()
+        if left_s > 0:
+            time.sleep(left_s)
 
     def _settle_pause(self) -> None:
         """Answer pauses, once nothing runs and nothing will."""

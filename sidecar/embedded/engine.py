@@ -62,6 +62,7 @@ class EmbeddedEngine:
             have been called.
         core_page: a file for the core's status page (:mod:`sidecar.corepage`), so that
             other processes can read it, too.
+        step_ms: a step takes at least so long, as a larger model's does.
 
     Use it from one event loop. Cancelling a call does not call off what it asked:
     as with vLLM, the engine still does it.
@@ -82,6 +83,7 @@ class EmbeddedEngine:
         served_model_name: str | None = None,
         dp: DataParallel | None = None,
         core_page: Path | None = None,
+        step_ms: float = 0.0,
     ) -> None:
         self._folder = Path(model)
         self._config = read_config(self._folder, dtype)
@@ -94,6 +96,7 @@ class EmbeddedEngine:
         self.max_model_len = max_model_len or min(longest, DEFAULT_MAX_LEN)
         self.vocab_size = self._config.vocab_size
         self.model_name = served_model_name or str(model)
+        self._step_ms = step_ms
         self._dp = dp
         if dp is not None:
             experts = self._config.experts.count if self._config.experts else 0
@@ -339,6 +342,7 @@ class EmbeddedEngine:
             died=lambda reason: self._in_loop(lambda: self._core_died(reason)),
             page=self._page,
         )
+        self._core.step_s = self._step_ms / 1000
         self._updater = Updater(self._core)
         if self._member is not None:
             await self._member.ready()

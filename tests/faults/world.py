@@ -45,12 +45,11 @@ CHUNK_BYTES: Final = 120_000
 @dataclass(frozen=True)
 class EngineKind:
     """How `wavebus sidecar` starts an engine: its options, and a server's command, if it has one;
-    both take the checkpoint's folder at their end. ``niceness`` is added to the test's own."""
+    both take the checkpoint's folder at their end."""
 
     options: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    niceness: int = 0
 
     def arguments(self, own: list[str], folder: Path) -> list[str]:
         """``own``: those of one sidecar, or one DP group."""
@@ -59,7 +58,12 @@ class EngineKind:
         return [*self.options, str(folder), *own]
 
 
-EMBEDDED: Final = EngineKind(("--engine", "embedded", "--model"))
+def embedded(step_ms: float) -> EngineKind:
+    """With steps that leave the processors to others, as those of an engine on a GPU do."""
+    return EngineKind(("--engine", "embedded", "--step-ms", str(step_ms), "--model"))
+
+
+EMBEDDED: Final = embedded(3)
 
 
 @dataclass(frozen=True)
@@ -206,7 +210,6 @@ class World:
             *arguments,
             heard=self._logged,
             environment=kind.environment,
-            niceness=kind.niceness,
         )
 
     async def restart(self, name: str) -> None:

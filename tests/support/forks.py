@@ -34,10 +34,9 @@ _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(_IMPORTED)
 
 
-def run_command(arguments: list[str], environment: Mapping[str, str], niceness: int) -> None:
+def run_command(arguments: list[str], environment: Mapping[str, str]) -> None:
     """In the child: `wavebus` with these arguments."""
     os.environ.update(environment)
-    os.nice(niceness)
     from bus.cli import run  # noqa: PLC0415 - after the fork
 
     sys.exit(run(arguments))
@@ -96,12 +95,9 @@ class Fork:
         *arguments: str,
         heard: Callable[[dict[str, Any]], None] = lambda _: None,
         environment: Mapping[str, str] | None = None,
-        niceness: int = 0,
     ) -> Self:
-        """A command of wavebus; ``niceness`` is added to this process's own."""
-        return cls(
-            name, run_command, list(arguments), dict(environment or {}), niceness, heard=heard
-        )
+        """A command of wavebus."""
+        return cls(name, run_command, list(arguments), dict(environment or {}), heard=heard)
 
     @property
     def pid(self) -> int:

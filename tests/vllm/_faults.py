@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 from tests.faults.matrix import VLLM_CELLS, VLLM_SHARE, Cell
-from tests.faults.world import EngineKind, Pace, World
+from tests.faults.world import EngineKind, Pace, World, embedded
 from tests.support.checkpoints import make_checkpoint
 from tests.vllm._vllm import boot_environment
 
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_POSITIONS: Final = 1024
-# Behind a server that boots: these are never idle.
-_EMBEDDED: Final = EngineKind(("--engine", "embedded", "--model"), niceness=8)
+_BYSTANDER: Final = embedded(10)
 # An engine that lives, and answers nobody, falls out before the trainer gives up for all.
 _PACE: Final = Pace(
     heartbeat_ms=500,
@@ -49,5 +48,5 @@ def make_world(folder: Path, scene: str) -> World:
     coordinated = ("--dp-coordinator", "bus") if scene == "vllm_dp" else ()
     vllm = EngineKind(coordinated, server, environment)
     if scene == "vllm_dp":
-        return World(folder, checkpoint, alone=_EMBEDDED, lockstep=vllm, pace=_PACE)
-    return World(folder, checkpoint, alone=vllm, lockstep=_EMBEDDED, pace=_PACE)
+        return World(folder, checkpoint, alone=_BYSTANDER, lockstep=vllm, pace=_PACE)
+    return World(folder, checkpoint, alone=vllm, lockstep=_BYSTANDER, pace=_PACE)
