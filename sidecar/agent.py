@@ -44,6 +44,7 @@ from bus.protocol.calls import (
     CallReceive,
     CallRestore,
     CallResume,
+    CallSharpen,
     CallSleep,
     CallStart,
     CallWakeWeights,
@@ -473,6 +474,12 @@ class Sidecar:
         match call:
             case CallPause(mode, clear_cache):
                 return await self._pause(mode, clear_cache=clear_cache)
+            case CallSharpen(aborts, clears):
+                if aborts:
+                    await engine.abort_requests()
+                if clears:
+                    await engine.clear_cache()
+                return await engine.in_flight()
             case CallResume(asleep, opens):
                 if opens:
                     await engine.admit(open=True)

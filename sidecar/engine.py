@@ -153,6 +153,10 @@ class Engine(Protocol):
     async def abort_requests(self) -> int:
         """End every request with the tokens it has, paused or not; return how many."""
 
+    async def clear_cache(self) -> None:
+        """Drop keys, values and prefix cache, so that kept requests are recomputed after the
+        resume: what a pause with ``clear_cache`` does. Called only in a pause that has returned."""
+
     async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
         """Open the out-of-band transport (again, with new params, replaces it). Returns how many
         chunks may be received before the first of them is loaded; at least one.

@@ -59,6 +59,7 @@ HEALTH_PERIOD_S: Final = 1.0
 REFUSALS_TO_DIE: Final = 3
 ABORT_SEEN_S: Final = 1.0
 REQUEST_IDS_S: Final = 1.0
+OK: Final = 200
 NOT_FOUND: Final = 404
 SERVER_ERROR: Final = 500
 UNAVAILABLE: Final = 503
@@ -274,6 +275,15 @@ class VllmHttpEngine:
             while await self.in_flight():  # noqa: ASYNC110 - no event tells it
                 await anyio.sleep(ABORT_SEEN_S / 50)
         return int(answer["aborted"])
+
+    async def clear_cache(self) -> None:
+        query = {"reset_running_requests": "true"}
+        if not (await self.post("/reset_prefix_cache", query=query)).get("success"):
+            raise EngineError("vLLM could not drop its prefix cache: some of it is in use")
+        for path in ("/reset_mm_cache", "/reset_encoder_cache"):
+            status, text = await self.status_of("POST", path)
+            if status != OK:
+                raise EngineError(f"{path} answered {status}: {text[:256]}")
 
     async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
         ahead = await self._plugin.open_transfer(backend, params, place)

@@ -188,6 +188,12 @@ class VllmEngine:
             await _call(self._llm.abort(everything, internal=True))
         return len(requests)
 
+    async def clear_cache(self) -> None:
+        if not await _call(self._llm.reset_prefix_cache(reset_running_requests=True)):
+            raise EngineError("vLLM could not drop its prefix cache: some of it is in use")
+        await _call(self._llm.reset_mm_cache())
+        await _call(self._llm.reset_encoder_cache())
+
     async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
         ahead = await self._plugin.open_transfer(backend, params, place)
         self._doors.adapter_path = adapter_path(params) if adapter_of(backend) else ""

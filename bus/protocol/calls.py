@@ -66,6 +66,15 @@ class CallWakeWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class CallSharpen:
+    """Of a pause that is made, do what another one asks for beyond it: end its requests with the
+    tokens they have (``aborts``), drop keys, values and prefix caches (``clears``)."""
+
+    aborts: bool
+    clears: bool
+
+
+@dataclass(frozen=True, slots=True)
 class CallResume:
     """``asleep``: by waking all that sleeps. ``opens``: the door, first."""
 
@@ -150,6 +159,7 @@ class CallOpen:
 
 Call: TypeAlias = (
     CallPause
+    | CallSharpen
     | CallSleep
     | CallWakeWeights
     | CallResume
@@ -199,6 +209,7 @@ COMMAND_STEPS: Final[dict[type[Message], Step]] = {
 COMMANDS: Final = frozenset(COMMAND_STEPS)
 CALL_STEPS: Final[dict[type[Call], Step]] = {
     CallPause: Step.PAUSE_GLOBAL,
+    CallSharpen: Step.PAUSE_GLOBAL,
     CallSleep: Step.SLEEP,
     CallWakeWeights: Step.WAKE,
     CallResume: Step.RESUME,
@@ -213,7 +224,14 @@ CALL_STEPS: Final[dict[type[Call], Step]] = {
     CallCommit: Step.COMMIT,
     CallAbortRequests: Step.ABORT,
 }
-_NOT_THE_UPDATES: Final = (CallPause, CallSleep, CallWakeWeights, CallResume, CallOpen)
+_NOT_THE_UPDATES: Final = (
+    CallPause,
+    CallSharpen,
+    CallSleep,
+    CallWakeWeights,
+    CallResume,
+    CallOpen,
+)
 
 
 @dataclass(slots=True)

@@ -9,6 +9,11 @@
                                          the later return counts
     PAUSING   pause failed     UNSURE    nack pause_global; of two, if both failed
     UNSURE    PAUSE_LOCAL      PAUSING   pause(mode, clear_cache); ack pause_local when issued
+    PAUSED    PAUSE_LOCAL of another pause, which wants more dropped than this one did
+                               PAUSING   sharpen(aborts, clears); ack pause_local at once. While
+                                         PAUSING, it follows the pause's return
+    PAUSING   sharpen returned PAUSED    ack pause_global, if it was asked
+    PAUSING   sharpen failed   UNSURE    nack pause_global
     PAUSED    a probe failed   UNSURE    (the update's nack)
     PAUSED    RESUME           RESUMING  resume()
     PAUSING   RESUME           PAUSING   remembered: resume() follows the pause's return
@@ -21,7 +26,8 @@
               a mate's pause   PAUSING   pause(keep), so that the mate's can return
 
 Invariants: an engine gets a resume only after its pause has returned, and one resume
-per pause; paused is acked by that return and by nothing else; doubled commands are
+per pause; paused is acked by that return and by nothing else; an engine that is paused has dropped
+what its pause asks for, whoever made it; doubled commands are
 acked again and call nothing. A pause that failed may have been made all the same: only
 another one, which returns, tells, and until then there is no resume. What sleeps in a
 pause (:mod:`bus.protocol.engine_sleep`) is woken by its resume, and the door of an engine that
@@ -34,13 +40,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from bus.messages import Escalation, PauseGlobal, PauseLocal, Resume, Step
+from bus.messages import Escalation, PauseGlobal, PauseLocal, PauseMode, Resume, Step
 from bus.protocol.calls import (
     CallAbortRequests,
     CallEscalate,
     CallPause,
     CallQueue,
     CallResume,
+    CallSharpen,
     Job,
     SessionEffect,
     ack,
@@ -112,6 +119,7 @@ class EnginePause:
         self._escalate_ms: float | None = None  # when a `wait` that still drains becomes that
         self._pending = 0  # pause calls that have not returned: two after an escalation
         self._returned = False  # one of them has
+        self._lacks: CallSharpen | None = None  # what the pause does not do, and the next one asks
         self._outcome = ""
         self._waited_for: tuple[str, ...] = ()
         self._global_asked = 0  # id of the PAUSE_GLOBAL that waits for the pause's return
@@ -126,8 +134,11 @@ class EnginePause:
             return []
         if not self._lease.promised:
             self._lease.begin(float(message.lease_ms), now_ms)
-        if self.state in (_S.RUNNING, _S.UNSURE):
+        begins = self.state in (_S.RUNNING, _S.UNSURE)
+        if begins:
             self._begin(msg_id, message, now_ms)
+        else:
+            self._sharpen(msg_id, message)
         if message.update_id != self.update_id:
             # A new pause; or one that was left behind, half made, is taken over by this one.
             self.update_id = message.update_id
@@ -135,11 +146,29 @@ class EnginePause:
             self._resume_asked = None
         return [ack(msg_id, Step.PAUSE_LOCAL, self.update_id, in_flight=self.in_flight)]
 
+    def _sharpen(self, msg_id: int, message: PauseLocal) -> None:
+        """The pause that is there may have kept what this one does not want kept: it was another's,
+        or nobody knew more of this one than that it was half made."""
+        made = self.made
+        aborts = message.mode == "abort" and made.mode != "abort"
+        clears = message.clear_cache and not made.clear_cache
+        if not (aborts or clears):
+            return
+        self._call = CallPause("abort" if aborts else made.mode, made.clear_cache or clears)
+        self._outcome = ""
+        lacks = CallSharpen(aborts, clears)
+        if self.state is _S.PAUSED:
+            self.state = _S.PAUSING
+            self._queue.add(lacks, msg_id)
+        else:
+            self._lacks = lacks
+
     def _begin(self, msg_id: int, message: PauseLocal, now_ms: float) -> None:
         self.state = _S.PAUSING
         self._call = CallPause(message.mode, message.clear_cache)
         self._pending = 1
         self._returned = False
+        self._lacks = None
         self._waited_for = ()
         self._outcome = ""
         self._escalate_ms = None
@@ -157,8 +186,10 @@ class EnginePause:
             self.local(0, _unasked(pause_id), now_ms)
 
     def make_sure(self, now_ms: float) -> None:
-        """A pause that failed may have been made: make it once more."""
-        self._begin(0, _unasked(self.update_id), now_ms)
+        """A pause that failed may have been made: make it once more, and wait for nobody."""
+        made = self.made
+        mode: PauseMode = "abort" if made.mode == "abort" else "keep"
+        self._begin(0, _unasked(self.update_id, mode, clear_cache=made.clear_cache), now_ms)
 
     @property
     def made(self) -> CallPause:
@@ -237,6 +268,14 @@ class EnginePause:
         self._escalate_ms = None
         if self._pending:
             return []
+        if self._lacks is not None:
+            lacks, self._lacks = self._lacks, None
+            self._queue.add(lacks, self._global_asked)
+            return []
+        return self.sharpened(took_ms)
+
+    def sharpened(self, took_ms: float) -> list[SessionEffect]:
+        """The pause is made, and does all that is asked of it."""
         self.state = _S.PAUSED
         effects: list[SessionEffect] = []
         if self._global_asked:
@@ -246,6 +285,11 @@ class EnginePause:
             msg_id, self._resume_asked = self._resume_asked, None
             self.begin_resume(msg_id)
         return effects
+
+    def sharpen_failed(self, reply_to: int, failure: Failure) -> list[SessionEffect]:
+        """What it was to drop may be there."""
+        self._pending, self._returned = 1, False
+        return self.pause_failed(reply_to, failure)
 
     def pause_failed(self, reply_to: int, failure: Failure) -> list[SessionEffect]:
         """A pause call raised: the engine runs, or does not. Of two, the other one decides."""
@@ -289,8 +333,10 @@ class EnginePause:
         return effects + self.follow(now_ms)
 
     def found_paused(self, update_id: str, lease_ms: float, now_ms: float) -> None:
-        """The engine was found in this pause, which an earlier sidecar has made."""
+        """The engine was found in this pause, which an earlier sidecar has made: nobody knows what
+        it has dropped."""
         self.state = _S.PAUSED
+        self._call, self._outcome = CallPause("keep", clear_cache=False), ""
         self.update_id = update_id
         self._next = None  # whoever asked for it asks again
         self._lease.begin(lease_ms, now_ms)
@@ -322,7 +368,7 @@ class EnginePause:
         )
 
 
-def _unasked(pause_id: str) -> PauseLocal:
+def _unasked(pause_id: str, mode: PauseMode = "keep", *, clear_cache: bool = False) -> PauseLocal:
     return PauseLocal(
-        pause_id, "keep", clear_cache=False, lease_ms=0, timeout_ms=0, wait_ms=0, escalate="keep"
+        pause_id, mode, clear_cache, lease_ms=0, timeout_ms=0, wait_ms=0, escalate="keep"
     )

@@ -52,6 +52,7 @@ from bus.protocol.calls import (
     CallProbe,
     CallQueue,
     CallResume,
+    CallSharpen,
     CallSleep,
     CallWakeWeights,
     SessionEffect,
@@ -231,12 +232,14 @@ class EngineSession:
 
     def done(self, call: Call, now_ms: float, *, told: Told = None) -> list[SessionEffect]:
         """The running engine call has returned."""
-        if isinstance(told, int) and isinstance(call, CallPause):
+        if isinstance(told, int) and isinstance(call, CallPause | CallSharpen):
             self.pause.in_flight = told
         job = self._queue.end(call)
         took_ms = now_ms - job.since_ms
         if isinstance(call, CallPause):
             effects = self.pause.pause_returned(took_ms)
+        elif isinstance(call, CallSharpen):
+            effects = self.pause.sharpened(took_ms)
         elif isinstance(call, CallResume):
             effects = self.pause.resume_returned(job, took_ms, now_ms)
             effects += self._mind_the_door()
@@ -254,6 +257,8 @@ class EngineSession:
         job = self._queue.end(call)
         if isinstance(call, CallPause):
             effects = self.pause.pause_failed(job.reply_to, failure)
+        elif isinstance(call, CallSharpen):
+            effects = self.pause.sharpen_failed(job.reply_to, failure)
         elif isinstance(call, CallResume):
             effects = self.pause.resume_failed(job, failure, now_ms)
         elif isinstance(call, CallSleep | CallWakeWeights):

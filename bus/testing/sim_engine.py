@@ -26,6 +26,7 @@ from bus.messages import (
     Message,
     Nack,
     NackCode,
+    PauseLocal,
     Resume,
     Step,
 )
@@ -39,6 +40,7 @@ from bus.protocol.calls import (
     CallProbe,
     CallReceive,
     CallResume,
+    CallSharpen,
     SessionEffect,
     Told,
     ToMates,
@@ -258,6 +260,8 @@ class SimEngine:
                 f"after epoch {self.highest_epoch}"
             )
         self.highest_epoch = max(self.highest_epoch, envelope.epoch)
+        if isinstance(message, PauseLocal) and self.session.pause.update_id == message.update_id:
+            self.truth.to_clear = message.clear_cache
         self._perform(effects)
 
     def _note_sent(self, message: ChunkSent) -> None:
@@ -349,7 +353,7 @@ class SimEngine:
                 if self._timer is not None:
                     self._timer.cancel()
                 self._returned(waiting)
-            self.truth.escalated()
+            self.truth.escalated(clear_cache=call.clear_cache)
             self._perform(self.session.escalation_done(None, self._scheduler.now_ms()))
 
         self._scheduler.call_at(self._scheduler.now_ms() + self.behaviour.min_ms, end)
@@ -369,7 +373,7 @@ class SimEngine:
             self._perform(self.session.failed(call, failure, now_ms))
             return
         told: Told = None
-        if isinstance(call, CallPause):
+        if isinstance(call, CallPause | CallSharpen):
             told = self.truth.in_flight
         elif isinstance(call, CallOpenTransfer):
             told = self.truth.ahead = self.behaviour.ahead

@@ -28,6 +28,7 @@ from bus.protocol.calls import (
     CallReceive,
     CallRestore,
     CallResume,
+    CallSharpen,
     CallSleep,
     CallStart,
     CallWakeWeights,
@@ -66,6 +67,8 @@ class Truth:
         doubtful: probes have failed, which were to resume it and pause it again.
         asleep: which of its memory sleeps, or may: of ``weights`` and ``cache``.
         closed: its door is.
+        cleared: the pause has dropped keys, values and prefix caches.
+        to_clear: it was to.
         group_version: what its group serves, as the engine has been told last.
 
     Args:
@@ -90,7 +93,7 @@ class Truth:
         self.twisted = False
         self.doubtful = False
         self.asleep: set[str] = set()
-        self.closed = False
+        self.closed = self.cleared = self.to_clear = False
         self.group_version = 0
         self.pauses = 0
         self.resumes = 0
@@ -134,6 +137,8 @@ class Truth:
             case CallPause():
                 if not self.running and not self.doubtful:
                     self._refuse("paused twice")
+            case CallSharpen():
+                self._need_idle("its pause does more")
             case CallSleep():
                 self._begin_sleep(call)
             case CallWakeWeights():
@@ -177,6 +182,8 @@ class Truth:
             self._refuse("resumed without a completed pause")
         if self.asleep and not asleep:
             self._refuse(f"resumed while {self.asleep} sleep")
+        if self.to_clear and not self.cleared:
+            self._refuse("resumed over the keys and values that its pause was to drop")
         if self.mixed or self.broken or self._started:
             self._refuse(f"resumed with mixed weights {self.models}")
         self.idle = False
@@ -194,10 +201,14 @@ class Truth:
         """The call has returned."""
         self._call = None
         match call:
-            case CallPause():
+            case CallPause(clear_cache=clear_cache):
                 self.running = self.doubtful = False
                 self.idle = True
+                self.cleared = clear_cache
                 self.pauses += 1
+            case CallSharpen(aborts, clears):
+                self.cleared = self.cleared or clears
+                self.in_flight = 0 if aborts else self.in_flight
             case CallWakeWeights():
                 self.asleep.discard("weights")
             case CallResume(opens=opens):
@@ -261,8 +272,9 @@ class Truth:
             case _:
                 pass
 
-    def escalated(self) -> None:
+    def escalated(self, *, clear_cache: bool) -> None:
         """A second pause, beside one that may have failed, has returned."""
+        self.cleared = self.cleared or clear_cache
         self.running = False
         self.idle = True
 

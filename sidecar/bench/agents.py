@@ -77,6 +77,9 @@ class StubEngine:
     async def abort_requests(self) -> int:
         return 0
 
+    async def clear_cache(self) -> None:
+        pass
+
     async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:  # noqa: ARG002
         return 1
 

@@ -174,6 +174,15 @@ class EngineCore:
         """End every request with the tokens it has; how many there were."""
         return self.call(lambda: self._abort(lambda _: True))
 
+    def clear_cache(self) -> Future[None]:
+        """Forget keys and values, in a pause."""
+
+        def run() -> None:
+            self.require_paused("clear_cache")
+            self._scheduler.forget_cache()
+
+        return self.call(run)
+
     def probe(self, requests: Sequence[Request]) -> Future[tuple[ProbeResult, ...]]:
         """Run the canary's probes in the pause; the requests that there are, stay as they are."""
 

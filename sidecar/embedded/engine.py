@@ -272,6 +272,9 @@ class EmbeddedEngine:
     async def abort_requests(self) -> int:
         return await _answer(self._started().abort_all())
 
+    async def clear_cache(self) -> None:
+        await _answer(self._started().clear_cache())
+
     async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
         await self._transport(lambda: self._update().open_transfer(backend, params, place))
         return 1

@@ -490,6 +490,25 @@ class EngineContract:
         assert len(result.tokens) == under_test.long_tokens
         assert [version for version, _, _ in result.weight_versions] == [before, before + 1]
 
+    @contract
+    async def test_a_pause_that_kept_the_cache_can_drop_it(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """Then the rest of the request is that of the new weights, and so is a new one that begins
+        like it."""
+        request, _ = await _paused_in_the_middle(under_test, "keep", clear_cache=False)
+        new = under_test.other_weights(13)
+        await under_test.engine.clear_cache()
+        await update(under_test, new)
+        await under_test.engine.resume()
+        again = await under_test.generate(PROMPT, 24)
+        result = await request
+        assert again.tokens == under_test.reference(new, PROMPT, 24)
+        cut = result.weight_versions[0][2]
+        so_far = (*PROMPT, *result.tokens[:cut])
+        rest = under_test.reference(new, so_far, under_test.long_tokens - cut)
+        assert result.tokens[cut:] == rest
+
     @pytest.mark.parametrize(("backend", "lent"), [("shm", False), ("shm", True), ("gloo", False)])
     @pytest.mark.parametrize("chunks", ["one", "seven", "each tensor"])
     def test_an_update_in_any_number_of_chunks(

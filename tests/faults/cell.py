@@ -132,8 +132,8 @@ class Play:
         return frozenset({"e0": ("e0",), "m-1": LOCKSTEP}.get(self.who, ()))
 
     def _lost(self) -> frozenset[str]:
-        """Engines whose requests may have ended early: their own died, or was quarantined, as the
-        ranks of a DP group are together."""
+        """Engines whose requests may have ended early: their own died, is behind its group, or was
+        quarantined, as the ranks of a DP group are together."""
         engines = self.world.engines
         died = frozenset(name for name in self._absent() if engines[name].boot != self._boots[name])
         quarantined = self.world.quarantined

@@ -335,7 +335,7 @@ class World:
         elif line.get("event") == "dp_group_down":
             self.story.tell(f"the broker says that {line['dp_group']} is down: {line['reason']}")
             self.down |= {line["dp_group"]}
-        elif line.get("event") == "quarantined":
+        elif line.get("event") in ("quarantined", "closed_behind"):
             self.quarantined |= {line["peer"]}
         self.news()
 

@@ -245,7 +245,7 @@ class Rank(SimEngine):
 
         def returned() -> None:
             if self.alive:
-                self.truth.escalated()
+                self.truth.escalated(clear_cache=call.clear_cache)
                 self._perform(self.session.escalation_done(None, self._scheduler.now_ms()))
 
         self.put(lambda: self._pause(call.mode, returned))

@@ -78,6 +78,9 @@ class GroupEngine:
     async def abort_requests(self) -> int:
         return sum(await self.group.all("abort_requests"))
 
+    async def clear_cache(self) -> None:
+        await self._all("clear_cache")
+
     async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
         ranks = enumerate(self.group.ranks)
         places = [(rank, astuple(place.of_worker(index))) for index, rank in ranks]

@@ -91,6 +91,9 @@ class Rank:
     async def _abort_requests(self) -> int:
         return await self.engine.abort_requests()
 
+    async def _clear_cache(self) -> None:
+        await self.engine.clear_cache()
+
     async def _in_flight(self) -> int:
         return await self.engine.in_flight()
 

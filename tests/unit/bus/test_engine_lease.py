@@ -298,7 +298,7 @@ def test_a_pause_that_failed_is_made_once_more_before_anybody_resumes() -> None:
     driver.failed()
     assert driver.session.phase == "unsure"
     driver.tick(OVER_MS)
-    assert driver.calls == [CallPause("keep", True), CallPause("keep", False)]
+    assert driver.calls == [CallPause("keep", True), CallPause("keep", True)]
     driver.returned()
     driver.tick(AGAIN_MS)
     assert driver.calls[-1] == CallResume()

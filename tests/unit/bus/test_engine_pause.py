@@ -6,8 +6,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.messages import Ack, Nack, NackCode, PauseGlobal, PauseLocal, Resume, Step
-from bus.protocol.calls import CallEscalate, CallPause, CallQueue, CallResume, Job
+from bus.messages import Ack, Nack, NackCode, PauseGlobal, PauseLocal, PauseMode, Resume, Step
+from bus.protocol.calls import (
+    CallEscalate,
+    CallPause,
+    CallQueue,
+    CallResume,
+    CallSharpen,
+    Job,
+)
+from bus.protocol.effects import Send
 from bus.protocol.engine_lease import EngineLease
 from bus.protocol.engine_pause import Door, EnginePause, EnginePauseState
 from bus.protocol.engine_sleep import EngineSleep
@@ -48,12 +56,16 @@ class Driver:
         job = self._end()
         if isinstance(job.call, CallPause):
             return self._issue(self.pause.pause_returned(4.0))
+        if isinstance(job.call, CallSharpen):
+            return self._issue(self.pause.sharpened(4.0))
         return self._issue(self.pause.resume_returned(job, 4.0, self.now_ms))
 
     def failed(self) -> list[object]:
         job = self._end()
         if isinstance(job.call, CallPause):
             return self._issue(self.pause.pause_failed(job.reply_to, BROKEN))
+        if isinstance(job.call, CallSharpen):
+            return self._issue(self.pause.sharpen_failed(job.reply_to, BROKEN))
         return self._issue(self.pause.resume_failed(job, BROKEN, self.now_ms))
 
     def to(self, state: EnginePauseState) -> Driver:
@@ -300,3 +312,106 @@ def test_without_a_deadline_a_wait_waits() -> None:
     driver = Driver()
     driver.ask(PauseLocal("u1", "wait", True, 5_000, 60_000, 0, "abort"))
     assert driver.pause.escalate_ms is None
+
+
+def weak(update_id: str = "u0") -> PauseLocal:
+    """A pause that keeps all, of somebody who is gone."""
+    return PauseLocal(update_id, "keep", False, 5000, 60_000, 0, "keep")
+
+
+def strong(mode: PauseMode = "keep", update_id: str = "u1") -> PauseLocal:
+    return PauseLocal(update_id, mode, True, 5000, 60_000, 0, "keep")
+
+
+def acked(effects: list[object], step: Step) -> list[int]:
+    """The ids that an ack of this step answers."""
+    sent = [each for each in effects if isinstance(each, Send)]
+    return [
+        each.reply_to
+        for each in sent
+        if isinstance(each.message, Ack) and each.message.step is step
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "lacks"),
+    [
+        (strong(), CallSharpen(aborts=False, clears=True)),
+        (strong("abort"), CallSharpen(aborts=True, clears=True)),
+        (strong("wait"), CallSharpen(aborts=False, clears=True)),
+    ],
+)
+def test_a_pause_that_is_taken_over_drops_what_the_next_one_wants_dropped(
+    asked: PauseLocal, lacks: CallSharpen
+) -> None:
+    """Paused is said when it has: the next tokens would come of the last version's keys."""
+    driver = Driver()
+    driver.ask(weak())
+    driver.returned()
+    assert acked(driver.ask(asked, 7), Step.PAUSE_LOCAL) == [7]
+    assert driver.calls[-1] == lacks
+    assert acked(driver.globally(msg_id=8), Step.PAUSE_GLOBAL) == []
+    assert driver.pause.state is _S.PAUSING
+    assert acked(driver.returned(), Step.PAUSE_GLOBAL) == [8]
+    assert driver.pause.state is _S.PAUSED
+    assert driver.pause.cleared
+    driver.ask(asked, 9)
+    assert driver.calls[-1] == lacks
+    assert len(driver.calls) == 2, "once"
+
+
+def test_a_pause_under_way_is_followed_by_what_it_lacks() -> None:
+    """And is acked behind that."""
+    driver = Driver()
+    driver.ask(weak())
+    driver.ask(strong(), 7)
+    driver.globally(msg_id=8)
+    assert driver.calls == [CallPause("keep", False)]
+    assert acked(driver.returned(), Step.PAUSE_GLOBAL) == []
+    assert driver.calls[-1] == CallSharpen(aborts=False, clears=True)
+    assert acked(driver.returned(), Step.PAUSE_GLOBAL) == [8]
+
+
+def test_the_same_pause_that_was_half_made_as_a_weaker_one() -> None:
+    """Whoever completed it did not know what its trainer had asked for."""
+    driver = Driver()
+    driver.ask(weak("u1"))
+    driver.returned()
+    driver.ask(strong(), 7)
+    assert driver.calls[-1] == CallSharpen(aborts=False, clears=True)
+
+
+def test_a_pause_that_does_enough_is_taken_over_as_it_is() -> None:
+    """No call is made."""
+    driver = Driver()
+    driver.ask(strong("abort", "u0"))
+    driver.returned()
+    for message in (weak("u1"), strong("keep", "u2"), strong("abort", "u3")):
+        driver.ask(message)
+    assert driver.calls == [CallPause("abort", True)]
+    assert driver.pause.state is _S.PAUSED
+
+
+def test_what_could_not_be_dropped_is_no_pause() -> None:
+    """Nobody knows what is there still: it is made once more, as it was asked for."""
+    driver = Driver()
+    driver.ask(weak())
+    driver.returned()
+    driver.ask(strong("abort"), 7)
+    driver.globally(msg_id=8)
+    (sent,) = [each for each in driver.failed() if isinstance(each, Send)]
+    assert isinstance(sent.message, Nack)
+    assert (sent.message.step, sent.reply_to) == (Step.PAUSE_GLOBAL, 8)
+    assert driver.pause.state is _S.UNSURE
+    driver.pause.make_sure(driver.now_ms)
+    assert driver.queue.running() == CallPause("abort", True)
+
+
+def test_a_pause_that_failed_drops_nothing() -> None:
+    """The engine may run: what was to follow does not."""
+    driver = Driver()
+    driver.ask(weak())
+    driver.ask(strong(), 7)
+    driver.failed()
+    assert driver.pause.state is _S.UNSURE
+    assert driver.calls == [CallPause("keep", False)]
