@@ -500,11 +500,11 @@ class Group:
         followed = self._commands.follow(now_ms)
         if followed:
             return followed
-        idle = self.update.state is UpdateState.IDLE
-        if self.pause.state is not PauseState.PAUSED:
+        paused = self.pause.state is PauseState.PAUSED
+        if self.pause.state in (PauseState.RUNNING, PauseState.RESUMING):
             self.resume_asked = False
-        elif (self.orphaned or self.resume_asked) and idle:
-            return self.resume(now_ms)
+        elif (self.orphaned or self.resume_asked) and self.update.state is UpdateState.IDLE:
+            return self.resume(now_ms) if paused else []
         if not self._busy() and self.roster.admit_late():
             return self.serve_waiters(now_ms)
         return []

@@ -600,6 +600,20 @@ def armed(bench: Bench) -> None:
     bench.all_ack(Step.ARM)
 
 
+def test_a_resume_that_waits_for_an_abort_and_for_its_pause_comes(bench: Bench) -> None:
+    """The update ends first, then the pause is made: nobody has to ask again."""
+    armed(bench)
+    bench.say("t", PAUSE)
+    bench.all_ack(Step.PAUSE_LOCAL)
+    bench.say("t", Abort("u1", "given up"))
+    bench.say("t", Resume("u1"), msg_id=9)
+    bench.all_ack(Step.ABORT)
+    effects = bench.all_ack(Step.PAUSE_GLOBAL)
+    assert only(effects, Resume) == Resume("u1")
+    told = [each for each in bench.all_ack(Step.RESUME) if isinstance(each, Send)]
+    assert 9 in [each.reply_to for each in told]
+
+
 @pytest.mark.parametrize("first", ["pause", "start"])
 def test_an_update_starts_in_a_pause(bench: Bench, first: str) -> None:
     """Asked before it is made, or even before it is asked for: engines hear of it when all are

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import bus.log
 from sidecar.corepage import LOCALLY_PAUSED, CorePage
 from sidecar.engine import EngineInfo
 from sidecar.holdpage import EndState, Hold, HoldEnd, HoldPage, hold_path
@@ -119,6 +120,7 @@ def test_cores_that_are_not_all_found_are_held_by_nobody(
     pages: Pages, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those of another host, say."""
+    bus.log.configure(level="warning", json=True)
     link = pages.new_link(cores=3)
     assert link.hold(HOLD) is None
     assert [page.hold() for page in pages.holds] == [None, None]
