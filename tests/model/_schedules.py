@@ -44,7 +44,10 @@ def play_block(seeds: list[int]) -> tuple[Counter[str], list[str]]:
     """Some of them, one after the other."""
     bus.log.configure(level="critical", json=True)
     reach: Counter[str] = Counter()
-    found = [_chaos.play(seed, reach) for seed in seeds]
+    try:
+        found = [_chaos.play(seed, reach) for seed in seeds]
+    finally:
+        bus.log.configure()
     return reach, [told(each, ROOT / "build" / "chaos") for each in found if each is not None]
 
 
