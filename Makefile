@@ -15,16 +15,19 @@ demo: $(VENV)/.demo
 
 # Engines alone two at a time; data-parallel ones take all processors by themselves.
 test: $(VENV)/.vllm test-fast
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
-	$(BIN)/python -m pytest -q tests/vllm/test_dp_*.py
+	$(BIN)/python -m pytest -q -m 'not slow' -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
+	$(BIN)/python -m pytest -q -m 'not slow' tests/vllm/test_dp_*.py
 
 # Without vLLM: some minutes. Half of these wait for timers, so there is one more than processors.
 test-fast: $(VENV)/.test check
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal --ignore=tests/vllm --ignore=tests/mutants \
-		--ignore=tests/slow
+	$(BIN)/python -m pytest -q -m 'not slow' -n 3 --dist worksteal --ignore=tests/vllm \
+		--ignore=tests/mutants --ignore=tests/slow
 
-# What takes minutes and tells no more than the others do when all is well.
+# What takes minutes and tells little more than the others do when all is well.
 slow: $(VENV)/.vllm
+	$(BIN)/python -m pytest -q -m slow -n 3 --dist loadfile --ignore=tests/vllm tests
+	$(BIN)/python -m pytest -q -m slow -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
+	$(BIN)/python -m pytest -q -m slow tests/vllm/test_dp_*.py
 	$(BIN)/python -m pytest -q tests/slow
 
 # Tests of the tests: each guarantee, broken on purpose, must make its suite fail.

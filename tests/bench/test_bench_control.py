@@ -10,6 +10,7 @@ from bus.cli import run
 from tests.support.procs import run_wavebus
 
 
+@pytest.mark.slow
 def test_figures_agree_with_each_other() -> None:
     """Every field is there; ratios are quotients of the medians that stand beside them."""
     answer = run_wavebus(

@@ -11,6 +11,7 @@ from sidecar.bench.transfer import covered_s
 from tests.support.procs import run_wavebus
 
 
+@pytest.mark.slow
 def test_figures_agree_with_each_other() -> None:
     """Every field is there; no part of an update takes longer than the whole."""
     answer = run_wavebus(

@@ -96,7 +96,7 @@ def test_trainer_killed_in_the_middle_of_a_broadcast(bus: Bus) -> None:
         assert len(generate(engine.endpoint)) == 8
 
 
-@pytest.mark.parametrize("chunk", [0, 2])
+@pytest.mark.parametrize("chunk", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_engine_killed_in_the_middle_of_a_broadcast(
     bus: Bus, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sidecar.corepage import CoreView
 
 require_vllm()
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 CORES = 2
 

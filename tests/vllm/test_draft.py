@@ -309,6 +309,7 @@ def test_a_head_upon_the_model_is_updated_without_what_it_shares(
     runner.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_worker_engine_of_vllms_own_updates_a_draft(
     checkpoint: Checkpoint, runner: asyncio.Runner, tmp_path: Path
 ) -> None:

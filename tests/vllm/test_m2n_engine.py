@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 require_vllm()
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainer_agent import SyncTrainerAgent
 
 require_vllm()
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 CHUNK_BYTES = 1 << 14
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 require_vllm()
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 # Fused and sharded both ways, in layers of which others stay as they are.
 PATCHED = (
