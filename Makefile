@@ -28,7 +28,6 @@ slow: $(VENV)/.vllm
 	$(BIN)/python -m pytest -q -m slow -n 3 --dist loadfile --ignore=tests/vllm tests
 	$(BIN)/python -m pytest -q -m slow -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
 	$(BIN)/python -m pytest -q -m slow tests/vllm/test_dp_*.py
-	$(BIN)/python -m pytest -q tests/slow
 
 # Tests of the tests: each guarantee, broken on purpose, must make its suite fail.
 mutants: $(VENV)/.test
@@ -64,7 +63,8 @@ chaos: $(VENV)/.vllm
 soak: $(VENV)/.test
 	WAVEBUS_SOAK_ENGINES=16 WAVEBUS_SOAK_UPDATES=5000 $(BIN)/python -m pytest -q tests/soak
 
-bench: $(VENV)/.vllm slow
+bench: $(VENV)/.vllm
+	$(BIN)/python -m pytest -q tests/slow
 	$(BIN)/wavebus bench control --engines 64
 	$(BIN)/wavebus bench control --engines 256
 	$(BIN)/wavebus bench pause
