@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 def test_broker_and_sidecar_stop_when_asked(bus: Bus, number: signal.Signals) -> None:
     """Both end in order on Ctrl-C and SIGTERM, with exit code 0, and the sidecar says goodbye."""
     sidecar = bus.sidecar("e0")
+    sidecar.wait_event("joined")  # who has not heard that it is in, has nobody to say goodbye to
     assert sidecar.stop(number) == 0
     bus.broker.wait_event("peer_left", peer="e0")
     assert bus.broker.stop(number) == 0
