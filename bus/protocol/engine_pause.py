@@ -156,12 +156,17 @@ class EnginePause:
             return
         self._call = CallPause("abort" if aborts else made.mode, made.clear_cache or clears)
         self._outcome = ""
-        lacks = CallSharpen(aborts, clears)
+        if self._lacks is not None:  # somebody before has asked for more, and it is not done
+            aborts, clears = aborts or self._lacks.aborts, clears or self._lacks.clears
+        self._lacks = CallSharpen(aborts, clears)
         if self.state is _S.PAUSED:
             self.state = _S.PAUSING
-            self._queue.add(lacks, msg_id)
-        else:
-            self._lacks = lacks
+            self._add_what_lacks(msg_id)
+
+    def _add_what_lacks(self, reply_to: int) -> None:
+        lacks, self._lacks = self._lacks, None
+        assert lacks is not None
+        self._queue.add(lacks, reply_to)
 
     def _begin(self, msg_id: int, message: PauseLocal, now_ms: float) -> None:
         self.state = _S.PAUSING
@@ -266,16 +271,13 @@ class EnginePause:
         self._pending -= 1
         self._returned = True
         self._escalate_ms = None
-        if self._pending:
-            return []
-        if self._lacks is not None:
-            lacks, self._lacks = self._lacks, None
-            self._queue.add(lacks, self._global_asked)
-            return []
-        return self.sharpened(took_ms)
+        return [] if self._pending else self.sharpened(took_ms)
 
     def sharpened(self, took_ms: float) -> list[SessionEffect]:
-        """The pause is made, and does all that is asked of it."""
+        """The pause is made: it counts as soon as it does all that is asked of it."""
+        if self._lacks is not None:
+            self._add_what_lacks(self._global_asked)
+            return []
         self.state = _S.PAUSED
         effects: list[SessionEffect] = []
         if self._global_asked:

@@ -372,6 +372,26 @@ def test_a_pause_under_way_is_followed_by_what_it_lacks() -> None:
     assert acked(driver.returned(), Step.PAUSE_GLOBAL) == [8]
 
 
+@pytest.mark.parametrize("made", [False, True])
+def test_what_several_pauses_want_dropped_is_dropped(made: bool) -> None:
+    """Taken over twice, while the first one is being made, or while what it lacks is."""
+    driver = Driver()
+    driver.ask(weak())
+    if made:
+        driver.returned()
+    driver.ask(strong(), 7)
+    driver.ask(strong("abort", "u2"), 8)
+    driver.globally("u2", msg_id=9)
+    acks: list[int] = []
+    while driver.queue.running() is not None:
+        acks += acked(driver.returned(), Step.PAUSE_GLOBAL)
+    sharpened = [call for call in driver.calls if isinstance(call, CallSharpen)]
+    assert any(call.clears for call in sharpened)
+    assert any(call.aborts for call in sharpened)
+    assert acks == [9]
+    assert driver.pause.state is _S.PAUSED
+
+
 def test_the_same_pause_that_was_half_made_as_a_weaker_one() -> None:
     """Whoever completed it did not know what its trainer had asked for."""
     driver = Driver()
