@@ -20,7 +20,7 @@
 
 from __future__ import annotations
 
-from bus.messages import Nack, NackCode
+from bus.messages import Nack, NackCode, step_name
 
 __all__ = [
     "WavebusError",
@@ -78,7 +78,7 @@ class Refused(WavebusError):
     def __init__(self, nack: Nack) -> None:
         self.nack = nack
         where = f"{nack.peer}: " if nack.peer else ""
-        step = f"chunk {nack.chunk}" if nack.step == "chunk" else nack.step
+        step = step_name(nack.step, nack.chunk)
         told = [f"field {nack.field}"] if nack.field else []
         if step not in nack.detail:
             told.append(f"step {step}")

@@ -52,7 +52,7 @@ class CoreLink:
         self._cores = cores
 
     def _open_hold_pages(self, facts: Facts, cores: int) -> tuple[HoldPage, ...]:
-        """None: a pause that this sidecar leaves behind is ended by nobody."""
+        """Empty: a pause that this sidecar leaves behind is ended by nobody."""
         reason = ""
         if self._page is None:
             reason = "the engine's core has no status page"

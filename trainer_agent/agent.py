@@ -12,7 +12,7 @@ import anyio
 import anyio.to_thread
 
 from bus import native
-from bus.errors import Refused, UsageError
+from bus.errors import UsageError
 from bus.ids import check_name
 from bus.keys import security
 from bus.messages import (
@@ -302,13 +302,8 @@ class TrainerAgent:
             if also is not None:  # what went wrong first is what is to be known
                 error.add_note(f"and the engines could not be resumed: {also}")
             raise
-        try:
+        async with self._steps.resumed_if_given_up(update_id):
             await self._steps.resume(update_id)
-        except Refused:
-            raise
-        except BaseException:  # nobody waits for it any more
-            await self._steps.undo(Resume(update_id))
-            raise
 
     @contextlib.asynccontextmanager
     async def asleep(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bus.errors import BusTimeout
-from bus.messages import WIRE_NAMES, ChunkSent, WeightChunkMeta
+from bus.messages import WIRE_NAMES, ChunkSent, WeightChunkMeta, step_name
 from bus.protocol.broker import BROKER_NAME
 from bus.protocol.wording import ASKS_FOR
 
@@ -51,7 +51,7 @@ def waits_on(asked: Message, wait_s: float, name: str, group: GroupStatus | None
 
 
 def _told(wait: WaitView, heard_s: float | None) -> str:
-    step = f"chunk {wait.chunk}" if wait.step == "chunk" else wait.step
+    step = step_name(wait.step, wait.chunk)
     heard = "" if heard_s is None else f", heard {heard_s:.1f} s ago"
     return f"{wait.engine} ({step} for {wait.waited_ms / 1000:.1f} s{heard})"
 

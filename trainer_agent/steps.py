@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from bus.messages import (
 from trainer_agent.refusals import own_nack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
 
     from bus.errors import WavebusError
     from trainer_agent.connection import Connection
@@ -69,11 +70,18 @@ class Steps:
         Raises:
             PauseFailed: not every engine could be paused; those that were, have resumed.
         """
-        try:
+        async with self.resumed_if_given_up(update_id):
             return await self.ask_pause(update_id, how)
+
+    @contextlib.asynccontextmanager
+    async def resumed_if_given_up(self, update_id: str) -> AsyncIterator[None]:
+        """For a step of this pause: when it has no answer, or nobody waits for one any more, the
+        pause is ended."""
+        try:
+            yield
         except Refused:
             raise
-        except BaseException:  # nobody waits for it any more
+        except BaseException:
             await self.undo(Resume(update_id))
             raise
 

@@ -66,6 +66,7 @@ from bus.messages.answers import (
     NackCode,
     Step,
     TrainerStep,
+    step_name,
 )
 from bus.messages.bounds import (
     MAX_BLOB_BYTES,
@@ -270,6 +271,7 @@ __all__ = [
     "CorePhase",
     "Verify",
     "Phase",
+    "step_name",
 ]
 
 Message: TypeAlias = (

@@ -38,6 +38,11 @@ class Step(StrEnum):
     ABORT = "abort"
 
 
+def step_name(step: str, chunk: int) -> str:
+    """In texts: which step, and of which chunk if it is one's."""
+    return f"chunk {chunk}" if step == Step.CHUNK else step
+
+
 class Ack(msgspec.Struct, frozen=True):
     """An engine has done ``step``. No dataclass, for the reason that the envelope is none.
 

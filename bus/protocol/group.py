@@ -37,6 +37,7 @@ from bus.messages import (
     Probed,
     Resume,
     Step,
+    step_name,
 )
 from bus.protocol.behind import dp_groups_behind
 from bus.protocol.canary import probe_report
@@ -62,7 +63,6 @@ from bus.protocol.wording import (
     done_ack,
     done_fields,
     failed_nack,
-    step_name,
 )
 
 if TYPE_CHECKING:

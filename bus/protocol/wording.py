@@ -67,11 +67,6 @@ ASKS_FOR: Final[dict[type[Message], Step]] = {
 }
 
 
-def step_name(step: str, chunk: int) -> str:
-    """In texts: which step, and of which chunk if it is one's."""
-    return f"chunk {chunk}" if step == Step.CHUNK else step
-
-
 def done_ack(
     done: StepDone,
     pause: PauseMachine,

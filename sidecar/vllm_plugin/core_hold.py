@@ -44,7 +44,7 @@ from bus.messages import NackCode
 from sidecar.corepage import LOCALLY_PAUSED, NoPage, PageReader
 from sidecar.holdpage import EndState, Hold, HoldPage, NoHoldPage, hold_path
 from sidecar.vllm_plugin import wire
-from sidecar.vllm_plugin.core_page import page_path
+from sidecar.vllm_plugin.core_page import page_path, stat_of
 from sidecar.vllm_plugin.features import hold_gaps
 
 if TYPE_CHECKING:
@@ -372,11 +372,8 @@ def _over(hold: Hold) -> bool:
 
 
 def _alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
+    told = stat_of(pid)
+    return bool(told) and told[0] not in "ZX"
 
 
 @functools.cache

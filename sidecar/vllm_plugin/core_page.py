@@ -51,11 +51,18 @@ def siblings(pid: int) -> tuple[int, ...]:
 
 def _parent_of(pid: int) -> int:
     """0: it is gone."""
+    told = stat_of(pid)
+    return int(told[1]) if told else 0
+
+
+def stat_of(pid: int) -> list[str]:
+    """What the kernel tells of a process behind its name: its state, its parent, and so on. Empty
+    if it is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[1])
+        return []
+    return stat.rpartition(")")[2].split()
 
 
 class CoreWatch:

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from tests.faults.cell import Play
+from tests.faults.matrix import OUTCOMES, outcome_of
 from tests.support.procs import run_wavebus
 
 if TYPE_CHECKING:
@@ -27,6 +28,16 @@ class Stage:
     def play(self, cell: Cell) -> str:
         """See :meth:`tests.faults.cell.Play.run`."""
         return self._runner.run(self._play(cell))
+
+    def check(self, cell: Cell, record: Callable[[str, object], None]) -> None:
+        """Play it; the update must end as the page says, and how it did is recorded.
+
+        Raises:
+            AssertionError: it has ended otherwise, or :class:`tests.faults.world.Violation`.
+        """
+        outcome = self.play(cell)
+        record("outcome", outcome)
+        assert outcome in OUTCOMES[outcome_of(cell)][1]
 
     def close(self) -> None:
         self._runner.run(self._end())

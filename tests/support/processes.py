@@ -37,3 +37,12 @@ def descendants(pid: int) -> list[int]:
     """Children, and theirs, and so on."""
     own = children(pid)
     return own + [below for child in own for below in descendants(child)]
+
+
+def runs(pid: int) -> bool:
+    """Whether it is there, and has not ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"

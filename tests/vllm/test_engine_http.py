@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
@@ -22,7 +21,7 @@ from sidecar.vllm_inprocess import parse_version
 from tests.contract.bus_suite import BusContract
 from tests.contract.engine_suite import EngineContract, Generated, Watch
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
-from tests.support.processes import children, descendants
+from tests.support.processes import children, descendants, runs
 from tests.vllm._vllm import (
     MAX_POSITIONS,
     REST_MS,
@@ -35,6 +34,7 @@ from tests.vllm._vllm import (
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -304,13 +304,5 @@ def test_a_killed_supervisor_takes_its_server_along(
 async def gone(pids: list[int]) -> None:
     """Wait until none of the processes runs; fails after a while."""
     with anyio.fail_after(60):
-        while any(_runs(pid) for pid in pids):  # noqa: ASYNC110 - the kernel offers no event
+        while any(runs(pid) for pid in pids):  # noqa: ASYNC110 - the kernel offers no event
             await anyio.sleep(0.1)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"

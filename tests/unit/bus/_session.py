@@ -78,10 +78,13 @@ class Driver:
         return self
 
     def loaded(self, chunks: int = 1) -> Driver:
-        self.started()
+        return self.started().takes("u1", chunks)
+
+    def takes(self, update_id: str, chunks: int = MANIFEST.chunks) -> Driver:
+        """So many chunks of a started update are loaded."""
         for k in range(chunks):
-            self.command(make_chunk("u1", MANIFEST, k, 1))
-            self.command(make_sent("u1", MANIFEST, k, 1))
+            self.command(make_chunk(update_id, MANIFEST, k, 1))
+            self.command(make_sent(update_id, MANIFEST, k, 1))
             for _ in ("received", "loaded"):
                 self.returned()
         return self

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.messages import Commit, PauseLocal, Resume, UpdateFinish, UpdateStart
+from bus.messages import Commit, PauseLocal, Resume, UpdateFinish
 from bus.protocol.calls import CallAbortRequests, CallOpen, CallPause, CallResume
 from bus.protocol.effects import Note
-from bus.testing.makers import make_chunk, make_sent
 from tests.unit.bus._session import MANIFEST, Driver
 
 if TYPE_CHECKING:
@@ -38,14 +37,7 @@ def closed() -> Driver:
 
 def brought_to(driver: Driver, version: int) -> None:
     """One whole update, but for its resume."""
-    driver.armed().paused()
-    driver.command(UpdateStart("u1"))
-    driver.returned()
-    for k in range(MANIFEST.chunks):
-        driver.command(make_chunk("u1", MANIFEST, k, 1))
-        driver.command(make_sent("u1", MANIFEST, k, 1))
-        driver.returned()
-        driver.returned()
+    driver.loaded(MANIFEST.chunks)
     driver.command(UpdateFinish("u1"))
     driver.returned()
     driver.command(Commit("u1", version, "", ()))

@@ -35,7 +35,7 @@ from bus.protocol.engine_lease import LeaseState
 from bus.protocol.engine_pause import EnginePauseState
 from bus.protocol.engine_session import EngineSession
 from bus.protocol.engine_update import EngineUpdateState
-from bus.testing.makers import make_arm, make_chunk, make_sent
+from bus.testing.makers import make_arm, make_chunk
 from tests.unit.bus._builders import nack_in, only
 from tests.unit.bus._session import MANIFEST, PAUSE, Driver
 
@@ -266,11 +266,7 @@ def test_a_quarantined_engine_is_behind_its_door_until_its_resume() -> None:
     driver.returned()
     driver.command(UpdateStart("u2"))
     driver.returned()
-    for k in range(MANIFEST.chunks):
-        driver.command(make_chunk("u2", MANIFEST, k, 1))
-        driver.command(make_sent("u2", MANIFEST, k, 1))
-        driver.returned()
-        driver.returned()
+    driver.takes("u2")
     driver.command(UpdateFinish("u2"))
     driver.returned()
     driver.command(Commit("u2", 5, "", ()))

@@ -15,6 +15,7 @@ import pytest
 from bus.errors import EngineDead, EngineError, UsageError
 from sidecar.supervise import SupervisedServer, prepare
 from sidecar.vllm_plugin import guard as guard_module
+from tests.support.processes import descendants, runs
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -249,21 +250,3 @@ def test_signals_are_passed_on() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     run(scenario())
-
-
-def children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task")
-    return [int(c) for task in tasks.iterdir() for c in (task / "children").read_text().split()]
-
-
-def descendants(pid: int) -> list[int]:
-    own = children(pid)
-    return own + [below for child in own for below in descendants(child)]
-
-
-def runs(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
