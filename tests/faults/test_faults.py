@@ -10,7 +10,7 @@ import pytest
 from tests.faults.matrix import CELLS, SHARE, Cell
 from tests.faults.stage import Stage
 from tests.faults.world import World
-from tests.support.checkpoints import Checkpoint, make_checkpoint
+from tests.support.checkpoints import Checkpoint, certain_experts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ ALL: Final = os.environ.get("WAVEBUS_CHAOS_FAULTS") == "all"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return make_checkpoint(tmp_path_factory.mktemp("moe"), seed=8, experts=4, max_positions=2048)
+    return certain_experts(tmp_path_factory.mktemp("moe"), max_positions=2048)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.checkpoints import Checkpoint, Past, make_checkpoint, perturbed
+from tests.support.checkpoints import Checkpoint, Past, certain_experts, perturbed
 from tests.support.oracle import Span, foreign_tokens
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ SPANS = [Span(1, 0, HALF), Span(2, HALF, ALL)]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return make_checkpoint(tmp_path_factory.mktemp("moe"), seed=8, experts=4)
+    return certain_experts(tmp_path_factory.mktemp("moe"))
 
 
 @pytest.fixture(scope="module")

@@ -205,6 +205,16 @@ def make_checkpoint(
     return Checkpoint(folder, weights, layers, heads, kv_heads, tie, experts, top_k)
 
 
+def certain_experts(folder: Path, *, max_positions: int = 512) -> Checkpoint:
+    """A model whose tokens all go to each of its four experts.
+
+    For oracles that compare millions of tokens: of a hundred thousand tokens, one has its second
+    and third expert within 3e-7 of each other, and which of them it goes to then hangs on the
+    order of a sum.
+    """
+    return make_checkpoint(folder, seed=8, experts=4, top_k=4, max_positions=max_positions)
+
+
 def make_eagle(folder: Path, seed: int, *, hidden: int = 64, vocab: int = 128) -> dict[str, Tensor]:
     """Write an EAGLE draft for a checkpoint of the same sizes: one layer of a Llama, without
     embeddings and output head of its own. Returns its weights."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from tests.faults.matrix import VLLM_CELLS, VLLM_SHARE, Cell
 from tests.faults.world import EngineKind, Pace, World, embedded
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import certain_experts
 from tests.vllm._vllm import boot_environment
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def cells(scene: str) -> list[Cell]:
 
 def make_world(folder: Path, scene: str) -> World:
     """``vllm``: the engine alone is vLLM. ``vllm_dp``: the two ranks in lockstep are."""
-    checkpoint = make_checkpoint(folder / "moe", seed=8, experts=4, max_positions=MAX_POSITIONS)
+    checkpoint = certain_experts(folder / "moe", max_positions=MAX_POSITIONS)
     server = (
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--served-model-name", "tiny", "--skip-tokenizer-init", "--dtype", "float32"),
