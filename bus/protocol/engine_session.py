@@ -55,6 +55,7 @@ from bus.protocol.calls import (
     CallResume,
     CallSharpen,
     CallSleep,
+    CallSwap,
     CallWakeWeights,
     SessionEffect,
     Told,
@@ -256,6 +257,8 @@ class EngineSession:
             effects = []
         else:
             effects = self.update.done(job, took_ms, told)
+            if isinstance(call, CallSwap):  # no resume follows that would
+                effects += self._mind_the_door()
         return self._with_calls(effects, now_ms)
 
     def failed(self, call: Call, failure: Failure, now_ms: float) -> list[SessionEffect]:

@@ -443,6 +443,8 @@ class EngineUpdate:
         if isinstance(call, (CallRestore, CallAbortRequests)):
             # The undoing itself failed: only a whole update brings this engine back.
             note = Note("abort_failed", "error", {"detail": failure.detail})
+            if isinstance(call, CallRestore) and self.staged:  # what is served is whole
+                return [note, *self._aborted(job.reply_to, self._or_partial("untouched"), 0.0)]
             if isinstance(call, CallRestore):
                 self.partial.add(self._part)
                 self._queue.add(CallAbortRequests(), job.reply_to)
