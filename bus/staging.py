@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bus.errors import EngineError
+from bus.messages import NackCode
+
+if TYPE_CHECKING:
+    from bus.messages import Staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,3 +23,14 @@ class Room:
 
     needed_bytes: int = 0
     why_not: str = ""
+
+
+def need_room(staging: Staging, room: Room) -> Room:
+    """The same room, unless there is none, and there must be.
+
+    Raises:
+        EngineError: code ``staging_refused``.
+    """
+    if room.why_not and staging.required:
+        raise EngineError(room.why_not, code=NackCode.STAGING_REFUSED)
+    return room

@@ -345,7 +345,7 @@ class EngineUpdate:
         self._queue.add(call, msg_id)
         return []
 
-    def commit(self, msg_id: int, message: Commit, *, swaps: bool) -> list[SessionEffect]:
+    def commit(self, msg_id: int, message: Commit, *, swaps: bool = True) -> list[SessionEffect]:
         """COMMIT. ``swaps``: nothing keeps the engine from a step to swap at."""
         if message.update_id and message.update_id == self._last_commit:
             return [self._commit_ack(msg_id)]

@@ -209,11 +209,15 @@ class UpdateMachine:
         return self._ask(Step.TRANSFER_INIT, message, now_ms)
 
     def arm(
-        self, message: Arm, members: dict[str, str], now_ms: float, stageable: Stageable
+        self,
+        message: Arm,
+        members: dict[str, str],
+        now_ms: float,
+        stageable: Stageable | None = None,
     ) -> list[Instruction]:
         """Every engine checks the manifest; ``message.version`` is the bus's."""
         self._begin(_E.ARM_ASKED, message.update_id, members)
-        self.stageable = stageable
+        self.stageable = stageable or Stageable()
         self.version = message.version
         self.label = message.label
         self.target = message.target

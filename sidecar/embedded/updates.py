@@ -37,11 +37,17 @@ import torch
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.staging import Room
+from bus.staging import Room, need_room
 from sidecar.embedded.memory import MemoryState
 from sidecar.embedded.staging import StagingMemory
 from sidecar.embedded.weights import check_manifest, load_tensors
-from sidecar.transfer import check_delivered, check_room, check_sums, make_receiver, staging_room
+from sidecar.transfer import (
+    check_delivered,
+    check_room,
+    check_sums,
+    make_receiver,
+    staging_room,
+)
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
@@ -108,7 +114,8 @@ class Updater:
         if staging is not None:
             memory = self._memory
             needed, held = memory.needed_bytes, memory.held_bytes
-            room = staging_room(staging, needed, torch.device("cpu"), held_bytes=held)
+            found = staging_room(staging, needed, torch.device("cpu"), held_bytes=held)
+            room = need_room(staging, found)
         self._armed, self._staging = manifest, staging
         return room
 

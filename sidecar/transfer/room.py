@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from bus.errors import EngineError
-from bus.messages import NackCode
 from bus.staging import Room
 
 if TYPE_CHECKING:
@@ -29,9 +28,6 @@ def staging_room(
         needed_bytes: what staging takes here.
         device: where the weights are.
         held_bytes: of that, what an update before has left.
-
-    Raises:
-        EngineError: code ``staging_refused``: it can't, and must.
     """
     why_not = ""
     if staging.budget_bytes and needed_bytes > staging.budget_bytes:
@@ -40,18 +36,7 @@ def staging_room(
         free_bytes = held_bytes + int(free_memory(device) * (1 - SPARED))
         if needed_bytes > free_bytes:
             why_not = f"staging takes {_size(needed_bytes)}, and {_size(free_bytes)} can be had"
-    return refuse_if_required(staging, Room(needed_bytes, why_not))
-
-
-def refuse_if_required(staging: Staging, room: Room) -> Room:
-    """The same room, unless there is none, and there must be.
-
-    Raises:
-        EngineError: code ``staging_refused``.
-    """
-    if room.why_not and staging.required:
-        raise EngineError(room.why_not, code=NackCode.STAGING_REFUSED)
-    return room
+    return Room(needed_bytes, why_not)
 
 
 def free_memory(device: torch.device) -> int:
