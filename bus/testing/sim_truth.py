@@ -231,6 +231,7 @@ class Truth:
             case CallResume(opens=opens):
                 self.closed = self.closed and not opens
                 self.asleep.clear()
+                self.to_clear = False  # a pause beside a mate's is asked to drop nothing
                 self.resumes += 1
             case CallOpenTransfer():
                 self.transfer = call
