@@ -78,9 +78,7 @@ class PluginClient:
         self._load_comes_with_receive = loads_when_received(backend)
         return ahead
 
-    async def arm(
-        self, manifest: Manifest, target: Target, staging: Staging | None = None
-    ) -> Room:
+    async def arm(self, manifest: Manifest, target: Target, staging: Staging | None = None) -> Room:
         await self._perform(
             wire.ArmManifest(
                 manifest.names,
@@ -98,9 +96,7 @@ class PluginClient:
             return need_room(staging, Room(why_not="it has several cores behind one client"))
         return need_room(staging, await self._doors.room())
 
-    async def start_update(
-        self, *, recover: bool, target: Target, staged: bool = False
-    ) -> None:
+    async def start_update(self, *, recover: bool, target: Target, staged: bool = False) -> None:
         """See :class:`wire.Start`. LoRA adapters need none."""
         self._staged = staged
         if staged:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bus.messages import LeaseWord, NackCode, PauseLocal, TransferInit, UpdateStart
-from bus.protocol.calls import CallEscalate, ToMates
+from bus.protocol.calls import CallEscalate, CallOff, ToMates
 from bus.protocol.effects import Note, Send
 from bus.protocol.engine_session import EngineSession
 from bus.protocol.instructions import Failure
@@ -53,7 +53,7 @@ class Driver:
 
     def take(self, effects: list[SessionEffect]) -> list[SessionEffect]:
         for effect in effects:
-            if not isinstance(effect, Send | Note | CallEscalate | ToMates):
+            if not isinstance(effect, Send | Note | CallEscalate | CallOff | ToMates):
                 assert self.running is None, "two calls at a time"
                 self.running = effect
                 self.calls.append(effect)
