@@ -3,7 +3,8 @@
 Decoding goes straight into the dataclasses of :mod:`bus.messages` and checks
 types and bounds on the way. What msgspec lets pass for a dataclass, a field
 nobody declared, is caught by counting: every declared field is required, so a
-map with more entries than the class has fields holds one too many. Only then is
+map with more entries than the class has fields holds one too many. Where a field has
+a default, another one may stand in its place: there names are compared as well. Only then is
 the body read a second time, with msgpack's own bounded reader, to name it.
 
 Wire versions are major.minor. Frames of the same major version, and of a minor one that is at
@@ -48,9 +49,17 @@ def _field_count(cls: type) -> int:
     return len(_inner_classes(cls))
 
 
-def _nested(cls: type) -> bool:
-    """Whether any field holds a dataclass, whose own map has to be counted too."""
-    return any(_inner_classes(cls).values())
+def _nested(cls: type) -> tuple[str, ...]:
+    """The fields that hold a dataclass, whose own map has to be counted too."""
+    return tuple(name for name, inner in _inner_classes(cls).items() if inner is not None)
+
+
+def _with_defaults(cls: type) -> bool:
+    """Whether a field may be missing without msgspec saying so."""
+    return any(
+        field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        for field in (dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ())
+    )
 
 
 @functools.cache
@@ -74,10 +83,33 @@ def _dataclass_in(hint: Any) -> type | None:
 _FIXMAP: Final = 0x80  # how MessagePack's maps begin
 _MAP16: Final = 0xDE
 _ENVELOPE_FIELDS: Final = _field_count(Envelope)
-_BODIES: Final[dict[str, tuple[Any, int, bool, type[Message]]]] = {
-    name: (msgspec.msgpack.Decoder(cls).decode, _field_count(cls), _nested(cls), cls)
-    for name, cls in _KINDS.items()
-}
+_decode_fields = msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Body:
+    """How one kind of message is read."""
+
+    cls: type
+    decode: Any
+    fields: int
+    nested: tuple[str, ...]
+    by_name: bool  # its fields are to be compared, one by one
+
+    @classmethod
+    def of(cls, message: type) -> _Body:
+        """Of this class of messages."""
+        nested = _nested(message)
+        return cls(
+            message,
+            msgspec.msgpack.Decoder(message).decode,
+            _field_count(message),
+            nested,
+            bool(nested) or _with_defaults(message),
+        )
+
+
+_BODIES: Final = {name: _Body.of(message) for name, message in _KINDS.items()}
 
 
 def encode_body(message: Message) -> msgspec.Raw:
@@ -129,25 +161,43 @@ def decode_envelope(frame: bytes) -> Envelope:
 
 def decode_body(envelope: Envelope) -> Message:
     """Read the body of a frame whose envelope has been read."""
-    entry = _BODIES.get(envelope.kind)
-    if entry is None:
+    kind = _BODIES.get(envelope.kind)
+    if kind is None:
         raise DecodeError(
             NackCode.UNKNOWN_KIND, "kind", f"no message {envelope.kind!r} in this wire version"
         )
-    decode_it, fields, nested, cls = entry
     body = bytes(envelope.body)
     try:
-        message: Message = decode_it(body)
+        message: Message = kind.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise _explain(error, envelope.kind) from error
     if envelope.wire_minor != WIRE_MINOR:
-        _check_other(_read(body), cls, envelope.kind, newer=envelope.wire_minor > WIRE_MINOR)
+        newer = envelope.wire_minor > WIRE_MINOR
+        _check_other(_read(body), kind.cls, envelope.kind, newer=newer)
         return message
-    if _map_entries(body) != fields:
-        raise _extra_field(_read(body), cls, envelope.kind)
-    if nested:
-        _check_nested(_read(body), cls, envelope.kind)
+    if _map_entries(body) != kind.fields:
+        raise _extra_field(_read(body), kind.cls, envelope.kind)
+    if kind.by_name:
+        _check_names(body, kind, envelope.kind)
     return message
+
+
+def _check_names(body: bytes, kind: _Body, path: str) -> None:
+    """Each field is there, once, and so it is in the dataclasses inside; what else there is, such
+    as a manifest, is not read again."""
+    inner_classes = _inner_classes(kind.cls)
+    try:
+        found = _decode_fields(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):  # of a key that is none of ours
+        raise _extra_field(_read(body), kind.cls, path) from None
+    if found.keys() != inner_classes.keys():
+        raise _extra_field(_read(body), kind.cls, path)
+    for name in kind.nested:
+        inner_cls = inner_classes[name]
+        assert inner_cls is not None
+        value = _read(bytes(found[name]))
+        for item in value if type(value) is list else [value]:
+            _check_nested(item, inner_cls, f"{path}.{name}")
 
 
 def _map_entries(data: bytes) -> int:
@@ -222,7 +272,7 @@ def _check_nested(value: Any, cls: type, path: str) -> None:
     if not isinstance(value, _Pairs):
         return
     fields = _inner_classes(cls)
-    if len(value) != len(fields):
+    if len(value) != len(fields) or {key for key, _ in value} != fields.keys():
         raise _extra_field(value, cls, path)
     for key, inner in value:
         inner_cls = fields[key]

@@ -197,8 +197,7 @@ def test_only_an_older_peer_may_leave_out_what_was_added(
     minor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gets the default; anybody else has left out a field."""
-    decoder = msgspec.msgpack.Decoder(Grown).decode
-    monkeypatch.setitem(codec._BODIES, "GROWN", (decoder, 2, False, Grown))
+    monkeypatch.setitem(codec._BODIES, "GROWN", codec._Body.of(Grown))
     data = frame(msgpack.packb({"first": 1}), kind="GROWN", wire_minor=minor)
     if minor < WIRE_MINOR:
         assert codec.decode(data)[1] == Grown(1)
@@ -254,6 +253,15 @@ def test_a_body_field_that_stands_twice_is_refused() -> None:
     error = refused(frame(packed_map([*pairs, ("mode", msgpack.packb("keep"))])))
     assert (error.code, error.field) == (NackCode.MALFORMED, "mode")
     assert "twice" in error.detail
+
+
+@pytest.mark.parametrize("instead", ["scop", "mode"])
+def test_nothing_takes_the_place_of_a_field_that_has_a_default(instead: str) -> None:
+    """Between equal versions it is needed like any other: neither another name stands for it, nor
+    a field that is there twice."""
+    pairs = [(key, msgpack.packb(v)) for key, v in plain(PAUSE).items() if key != "scope"]
+    error = refused(frame(packed_map([*pairs, (instead, msgpack.packb("keep"))])))
+    assert (error.code, error.field) == (NackCode.MALFORMED, instead)
 
 
 @pytest.mark.parametrize(
