@@ -52,6 +52,8 @@ _CALM: Final = 3
 _WITHIN_S: Final = 0.06
 # After the last kill, so many updates may fail.
 _TRIES: Final = 20
+# Before an update that has failed is made again.
+_AGAIN_S: Final = 0.5
 _LABEL: Final = "update "
 
 
@@ -222,20 +224,27 @@ class Chaos:
 
     def _publish(self) -> None:
         """Send the weights that the optimizer has just made; kill somebody meanwhile, if it is
-        time for that."""
+        time for that. An update that has failed may have left engines that serve nobody before the
+        next one: so it is made again."""
         self._numbers += 1
         self._weights[self._numbers] = self._copy()
         path = self._folder / "weights.safetensors"
         save_file(self._weights[self._numbers], path)
-        self._sender.tell({"path": str(path), "label": f"{_LABEL}{self._numbers}"})
+        told = {"path": str(path), "label": f"{_LABEL}{self._numbers}"}
+        self._sender.tell(told)
         if self._left and self._calm >= _CALM:
             self._calm = 0
             self._left -= 1
             time.sleep(self._chance.uniform(0.0, _WITHIN_S))
             self._kill(next(self._turns))
-        self._ended(self._sender.answer())
+        tries = _TRIES
+        while not self._ended(self._sender.answer()) and tries:
+            tries -= 1
+            time.sleep(_AGAIN_S)
+            self._sender.tell(told)
 
-    def _ended(self, told: dict[str, Any] | None) -> None:
+    def _ended(self, told: dict[str, Any] | None) -> bool:
+        """Count how an update has ended; whether it was committed."""
         if told is None:
             self.result.failed += 1
             self.result.errors["killed"] += 1
@@ -248,6 +257,8 @@ class Chaos:
             self.result.updates += 1
             whole = told["engines"] == self._options.engines and not told["excluded"]
             self._calm = self._calm + 1 if whole else 0
+            return True
+        return False
 
     def _copy(self) -> dict[str, Tensor]:
         return {name: each.detach().clone() for name, each in self._policy.state_dict().items()}
