@@ -131,7 +131,7 @@ class StagedContract:
             assert fresh.weight_versions == [(before + 1, 0, 24)]
             assert await under_test.engine.version() == before + 1
 
-        contract(test)(self, under_test)  # type: ignore[arg-type]
+        contract(test)(self, under_test)
 
     @contract
     async def test_several_swaps_in_one_request(self, under_test: StagedUnderTest) -> None:
