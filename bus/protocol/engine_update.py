@@ -86,13 +86,11 @@ from bus.lora import adapter_of
 from bus.messages import (
     Abort,
     Arm,
-    Armed,
     ChunkSent,
     Commit,
     NackCode,
     Probe,
     Probed,
-    Staging,
     Step,
     Target,
     TransferInit,
@@ -127,6 +125,7 @@ from bus.protocol.calls import (
 from bus.protocol.checks import manifest_of
 from bus.protocol.effects import Note, Send
 from bus.protocol.engine_chunks import EngineChunks
+from bus.protocol.engine_order import EngineOrder
 from bus.protocol.engine_transfer import EngineTransfer
 from bus.protocol.instructions import Failure
 from bus.protocol.refusal import Declined, called_off, wrong_state
@@ -167,25 +166,18 @@ class EngineUpdate:
     ) -> None:
         self._draft = draft
         self.state = _S.NONE
-        self.update_id = ""
+        self._order = EngineOrder()  # of this update, or the last
         door.version = version
         self.partial: set[str] = set()  # of what it has not all the weights
         self._door = door
         if door.closed:  # nobody knows for which of them
             self.partial.update(("model", "draft") if draft else ("model",))
-        self.target: Target = "model"  # of this update, or the last
-        self._part = "model"  # what this update, or the last, brings: its target, or an adapter
         self._queue = queue
         self._chunks = EngineChunks(queue)
         self._loaded = False  # something may have been loaded since the start
-        self._backend = ""
-        self._base = 0  # of a patch
-        self._target_version = 0
         self._transfer = EngineTransfer(queue, name)
         self._last_commit = ""
-        self._staging: Staging | None = None  # how this update may be staged
-        self._armed: Armed | None = None  # what ARM was answered then
-        self.staged = False  # and it is
+        self.staged = False  # this update, or the last, is
         self._probed: tuple[CallProbe, Probed] | None = None  # the last, of this update
         self._abort_asked: int | None = None  # id of the ABORT that waits for a call to end
 
@@ -193,6 +185,16 @@ class EngineUpdate:
     def version(self) -> int:
         """The weight version that the engine serves."""
         return self._door.version
+
+    @property
+    def update_id(self) -> str:
+        """Of this update, or the last."""
+        return self._order.update_id
+
+    @property
+    def target(self) -> Target:
+        """The model that it is for."""
+        return self._order.target
 
     @property
     def applied(self) -> int:
@@ -212,7 +214,7 @@ class EngineUpdate:
     @property
     def begun(self) -> str:
         """The part that an update has begun to bring in place; empty if none has."""
-        return self._part if self.in_place else ""
+        return self._order.part if self.in_place else ""
 
     @property
     def loaded(self) -> bool:
@@ -228,7 +230,7 @@ class EngineUpdate:
         """Whether the engine has staged all of that version, or a later one, and waits for no more
         than to be told to take it: so it is not behind."""
         waits = self.staged and self.state in (_S.FINISHED, _S.COMMITTING)
-        return waits and self._target_version >= version
+        return waits and self._order.version >= version
 
     def found(self, broken: Iterable[str]) -> None:
         """The engine was found like this: no update is under way, of these parts not all
@@ -249,7 +251,7 @@ class EngineUpdate:
         """ARM."""
         known = message.update_id == self.update_id
         if known and self.state not in (_S.NONE, _S.ABORTING):
-            return [] if self.state is _S.ARMING else [self._armed_ack(msg_id)]
+            return [] if self.state is _S.ARMING else [self._order.ack(msg_id)]
         if self.state not in (_S.NONE, _S.ARMED):
             raise wrong_state(f"update {self.update_id} is {self.state.value}")
         if message.version < self.version + (not message.scope):
@@ -266,21 +268,15 @@ class EngineUpdate:
                 )
             )
         manifest = manifest_of(message)
-        self._need_base(message.base)
+        order = EngineOrder.of(message)
+        order.need_base(self.version, self.partial)
         self._transfer.need(message)
         self.state = _S.ARMING
-        self.update_id = message.update_id
-        self.target = message.target
-        self._part = message.backend if adapter_of(message.backend) else message.target
+        self._order = order
         self._chunks.begin(message.update_id, message.backend, manifest)
         self._loaded = False
         self._probed = None
-        self._backend = message.backend
-        self._base = message.base
-        self._target_version = message.version
         self.staged = False
-        self._armed = None
-        self._staging = message.staging
         self._queue.add(CallArm(manifest, self.target, message.staging), msg_id)
         return []
 
@@ -294,10 +290,10 @@ class EngineUpdate:
         if self.state is not _S.ARMED:
             raise wrong_state(f"the update is {self.state.value}, not armed")
         if message.staged:
-            self._need_room()
+            self._order.need_room(self.partial)
         elif not paused:
             raise wrong_state("the engine runs; an update starts in a pause, or is staged")
-        self._need_base(self._base)
+        self._order.need_base(self.version, self.partial)
         self.state = _S.STARTING
         self.staged = message.staged
         self._queue.add(CallStart(bool(self.partial), self.target, message.staged), msg_id)
@@ -354,12 +350,12 @@ class EngineUpdate:
             return []
         if self.state is not _S.FINISHED:
             raise wrong_state(f"the update is {self.state.value}, not finished")
-        if message.version != self._target_version:
-            raise wrong_state(f"armed for version {self._target_version}", "version")
+        if message.version != self._order.version:
+            raise wrong_state(f"armed for version {self._order.version}", "version")
         if not self.staged:
             self._queue.add(CallCommit(message.version), msg_id)
-        elif self._staging is not None and swaps:
-            self._queue.add(CallSwap(message.version, self._staging.clear_cache), msg_id)
+        elif (staging := self._order.staging) is not None and swaps:
+            self._queue.add(CallSwap(message.version, staging.clear_cache), msg_id)
         else:
             raise called_off("ranks in lockstep swap at a step, and a pause makes none")
         self.state = _S.COMMITTING
@@ -398,9 +394,9 @@ class EngineUpdate:
             return self._aborted(job.reply_to, outcome, took_ms)
         if isinstance(call, CallArm):
             self.state = _S.ARMED
-            if isinstance(told, Room) and call.staging is not None:
-                self._armed = self._as_armed(told, took_ms)
-            return self._settle([self._armed_ack(job.reply_to, took_ms)])
+            if isinstance(told, Room):
+                self._order.has_room(told, self.partial, took_ms)
+            return self._settle([self._order.ack(job.reply_to, took_ms)])
         if isinstance(call, CallStart):
             self.state = _S.LOADING
         elif isinstance(call, CallLoad):
@@ -417,7 +413,7 @@ class EngineUpdate:
         elif isinstance(call, CallCommit | CallSwap):
             self.state = _S.NONE
             self._door.version = call.version
-            self.partial.discard(self._part)
+            self.partial.discard(self._order.part)
             self._last_commit = self.update_id
             return self._settle([self._commit_ack(job.reply_to, took_ms)])
         step = CALL_STEPS[type(call)]
@@ -446,7 +442,7 @@ class EngineUpdate:
             if isinstance(call, CallRestore) and self.staged:  # what is served is whole
                 return [note, *self._aborted(job.reply_to, self._or_partial("untouched"), 0.0)]
             if isinstance(call, CallRestore):
-                self.partial.add(self._part)
+                self.partial.add(self._order.part)
                 self._queue.add(CallAbortRequests(), job.reply_to)
                 return [note]
             return [note, *self._aborted(job.reply_to, "partial", 0.0)]
@@ -466,7 +462,7 @@ class EngineUpdate:
 
     def _half_swapped(self, job: Job, failure: Failure) -> list[SessionEffect]:
         """The engine serves, and some of its weights may be the new ones."""
-        self.partial.add(self._part)
+        self.partial.add(self._order.part)
         self.state = _S.ABORTING
         reply_to, self._abort_asked = self._abort_asked or 0, None
         self._queue.add(CallAbortRequests(), reply_to)
@@ -495,7 +491,7 @@ class EngineUpdate:
     def _lost_the_old(self) -> None:
         """Something was loaded, or may have been; of an adapter, an engine keeps the one before,
         and of a staged update all that it serves."""
-        self._loaded = not (self.staged or adapter_of(self._backend))
+        self._loaded = not (self.staged or adapter_of(self._order.backend))
 
     def _settle(self, effects: list[SessionEffect]) -> list[SessionEffect]:
         """An ABORT that waited for the call follows it."""
@@ -512,10 +508,10 @@ class EngineUpdate:
         began = self.state in MIXED
         self.state = _S.ABORTING
         if self._loaded:
-            self.partial.add(self._part)
+            self.partial.add(self._order.part)
             self._queue.add(CallAbortRequests(), msg_id)
             return []
-        if began and self._part not in self.partial:
+        if began and self._order.part not in self.partial:
             self._queue.add(CallRestore(self.target), msg_id)
             return []
         return self._aborted(msg_id, self._or_partial("untouched"), 0.0)
@@ -527,52 +523,9 @@ class EngineUpdate:
     def _or_partial(self, outcome: str) -> str:
         return "partial" if self.partial else outcome
 
-    def _as_armed(self, room: Room, took_ms: float) -> Armed:
-        """The answer to an ARM of what may be staged."""
-        why_not = room.why_not
-        if self._part != "model" or self._base or loads_when_received(self._backend):
-            why_not = "a whole set of the model's weights can be staged, and nothing else"
-        elif self.partial:
-            why_not = "it has not all weights of what it serves, and takes new ones in a pause"
-        return Armed(self.update_id, round(took_ms, 3), room.needed_bytes, why_not)
-
-    def _armed_ack(self, msg_id: int, took_ms: float = 0.0) -> SessionEffect:
-        if self._armed is not None:
-            return Send(self._armed, reply_to=msg_id)
-        return ack(msg_id, Step.ARM, self.update_id, took_ms=took_ms)
-
-    def _need_room(self) -> None:
-        """It has said that it can stage this update, and can still."""
-        why_not = "it was not armed for that"
-        if self._armed is not None:
-            why_not = self._armed.why_paused
-        if self.partial:
-            why_not = "it has not all weights of what it serves"
-        if why_not:
-            raise Declined(Failure(NackCode.STAGING_REFUSED, why_not, field="staged"))
-
     def _commit_ack(self, msg_id: int, took_ms: float = 0.0) -> SessionEffect:
         outcome = self._or_partial("")
         return ack(msg_id, Step.COMMIT, self._last_commit, outcome=outcome, took_ms=took_ms)
-
-    def _need_base(self, base: int) -> None:
-        """A patch is a difference from what is served here."""
-        if not base or (base == self.version and not self.partial):
-            return
-        serves = (
-            "holds no whole version (an update broke off, or a sleep discarded its weights)"
-            if self.partial
-            else f"serves version {self.version}" + ("" if self.version else " (as it was booted)")
-        )
-        raise Declined(
-            Failure(
-                NackCode.OTHER_BASE,
-                f"the patch is a difference from version {base}, and the engine {serves}",
-                field="base",
-                hint="send a whole set of weights first, over a backend such as shm or nccl "
-                "(agent.update_weights)",
-            )
-        )
 
     def _need(self, update_id: str) -> None:
         if self.state is _S.NONE or update_id != self.update_id:

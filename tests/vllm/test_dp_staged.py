@@ -1,4 +1,4 @@
-"""Staged updates of real vLLM servers that never stop. Two ranks in lockstep, with the bus as coordinator.
+"""Staged updates of real vLLM ranks in lockstep, with the bus as coordinator, that never stop.
 
 As in :mod:`tests.integration.test_staged`.
 """
