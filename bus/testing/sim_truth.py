@@ -154,6 +154,11 @@ class Truth:
             case CallOpen():
                 if self.version < self.group_version or self.mixed or self.broken:
                     self._refuse("opened, and is not to serve")
+            case _:
+                self._begin_of_update(call)
+
+    def _begin_of_update(self, call: Call) -> None:
+        match call:
             case CallArm(manifest):
                 self._check_manifest(manifest)
             case CallStart(recover, target, staged):
