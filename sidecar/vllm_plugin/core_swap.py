@@ -152,8 +152,10 @@ def _make(core: Any, swap: Swap) -> list[Any]:
         if failure is None or failure.code is not NackCode.CALLED_OFF:
             _end(error)
         raise
-    if on_their_way:
-        _labels_of(core).append([on_their_way, before])
+    labels = _labels_of(core)
+    since_the_last = on_their_way - sum(count for count, _ in labels)
+    if since_the_last:
+        labels.append([since_the_last, before])
     if swap.clear_cache:
         core._reset_caches()  # noqa: SLF001 - as vLLM does when a pause is made
     core.set_weight_version(str(swap.version))
