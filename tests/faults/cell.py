@@ -110,8 +110,9 @@ class Play:
         begun = {name: client.tokens for name, client in world.clients.items()}
 
         def goes_on(name: str) -> bool:
-            if name in LOCKSTEP and "m" in world.down and not self.cell.scene:
-                return True  # cores of vLLM go on without their sidecars
+            half_made = world.engines[name].phase == "pausing"
+            if name in LOCKSTEP and "m" in world.down and (half_made or not self.cell.scene):
+                return True  # cores of vLLM that have paused, all of them, go on without sidecars
             client = world.clients[name]
             quarantined = (
                 world.engines[name].phase == "quarantined" or client.aborted > aborted[name]
