@@ -104,7 +104,7 @@ class Rank:
     async def _open_transfer(self, backend: str, params: str, place: list[int]) -> None:
         await self.engine.open_transfer(backend, base64.b64decode(params), Place(*place))
 
-    async def _arm(self, manifest: list[Any], staging: list[Any] | None) -> tuple[int, str]:
+    async def _arm(self, manifest: list[Any], staging: list[Any] | None = None) -> tuple[int, str]:
         names, dtypes, shapes, ends = manifest
         room = await self.engine.arm(
             Manifest(tuple(names), tuple(dtypes), tuple(map(tuple, shapes)), tuple(ends)),
@@ -112,7 +112,7 @@ class Rank:
         )
         return room.needed_bytes, room.why_not
 
-    async def _start_update(self, *, recover: bool, staged: bool) -> None:
+    async def _start_update(self, *, recover: bool, staged: bool = False) -> None:
         await self.engine.start_update(recover=recover, staged=staged)
 
     async def _receive(self, seq: int, backend: str, tensors: list[Any], handle: str) -> None:
