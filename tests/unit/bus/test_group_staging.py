@@ -89,6 +89,11 @@ def test_a_step_that_fails_somewhere_changes_nothing_there(kind: type) -> None:
     scene = staged(1, 2)
     scene.engine("e0").behaviour.fail_next.add(kind)
     scene.update()
+    group = scene.world.held
+    assert scene.world.run_until(
+        lambda: "e0" in group.update.excluded or group.update.failure is not None
+    )
+    assert not group.roster.quarantined
     outcome = scene.settled()
     assert scene.engine("e0").truth.version == 0
     assert not scene.engine("e0").session.update.partial
