@@ -61,7 +61,7 @@ def _noted(message: Message, paused: list[Message]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("clear_cache", [False, True])
+@pytest.mark.parametrize("clear_cache", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_token_is_of_one_version(
     tmp_path: Path, checkpoint: Checkpoint, clear_cache: bool
 ) -> None:

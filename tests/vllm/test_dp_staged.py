@@ -21,7 +21,7 @@ require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 
-@pytest.mark.parametrize("clear_cache", [False, True])
+@pytest.mark.parametrize("clear_cache", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_token_is_of_one_version(tmp_path: Path, clear_cache: bool) -> None:
     """As of embedded engines."""
 
