@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import anyio
 
@@ -37,6 +37,7 @@ from bus.protocol.calls import (
     CallEscalate,
     CallFinish,
     CallLoad,
+    CallOff,
     CallOpen,
     CallOpenTransfer,
     CallPause,
@@ -47,6 +48,7 @@ from bus.protocol.calls import (
     CallSharpen,
     CallSleep,
     CallStart,
+    CallSwap,
     CallWakeWeights,
     SessionEffect,
     Told,
@@ -65,7 +67,7 @@ from sidecar.holder import Holder
 from sidecar.mates import DirectLink
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Coroutine, Iterable
     from pathlib import Path
     from types import TracebackType
 
@@ -366,9 +368,9 @@ class Sidecar:
                 if self._direct is not None:
                     self._direct.send(effect.word, effect.ranks)
             elif isinstance(effect, CallEscalate):
-                task = asyncio.create_task(self._escalate(effect))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._beside(self._escalate(effect))
+            elif isinstance(effect, CallOff):
+                self._beside(self._call_off(effect))
             else:
                 assert self._next_call is None, "the machine makes one call at a time"
                 self._next_call = effect
@@ -428,7 +430,7 @@ class Sidecar:
             now_ms = self._peer.now_ms()
             self._perform(self.session.done(call, now_ms, told=told))
 
-    def _failure(self, call: Call | CallEscalate, error: Exception) -> Failure:
+    def _failure(self, call: Call | CallEscalate | CallOff, error: Exception) -> Failure:
         """What the machine is told of a call that failed; the log has more."""
         assert self._peer is not None
         name = type(call).__name__
@@ -468,6 +470,19 @@ class Sidecar:
         now_ms = self._peer.now_ms()
         self._perform(self.session.escalation_done(failure, now_ms, in_flight=in_flight))
 
+    async def _call_off(self, call: CallOff) -> None:
+        """Call the swap off that waits for other ranks; its own return tells what came of it."""
+        try:
+            await self.engine.call_off()
+        except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged
+            self._failure(call, error)
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it beside the call under way."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def _do(self, call: Call) -> Told:
         """Make the call; what it has told."""
         engine = self.engine
@@ -492,10 +507,10 @@ class Sidecar:
                 await engine.receive(Chunk(chunk, backend, tensors, handle))
             case CallLoad(chunk, verify, sums):
                 await engine.load(chunk, verify, sums)
-            case CallArm(manifest, target):
-                await engine.arm(manifest, target)
-            case CallStart(recover, target):
-                await engine.start_update(recover=recover, target=target)
+            case CallArm(manifest, target, staging):
+                return await engine.arm(manifest, target, staging)
+            case CallStart(recover, target, staged):
+                await engine.start_update(recover=recover, target=target, staged=staged)
             case CallFinish():
                 await engine.finish_update()
             case CallProbe(prompts, max_tokens, salt, mode, clear_cache):
@@ -504,6 +519,8 @@ class Sidecar:
                 )
             case CallCommit(version):
                 await engine.commit(version)
+            case CallSwap(version, clear_cache):
+                await engine.swap(version, clear_cache=clear_cache)
             case CallOpenTransfer(backend=backend, params=params, place=place):
                 return await engine.open_transfer(backend, params, place)
             case CallRestore(target):

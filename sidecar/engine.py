@@ -19,9 +19,11 @@ from bus.messages import (
     PauseMode,
     ProbeResult,
     SleepLevel,
+    Staging,
     Target,
     Verify,
 )
+from bus.staging import Room
 from bus.transfer import Place
 from sidecar.corepage import CoreView
 from sidecar.holdpage import Hold, HoldEnd, LeftBehind
@@ -39,7 +41,9 @@ __all__ = [
     "PauseMode",
     "Place",
     "ProbeResult",
+    "Room",
     "SleepLevel",
+    "Staging",
     "Target",
     "TensorMeta",
     "Verify",
@@ -169,19 +173,27 @@ class Engine(Protocol):
                 ``transfer_failed`` when the other end can't be reached.
         """
 
-    async def arm(self, manifest: Manifest, target: Target = "model") -> None:
-        """Check the manifest against the target; load nothing, change nothing.
+    async def arm(
+        self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
+    ) -> Room:
+        """Check the manifest against the target; load nothing, change nothing. With ``staging``,
+        say what it takes to stage the update so, and why that can't be.
 
         Raises:
             EngineError: with code ``manifest_refused`` and ``tensor`` set, for an
                 unknown, missing or misshapen tensor, a wrong dtype, or half of a
                 fused parameter; and of a draft, for a tensor that it shares with the model.
-                With code ``draft_missing`` where there is no draft that can be updated.
+                With code ``draft_missing`` where there is no draft that can be updated; and
+                ``staging_refused``, where the staging is required and can't be.
         """
 
-    async def start_update(self, *, recover: bool, target: Target = "model") -> None:
+    async def start_update(
+        self, *, recover: bool, target: Target = "model", staged: bool = False
+    ) -> None:
         """Get ready to load into the target. ``recover``: an earlier update, of whichever
-        target, broke off after a load."""
+        target, broke off after a load. ``staged``, as it was armed: :meth:`load` puts chunks
+        beside the weights, while the engine serves; then come :meth:`finish_update` and
+        :meth:`swap`, or :meth:`restore`."""
 
     async def receive(self, chunk: Chunk) -> None:
         """Fetch the chunk's tensors into staging; the model is untouched. With room for several
@@ -197,7 +209,8 @@ class Engine(Protocol):
         """
 
     async def restore(self, target: Target = "model") -> None:
-        """After ``start_update`` of the target, and no load: bring its old weights back."""
+        """After ``start_update`` of the target, and no load: bring its old weights back. Of a
+        staged update: let go what is staged."""
 
     async def finish_update(self) -> None:
         """Every chunk is loaded: post-process."""
@@ -226,6 +239,27 @@ class Engine(Protocol):
     async def commit(self, version: int) -> None:
         """Serve as this version from now on: a later one, or, of an engine that catches up, its own
         again."""
+
+    async def swap(self, version: int, *, clear_cache: bool) -> None:
+        """Put what is staged, all of it, in the place of the weights, and serve as this version:
+        between two steps, in all workers between the same two, and in all ranks of the DP group.
+        Returns when it is done; ranks that wait for each other do so while they serve the old
+        version, and one that is not asked keeps all of them there.
+
+        Args:
+            version: as :meth:`commit` has it.
+            clear_cache: requests drop keys and values, and compute them anew. Else they go on with
+                those that they have; in both ways, requests that come later find none that were
+                computed with older weights.
+
+        Raises:
+            EngineError: code ``called_off``, and nothing has changed; with any other code the
+                weights may be mixed.
+        """
+
+    async def call_off(self) -> None:
+        """Have a :meth:`swap` that still waits for other ranks raise ``called_off``, unless all of
+        them have agreed. Called beside it."""
 
 
 def need_model(target: Target) -> None:

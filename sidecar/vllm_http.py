@@ -30,7 +30,9 @@ from sidecar.engine import (
     PauseMode,
     Place,
     ProbeResult,
+    Room,
     SleepLevel,
+    Staging,
     Target,
     Verify,
 )
@@ -291,11 +293,15 @@ class VllmHttpEngine:
             await self._adapters.open(adapter, params)
         return ahead
 
-    async def arm(self, manifest: Manifest, target: Target = "model") -> None:
-        await self._plugin.arm(manifest, target)
+    async def arm(
+        self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
+    ) -> Room:
+        return await self._plugin.arm(manifest, target, staging)
 
-    async def start_update(self, *, recover: bool, target: Target = "model") -> None:
-        await self._plugin.start_update(recover=recover, target=target)
+    async def start_update(
+        self, *, recover: bool, target: Target = "model", staged: bool = False
+    ) -> None:
+        await self._plugin.start_update(recover=recover, target=target, staged=staged)
 
     async def receive(self, chunk: Chunk) -> None:
         await self._plugin.receive(chunk)
@@ -349,6 +355,12 @@ class VllmHttpEngine:
     async def commit(self, version: int) -> None:
         await self._plugin.settle()
         await self.post("/update_weight_version", {"new_version": str(version)})
+
+    async def swap(self, version: int, *, clear_cache: bool) -> None:
+        await self._plugin.swap(version, clear_cache=clear_cache)
+
+    async def call_off(self) -> None:
+        await self._plugin.call_off()
 
     # -- HTTP --------------------------------------------------------------------------
 
@@ -472,6 +484,16 @@ class _Doors:
 
     async def perform(self, operation: str) -> int:
         return facts.read_ahead(await self._ask(facts.PERFORM, {"operation": operation}))
+
+    async def room(self) -> Room:
+        return facts.read_room(await self._ask(facts.ASK_ROOM, {}))
+
+    async def swap(self, version: int, operation: str, *, clear_cache: bool) -> None:
+        kwargs = {"version": version, "operation": operation, "clear_cache": clear_cache}
+        await self._ask(facts.SWAP, kwargs)
+
+    async def call_off(self) -> None:
+        await self._ask(facts.CALL_OFF, {})
 
     async def load_adapter(self, name: str) -> None:
         await self._adapters.load(name)

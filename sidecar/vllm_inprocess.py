@@ -21,7 +21,9 @@ from sidecar.engine import (
     PauseMode,
     Place,
     ProbeResult,
+    Room,
     SleepLevel,
+    Staging,
     Target,
     Verify,
 )
@@ -199,11 +201,15 @@ class VllmEngine:
         self._doors.adapter_path = adapter_path(params) if adapter_of(backend) else ""
         return ahead
 
-    async def arm(self, manifest: Manifest, target: Target = "model") -> None:
-        await self._plugin.arm(manifest, target)
+    async def arm(
+        self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
+    ) -> Room:
+        return await self._plugin.arm(manifest, target, staging)
 
-    async def start_update(self, *, recover: bool, target: Target = "model") -> None:
-        await self._plugin.start_update(recover=recover, target=target)
+    async def start_update(
+        self, *, recover: bool, target: Target = "model", staged: bool = False
+    ) -> None:
+        await self._plugin.start_update(recover=recover, target=target, staged=staged)
 
     async def receive(self, chunk: Chunk) -> None:
         await self._plugin.receive(chunk)
@@ -258,6 +264,12 @@ class VllmEngine:
         await _call(self._llm.update_weight_version(str(version)))
         self._doors.settle()
 
+    async def swap(self, version: int, *, clear_cache: bool) -> None:
+        await self._plugin.swap(version, clear_cache=clear_cache)
+
+    async def call_off(self) -> None:
+        await self._plugin.call_off()
+
 
 def parse_version(text: str) -> int:
     """Our version in vLLM's free text; 0 for one that is not ours, such as ``default``."""
@@ -282,6 +294,16 @@ class _Doors:
     async def perform(self, operation: str) -> int:
         kwargs = {"operation": operation}
         return facts.read_ahead(await _call(self._llm.collective_rpc(facts.PERFORM, kwargs=kwargs)))
+
+    async def room(self) -> Room:
+        return facts.read_room(await _call(self._llm.collective_rpc(facts.ASK_ROOM)))
+
+    async def swap(self, version: int, operation: str, *, clear_cache: bool) -> None:
+        kwargs = {"version": version, "operation": operation, "clear_cache": clear_cache}
+        await _call(self._llm.collective_rpc(facts.SWAP, kwargs=kwargs))
+
+    async def call_off(self) -> None:
+        await _call(self._llm.collective_rpc(facts.CALL_OFF))
 
     async def load_adapter(self, name: str) -> None:
         from vllm.lora.request import LoRARequest  # noqa: PLC0415 - see start()

@@ -35,7 +35,7 @@ from bus.transfer import ALONE
 from trainer_agent.adapter import Adapter, send_adapter
 from trainer_agent.catching_up import CatchingUp
 from trainer_agent.connection import Connection
-from trainer_agent.how import WAIT_S, PauseHow
+from trainer_agent.how import WAIT_S, PauseHow, UpdateHow
 from trainer_agent.meeting import meeting_info
 from trainer_agent.patches import BusPatches
 from trainer_agent.ranks import follow
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from bus.runtime.base import ClientTransport
     from trainer_agent.bus_source import BusWeightSource
     from trainer_agent.canary import Canary
-    from trainer_agent.how import Quorum
+    from trainer_agent.how import How, Quorum
     from trainer_agent.patches import AnyPatch
     from trainer_agent.report import UpdateReport
 
@@ -354,10 +354,17 @@ class TrainerAgent:
         escalate: Escalation = "keep",
         canary: Canary | None = None,
         quorum: Quorum = 1,
+        how: How = "paused",
+        staging_bytes: int | None = None,
+        keep_staging: bool = False,
     ) -> int:
-        """Send weights to every engine and have them serve them: arm, pause, send, commit,
-        resume. The pause's arguments are those of :meth:`paused`; inside one, the pause is
-        that one, and inside :meth:`asleep`, weights wake first.
+        """Send weights to every engine and have them serve them.
+
+        ``staged``, engines receive them beside those that they serve, and go on serving: arm, send,
+        commit, at which each swaps between two of its steps. Nothing stops, and nothing has
+        changed before the swap. ``paused``: arm, pause, send, commit, resume; it takes no memory.
+        The pause's arguments are those of :meth:`paused`; inside one, the pause is that one, and
+        inside :meth:`asleep`, weights wake first.
 
         Args:
             source: an ``nn.Module``, a state dict, ``(name, tensor)`` pairs, or a
@@ -373,6 +380,14 @@ class TrainerAgent:
             quorum: how many DP groups (an engine alone is one) must have all weights, for those to
                 serve them; the others are quarantined. ``all``: all that are there when it begins.
                 With fewer the update is given up, as soon as that is known.
+            how: ``auto`` stages it where every engine has the memory, and nothing else asks for a
+                pause (a canary, a ``mode`` that ends requests, a pause that is held);
+                :attr:`last_update` says which it was, and why.
+            clear_cache: staged: requests compute keys and values anew after the swap; or go on with
+                those that they have.
+            staging_bytes: at most so much may staging take, in each worker of an engine. Default:
+                what is free there.
+            keep_staging: that memory stays, for the next update.
 
         Returns:
             The version the bus gave. :attr:`last_update` tells the rest.
@@ -383,23 +398,19 @@ class TrainerAgent:
             Refused: with code ``draft_missing``, if an engine has no draft model.
             PauseFailed: see :meth:`paused`.
             CanaryFailed: the canary has proven no engine; all are quarantined.
+            Refused: with code ``staging_refused``, if it must be staged and can't.
             UpdateFailed: it was given up; engines that had loaded a part are quarantined
-                until the next whole update. With code ``quorum_missing``: too few were left.
+                until the next whole update (staged, none has). With code ``quorum_missing``: too
+                few were left.
             BusTimeout: somebody did not answer in time: it has ``peer``, ``step``, ``chunk`` and
                 ``heard_s``. If that is the broker, what was begun is undone once it is back.
         """
-        how = PauseHow(
-            mode,
-            clear_cache=clear_cache,
-            wait_s=wait_s,
-            escalate=escalate,
-            canary=canary,
-            quorum=quorum,
-        )
+        pause = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
+        ask = UpdateHow(pause, canary, quorum, how, staging_bytes, keep_staging)
         if self.rank:
             with self._updates.beside() as number:
                 return await follow(self._line, as_source(source), number)
-        return await self._update(source, target, label, how)
+        return await self._update(source, target, label, ask)
 
     async def update_adapter(
         self,
@@ -444,8 +455,8 @@ class TrainerAgent:
                 "send it with an agent of rank=0, ranks=1"
             )
         fresh = Adapter(adapter, source, config)
-        how = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
-        async with self._aside(), self._updates.begin(how) as update:
+        pause = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
+        async with self._aside(), self._updates.begin(UpdateHow(pause)) as update:
             report = await send_adapter(
                 fresh, update, self._transport, self._steps, label=label, verify=self.verify
             )
@@ -538,14 +549,8 @@ class TrainerAgent:
                 need none.
             target, canary, quorum: as :meth:`update_weights` has them.
         """
-        how = PauseHow(
-            mode,
-            clear_cache=clear_cache,
-            wait_s=wait_s,
-            escalate=escalate,
-            canary=canary,
-            quorum=quorum,
-        )
+        pause = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
+        how = UpdateHow(pause, canary, quorum)
         return BusWeightSyncClient(self._sync, how, chunk_bytes, target)
 
     def source(self, weights: Weights) -> BusWeightSource:
@@ -572,7 +577,7 @@ class TrainerAgent:
 
     # -- one update -------------------------------------------------------------
 
-    async def _update(self, source: Weights, target: Target, label: str, how: PauseHow) -> int:
+    async def _update(self, source: Weights, target: Target, label: str, how: UpdateHow) -> int:
         async with self._aside(), self._updates.begin(how, target) as update:
             stream = ChunkStream(
                 as_source(source),

@@ -18,7 +18,7 @@ import anyio.to_thread
 
 import bus.log
 from bus.messages import Behind
-from trainer_agent.how import WAIT_S, PauseHow
+from trainer_agent.how import WAIT_S, PauseHow, UpdateHow
 from trainer_agent.sending import send_stream
 from trainer_agent.stream import ChunkStream
 from trainer_agent.transport import Transport
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 FIRST_RETRY_S: Final = 1.0
 LAST_RETRY_S: Final = 60.0
-_HOW: Final = PauseHow("keep", clear_cache=True, wait_s=WAIT_S, escalate="keep")
+_HOW: Final = UpdateHow(PauseHow("keep", clear_cache=True, wait_s=WAIT_S, escalate="keep"))
 
 
 class CatchingUp:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from trainer_agent.demo.processes import DpCoordinator, EngineKind
+    from trainer_agent.how import How
 
 
 @click.command(short_help="See it all at work: an RL run on this machine.")
@@ -46,6 +47,13 @@ if TYPE_CHECKING:
     default="vllm",
     show_default=True,
     help="With --engine vllm: who wakes its ranks.",
+)
+@click.option(
+    "--how",
+    type=click.Choice(["auto", "staged", "paused"]),
+    default="paused",
+    show_default=True,
+    help="How updates are made: staged, while engines serve; auto: so where it can be.",
 )
 @click.option("--updates", type=click.IntRange(1), help="Stop after so many weight updates.")
 @click.option(
@@ -86,6 +94,7 @@ def demo(
     engines: int | None,
     dp_size: int,
     dp_coordinator: DpCoordinator,
+    how: How,
     updates: int | None,
     seconds: float | None,
     seed: int,
@@ -108,7 +117,13 @@ def demo(
     configure_log("warning", "auto")
     signal.signal(signal.SIGTERM, _interrupt)
     if chaos:
-        if (engine, dp_size, withhold_weights, updates) != ("embedded", 1, False, None):
+        if (engine, dp_size, how, withhold_weights, updates) != (
+            "embedded",
+            1,
+            "paused",
+            False,
+            None,
+        ):
             raise UsageError("--chaos: with --engines, --seconds and --seed alone")
         _chaos(engines or 2, seconds or 150.0, seed, journal, as_json=as_json)
         return
@@ -123,6 +138,7 @@ def demo(
         engines=engines or (1 if real or dp_size > 1 else 2),
         dp_size=dp_size,
         dp_coordinator=dp_coordinator,
+        how=how,
         updates=updates,
         seconds=seconds or (900.0 if real else 150.0),
         seed=seed,

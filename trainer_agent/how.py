@@ -1,4 +1,4 @@
-"""How a group is to be paused, and proven before it is resumed."""
+"""How a group is to be paused, and how an update is to be made."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from bus.errors import UsageError
+from bus.messages import Staging
 
 if TYPE_CHECKING:
     from bus.messages import Escalation, PauseMode
     from trainer_agent.canary import Canary
 
+# Staged: while engines serve. Auto: so, where it can be.
+How: TypeAlias = Literal["auto", "staged", "paused"]
 # How many DP groups at least must have all weights, for those to serve them.
 Quorum: TypeAlias = int | Literal["all"]
 _MOST_GROUPS: Final = 65_536
@@ -22,25 +25,51 @@ WAIT_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class PauseHow:
-    """The arguments of :meth:`TrainerAgent.paused`; and an update's canary and quorum.
+    """The arguments of :meth:`TrainerAgent.paused`.
 
     Raises:
-        UsageError: ``wait_s`` is not a time that can be waited for; or ``quorum`` no number of DP
-            groups.
+        UsageError: ``wait_s`` is not a time that can be waited for.
     """
 
     mode: PauseMode
     clear_cache: bool
     wait_s: float
     escalate: Escalation
+
+    def __post_init__(self) -> None:
+        if not 0 < self.wait_s < _WAIT_MAX_S:
+            raise UsageError(f"wait_s={self.wait_s}: must be above 0 and below {_WAIT_MAX_S}")
+
+    @property
+    def ends_requests(self) -> bool:
+        """Whether the pause leaves none that has begun."""
+        return self.mode == "abort" or (self.mode == "wait" and self.escalate == "abort")
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateHow:
+    """The arguments of :meth:`TrainerAgent.update_weights`; ``pause``: if it takes one.
+
+    Raises:
+        UsageError: ``quorum`` is no number of DP groups; or what is to be ``staged`` needs a pause.
+    """
+
+    pause: PauseHow
     canary: Canary | None = None
     quorum: Quorum = 1
+    how: How = "paused"
+    staging_bytes: int | None = None
+    keep_staging: bool = False
 
     def __post_init__(self) -> None:
         if self.quorum != "all" and not 0 < self.quorum <= _MOST_GROUPS:
             raise UsageError(f'quorum={self.quorum}: "all", or so many DP groups, at least 1')
-        if not 0 < self.wait_s < _WAIT_MAX_S:
-            raise UsageError(f"wait_s={self.wait_s}: must be above 0 and below {_WAIT_MAX_S}")
+        if self.how not in ("auto", "staged", "paused"):
+            raise UsageError(f"how={self.how!r}: choose one of auto, staged, paused")
+        if self.staging_bytes is not None and self.staging_bytes <= 0:
+            raise UsageError(f"staging_bytes={self.staging_bytes}: must be positive")
+        if self.how == "staged" and self.needs_pause:
+            raise UsageError(f'how="staged": {self.needs_pause}')
 
     @property
     def quorum_on_the_wire(self) -> int:
@@ -48,6 +77,24 @@ class PauseHow:
         return 0 if self.quorum == "all" else self.quorum
 
     @property
-    def ends_requests(self) -> bool:
-        """Whether the pause leaves none that has begun."""
-        return self.mode == "abort" or (self.mode == "wait" and self.escalate == "abort")
+    def needs_pause(self) -> str:
+        """Why the update can't be staged, whatever the engines say; empty if it may."""
+        if self.how == "paused":
+            return "it was asked for"
+        if self.canary is not None:
+            return "a canary runs in the pause"
+        if self.pause.mode != "keep":
+            return f'mode="{self.pause.mode}" is of a pause: staged, requests go on'
+        return ""
+
+    @property
+    def staging(self) -> Staging | None:
+        """See :class:`bus.messages.Arm`."""
+        if self.needs_pause:
+            return None
+        return Staging(
+            self.how == "staged",
+            self.staging_bytes or 0,
+            self.keep_staging,
+            self.pause.clear_cache,
+        )

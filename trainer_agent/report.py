@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from bus.messages import Differing, Target, Verify
@@ -30,6 +30,9 @@ class UpdateReport:
             and what was found. They are among the excluded, with all ranks of their DP groups.
         kept_bytes: CPU memory that the snapshot takes (``keep_last``): the weights' size, and from
             the second update on twice that; 0 without one.
+        how: ``staged``, while engines served, or ``paused``; why_paused: why it was not staged.
+        staging_bytes: what staging took, in the worker that needed most; 0 if it was not.
+        commit_ms: from COMMIT to the last engine's ack; staged, the swap is in it.
         verified: how much of it was checked before it was loaded; ``unsupported`` where the
             backend can't.
     """
@@ -50,3 +53,7 @@ class UpdateReport:
     verified: Verify
     differing: tuple[Differing, ...] = ()
     kept_bytes: int = 0
+    how: Literal["staged", "paused"] = "paused"
+    why_paused: str = ""
+    staging_bytes: int = 0
+    commit_ms: float = 0.0

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from bus.messages import EngineView, Escalation, GroupAck, PauseMode, SleepLevel, Status, Target
     from trainer_agent.bus_source import BusWeightSource
     from trainer_agent.canary import Canary
-    from trainer_agent.how import Quorum
+    from trainer_agent.how import How, Quorum
     from trainer_agent.patches import AnyPatch, BusPatches
     from trainer_agent.report import UpdateReport
     from trainer_agent.sources import Weights
@@ -99,6 +99,9 @@ class SyncTrainerAgent:
         escalate: Escalation = "keep",
         canary: Canary | None = None,
         quorum: Quorum = 1,
+        how: How = "paused",
+        staging_bytes: int | None = None,
+        keep_staging: bool = False,
     ) -> int:
         """See :meth:`TrainerAgent.update_weights`."""
         agent = self._connected()[1]
@@ -113,6 +116,9 @@ class SyncTrainerAgent:
                 escalate=escalate,
                 canary=canary,
                 quorum=quorum,
+                how=how,
+                staging_bytes=staging_bytes,
+                keep_staging=keep_staging,
             )
         )
 

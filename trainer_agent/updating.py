@@ -6,7 +6,7 @@ happens in between::
     async with updates.begin(how) as update:
         await update.arm(plan, backend, communicator, label)
         await update.go(drain)
-        await update.start()            # beside it, and behind it: chunks
+        await update.start()            # beside it, and behind it: chunks; staged, without a pause
         await update.commit(label, verified)
 
 No step waits for the answer to the one before if the broker can: it keeps UPDATE_START until the
@@ -35,9 +35,17 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from types import TracebackType
 
-    from bus.messages import Behind, CanaryWay, Differing, GroupAck, Target, Verify
+    from bus.messages import (
+        Behind,
+        CanaryWay,
+        Differing,
+        GroupAck,
+        Staging,
+        Target,
+        Verify,
+    )
     from trainer_agent.connection import Connection
-    from trainer_agent.how import PauseHow
+    from trainer_agent.how import UpdateHow
     from trainer_agent.plan import Plan
     from trainer_agent.snapshot import Copy, Snapshot
     from trainer_agent.steps import Steps
@@ -64,7 +72,7 @@ class Updates:
 
     def begin(
         self,
-        how: PauseHow,
+        how: UpdateHow,
         target: Target = "model",
         *,
         alone: bool = False,
@@ -151,7 +159,7 @@ class Update:
         updates: Updates,
         steps: Steps,
         leading: Leading,
-        how: PauseHow,
+        how: UpdateHow,
         target: Target,
         behind: Behind | None,
     ) -> None:
@@ -212,6 +220,7 @@ class Update:
             self._canary_way(),
             manifest.digest(),
             self._scope,
+            self._staging,
         )
         if self._steps.asleep and self._steps.held:
             await self._steps.wake()
@@ -230,7 +239,18 @@ class Update:
         if self._how.canary is None:
             return ""
         held = self._steps.held_how if self._steps.held and not self._pausing else None
-        return "abort" if (held or self._how).ends_requests else "keep"
+        return "abort" if (held or self._how.pause).ends_requests else "keep"
+
+    @property
+    def _staging(self) -> Staging | None:
+        """How it may be staged: of a catch-up, or what engines held in a pause take, no way."""
+        return None if self._scope or self._target != "model" else self._how.staging
+
+    @property
+    def staged(self) -> bool:
+        """Whether it is, as engines have armed it."""
+        armed = self._armed
+        return self._staging is not None and armed is not None and not armed.why_paused
 
     async def _ask_to_arm(self, ask: Arm) -> GroupAck:
         self._open = True
@@ -243,7 +263,7 @@ class Update:
     async def _pause_unless_held(self) -> None:
         if not self._steps.held:
             self._pausing = True
-            self._pause = await self._steps.ask_pause(self.id, self._how, self._scope)
+            self._pause = await self._steps.ask_pause(self.id, self._how.pause, self._scope)
 
     async def go(self, drain: Callable[[], None]) -> None:
         """Every engine has armed: all ranks may gather tensors. For ``drain`` see
@@ -251,9 +271,14 @@ class Update:
         await self._leading.go(drain)
 
     async def start(self) -> None:
-        """Pause, unless the group is held already, and have every engine wait for chunks."""
+        """Pause, unless the group is held already, or the update is staged; and have every engine
+        wait for chunks."""
+        start = UpdateStart(self.id, self.staged)
         try:
-            await in_turn(self._reach_pause, lambda: self._steps.step(UpdateStart(self.id)))
+            if self.staged:
+                await self._steps.step(start)
+            else:
+                await in_turn(self._reach_pause, lambda: self._steps.step(start))
         finally:
             self.paused.set()
             self.started.set()
@@ -311,8 +336,22 @@ class Update:
             chunks=self._plan.chunks,
             verified=verified,
             differing=differing,
+            how="staged" if self.staged else "paused",
+            why_paused=self._why_paused,
+            staging_bytes=self._armed.staging_bytes if self.staged else 0,
+            commit_ms=done.duration_ms,
         )
         return self._updates.committed(report, self.copy)
+
+    @property
+    def _why_paused(self) -> str:
+        """Of an update that is not staged."""
+        if self._staging is not None:
+            assert self._armed is not None
+            return self._armed.why_paused
+        if self._scope:
+            return "engines that are behind catch up in a pause"
+        return self._how.needs_pause or f"a {self._target} is loaded in a pause"
 
     async def _prove(self) -> tuple[Differing, ...]:
         """Have all engines that have finished run the canary's probes; who differs.

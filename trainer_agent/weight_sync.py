@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from bus.messages import GroupAck, Target
     from bus.transfer import World
     from trainer_agent.connection import Connection
-    from trainer_agent.how import PauseHow
+    from trainer_agent.how import UpdateHow
     from trainer_agent.sources import WeightSource
     from trainer_agent.steps import Steps
     from trainer_agent.transport import Transport
@@ -82,7 +82,7 @@ class BusWeightSyncClient:
     def __init__(
         self,
         sync: WeightSync,
-        how: PauseHow,
+        how: UpdateHow,
         chunk_bytes: int | None = None,
         target: Target = "model",
     ) -> None:
@@ -315,13 +315,13 @@ class WeightSync:
             await self._undo_unfinished()
             self._transport.spoil()
 
-    async def refuse(self, error: BaseException, how: PauseHow) -> None:
+    async def refuse(self, error: BaseException, how: UpdateHow) -> None:
         """An update that fails before the bus hears of it; the other ranks do."""
         async with self._one_step:
             await self._undo_unfinished()
             await self._updates.begin(how).end(error)
 
-    async def start(self, plan: Plan, how: PauseHow, target: Target = "model") -> None:
+    async def start(self, plan: Plan, how: UpdateHow, target: Target = "model") -> None:
         async with self._one_step:
             await self._undo_unfinished()
             source = self._source

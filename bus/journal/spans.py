@@ -15,6 +15,7 @@ from bus.journal.records import Began, Received, Sent
 from bus.journal.wording import reading
 from bus.messages import (
     Ack,
+    Armed,
     Message,
     Nack,
     PauseGlobal,
@@ -132,6 +133,8 @@ class _Life:
         if isinstance(message, Ack):
             key = (message.step.value, message.update_id, message.chunk)
             return self._answered(peer, key, "done")
+        if isinstance(message, Armed):
+            return self._answered(peer, (Step.ARM.value, message.update_id, 0), "done")
         if isinstance(message, Probed):
             return self._answered(peer, (Step.PROBE.value, message.update_id, 0), "done")
         if isinstance(message, Nack):

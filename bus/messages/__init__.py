@@ -32,6 +32,7 @@ PLAN_TRANSFER       trainer → broker               ask who takes part in a col
 TRANSFER_PLAN       broker → trainer               the communicator: its number and size
 TRANSFER_INIT       trainer → broker → engines     open the out-of-band transport
 ARM                 trainer → broker → engines     the manifest; engines check it
+ARMED               engine → broker                it is right, and can (or can't) be staged
 UPDATE_START        trainer → broker → engines     get ready to load
 WEIGHT_CHUNK_META   trainer → broker → engines     receive one chunk
 CHUNK_SENT          trainer → broker → engines     it is sent; check its sums, and load it
@@ -142,10 +143,12 @@ from bus.messages.presence import (
 from bus.messages.updates import (
     Abort,
     Arm,
+    Armed,
     Behind,
     ChunkSent,
     Commit,
     PlanTransfer,
+    Staging,
     TransferInit,
     TransferPlan,
     UpdateFinish,
@@ -200,7 +203,9 @@ __all__ = [
     "PlanTransfer",
     "TransferPlan",
     "TransferInit",
+    "Staging",
     "Arm",
+    "Armed",
     "UpdateStart",
     "WeightChunkMeta",
     "ChunkSent",
@@ -298,6 +303,7 @@ Message: TypeAlias = (
     | TransferPlan
     | TransferInit
     | Arm
+    | Armed
     | UpdateStart
     | WeightChunkMeta
     | ChunkSent
@@ -344,6 +350,7 @@ WIRE_NAMES: Final[dict[type[Message], str]] = {
     TransferPlan: "TRANSFER_PLAN",
     TransferInit: "TRANSFER_INIT",
     Arm: "ARM",
+    Armed: "ARMED",
     UpdateStart: "UPDATE_START",
     WeightChunkMeta: "WEIGHT_CHUNK_META",
     ChunkSent: "CHUNK_SENT",

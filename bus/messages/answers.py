@@ -49,7 +49,8 @@ class Ack(msgspec.Struct, frozen=True):
     ``chunk`` counts only for the step ``chunk``. ``duration_ms`` is what the
     engine took. ``in_flight`` is the number of requests it holds. ``outcome``
     says what an ABORT found: ``untouched``, ``restored`` or ``partial``; of a COMMIT whether
-    the engine is still ``partial``, by an update of its other model; and of a
+    the engine is still ``partial``, by an update of its other model; of an ABORT that came after
+    the swap of a staged update, that it was ``committed``; and of a
     ``wait`` pause whether it ``drained``, or was ``escalated``. ``waited_for`` are
     the requests that a ``wait`` pause still waited for at its deadline.
     """
@@ -80,6 +81,8 @@ class NackCode(StrEnum):
     RATE_LIMITED = "rate_limited"
     FENCED = "fenced"
     WRONG_STATE = "wrong_state"
+    STAGING_REFUSED = "staging_refused"
+    CALLED_OFF = "called_off"
     MANIFEST_REFUSED = "manifest_refused"
     OTHER_BASE = "other_base"
     BACKEND_MISSING = "backend_missing"
@@ -147,6 +150,8 @@ class GroupAck:
     ``paused_ms`` (with ``resume`` only) is the time from the first PAUSE_LOCAL to
     the last RESUME ack. ``escalated`` names engines whose ``wait`` pause came to its
     deadline, ``waited_for`` the requests that it waited for until then.
+    With ``arm``, of an update that may be staged: ``staging_bytes`` is what that takes in the
+    worker that needs most, ``why_paused`` why it can't be, with the engine; empty if it can.
     """
 
     step: Step
@@ -161,3 +166,5 @@ class GroupAck:
     paused_ms: float
     escalated: Annotated[tuple[ShortText, ...], Meta(max_length=16_384)]
     waited_for: RequestIds
+    staging_bytes: Count = 0
+    why_paused: LongText = ""

@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 from msgspec import Meta
 
 WIRE_MAJOR: Final = 1
-WIRE_MINOR: Final = 1
+WIRE_MINOR: Final = 2
 # Bounds. A frame over MAX_FRAME_BYTES is refused unread; 16 MiB hold the manifest
 # of a model of 100,000 tensors with names of 100 characters.
 MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
@@ -68,9 +68,10 @@ CanaryWay: TypeAlias = Literal["", "abort", "keep"]
 # How a chunk is checked before it is loaded: `unsupported` where a backend can't.
 Verify: TypeAlias = Literal["off", "sample", "full", "unsupported"]
 # What an engine says of itself, in its heartbeats and when it joins. One that is emptied sleeps,
-# and its weights are gone.
+# and its weights are gone. One that is staging serves, while the next weights come.
 Phase: TypeAlias = Literal[
     "running",
+    "staging",
     "unsure",
     "pausing",
     "paused",

@@ -62,6 +62,23 @@ class TransferInit:
 
 
 @dataclass(frozen=True, slots=True)
+class Staging:
+    """How an update may come while the engine serves: into memory beside the weights, and from
+    there into them between two steps (:mod:`bus.protocol.staging`).
+
+    ``required``: an engine that can't refuses the ARM; else its answer says why not.
+    ``budget_bytes``: at most so much in each of an engine's workers; 0: what is free there.
+    ``keep``: the memory stays, for the next update.
+    ``clear_cache``: at the swap, requests drop keys and values, and compute them anew.
+    """
+
+    required: bool
+    budget_bytes: Count
+    keep: bool
+    clear_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Arm:
     """The manifest of an update (see :class:`bus.manifest.Manifest`) and its version; ``target``
     is the model that it is for.
@@ -81,6 +98,8 @@ class Arm:
     ``scope`` names DP groups that are behind and catch up, while all others go on: with the weights
     of the version that the group serves, which ``version`` then is, and the broker gives no other
     (see :mod:`bus.protocol.behind`). Empty: it is for all, and gives a new version.
+
+    ``staging``: how it may be staged; None: it is loaded in a pause. Engines answer with ARMED.
     """
 
     update_id: UpdateId
@@ -99,11 +118,26 @@ class Arm:
     canary: CanaryWay
     digest: ShortText
     scope: Scope = ()
+    staging: Staging | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Armed:
+    """An engine has armed an update that may be staged. ``staging_bytes``: what that takes in the
+    worker that needs most; ``why_paused``: why the engine can't; empty if it can."""
+
+    update_id: UpdateId
+    duration_ms: float
+    staging_bytes: Count
+    why_paused: LongText
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateStart:
+    """``staged``: beside the weights that are served, without a pause."""
+
     update_id: UpdateId
+    staged: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from bus.messages import (
     Ack,
+    Armed,
     AwaitStep,
     CoreStatus,
     Envelope,
@@ -70,6 +71,11 @@ _PHASE_AFTER: Final[dict[Step, Phase]] = {
     Step.RESUME: "running",
     Step.START: "updating",
     Step.COMMIT: "paused",
+}
+_PHASE_AFTER_STAGED: Final[dict[Step, Phase]] = {
+    **_PHASE_AFTER,
+    Step.START: "staging",
+    Step.COMMIT: "running",
 }
 # What an ABORT found; an engine that was untouched is where it was.
 _PHASE_FOUND: Final[dict[str, Phase]] = {"partial": "quarantined", "restored": "paused"}
@@ -181,10 +187,12 @@ class Broker:
         peer.heard(now_ms)
         if type(message) is Ack:
             # Between heartbeats, acks tell where an engine stands.
-            peer.phase = _PHASE_AFTER.get(message.step, peer.phase)
+            group = self.groups[peer.group]
+            after = _PHASE_AFTER_STAGED if group.update.staged else _PHASE_AFTER
+            peer.phase = after.get(message.step, peer.phase)
             if message.outcome in _PHASE_FOUND:
                 peer.phase = _PHASE_FOUND[message.outcome]
-            return self.groups[peer.group].acked(peer.name, message, now_ms)
+            return group.acked(peer.name, message, now_ms)
         return self._from_peer(peer, envelope, message, now_ms)
 
     def malformed(self, route: bytes, error: DecodeError, now_ms: float) -> list[Effect]:
@@ -270,6 +278,8 @@ class Broker:
             return beat
         if isinstance(message, CoreStatus) and group is not None:
             return group.waves.core_status(peer, message, now_ms)
+        if isinstance(message, Armed) and group is not None:
+            return group.armed(peer.name, message, now_ms)
         if isinstance(message, Probed) and group is not None:
             return group.probed(peer.name, message, now_ms)
         if isinstance(message, Leave):

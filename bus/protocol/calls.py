@@ -23,6 +23,7 @@ from bus.messages import (
     Resume,
     Sleep,
     SleepLevel,
+    Staging,
     Step,
     Target,
     TransferInit,
@@ -33,6 +34,7 @@ from bus.messages import (
     WeightChunkMeta,
 )
 from bus.protocol.effects import Effect, Send
+from bus.staging import Room
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest, TensorMeta
@@ -92,16 +94,21 @@ class CallOpenTransfer:
 
 @dataclass(frozen=True, slots=True)
 class CallArm:
+    """``staging``: as ARM has it."""
+
     manifest: Manifest
     target: Target
+    staging: Staging | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """``recover``: an update, of this target or the other, broke off after a load."""
+    """``recover``: an update, of this target or the other, broke off after a load. ``staged``: it
+    is not loaded, but staged beside the weights."""
 
     recover: bool
     target: Target
+    staged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +155,20 @@ class CallCommit:
 
 
 @dataclass(frozen=True, slots=True)
+class CallSwap:
+    """Between two steps, the same one on all ranks of the DP group, take what is staged."""
+
+    version: int
+    clear_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CallOff:
+    """Don't make the swap that is under way, if it is not made. It does not stand in the queue:
+    the swap's own return tells which it was."""
+
+
+@dataclass(frozen=True, slots=True)
 class CallAbortRequests:
     """Close the door, then end every request with the tokens it has."""
 
@@ -172,6 +193,7 @@ Call: TypeAlias = (
     | CallFinish
     | CallProbe
     | CallCommit
+    | CallSwap
     | CallAbortRequests
     | CallOpen
 )
@@ -185,10 +207,10 @@ class ToMates:
     ranks: tuple[int, ...]
 
 
-SessionEffect: TypeAlias = Effect | Call | CallEscalate | ToMates
+SessionEffect: TypeAlias = Effect | Call | CallEscalate | CallOff | ToMates
 # What a call has told: a pause how many requests are held, an opening how many chunks may be
-# received ahead, a probe what it gave.
-Told: TypeAlias = int | tuple[ProbeResult, ...] | None
+# received ahead, an arming whether the update can be staged, a probe what it gave.
+Told: TypeAlias = int | Room | tuple[ProbeResult, ...] | None
 
 COMMAND_STEPS: Final[dict[type[Message], Step]] = {
     PauseLocal: Step.PAUSE_LOCAL,
@@ -222,6 +244,7 @@ CALL_STEPS: Final[dict[type[Call], Step]] = {
     CallFinish: Step.FINISH,
     CallProbe: Step.PROBE,
     CallCommit: Step.COMMIT,
+    CallSwap: Step.COMMIT,
     CallAbortRequests: Step.ABORT,
 }
 _NOT_THE_UPDATES: Final = (

@@ -38,7 +38,8 @@ from bus.protocol.instructions import Failure
 from bus.protocol.pause import PauseState
 from bus.protocol.refusal import Declined, wrong_state
 from bus.protocol.sleep import SleepState
-from bus.protocol.update import TAKES_CHUNKS, UNSAFE, UpdateState
+from bus.protocol.staging import Stageable, before_engines
+from bus.protocol.update import TAKES_CHUNKS, UpdateState
 from bus.protocol.wording import failed_nack
 
 if TYPE_CHECKING:
@@ -107,7 +108,9 @@ class Commands:
                 return self._arm(msg_id, message, now_ms)
             case UpdateStart():
                 self._group.update.need(UpdateState.ARMED, update_id=message.update_id)
-                if self._group.pause.state is PauseState.RESUMING:
+                if message.staged:
+                    self._group.update.stageable.need()
+                elif self._group.pause.state is PauseState.RESUMING:
                     raise wrong_state(
                         "the group is resuming; an update starts in a pause",
                         hint="send PAUSE_LOCAL first",
@@ -182,7 +185,9 @@ class Commands:
                 return [*self._group.holding.answer((step, 0), nack), *self.follow(now_ms)]
             asked: list[Instruction] = []
             match message:
-                case UpdateStart() if self._paused and update.state is UpdateState.ARMED:
+                case UpdateStart() if (
+                    message.staged or self._in_state(PauseState.PAUSED)
+                ) and update.state is UpdateState.ARMED:
                     asked = update.start(message, now_ms)
                 case UpdateFinish() if update.state is UpdateState.LOADING and update.all_sent:
                     asked = update.finish(message, now_ms)
@@ -190,16 +195,17 @@ class Commands:
                     self._early[step] = replace(message, differing=())
                     gone = self._group.expel(failures(message.differing), now_ms)
                     return [*gone, *self.follow(now_ms)]
-                case Commit() if update.state is UpdateState.FINISHED:
+                case Commit() if update.state is UpdateState.FINISHED and (
+                    not update.staged or self._in_state(PauseState.RUNNING)
+                ):
                     asked = update.commit(message, now_ms)
             if asked:
                 del self._early[step]
                 return self._group.obey(asked, now_ms)
         return []
 
-    @property
-    def _paused(self) -> bool:
-        return self._group.pause.state is PauseState.PAUSED
+    def _in_state(self, state: PauseState) -> bool:
+        return self._group.pause.state is state
 
     def _pause(self, msg_id: int, message: PauseLocal, now_ms: float) -> list[Effect]:
         pause = self._group.pause
@@ -242,7 +248,7 @@ class Commands:
             raise wrong_state(f"the pause under way is {self._group.pause.update_id}", "update_id")
         update = self._group.update
         self._group.holding.requests.ask((Step.RESUME, 0), msg_id)
-        if update.state in UNSAFE:  # engines may hold different weights: it waits for the end
+        if update.unsafe:  # engines may hold different weights: it waits for the end
             self._group.resume_asked = True
             return []
         if state is PauseState.RESUMING:
@@ -358,11 +364,14 @@ class Commands:
             )
         asleep = sleep is not SleepState.AWAKE
         need_able(message.canary, members, self._group.roster, asleep=asleep)
+        why_paused = before_engines(message, self._group.pause.state.value)
+        stageable = Stageable(wanted=message.staging is not None, why_paused=why_paused)
+        if why_paused:
+            message = replace(message, staging=None)
         self._manifest = manifest
         asked = message if message.scope else self._given_a_version(message)
-        return self._group.run(
-            msg_id, Step.ARM, self._group.update.arm(asked, members, now_ms), now_ms
-        )
+        arming = self._group.update.arm(asked, members, now_ms, stageable)
+        return self._group.run(msg_id, Step.ARM, arming, now_ms)
 
     def _given_a_version(self, message: Arm) -> Arm:
         update_id, version = self._given

@@ -47,6 +47,7 @@ from bus.protocol.calls import (
     COMMAND_STEPS,
     Call,
     CallAbortRequests,
+    CallOff,
     CallOpen,
     CallPause,
     CallProbe,
@@ -54,6 +55,7 @@ from bus.protocol.calls import (
     CallResume,
     CallSharpen,
     CallSleep,
+    CallSwap,
     CallWakeWeights,
     SessionEffect,
     Told,
@@ -111,7 +113,7 @@ class EngineSession:
     @property
     def phase(self) -> Phase:
         """One word for heartbeats and status."""
-        if self.update.state in MIXED:
+        if self.update.in_place:
             return "updating"
         if self.update.partial:
             return "emptied" if self._awaits_weights else "quarantined"
@@ -121,7 +123,7 @@ class EngineSession:
             self.pause.state is EnginePauseState.RUNNING
             and self.update.state is not EngineUpdateState.NONE
         ):
-            return "armed"
+            return "staging" if self.update.state in MIXED else "armed"
         return self.pause.state.value
 
     @property
@@ -132,7 +134,7 @@ class EngineSession:
     @property
     def shown_id(self) -> str:
         """The id that belongs to :attr:`phase`."""
-        if self.phase in ("updating", "armed"):
+        if self.phase in ("updating", "armed", "staging"):
             return self.update.update_id
         return self.pause.update_id if self.pause.state is not EnginePauseState.RUNNING else ""
 
@@ -160,7 +162,7 @@ class EngineSession:
     def _command(self, msg_id: int, message: Message, now_ms: float) -> list[SessionEffect]:
         match message:
             case PauseLocal():
-                return self.pause.local(msg_id, message, now_ms)
+                return [*self.pause.local(msg_id, message, now_ms), *self._pause_first()]
             case PauseGlobal():
                 return self.pause.globally(msg_id, message)
             case Resume():
@@ -198,13 +200,18 @@ class EngineSession:
                     raise wrong_state(f"the engine is {self.phase}; probes are run in a pause")
                 return self.update.probe(msg_id, message, self.pause.made)
             case Commit():
-                return self.update.commit(msg_id, message)
+                runs = self.pause.state is EnginePauseState.RUNNING
+                return self.update.commit(msg_id, message, swaps=runs or not self.lease.mates)
             case Abort():
                 return self.update.abort(msg_id, message)
             case _:
                 raise Declined(
                     Failure(NackCode.FORBIDDEN, "an engine does not take this", field="kind")
                 )
+
+    def _pause_first(self) -> list[SessionEffect]:
+        """A swap that waits for mates would hold up the pause that was asked for."""
+        return [CallOff()] if self.update.swapping and self.lease.mates else []
 
     def _sleep(self, msg_id: int, message: Sleep) -> list[SessionEffect]:
         if self.update.state is not EngineUpdateState.NONE:
@@ -250,6 +257,8 @@ class EngineSession:
             effects = []
         else:
             effects = self.update.done(job, took_ms, told)
+            if isinstance(call, CallSwap):  # no resume follows that would
+                effects += self._mind_the_door()
         return self._with_calls(effects, now_ms)
 
     def failed(self, call: Call, failure: Failure, now_ms: float) -> list[SessionEffect]:
@@ -374,6 +383,8 @@ class EngineSession:
         door = self.door
         if self.pause.state is not EnginePauseState.RUNNING or not self.at_rest:
             return []
+        if self.update.about_to_serve(door.group_version):
+            return []
         fields = {"version": self.version, "group_version": door.group_version}
         effects: list[SessionEffect] = []
         if self.behind and (door.doubtful or not door.closed):
@@ -390,9 +401,10 @@ class EngineSession:
         if word.dp_rank not in self.lease.mates:
             return []
         self.lease.heard(word)
+        effects: list[SessionEffect] = []
         if word.stand == "pausing" and self.pause.state is EnginePauseState.RUNNING:
             self.pause.beside(word.pause_id, now_ms)
-        effects: list[SessionEffect] = []
+            effects += self._pause_first()
         if word.asks:
             effects.append(ToMates(self._word(asks=False), (word.dp_rank,)))
         if self.lease.state is LeaseState.OVER and self._lease_counts:
@@ -409,7 +421,7 @@ class EngineSession:
         if self.pause.state is EnginePauseState.PAUSING:
             return self._ask_mates()
         effects: list[SessionEffect] = []
-        if self.update.state in MIXED:  # one that is armed and no more may be of a later pause
+        if self.update.in_place:  # one that is armed and no more may be of a later pause
             effects += self.update.abort(0, Abort(self.update.update_id, "lease expired"))
             if len(self._queue):
                 self.lease.tried(now_ms - LEASE_RETRY_MS)  # goes on as soon as that is undone
@@ -459,7 +471,7 @@ class EngineSession:
         """See :mod:`bus.protocol.engine_lease`."""
         if self.pause.state in (EnginePauseState.RUNNING, EnginePauseState.RESUMING):
             return "running"
-        undone = self.update.state not in MIXED and not len(self._queue)  # armed touches nothing
+        undone = not self.update.in_place and not len(self._queue)  # armed touches nothing
         if self.lease.state is LeaseState.SETTLED or (self.update.partial and undone):
             return "partial"
         if self.lease.state is LeaseState.HELD:

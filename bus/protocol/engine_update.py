@@ -19,6 +19,12 @@
     PROBING    failed         FINISHED    nack probe; nobody knows whether the engine is paused
     FINISHED   COMMIT         COMMITTING  commit(version)
     COMMITTING done           NONE        ack commit; the version is served
+    staged, see below:
+    ARMED      UPDATE_START   STARTING    start_update(staged); the engine serves
+    FINISHED   COMMIT         COMMITTING  swap(version, clear_cache)
+    COMMITTING called off     FINISHED    nack commit, or what the ABORT asked for
+    COMMITTING failed         ABORTING    partial, the door is closed
+    COMMITTING ABORT, a pause COMMITTING  call off; the swap's return tells whether it was made
     any other  ABORT          ABORTING    what the call under way leaves behind decides:
                                           nothing loaded since the start, or nothing but an
                                           adapter (:mod:`bus.lora`): restore()
@@ -52,6 +58,17 @@ own, and an update that begins while there is any, tells the engine to recover; 
 resumed only when there is none; a part that is not in it has all the weights of its version.
 Who becomes quarantined has its door closed, and then its requests aborted: by one call, of which
 the first half that fails leaves the second undone.
+
+**Staged**, an update comes into memory beside the weights that are served, and between two steps
+from there into them. Until the swap nothing has changed: whatever fails before it, or is given up,
+leaves the engine as it was, serving; so there is no pause, no lease, and nothing to recover.
+
+Invariants of staging: an engine that lacks weights of what it serves, stages nothing: it must be
+loaded in a pause. The ranks of a DP group swap before the same step of their lockstep, or none of
+them does: that is for the engines, which agree where they confer anyhow, so that a rank that was
+not asked yet, can't, or is gone, keeps all of them at the old version. As long as a swap waits for
+the others it can be called off, and is by an ABORT, and by a pause, which would wait for it. One
+that fails half-way is a load that failed half-way.
 
 A patch changes some elements of what is served, so that what is served must be what it is a
 difference from: ARM of a patch is refused (``other_base``) unless the engine serves version
@@ -89,6 +106,7 @@ from bus.protocol.calls import (
     CallCommit,
     CallFinish,
     CallLoad,
+    CallOff,
     CallOpenTransfer,
     CallPause,
     CallProbe,
@@ -97,6 +115,7 @@ from bus.protocol.calls import (
     CallRestore,
     CallSleep,
     CallStart,
+    CallSwap,
     Job,
     SessionEffect,
     Told,
@@ -106,9 +125,11 @@ from bus.protocol.calls import (
 from bus.protocol.checks import manifest_of
 from bus.protocol.effects import Note, Send
 from bus.protocol.engine_chunks import EngineChunks
+from bus.protocol.engine_order import EngineOrder
+from bus.protocol.engine_transfer import EngineTransfer
 from bus.protocol.instructions import Failure
-from bus.protocol.refusal import Declined, wrong_state
-from bus.transfer import NO_PLACE, Place
+from bus.protocol.refusal import Declined, called_off, wrong_state
+from bus.staging import Room
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -143,25 +164,20 @@ class EngineUpdate:
     def __init__(
         self, queue: CallQueue, version: int, name: str, door: Door, *, draft: bool = False
     ) -> None:
-        self._name = name
         self._draft = draft
         self.state = _S.NONE
-        self.update_id = ""
+        self._order = EngineOrder()  # of this update, or the last
         door.version = version
         self.partial: set[str] = set()  # of what it has not all the weights
         self._door = door
         if door.closed:  # nobody knows for which of them
             self.partial.update(("model", "draft") if draft else ("model",))
-        self.target: Target = "model"  # of this update, or the last
-        self._part = "model"  # what this update, or the last, brings: its target, or an adapter
         self._queue = queue
         self._chunks = EngineChunks(queue)
         self._loaded = False  # something may have been loaded since the start
-        self._backend = ""
-        self._base = 0  # of a patch
-        self._target_version = 0
-        self._transfer: CallOpenTransfer | None = None
+        self._transfer = EngineTransfer(queue, name)
         self._last_commit = ""
+        self.staged = False  # this update, or the last, is
         self._probed: tuple[CallProbe, Probed] | None = None  # the last, of this update
         self._abort_asked: int | None = None  # id of the ABORT that waits for a call to end
 
@@ -171,24 +187,50 @@ class EngineUpdate:
         return self._door.version
 
     @property
+    def update_id(self) -> str:
+        """Of this update, or the last."""
+        return self._order.update_id
+
+    @property
+    def target(self) -> Target:
+        """The model that it is for."""
+        return self._order.target
+
+    @property
     def applied(self) -> int:
         """How many chunks of this update, or the last, are loaded."""
         return self._chunks.applied
 
     @property
+    def in_place(self) -> bool:
+        """Whether an update is under way that changes the weights where they are."""
+        return self.state in MIXED and not self.staged
+
+    @property
     def mixed(self) -> bool:
         """Whether the model may hold weights of two versions: no resume then."""
-        return bool(self.partial) or self.state in MIXED
+        return bool(self.partial) or self.in_place
 
     @property
     def begun(self) -> str:
-        """The part that an update has begun to bring; empty if none has."""
-        return self._part if self.state in MIXED else ""
+        """The part that an update has begun to bring in place; empty if none has."""
+        return self._order.part if self.in_place else ""
 
     @property
     def loaded(self) -> bool:
         """Whether something of that part may have been loaded."""
-        return self._loaded and self.state in MIXED
+        return self._loaded and self.in_place
+
+    @property
+    def swapping(self) -> bool:
+        """Whether a swap is under way."""
+        return isinstance(self._queue.running(), CallSwap)
+
+    def about_to_serve(self, version: int) -> bool:
+        """Whether the engine has staged all of that version, or a later one, and waits for no more
+        than to be told to take it: so it is not behind."""
+        waits = self.staged and self.state in (_S.FINISHED, _S.COMMITTING)
+        return waits and self._order.version >= version
 
     def found(self, broken: Iterable[str]) -> None:
         """The engine was found like this: no update is under way, of these parts not all
@@ -203,30 +245,13 @@ class EngineUpdate:
         """TRANSFER_INIT."""
         if self.state in MIXED:
             raise wrong_state(f"update {self.update_id} is {self.state.value}")
-        place = NO_PLACE
-        if message.communicator:
-            first_rank = message.first_ranks.get(self._name)
-            if first_rank is None:  # 0 is the sender's
-                raise Declined(
-                    Failure(
-                        NackCode.MALFORMED,
-                        f"{self._name} has no place in the communicator",
-                        field="first_ranks",
-                    )
-                )
-            place = Place(message.communicator, message.world_size, first_rank)
-        opening = CallOpenTransfer(message.update_id, message.backend, message.params, place)
-        if self._transfer == opening:
-            return [ack(msg_id, Step.TRANSFER_INIT, opening.update_id)]
-        if opening not in self._queue:
-            self._queue.add(opening, msg_id)
-        return []
+        return self._transfer.open(msg_id, message)
 
     def arm(self, msg_id: int, message: Arm) -> list[SessionEffect]:
         """ARM."""
         known = message.update_id == self.update_id
         if known and self.state not in (_S.NONE, _S.ABORTING):
-            return [] if self.state is _S.ARMING else [ack(msg_id, Step.ARM, self.update_id)]
+            return [] if self.state is _S.ARMING else [self._order.ack(msg_id)]
         if self.state not in (_S.NONE, _S.ARMED):
             raise wrong_state(f"update {self.update_id} is {self.state.value}")
         if message.version < self.version + (not message.scope):
@@ -243,19 +268,16 @@ class EngineUpdate:
                 )
             )
         manifest = manifest_of(message)
-        self._need_base(message.base)
-        self._need_transfer(message)
+        order = EngineOrder.of(message)
+        order.need_base(self.version, self.partial)
+        self._transfer.need(message)
         self.state = _S.ARMING
-        self.update_id = message.update_id
-        self.target = message.target
-        self._part = message.backend if adapter_of(message.backend) else message.target
+        self._order = order
         self._chunks.begin(message.update_id, message.backend, manifest)
         self._loaded = False
         self._probed = None
-        self._backend = message.backend
-        self._base = message.base
-        self._target_version = message.version
-        self._queue.add(CallArm(manifest, self.target), msg_id)
+        self.staged = False
+        self._queue.add(CallArm(manifest, self.target, message.staging), msg_id)
         return []
 
     def start(self, msg_id: int, message: UpdateStart, *, paused: bool) -> list[SessionEffect]:
@@ -267,11 +289,14 @@ class EngineUpdate:
             return [ack(msg_id, Step.START, self.update_id)]
         if self.state is not _S.ARMED:
             raise wrong_state(f"the update is {self.state.value}, not armed")
-        if not paused:
-            raise wrong_state("the engine runs; an update starts in a pause")
-        self._need_base(self._base)
+        if message.staged:
+            self._order.need_room(self.partial)
+        elif not paused:
+            raise wrong_state("the engine runs; an update starts in a pause, or is staged")
+        self._order.need_base(self.version, self.partial)
         self.state = _S.STARTING
-        self._queue.add(CallStart(bool(self.partial), self.target), msg_id)
+        self.staged = message.staged
+        self._queue.add(CallStart(bool(self.partial), self.target, message.staged), msg_id)
         return []
 
     def chunk(self, msg_id: int, message: WeightChunkMeta | ChunkSent) -> list[SessionEffect]:
@@ -304,8 +329,9 @@ class EngineUpdate:
         self._need(message.update_id)
         if self.state is _S.PROBING:
             return []
-        if self.state is not _S.FINISHED:
-            raise wrong_state(f"the update is {self.state.value}, not finished")
+        if self.state is not _S.FINISHED or self.staged:
+            is_staged = ", and staged" if self.staged else ""
+            raise wrong_state(f"the update is {self.state.value}{is_staged}, not finished")
         call = CallProbe(
             message.prompts, message.max_tokens, message.salt, pause.mode, pause.clear_cache
         )
@@ -315,8 +341,8 @@ class EngineUpdate:
         self._queue.add(call, msg_id)
         return []
 
-    def commit(self, msg_id: int, message: Commit) -> list[SessionEffect]:
-        """COMMIT."""
+    def commit(self, msg_id: int, message: Commit, *, swaps: bool = True) -> list[SessionEffect]:
+        """COMMIT. ``swaps``: nothing keeps the engine from a step to swap at."""
         if message.update_id and message.update_id == self._last_commit:
             return [self._commit_ack(msg_id)]
         self._need(message.update_id)
@@ -324,10 +350,15 @@ class EngineUpdate:
             return []
         if self.state is not _S.FINISHED:
             raise wrong_state(f"the update is {self.state.value}, not finished")
-        if message.version != self._target_version:
-            raise wrong_state(f"armed for version {self._target_version}", "version")
+        if message.version != self._order.version:
+            raise wrong_state(f"armed for version {self._order.version}", "version")
+        if not self.staged:
+            self._queue.add(CallCommit(message.version), msg_id)
+        elif (staging := self._order.staging) is not None and swaps:
+            self._queue.add(CallSwap(message.version, staging.clear_cache), msg_id)
+        else:
+            raise called_off("ranks in lockstep swap at a step, and a pause makes none")
         self.state = _S.COMMITTING
-        self._queue.add(CallCommit(message.version), msg_id)
         return []
 
     def abort(self, msg_id: int, message: Abort) -> list[SessionEffect]:
@@ -337,12 +368,12 @@ class EngineUpdate:
             return [ack(msg_id, Step.ABORT, message.update_id, outcome=outcome)]
         if self.state is _S.ABORTING:
             return []
-        if self.state is _S.COMMITTING:
+        if self.state is _S.COMMITTING and not self.staged:
             raise wrong_state("the update is being committed")
+        self._queue.drop_waiting()
         if isinstance(self._queue.running(), _UPDATE_CALLS):
-            self._queue.drop_waiting()
             self._abort_asked = msg_id
-            return []
+            return [CallOff()] if self.swapping else []
         return self._begin_abort(msg_id)
 
     # -- results --------------------------------------------------------------
@@ -354,18 +385,19 @@ class EngineUpdate:
         if isinstance(call, CallReceive):
             return self._settle(self._chunks.received())
         if isinstance(call, CallOpenTransfer):
-            self._transfer = call
             self._chunks.ahead = told if isinstance(told, int) and told else 1
-            opened = ack(job.reply_to, Step.TRANSFER_INIT, call.update_id, took_ms=took_ms)
-            return self._settle([opened])
+            return self._settle([self._transfer.opened(job.reply_to, call, took_ms)])
         if self._is_bystanders(job):
             return self._settle([])
         if isinstance(call, (CallRestore, CallAbortRequests)):
-            outcome = self._or_partial("restored")
+            outcome = self._or_partial("untouched" if self.staged else "restored")
             return self._aborted(job.reply_to, outcome, took_ms)
         if isinstance(call, CallArm):
             self.state = _S.ARMED
-        elif isinstance(call, CallStart):
+            if isinstance(told, Room):
+                self._order.has_room(told, self.partial, took_ms)
+            return self._settle([self._order.ack(job.reply_to, took_ms)])
+        if isinstance(call, CallStart):
             self.state = _S.LOADING
         elif isinstance(call, CallLoad):
             chunk = call.chunk
@@ -378,10 +410,10 @@ class EngineUpdate:
             results = told if isinstance(told, tuple) else ()
             self._probed = (call, Probed(self.update_id, results, round(took_ms, 3)))
             return self._settle([Send(self._probed[1], reply_to=job.reply_to)])
-        elif isinstance(call, CallCommit):
+        elif isinstance(call, CallCommit | CallSwap):
             self.state = _S.NONE
             self._door.version = call.version
-            self.partial.discard(self._part)
+            self.partial.discard(self._order.part)
             self._last_commit = self.update_id
             return self._settle([self._commit_ack(job.reply_to, took_ms)])
         step = CALL_STEPS[type(call)]
@@ -396,7 +428,7 @@ class EngineUpdate:
         call = job.call
         step = CALL_STEPS[type(call)]
         if isinstance(call, CallOpenTransfer):  # what follows is another opening
-            self._transfer = None
+            self._transfer.closed()
             return self._settle([nack(job.reply_to, step, failure, call.update_id)])
         if self._is_bystanders(job):
             self._door.doubtful = True
@@ -407,8 +439,10 @@ class EngineUpdate:
         if isinstance(call, (CallRestore, CallAbortRequests)):
             # The undoing itself failed: only a whole update brings this engine back.
             note = Note("abort_failed", "error", {"detail": failure.detail})
+            if isinstance(call, CallRestore) and self.staged:  # what is served is whole
+                return [note, *self._aborted(job.reply_to, self._or_partial("untouched"), 0.0)]
             if isinstance(call, CallRestore):
-                self.partial.add(self._part)
+                self.partial.add(self._order.part)
                 self._queue.add(CallAbortRequests(), job.reply_to)
                 return [note]
             return [note, *self._aborted(job.reply_to, "partial", 0.0)]
@@ -418,11 +452,21 @@ class EngineUpdate:
             self._lost_the_old()  # half started: not to be trusted
         elif isinstance(call, CallLoad) and failure.code not in NOTHING_LOADED:
             self._lost_the_old()
-        elif isinstance(call, CallProbe | CallCommit):
+        elif isinstance(call, CallSwap) and failure.code is not NackCode.CALLED_OFF:
+            return self._half_swapped(job, failure)
+        elif isinstance(call, CallProbe | CallCommit | CallSwap):
             self.state = _S.FINISHED
         if self.state is _S.FINISHING:
             self.state = _S.LOADING
         return self._settle([nack(job.reply_to, step, failure, self.update_id, chunk)])
+
+    def _half_swapped(self, job: Job, failure: Failure) -> list[SessionEffect]:
+        """The engine serves, and some of its weights may be the new ones."""
+        self.partial.add(self._order.part)
+        self.state = _S.ABORTING
+        reply_to, self._abort_asked = self._abort_asked or 0, None
+        self._queue.add(CallAbortRequests(), reply_to)
+        return [nack(job.reply_to, Step.COMMIT, failure, self.update_id)]
 
     def issued(self, call: object) -> None:
         """A call is made now: from a receive on that loads, or the sleep that discards them, the
@@ -445,16 +489,18 @@ class EngineUpdate:
     # -- inside ---------------------------------------------------------------
 
     def _lost_the_old(self) -> None:
-        """Something was loaded, or may have been; of an adapter, an engine keeps the one before."""
-        self._loaded = not adapter_of(self._backend)
+        """Something was loaded, or may have been; of an adapter, an engine keeps the one before,
+        and of a staged update all that it serves."""
+        self._loaded = not (self.staged or adapter_of(self._order.backend))
 
     def _settle(self, effects: list[SessionEffect]) -> list[SessionEffect]:
         """An ABORT that waited for the call follows it."""
         if self._abort_asked is None:
             return effects
         msg_id, self._abort_asked = self._abort_asked, None
-        if self.state is _S.NONE:  # it ended by itself: refused
-            outcome = self._or_partial("untouched")
+        if self.state is _S.NONE:  # it ended by itself: refused, or, staged, made before
+            made = self.update_id == self._last_commit
+            outcome = self._or_partial("committed" if made else "untouched")
             return [*effects, ack(msg_id, Step.ABORT, self.update_id, outcome=outcome)]
         return [*effects, *self._begin_abort(msg_id)]
 
@@ -462,10 +508,10 @@ class EngineUpdate:
         began = self.state in MIXED
         self.state = _S.ABORTING
         if self._loaded:
-            self.partial.add(self._part)
+            self.partial.add(self._order.part)
             self._queue.add(CallAbortRequests(), msg_id)
             return []
-        if began and self._part not in self.partial:
+        if began and self._order.part not in self.partial:
             self._queue.add(CallRestore(self.target), msg_id)
             return []
         return self._aborted(msg_id, self._or_partial("untouched"), 0.0)
@@ -480,36 +526,6 @@ class EngineUpdate:
     def _commit_ack(self, msg_id: int, took_ms: float = 0.0) -> SessionEffect:
         outcome = self._or_partial("")
         return ack(msg_id, Step.COMMIT, self._last_commit, outcome=outcome, took_ms=took_ms)
-
-    def _need_base(self, base: int) -> None:
-        """A patch is a difference from what is served here."""
-        if not base or (base == self.version and not self.partial):
-            return
-        serves = (
-            "holds no whole version (an update broke off, or a sleep discarded its weights)"
-            if self.partial
-            else f"serves version {self.version}" + ("" if self.version else " (as it was booted)")
-        )
-        raise Declined(
-            Failure(
-                NackCode.OTHER_BASE,
-                f"the patch is a difference from version {base}, and the engine {serves}",
-                field="base",
-                hint="send a whole set of weights first, over a backend such as shm or nccl "
-                "(agent.update_weights)",
-            )
-        )
-
-    def _need_transfer(self, message: Arm) -> None:
-        transfer = self._transfer
-        if transfer is None or transfer.backend != message.backend:
-            field, found = "backend", f"no {message.backend} transport is open here"
-        elif transfer.place.communicator != message.communicator:
-            field, found = "communicator", "the transport was made for another communicator"
-        else:
-            return
-        hint = "send TRANSFER_INIT first"
-        raise Declined(Failure(NackCode.TRANSFER_CLOSED, found, field=field, hint=hint))
 
     def _need(self, update_id: str) -> None:
         if self.state is _S.NONE or update_id != self.update_id:
@@ -527,4 +543,5 @@ _UPDATE_CALLS: Final = (
     CallLoad,
     CallFinish,
     CallProbe,
+    CallSwap,
 )

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from bus.messages import (
     Abort,
     Ack,
+    Armed,
     Behind,
     GroupAck,
     GroupStatus,
@@ -221,7 +222,7 @@ class Group:
         """What an engine needs that a pause or an update has left behind."""
         names: Iterable[str] = (peer.name,)
         stray: Message
-        if beat.phase in ("armed", "updating") and (
+        if beat.phase in ("armed", "staging", "updating") and (
             self.update.state is UpdateState.IDLE or self.update.update_id != beat.update_id
         ):
             stray = Abort(beat.update_id, "the bus knows nothing of this update")
@@ -315,9 +316,14 @@ class Group:
         """An engine can't go on with the update: who falls out for it may hold a part."""
         before = set(self.update.excluded)
         instructions = self.update.refused(name, failure, now_ms)
-        for each in self.update.excluded.keys() - before:
-            self.roster.quarantine(each, failure.detail)  # before a resume that follows by itself
+        if not self.update.staged:
+            for each in self.update.excluded.keys() - before:
+                self.roster.quarantine(each, failure.detail)  # before a resume that follows
         return self.obey(instructions, now_ms)
+
+    def armed(self, name: str, armed: Armed, now_ms: float) -> list[Effect]:
+        """An engine's answer to an ARM of what may be staged."""
+        return self.obey(self.update.has_armed(name, armed, now_ms), now_ms)
 
     def probed(self, name: str, probed: Probed, now_ms: float) -> list[Effect]:
         """An engine's answer to the canary's probes."""

@@ -14,6 +14,11 @@ class Declined(Exception):
         self.failure = failure
 
 
+def called_off(detail: str) -> Declined:
+    """A staged update was not swapped in; what was served before is."""
+    return Declined(Failure(NackCode.CALLED_OFF, detail))
+
+
 def wrong_state(detail: str, field: str = "", hint: str = "") -> Declined:
     """Not now."""
     return Declined(Failure(NackCode.WRONG_STATE, detail, field=field, hint=hint))

@@ -41,6 +41,9 @@ Invariants:
 - No COMMIT is asked with fewer DP groups left than the quorum: the update is given up as soon as
   they are fewer. Once it is asked, whoever commits serves.
 - Who differs by the canary falls out in the same way, before the COMMIT is asked of anybody.
+
+An update that is staged loads nothing anywhere before it is committed: see
+:mod:`bus.protocol.staging`.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ from bus.messages import (
     Abort,
     Ack,
     Arm,
+    Armed,
     CanaryWay,
     ChunkSent,
     Commit,
@@ -71,6 +75,7 @@ from bus.messages import (
 from bus.protocol.instructions import Ask, Failure, IllegalTransition, StepDone, StepFailed
 from bus.protocol.refusal import wrong_state
 from bus.protocol.round import Round
+from bus.protocol.staging import Stageable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -137,7 +142,7 @@ TRANSITIONS: Final[dict[tuple[UpdateState, UpdateEvent], UpdateState]] = {
     **{(state, _E.EMPTIED): _S.IDLE for state in UpdateState if state is not _S.IDLE},
 }
 
-# In these, weights may differ between engines, or within one: nobody may resume.
+# In these, weights may differ between engines, or within one, unless the update is staged.
 UNSAFE: Final = frozenset(
     {
         _S.STARTING,
@@ -164,6 +169,8 @@ class UpdateMachine:
         self.label = ""
         self.target: Target = "model"
         self.canary: CanaryWay = ""
+        self.stageable = Stageable()
+        self.staged = False  # engines serve until they swap, and beyond
         self.quorum = 1  # DP groups
         self.probed: dict[str, tuple[ProbeResult, ...]] = {}  # by engine
         self.members: dict[str, str] = {}  # engine -> its DP group, of those in this update
@@ -201,9 +208,16 @@ class UpdateMachine:
         self._communicator = message.communicator
         return self._ask(Step.TRANSFER_INIT, message, now_ms)
 
-    def arm(self, message: Arm, members: dict[str, str], now_ms: float) -> list[Instruction]:
+    def arm(
+        self,
+        message: Arm,
+        members: dict[str, str],
+        now_ms: float,
+        stageable: Stageable | None = None,
+    ) -> list[Instruction]:
         """Every engine checks the manifest; ``message.version`` is the bus's."""
         self._begin(_E.ARM_ASKED, message.update_id, members)
+        self.stageable = stageable or Stageable()
         self.version = message.version
         self.label = message.label
         self.target = message.target
@@ -214,6 +228,7 @@ class UpdateMachine:
 
     def start(self, message: UpdateStart, now_ms: float) -> list[Instruction]:
         self._go(_E.START_ASKED)
+        self.staged = message.staged
         return self._ask(Step.START, message, now_ms)
 
     def chunk(self, message: WeightChunkMeta, now_ms: float) -> list[Instruction]:
@@ -283,6 +298,13 @@ class UpdateMachine:
         current.ack(name, ack, now_ms)
         return self._round_done()
 
+    def has_armed(self, name: str, armed: Armed, now_ms: float) -> list[Instruction]:
+        """An engine has armed an update that may be staged."""
+        if self.state is _S.ARMING and armed.update_id == self.update_id:
+            self.stageable.heard(name, armed)
+        done = Ack(Step.ARM, armed.update_id, 0, 0, armed.duration_ms, "", ())
+        return self.acked(name, done, now_ms)
+
     def has_probed(self, name: str, probed: Probed, now_ms: float) -> list[Instruction]:
         """An engine has run the probes."""
         if self.state is _S.PROBING and probed.update_id == self.update_id:
@@ -316,6 +338,11 @@ class UpdateMachine:
         return self._exclude(self._dp_group_of(name), failure, now_ms)
 
     @property
+    def unsafe(self) -> bool:
+        """Whether weights may differ between engines, or within one: nobody may resume."""
+        return self.state in UNSAFE and not self.staged
+
+    @property
     def all_sent(self) -> bool:
         """Whether the trainer has sent every chunk that was planned."""
         return self.chunks_asked == self.chunks_planned and not any(
@@ -340,6 +367,8 @@ class UpdateMachine:
         self.partial = set()
         self.target = "model"
         self.canary = ""
+        self.stageable = Stageable()
+        self.staged = False
         self.quorum = 1
         self.probed = {}
         self.failure = None

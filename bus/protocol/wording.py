@@ -93,6 +93,8 @@ def done_ack(
         paused_ms=round(now_ms - pause.asked_ms, 3) if step is Step.RESUME else 0.0,
         escalated=tuple(sorted(current.escalated)),
         waited_for=tuple(current.waited_for[:MAX_REQUEST_IDS]),
+        staging_bytes=update.stageable.needed_bytes if step is Step.ARM else 0,
+        why_paused=update.stageable.why_paused if step is Step.ARM else "",
     )
 
 

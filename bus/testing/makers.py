@@ -11,6 +11,7 @@ from bus.messages import (
     ChunkSent,
     Nack,
     NackCode,
+    Staging,
     Target,
     Verify,
     WeightChunkMeta,
@@ -39,6 +40,7 @@ def make_arm(
     quorum: int = 1,
     canary: CanaryWay = "",
     scope: tuple[str, ...] = (),
+    staging: Staging | None = None,
 ) -> Arm:
     """ARM with this manifest; ``base`` is a patch's, ``scope`` a catch-up's."""
     return Arm(
@@ -58,6 +60,7 @@ def make_arm(
         canary,
         manifest.digest(),
         scope,
+        staging,
     )
 
 

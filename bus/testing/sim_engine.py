@@ -33,14 +33,17 @@ from bus.messages import (
 from bus.protocol.calls import (
     COMMANDS,
     Call,
+    CallArm,
     CallEscalate,
     CallLoad,
+    CallOff,
     CallOpenTransfer,
     CallPause,
     CallProbe,
     CallReceive,
     CallResume,
     CallSharpen,
+    CallSwap,
     SessionEffect,
     Told,
     ToMates,
@@ -50,6 +53,7 @@ from bus.protocol.engine_session import EngineSession
 from bus.protocol.instructions import Failure
 from bus.protocol.link import LinkConfig, LinkState
 from bus.runtime.peer import Peer, route_of
+from bus.staging import Room
 from bus.testing.sim_truth import Truth, TruthError
 
 if TYPE_CHECKING:
@@ -59,6 +63,7 @@ if TYPE_CHECKING:
     from bus.testing.process import Process
 
 TENSORS: Final = ("embed", "block.0", "block.1", "head")
+STEP_MS: Final = 16.0  # between two times at which ranks in lockstep confer
 
 
 @dataclass(slots=True)
@@ -75,6 +80,7 @@ class Behaviour:
         garble_next: the next chunk that is received is not what was sent.
         ahead: how many chunks it may receive ahead of their load.
         twist_next: the next update is loaded wrongly, which only probes show.
+        stages: it has room to stage an update.
     """
 
     min_ms: float = 1.0
@@ -86,6 +92,7 @@ class Behaviour:
     garble_next: bool = False
     ahead: int = 1
     twist_next: bool = False
+    stages: bool = True
 
 
 class SimEngine:
@@ -150,6 +157,7 @@ class SimEngine:
         self.calls: list[Call] = []
         self.escalations: list[CallEscalate] = []
         self.running_call: Call | None = None
+        self.swapped = self.called_off = False  # of the swap that is under way
         self.returned_ms = process.now_ms()  # when the last call returned, or failed
         self.joins = 0
         self.met: Counter[str] = Counter()  # in which moments of a chunk it heard of it
@@ -199,7 +207,9 @@ class SimEngine:
         """Calls of this kind are not held any more; one that was, returns now."""
         self.behaviour.hold.discard(kind)
         call = self.running_call
-        if isinstance(call, kind) and self._timer is None:
+        if isinstance(call, CallSwap) and issubclass(kind, CallSwap) and self._timer is None:
+            self._confer(call)
+        elif isinstance(call, kind) and self._timer is None:
             self._timer = self._scheduler.call_at(
                 self._scheduler.now_ms(), lambda: self._returned(call)
             )
@@ -297,6 +307,8 @@ class SimEngine:
                 self.peer.send(effect.message, reply_to=effect.reply_to)
             elif isinstance(effect, CallEscalate):
                 self._escalate(effect)
+            elif isinstance(effect, CallOff):
+                self._call_off()
             elif isinstance(effect, ToMates):
                 self._tell(effect)
             elif isinstance(effect, Note):
@@ -326,6 +338,9 @@ class SimEngine:
         self.calls.append(call)
         self.truth.begin(call)
         self.running_call = call
+        if isinstance(call, CallSwap):
+            self.swapped = False
+            self.called_off = self._bad_luck(call) is not None
         if isinstance(call, CallPause):
             self.lease_ran_out = False
             self.pause_failed = False
@@ -333,12 +348,59 @@ class SimEngine:
         if type(call) in behaviour.hold:
             self._timer = None
             return
+        if isinstance(call, CallSwap) and not self.called_off:
+            self._confer(call)
+        else:
+            self._return_soon(call)
+
+    def _return_soon(self, call: Call) -> None:
+        behaviour = self.behaviour
         spread_ms = behaviour.max_ms - behaviour.min_ms
         took_ms = behaviour.min_ms + self._random.random() * spread_ms
         took_ms = behaviour.slow_ms.get(type(call), took_ms)
+        if self._timer is not None:
+            self._timer.cancel()
         self._timer = self._scheduler.call_at(
             self._scheduler.now_ms() + took_ms, lambda: self._returned(call)
         )
+
+    # -- swaps ----------------------------------------------------------------------
+
+    @property
+    def may_swap(self) -> bool:
+        """Whether it waits for the others at the step that they all are at."""
+        waits = isinstance(self.running_call, CallSwap) and not (self.swapped or self.called_off)
+        return waits and self.alive and self.truth.running and not self.process.stopped
+
+    def _confer(self, call: CallSwap) -> None:
+        """Where the ranks of a DP group do, all swap as soon as all are ready. An engine alone asks
+        nobody."""
+        if self.running_call is not call or self.swapped or self.called_off:
+            return
+        others = [self._mate(self.dp_group, k) for k in range(self.dp_size) if k != self.dp_rank]
+        ranks = [self, *(other for other in others if other is not None)]
+        alone = self.dp_size == 1
+        if alone or (len(ranks) == self.dp_size and all(rank.may_swap for rank in ranks)):
+            for rank in ranks:
+                rank.swap(call.version)
+            return
+        now_ms = self._scheduler.now_ms()
+        self._timer = self._scheduler.call_at(now_ms + STEP_MS, lambda: self._confer(call))
+
+    def swap(self, version: int) -> None:
+        """All ranks are ready: now."""
+        call = self.running_call
+        assert isinstance(call, CallSwap)
+        self.truth.swap(version)
+        self.swapped = True
+        self._return_soon(call)
+
+    def _call_off(self) -> None:
+        """A swap that is not made yet fails; nothing has changed."""
+        call = self.running_call
+        if isinstance(call, CallSwap) and not (self.swapped or self.called_off):
+            self.called_off = True
+            self._return_soon(call)
 
     def _escalate(self, call: CallEscalate) -> None:
         """A second pause: with it the one that still drains returns, too."""
@@ -364,7 +426,13 @@ class SimEngine:
             return
         self.running_call = None
         self.returned_ms = self._scheduler.now_ms()
-        error = self.truth.refusal(call) or self._bad_luck(call)
+        error = self.truth.refusal(call)
+        self.swapped = False
+        if isinstance(call, CallSwap):
+            called_off = EngineError("it was called off", code=NackCode.CALLED_OFF)
+            error = called_off if self.called_off else None
+        elif error is None:
+            error = self._bad_luck(call)
         now_ms = self._scheduler.now_ms()
         if error is not None:
             self.truth.fail(call)
@@ -377,6 +445,8 @@ class SimEngine:
             told = self.truth.in_flight
         elif isinstance(call, CallOpenTransfer):
             told = self.truth.ahead = self.behaviour.ahead
+        elif isinstance(call, CallArm) and call.staging is not None:
+            told = Room(16, "" if self.behaviour.stages else "no room")
         elif isinstance(call, CallProbe):
             twisted, self.behaviour.twist_next = self.behaviour.twist_next, False
             told = self.truth.probe(twisted=twisted)

@@ -29,6 +29,7 @@ from bus.messages import (
     Resume,
     Sleep,
     SleepLevel,
+    Staging,
     Target,
     TransferInit,
     TransferPlan,
@@ -82,6 +83,7 @@ class Scripts(ABC):
         ahead: it does not wait for answers where the broker can: it asks for pause and start
             together, and for finish, commit and resume with the last chunk.
         canary: it has engines run a probe, and leaves out who differs. Not with ``ahead``.
+        staging: how updates of all engines are staged, where they can be.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Scripts(ABC):
         self.send_ms = 0.0
         self.ahead = False
         self.canary = False
+        self.staging: Staging | None = None
         self._held: tuple[str, int] | None = None  # the pause, and the epoch it was made in
         self._count = itertools.count(1)
         self._transfers = itertools.count(1)
@@ -138,6 +141,9 @@ class Scripts(ABC):
             if think_ms:
                 yield think_ms
             started = False
+            if self._stages(target) and not armed.why_paused:
+                done = yield from self._stage(update_id, payload, armed, manifest, think_ms, verify)
+                return Outcome("staged", update_id, done.version, payload, done.excluded)
             try:
                 if self._held is None:
                     started = self.ahead
@@ -157,6 +163,36 @@ class Scripts(ABC):
         except WavebusError as error:
             return Outcome("update", update_id, error=error)
         return Outcome("update", update_id, done.version, payload, done.excluded, None, target)
+
+    def _stages(self, target: Target) -> Staging | None:
+        can_be = target == "model" and not self._scope and not self.canary
+        return self.staging if can_be else None
+
+    def _stage(
+        self,
+        update_id: str,
+        payload: int,
+        armed: GroupAck,
+        manifest: Manifest,
+        think_ms: float,
+        verify: Verify,
+    ) -> Steps:
+        """In no pause; and nothing is to be mended."""
+        try:
+            yield from self._step(UpdateStart(update_id, staged=True))
+            behind: tuple[Message, ...] = (
+                UpdateFinish(update_id),
+                Commit(update_id, armed.version, f"p{payload}", ()),
+            )
+            ahead = behind if self.ahead else ()
+            told = yield from self._send_all(update_id, payload, manifest, think_ms, verify, ahead)
+            if not self.ahead:
+                yield from self._step(behind[0])
+                return (yield from self._step(behind[1]))
+            return [_checked(answer) for answer in told][-1]
+        except WavebusError:
+            yield from self._undo(update_id, resume=False)
+            raise
 
     def catch_up(self, behind: Behind, payload: int) -> Script:
         """These DP groups take the weights named ``payload``, as the version that they lack."""
@@ -338,6 +374,7 @@ class Scripts(ABC):
                 communicator=number,
                 target=target,
                 scope=self._scope,
+                staging=self._stages(target),
             )
 
         try:

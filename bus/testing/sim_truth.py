@@ -5,7 +5,8 @@ it returns or fails, and raises :class:`TruthError` as soon as an engine is made
 what must never be done: resumed without a completed pause, loaded while it generates,
 a chunk loaded twice, unsent or unverified, committed half-loaded, generating with mixed
 weights, put to sleep while it generates, armed or loaded while its weights sleep, probed before
-it has finished, committed although its probes differ, resumed behind a closed door.
+it has finished, committed although its probes differ, resumed behind a closed door, staged beside
+weights that are not whole, swapped before all is staged.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from bus.protocol.calls import (
     CallSharpen,
     CallSleep,
     CallStart,
+    CallSwap,
     CallWakeWeights,
 )
 
@@ -102,6 +104,7 @@ class Truth:
         self.transfer: CallOpenTransfer | None = None
         self.sent: dict[int, bool] = {}  # chunks that have left, and whether to verify them
         self._target: Target = "model"  # of the update, from its ARM on
+        self._beside: dict[str, int] | None = None  # per tensor, what is staged; none: in place
         self._started = False
         self._begun: Target = "model"  # what was started last
         self._finished = False
@@ -151,10 +154,18 @@ class Truth:
             case CallOpen():
                 if self.version < self.group_version or self.mixed or self.broken:
                     self._refuse("opened, and is not to serve")
+            case _:
+                self._begin_of_update(call)
+
+    def _begin_of_update(self, call: Call) -> None:
+        match call:
             case CallArm(manifest):
                 self._check_manifest(manifest)
-            case CallStart(recover, target):
-                self._need_weights("an update is started")
+            case CallStart(recover, target, staged):
+                if not staged:
+                    self._need_weights("an update is started")
+                elif self.broken or "weights" in self.asleep:
+                    self._refuse("staged beside weights that are not there")
                 if target != self._target:
                     self._refuse(f"an update of the {target} starts, armed is the {self._target}")
                 if recover is not bool(self.broken):
@@ -163,11 +174,13 @@ class Truth:
                 self._receive(call)
             case CallLoad():
                 self._begin_load(call)
+            case CallRestore() if self._beside is not None:
+                pass
             case CallRestore(target):
                 if self._load_begun or target != self._target:
                     self._refuse("restored after a load: the old weights are gone")
             case CallFinish():
-                self._need_weights("an update is finished")
+                self._need_place("an update is finished")
                 if self.manifest is None or len(self.loaded) != self.manifest.chunks:
                     self._refuse(f"finished with chunks {self.loaded}")
             case CallProbe():
@@ -176,6 +189,15 @@ class Truth:
                     self._refuse("probed before it was finished")
             case CallCommit(version):
                 self._begin_commit(version)
+            case CallSwap(version):
+                if self._beside is None or not self._finished or version <= self.version:
+                    self._refuse(f"swaps to {version}, staged is {self._beside}")
+
+    def swap(self, version: int) -> None:
+        """Between two steps, at any time of a :class:`CallSwap`."""
+        assert self._beside is not None
+        self.models[self._target] = dict(self._beside)
+        self._let_serve(version)
 
     def _begin_resume(self, *, asleep: bool) -> None:
         if not self.idle or self.doubtful:
@@ -184,7 +206,7 @@ class Truth:
             self._refuse(f"resumed while {self.asleep} sleep")
         if self.to_clear and not self.cleared:
             self._refuse("resumed over the keys and values that its pause was to drop")
-        if self.mixed or self.broken or self._started:
+        if self.mixed or self.broken or (self._started and self._beside is None):
             self._refuse(f"resumed with mixed weights {self.models}")
         self.idle = False
         self.running = True
@@ -220,8 +242,9 @@ class Truth:
                 self.transfer = call
             case CallArm(manifest, target):
                 self.manifest, self._target = manifest, target
-            case CallStart(target=target):
+            case CallStart(target=target, staged=staged):
                 self._started, self._begun = True, target
+                self._beside = dict(self.models[target]) if staged else None
                 self._finished = self._load_begun = self.twisted = False
                 self.loaded = []
                 self.sent = {}
@@ -230,14 +253,11 @@ class Truth:
                 self._end_chunk(call)
             case CallRestore():
                 self._started = False
+                self._beside = None
             case CallFinish():
                 self._finished = True
             case CallCommit(version):
-                self.version = version
-                self.commits.append(version)
-                self.committed[self._target] = next(iter(self.models[self._target].values()))
-                self.broken.discard(self._target)
-                self._started = self._finished = self._load_begun = False
+                self._let_serve(version)
             case CallAbortRequests():
                 self.closed = True
                 self.aborted_requests += self.in_flight
@@ -256,14 +276,17 @@ class Truth:
                 self.idle = True
                 if self.asleep:
                     self.asleep = {"weights", "cache"}
-            case CallStart(target=target):
-                self._load_begun = True  # half started
+            case CallStart(target=target, staged=staged):
+                self._load_begun = not staged  # half started
                 self._started, self._begun = True, target
+                self._beside = dict(self.models[target]) if staged else None
                 self.loaded = []
             case CallReceive() | CallLoad():
                 self.staged.clear()
             case CallProbe():
                 self.doubtful = True
+            case CallRestore() if self._beside is not None:
+                self._started, self._beside = False, None
             case CallRestore():
                 self._break_off()
             case CallAbortRequests() if self._load_begun:
@@ -312,8 +335,16 @@ class Truth:
 
     # -- inside ---------------------------------------------------------------
 
+    def _let_serve(self, version: int) -> None:
+        self.version = version
+        self.commits.append(version)
+        self.committed[self._target] = next(iter(self.models[self._target].values()))
+        self.broken.discard(self._target)
+        self._started = self._finished = self._load_begun = False
+        self._beside = None
+
     def _receive(self, call: CallReceive) -> None:
-        self._need_weights("a chunk is received")
+        self._need_place("a chunk is received")
         if not self._started or self.manifest is None:
             self._refuse("a chunk comes before the start")
         elif call.chunk != len(self.loaded) + len(self.staged):
@@ -333,7 +364,7 @@ class Truth:
 
     def _begin_load(self, call: CallLoad) -> None:
         chunk = call.chunk
-        self._need_weights("a chunk is loaded")
+        self._need_place("a chunk is loaded")
         self._need_staged(chunk, "loaded")
         if chunk not in self.sent:
             self._refuse(f"chunk {chunk} is loaded before it is sent")
@@ -341,7 +372,7 @@ class Truth:
             self._refuse(f"chunk {chunk} is loaded unverified")
         if chunk in self.loaded or chunk != len(self.loaded):
             self._refuse(f"chunk {chunk} is loaded after {self.loaded}")
-        if self._wrong(call):
+        if self._wrong(call) or self._beside is not None:
             return
         self._load_begun = True
         assert self.manifest is not None
@@ -353,8 +384,9 @@ class Truth:
             self.staged[call.chunk] = int(call.handle)
             return
         payload = self.staged.pop(call.chunk)
+        weights = self.models[self._target] if self._beside is None else self._beside
         for meta in self.manifest.chunk(call.chunk):
-            self.models[self._target][meta.name] = payload
+            weights[meta.name] = payload
         self.loaded.append(call.chunk)
 
     def _need_staged(self, chunk: int, what: str) -> None:
@@ -395,6 +427,11 @@ class Truth:
             self._refuse("a manifest is armed while the weights sleep")
         if self._started and self._begun not in self.broken:
             self._refuse(f"a manifest of {manifest.chunks} chunks in the middle of an update")
+
+    def _need_place(self, what: str) -> None:
+        """The weights; or what is staged beside them, while they are served."""
+        if self._beside is None:
+            self._need_weights(what)
 
     def _need_weights(self, what: str) -> None:
         self._need_idle(what)

@@ -14,7 +14,7 @@ import bus.log
 from bus.runtime import loop
 from bus.runtime.lines import answer, commands
 from sidecar.agent import Sidecar
-from sidecar.engine import Chunk, EngineInfo, Target
+from sidecar.engine import Chunk, EngineInfo, Room, Staging, Target
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
@@ -83,10 +83,17 @@ class StubEngine:
     async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:  # noqa: ARG002
         return 1
 
-    async def arm(self, manifest: Manifest, target: Target = "model") -> None:
-        pass
+    async def arm(
+        self,
+        manifest: Manifest,  # noqa: ARG002
+        target: Target = "model",  # noqa: ARG002
+        staging: Staging | None = None,  # noqa: ARG002
+    ) -> Room:
+        return Room(why_not="a stub has no weights")
 
-    async def start_update(self, *, recover: bool, target: Target = "model") -> None:
+    async def start_update(
+        self, *, recover: bool, target: Target = "model", staged: bool = False
+    ) -> None:
         pass
 
     async def receive(self, chunk: Chunk) -> None:
@@ -113,6 +120,12 @@ class StubEngine:
         return ()
 
     async def commit(self, version: int) -> None:
+        pass
+
+    async def swap(self, version: int, *, clear_cache: bool) -> None:
+        pass
+
+    async def call_off(self) -> None:
         pass
 
 

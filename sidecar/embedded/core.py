@@ -183,6 +183,29 @@ class EngineCore:
 
         return self.call(run)
 
+    def swap(
+        self, check: Callable[[], None], take: Callable[[], None], *, clear_cache: bool
+    ) -> Future[None]:
+        """Have ``take`` change the weights between two steps.
+
+        Args:
+            check: raises if it can't be, before anything happens.
+            take: what is done there.
+            clear_cache: requests compute their keys and values anew.
+
+        The future raises :class:`EngineError` of code ``called_off`` if it does not come to that.
+        """
+
+        def run() -> None:
+            check()
+            self._swap(take, clear_cache=clear_cache)
+
+        return self.call(run)
+
+    def call_off(self) -> Future[None]:
+        """A swap that is not made yet, will not be."""
+        return self.call(lambda: None)
+
     def probe(self, requests: Sequence[Request]) -> Future[tuple[ProbeResult, ...]]:
         """Run the canary's probes in the pause; the requests that there are, stay as they are."""
 
@@ -260,6 +283,12 @@ class EngineCore:
             raise EngineError(
                 f"{what}: the engine is {self.memory.state}", code=NackCode.ENGINE_ASLEEP
             )
+
+    def _swap(self, take: Callable[[], None], *, clear_cache: bool) -> None:
+        """Now: no step runs."""
+        take()
+        if clear_cache:
+            self._scheduler.forget_cache()
 
     # What a core in lockstep does differently
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from sidecar.embedded.experts import Exchange
     from sidecar.embedded.parallel.options import DataParallel
     from sidecar.embedded.sampling import SamplingParams
-    from sidecar.engine import Chunk, Hold, HoldEnd, LeftBehind, Target
+    from sidecar.engine import Chunk, Hold, HoldEnd, LeftBehind, Room, Staging, Target
 
 T = TypeVar("T")
 
@@ -247,8 +247,7 @@ class EmbeddedEngine:
 
         def run() -> None:
             core.sleep(level)
-            if level == 2:  # noqa: PLR2004 - the level
-                updater.discarded()
+            updater.slept(discarded=level == 2)  # noqa: PLR2004 - the level
 
         await _answer(core.call(run))
 
@@ -279,15 +278,19 @@ class EmbeddedEngine:
         await self._transport(lambda: self._update().open_transfer(backend, params, place))
         return 1
 
-    async def arm(self, manifest: Manifest, target: Target = "model") -> None:
+    async def arm(
+        self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
+    ) -> Room:
         self._started()
         need_model(target)
-        self._update().arm(manifest)
+        return self._update().arm(manifest, staging)
 
-    async def start_update(self, *, recover: bool, target: Target = "model") -> None:
+    async def start_update(
+        self, *, recover: bool, target: Target = "model", staged: bool = False
+    ) -> None:
         need_model(target)
         updater = self._update()
-        await _answer(self._started().call(lambda: updater.start(recover=recover)))
+        await _answer(self._started().call(lambda: updater.start(recover=recover, staged=staged)))
 
     async def receive(self, chunk: Chunk) -> None:
         updater = self._update()
@@ -297,9 +300,12 @@ class EmbeddedEngine:
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
         updater = self._update()
         if sums:
-            short = updater.is_short(updater.staged_tensors, verify)
+            short = updater.is_short(updater.received_tensors, verify)
             await self._transport(lambda: updater.verify(seq, verify, sums), short=short)
-        await _answer(self._started().call(lambda: updater.load(seq)))
+        if updater.staged:
+            await self._transport(lambda: updater.stage(seq))
+        else:
+            await _answer(self._started().call(lambda: updater.load(seq)))
 
     async def restore(self, target: Target = "model") -> None:
         need_model(target)
@@ -327,6 +333,19 @@ class EmbeddedEngine:
     async def commit(self, version: int) -> None:
         updater = self._update()
         await _answer(self._started().call(lambda: updater.commit(version)))
+
+    async def swap(self, version: int, *, clear_cache: bool) -> None:
+        updater = self._update()
+        await _answer(
+            self._started().swap(
+                lambda: updater.require_staged(version),
+                lambda: updater.swap(version),
+                clear_cache=clear_cache,
+            )
+        )
+
+    async def call_off(self) -> None:
+        await _answer(self._started().call_off())
 
     # Inside
 

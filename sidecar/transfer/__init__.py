@@ -9,6 +9,7 @@ from __future__ import annotations
 from sidecar.transfer.base import Receiver
 from sidecar.transfer.checks import check_delivered, check_room, check_sums
 from sidecar.transfer.registry import available_backends, make_receiver, register_receiver
+from sidecar.transfer.room import staging_room
 
 __all__ = [
     "Receiver",
@@ -18,4 +19,5 @@ __all__ = [
     "check_sums",
     "make_receiver",
     "register_receiver",
+    "staging_room",
 ]

@@ -24,6 +24,7 @@ module               what
 ``copy_plan``        a plan to copy by, made of that
 ``planned``          a plan at work: an update by it, and one that proves it
 ``plans``            by the plan or by the loader?
+``staged``           the next weights beside those that serve
 ``cpu``              what vLLM's reload forgets on CPUs
 ``ranks``            the workers of one engine agree on one outcome
 ``facts``            what a sidecar asks of a worker
@@ -31,6 +32,8 @@ module               what
 ``client``           the order of operations, for both adapters
 ``core_page``        the status page inside each engine core
 ``core_hold``        the deadline of a pause, held inside each engine core
+``core_swap``        the swap of a staged update between two steps of an engine core
+``core_calls``       calls that a core answers by itself
 ``core_guard``       holes in the pause and resume of cores in lockstep, closed
 ``door``             who is let into an engine core
 ``coordinator``      the gateway in place of vLLM's DP coordinator
@@ -102,12 +105,19 @@ def _install(*, by_bus: bool) -> None:
     if front_end or "vllm.v1.engine.core" in sys.modules:
         from vllm.v1.engine import core  # noqa: PLC0415 - of no use elsewhere, and slow
 
-        from sidecar.vllm_plugin import core_guard, core_hold, core_page, door  # noqa: PLC0415
+        from sidecar.vllm_plugin import (  # noqa: PLC0415
+            core_guard,
+            core_hold,
+            core_page,
+            core_swap,
+            door,
+        )
 
         if core_page.install(core):
             core_hold.install(core)
         core_guard.install(core)
         door.install(core)
+        core_swap.install(core)
     if front_end and by_bus:
         from sidecar.vllm_plugin import coordinator  # noqa: PLC0415
 

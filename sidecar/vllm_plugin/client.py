@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Protocol
 from bus.errors import EngineError
 from bus.lora import adapter_of
 from bus.native import loads_when_received
+from bus.staging import Room, need_room
 from sidecar.vllm_plugin import wire
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
-    from bus.messages import Target, Verify
+    from bus.messages import Staging, Target, Verify
     from bus.transfer import Place
     from sidecar.engine import Chunk
 
@@ -22,6 +23,15 @@ class Doors(Protocol):
     async def perform(self, operation: str) -> int:
         """Have all workers carry out an operation: :data:`sidecar.vllm_plugin.facts.PERFORM`, which
         says what is returned."""
+
+    async def room(self) -> Room:
+        """Whether what was armed can be staged: :data:`sidecar.vllm_plugin.facts.ASK_ROOM`."""
+
+    async def swap(self, version: int, operation: str, *, clear_cache: bool) -> None:
+        """:data:`sidecar.vllm_plugin.facts.SWAP`, of the engine's core."""
+
+    async def call_off(self) -> None:
+        """:data:`sidecar.vllm_plugin.facts.CALL_OFF`."""
 
     async def load_adapter(self, name: str) -> None:
         """vLLM's own in-place load of a LoRA adapter; workers take what they have staged."""
@@ -43,6 +53,7 @@ class PluginClient:
         self._doors = doors
         self._adapter = ""
         self._load_comes_with_receive = False
+        self._staged = False
         self._together = True
 
     async def hello(self, *, cores: int) -> None:
@@ -56,6 +67,7 @@ class PluginClient:
         self._together = cores == 1
         await self._perform(wire.Hello(wire.PROTOCOL))
         await self._perform(wire.UndoAdapter(settled=False))
+        await self._perform(wire.LetGo())
 
     async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
         self._adapter = ""
@@ -66,7 +78,7 @@ class PluginClient:
         self._load_comes_with_receive = loads_when_received(backend)
         return ahead
 
-    async def arm(self, manifest: Manifest, target: Target) -> None:
+    async def arm(self, manifest: Manifest, target: Target, staging: Staging | None = None) -> Room:
         await self._perform(
             wire.ArmManifest(
                 manifest.names,
@@ -75,12 +87,21 @@ class PluginClient:
                 manifest.chunk_ends,
                 target,
                 manifest.counts,
+                staging,
             )
         )
+        if staging is None:
+            return Room()
+        if not self._together:
+            return need_room(staging, Room(why_not="it has several cores behind one client"))
+        return need_room(staging, await self._doors.room())
 
-    async def start_update(self, *, recover: bool, target: Target) -> None:
+    async def start_update(self, *, recover: bool, target: Target, staged: bool = False) -> None:
         """See :class:`wire.Start`. LoRA adapters need none."""
-        if not self._adapter:
+        self._staged = staged
+        if staged:
+            await self._perform(wire.StartStaging())
+        elif not self._adapter:
             await self._perform(wire.Start(target, recover))
 
     async def receive(self, chunk: Chunk) -> None:
@@ -101,6 +122,9 @@ class PluginClient:
         """Verify and load in one call, if all workers can agree between the two."""
         if self._load_comes_with_receive:
             return
+        if self._staged:
+            await self._perform(wire.Stage(seq, verify, sums))
+            return
         if sums and not self._together:
             await self._perform(wire.Verify(seq, verify, sums))
             verify, sums = "off", ()
@@ -112,15 +136,27 @@ class PluginClient:
 
     async def restore(self, target: Target) -> None:
         """See :class:`wire.Restore`. Or the LoRA adapter before takes its place again."""
-        if self._adapter:
+        if self._staged:
+            await self._perform(wire.LetGo())
+        elif self._adapter:
             await self._perform(wire.UndoAdapter(settled=True))
             await self._doors.drop_adapter(self._adapter)
         else:
             await self._perform(wire.Restore(target))
 
     async def finish_update(self) -> None:
-        if not self._adapter:
+        if self._staged:
+            await self._perform(wire.Seal())
+        elif not self._adapter:
             await self._perform(wire.Finish())
+
+    async def swap(self, version: int, *, clear_cache: bool) -> None:
+        """See :class:`wire.Swap`: the core does it where no step runs."""
+        await self._doors.swap(version, wire.encode(wire.Swap()), clear_cache=clear_cache)
+
+    async def call_off(self) -> None:
+        """A swap that is not made yet, will not be."""
+        await self._doors.call_off()
 
     async def settle(self) -> None:
         """What was loaded is about to be committed: a sidecar after us leaves a LoRA adapter."""

@@ -18,6 +18,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Final
 
+from sidecar.vllm_plugin import core_calls
 from sidecar.vllm_plugin.features import door_gaps
 
 _log = logging.getLogger("vllm.wavebus")
@@ -54,7 +55,7 @@ def install(core: Any) -> bool:
         plain._handle_client_request,  # noqa: SLF001
         core.EngineCoreRequestType.ADD,
     )
-    plain.collective_rpc = _answering(plain.collective_rpc)
+    core_calls.answer(plain, DOOR, _turned)
     plain.wavebus_has_door = True
     return True
 
@@ -88,16 +89,8 @@ def _turn_away(core: Any, request: Any, wave: int) -> None:
         core.engines_running = True
 
 
-def _answering(original: Any) -> Any:
-    @functools.wraps(original)
-    def collective_rpc(
-        self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if method != DOOR:
-            return original(self, method, timeout, args, kwargs)
-        door = _of(self)
-        for name, value in (kwargs or {}).items():
-            setattr(door, name, value)
-        return [{"admits": door.admits, "passes": door.passes}]
-
-    return collective_rpc
+def _turned(core: Any, **turned: Any) -> list[dict[str, Any]]:
+    door = _of(core)
+    for name, value in turned.items():
+        setattr(door, name, value)
+    return [{"admits": door.admits, "passes": door.passes}]

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from bus.errors import EngineError
 from bus.messages import MAX_REQUEST_IDS, Count, ShortText
+from bus.staging import Room
 from sidecar.holdpage import MAX_CORES, Cores
 from sidecar.vllm_plugin import environment, wire
 from sidecar.vllm_plugin.core_page import page_path, siblings
@@ -26,10 +27,15 @@ ASK_FACTS: Final = "wavebus_facts"
 ASK_REQUESTS: Final = "wavebus_requests"
 ASK_DRAFT: Final = "wavebus_draft"
 ASK_LOADING: Final = "wavebus_loading"
+ASK_ROOM: Final = "wavebus_room"
 ASK_PRESENCE: Final = "__str__"
 # Has the weight transfer engine carry out an operation of :mod:`sidecar.vllm_plugin.wire`, its
 # argument ``operation``; it returns how many chunks may be received ahead.
 PERFORM: Final = "wavebus_perform"
+# Answered by the core (:mod:`sidecar.vllm_plugin.core_swap`). SWAP takes ``version``,
+# ``clear_cache``, and the ``operation`` that its workers are to perform.
+SWAP: Final = "wavebus_swap"
+CALL_OFF: Final = "wavebus_call_off"
 _OURS: Final = "wavebus's plugin"
 _PRESENT: Final = f"{_OURS}, protocol {wire.PROTOCOL}, and it drives "
 _MAX_PATH: Final = 4096
@@ -83,6 +89,22 @@ def read_ahead(answer: Any) -> int:
         raise EngineError(f"the plugin inside vLLM answered {answer!r:.200}: {error}") from error
 
 
+def read_room(answer: Any) -> Room:
+    """What staging takes in the worker that needs most, and why the first one can't that can't.
+
+    Raises:
+        EngineError: it is not there.
+    """
+    try:
+        rooms = msgspec.convert(answer, list[Room])
+        return Room(
+            max(room.needed_bytes for room in rooms),
+            next((room.why_not for room in rooms if room.why_not), ""),
+        )
+    except (msgspec.ValidationError, ValueError, TypeError) as error:
+        raise EngineError(f"the plugin inside vLLM answered {answer!r:.200}: {error}") from error
+
+
 def read_draft(answer: Any) -> bool:
     """Whether every worker has a draft model whose weights can be updated."""
     return isinstance(answer, list) and bool(answer) and all(each is True for each in answer)
@@ -120,6 +142,7 @@ def install(worker_base: Any) -> None:
     setattr(worker_base.WorkerBase, ASK_REQUESTS, _requests)
     setattr(worker_base.WorkerBase, ASK_DRAFT, _draft)
     setattr(worker_base.WorkerBase, ASK_LOADING, _loading)
+    setattr(worker_base.WorkerBase, ASK_ROOM, _room)
     setattr(worker_base.WorkerBase, PERFORM, _perform)
     setattr(worker_base.WorkerBase, DOOR, _no_door)
     setattr(worker_base.WorkerWrapperBase, ASK_PRESENCE, _presence)
@@ -144,6 +167,13 @@ def _loading(worker: Any) -> dict[str, Any]:
     no sidecar has spoken to it yet."""
     engine = getattr(worker, "weight_transfer_engine", None)
     return dict(getattr(engine, "wavebus_loading", {}))
+
+
+def _room(worker: Any) -> dict[str, Any]:
+    """Of the update that was armed last."""
+    room = getattr(worker.weight_transfer_engine, "wavebus_room", None)
+    told: dict[str, Any] = msgspec.to_builtins(room or Room(why_not="vLLM's own worker engine"))
+    return told
 
 
 def _facts(_worker: Any) -> dict[str, Any]:

@@ -148,6 +148,45 @@ def door_gaps(core: Any) -> list[str]:
     return gaps or [*_source_gaps(theirs, "req, request_wave = request")]
 
 
+def swap_gaps(core: Any) -> list[str]:
+    """What forbids swaps between steps."""
+    gaps = [
+        *_signature_gaps(
+            getattr(core, "EngineCoreProc", None),
+            collective_rpc=("self", "method", "timeout", "args", "kwargs"),
+            preprocess_add_request=("self", "request"),
+            get_weight_version=("self",),
+            _reset_caches=("self", "reset_running_requests", "reset_connector"),
+        ),
+        *_signature_gaps(
+            getattr(core, "EngineCore", None),
+            add_request=("self", "request", "request_wave"),
+            set_weight_version=("self", "weight_version"),
+            _attach_weight_version=("self", "outputs"),
+        ),
+        *_signature_gaps(
+            getattr(core, "DPEngineCoreProc", None),
+            _has_global_unfinished_reqs=("self", "local_unfinished"),
+        ),
+        *_signature_gaps(
+            getattr(core, "ParallelConfig", None),
+            sync_dp_state=("dp_group", "has_unfinished", "pending_pause"),
+        ),
+    ]
+    if gaps:
+        return gaps
+    return [
+        *_source_gaps(
+            core.ParallelConfig.sync_dp_state,
+            "[int(has_unfinished), int(pending_pause)], dtype=torch.int32",
+            "tensor[0].item() > 0 or pause_count % dp_size != 0",
+            "return has_unfinished_global, pause_count == dp_size",
+        ),
+        *_source_gaps(core.EngineCoreProc, "if isinstance(result, Future):"),
+        *_source_gaps(core.EngineCore, "batch_queue.appendleft("),
+    ]
+
+
 def factory_gaps(factory: Any) -> list[str]:
     """What forbids to make vLLM's worker engines in its ``WeightTransferEngineFactory``'s place."""
     gaps = [

@@ -88,9 +88,9 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.copies: dict[int, list[Copy]] = {}
         self.fills: list[Fill] = []
         self.beyond_copies = ""
-        self._index_of = {_storage(source): index for index, source in enumerate(self.sources)}
-        self._name_of = {_storage(b): name for name, b in buffers.items()}
-        self._name_of |= {_storage(p): name for name, p in parameters.items()}
+        self._index_of = {storage_of(source): index for index, source in enumerate(self.sources)}
+        self._name_of = {storage_of(b): name for name, b in buffers.items()}
+        self._name_of |= {storage_of(p): name for name, p in parameters.items()}
         self._at = 0
         self._writes: dict[str, dict[Region, int]] = {}
         self._reads: dict[int, set[Region]] = {}
@@ -160,8 +160,8 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _note_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        name = self._name_of.get(_storage(target))
-        index = self._index_of.get(_storage(source))
+        name = self._name_of.get(storage_of(target))
+        index = self._index_of.get(storage_of(source))
         if name is None:
             if index is not None:
                 self._is_no_copy(f"{self.metas[index].name} is copied into no parameter or buffer")
@@ -182,7 +182,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.copies.setdefault(index, []).append(copy)
 
     def _note_fill(self, target: torch.Tensor, value: Any) -> None:
-        name = self._name_of.get(_storage(target))
+        name = self._name_of.get(storage_of(target))
         if name is None:
             self._note_change(target, "a fill")
             return
@@ -194,7 +194,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_change(self, changed: torch.Tensor, how: str) -> None:
         """Something that can't be repeated was done to what is loaded, or to where it goes."""
-        index = self._index_of.get(_storage(changed))
+        index = self._index_of.get(storage_of(changed))
         if index is not None:
             self._derived.add(index)
         name = self._known_name(changed)
@@ -203,7 +203,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _known_name(self, tensor: torch.Tensor) -> str:
         """Of the tensor that is loaded, parameter or buffer that this is, or a view of."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage in self._index_of:
             return self.metas[self._index_of[storage]].name
         return self._name_of.get(storage, "")
@@ -289,7 +289,7 @@ def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(argument)
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
     """Identity of the memory behind a tensor or view; meta tensors have no address."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch has no public one
 

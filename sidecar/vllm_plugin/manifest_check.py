@@ -43,10 +43,10 @@ from torch.overrides import TorchFunctionMode
 from bus.errors import EngineError
 from sidecar.vllm_plugin import ranks
 from sidecar.vllm_plugin.in_place import check_in_place
-from sidecar.vllm_plugin.loader_trace import LoaderTrace, refused, shared_refusal
+from sidecar.vllm_plugin.loader_trace import LoaderTrace, refused, shared_refusal, storage_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from bus.manifest import Manifest, TensorMeta
 
@@ -144,6 +144,20 @@ class ManifestChecker:
             raise problem
         self._check_unused(manifest, merged)
         return trace
+
+    def loader(self) -> tuple[Callable[[Iterable[tuple[str, torch.Tensor]]], None], dict[int, str]]:
+        """The loader of the meta model, and that model's parameters and buffers by the identity of
+        their storage (:mod:`sidecar.vllm_plugin.staged`). After a check."""
+        model = self._model
+        assert model is not None, "a manifest was checked"
+        names = {storage_of(buffer): name for name, buffer in model.named_buffers()}
+        names |= {storage_of(each): name for name, each in model.named_parameters()}
+
+        def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            with quiet_loading():
+                model.load_weights(iter(tensors))  # type: ignore[operator]
+
+        return load, names
 
     # -- loading -----------------------------------------------------------------------
 

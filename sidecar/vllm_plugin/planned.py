@@ -61,20 +61,24 @@ class Repacked:
     def note(self, numel: int) -> None:
         """So many elements more are filled; when all are, the layer gets them."""
         self._missing -= numel
-        if self._missing:
-            return
-        own: dict[str, Any] = self._module._parameters  # noqa: SLF001 - see Place
-        kept = {key: own[key] for key in self._filled}
-        try:
-            for key, tensor in self._filled.items():
-                own[key] = torch.nn.Parameter(tensor, requires_grad=False)
-            method: Any = self._module.quant_method
-            method.process_weights_after_loading(self._module)
-            for key, parameter in kept.items():
-                parameter.data.copy_(own[key])
-        finally:
-            own.update(kept)
-            self._filled = {}
+        if not self._missing:
+            filled, self._filled = self._filled, {}
+            put(self._module, filled)
+
+
+def put(module: torch.nn.Module, filled: dict[str, torch.Tensor]) -> None:
+    """Give a layer that repacks these weights, by the names that it has for them."""
+    own: dict[str, Any] = module._parameters  # noqa: SLF001 - see Place
+    kept = {key: own[key] for key in filled}
+    try:
+        for key, tensor in filled.items():
+            own[key] = torch.nn.Parameter(tensor, requires_grad=False)
+        method: Any = module.quant_method
+        method.process_weights_after_loading(module)
+        for key, parameter in kept.items():
+            parameter.data.copy_(own[key])
+    finally:
+        own.update(kept)
 
 
 class PlannedUpdate:
@@ -109,24 +113,7 @@ class PlannedUpdate:
         Raises:
             KeyError: a tensor that the manifest doesn't have.
         """
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        filled: list[tuple[str, int]] = []
-        for name, tensor in tensors:
-            whole = tensor.contiguous()
-            for copy in self._plan.copies[name]:
-                target = self._memory(copy.target)
-                if copy.target not in self._begun:
-                    self._begun.add(copy.target)
-                    for fill in self._plan.fills.get(copy.target, ()):
-                        padding = part(target, fill.region).fill_(fill.value)
-                        filled.append((copy.target, padding.numel()))
-                source = part(whole, copy.source)
-                targets.append(part(target, copy.region))
-                sources.append(source)
-                filled.append((copy.target, source.numel()))
-        copy_all(targets, sources)
-        for name, numel in filled:
+        for name, numel in fill(self._plan, tensors, self._memory, self._begun):
             if name in self._repacked:
                 self._repacked[name].note(numel)
 
@@ -227,9 +214,9 @@ class Comparison:
         if not loaded.is_contiguous():
             self._differs(f"{name} is not contiguous")
             return
-        for fill in self._plan.fills.get(name, ()):
-            padding = part(loaded, fill.region)
-            if not bool((padding == fill.value).all()):
+        for each in self._plan.fills.get(name, ()):
+            padding = part(loaded, each.region)
+            if not bool((padding == each.value).all()):
                 self._differs(f"the padding of {name} is another")
         for tensor, values in received:
             whole = values.contiguous()
@@ -241,6 +228,43 @@ class Comparison:
 
     def _differs(self, difference: str) -> None:
         self.difference = self.difference or difference
+
+
+def fill(
+    plan: CopyPlan, tensors: Received, memory: Callable[[str], torch.Tensor], begun: set[str]
+) -> list[tuple[str, int]]:
+    """Copy received tensors to where the plan says.
+
+    Args:
+        plan: what goes where.
+        tensors: some of the manifest's.
+        memory: where a target of the plan is to be filled.
+        begun: targets of which something was filled before; those of now are added.
+
+    Returns:
+        of which targets how many elements were filled.
+
+    Raises:
+        KeyError: a tensor that the manifest doesn't have.
+    """
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    filled: list[tuple[str, int]] = []
+    for name, tensor in tensors:
+        whole = tensor.contiguous()
+        for copy in plan.copies[name]:
+            target = memory(copy.target)
+            if copy.target not in begun:
+                begun.add(copy.target)
+                for each in plan.fills.get(copy.target, ()):
+                    padding = part(target, each.region).fill_(each.value)
+                    filled.append((copy.target, padding.numel()))
+            source = part(whole, copy.source)
+            targets.append(part(target, copy.region))
+            sources.append(source)
+            filled.append((copy.target, source.numel()))
+    copy_all(targets, sources)
+    return filled
 
 
 def find_places(plan: CopyPlan, model: torch.nn.Module, device: torch.device) -> dict[str, Place]:

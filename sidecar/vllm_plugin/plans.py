@@ -142,6 +142,14 @@ class Plans:
         elif known.plan is not None and comparison.difference:
             self._drop(known, comparison.difference, level=logging.ERROR)
 
+    def staged(self, *, proven: bool) -> None:
+        """A staged update has used the plan, and shown that it is right, or that it isn't."""
+        known = self.known
+        self._way = "staged"
+        if not proven:
+            self._drop(known, "it is not what the loader does", level=logging.ERROR)
+        known.proven = known.plan is not None
+
     def close(self) -> None:
         """The session is over: no update by the plan, no comparison."""
         self.close_comparison()
@@ -153,11 +161,16 @@ class Plans:
             self._comparison.close()
         self._comparison = self._comparing = None
 
+    @property
+    def known(self) -> Known:
+        """Of the tensors that were armed last."""
+        return self._known or Known((), reason="nothing was armed")
+
     def account(self) -> dict[str, Any]:
-        """How the last session went, ``plan`` or ``loader`` or empty before the first; whether
-        the next one of the armed tensors can go by the plan; and why it can't, where that is
-        for good."""
-        known = self._known or Known(())
+        """How the last update went, ``plan``, ``staged``, ``loader``, or empty before the first;
+        whether the next one of the armed tensors can go by the plan; and why it can't, where that
+        is for good."""
+        known = self.known
         return {"way": self._way, "proven": known.proven, "reason": known.reason}
 
     def _compare(self, known: Known, plan: CopyPlan) -> None:

@@ -29,12 +29,13 @@ from bus.messages import (  # noqa: TC001 - msgspec reads them when it decodes
     NackCode,
     Shapes,
     ShortText,
+    Staging,
     Target,
     TensorNames,
 )
 from bus.messages import Verify as VerifyMode  # noqa: TC001 - as above
 
-PROTOCOL: Final = 7
+PROTOCOL: Final = 8
 MAX_PAYLOAD_CHARS: Final = 32 * 1024 * 1024
 DETAIL_CHARS: Final = 2000
 TENSOR_CHARS: Final = 512
@@ -60,7 +61,8 @@ class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
 
 
 class ArmManifest(msgspec.Struct, frozen=True, tag="arm", forbid_unknown_fields=True):
-    """Check a manifest against the target; of a patch, if there are ``counts``."""
+    """Check a manifest against the target; of a patch, if there are ``counts``. ``staging``: as ARM
+    has it."""
 
     names: TensorNames
     dtypes: Dtypes
@@ -68,6 +70,7 @@ class ArmManifest(msgspec.Struct, frozen=True, tag="arm", forbid_unknown_fields=
     chunk_ends: Counts
     target: Target
     counts: Counts
+    staging: Staging | None = None
 
 
 class Start(msgspec.Struct, frozen=True, tag="start", forbid_unknown_fields=True):
@@ -118,6 +121,30 @@ class Finish(msgspec.Struct, frozen=True, tag="finish", forbid_unknown_fields=Tr
     """Post-process what was loaded, and close the session."""
 
 
+class StartStaging(msgspec.Struct, frozen=True, tag="start_staging", forbid_unknown_fields=True):
+    """Have memory for the armed update beside the weights; of an earlier one, nothing is left."""
+
+
+class Stage(msgspec.Struct, frozen=True, tag="stage", forbid_unknown_fields=True):
+    """Copy the received chunk into that memory; ``sums`` as of :class:`Load`."""
+
+    seq: Count
+    verify: VerifyMode
+    sums: Counts
+
+
+class Seal(msgspec.Struct, frozen=True, tag="seal", forbid_unknown_fields=True):
+    """All chunks are staged."""
+
+
+class Swap(msgspec.Struct, frozen=True, tag="swap", forbid_unknown_fields=True):
+    """Serve what is staged. Between two steps: it is the core that asks for it."""
+
+
+class LetGo(msgspec.Struct, frozen=True, tag="let_go", forbid_unknown_fields=True):
+    """Nothing is staged any more."""
+
+
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", forbid_unknown_fields=True):
     """Have the staged LoRA adapter in the place of the one before, which is kept. ``sums`` as of
     :class:`Load`."""
@@ -148,6 +175,11 @@ Operation: TypeAlias = (
     | Load
     | Restore
     | Finish
+    | StartStaging
+    | Stage
+    | Seal
+    | Swap
+    | LetGo
     | LoadAdapter
     | UndoAdapter
     | SettleAdapter

@@ -38,10 +38,11 @@ from bus.errors import EngineError, UsageError
 from bus.lora import PREFIX as ADAPTERS
 from bus.lora import adapter_of, check_adapter_name
 from bus.manifest import Manifest, TensorMeta
-from bus.messages import NackCode, Target
+from bus.messages import NackCode, Staging, Target
 from bus.native import engine_of
+from bus.staging import Room
 from bus.transfer import Place
-from sidecar.transfer import check_room, check_sums, make_receiver
+from sidecar.transfer import check_room, check_sums, make_receiver, staging_room
 from sidecar.transfer.inbox import Inbox
 from sidecar.transfer.lora import LoraReceiver
 from sidecar.vllm_plugin import ranks, wire
@@ -56,6 +57,7 @@ from sidecar.vllm_plugin.manifest_check import (
 )
 from sidecar.vllm_plugin.plans import Plans
 from sidecar.vllm_plugin.session import Session
+from sidecar.vllm_plugin.staged import StagedWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,6 +97,7 @@ class Loadable:
         self.tied_head = tied_head(built.model_config, model)
         self.checker = ManifestChecker(built, model, self.tied_head)
         self.plans = Plans(built.vllm_config, model, device, self.tied_head)
+        self.staged = StagedWeights(model, device)
         self.repacking = CpuRepacking(model, device)
 
 
@@ -119,6 +122,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._index = worker_index(vllm_config.parallel_config)
         self._armed: Manifest | None = None
         self._armed_for: Target = "model"
+        self._staging: Staging | None = None
         self._backend = ""
         self._inbox = Inbox(device)
         self.session = Session()
@@ -190,8 +194,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 with quiet_loading():
                     self.model.load_weights(iter(tensors))
                 plans.loaded()
-        if self.device.type != "cpu":
-            torch.accelerator.current_stream(self.device).synchronize()
+        self._synchronize()
 
     def _need_its_session(self) -> None:
         """The session is of the model that was armed: tensors of one may fit the other, too."""
@@ -259,6 +262,16 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 self._arrived(operation)
             case wire.Load():
                 self._load(worker, operation)
+            case wire.StartStaging():
+                self._start_staging()
+            case wire.Stage():
+                self._stage(operation)
+            case wire.Seal():
+                self._loadable["model"].staged.seal()
+            case wire.Swap():
+                self._swap()
+            case wire.LetGo():
+                self._let_go()
             case wire.Restore(target=target):
                 self._restore(worker, target)
             case wire.Finish():
@@ -319,7 +332,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         return LoraReceiver()
 
     def _arm(self, operation: wire.ArmManifest) -> None:
-        self._armed = None
+        self._armed, self._staging = None, None
         if operation.counts and self.session.open:
             raise EngineError(
                 "an update broke off in this engine, and no patch mends it: send a whole set of "
@@ -352,7 +365,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             if not manifest.counts:  # a patch goes into the model as vLLM does it
                 loadable.plans.learn(manifest, trace)
         check_room(self._backend, receiver, manifest)
-        self._armed, self._armed_for = manifest, target
+        self._armed, self._armed_for, self._staging = manifest, target, operation.staging
 
     def _armed_chunk(self, operation: wire.Receive) -> tuple[TensorMeta, ...]:
         """What is to be received."""
@@ -376,6 +389,83 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             raise not_this_engine(operation.backend)
         metas = self._armed_chunk(operation)
         self._inbox.begin(operation.seq, metas, operation.backend, operation.handle)
+
+    # -- staging -----------------------------------------------------------------------
+
+    @property
+    def wavebus_room(self) -> Room:
+        """Whether the armed update can be staged here."""
+        staging, loadable = self._staging, self._loadable["model"]
+        if staging is None or self._armed_for != "model" or self._armed is None:
+            return Room(why_not="no update was armed that may be staged")
+        known = loadable.plans.known
+        if known.plan is None:
+            return Room(why_not=f"it needs the model's own loader: {known.reason}")
+        if self.session.open or is_reloading(loadable.model):
+            return Room(why_not="an update broke off in this engine")
+        needed = sum(
+            torch.Size(target.shape).numel() * target.dtype.itemsize
+            for target in known.plan.targets.values()
+        )
+        held = loadable.staged.held_bytes
+        return staging_room(staging, needed, self.device, held_bytes=held)
+
+    def _start_staging(self) -> None:
+        loadable = self._loadable["model"]
+        plan = loadable.plans.known.plan
+        if self._staging is None or plan is None:
+            raise EngineError("no update was armed that can be staged", code=NackCode.WRONG_STATE)
+        self._inbox.clear()
+        loadable.staged.begin(plan)
+
+    def _stage(self, operation: wire.Stage) -> None:
+        """What has arrived is what was sent, and lies beside the weights."""
+        loadable, seq = self._loadable["model"], operation.seq
+        plans = loadable.plans
+        try:
+            received = self._inbox.take(seq)
+            if operation.sums:
+                check_sums(seq, received, operation.verify, operation.sums)
+            tensors = [(n, t) for n, t in received if n != loadable.tied_head]
+            loadable.staged.stage(tensors)
+            if not plans.known.proven:
+                self._prove(loadable, tensors)
+            self._synchronize()
+        except BaseException:
+            self._inbox.clear()
+            raise
+        self._inbox.done(seq)
+
+    def _prove(self, loadable: Loadable, tensors: Tensors) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            try:
+                loadable.staged.prove(tensors, *loadable.checker.loader())
+            except EngineError:
+                loadable.plans.staged(proven=False)
+                raise
+
+    def _swap(self) -> None:
+        """In all workers, or in none. What fails behind that, leaves an engine that must not go
+        on: it is not :data:`NackCode.CALLED_OFF`."""
+        loadable = self._loadable["model"]
+        ranks.together(loadable.staged.need_sealed)
+        loadable.repacking.before_start()
+        loadable.staged.swap()
+        for layer in deferred_layers(self.model):
+            layer.process_weights_after_loading(self.model_config.dtype)
+        loadable.repacking.after_finish()
+        loadable.plans.staged(proven=True)
+        self._synchronize()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._inbox.clear()
+        keep = self._staging is not None and self._staging.keep
+        self._loadable["model"].staged.let_go(keep=keep)
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.current_stream(self.device).synchronize()
 
     def _loads_in_place(self) -> bool:
         """Whether what is received can be loaded from where the transport has it."""

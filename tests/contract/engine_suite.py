@@ -220,10 +220,10 @@ class EngineContract:
     @contract
     async def test_wait_lets_a_running_request_end_first(self, under_test: EngineUnderTest) -> None:
         """The pause returns when the request has all its tokens; a new one waits."""
-        running, watch = await _running(under_test)
+        first, watch = await running(under_test)
         pause = asyncio.create_task(under_test.engine.pause("wait", clear_cache=True))
         await pause
-        result = await running
+        result = await first
         assert result.finish_reason == "length"
         assert len(result.tokens) == watch.count == under_test.long_tokens
         later_watch = Watch()
@@ -260,7 +260,7 @@ class EngineContract:
     @contract
     async def test_pauses_follow_each_other(self, under_test: EngineUnderTest) -> None:
         """One request lives through several of them, whatever becomes of its cache."""
-        request, watch = await _running(under_test)
+        request, watch = await running(under_test)
         for clear_cache in (False, True, False):
             await under_test.engine.pause("keep", clear_cache=clear_cache)
             target = watch.count + 2
@@ -276,7 +276,7 @@ class EngineContract:
     @contract
     async def test_a_closed_door_ends_what_comes_at_once(self, under_test: EngineUnderTest) -> None:
         """With no tokens, while who was there before is served on; opened, it lets in again."""
-        request, _ = await _running(under_test)
+        request, _ = await running(under_test)
         await under_test.engine.admit(open=False)
         for _ in range(2):
             turned_away = await under_test.generate(OTHER_PROMPT, 8)
@@ -516,7 +516,7 @@ class EngineContract:
     ) -> None:
         """How the tensors are cut into chunks changes nothing."""
         new = under_test.other_weights(13)
-        manifest = _cut(plan(new, MANY_BYTES), chunks)
+        manifest = cut(plan(new, MANY_BYTES), chunks)
 
         async def scenario() -> None:
             await under_test.engine.pause("keep", clear_cache=True)
@@ -562,12 +562,12 @@ class EngineContract:
             small = Push(
                 under_test.engine,
                 new,
-                _cut(plan(new, MANY_BYTES), "each tensor"),
+                cut(plan(new, MANY_BYTES), "each tensor"),
                 backend=backend,
                 workers=under_test.workers,
             )
             await small.open()
-            whole = _cut(plan(new, MANY_BYTES), "one")
+            whole = cut(plan(new, MANY_BYTES), "one")
             with pytest.raises(EngineError, match="has room for") as refused:
                 await under_test.engine.arm(whole)
             assert refused.value.code is NackCode.TRANSFER_FAILED
@@ -579,7 +579,7 @@ class EngineContract:
     @contract
     async def test_arming_disturbs_no_request(self, under_test: EngineUnderTest) -> None:
         """The engine generates on while it checks a manifest."""
-        request, _ = await _running(under_test)
+        request, _ = await running(under_test)
         new = under_test.other_weights(14)
         push = Push(under_test.engine, new, plan(new, MANY_BYTES))
         await push.open()
@@ -616,7 +616,7 @@ class EngineContract:
     async def test_a_byte_that_flips_on_the_way_is_named(self, under_test: EngineUnderTest) -> None:
         """The chunk is refused before anything of it is loaded, and the old weights come back."""
         new = under_test.other_weights(18)
-        push = Push(under_test.engine, new, _cut(plan(new, MANY_BYTES), "seven"))
+        push = Push(under_test.engine, new, cut(plan(new, MANY_BYTES), "seven"))
         await under_test.engine.pause("keep", clear_cache=True)
         await push.begin()
         names = push.manifest.names[push.manifest.part(0)]
@@ -645,12 +645,12 @@ class EngineContract:
         broken_off = under_test.other_weights(16)
         new = under_test.other_weights(17)
         await under_test.engine.pause("keep", clear_cache=True)
-        push = Push(under_test.engine, broken_off, _cut(plan(broken_off, MANY_BYTES), "seven"))
+        push = Push(under_test.engine, broken_off, cut(plan(broken_off, MANY_BYTES), "seven"))
         await push.begin()
         for seq in range(3):
             await push.chunk(seq)
         push.close()
-        await update(under_test, new, _cut(plan(new, MANY_BYTES), "seven"), recover=True)
+        await update(under_test, new, cut(plan(new, MANY_BYTES), "seven"), recover=True)
         await under_test.engine.resume()
         result = await under_test.generate(PROMPT, 24)
         assert result.tokens == under_test.reference(new, PROMPT, 24)
@@ -673,7 +673,7 @@ class EngineContract:
         assert result.tokens == under_test.reference(under_test.weights, PROMPT, 8)
 
 
-async def _running(under_test: EngineUnderTest) -> tuple[asyncio.Task[Generated], Watch]:
+async def running(under_test: EngineUnderTest) -> tuple[asyncio.Task[Generated], Watch]:
     """A long request that has its first tokens."""
     watch = Watch()
     request = asyncio.create_task(under_test.generate(PROMPT, under_test.long_tokens, watch=watch))
@@ -684,7 +684,7 @@ async def _running(under_test: EngineUnderTest) -> tuple[asyncio.Task[Generated]
 async def _paused_in_the_middle(
     under_test: EngineUnderTest, mode: PauseMode, *, clear_cache: bool
 ) -> tuple[asyncio.Task[Generated], Watch]:
-    request, watch = await _running(under_test)
+    request, watch = await running(under_test)
     await under_test.engine.pause(mode, clear_cache=clear_cache)
     assert watch.count < under_test.long_tokens, "raise long_tokens: the request has ended"
     return request, watch
@@ -703,7 +703,7 @@ async def _assert_quiet(under_test: EngineUnderTest, watch: Watch) -> None:
         await asyncio.wait_for(watch.reached(expected + 1), under_test.quiet_s)
 
 
-def _cut(manifest: Manifest, chunks: str) -> Manifest:
+def cut(manifest: Manifest, chunks: str) -> Manifest:
     """The same tensors in ``one`` chunk, in ``seven``, or in one for ``each tensor``."""
     count = len(manifest.names)
     pieces = {"one": 1, "seven": 7, "each tensor": count}[chunks]

@@ -11,6 +11,7 @@ from sidecar.embedded.engine import EmbeddedEngine
 from sidecar.embedded.sampling import SamplingParams
 from tests.contract.bus_suite import BusContract
 from tests.contract.engine_suite import EngineContract, Generated, Watch
+from tests.contract.staged_suite import StagedContract
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 
 if TYPE_CHECKING:
@@ -85,3 +86,7 @@ class TestEmbeddedEngine(EngineContract):
 
 class TestEmbeddedOnTheBus(BusContract):
     """Broker, sidecar and trainer around it."""
+
+
+class TestStaged(StagedContract):
+    """Between two steps; no pause."""

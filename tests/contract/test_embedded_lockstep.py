@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from tests.contract.engine_suite import EngineContract, Generated, Watch
+from tests.contract.staged_suite import StagedContract
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.dp_engine import GroupEngine
 from tests.support.dp_group import DpGroup
@@ -84,3 +85,7 @@ def under_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lockstep]:
 
 class TestLockstep(EngineContract):
     """Over gloo, with a gateway that rank 0 has started."""
+
+
+class TestStaged(StagedContract):
+    """Between two steps; no pause."""

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from trainer_agent.how import How
+
 LOCKSTEP: Final = ("m-0", "m-1")
 _OF_ONE_VERSION: Final = 2
 ENGINES: Final = ("e0", *LOCKSTEP)
@@ -143,6 +145,7 @@ class World:
         self.down: frozenset[str] = frozenset()  # DP groups that were said to be, since then
         self.clear_cache = True
         self.canary = False
+        self.how: How = "paused"
         self.greatest = 0  # version that the broker has had served
         self.chunks = 0  # of an update
         self._seed = count(1)
@@ -252,6 +255,7 @@ class World:
             "seed": next(self._seed),
             "clear_cache": self.clear_cache,
             "canary": self.canary,
+            "how": self.how,
         }
 
     def update(self) -> asyncio.Task[dict[str, dict[str, Any]]]:

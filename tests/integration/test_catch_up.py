@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bus.manifest import Manifest
-    from bus.messages import Target
+    from bus.messages import Staging, Target
     from bus.protocol.group import Group
     from bus.runtime.broker import BrokerServer
+    from bus.staging import Room
     from tests.integration.conftest import Bus
     from tests.support.checkpoints import Checkpoint
 
@@ -245,12 +246,14 @@ class Slow(StubEngine):
         self.may_arm.set()
         self.committed: list[int] = []
 
-    async def arm(self, manifest: Manifest, target: Target = "model") -> None:
+    async def arm(
+        self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
+    ) -> Room:
         self.arming.set()
         await self.may_arm.wait()
         if self.refuses:
             raise EngineError("it takes none", code=NackCode.MANIFEST_REFUSED)
-        await super().arm(manifest, target)
+        return await super().arm(manifest, target, staging)
 
     async def commit(self, version: int) -> None:
         self.committed.append(version)

@@ -231,7 +231,13 @@ class Held(Sleeper):
         await super().pause(mode, clear_cache=clear_cache)
         await self._call("pause")
 
-    async def start_update(self, *, recover: bool, target: Target = "model") -> None:  # noqa: ARG002
+    async def start_update(
+        self,
+        *,
+        recover: bool,
+        target: Target = "model",  # noqa: ARG002
+        staged: bool = False,  # noqa: ARG002
+    ) -> None:
         await self._call("recover" if recover else "start")
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:  # noqa: ARG002

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from bus.journal.records import MAGIC
 from bus.journal.replay import Unplayable, replayed
 from bus.journal.wording import line
+from bus.messages import Staging
 from bus.protocol.behind import dp_groups_behind
 from bus.protocol.link import LinkState
 from bus.runtime.memory import Faults
@@ -75,10 +76,12 @@ HEALS_MS: Final = 60_000.0
 @dataclass(frozen=True)
 class ChaosSchedule(Schedule):
     """``draft``: engines have a draft model, which is updated, too; ``keep_last``: the trainer
-    keeps its last weights, and whoever is behind catches up."""
+    keeps its last weights, and whoever is behind catches up; ``staged``: updates are, where they
+    can be."""
 
     draft: bool = False
     keep_last: bool = False
+    staged: bool = False
 
 
 def chaos(seed: int) -> ChaosSchedule:
@@ -104,6 +107,7 @@ def chaos(seed: int) -> ChaosSchedule:
         actions=tuple(actions),
         draft=draft,
         keep_last=rng.random() < 0.4,
+        staged=rng.random() < 0.5,
     )
     if not made.keep_last:
         return made
@@ -322,6 +326,10 @@ class Chaos(Play):
     def _add_trainer(self, name: str) -> SimTrainer:
         trainer = super()._add_trainer(name)
         trainer.keep_last = self.schedule.keep_last
+        if self.schedule.staged:
+            trainer.staging = Staging(
+                required=False, budget_bytes=0, keep=False, clear_cache=bool(self.schedule.seed % 2)
+            )
         return trainer
 
     def _all_known(self) -> bool:

@@ -7,7 +7,7 @@ import base64
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
-from sidecar.engine import Chunk, EngineInfo, ProbeResult, Target, need_model
+from sidecar.engine import Chunk, EngineInfo, ProbeResult, Room, Staging, Target, need_model
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
@@ -93,14 +93,20 @@ class GroupEngine:
         )
         return 1
 
-    async def arm(self, manifest: Manifest, target: Target = "model") -> None:
+    async def arm(
+        self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
+    ) -> Room:
         need_model(target)
         fields = (manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends)
-        await self._all("arm", manifest=fields)
+        how = None if staging is None else astuple(staging)
+        rooms = await self._all("arm", manifest=fields, staging=how)
+        return Room(max(needed for needed, _ in rooms), rooms[0][1])
 
-    async def start_update(self, *, recover: bool, target: Target = "model") -> None:
+    async def start_update(
+        self, *, recover: bool, target: Target = "model", staged: bool = False
+    ) -> None:
         need_model(target)
-        await self._all("start_update", recover=recover)
+        await self._all("start_update", recover=recover, staged=staged)
 
     async def receive(self, chunk: Chunk) -> None:
         tensors = [(meta.name, meta.dtype, meta.shape) for meta in chunk.tensors]
@@ -142,17 +148,24 @@ class GroupEngine:
     async def commit(self, version: int) -> None:
         await self._all("commit", version=version)
 
-    async def _all(self, do: str, **arguments: object) -> None:
-        await _agree(do, [rank.begin(do, **arguments) for rank in self.group.ranks])
+    async def swap(self, version: int, *, clear_cache: bool) -> None:
+        await self._all("swap", version=version, clear_cache=clear_cache)
+
+    async def call_off(self) -> None:
+        await self._all("call_off")
+
+    async def _all(self, do: str, **arguments: object) -> list[Any]:
+        return await _agree(do, [rank.begin(do, **arguments) for rank in self.group.ranks])
 
 
-async def _agree(do: str, calls: list[asyncio.Future[Any]]) -> None:
+async def _agree(do: str, calls: list[asyncio.Future[Any]]) -> list[Any]:
     """All ranks say the same of a call; the first one's error is raised."""
     answers = await asyncio.gather(*calls, return_exceptions=True)
     failed = [answer for answer in answers if isinstance(answer, BaseException)]
     if failed:
         assert len(failed) == len(answers), f"{do}: ranks disagree: {answers}"
         raise failed[0]
+    return answers
 
 
 def _text(raw: bytes) -> str:

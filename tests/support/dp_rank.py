@@ -23,6 +23,7 @@ import torch
 import bus.log
 from bus.errors import EngineError
 from bus.manifest import Manifest, TensorMeta
+from bus.messages import Staging
 from bus.transfer import Place
 from sidecar.embedded.engine import EmbeddedEngine
 from sidecar.embedded.parallel.options import DataParallel
@@ -103,14 +104,16 @@ class Rank:
     async def _open_transfer(self, backend: str, params: str, place: list[int]) -> None:
         await self.engine.open_transfer(backend, base64.b64decode(params), Place(*place))
 
-    async def _arm(self, manifest: list[Any]) -> None:
+    async def _arm(self, manifest: list[Any], staging: list[Any] | None = None) -> tuple[int, str]:
         names, dtypes, shapes, ends = manifest
-        await self.engine.arm(
-            Manifest(tuple(names), tuple(dtypes), tuple(map(tuple, shapes)), tuple(ends))
+        room = await self.engine.arm(
+            Manifest(tuple(names), tuple(dtypes), tuple(map(tuple, shapes)), tuple(ends)),
+            staging=None if staging is None else Staging(*staging),
         )
+        return room.needed_bytes, room.why_not
 
-    async def _start_update(self, *, recover: bool) -> None:
-        await self.engine.start_update(recover=recover)
+    async def _start_update(self, *, recover: bool, staged: bool = False) -> None:
+        await self.engine.start_update(recover=recover, staged=staged)
 
     async def _receive(self, seq: int, backend: str, tensors: list[Any], handle: str) -> None:
         metas = tuple(TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in tensors)
@@ -131,6 +134,12 @@ class Rank:
 
     async def _commit(self, version: int) -> None:
         await self.engine.commit(version)
+
+    async def _swap(self, version: int, *, clear_cache: bool) -> None:
+        await self.engine.swap(version, clear_cache=clear_cache)
+
+    async def _call_off(self) -> None:
+        await self.engine.call_off()
 
     async def _died(self) -> str:
         return await self.engine.died()

@@ -17,7 +17,7 @@ from trainer_agent.transfer import make_sender
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from bus.messages import Target, Verify
+    from bus.messages import Staging, Target, Verify
     from sidecar.engine import Engine
 
 COMMUNICATOR = 7
@@ -52,6 +52,7 @@ class Push:
         workers: how many receivers the engine has.
         verify: which checksums are sent along.
         target: which of the engine's models they are for.
+        staging: they are staged so, and not loaded in a pause.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Push:
         workers: int = 1,
         verify: Verify = "full",
         target: Target = "model",
+        staging: Staging | None = None,
     ) -> None:
         self.engine = engine
         self.weights = weights
@@ -75,6 +77,7 @@ class Push:
         self._workers = workers
         self._verify: Verify = verify
         self._target: Target = target
+        self.staging = staging
         self._sender = make_sender(backend, packed=packed)
 
     async def open(self) -> None:
@@ -91,10 +94,12 @@ class Push:
         self._sender.opened()
 
     async def begin(self, *, recover: bool = False) -> None:
-        """Open, arm and start; the engine must be paused."""
+        """Open, arm and start; the engine must be paused, unless the update is staged."""
         await self.open()
-        await self.engine.arm(self.manifest, self._target)
-        await self.engine.start_update(recover=recover, target=self._target)
+        room = await self.engine.arm(self.manifest, self._target, self.staging)
+        assert not room.why_not, room.why_not
+        staged = self.staging is not None
+        await self.engine.start_update(recover=recover, target=self._target, staged=staged)
 
     def offer(self, seq: int) -> Chunk:
         """Put one chunk where the engine can fetch it."""
@@ -118,12 +123,15 @@ class Push:
         await self.load(seq)
 
     async def end(self, version: int) -> None:
-        """Finish and commit."""
+        """Finish, and commit or swap."""
         await self.engine.finish_update()
-        await self.engine.commit(version)
+        if self.staging is not None:
+            await self.engine.swap(version, clear_cache=self.staging.clear_cache)
+        else:
+            await self.engine.commit(version)
 
     async def whole(self, version: int, *, recover: bool = False) -> None:
-        """A whole update of a paused engine."""
+        """A whole update."""
         await self.begin(recover=recover)
         for seq in range(self.manifest.chunks):
             await self.chunk(seq)

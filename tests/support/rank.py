@@ -28,8 +28,8 @@ _PROBES = Canary(((5, 9, 77, 31, 12), (40, 3, 18)), max_tokens=4)
 def run_rank(orders: Connection, broker: str, folder: str, options: dict[str, Any]) -> None:
     """Make updates until the other end of ``orders`` closes.
 
-    An order is the seed of the weights to send, how to pause, and whether to probe; an answer has
-    the ``version`` that the bus gave, or the class and text of the ``error``.
+    An order is the seed of the weights to send, how to update and to pause, and whether to probe;
+    an answer has the ``version`` that the bus gave, or the class and text of the ``error``.
     """
     bus.log.configure(level="info", json=True)
     weights = dict(sorted(load_file(f"{folder}/model.safetensors").items()))
@@ -43,6 +43,7 @@ def run_rank(orders: Connection, broker: str, folder: str, options: dict[str, An
                     label=f"seed {order['seed']}",
                     clear_cache=order["clear_cache"],
                     canary=_PROBES if order["canary"] else None,
+                    how=order["how"],
                 )
             except WavebusError as error:
                 peer = error.nack.peer if isinstance(error, Refused) else ""
@@ -50,8 +51,11 @@ def run_rank(orders: Connection, broker: str, folder: str, options: dict[str, An
                 orders.send(answer)
             else:
                 report = agent.last_update
-                excluded = () if report is None else report.excluded
-                orders.send({"version": version, "excluded": excluded})
+                told: dict[str, Any] = {"version": version, "excluded": ()}
+                if report is not None:
+                    told |= {"excluded": report.excluded, "how": report.how}
+                    told |= {"why_paused": report.why_paused, "paused_ms": report.paused_ms}
+                orders.send(told)
 
 
 class Rank(Fork):

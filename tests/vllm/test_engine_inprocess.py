@@ -18,6 +18,7 @@ from sidecar.vllm_plugin import wire
 from sidecar.vllm_plugin.facts import PERFORM
 from tests.contract.bus_suite import BusContract
 from tests.contract.engine_suite import EngineContract, Generated, Watch
+from tests.contract.staged_suite import StagedContract
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.push import Push, plan
 from tests.vllm._faulty import MISLEADING
@@ -124,6 +125,10 @@ def under_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
 
 class TestContract(EngineContract):
     """The contract that every engine adapter keeps."""
+
+
+class TestStaged(StagedContract):
+    """The weights change between two steps of the core."""
 
 
 class TestOnTheBus(BusContract):

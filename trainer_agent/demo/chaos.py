@@ -26,7 +26,7 @@ from bus.journal.records import Sent
 from bus.messages import Commit
 from trainer_agent.demo.grpo import GrpoConfig, GrpoLearner
 from trainer_agent.demo.oracle import Verdict, judge
-from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
+from trainer_agent.demo.policy import Policy, PolicyConfig, copy_of, save_checkpoint
 from trainer_agent.demo.processes import Processes
 from trainer_agent.demo.rollouts import RolloutPool
 from trainer_agent.demo.sender import Sender
@@ -34,8 +34,6 @@ from trainer_agent.sync import SyncTrainerAgent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import Tensor
 
     from bus.messages import EngineView
     from trainer_agent.demo.grpo import Rollout
@@ -127,7 +125,7 @@ class Chaos:
         self._say = say
         self._chance = random.Random(options.seed)  # noqa: S311 - no secret
         self._policy = Policy(PolicyConfig(), seed=options.seed)
-        self._weights = {0: self._copy()}  # by the number of the update
+        self._weights = {0: copy_of(self._policy)}  # by the number of the update
         self._rollouts: list[Rollout] = []
         self._numbers = 0
         self._calm = 0  # whole updates since the last kill
@@ -227,7 +225,7 @@ class Chaos:
         time for that. An update that has failed may have left engines that serve nobody before the
         next one: so it is made again."""
         self._numbers += 1
-        self._weights[self._numbers] = self._copy()
+        self._weights[self._numbers] = copy_of(self._policy)
         path = self._folder / "weights.safetensors"
         save_file(self._weights[self._numbers], path)
         told = {"path": str(path), "label": f"{_LABEL}{self._numbers}"}
@@ -259,9 +257,6 @@ class Chaos:
             self._calm = self._calm + 1 if whole else 0
             return True
         return False
-
-    def _copy(self) -> dict[str, Tensor]:
-        return {name: each.detach().clone() for name, each in self._policy.state_dict().items()}
 
     # -- the oracle -------------------------------------------------------------
 

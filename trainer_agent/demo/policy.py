@@ -253,6 +253,11 @@ def _rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return x * rope[0] + torch.cat((-second, first), dim=-1) * rope[1]
 
 
+def copy_of(policy: Policy) -> dict[str, Tensor]:
+    """Its weights, as they are now."""
+    return {name: each.detach().clone() for name, each in policy.state_dict().items()}
+
+
 def save_checkpoint(policy: Policy, folder: Path) -> None:
     """Write ``config.json`` and ``model.safetensors`` (float32) into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)

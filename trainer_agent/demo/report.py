@@ -76,7 +76,8 @@ def table(result: DemoResult) -> Table:
     shown.add_row("greedy reward", f"{result.reward_first:.3f} → {result.reward_last:.3f}")
     shown.add_row(
         "weight updates",
-        f"{len(result.reports)}, {result.interrupted} of them in the middle of requests",
+        f"{len(result.reports)}, {result.staged} of them staged, {result.interrupted} with a pause "
+        "in the middle of requests",
     )
     shown.add_row(
         "pause per update", f"p50 {result.pause_ms(0.5):.1f} ms, p99 {result.pause_ms(0.99):.1f} ms"
@@ -89,6 +90,9 @@ def table(result: DemoResult) -> Table:
             f"median {middle}, from {per_version[0]} to {per_version[-1]}, "
             f"over {len(per_version)} versions",
         )
+    shown.add_row(
+        "tokens checked", f"{result.verdict.tokens}, {result.verdict.mixed} of other weights"
+    )
     shown.add_row("engines", f"{result.options.engines} × {result.options.engine}")
     shown.add_row("time", f"{result.seconds:.0f} s, {result.steps} optimizer steps")
     return shown

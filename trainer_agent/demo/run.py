@@ -14,7 +14,8 @@ import torch
 from bus.errors import Refused
 from bus.messages import NackCode
 from trainer_agent.demo.grpo import GrpoConfig, GrpoLearner
-from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
+from trainer_agent.demo.oracle import Verdict, judge
+from trainer_agent.demo.policy import Policy, PolicyConfig, copy_of, save_checkpoint
 from trainer_agent.demo.processes import DpCoordinator, EngineKind, Processes
 from trainer_agent.demo.rollouts import RolloutPool
 from trainer_agent.sync import SyncTrainerAgent
@@ -22,7 +23,11 @@ from trainer_agent.sync import SyncTrainerAgent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor
+
     from bus.messages import EngineView
+    from trainer_agent.demo.grpo import Rollout
+    from trainer_agent.how import How
     from trainer_agent.report import UpdateReport
 
 GROUP: Final = "policy"
@@ -48,6 +53,7 @@ class DemoOptions:
     seconds: float = 150.0
     enough: float = 0.93
     seed: int = 0
+    how: How = "paused"
     withhold_weights: bool = False
 
 
@@ -67,6 +73,12 @@ class DemoResult:
     train_rewards: list[float] = field(default_factory=list)  # per step
     greedy: list[tuple[float, float]] = field(default_factory=list)  # (step, reward)
     tokens_by_version: dict[int, int] = field(default_factory=dict)
+    verdict: Verdict = field(default_factory=Verdict)
+
+    @property
+    def staged(self) -> int:
+        """Updates that were."""
+        return sum(report.how == "staged" for report in self.reports)
 
     @property
     def endpoints(self) -> int:
@@ -93,12 +105,16 @@ class DemoResult:
             "reward_last": round(self.reward_last, 4),
             "steps": self.steps,
             "updates": len(self.reports),
+            "staged": self.staged,
             "interrupted": self.interrupted,
             "pause_ms_p50": round(self.pause_ms(0.50), 2),
             "pause_ms_p99": round(self.pause_ms(0.99), 2),
             "requests": self.requests,
             "requests_lost": self.requests_lost,
             "versions": len(self.tokens_by_version),
+            "tokens_checked": self.verdict.tokens,
+            "mixed_tokens": self.verdict.mixed,
+            "logprob_error_max": self.verdict.worst,
             "seconds": round(self.seconds, 1),
         }
 
@@ -140,21 +156,25 @@ def run_demo(
             with SyncTrainerAgent(address, group=GROUP, name="trainer") as agent:
                 engines = _wait(agent, processes, result.endpoints)
                 say(", ".join(f"{e.name}: {e.software} at {e.endpoint}" for e in engines))
+                rollouts: list[Rollout] = []
                 pool = RolloutPool(
                     [e.endpoint for e in engines],
                     group_size=config.group_size,
                     streams=4,
                     ahead=2 * config.groups,
                     seed=options.seed,
+                    whole=rollouts.append,
                 )
+                weights = {0: copy_of(policy)}
                 with pool:
-                    _train(agent, learner, pool, processes, result, progress, started)
+                    _train(agent, learner, pool, processes, result, progress, started, weights)
                     result.requests_lost = pool.counts.lost
                     for why, times in pool.counts.why_lost.most_common(5):
                         say(f"lost {times} × {why}")
                     result.requests = pool.counts.requests
                     result.tokens_by_version = dict(sorted(pool.counts.tokens_by_version.items()))
             processes.check()
+    result.verdict = judge(shape, weights, rollouts)
     result.seconds = time.monotonic() - started
     return result
 
@@ -183,6 +203,7 @@ def _train(
     result: DemoResult,
     progress: Callable[[DemoResult, int], None],
     started: float,
+    weights: dict[int, dict[str, Tensor]],
 ) -> None:
     options = result.options
     version = 0
@@ -192,7 +213,10 @@ def _train(
         nonlocal version
         if options.withhold_weights:
             return
-        version = agent.update_weights(learner.policy, label=f"step {learner.steps}")
+        version = agent.update_weights(
+            learner.policy, label=f"step {learner.steps}", how=options.how
+        )
+        weights[version] = copy_of(learner.policy)
         report = agent.last_update
         assert report is not None
         result.reports.append(report)

@@ -13,15 +13,25 @@ as long as every rank is asked in the end. In particular:
   may be paused once or several times, in any order.
 - A resume of a rank that is not paused does nothing; it is no barrier, which the others
   would not join.
+
+A **swap** is made by all ranks before the same step, or by none. A rank that is asked for one is
+*ready*, and says so where the ranks confer; where all are, all swap, there and then. So nobody need
+pick a step, and hope that no rank has passed it: whoever was not asked yet, can't, or has been told
+to let it be, is not ready, and all go on with the weights that they have. An idle group starts a
+wave for it. In a pause there is no step to confer at; a swap that has not been made when all ranks
+have paused, is called off.
 """
 
 from __future__ import annotations
 
 import contextlib
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import bus.log
-from bus.errors import EngineDead
+from bus.errors import EngineDead, EngineError
+from bus.messages import NackCode
 from sidecar.embedded.core import EngineCore
 
 if TYPE_CHECKING:
@@ -36,6 +46,20 @@ if TYPE_CHECKING:
 
 # A step that waits for others ends only if they come.
 _STOP_PATIENCE_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """What this rank is ready to do, as soon as all are."""
+
+    take: Callable[[], None]
+    clear_cache: bool
+    made: Future[None]
+
+
+def called_off(why: str) -> EngineError:
+    """No rank has swapped."""
+    return EngineError(f"the swap was called off: {why}", code=NackCode.CALLED_OFF)
 
 
 class LockstepCore(EngineCore):
@@ -66,6 +90,30 @@ class LockstepCore(EngineCore):
         self._waves = waves
         self._report = report
         self._log = bus.log.logger(dp_group=group.name, dp_rank=group.rank)
+        self._ready: Swap | None = None
+
+    def swap(
+        self, check: Callable[[], None], take: Callable[[], None], *, clear_cache: bool
+    ) -> Future[None]:
+        made: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                if self._waves.paused or self._ready is not None:
+                    raise called_off("the rank is paused, or about to swap")
+                check()
+            except EngineError as error:
+                made.set_exception(error)
+            else:
+                self._ready = Swap(take, clear_cache, made)
+                self._tell(self._waves.join_in())
+                self._note("swap_ready")
+
+        self._put(run, made)
+        return made
+
+    def call_off(self) -> Future[None]:
+        return self.call(lambda: self._call_off("it was called off"))
 
     def start_wave(self, wave: int, excluded: int | None) -> None:
         """START_DP_WAVE came."""
@@ -144,14 +192,34 @@ class LockstepCore(EngineCore):
     def _confer(self) -> None:
         waves = self._waves
         self._show("sync")
-        unfinished, paused = self._group.sums(int(self._may_step()), int(waves.paused))
+        unfinished, paused, ready = self._group.sums(
+            int(self._may_step()), int(waves.paused), int(self._ready is not None)
+        )
+        if ready == waves.size:
+            self._make_swap()
         before = waves.agreed
         report = waves.conferred(unfinished, paused)
+        if waves.globally_paused:
+            self._call_off("all ranks have paused")
         if waves.agreed and not before:
             self._note("all_paused")
         if not waves.running:
             self._note("globally_paused" if waves.agreed else "wave_complete")
         self._tell(report)
+
+    def _make_swap(self) -> None:
+        ready, self._ready = self._ready, None
+        assert ready is not None, "all ranks are ready"
+        self._show("work")
+        self._swap(ready.take, clear_cache=ready.clear_cache)
+        self._note("swapped", version=self.version)
+        ready.made.set_result(None)
+
+    def _call_off(self, why: str) -> None:
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            self._note("swap_called_off", why=why)
+            ready.made.set_exception(called_off(why))
 
     def _tell(self, report: CoreReport | None) -> None:
         if report is not None:

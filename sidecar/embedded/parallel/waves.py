@@ -95,6 +95,14 @@ class Waves:
             self.number, self.running = wave, True
         return True
 
+    def join_in(self) -> CoreReport | None:
+        """This rank has something to confer about: a wave runs, or starts. What the others must
+        hear."""
+        if self.running or self.paused:
+            return None
+        self.running = True
+        return CoreReport(self.rank, started=self.number)
+
     def step_begins(self) -> None:
         self.running = True
 

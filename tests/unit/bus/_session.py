@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bus.messages import LeaseWord, NackCode, PauseLocal, TransferInit, UpdateStart
-from bus.protocol.calls import CallEscalate, ToMates
+from bus.messages import (
+    LeaseWord,
+    NackCode,
+    PauseLocal,
+    Staging,
+    TransferInit,
+    UpdateFinish,
+    UpdateStart,
+)
+from bus.protocol.calls import CallEscalate, CallOff, ToMates
 from bus.protocol.effects import Note, Send
 from bus.protocol.engine_session import EngineSession
 from bus.protocol.instructions import Failure
+from bus.staging import Room
 from bus.testing.makers import make_arm, make_chunk, make_manifest, make_sent
 
 if TYPE_CHECKING:
     from bus.messages import Message, Stand
-    from bus.protocol.calls import Call, SessionEffect
+    from bus.protocol.calls import Call, SessionEffect, Told
 
 MANIFEST = make_manifest(("a", "b"))
+STAGING = Staging(required=False, budget_bytes=0, keep=False, clear_cache=True)
+ROOM = Room(32)
 PAUSE = PauseLocal("u1", "keep", True, 5_000, 60_000, 0, "keep")
 
 
@@ -32,16 +43,15 @@ class Driver:
         self.id += 1
         return self.take(self.session.command(self.id, epoch, message, 0.0))
 
-    def returned(self, *, in_flight: int | None = None) -> list[SessionEffect]:
+    def returned(self, told: Told = None) -> list[SessionEffect]:
         call, self.running = self.running, None
         assert call is not None
-        return self.take(self.session.done(call, 10.0, told=in_flight))
+        return self.take(self.session.done(call, 10.0, told=told))
 
-    def failed(self) -> list[SessionEffect]:
+    def failed(self, code: NackCode = NackCode.ENGINE_FAILED) -> list[SessionEffect]:
         call, self.running = self.running, None
         assert call is not None
-        failure = Failure(NackCode.ENGINE_FAILED, "it broke")
-        return self.take(self.session.failed(call, failure, 10.0))
+        return self.take(self.session.failed(call, Failure(code, "it broke"), 10.0))
 
     def tick(self, now_ms: float) -> list[SessionEffect]:
         return self.take(self.session.tick(now_ms))
@@ -53,7 +63,7 @@ class Driver:
 
     def take(self, effects: list[SessionEffect]) -> list[SessionEffect]:
         for effect in effects:
-            if not isinstance(effect, Send | Note | CallEscalate | ToMates):
+            if not isinstance(effect, Send | Note | CallEscalate | CallOff | ToMates):
                 assert self.running is None, "two calls at a time"
                 self.running = effect
                 self.calls.append(effect)
@@ -68,6 +78,22 @@ class Driver:
         self.command(TransferInit("t1", "sim", b"", 0, 0, {}))
         self.returned()
         self.command(make_arm("u1", MANIFEST, version=4))
+        self.returned()
+        return self
+
+    def may_stage(self, room: Room = ROOM) -> Driver:
+        """An update of version 4, ``u1``, is armed, which may be staged."""
+        self.command(TransferInit("t1", "sim", b"", 0, 0, {}))
+        self.returned()
+        self.command(make_arm("u1", MANIFEST, version=4, staging=STAGING))
+        self.returned(room)
+        return self
+
+    def stages(self) -> Driver:
+        """And it is, all of it."""
+        self.may_stage().command(UpdateStart("u1", staged=True))
+        self.returned()
+        self.takes("u1").command(UpdateFinish("u1"))
         self.returned()
         return self
 

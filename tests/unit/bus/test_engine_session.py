@@ -135,7 +135,7 @@ def test_the_number_of_requests_travels_in_the_ack() -> None:
     driver = Driver()
     driver.command(PAUSE)
     driver.command(PauseGlobal("u1"))
-    acked = only(driver.returned(in_flight=6), Ack)
+    acked = only(driver.returned(6), Ack)
     assert (acked.step, acked.in_flight, acked.duration_ms) == (Step.PAUSE_GLOBAL, 6, 10.0)
 
 

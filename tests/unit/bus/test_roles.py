@@ -22,7 +22,7 @@ COMMANDS = {
 MAY: dict[str, set[str]] = {
     "trainer": EVERYBODY | COMMANDS,
     "follower": EVERYBODY | {"AWAIT_STEP"},
-    "engine": EVERYBODY | {"ACK", "CORE_STATUS", "PROBED"},
+    "engine": EVERYBODY | {"ACK", "ARMED", "CORE_STATUS", "PROBED"},
     "gateway": EVERYBODY | {"FIRST_REQ", "WAVE_STARTED", "WAVE_COMPLETE"},
     "observer": EVERYBODY,
     "scheduler": EVERYBODY,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from bus.errors import EngineError
 from bus.lora import adapter_backend
 from bus.manifest import Manifest, TensorMeta
-from bus.messages import NackCode
+from bus.messages import NackCode, Staging
+from bus.staging import Room
 from bus.transfer import NO_PLACE
 from sidecar.engine import Chunk
 from sidecar.vllm_plugin import wire
@@ -28,6 +30,7 @@ class Workers:
 
     def __init__(self, *, fails: type[Any] | None = None) -> None:
         self.told: list[wire.Operation | str] = []
+        self.found = Room(64)
         self._fails = fails
 
     async def perform(self, operation: str) -> int:
@@ -36,6 +39,15 @@ class Workers:
         if self._fails is not None and isinstance(told, self._fails):
             raise EngineError("another sum", code=NackCode.CHECKSUM_MISMATCH)
         return 2
+
+    async def room(self) -> Room:
+        return self.found
+
+    async def swap(self, version: int, operation: str, *, clear_cache: bool) -> None:
+        self.told += [wire.decode(operation), f"swap to {version}, {clear_cache}"]
+
+    async def call_off(self) -> None:
+        self.told.append("call off")
 
     async def load_adapter(self, name: str) -> None:
         self.told.append(f"load {name}")
@@ -76,6 +88,46 @@ def test_an_update_is_one_call_for_each_step() -> None:
         wire.Load(0, "full", (7,)),
         wire.Finish(),
     ]
+
+
+def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap() -> None:
+    """Each step is one call here, too; and who has no room, says so, or refuses."""
+    workers = Workers()
+    client = PluginClient(workers)
+    told(workers, client.hello(cores=1), client.open_transfer("shm", b"", NO_PLACE))
+    how = Staging(required=False, budget_bytes=0, keep=False, clear_cache=False)
+    steps = (
+        client.arm(MANIFEST, "model", how),
+        client.start_update(recover=False, target="model", staged=True),
+        client.load(0, "full", (7,)),
+        client.finish_update(),
+        client.swap(3, clear_cache=False),
+        client.restore("model"),
+    )
+    assert told(workers, *steps) == [
+        wire.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), how),
+        wire.StartStaging(),
+        wire.Stage(0, "full", (7,)),
+        wire.Seal(),
+        wire.Swap(),
+        "swap to 3, False",
+        wire.LetGo(),
+    ]
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_an_engine_without_room_says_so_and_refuses_what_must_be_staged(cores: int) -> None:
+    """Behind several cores nobody can agree on a moment."""
+    workers = Workers()
+    workers.found = Room(64, "no room" if cores == 1 else "")
+    client = PluginClient(workers)
+    told(workers, client.hello(cores=cores))
+    how = Staging(required=False, budget_bytes=0, keep=False, clear_cache=False)
+    found = asyncio.run(client.arm(MANIFEST, "model", how))
+    assert ("no room" if cores == 1 else "several cores") in found.why_not
+    with pytest.raises(EngineError) as refused:
+        asyncio.run(client.arm(MANIFEST, "model", replace(how, required=True)))
+    assert refused.value.code is NackCode.STAGING_REFUSED
 
 
 def test_a_recovery_and_a_restore_are_one_call() -> None:

@@ -377,7 +377,12 @@ def test_infos_of_other_worker_engines_are_refused(checkpoint: Checkpoint) -> No
 def test_ranks_that_send_shards_wait_until_engines_have_started(checkpoint: Checkpoint) -> None:
     """They would stay in a collective that engines never enter. No engine here takes shards."""
 
-    async def broken(*, recover: bool, target: Target = "model") -> None:
+    async def broken(
+        *,
+        recover: bool,
+        target: Target = "model",
+        staged: bool = False,
+    ) -> None:
         raise EngineError(f"no start of the {target}, recover={recover}")
 
     async def scenario() -> None:

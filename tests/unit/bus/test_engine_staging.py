@@ -1,0 +1,236 @@
+"""The sidecar's machine with updates that are staged: nothing changes before the swap."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bus.messages import (
+    Abort,
+    Ack,
+    Armed,
+    Commit,
+    NackCode,
+    PauseGlobal,
+    Probe,
+    Resume,
+    Step,
+    TransferInit,
+    UpdateStart,
+)
+from bus.protocol.calls import (
+    CallAbortRequests,
+    CallOff,
+    CallPause,
+    CallRestore,
+    CallStart,
+    CallSwap,
+)
+from bus.staging import Room
+from bus.testing.makers import make_arm, make_chunk, make_sent
+from tests.unit.bus._builders import messages, nack_in, only
+from tests.unit.bus._session import MANIFEST, PAUSE, STAGING, Driver
+
+COMMIT = Commit("u1", 4, "", ())
+
+
+def test_the_engine_runs_from_the_arm_to_the_commit() -> None:
+    """It says so, and needs no lease; what it serves has a version at every moment."""
+    driver = Driver().may_stage()
+    assert driver.session.phase == "armed"
+    driver.command(UpdateStart("u1", staged=True))
+    assert driver.calls[-1] == CallStart(recover=False, target="model", staged=True)
+    driver.returned()
+    for chunks in (0, 1):
+        driver.takes("u1", chunks)
+        assert (driver.session.phase, driver.session.shown_id) == ("staging", "u1")
+        assert driver.session.next_deadline_ms() is None
+        assert not driver.session.update.mixed
+    assert driver.session.version == 3
+
+
+def test_the_swap_is_the_commit() -> None:
+    """Acked when it is made; as often as it is asked."""
+    driver = Driver().stages()
+    assert driver.command(COMMIT) == [CallSwap(4, clear_cache=True)]
+    assert driver.command(COMMIT) == []
+    assert only(driver.returned(), Ack).step is Step.COMMIT
+    assert (driver.session.version, driver.session.phase) == (4, "running")
+    assert only(driver.command(COMMIT), Ack).step is Step.COMMIT
+    assert len([call for call in driver.calls if isinstance(call, CallSwap)]) == 1
+
+
+@pytest.mark.parametrize("to", ["armed", "started", "staged", "whole"])
+def test_given_up_before_the_swap_it_has_changed_nothing(to: str) -> None:
+    """Whatever the engine makes of letting it go."""
+    for fails in (False, True):
+        driver = Driver().stages() if to == "whole" else Driver().may_stage()
+        if to in ("started", "staged"):
+            driver.command(UpdateStart("u1", staged=True))
+            driver.returned()
+        if to == "staged":
+            driver.takes("u1", 1)
+        effects = driver.command(Abort("u1", ""))
+        if to != "armed":
+            assert isinstance(driver.calls[-1], CallRestore)
+            effects = driver.failed() if fails else driver.returned()
+        assert only(effects, Ack).outcome == "untouched"
+        assert (driver.session.phase, driver.session.version) == ("running", 3)
+        assert not driver.session.behind
+
+
+@pytest.mark.parametrize("code", [NackCode.ENGINE_FAILED, NackCode.CHECKSUM_MISMATCH])
+def test_a_chunk_that_fails_leaves_the_engine_as_it_was(code: NackCode) -> None:
+    """It is named, and what serves goes on."""
+    driver = Driver().may_stage()
+    driver.command(UpdateStart("u1", staged=True))
+    driver.returned()
+    driver.command(make_chunk("u1", MANIFEST, 0, 1))
+    driver.command(make_sent("u1", MANIFEST, 0, 1))
+    driver.returned()
+    assert nack_in(driver.failed(code)).code is code
+    driver.command(Abort("u1", ""))
+    assert only(driver.returned(), Ack).outcome == "untouched"
+    assert not driver.session.update.partial
+
+
+def test_a_swap_that_waits_is_called_off_by_an_abort() -> None:
+    """And if it was made in spite of that, the ack says so."""
+    driver = Driver(dp_size=2).stages()
+    driver.command(COMMIT)
+    assert driver.command(Abort("u1", "")) == [CallOff()]
+    effects = driver.failed(NackCode.CALLED_OFF)
+    assert nack_in(effects).step == Step.COMMIT
+    assert isinstance(driver.running, CallRestore)
+    assert only(driver.returned(), Ack).outcome == "untouched"
+    assert driver.session.version == 3
+
+    driver = Driver(dp_size=2).stages()
+    driver.command(COMMIT)
+    driver.command(Abort("u1", ""))
+    acks = [each for each in messages(driver.returned()) if isinstance(each, Ack)]
+    assert [(each.step, each.outcome) for each in acks] == [
+        (Step.COMMIT, ""),
+        (Step.ABORT, "committed"),
+    ]
+    assert driver.session.version == 4
+
+
+def test_a_pause_comes_before_a_swap_that_waits() -> None:
+    """Behind it, it would wait as well, and the mates for the pause."""
+    driver = Driver(dp_size=2).stages()
+    driver.command(COMMIT)
+    effects = driver.command(replace(PAUSE, update_id="p1"))
+    assert CallOff() in effects
+    assert nack_in(driver.failed(NackCode.CALLED_OFF)).code is NackCode.CALLED_OFF
+    assert isinstance(driver.running, CallPause)
+    driver.returned()
+    assert nack_in(driver.command(COMMIT)).code is NackCode.CALLED_OFF
+    assert only(driver.command(PauseGlobal("p1")), Ack).step is Step.PAUSE_GLOBAL
+    driver.command(Resume("p1"))
+    driver.returned()
+    assert driver.command(COMMIT) == [CallSwap(4, clear_cache=True)]
+
+
+def test_a_mates_pause_comes_before_it_as_well() -> None:
+    """Which nobody has asked this rank for."""
+    driver = Driver(dp_size=2).stages()
+    driver.command(COMMIT)
+    assert CallOff() in driver.word(1, "pausing")
+
+
+def test_an_engine_alone_swaps_in_a_pause_too() -> None:
+    """Nobody else is at a step."""
+    driver = Driver().stages()
+    driver.command(replace(PAUSE, update_id="p1"))
+    driver.returned()
+    assert driver.command(COMMIT) == [CallSwap(4, clear_cache=True)]
+    driver.returned()
+    assert driver.session.version == 4
+
+
+def test_a_swap_that_fails_half_way_quarantines() -> None:
+    """Its requests end at once, and it says what it is."""
+    driver = Driver().stages()
+    driver.command(COMMIT)
+    effects = driver.failed(NackCode.ENGINE_FAILED)
+    assert nack_in(effects).code is NackCode.ENGINE_FAILED
+    assert isinstance(driver.running, CallAbortRequests)
+    assert only(driver.returned(), Ack).outcome == "partial"
+    assert driver.session.behind
+    assert driver.session.phase == "quarantined"
+
+
+def test_who_is_told_of_the_version_that_it_is_about_to_serve_is_not_behind() -> None:
+    """A mate has committed already. If its own commit does not come, it is."""
+    driver = Driver().stages()
+    assert driver.session.told(4, 0.0) == []
+    driver.command(Abort("u1", ""))
+    driver.returned()
+    driver.take(driver.session.told(4, 0.0))
+    assert isinstance(driver.running, CallAbortRequests)
+
+
+def test_who_was_behind_its_door_opens_it_with_the_swap() -> None:
+    """As a resume does."""
+    driver = Driver()
+    driver.take(driver.session.told(4, 0.0))
+    driver.returned()
+    driver.stages().command(COMMIT)
+    driver.returned()
+    assert type(driver.running).__name__ == "CallOpen"
+
+
+@pytest.mark.parametrize(
+    ("room", "change", "why"),
+    [
+        (Room(32, "no room"), {}, "no room"),
+        (Room(32), {"base": 3, "counts": (1, 1), "backend": "vllm:sparse_nccl"}, "whole set"),
+        (Room(32), {"backend": "vllm:nccl"}, "whole set"),
+        (Room(32), {"target": "draft"}, "whole set"),
+    ],
+)
+def test_what_cannot_be_staged_is_said_when_it_is_armed(
+    room: Room, change: dict[str, Any], why: str
+) -> None:
+    """And refused when it is started so."""
+    driver = Driver(draft=True)
+    backend: str = change.get("backend", "sim")
+    driver.command(TransferInit("t1", backend, b"", 0, 0, {}))
+    driver.returned()
+    arm = make_arm("u1", MANIFEST, version=4, staging=STAGING)
+    counts = change.get("counts", ())
+    digest = replace(MANIFEST, counts=counts).digest()
+    driver.command(replace(arm, **change, digest=digest))
+    assert why in only(driver.returned(room), Armed).why_paused
+    nack = nack_in(driver.command(UpdateStart("u1", staged=True)))
+    assert nack.code is NackCode.STAGING_REFUSED
+    driver.paused()
+    driver.command(UpdateStart("u1"))
+    assert isinstance(driver.running, CallStart)
+
+
+def test_beside_weights_that_are_not_whole_nothing_is_staged() -> None:
+    """They are mended in a pause."""
+    driver = Driver().loaded()
+    driver.command(Abort("u1", ""))
+    driver.returned()
+    driver.command(make_arm("u2", MANIFEST, version=5, staging=STAGING))
+    assert "not all weights" in only(driver.returned(Room(32)), Armed).why_paused
+    nack = nack_in(driver.command(UpdateStart("u2", staged=True)))
+    assert nack.code is NackCode.STAGING_REFUSED
+
+
+def test_no_canary_is_run_beside_requests() -> None:
+    """There is no moment for it between the last chunk and the first token."""
+    driver = Driver().stages()
+    nack = nack_in(driver.command(Probe("u1", ((1,),), 1, "s")))
+    assert nack.code is NackCode.WRONG_STATE
+
+
+def test_without_the_word_an_update_is_armed_as_ever() -> None:
+    """An older trainer hears nothing of staging."""
+    driver = Driver().armed()
+    assert nack_in(driver.command(UpdateStart("u1", staged=True))).code is NackCode.STAGING_REFUSED

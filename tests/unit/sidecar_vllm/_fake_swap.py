@@ -1,0 +1,139 @@
+"""The part of vLLM 0.32's ``v1/engine/core.py`` that the swap wraps, without an engine.
+
+Shortened. What the plugin looks for in the source stands here as it does there. Each test loads it
+as a module of its own. Ranks confer by a group that the test has made.
+"""
+
+from __future__ import annotations
+
+from collections import deque  # noqa: TC003 - tests take it from here
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+
+@dataclass
+class EngineCoreOutputs:
+    weight_version: str | None = None
+    start_wave: int | None = None
+
+
+@dataclass
+class Request:
+    """``tokens`` are all that it has; a block of it is two of them."""
+
+    tokens: list[int]
+    cache_salt: str | None = None
+    num_computed_tokens: int = 0
+    num_output_tokens: int = 0
+    block_hashes: list[Any] = field(default_factory=list)
+
+    def update_block_hashes(self) -> None:
+        for end in range(2 * len(self.block_hashes) + 2, len(self.tokens) + 1, 2):
+            self.block_hashes.append((self.cache_salt, *self.tokens[:end]))
+
+
+class Scheduler:
+    def __init__(self) -> None:
+        self.requests: dict[str, Request] = {}
+        self.pause_state = 0
+
+
+class ParallelConfig:
+    @staticmethod
+    def sync_dp_state(
+        dp_group: Any, has_unfinished: bool, pending_pause: bool
+    ) -> tuple[bool, bool]:
+        tensor = torch.tensor(
+            [int(has_unfinished), int(pending_pause)], dtype=torch.int32, device="cpu"
+        )
+        torch.distributed.all_reduce(tensor, group=dp_group)
+        dp_size = dp_group.size()
+        pause_count = tensor[1].item()
+        has_unfinished_global = tensor[0].item() > 0 or pause_count % dp_size != 0
+        return has_unfinished_global, pause_count == dp_size
+
+
+class EngineCore:
+    def __init__(self) -> None:
+        self.scheduler = Scheduler()
+        self._weight_version = "default"
+        self.batch_queue: deque[Any] | None = None
+        self.output_queue: SimpleQueue[Any] = SimpleQueue()
+        self.calls: list[Any] = []
+        self.fails: Exception | None = None
+        self.resets = 0
+
+    def add_request(self, request: Request, request_wave: int = 0) -> None:
+        self.scheduler.requests[str(request_wave)] = request
+
+    def set_weight_version(self, weight_version: str) -> None:
+        self._weight_version = weight_version
+
+    def get_weight_version(self) -> str:
+        return self._weight_version
+
+    def _attach_weight_version(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        for eco in outputs.values():
+            eco.weight_version = self._weight_version
+
+    def step_with_batch_queue(self) -> None:
+        batch_queue = self.batch_queue
+        assert batch_queue is not None
+        batch_queue.appendleft("batch")
+
+    def preprocess_add_request(self, request: Any) -> tuple[Request, int]:
+        made = Request(request.tokens, request.cache_salt)
+        made.update_block_hashes()
+        return made, 0
+
+    def _reset_caches(
+        self,
+        reset_running_requests: bool = True,  # noqa: ARG002 - vLLM's
+        reset_connector: bool = True,  # noqa: ARG002 - vLLM's
+    ) -> None:
+        self.resets += 1
+        for request in self.scheduler.requests.values():
+            request.num_computed_tokens = 0
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,  # noqa: ARG002 - vLLM's
+        args: tuple[Any, ...] = (),  # noqa: ARG002 - vLLM's
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        if self.fails is not None:
+            raise self.fails
+        self.calls.append((method, kwargs))
+        return [1]
+
+
+class EngineCoreProc(EngineCore):
+    @staticmethod
+    def _invoke_utility_method(result: Any) -> None:
+        if isinstance(result, Future):
+            return
+
+
+class DPEngineCoreProc(EngineCoreProc):
+    def __init__(self, dp_group: Any) -> None:
+        super().__init__()
+        self.dp_group = dp_group
+        self.current_wave = 0
+        self.engines_running = False
+        self.pending_pause = False
+        self.ignore_start_dp_wave = False
+        self.has_coordinator = True
+
+    def _has_global_unfinished_reqs(self, local_unfinished: bool) -> bool:
+        unfinished, paused = ParallelConfig.sync_dp_state(
+            self.dp_group, has_unfinished=local_unfinished, pending_pause=self.pending_pause
+        )
+        if paused:
+            self.ignore_start_dp_wave = True
+            self.pending_pause = False
+        return unfinished

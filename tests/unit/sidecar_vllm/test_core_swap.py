@@ -1,0 +1,246 @@
+"""The swap inside engine cores: at a step, for all ranks or none, with the right labels."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import signal
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from bus.messages import NackCode
+from sidecar.vllm_plugin import core_swap, wire
+from sidecar.vllm_plugin.facts import CALL_OFF, PERFORM, SWAP
+from sidecar.vllm_plugin.features import swap_gaps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture
+def bare() -> Any:
+    """The fake module, anew."""
+    path = Path(__file__).with_name("_fake_swap.py")
+    spec = importlib.util.spec_from_file_location("fake_swap", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    import sys  # noqa: PLC0415 - dataclasses look their module up
+
+    sys.modules["fake_swap"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def module(bare: Any) -> Any:
+    assert core_swap.install(bare)
+    assert core_swap.install(bare)  # once is enough
+    return bare
+
+
+def swap(core: Any, version: int = 5, *, clear_cache: bool = False) -> Any:
+    kwargs = {"version": version, "operation": "op", "clear_cache": clear_cache}
+    return core.collective_rpc(SWAP, None, (), kwargs)
+
+
+def label(core: Any) -> str:
+    """Of the next batch whose output is read."""
+    outputs = {0: SimpleNamespace(weight_version=None)}
+    core._attach_weight_version(outputs)
+    return str(outputs[0].weight_version)
+
+
+def refused(error: BaseException | None) -> NackCode:
+    failure = wire.find_failure(str(error))
+    assert failure is not None
+    return failure.code
+
+
+class Ranks:
+    """Some in lockstep, whose all-reduce is a sum over what each of them brings."""
+
+    def __init__(self, module: Any, monkeypatch: pytest.MonkeyPatch, size: int = 2) -> None:
+        group = SimpleNamespace(size=lambda: size)
+        self.cores = [module.DPEngineCoreProc(group) for _ in range(size)]
+        self._brought: list[torch.Tensor] = []
+        self._sum: torch.Tensor | None = None
+        monkeypatch.setattr(torch.distributed, "all_reduce", self._all_reduce)
+
+    def _all_reduce(self, tensor: torch.Tensor, **_how: Any) -> None:
+        if self._sum is None:
+            self._brought.append(tensor.clone())
+        else:
+            tensor.copy_(self._sum)
+
+    def confer(self, *unfinished: bool) -> list[bool]:
+        """All of them, at one step; what each makes of it."""
+        self._brought, self._sum = [], None
+        ready = [core.wavebus_ready for core in self.cores]
+        for core, work in zip(self.cores, unfinished, strict=True):
+            saved = (core.pending_pause, core.ignore_start_dp_wave)
+            core.wavebus_ready, kept = None, core.wavebus_ready
+            core_swap._conference.ready = kept is not None
+            core_swap._sync_dp_state(core.dp_group, work, core.pending_pause)
+            core.wavebus_ready = kept
+            core.pending_pause, core.ignore_start_dp_wave = saved
+        assert [core.wavebus_ready for core in self.cores] == ready
+        self._sum = sum(self._brought, start=torch.zeros(2, dtype=torch.int32))
+        return [
+            core._has_global_unfinished_reqs(work)
+            for core, work in zip(self.cores, unfinished, strict=True)
+        ]
+
+
+def test_alone_it_swaps_at_once(module: Any) -> None:
+    """The workers are asked where the core asks them for steps; what comes is of the version."""
+    core = module.EngineCoreProc()
+    assert swap(core) == [1]
+    assert core.calls == [(PERFORM, {"operation": "op"})]
+    assert (core.get_weight_version(), label(core), core.resets) == ("5", "5", 0)
+    assert core.collective_rpc(CALL_OFF) == [False]
+
+
+def test_steps_on_their_way_are_of_the_version_before(module: Any) -> None:
+    """Their outputs are read later, in order; also over two swaps."""
+    core = module.EngineCoreProc()
+    swap(core, 4)
+    core.batch_queue = module.deque(["one", "two"])
+    swap(core, 5)
+    assert label(core) == "4"
+    core.batch_queue = module.deque(["two", "three"])  # of 4, and of 5
+    swap(core, 6)
+    assert [label(core) for _ in range(4)] == ["4", "5", "6", "6"]
+
+
+def test_requests_that_come_find_nothing_of_older_weights(module: Any) -> None:
+    """Those that were there go on with what they have; those that had not begun do not."""
+    core = module.EngineCoreProc()
+
+    def made(*tokens: int, salt: str | None = None) -> Any:
+        asked = SimpleNamespace(tokens=list(tokens), cache_salt=salt)
+        return core.preprocess_add_request(asked)[0]
+
+    running, waiting, late = made(1, 2), made(1, 2), made(1, 2)
+    running.num_computed_tokens = 2
+    core.add_request(running, 0)
+    core.add_request(waiting, 1)
+    swap(core)
+    core.add_request(late, 2)
+    fresh, own = made(1, 2), made(1, 2, salt="mine")
+    core.add_request(fresh, 3)
+    assert running.block_hashes == [(None, 1, 2)]
+    assert waiting.block_hashes == late.block_hashes == fresh.block_hashes
+    assert not set(fresh.block_hashes) & set(running.block_hashes)
+    assert own.cache_salt.endswith("mine")
+    assert own.block_hashes != fresh.block_hashes
+    swap(core, 6, clear_cache=True)
+    assert core.resets == 1
+    again = made(1, 2)
+    assert running.block_hashes == again.block_hashes != fresh.tokens
+    core.set_weight_version("7")  # committed in a pause
+    assert made(1, 2).block_hashes != again.block_hashes
+
+
+def test_ranks_swap_where_all_of_them_are_ready(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is not keeps all at the old version, and the wave going; nobody swaps alone."""
+    ranks = Ranks(module, monkeypatch)
+    zero, one = ranks.cores
+    first = swap(zero)
+    assert isinstance(first, Future)
+    for _ in range(2):
+        assert ranks.confer(False, False) == [True, True]
+        assert (zero.get_weight_version(), one.get_weight_version()) == ("default", "default")
+    second = swap(one)
+    assert not second.done()
+    assert ranks.confer(False, False) == [False, False]
+    assert (first.result(0), second.result(0)) == ([1], [1])
+    assert (zero.get_weight_version(), one.get_weight_version()) == ("5", "5")
+    assert ranks.confer(True, False) == [True, True]
+
+
+def test_an_idle_rank_starts_a_wave(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator hears of it, once; a wave that runs needs none."""
+    zero, one = Ranks(module, monkeypatch).cores
+    zero.current_wave = 7
+    swap(zero)
+    assert zero.engines_running
+    client, told = zero.output_queue.get_nowait()
+    assert (client, told.start_wave) == (-1, 7)
+    one.engines_running = True
+    swap(one)
+    assert one.output_queue.empty()
+
+
+def test_it_is_called_off_as_long_as_it_waits(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or when all ranks have paused; and in a pause none begins."""
+    ranks = Ranks(module, monkeypatch)
+    zero, one = ranks.cores
+    waits = swap(zero)
+    assert zero.collective_rpc(CALL_OFF) == [True]
+    assert refused(waits.exception(0)) is NackCode.CALLED_OFF
+    swap(one)
+    assert ranks.confer(False, False) == [True, True]
+    assert zero.get_weight_version() == one.get_weight_version() == "default"
+    zero.pending_pause = one.pending_pause = True
+    waits = one.wavebus_ready.made
+    ranks.confer(False, False)
+    assert refused(waits.exception(0)) is NackCode.CALLED_OFF
+    for core in (zero, one):
+        with pytest.raises(core_swap.SwapRefused) as paused:
+            swap(core)
+        assert refused(paused.value) is NackCode.CALLED_OFF
+
+
+def test_a_second_one_does_not_take_its_place(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused."""
+    zero, _ = Ranks(module, monkeypatch).cores
+    swap(zero)
+    with pytest.raises(core_swap.SwapRefused):
+        swap(zero, 6)
+    assert zero.wavebus_ready.version == 5
+
+
+def test_workers_that_refuse_change_nothing(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that fail half-way end the core: nobody is to be served by it."""
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr("os.kill", lambda pid, number: killed.append((pid, number)))
+    core = module.EngineCoreProc()
+    core.fails = core_swap.SwapRefused("called off: not all is staged")
+    with pytest.raises(core_swap.SwapRefused):
+        swap(core)
+    assert (killed, core.get_weight_version()) == ([], "default")
+    core.fails = RuntimeError("CUDA error")
+    with pytest.raises(RuntimeError):
+        swap(core)
+    assert [number for _, number in killed] == [signal.SIGKILL]
+
+
+def _other_sum(module: Any) -> None:
+    module.ParallelConfig.sync_dp_state = staticmethod(
+        lambda dp_group, has_unfinished, pending_pause: (False, False)  # noqa: ARG005
+    )
+
+
+def _no_labels(module: Any) -> None:
+    del module.EngineCore._attach_weight_version
+
+
+@pytest.mark.parametrize("change", [_other_sum, _no_labels])
+def test_in_another_vllm_nothing_is_replaced(
+    bare: Any, change: Callable[[Any], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Updates can't be staged there, and the log says why."""
+    change(bare)
+    assert swap_gaps(bare)
+    with caplog.at_level(logging.WARNING, logger="vllm.wavebus"):
+        assert not core_swap.install(bare)
+    assert "can't be staged" in caplog.text
+    assert not hasattr(bare.EngineCoreProc, "wavebus_swaps")

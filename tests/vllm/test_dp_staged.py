@@ -1,0 +1,33 @@
+"""Staged updates of real vLLM ranks in lockstep, with the bus as coordinator, that never stop.
+
+As in :mod:`tests.integration.test_staged`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.integration.test_staged import UPDATES, staged_updates
+from tests.vllm._faults import make_world
+from tests.vllm._vllm import require_vllm
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+require_vllm()
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+
+
+@pytest.mark.parametrize("clear_cache", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_token_is_of_one_version(tmp_path: Path, clear_cache: bool) -> None:
+    """As of embedded engines."""
+
+    async def scenario() -> None:
+        async with make_world(tmp_path, "vllm_dp") as world:
+            world.clear_cache = clear_cache
+            assert await staged_updates(world, UPDATES) > 20 * UPDATES
+
+    asyncio.run(scenario())
