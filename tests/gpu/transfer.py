@@ -81,6 +81,12 @@ CASES: Final = {
     "ipc-asleep-2": Case("zero", "ipc", "asleep-2", gpus=1, cuda_only=True),
     "ipc-fp8": Case("fp8", "ipc", gpus=1, fresh="fresh-fp8", cuda_only=True),
     "shm-moe-dp2": Case("moe", "shm", fresh="fresh-moe", cuda_only=True),
+    "nccl-staged": Case("one", "nccl", "staged"),
+    "nccl-unpacked-staged": Case("one", "nccl", "staged", packed=False),
+    "ipc-staged": Case("zero", "ipc", "staged"),
+    "shm-two-staged": Case("pair", "shm", "staged"),
+    "shm-moe-dp2-staged": Case("moe", "shm", "staged", fresh="fresh-moe", cuda_only=True),
+    "gloo-tp2-staged": Case("split", "gloo", "staged", fresh="fresh-split"),
     "gloo-tp2": Case("split", "gloo", fresh="fresh-split"),
     "nccl-tp2": Case("wide", "nccl", gpus=3, fresh="fresh-split", cuda_only=True),
     "ipc-remade": Case("zero", "ipc", "remade", limit_s=75),
@@ -229,7 +235,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         state = "skipped" if "skipped" in row else "ok" if row["ok"] else "FAILED"
         told = [f"{k}={v}" for k, v in row.items() if k not in ("case", "ok", "skipped", "failure")]
         why = row.get("failure") or row.get("skipped") or ""
-        lines.append(f"{row['case']:16} {state:8} {' '.join(filter(None, [why, *told]))}")
+        lines.append(f"{row['case']:20} {state:8} {' '.join(filter(None, [why, *told]))}")
     return "\n".join(lines)
 
 

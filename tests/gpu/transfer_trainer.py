@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 WARM_UP = 2
 LONG = 600
-CHOICES = ["update", "refused", "remade", "asleep-1", "asleep-2", "killed"]
+STAGED = 5
+CHOICES = ["update", "staged", "refused", "remade", "asleep-1", "asleep-2", "killed"]
 
 
 def used_mb() -> dict[str, float]:
@@ -68,10 +69,44 @@ async def update(agent: TrainerAgent, weights: dict[str, torch.Tensor]) -> dict[
     }
 
 
-async def _timed(agent: TrainerAgent, weights: dict[str, torch.Tensor]) -> float:
+async def _timed(agent: TrainerAgent, weights: dict[str, torch.Tensor], **how: Any) -> float:
     since_s = time.perf_counter()
-    await agent.update_weights(weights)
+    await agent.update_weights(weights, **how)
     return time.perf_counter() - since_s
+
+
+async def staged(
+    agent: TrainerAgent, weights: dict[str, torch.Tensor], endpoints: list[str]
+) -> dict[str, Any]:
+    """Some in the middle of a request to each engine: all its tokens come, and nobody is paused.
+    What a paused update takes, beside it."""
+    await agent.update_weights(weights)  # the transport is open, and the plan proven
+    paused_s = await _timed(agent, weights)
+    requests = [asyncio.create_task(asyncio.to_thread(tokens_of, e, LONG)) for e in endpoints]
+    while not all(e.in_flight for e in await agent.wait_for_engines(len(endpoints))):  # noqa: ASYNC110 - no event tells it
+        await asyncio.sleep(0.05)
+    took, commits, why = [], [], set()
+    report = agent.last_update
+    for turn in range(STAGED):
+        took.append(await _timed(agent, weights, how="auto", keep_staging=turn + 1 < STAGED))
+        report = agent.last_update
+        assert report is not None
+        commits.append(report.commit_ms)
+        why.add(report.why_paused)
+    came = [len(await request) for request in requests]
+    assert report is not None
+    failure = "; ".join(sorted(filter(None, why)))
+    if any(count != LONG for count in came):
+        failure = f"{came} of {LONG} tokens came"
+    return {
+        "mb": round(report.size_bytes / 1e6, 1),
+        "staging_mb": round(report.staging_bytes / 1e6, 1),
+        "paused_ms": round(paused_s * 1000, 1),
+        "staged_ms": round(statistics.median(took) * 1000, 1),
+        "commit_ms": round(statistics.median(commits), 1),
+        "tokens": came,
+        **({"failure": failure} if failure else {}),
+    }
 
 
 async def refused(agent: TrainerAgent, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -213,6 +248,8 @@ async def main() -> None:
         match options.what:
             case "update":
                 found = await update(agent, weights)
+            case "staged":
+                found = await staged(agent, weights, [e.endpoint for e in engines])
             case "refused":
                 found = await refused(agent, weights)
             case "remade":
