@@ -488,12 +488,17 @@ class _Doors:
     async def room(self) -> Room:
         return facts.read_room(await self._ask(facts.ASK_ROOM, {}))
 
-    async def swap(self, version: int, operation: str, *, clear_cache: bool) -> None:
-        kwargs = {"version": version, "operation": operation, "clear_cache": clear_cache}
+    async def swap(self, version: int, check: str, operation: str, *, clear_cache: bool) -> None:
+        kwargs = {
+            "version": version,
+            "check": check,
+            "operation": operation,
+            "clear_cache": clear_cache,
+        }
         await self._ask(facts.SWAP, kwargs)
 
-    async def call_off(self) -> None:
-        await self._ask(facts.CALL_OFF, {})
+    async def call_off(self) -> bool | None:
+        return facts.read_called_off(await self._ask(facts.CALL_OFF, {}))
 
     async def load_adapter(self, name: str) -> None:
         await self._adapters.load(name)

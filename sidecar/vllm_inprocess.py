@@ -298,12 +298,17 @@ class _Doors:
     async def room(self) -> Room:
         return facts.read_room(await _call(self._llm.collective_rpc(facts.ASK_ROOM)))
 
-    async def swap(self, version: int, operation: str, *, clear_cache: bool) -> None:
-        kwargs = {"version": version, "operation": operation, "clear_cache": clear_cache}
+    async def swap(self, version: int, check: str, operation: str, *, clear_cache: bool) -> None:
+        kwargs = {
+            "version": version,
+            "check": check,
+            "operation": operation,
+            "clear_cache": clear_cache,
+        }
         await _call(self._llm.collective_rpc(facts.SWAP, kwargs=kwargs))
 
-    async def call_off(self) -> None:
-        await _call(self._llm.collective_rpc(facts.CALL_OFF))
+    async def call_off(self) -> bool | None:
+        return facts.read_called_off(await _call(self._llm.collective_rpc(facts.CALL_OFF)))
 
     async def load_adapter(self, name: str) -> None:
         from vllm.lora.request import LoRARequest  # noqa: PLC0415 - see start()

@@ -27,11 +27,12 @@ class Doors(Protocol):
     async def room(self) -> Room:
         """Whether what was armed can be staged: :data:`sidecar.vllm_plugin.facts.ASK_ROOM`."""
 
-    async def swap(self, version: int, operation: str, *, clear_cache: bool) -> None:
+    async def swap(self, version: int, check: str, operation: str, *, clear_cache: bool) -> None:
         """:data:`sidecar.vllm_plugin.facts.SWAP`, of the engine's core."""
 
-    async def call_off(self) -> None:
-        """:data:`sidecar.vllm_plugin.facts.CALL_OFF`."""
+    async def call_off(self) -> bool | None:
+        """:data:`sidecar.vllm_plugin.facts.CALL_OFF`: whether one was; None: the core knows of no
+        swaps."""
 
     async def load_adapter(self, name: str) -> None:
         """vLLM's own in-place load of a LoRA adapter; workers take what they have staged."""
@@ -54,11 +55,12 @@ class PluginClient:
         self._adapter = ""
         self._load_comes_with_receive = False
         self._staged = False
+        self._swaps = True
         self._together = True
 
     async def hello(self, *, cores: int) -> None:
-        """Does the plugin speak our protocol? A LoRA adapter that a sidecar before us has loaded,
-        and not committed, goes.
+        """Does the plugin speak our protocol? What a sidecar before us has staged, or loaded of a
+        LoRA adapter, and not committed, goes.
 
         Args:
             cores: how many engine cores stand behind the one client; workers of different cores
@@ -67,6 +69,7 @@ class PluginClient:
         self._together = cores == 1
         await self._perform(wire.Hello(wire.PROTOCOL))
         await self._perform(wire.UndoAdapter(settled=False))
+        self._swaps = await self._doors.call_off() is not None
         await self._perform(wire.LetGo())
 
     async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
@@ -92,6 +95,9 @@ class PluginClient:
         )
         if staging is None:
             return Room()
+        if not self._swaps:
+            why_not = "its cores can't swap between steps (their log says why)"
+            return need_room(staging, Room(why_not=why_not))
         if not self._together:
             return need_room(staging, Room(why_not="it has several cores behind one client"))
         return need_room(staging, await self._doors.room())
@@ -152,7 +158,8 @@ class PluginClient:
 
     async def swap(self, version: int, *, clear_cache: bool) -> None:
         """See :class:`wire.Swap`: the core does it where no step runs."""
-        await self._doors.swap(version, wire.encode(wire.Swap()), clear_cache=clear_cache)
+        ready, swap = wire.encode(wire.Ready()), wire.encode(wire.Swap())
+        await self._doors.swap(version, ready, swap, clear_cache=clear_cache)
 
     async def call_off(self) -> None:
         """A swap that is not made yet, will not be."""

@@ -8,11 +8,14 @@ however many of these are on their way (asynchronous scheduling).
 
     core          event                              next     what happens
     IDLE          SWAP, alone                        IDLE     it swaps
-    IDLE          SWAP, in lockstep                  READY    a wave starts, if none runs
-    IDLE          SWAP, in lockstep, paused          IDLE     called off
+    IDLE          SWAP, in lockstep, and the workers READY    a wave starts, if none runs
+                  have all that is to be swapped in
+    IDLE          SWAP, in lockstep, paused, or the  IDLE     called off
+                  workers have not
     READY         all ranks are, where they confer   IDLE     all swap
     READY         CALL_OFF, or all ranks have paused IDLE     called off
-    any           the swap fails half-way            -        the process ends
+    any           the swap fails half-way, or, where -        the process ends
+                  all ranks are at it, at all
 
 **Lockstep.** Ranks add up whether they have work, in one all-reduce at the first step of a wave and
 then at every ``dp_sync_interval``-th, which all of them make at the same step. A ready rank adds
@@ -69,7 +72,7 @@ class Swap:
     version: int
     operation: str
     clear_cache: bool
-    made: Future[list[Any]]
+    made: Future[list[bool]]
 
 
 @dataclass(slots=True)
@@ -116,15 +119,17 @@ def install(core: Any) -> bool:
 # -- the swap ----------------------------------------------------------------------------
 
 
-def _swap(core: Any, version: int, operation: str, clear_cache: bool) -> Any:
-    made: Future[list[Any]] = Future()
+def _swap(core: Any, version: int, check: str, operation: str, clear_cache: bool) -> Any:
+    made: Future[list[bool]] = Future()
     swap = Swap(version, operation, clear_cache, made)
     if not hasattr(core, "current_wave"):
+        core.collective_rpc(PERFORM, None, (), {"operation": check})
         return _make(core, swap)
     if core.pending_pause or core.ignore_start_dp_wave or int(core.scheduler.pause_state):
         raise SwapRefused("called off: the rank is paused")
     if core.wavebus_ready is not None:
         raise SwapRefused("called off: another one is under way")
+    core.collective_rpc(PERFORM, None, (), {"operation": check})
     core.wavebus_ready = swap
     if not core.engines_running:
         core.engines_running = True
@@ -141,16 +146,15 @@ def _call_off(core: Any) -> list[bool]:
     return [swap is not None]
 
 
-def _make(core: Any, swap: Swap) -> list[Any]:
-    """No step is asked of the workers meanwhile."""
+def _make(core: Any, swap: Swap) -> list[bool]:
+    """No step is asked of the workers meanwhile. They were checked: if it fails now, some of them,
+    or of other ranks, may have swapped."""
     before = core.get_weight_version()
     on_their_way = len(core.batch_queue or ())
     try:
-        answers: list[Any] = core.collective_rpc(PERFORM, None, (), {"operation": swap.operation})
+        core.collective_rpc(PERFORM, None, (), {"operation": swap.operation})
     except Exception as error:
-        failure = wire.find_failure(str(error))
-        if failure is None or failure.code is not NackCode.CALLED_OFF:
-            _end(error)
+        _end(error)
         raise
     labels = _labels_of(core)
     since_the_last = on_their_way - sum(count for count, _ in labels)
@@ -161,7 +165,7 @@ def _make(core: Any, swap: Swap) -> list[Any]:
     core.set_weight_version(str(swap.version))
     if swap.clear_cache:
         _salt_anew(core, begun=True)
-    return answers
+    return [False]
 
 
 def _end(error: Exception) -> None:
@@ -178,12 +182,7 @@ def _conferring(original: Callable[..., Any]) -> Any:
         unfinished = original(self, local_unfinished)
         if _conference.all_ready:
             swap, self.wavebus_ready = self.wavebus_ready, None
-            try:
-                answers = _make(self, swap)
-            except Exception as error:  # noqa: BLE001 - who asked for it, hears of it
-                swap.made.set_exception(error)
-            else:
-                swap.made.set_result(answers)
+            swap.made.set_result(_make(self, swap))
         elif self.ignore_start_dp_wave:
             _call_off(self)
         return unfinished

@@ -32,8 +32,9 @@ ASK_PRESENCE: Final = "__str__"
 # Has the weight transfer engine carry out an operation of :mod:`sidecar.vllm_plugin.wire`, its
 # argument ``operation``; it returns how many chunks may be received ahead.
 PERFORM: Final = "wavebus_perform"
-# Answered by the core (:mod:`sidecar.vllm_plugin.core_swap`). SWAP takes ``version``,
-# ``clear_cache``, and the ``operation`` that its workers are to perform.
+# Answered by the core (:mod:`sidecar.vllm_plugin.core_swap`), with a list of whether a swap was
+# called off. SWAP takes ``version``, ``clear_cache``, the ``operation`` that its workers are to
+# perform, and, before that, the ``check``.
 SWAP: Final = "wavebus_swap"
 CALL_OFF: Final = "wavebus_call_off"
 _OURS: Final = "wavebus's plugin"
@@ -105,6 +106,12 @@ def read_room(answer: Any) -> Room:
         raise EngineError(f"the plugin inside vLLM answered {answer!r:.200}: {error}") from error
 
 
+def read_called_off(answer: Any) -> bool | None:
+    """Whether a swap was called off; None: the cores know of none."""
+    told = str(answer[0]) if isinstance(answer, list) and answer else ""
+    return {"True": True, "False": False}.get(told)  # over HTTP it is its text
+
+
 def read_draft(answer: Any) -> bool:
     """Whether every worker has a draft model whose weights can be updated."""
     return isinstance(answer, list) and bool(answer) and all(each is True for each in answer)
@@ -144,12 +151,13 @@ def install(worker_base: Any) -> None:
     setattr(worker_base.WorkerBase, ASK_LOADING, _loading)
     setattr(worker_base.WorkerBase, ASK_ROOM, _room)
     setattr(worker_base.WorkerBase, PERFORM, _perform)
-    setattr(worker_base.WorkerBase, DOOR, _no_door)
+    for answered_by_cores in (DOOR, SWAP, CALL_OFF):
+        setattr(worker_base.WorkerBase, answered_by_cores, _none)
     setattr(worker_base.WorkerWrapperBase, ASK_PRESENCE, _presence)
 
 
-def _no_door(_worker: Any, **_turned: Any) -> None:
-    """Asked of a worker, since its core has none."""
+def _none(_worker: Any, **_asked: Any) -> None:
+    """Asked of a worker, since its core is not one that we know."""
 
 
 def _presence(wrapper: Any) -> str:

@@ -137,6 +137,10 @@ class Seal(msgspec.Struct, frozen=True, tag="seal", forbid_unknown_fields=True):
     """All chunks are staged."""
 
 
+class Ready(msgspec.Struct, frozen=True, tag="ready", forbid_unknown_fields=True):
+    """Would a swap go through? All is staged, and where it goes is there."""
+
+
 class Swap(msgspec.Struct, frozen=True, tag="swap", forbid_unknown_fields=True):
     """Serve what is staged. Between two steps: it is the core that asks for it."""
 
@@ -178,6 +182,7 @@ Operation: TypeAlias = (
     | StartStaging
     | Stage
     | Seal
+    | Ready
     | Swap
     | LetGo
     | LoadAdapter

@@ -268,6 +268,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 self._stage(operation)
             case wire.Seal():
                 self._loadable["model"].staged.seal()
+            case wire.Ready():
+                self._loadable["model"].staged.need_sealed()
             case wire.Swap():
                 self._swap()
             case wire.LetGo():

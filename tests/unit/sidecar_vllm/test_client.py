@@ -31,6 +31,7 @@ class Workers:
     def __init__(self, *, fails: type[Any] | None = None) -> None:
         self.told: list[wire.Operation | str] = []
         self.found = Room(64)
+        self.calls_off: bool | None = False
         self._fails = fails
 
     async def perform(self, operation: str) -> int:
@@ -43,11 +44,13 @@ class Workers:
     async def room(self) -> Room:
         return self.found
 
-    async def swap(self, version: int, operation: str, *, clear_cache: bool) -> None:
-        self.told += [wire.decode(operation), f"swap to {version}, {clear_cache}"]
+    async def swap(self, version: int, check: str, operation: str, *, clear_cache: bool) -> None:
+        self.told += [wire.decode(check), wire.decode(operation)]
+        self.told.append(f"swap to {version}, {clear_cache}")
 
-    async def call_off(self) -> None:
+    async def call_off(self) -> bool | None:
         self.told.append("call off")
+        return self.calls_off
 
     async def load_adapter(self, name: str) -> None:
         self.told.append(f"load {name}")
@@ -109,22 +112,25 @@ def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap() -> Non
         wire.StartStaging(),
         wire.Stage(0, "full", (7,)),
         wire.Seal(),
+        wire.Ready(),
         wire.Swap(),
         "swap to 3, False",
         wire.LetGo(),
     ]
 
 
-@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("cores", [1, 2, 0])
 def test_an_engine_without_room_says_so_and_refuses_what_must_be_staged(cores: int) -> None:
-    """Behind several cores nobody can agree on a moment."""
+    """Behind several cores nobody can agree on a moment; and some cores know of no swaps."""
     workers = Workers()
     workers.found = Room(64, "no room" if cores == 1 else "")
+    workers.calls_off = False if cores else None
     client = PluginClient(workers)
     told(workers, client.hello(cores=cores))
     how = Staging(required=False, budget_bytes=0, keep=False, clear_cache=False)
     found = asyncio.run(client.arm(MANIFEST, "model", how))
-    assert ("no room" if cores == 1 else "several cores") in found.why_not
+    why_not = {1: "no room", 2: "several cores", 0: "can't swap"}[cores]
+    assert why_not in found.why_not
     with pytest.raises(EngineError) as refused:
         asyncio.run(client.arm(MANIFEST, "model", replace(how, required=True)))
     assert refused.value.code is NackCode.STAGING_REFUSED

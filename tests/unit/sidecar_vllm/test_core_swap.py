@@ -45,7 +45,7 @@ def module(bare: Any) -> Any:
 
 
 def swap(core: Any, version: int = 5, *, clear_cache: bool = False) -> Any:
-    kwargs = {"version": version, "operation": "op", "clear_cache": clear_cache}
+    kwargs = {"version": version, "check": "all?", "operation": "op", "clear_cache": clear_cache}
     return core.collective_rpc(SWAP, None, (), kwargs)
 
 
@@ -100,8 +100,8 @@ class Ranks:
 def test_alone_it_swaps_at_once(module: Any) -> None:
     """The workers are asked where the core asks them for steps; what comes is of the version."""
     core = module.EngineCoreProc()
-    assert swap(core) == [1]
-    assert core.calls == [(PERFORM, {"operation": "op"})]
+    assert swap(core) == [False]
+    assert core.calls == [(PERFORM, {"operation": "all?"}), (PERFORM, {"operation": "op"})]
     assert (core.get_weight_version(), label(core), core.resets) == ("5", "5", 0)
     assert core.collective_rpc(CALL_OFF) == [False]
 
@@ -161,7 +161,7 @@ def test_ranks_swap_where_all_of_them_are_ready(
     second = swap(one)
     assert not second.done()
     assert ranks.confer(False, False) == [False, False]
-    assert (first.result(0), second.result(0)) == ([1], [1])
+    assert (first.result(0), second.result(0)) == ([False], [False])
     assert (zero.get_weight_version(), one.get_weight_version()) == ("5", "5")
     assert ranks.confer(True, False) == [True, True]
 
@@ -208,19 +208,34 @@ def test_a_second_one_does_not_take_its_place(module: Any, monkeypatch: pytest.M
     assert zero.wavebus_ready.version == 5
 
 
-def test_workers_that_refuse_change_nothing(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that fail half-way end the core: nobody is to be served by it."""
-    killed: list[tuple[int, int]] = []
-    monkeypatch.setattr("os.kill", lambda pid, number: killed.append((pid, number)))
-    core = module.EngineCoreProc()
+@pytest.mark.parametrize("alone", [True, False])
+def test_workers_that_have_not_all_of_it_change_nothing(
+    module: Any, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    """They say so before any rank is ready."""
+    core = module.EngineCoreProc() if alone else Ranks(module, monkeypatch).cores[0]
     core.fails = core_swap.SwapRefused("called off: not all is staged")
     with pytest.raises(core_swap.SwapRefused):
         swap(core)
-    assert (killed, core.get_weight_version()) == ([], "default")
-    core.fails = RuntimeError("CUDA error")
-    with pytest.raises(RuntimeError):
+    assert core.wavebus_ready is None
+    assert core.get_weight_version() == "default"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), core_swap.SwapRefused("refused")])
+def test_workers_that_fail_when_it_is_made_end_the_core(
+    module: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Whatever with: some of them, or the other ranks, may have swapped, and nobody is to be served
+    by two versions."""
+    killed: list[int] = []
+    monkeypatch.setattr("os.kill", lambda _pid, number: killed.append(number))
+    ranks = Ranks(module, monkeypatch)
+    for core in ranks.cores:
         swap(core)
-    assert [number for _, number in killed] == [signal.SIGKILL]
+    ranks.cores[0].fails = error
+    with pytest.raises(type(error)):
+        ranks.confer(True, True)
+    assert killed == [signal.SIGKILL]
 
 
 def _other_sum(module: Any) -> None:

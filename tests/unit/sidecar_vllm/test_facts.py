@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bus.errors import EngineError
+from bus.staging import Room
 from sidecar.vllm_plugin import facts, wire
 
 
@@ -86,3 +87,21 @@ def test_an_operation_is_carried_out_by_the_workers_engine() -> None:
     worker, _ = workers_with(SimpleNamespace(wavebus_perform=lambda *args: told.append(args)))
     assert getattr(worker, facts.PERFORM)(operation="op") is None
     assert told == [(worker, "op")]
+
+
+@pytest.mark.parametrize(
+    ("answer", "called_off"),
+    [([True], True), ([False, False], False), (["True"], True), ([None], None), ("no", None)],
+)
+def test_whether_a_swap_was_called_off(answer: object, called_off: bool | None) -> None:
+    """In process, over HTTP, and by workers whose core knows of no swaps."""
+    assert facts.read_called_off(answer) is called_off
+
+
+def test_what_staging_takes_is_that_of_the_worker_that_needs_most() -> None:
+    """One that can't, keeps all from it."""
+    some, most = {"needed_bytes": 5, "why_not": ""}, {"needed_bytes": 9, "why_not": "no room"}
+    assert facts.read_room([some, most]) == Room(9, "no room")
+    for wrong in ([], None, [{"needed_bytes": "many"}]):
+        with pytest.raises(EngineError, match="answered"):
+            facts.read_room(wrong)
