@@ -10,9 +10,11 @@
     JOINED    nack not_joined     JOINING   JOIN: the broker is a new one
     JOINED    welcome             JOINED    its epoch, if that is a later one
     JOINED    broker silent       JOINING   JOIN again every retry_ms
-    any       leave               CLOSED    LEAVE
+    JOINED    leave               CLOSED    LEAVE
+    JOINING   leave               CLOSED    LEAVE, if a JOIN was sent: the answer may be on its way
+    REFUSED   leave               CLOSED
 
-Invariant: while not JOINED, nothing but JOIN is sent on the peer's own account;
+Invariant: while not JOINED, nothing but JOIN and LEAVE is sent on the peer's own account;
 a frame of the broker that is old or doubled changes nothing.
 """
 
@@ -85,6 +87,7 @@ class Link:
         self.refusal: Nack | None = None
         self._join = join
         self._beat = beat
+        self._asked = False  # so the broker may have let it in, or still count it in
         self._commanded = False  # an engine: it hears of later epochs, a trainer has its own
         self._broker_boot = 0
         self._last_seq = 0
@@ -126,9 +129,9 @@ class Link:
 
     def leave(self, reason: str) -> list[Effect]:
         """Go, in order."""
-        was = self.state
+        may_be_in = self._asked and self.state in (LinkState.JOINING, LinkState.JOINED)
         self.state = LinkState.CLOSED
-        return [Send(Leave(reason))] if was is LinkState.JOINED else []
+        return [Send(Leave(reason))] if may_be_in else []
 
     def tick(self, now_ms: float) -> list[Effect]:
         """Send what is due."""
@@ -150,6 +153,7 @@ class Link:
 
     def _ask(self, now_ms: float) -> list[Effect]:
         self._next_ms = now_ms + self.config.retry_ms
+        self._asked = True
         join = self._join()
         self._commanded = join.role == "engine"
         return [Send(join, group=self.group, epoch=self.epoch)]

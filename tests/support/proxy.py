@@ -32,6 +32,7 @@ class BadProxy:
         self._cut_every_s = cut_every_s
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
+        self._closing = False
 
     @property
     def address(self) -> str:
@@ -45,15 +46,24 @@ class BadProxy:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
+        self._closing = True
         self._server.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._closing:
+            writer.transport.abort()
+            return
         task = asyncio.create_task(self._carry(reader, writer))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            writer.transport.abort()  # it may have been cancelled before its first step
+
+        task.add_done_callback(ended)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers = [writer]

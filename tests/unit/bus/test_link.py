@@ -145,13 +145,30 @@ def test_a_name_that_is_held_is_waited_for_so_long(code: NackCode) -> None:
     assert driver.link.tick(99_999.0) == []
 
 
-def test_leaving_is_said_by_who_had_joined() -> None:
-    """And once; afterwards nothing more is sent."""
-    driver = Driver().to(_S.JOINED)
+@pytest.mark.parametrize("state", [_S.JOINING, _S.JOINED])
+def test_leaving_is_said_by_who_asked_to_be_in(state: LinkState) -> None:
+    """Also before the answer: the broker may have let it in, and would miss it for seconds.
+
+    It is said once; afterwards nothing more is sent.
+    """
+    driver = Driver().to(state)
     assert sent(driver.link.leave("bye")) == [Leave]
     assert driver.link.leave("bye") == []
     assert driver.link.tick(99_999.0) == []
-    assert Driver().to(_S.JOINING).link.leave("bye") == []
+
+
+def test_who_is_not_in_leaves_without_a_word() -> None:
+    """Who never asked, or was refused."""
+    assert Driver().link.leave("bye") == []
+    assert Driver().to(_S.REFUSED).link.leave("bye") == []
+
+
+def test_who_leaves_while_it_looks_for_its_broker_says_so() -> None:
+    """A broker that was silent for long may have it still."""
+    driver = Driver().to(_S.JOINED)
+    driver.link.tick(99_999.0)
+    assert driver.link.state is _S.JOINING
+    assert sent(driver.link.leave("bye")) == [Leave]
 
 
 def test_old_and_doubled_frames_of_one_broker_are_dropped() -> None:
