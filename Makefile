@@ -59,9 +59,10 @@ chaos: $(VENV)/.vllm
 	WAVEBUS_CHAOS_FAULTS=all $(BIN)/python -m pytest -q tests/vllm/test_faults.py \
 		tests/vllm/test_dp_faults.py
 
-# 16 engines, 5,000 updates, a fault every 20.
+# 16 engines, 5,000 updates, a fault every 20; 200 staged updates back to back.
 soak: $(VENV)/.test
-	WAVEBUS_SOAK_ENGINES=16 WAVEBUS_SOAK_UPDATES=5000 $(BIN)/python -m pytest -q tests/soak
+	WAVEBUS_SOAK_ENGINES=16 WAVEBUS_SOAK_UPDATES=5000 WAVEBUS_SOAK_STAGED=200 \
+		$(BIN)/python -m pytest -q tests/soak
 
 bench: $(VENV)/.vllm
 	$(BIN)/python -m pytest -q tests/slow

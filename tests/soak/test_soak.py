@@ -2,9 +2,8 @@
 
 Real processes: a broker with a journal, embedded engines that always serve requests, a trainer
 that sends by shared memory. Faults are SIGKILL of any of them, and SIGSTOP for longer than it takes
-to be missed, most of them in the middle of an update. Four engines share a process, since each
-process needs 250 MB of libraries and some seconds to start; one process of them is never touched,
-and shows what grows over all updates.
+to be missed, most of them in the middle of an update. One process of engines is never touched, and
+shows what grows over all updates.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ import json
 import os
 import random
 import shutil
-import statistics
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from tests.soak._actors import Actor, segments
-from tests.support.checkpoints import make_checkpoint
+from tests.soak._fleet import FILES, GROWTH, Fleet
 from tests.support.procs import ROOT
 
 if TYPE_CHECKING:
@@ -42,76 +40,24 @@ FAULTS: Final = (
     "engines killed",
     "trainer stopped",
 )
-# What an engine, a broker or a trainer needs until all that it keeps is there.
-WARM_UP: Final = 60
-WARM_ENOUGH: Final = 3 * WARM_UP  # a life of fewer updates says nothing of growth
-GROWTH: Final = 0.05
-FILES: Final = 2  # may be open for a moment
 MENDED_S: Final = 60.0  # until an update has reached all engines again
 STOPPED_S: Final = 2.2
-PEER_TIMEOUT_MS: Final = 1500
 
 
-class Soak:
-    """The processes, what was done to them, and what came of it."""
+class Soak(Fleet):
+    """What was done to them, and how it went on."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.checkpoint = make_checkpoint(folder / "checkpoint", seed=1)
+        super().__init__(folder, engines=ENGINES, processes=PROCESSES, load="now-and-then")
         self.random = random.Random(1)
         self.updates = 0
         self.faults: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.attempts = 0
-        self.lives: list[Actor] = []
-        self.address = ""
-        self.broker = self.start_broker()
-        names = [f"e{number}" for number in range(ENGINES)]
-        each = ENGINES // PROCESSES
-        self.names = {f"engines {k}": names[k * each : (k + 1) * each] for k in range(PROCESSES)}
-        self.engines = {name: self.start_engines(name) for name in self.names}
-        self.trainer = self.start_trainer()
-        for actor in (*self.engines.values(), self.trainer):
-            actor.answer()
 
-    # -- processes ------------------------------------------------------------------------
-
-    def start(self, name: str, *arguments: str) -> Actor:
-        actor = Actor(name, *arguments, log=self.folder / f"{name.replace(' ', '-')}.log")
-        self.lives.append(actor)
-        return actor
-
-    def start_broker(self) -> Actor:
-        listen = self.address or "tcp://127.0.0.1:*"
-        options = ("--heartbeat-ms", "300", "--peer-timeout-ms", str(PEER_TIMEOUT_MS))
-        journal = ("--journal", str(self.folder / "journal"), "--journal-bytes", "1000000")
-        limits = ("--step-timeout-ms", "10000", "--log-level", "error")
-        broker = self.start(
-            "broker", "-m", "bus.cli", "broker", "--listen", listen, *options, *journal, *limits
-        )
-        self.address = broker.line()
-        return broker
-
-    def start_engines(self, name: str) -> Actor:
-        module = ("-m", "tests.support.soak_engines")
-        return self.start(
-            name, *module, self.address, str(self.checkpoint.folder), *self.names[name]
-        )
-
-    def start_trainer(self) -> Actor:
-        module = ("-m", "tests.support.soak_trainer")
-        return self.start("trainer", *module, self.address, str(self.checkpoint.folder))
-
-    @property
-    def alive(self) -> list[Actor]:
-        return [self.broker, *self.engines.values(), self.trainer]
-
-    # -- updates --------------------------------------------------------------------------
-
-    def ask(self) -> None:
-        """Of the trainer, an update of all engines."""
+    def try_it(self) -> None:
         self.attempts += 1
-        self.trainer.tell(f"{ENGINES} {self.updates % 2}")
+        self.ask(self.updates)
 
     def mended(self, answer: dict[str, Any]) -> None:
         """Until an update has reached all engines."""
@@ -120,19 +66,19 @@ class Soak:
             self.errors[str(answer.get("error", "excluded")).split(":")[0]] += 1
             waited_s = time.monotonic() - asked_s
             assert waited_s < MENDED_S, f"update {self.updates}: {answer}; {self.told()}"
-            self.ask()
+            self.try_it()
             answer = self.trainer.answer()
         self.updates += 1
 
     def update(self) -> None:
-        self.ask()
+        self.try_it()
         self.mended(self.trainer.answer())
 
     def update_with(self, fault: str) -> None:
         """And while it is under way, something happens."""
         self.faults[fault] += 1
         who, what = fault.split()
-        self.ask()
+        self.try_it()
         time.sleep(0.25 * self.random.random())  # somewhere in it, or just after
         if who == "engines":
             name = self.random.choice([name for name in self.engines if name != "engines 0"])
@@ -150,7 +96,7 @@ class Soak:
             self.trainer.kill()
             self.trainer = self.start_trainer()
             self.trainer.answer()
-            self.ask()
+            self.try_it()
             self.mended(self.trainer.answer())
         else:
             self.hit(self.trainer, what)
@@ -172,46 +118,7 @@ class Soak:
                 self.update_with(FAULTS[self.updates // EVERY % len(FAULTS)])
             else:
                 self.update()
-            for actor in self.alive:
-                actor.sample(self.updates)
-
-    # -- what came of it --------------------------------------------------------------------
-
-    def requests(self) -> Counter[str]:
-        """Of all engines that live; they must serve the weights that were sent last."""
-        served: set[tuple[int, ...]] = set()
-        counts: Counter[str] = Counter()
-        for actor in self.engines.values():
-            actor.tell("requests")
-            answer = actor.answer()
-            assert not answer.pop("dead"), actor.tail()
-            served |= {tuple(tokens) for tokens in answer.pop("served").values()}
-            counts.update(answer)
-        assert len(served) == 1, served
-        return counts
-
-    def growth(self) -> dict[str, list[float]]:
-        """Of the lives that were long enough, what their memory grew by after the warm-up: from
-        the median of its last third to that of the life's last third."""
-        found: dict[str, list[float]] = {}
-        for actor in self.lives:
-            if len(actor.samples) < WARM_ENOUGH:
-                continue
-            warm = statistics.median(s.memory for s in actor.samples[WARM_UP * 2 // 3 : WARM_UP])
-            last = statistics.median(s.memory for s in actor.samples[-WARM_UP // 3 :])
-            found.setdefault(actor.name, []).append(last / warm - 1)
-        return found
-
-    def files(self) -> dict[str, int]:
-        """By how many files the most of each kind of process had more open at its end than when
-        all had joined."""
-        found: dict[str, int] = {}
-        for actor in self.lives:
-            if len(actor.samples) > EVERY // 2:
-                files = [sample.files for sample in actor.samples]
-                early = max(files[: EVERY // 2])
-                found[actor.name] = max(found.get(actor.name, 0), files[-1] - early)
-        return found
+            self.sample(self.updates)
 
     def told(self) -> str:
         return f"{self.updates} updates, faults {dict(self.faults)}, errors {dict(self.errors)}"

@@ -1,9 +1,9 @@
 """Several embedded engines in one process, each with its sidecar and with requests that never end.
 
-``python -m tests.support.soak_engines BROKER FOLDER NAME...``, until stdin ends. It answers
-``joined`` when all have been let in, and to each line with what its requests came to. A request
-that ends with fewer tokens than it asked for, without being aborted, or whose versions do not
-grow, is wrong.
+``python -m tests.support.soak_engines LOAD BROKER FOLDER NAME...``, until stdin ends; LOAD is one
+of :data:`LOADS`. It answers ``joined`` when all have been let in, and to each line with what its
+requests came to. A request that ends with fewer tokens than it asked for, without being aborted,
+or whose versions do not grow, is wrong.
 """
 
 from __future__ import annotations
@@ -25,9 +25,24 @@ from sidecar.embedded import EmbeddedEngine, SamplingParams
 if TYPE_CHECKING:
     from sidecar.embedded import VersionSpan
 
-LONGEST: Final = 24
-REST_S: Final = 0.3  # between two requests of an engine, at most
 PROMPT: Final = (5, 9, 77, 31, 12)
+
+
+@dataclass(frozen=True)
+class Load:
+    """``requests``: of an engine at a time. ``longest``: tokens, at most. ``rest_s``: between two,
+    at most. ``step_ms``: of the engine, at least."""
+
+    requests: int
+    longest: int
+    rest_s: float
+    step_ms: float
+
+
+LOADS: Final = {
+    "now-and-then": Load(requests=1, longest=24, rest_s=0.3, step_ms=0.0),
+    "always": Load(requests=8, longest=128, rest_s=0.0, step_ms=10.0),
+}
 
 
 @dataclass
@@ -40,10 +55,10 @@ class Counts:
     versions_met: int = 0  # requests over whose tokens the version changed
 
 
-async def ask(engine: EmbeddedEngine, rng: random.Random, counts: Counts) -> None:
+async def ask(engine: EmbeddedEngine, load: Load, rng: random.Random, counts: Counts) -> None:
     """Requests, one after the other."""
     while True:
-        asked = rng.randint(1, LONGEST)
+        asked = rng.randint(1, load.longest)
         params = SamplingParams(temperature=0.0, max_tokens=asked, ignore_eos=True)
         deltas = [delta async for delta in engine.generate(PROMPT, params, stream=False)]
         made = sum(len(delta.token_ids) for delta in deltas)
@@ -54,7 +69,7 @@ async def ask(engine: EmbeddedEngine, rng: random.Random, counts: Counts) -> Non
             counts.aborted += 1
         elif made != asked or not _grow(spans):
             counts.wrong += 1
-        await asyncio.sleep(REST_S * rng.random())
+        await asyncio.sleep(load.rest_s * rng.random())
 
 
 def _grow(spans: tuple[VersionSpan, ...]) -> bool:
@@ -69,10 +84,15 @@ async def greedy(engine: EmbeddedEngine) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
-async def main(broker: str, folder: str, names: list[str]) -> None:
+async def main(load: Load, broker: str, folder: str, names: list[str]) -> None:
     """Until stdin ends."""
     counts = Counts()
-    engines = {name: EmbeddedEngine(folder, host=None, max_num_seqs=4) for name in names}
+    engines = {
+        name: EmbeddedEngine(
+            folder, host=None, max_num_seqs=load.requests + 3, step_ms=load.step_ms
+        )
+        for name in names
+    }
     async with contextlib.AsyncExitStack() as stack:
         for name, engine in engines.items():
             sidecar = Sidecar(engine, broker=broker, group="policy", name=name)
@@ -80,8 +100,9 @@ async def main(broker: str, folder: str, names: list[str]) -> None:
             await sidecar.joined()
         answer(joined=names)
         tasks = [
-            asyncio.create_task(ask(engine, random.Random(name), counts))
+            asyncio.create_task(ask(engine, load, random.Random(f"{name} {number}"), counts))
             for name, engine in engines.items()
+            for number in range(load.requests)
         ]
         async for _ in commands():
             served = {name: await greedy(engine) for name, engine in engines.items()}
@@ -94,4 +115,4 @@ async def main(broker: str, folder: str, names: list[str]) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     bus.log.configure(level="error", json=True)
-    asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
+    asyncio.run(main(LOADS[sys.argv[1]], sys.argv[2], sys.argv[3], sys.argv[4:]))

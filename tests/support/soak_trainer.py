@@ -1,14 +1,15 @@
 """A trainer that sends one of two sets of weights, each time it is told to.
 
 ``python -m tests.support.soak_trainer BROKER FOLDER``, until stdin ends. It answers ``joined``,
-then to each line ``COUNT WHICH`` with the version committed on that many engines and who fell out;
-or with the error's name.
+then to each line ``COUNT WHICH HOW`` with the version committed on that many engines, who fell out,
+and how it was loaded; or with the error's name.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from typing import TYPE_CHECKING, cast
 
 import torch
 from safetensors.torch import load_file
@@ -17,6 +18,9 @@ import bus.log
 from bus.errors import WavebusError
 from bus.runtime.lines import answer, commands
 from trainer_agent import TrainerAgent
+
+if TYPE_CHECKING:
+    from trainer_agent.how import How
 
 
 async def main(broker: str, folder: str) -> None:
@@ -28,15 +32,17 @@ async def main(broker: str, folder: str) -> None:
     ) as agent:
         answer(joined=True)
         async for line in commands():
-            count, which = line.split()
+            count, which, how = line.split()
             try:
                 await agent.wait_for_engines(int(count), timeout_s=20.0)
-                version = await agent.update_weights(other if which == "1" else first)
+                weights = other if which == "1" else first
+                version = await agent.update_weights(weights, how=cast("How", how))
             except WavebusError as error:
                 answer(error=f"{type(error).__name__}: {error}"[:300])
                 continue
             assert agent.last_update is not None
-            answer(version=version, excluded=agent.last_update.excluded)
+            told = agent.last_update
+            answer(version=version, excluded=told.excluded, how=told.how, why=told.why_paused)
 
 
 if __name__ == "__main__":
