@@ -8,8 +8,9 @@ became of it. After each the engines must serve exactly what an engine of the sa
 was freshly loaded from the same checkpoint: greedy tokens, and vLLM's own checksums of every
 tensor. Prints one table, and writes one JSON object per case; exits with 1 if any failed.
 
-Two GPUs are needed, three for ``nccl-tp2``. With ``--device cpu`` the same runs on vLLM's CPU
-build, with shm and gloo in place of ipc and nccl, and a tiny model: to try everything but CUDA.
+Two GPUs are needed, three for ``nccl-tp2``, four for ``shm-moe-dp4``. With ``--device cpu`` the
+same runs on vLLM's CPU build, with shm and gloo in place of ipc and nccl, and a tiny model: to try
+everything but CUDA.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ ENGINES: Final = (
     EngineSpec("fresh-split", "fresh-split", (0, 1), "b"),
     EngineSpec("moe", "moe", (0, 1), args=_MOE, ranks=2),
     EngineSpec("fresh-moe", "fresh-moe", (0, 1), "b", _MOE, ranks=2),
+    EngineSpec("moe-4", "moe-4", (0, 1, 2, 3), args=_MOE, ranks=4),
+    EngineSpec("fresh-moe-4", "fresh-moe-4", (0, 1, 2, 3), "b", _MOE, ranks=4),
     EngineSpec("fresh-fp8", "fresh-fp8", (0,), "b", _FP8),
 )
 ON_CPU: Final = {"nccl": "gloo", "ipc": "shm"}
@@ -86,6 +89,10 @@ CASES: Final = {
     "ipc-staged": Case("zero", "ipc", "staged"),
     "shm-two-staged": Case("pair", "shm", "staged"),
     "shm-moe-dp2-staged": Case("moe", "shm", "staged", fresh="fresh-moe", cuda_only=True),
+    "shm-moe-dp4-staged": Case(
+        "moe-4", "shm", "staged", gpus=4, fresh="fresh-moe-4", cuda_only=True
+    ),
+    "nccl-tp2-staged": Case("wide", "nccl", "staged", gpus=3, fresh="fresh-split", cuda_only=True),
     "gloo-tp2-staged": Case("split", "gloo", "staged", fresh="fresh-split"),
     "gloo-tp2": Case("split", "gloo", fresh="fresh-split"),
     "nccl-tp2": Case("wide", "nccl", gpus=3, fresh="fresh-split", cuda_only=True),
