@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-SCHEDULES: Final = max(1, int(int(os.environ.get("WAVEBUS_CHAOS_SCHEDULES", "300")) * SHARE))
+SCHEDULES: Final = max(1, int(int(os.environ.get("WAVEBUS_CHAOS_SCHEDULES", "350")) * SHARE))
 SEED: Final = os.environ.get("WAVEBUS_CHAOS_SEED", "")
 FEW: Final = 500  # are not worth another process
 # How often, in a thousand schedules. A third of the usual counts must be reached.
