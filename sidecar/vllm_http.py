@@ -24,17 +24,11 @@ import anyio
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.lora import adapter_of
 from sidecar.engine import (
-    Chunk,
     EngineInfo,
-    Manifest,
     PauseMode,
     Place,
     ProbeResult,
-    Room,
     SleepLevel,
-    Staging,
-    Target,
-    Verify,
 )
 from sidecar.vllm_adapters import AdapterRoutes
 from sidecar.vllm_connections import Connections
@@ -42,7 +36,7 @@ from sidecar.vllm_core import CoreLink
 from sidecar.vllm_door import DoorHand
 from sidecar.vllm_inprocess import driven_backends, parse_version
 from sidecar.vllm_plugin import facts
-from sidecar.vllm_plugin.client import PluginClient, engine_error
+from sidecar.vllm_plugin.client import PluginClient, UpdatesByPlugin, engine_error
 from sidecar.vllm_plugin.compat import check_backend, check_version
 
 if TYPE_CHECKING:
@@ -72,7 +66,7 @@ _GENERATE: Final = "/inference/v1/generate"
 _GAUGE = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} ([0-9.eE+]+)$", re.MULTILINE)
 
 
-class VllmHttpEngine:
+class VllmHttpEngine(UpdatesByPlugin):
     """An API server as a :class:`sidecar.engine.Engine`.
 
     Args:
@@ -293,28 +287,6 @@ class VllmHttpEngine:
             await self._adapters.open(adapter, params)
         return ahead
 
-    async def arm(
-        self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
-    ) -> Room:
-        return await self._plugin.arm(manifest, target, staging)
-
-    async def start_update(
-        self, *, recover: bool, target: Target = "model", staged: bool = False
-    ) -> None:
-        await self._plugin.start_update(recover=recover, target=target, staged=staged)
-
-    async def receive(self, chunk: Chunk) -> None:
-        await self._plugin.receive(chunk)
-
-    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        await self._plugin.load(seq, verify, sums)
-
-    async def restore(self, target: Target = "model") -> None:
-        await self._plugin.restore(target)
-
-    async def finish_update(self) -> None:
-        await self._plugin.finish_update()
-
     async def probe(
         self,
         prompts: tuple[tuple[int, ...], ...],
@@ -355,12 +327,6 @@ class VllmHttpEngine:
     async def commit(self, version: int) -> None:
         await self._plugin.settle()
         await self.post("/update_weight_version", {"new_version": str(version)})
-
-    async def swap(self, version: int, *, clear_cache: bool) -> None:
-        await self._plugin.swap(version, clear_cache=clear_cache)
-
-    async def call_off(self) -> None:
-        await self._plugin.call_off()
 
     # -- HTTP --------------------------------------------------------------------------
 
@@ -482,23 +448,8 @@ class _Doors:
         self._ask = ask
         self._adapters = adapters
 
-    async def perform(self, operation: str) -> int:
-        return facts.read_ahead(await self._ask(facts.PERFORM, {"operation": operation}))
-
-    async def room(self) -> Room:
-        return facts.read_room(await self._ask(facts.ASK_ROOM, {}))
-
-    async def swap(self, version: int, check: str, operation: str, *, clear_cache: bool) -> None:
-        kwargs = {
-            "version": version,
-            "check": check,
-            "operation": operation,
-            "clear_cache": clear_cache,
-        }
-        await self._ask(facts.SWAP, kwargs)
-
-    async def call_off(self) -> bool | None:
-        return facts.read_called_off(await self._ask(facts.CALL_OFF, {}))
+    async def ask(self, method: str, kwargs: dict[str, Any]) -> Any:
+        return await self._ask(method, kwargs)
 
     async def load_adapter(self, name: str) -> None:
         await self._adapters.load(name)

@@ -15,24 +15,18 @@ from bus.errors import EngineDead, EngineError, UsageError
 from bus.lora import adapter_of
 from bus.native import native_name
 from sidecar.engine import (
-    Chunk,
     EngineInfo,
-    Manifest,
     PauseMode,
     Place,
     ProbeResult,
-    Room,
     SleepLevel,
-    Staging,
-    Target,
-    Verify,
 )
 from sidecar.transfer import available_backends
 from sidecar.vllm_adapters import adapter_id, adapter_path
 from sidecar.vllm_core import CoreLink
 from sidecar.vllm_door import DoorHand
 from sidecar.vllm_plugin import facts
-from sidecar.vllm_plugin.client import PluginClient, engine_error
+from sidecar.vllm_plugin.client import PluginClient, UpdatesByPlugin, engine_error
 from sidecar.vllm_plugin.compat import BACKEND, check_backend, check_version
 
 if TYPE_CHECKING:
@@ -47,7 +41,7 @@ __all__ = ["VllmEngine", "parse_version"]
 DEATH_CHECK_S: Final = 0.5
 
 
-class VllmEngine:
+class VllmEngine(UpdatesByPlugin):
     """An ``AsyncLLM`` as a :class:`sidecar.engine.Engine`.
 
     Args:
@@ -59,8 +53,8 @@ class VllmEngine:
     def __init__(self, async_llm: Any, *, dp_coordinator: DpCoordinator = "vllm") -> None:
         self._llm = async_llm
         self._core = CoreLink(dp_coordinator)
-        self._door = DoorHand(self._ask)
         self._doors = _Doors(async_llm)
+        self._door = DoorHand(self._doors.ask)
         self._plugin = PluginClient(self._doors)
 
     async def start(self) -> EngineInfo:
@@ -169,13 +163,10 @@ class VllmEngine:
         await self._rpc("wake_up", {"tags": None})
         await self.resume()
 
-    async def _ask(self, method: str, kwargs: dict[str, Any]) -> Any:
-        return await _call(self._llm.collective_rpc(method, kwargs=kwargs))
-
     async def _rpc(self, method: str, kwargs: dict[str, Any]) -> None:
         """Of the workers themselves: vLLM's own sleep pauses a second time, for which a rank
         waits until all others are asked, too."""
-        await _call(self._llm.collective_rpc(method, kwargs=kwargs))
+        await self._doors.ask(method, kwargs)
 
     async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
         """Where the cores have no door (another vLLM than we know), requests are queued."""
@@ -200,28 +191,6 @@ class VllmEngine:
         ahead = await self._plugin.open_transfer(backend, params, place)
         self._doors.adapter_path = adapter_path(params) if adapter_of(backend) else ""
         return ahead
-
-    async def arm(
-        self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
-    ) -> Room:
-        return await self._plugin.arm(manifest, target, staging)
-
-    async def start_update(
-        self, *, recover: bool, target: Target = "model", staged: bool = False
-    ) -> None:
-        await self._plugin.start_update(recover=recover, target=target, staged=staged)
-
-    async def receive(self, chunk: Chunk) -> None:
-        await self._plugin.receive(chunk)
-
-    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        await self._plugin.load(seq, verify, sums)
-
-    async def restore(self, target: Target = "model") -> None:
-        await self._plugin.restore(target)
-
-    async def finish_update(self) -> None:
-        await self._plugin.finish_update()
 
     async def probe(
         self,
@@ -264,12 +233,6 @@ class VllmEngine:
         await _call(self._llm.update_weight_version(str(version)))
         self._doors.settle()
 
-    async def swap(self, version: int, *, clear_cache: bool) -> None:
-        await self._plugin.swap(version, clear_cache=clear_cache)
-
-    async def call_off(self) -> None:
-        await self._plugin.call_off()
-
 
 def parse_version(text: str) -> int:
     """Our version in vLLM's free text; 0 for one that is not ours, such as ``default``."""
@@ -291,24 +254,8 @@ class _Doors:
         self.settled: dict[str, Any] = {}  # and of those that are committed
         self._llm = async_llm
 
-    async def perform(self, operation: str) -> int:
-        kwargs = {"operation": operation}
-        return facts.read_ahead(await _call(self._llm.collective_rpc(facts.PERFORM, kwargs=kwargs)))
-
-    async def room(self) -> Room:
-        return facts.read_room(await _call(self._llm.collective_rpc(facts.ASK_ROOM)))
-
-    async def swap(self, version: int, check: str, operation: str, *, clear_cache: bool) -> None:
-        kwargs = {
-            "version": version,
-            "check": check,
-            "operation": operation,
-            "clear_cache": clear_cache,
-        }
-        await _call(self._llm.collective_rpc(facts.SWAP, kwargs=kwargs))
-
-    async def call_off(self) -> bool | None:
-        return facts.read_called_off(await _call(self._llm.collective_rpc(facts.CALL_OFF)))
+    async def ask(self, method: str, kwargs: dict[str, Any]) -> Any:
+        return await _call(self._llm.collective_rpc(method, kwargs=kwargs))
 
     async def load_adapter(self, name: str) -> None:
         from vllm.lora.request import LoRARequest  # noqa: PLC0415 - see start()

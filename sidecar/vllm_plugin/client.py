@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from bus.errors import EngineError
 from bus.lora import adapter_of
 from bus.native import loads_when_received
 from bus.staging import Room, need_room
-from sidecar.vllm_plugin import wire
+from sidecar.vllm_plugin import facts, wire
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
@@ -20,19 +20,9 @@ if TYPE_CHECKING:
 class Doors(Protocol):
     """vLLM's calls that an update needs, raising :class:`EngineError` when they fail."""
 
-    async def perform(self, operation: str) -> int:
-        """Have all workers carry out an operation: :data:`sidecar.vllm_plugin.facts.PERFORM`, which
-        says what is returned."""
-
-    async def room(self) -> Room:
-        """Whether what was armed can be staged: :data:`sidecar.vllm_plugin.facts.ASK_ROOM`."""
-
-    async def swap(self, version: int, check: str, operation: str, *, clear_cache: bool) -> None:
-        """:data:`sidecar.vllm_plugin.facts.SWAP`, of the engine's core."""
-
-    async def call_off(self) -> bool | None:
-        """:data:`sidecar.vllm_plugin.facts.CALL_OFF`: whether one was; None: the core knows of no
-        swaps."""
+    async def ask(self, method: str, kwargs: dict[str, Any]) -> Any:
+        """vLLM's ``collective_rpc``, of a method in :mod:`sidecar.vllm_plugin.facts`; what each
+        worker, or the core, has answered."""
 
     async def load_adapter(self, name: str) -> None:
         """vLLM's own in-place load of a LoRA adapter; workers take what they have staged."""
@@ -69,7 +59,7 @@ class PluginClient:
         self._together = cores == 1
         await self._perform(wire.Hello(wire.PROTOCOL))
         await self._perform(wire.UndoAdapter(settled=False))
-        self._swaps = await self._doors.call_off() is not None
+        self._swaps = await self._call_off() is not None
         await self._perform(wire.LetGo())
 
     async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
@@ -95,12 +85,7 @@ class PluginClient:
         )
         if staging is None:
             return Room()
-        if not self._swaps:
-            why_not = "its cores can't swap between steps (their log says why)"
-            return need_room(staging, Room(why_not=why_not))
-        if not self._together:
-            return need_room(staging, Room(why_not="it has several cores behind one client"))
-        return need_room(staging, await self._doors.room())
+        return need_room(staging, await self._room())
 
     async def start_update(self, *, recover: bool, target: Target, staged: bool = False) -> None:
         """See :class:`wire.Start`. LoRA adapters need none."""
@@ -158,20 +143,73 @@ class PluginClient:
 
     async def swap(self, version: int, *, clear_cache: bool) -> None:
         """See :class:`wire.Swap`: the core does it where no step runs."""
-        ready, swap = wire.encode(wire.Ready()), wire.encode(wire.Swap())
-        await self._doors.swap(version, ready, swap, clear_cache=clear_cache)
+        kwargs = {
+            "version": version,
+            "check": wire.encode(wire.Ready()),
+            "operation": wire.encode(wire.Swap()),
+            "clear_cache": clear_cache,
+        }
+        await self._doors.ask(facts.SWAP, kwargs)
 
     async def call_off(self) -> None:
         """A swap that is not made yet, will not be."""
-        await self._doors.call_off()
+        await self._call_off()
 
     async def settle(self) -> None:
         """What was loaded is about to be committed: a sidecar after us leaves a LoRA adapter."""
         if self._adapter:
             await self._perform(wire.SettleAdapter())
 
+    async def _room(self) -> Room:
+        """Whether what was armed can be staged."""
+        if not self._swaps:
+            return Room(why_not="its cores can't swap between steps (their log says why)")
+        if not self._together:
+            return Room(why_not="it has several cores behind one client")
+        return facts.read_room(await self._doors.ask(facts.ASK_ROOM, {}))
+
+    async def _call_off(self) -> bool | None:
+        """Whether one was; None: the core knows of no swaps."""
+        return facts.read_called_off(await self._doors.ask(facts.CALL_OFF, {}))
+
     async def _perform(self, operation: wire.Operation) -> int:
-        return await self._doors.perform(wire.encode(operation))
+        """Have all workers carry it out; how many chunks may be received ahead."""
+        asked = {"operation": wire.encode(operation)}
+        return facts.read_ahead(await self._doors.ask(facts.PERFORM, asked))
+
+
+class UpdatesByPlugin:
+    """What an adapter leaves to the plugin's client as it is."""
+
+    _plugin: PluginClient
+
+    async def arm(
+        self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
+    ) -> Room:
+        return await self._plugin.arm(manifest, target, staging)
+
+    async def start_update(
+        self, *, recover: bool, target: Target = "model", staged: bool = False
+    ) -> None:
+        await self._plugin.start_update(recover=recover, target=target, staged=staged)
+
+    async def receive(self, chunk: Chunk) -> None:
+        await self._plugin.receive(chunk)
+
+    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
+        await self._plugin.load(seq, verify, sums)
+
+    async def restore(self, target: Target = "model") -> None:
+        await self._plugin.restore(target)
+
+    async def finish_update(self) -> None:
+        await self._plugin.finish_update()
+
+    async def swap(self, version: int, *, clear_cache: bool) -> None:
+        await self._plugin.swap(version, clear_cache=clear_cache)
+
+    async def call_off(self) -> None:
+        await self._plugin.call_off()
 
 
 def engine_error(text: str) -> EngineError:

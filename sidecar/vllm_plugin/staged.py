@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sidecar.vllm_plugin.copy_plan import CopyPlan
-    from sidecar.vllm_plugin.planned import Received
+    from sidecar.vllm_plugin.planned import Place, Received
 
 
 class StagedWeights:
@@ -138,8 +138,8 @@ class StagedWeights:
             raise EngineError(f"{self._missing} elements are not staged", code=NackCode.WRONG_STATE)
         self._sealed = True
 
-    def need_sealed(self) -> None:
-        """For a swap.
+    def need_sealed(self) -> dict[str, Place]:
+        """For a swap: where the plan's targets are.
 
         Raises:
             EngineError: code ``called_off``: not all is staged.
@@ -147,11 +147,10 @@ class StagedWeights:
         """
         if self._plan is None or not self._sealed:
             raise EngineError("nothing is staged, or not all", code=NackCode.CALLED_OFF)
-        find_places(self._plan, self._model, self._device)
+        return find_places(self._plan, self._model, self._device)
 
-    def swap(self) -> None:
-        """Copy all of it into the serving model. No step runs."""
-        places = find_places(self._need_plan(), self._model, self._device)
+    def swap(self, places: dict[str, Place]) -> None:
+        """Copy all of it to these places of the serving model. No step runs."""
         repacked: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []

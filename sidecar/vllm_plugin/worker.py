@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 
     from sidecar.transfer import Receiver
     from sidecar.transfer.inbox import Tensors
+    from sidecar.vllm_plugin import planned
 
 __all__ = ["WavebusWeightTransferEngine"]
 
@@ -99,6 +100,15 @@ class Loadable:
         self.plans = Plans(built.vllm_config, model, device, self.tied_head)
         self.staged = StagedWeights(model, device)
         self.repacking = CpuRepacking(model, device)
+
+    def taken(self, received: Tensors) -> Tensors:
+        """Of what was received, what is loaded: a tied head is another tensor already."""
+        return [(name, tensor) for name, tensor in received if name != self.tied_head]
+
+    def process_deferred(self, dtype: torch.dtype) -> None:
+        """Post-process those layers that vLLM leaves for the end of a load."""
+        for layer in deferred_layers(self.model):
+            layer.process_weights_after_loading(dtype)
 
 
 class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -185,7 +195,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _load_tensors(self, received: list[tuple[str, torch.Tensor]]) -> None:
         loadable = self._loadable[self._target]
         plans = loadable.plans
-        tensors = [(n, t) for n, t in received if n != loadable.tied_head]
+        tensors = loadable.taken(received)
         with torch.no_grad():
             if plans.update is not None:
                 plans.update.load(tensors)
@@ -216,8 +226,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _post_process(self) -> None:
         loadable = self._loadable[self._target]
         if loadable.plans.update is not None:
-            for layer in deferred_layers(self.model):
-                layer.process_weights_after_loading(self.model_config.dtype)
+            loadable.process_deferred(self.model_config.dtype)
         else:
             finalize_layerwise_reload(self.model, self.model_config)
         loadable.plans.finished()
@@ -425,10 +434,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         loadable, seq = self._loadable["model"], operation.seq
         plans = loadable.plans
         try:
-            received = self._inbox.take(seq)
-            if operation.sums:
-                check_sums(seq, received, operation.verify, operation.sums)
-            tensors = [(n, t) for n, t in received if n != loadable.tied_head]
+            received = self._verified(operation)
+            tensors = loadable.taken(received)
             loadable.staged.stage(tensors)
             if not plans.known.proven:
                 self._prove(loadable, tensors)
@@ -450,11 +457,11 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """In all workers, or in none. What fails behind that, leaves an engine that must not go
         on: it is not :data:`NackCode.CALLED_OFF`."""
         loadable = self._loadable["model"]
-        ranks.together(loadable.staged.need_sealed)
+        places: dict[str, planned.Place] = {}
+        ranks.together(lambda: places.update(loadable.staged.need_sealed()))
         loadable.repacking.before_start()
-        loadable.staged.swap()
-        for layer in deferred_layers(self.model):
-            layer.process_weights_after_loading(self.model_config.dtype)
+        loadable.staged.swap(places)
+        loadable.process_deferred(self.model_config.dtype)
         loadable.repacking.after_finish()
         loadable.plans.staged(proven=True)
         self._synchronize()
@@ -477,10 +484,17 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _arrived(self, operation: wire.Verify | wire.Load | wire.LoadAdapter) -> Tensors:
         """The tensors of a chunk, when they are there, and are what was sent."""
-        seq, inbox = operation.seq, self._inbox
+        received = self._verified(operation)
+        return received if self._loads_in_place() else self._inbox.take_own(operation.seq)
+
+    def _verified(
+        self, operation: wire.Verify | wire.Load | wire.LoadAdapter | wire.Stage
+    ) -> Tensors:
+        """Where the transport has them."""
+        received = self._inbox.take(operation.seq)
         if operation.sums:
-            check_sums(seq, inbox.take(seq), operation.verify, operation.sums)
-        return inbox.take(seq) if self._loads_in_place() else inbox.take_own(seq)
+            check_sums(operation.seq, received, operation.verify, operation.sums)
+        return received
 
     def _take(self, operation: wire.Load | wire.LoadAdapter, check: Callable[[], None]) -> Tensors:
         """A chunk, once it has arrived in all workers, and ``check`` raises in none of them: then

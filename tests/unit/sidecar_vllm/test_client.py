@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from bus.errors import EngineError
@@ -15,7 +16,7 @@ from bus.messages import NackCode, Staging
 from bus.staging import Room
 from bus.transfer import NO_PLACE
 from sidecar.engine import Chunk
-from sidecar.vllm_plugin import wire
+from sidecar.vllm_plugin import facts, wire
 from sidecar.vllm_plugin.client import PluginClient
 
 if TYPE_CHECKING:
@@ -34,23 +35,26 @@ class Workers:
         self.calls_off: bool | None = False
         self._fails = fails
 
-    async def perform(self, operation: str) -> int:
-        told = wire.decode(operation)
+    async def ask(self, method: str, kwargs: dict[str, Any]) -> Any:
+        match method:
+            case facts.PERFORM:
+                return [self._perform(wire.decode(kwargs["operation"]))]
+            case facts.ASK_ROOM:
+                return [msgspec.to_builtins(self.found)]
+            case facts.SWAP:
+                self.told += [wire.decode(kwargs[name]) for name in ("check", "operation")]
+                self.told.append(f"swap to {kwargs['version']}, {kwargs['clear_cache']}")
+                return [True]
+            case facts.CALL_OFF:
+                self.told.append("call off")
+                return [self.calls_off]
+        raise AssertionError(method)
+
+    def _perform(self, told: wire.Operation) -> int:
         self.told.append(told)
         if self._fails is not None and isinstance(told, self._fails):
             raise EngineError("another sum", code=NackCode.CHECKSUM_MISMATCH)
         return 2
-
-    async def room(self) -> Room:
-        return self.found
-
-    async def swap(self, version: int, check: str, operation: str, *, clear_cache: bool) -> None:
-        self.told += [wire.decode(check), wire.decode(operation)]
-        self.told.append(f"swap to {version}, {clear_cache}")
-
-    async def call_off(self) -> bool | None:
-        self.told.append("call off")
-        return self.calls_off
 
     async def load_adapter(self, name: str) -> None:
         self.told.append(f"load {name}")

@@ -77,7 +77,7 @@ def test_nothing_changes_before_the_swap_and_then_all_does() -> None:
     assert all(torch.equal(before[name], now) for name, now in tested.snapshot().items())
     assert torch.equal(packed, tested.model.linear.packed)
     places = {name: each.data_ptr() for name, each in tested.model.named_parameters()}
-    tested.weights.swap()
+    tested.weights.swap(tested.weights.need_sealed())
     new = served(5)
     for name, now in tested.snapshot().items():
         if name != "linear.weight":
