@@ -152,7 +152,8 @@ class VllmHttpEngine(UpdatesByPlugin):
         return info
 
     async def close(self) -> None:
-        """Close the connection, and stop the server if we started it."""
+        """Close the connections, and stop the server if we started it."""
+        self._plugin.close()
         connections, self._connections = self._connections, None
         if connections is not None:
             await connections.close()

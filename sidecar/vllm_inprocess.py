@@ -120,7 +120,8 @@ class VllmEngine(UpdatesByPlugin):
         return request
 
     async def close(self) -> None:
-        """Nothing to do: the engine is the caller's."""
+        """The engine is the caller's, and stays."""
+        self._plugin.close()
 
     async def died(self) -> str:
         while not self._llm.errored:  # vLLM offers a flag and no event

@@ -34,8 +34,11 @@ class Receiver(ABC):
         lasts: until :meth:`release` nothing that becomes of the other end can take the tensors
             away. If not, they are copied as soon as they are there.
         waits: :meth:`receive` waits for the other end, or copies.
+        collective: :meth:`receive` waits for others, who all have their part in it. It may be
+            closed meanwhile by another thread, and is opened anew then.
         depth: so many chunks may be received before the first of them is released; with more than
-            one, :meth:`receive` is called in a thread of its own. May change with :meth:`open`.
+            one, :meth:`receive` is called in a thread of its own, and so it is of a ``collective``.
+            May change with :meth:`open`.
     """
 
     room_bytes: int | None = None
@@ -43,6 +46,7 @@ class Receiver(ABC):
     owned: bool = False
     lasts: bool = True
     waits: bool = True
+    collective: bool = False
     depth: int = 1
 
     @abstractmethod

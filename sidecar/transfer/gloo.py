@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 class GlooReceiver(Receiver):
     """One rank of the trainer's communicator, with room for as many chunks as the trainer has."""
 
+    collective = True
+
     def __init__(self) -> None:
         self._group: Any = None
         self._buffers: deque[torch.Tensor] = deque()

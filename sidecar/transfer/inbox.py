@@ -1,14 +1,15 @@
 """Chunks on their way into a model: from when they are announced until they are loaded.
 
-A receiver with room for several chunks (:attr:`Receiver.depth`) receives in a thread of its own,
-one chunk after the other: on a GPU on a stream of its own as well, so that a chunk comes while
-another is loaded. Any other receives when it is asked to.
+A receiver with room for several chunks (:attr:`Receiver.depth`), or that waits for others
+(:attr:`Receiver.collective`), receives in a thread of its own, one chunk after the other: on a GPU
+on a stream of its own as well, so that a chunk comes while another is loaded. Any other receives
+when it is asked to.
 """
 
 from __future__ import annotations
 
 import contextlib
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Inbox:
-    """Of one model, over one transport after the other. Used by one thread.
+    """Of one model, over one transport after the other. Used by one thread at a time.
 
     Args:
         device: where the weights are.
@@ -40,6 +41,7 @@ class Inbox:
         self._device = device
         self._chunks: dict[int, Future[Tensors]] = {}
         self._thread: ThreadPoolExecutor | None = None
+        self._left_behind = False  # that thread, in a transport that was closed
         self._stream: torch.cuda.Stream | None = None
 
     @property
@@ -62,13 +64,21 @@ class Inbox:
     def stop(self) -> None:
         """Forget all chunks at once, and what comes yet: the transport is closed then, and must be
         opened anew. Who waits in it is left behind, until its deadline at the latest."""
-        if self.receiver is not None and not all(coming.done() for coming in self._chunks.values()):
-            self.receiver.close()
-            self._chunks.clear()
-            if self._thread is not None:
-                self._thread.shutdown(wait=False, cancel_futures=True)
-                self._thread = None
+        self._cancel()
         self.clear()
+
+    def interrupt(self) -> None:
+        """As :meth:`stop`, where a transport waits for the other end, called from any thread while
+        another is in :meth:`take`: that raises. What comes over any other is there soon."""
+        if self.receiver is not None and self.receiver.collective:
+            self._cancel()
+
+    def _cancel(self) -> None:
+        """None of the chunks that come, ever does."""
+        cancelled = [coming for coming in self._chunks.copy().values() if coming.cancel()]
+        if cancelled and self.receiver is not None:
+            self._left_behind = True
+            self.receiver.close()
 
     def begin(self, seq: int, metas: tuple[TensorMeta, ...], backend: str, handle: bytes) -> None:
         """Receive a chunk. It may come yet when this returns: :meth:`take` waits.
@@ -86,11 +96,11 @@ class Inbox:
                 f"chunks {sorted(self._chunks)} are received and not loaded yet",
                 code=NackCode.WRONG_STATE,
             )
-        if receiver.depth == 1:
-            coming: Future[Tensors] = Future()
-            coming.set_result(self._receive(receiver, metas, handle))
+        coming: Future[Tensors] = Future()
+        if receiver.depth > 1 or receiver.collective:
+            self._receiving().submit(self._deliver, coming, receiver, metas, handle)
         else:
-            coming = self._receiving().submit(self._receive, receiver, metas, handle)
+            coming.set_result(self._receive(receiver, metas, handle))
         self._chunks[seq] = coming
 
     def take(self, seq: int) -> Tensors:
@@ -106,7 +116,10 @@ class Inbox:
             raise EngineError(
                 f"chunk {seq} is asked for, but {found} is staged", code=NackCode.WRONG_STATE
             )
-        tensors = coming.result()
+        try:
+            tensors = coming.result()
+        except CancelledError:
+            raise transfer_failed(f"chunk {seq} was given up before it had come") from None
         if self._stream is not None:
             here = torch.cuda.current_stream(self._device)
             for _, tensor in tensors:
@@ -144,12 +157,34 @@ class Inbox:
         coming = self._chunks.pop(seq, None)
         if coming is None or self.receiver is None:
             return
-        wait([coming])
-        if coming.exception() is None and self.receiver.lasts:
-            self.receiver.release()
+        with contextlib.suppress(CancelledError):
+            if coming.exception() is None and self.receiver.lasts:
+                self.receiver.release()
+
+    def _deliver(
+        self,
+        coming: Future[Tensors],
+        receiver: Receiver,
+        metas: tuple[TensorMeta, ...],
+        handle: bytes,
+    ) -> None:
+        """Until it is there it can be cancelled, however long it has been coming."""
+        failure: BaseException | None = None
+        tensors: Tensors = []
+        try:
+            tensors = self._receive(receiver, metas, handle)
+        except BaseException as error:  # noqa: BLE001 - who takes the chunk, gets it
+            failure = error
+        if not coming.set_running_or_notify_cancel():
+            return  # and the transport was closed
+        if failure is not None:
+            coming.set_exception(failure)
+        else:
+            coming.set_result(tensors)
 
     def _receive(self, receiver: Receiver, metas: tuple[TensorMeta, ...], handle: bytes) -> Tensors:
-        with self._own_stream() if receiver.depth > 1 else contextlib.nullcontext():
+        apart = receiver.depth > 1 or receiver.collective
+        with self._own_stream() if apart else contextlib.nullcontext():
             received = receiver.receive(metas, handle)
         try:
             check_delivered(self.backend, metas, received)
@@ -165,6 +200,10 @@ class Inbox:
         return [(name, tensor.to(self._device, copy=copy)) for name, tensor in tensors]
 
     def _receiving(self) -> ThreadPoolExecutor:
+        if self._thread is not None and self._left_behind:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = None
+        self._left_behind = False
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="wavebus-receive")
             if self._device.type == "cuda":

@@ -30,6 +30,8 @@ class NcclReceiver(Receiver):
     """One rank of the trainer's communicator. Packed, it has room for as many chunks as the
     trainer has; unpacked, it makes new tensors for each, which are the caller's."""
 
+    collective = True
+
     def __init__(self) -> None:
         self._communicator: bus.nccl.Communicator | None = None
         self._buffers: deque[torch.Tensor] = deque()

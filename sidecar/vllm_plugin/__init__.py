@@ -12,6 +12,10 @@ module               what
 ==================== ==========================================================
 ``wire``             the operations, as typed payloads of one call of vLLM's
 ``worker``           the weight transfer engine inside each worker
+``loadable``         what that one knows of its models, and of the next update
+``stager``           its part in a staged update
+``lane``             where it is reached while it makes steps
+``lanes``            the sidecar's end of that
 ``session``          that worker's update session
 ``native``           vLLM's own worker engines, guarded by that one
 ``ipc``              the handles that one of those is told

@@ -9,6 +9,7 @@ from bus.lora import adapter_of
 from bus.native import loads_when_received
 from bus.staging import Room, need_room
 from sidecar.vllm_plugin import facts, wire
+from sidecar.vllm_plugin.lanes import Lanes
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
@@ -45,6 +46,8 @@ class PluginClient:
         self._adapter = ""
         self._load_comes_with_receive = False
         self._staged = False
+        self._lanes = Lanes()
+        self._no_lanes = ""
         self._swaps = True
         self._together = True
 
@@ -61,6 +64,11 @@ class PluginClient:
         await self._perform(wire.UndoAdapter(settled=False))
         self._swaps = await self._call_off() is not None
         await self._perform(wire.LetGo())
+        await self._reach_lanes()
+
+    def close(self) -> None:
+        """Let the workers' lanes go."""
+        self._lanes.close()
 
     async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
         self._adapter = ""
@@ -98,23 +106,25 @@ class PluginClient:
     async def receive(self, chunk: Chunk) -> None:
         """Fetch a chunk. vLLM's own worker engines load it as well: in an update session, and
         without a second look at what has arrived."""
-        await self._perform(
-            wire.Receive(
-                chunk.seq,
-                chunk.backend,
-                tuple(meta.name for meta in chunk.tensors),
-                tuple(meta.dtype for meta in chunk.tensors),
-                tuple(meta.shape for meta in chunk.tensors),
-                chunk.handle,
-            )
+        receive = wire.Receive(
+            chunk.seq,
+            chunk.backend,
+            tuple(meta.name for meta in chunk.tensors),
+            tuple(meta.dtype for meta in chunk.tensors),
+            tuple(meta.shape for meta in chunk.tensors),
+            chunk.handle,
         )
+        if self._staged:
+            await self._lanes.perform(receive)
+        else:
+            await self._perform(receive)
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
         """Verify and load in one call, if all workers can agree between the two."""
         if self._load_comes_with_receive:
             return
         if self._staged:
-            await self._perform(wire.Stage(seq, verify, sums))
+            await self._lanes.perform(wire.Stage(seq, verify, sums))
             return
         if sums and not self._together:
             await self._perform(wire.Verify(seq, verify, sums))
@@ -137,7 +147,7 @@ class PluginClient:
 
     async def finish_update(self) -> None:
         if self._staged:
-            await self._perform(wire.Seal())
+            await self._lanes.perform(wire.Seal())
         elif not self._adapter:
             await self._perform(wire.Finish())
 
@@ -166,7 +176,19 @@ class PluginClient:
             return Room(why_not="its cores can't swap between steps (their log says why)")
         if not self._together:
             return Room(why_not="it has several cores behind one client")
+        if self._no_lanes:
+            return Room(why_not=self._no_lanes)
         return facts.read_room(await self._doors.ask(facts.ASK_ROOM, {}))
+
+    async def _reach_lanes(self) -> None:
+        self._no_lanes = ""
+        if not self._together:
+            return
+        try:
+            names = facts.read_lanes(await self._doors.ask(facts.ASK_LANE, {}))
+            self._lanes.open(names)
+        except EngineError as error:
+            self._no_lanes = error.detail
 
     async def _call_off(self) -> bool | None:
         """Whether one was; None: the core knows of no swaps."""

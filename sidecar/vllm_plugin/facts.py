@@ -28,6 +28,7 @@ ASK_REQUESTS: Final = "wavebus_requests"
 ASK_DRAFT: Final = "wavebus_draft"
 ASK_LOADING: Final = "wavebus_loading"
 ASK_ROOM: Final = "wavebus_room"
+ASK_LANE: Final = "wavebus_lane"
 ASK_PRESENCE: Final = "__str__"
 # Has the weight transfer engine carry out an operation of :mod:`sidecar.vllm_plugin.wire`, its
 # argument ``operation``; it returns how many chunks may be received ahead.
@@ -106,6 +107,18 @@ def read_room(answer: Any) -> Room:
         raise EngineError(f"the plugin inside vLLM answered {answer!r:.200}: {error}") from error
 
 
+def read_lanes(answer: Any) -> tuple[str, ...]:
+    """What the lane of each worker is called.
+
+    Raises:
+        EngineError: one has none.
+    """
+    names = tuple(answer) if isinstance(answer, list) else ()
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise EngineError(f"the plugin inside vLLM answered {answer!r:.200}: workers without lanes")
+    return names
+
+
 def read_called_off(answer: Any) -> bool | None:
     """Whether a swap was called off; None: the cores know of none."""
     told = str(answer[0]) if isinstance(answer, list) and answer else ""
@@ -150,6 +163,7 @@ def install(worker_base: Any) -> None:
     setattr(worker_base.WorkerBase, ASK_DRAFT, _draft)
     setattr(worker_base.WorkerBase, ASK_LOADING, _loading)
     setattr(worker_base.WorkerBase, ASK_ROOM, _room)
+    setattr(worker_base.WorkerBase, ASK_LANE, _lane)
     setattr(worker_base.WorkerBase, PERFORM, _perform)
     for answered_by_cores in (DOOR, SWAP, CALL_OFF):
         setattr(worker_base.WorkerBase, answered_by_cores, _none)
@@ -182,6 +196,11 @@ def _room(worker: Any) -> dict[str, Any]:
     room = getattr(worker.weight_transfer_engine, "wavebus_room", None)
     told: dict[str, Any] = msgspec.to_builtins(room or Room(why_not="vLLM's own worker engine"))
     return told
+
+
+def _lane(worker: Any) -> str:
+    """Where what is staged is asked for; empty where nothing is."""
+    return str(getattr(worker.weight_transfer_engine, "wavebus_lane", ""))
 
 
 def _facts(_worker: Any) -> dict[str, Any]:

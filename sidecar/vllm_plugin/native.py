@@ -24,6 +24,7 @@ from bus.transfer import Place
 from sidecar.transfer.base import transfer_failed
 from sidecar.vllm_plugin import ranks, wire
 from sidecar.vllm_plugin.ipc import rebuildable
+from sidecar.vllm_plugin.loadable import need_armed
 from sidecar.vllm_plugin.loader_trace import refused
 from sidecar.vllm_plugin.worker import WavebusWeightTransferEngine, not_this_engine
 
@@ -86,9 +87,10 @@ class NativeUpdates(WavebusWeightTransferEngine):
         """What the guarded engine is to be told."""
         if not self._opened or operation.backend != self._backend:
             raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
-        metas = self._armed_chunk(operation)
+        armed = need_armed(self._armed)
+        metas = armed.chunk(operation)
         self._need_its_session()
-        columns = _columns(metas, self._armed_counts(operation.seq))
+        columns = _columns(metas, armed.counts(operation.seq))
         return rebuildable(native.decode_chunk(operation.handle, columns))  # type: ignore[no-any-return]
 
     def _post_process(self) -> None:
@@ -101,6 +103,9 @@ class NativeUpdates(WavebusWeightTransferEngine):
     def shutdown(self) -> None:
         """Let both go: the receiver of wavebus's, and the transport that is theirs."""
         super().shutdown()
+        self._close_theirs()
+
+    def _close_theirs(self) -> None:
         if self._opened:
             self._opened = False
             self._doors.shutdown()
@@ -115,7 +120,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
     def _open(self, operation: wire.Open) -> None:
         if not native.engine_of(operation.backend):
             if self._opened:
-                self.shutdown()
+                self._close_theirs()
             super()._open(operation)
             return
         typed: Any = None
@@ -134,7 +139,8 @@ class NativeUpdates(WavebusWeightTransferEngine):
             typed = self._doors.parse_init_info(info)
 
         ranks.together(prepare)
-        self.shutdown()
+        self._inbox.close()
+        self._close_theirs()
         self._armed = None
         try:
             self._doors.init_transfer_engine(typed, parallel)

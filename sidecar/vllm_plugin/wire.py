@@ -2,7 +2,8 @@
 
 Each is one call of vLLM's ``collective_rpc``, of a method that the plugin adds to workers
 (:data:`sidecar.vllm_plugin.facts.PERFORM`), with one argument: the operation in MessagePack, in
-base64. In process the text crosses vLLM's MessagePack codec, over HTTP it is JSON, and one text
+base64. What is staged goes by the workers' lanes (:mod:`sidecar.vllm_plugin.lane`), as the same
+text. In process the text crosses vLLM's MessagePack codec, over HTTP it is JSON, and one text
 form passes both. Decoding is strict: unknown operations, unknown fields and wrong types are
 refused.
 
@@ -35,7 +36,7 @@ from bus.messages import (  # noqa: TC001 - msgspec reads them when it decodes
 )
 from bus.messages import Verify as VerifyMode  # noqa: TC001 - as above
 
-PROTOCOL: Final = 8
+PROTOCOL: Final = 9
 MAX_PAYLOAD_CHARS: Final = 32 * 1024 * 1024
 DETAIL_CHARS: Final = 2000
 TENSOR_CHARS: Final = 512
@@ -126,7 +127,7 @@ class StartStaging(msgspec.Struct, frozen=True, tag="start_staging", forbid_unkn
 
 
 class Stage(msgspec.Struct, frozen=True, tag="stage", forbid_unknown_fields=True):
-    """Copy the received chunk into that memory; ``sums`` as of :class:`Load`."""
+    """Copy the received chunk into that memory; ``sums`` as of :class:`Load`. By the lane."""
 
     seq: Count
     verify: VerifyMode
@@ -134,7 +135,7 @@ class Stage(msgspec.Struct, frozen=True, tag="stage", forbid_unknown_fields=True
 
 
 class Seal(msgspec.Struct, frozen=True, tag="seal", forbid_unknown_fields=True):
-    """All chunks are staged."""
+    """All chunks are staged. By the lane."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", forbid_unknown_fields=True):

@@ -37,34 +37,30 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from bus.errors import EngineError, UsageError
 from bus.lora import PREFIX as ADAPTERS
 from bus.lora import adapter_of, check_adapter_name
-from bus.manifest import Manifest, TensorMeta
-from bus.messages import NackCode, Staging, Target
+from bus.manifest import Manifest
+from bus.messages import NackCode, Target
 from bus.native import engine_of
-from bus.staging import Room
 from bus.transfer import Place
-from sidecar.transfer import check_room, check_sums, make_receiver, staging_room
+from sidecar.transfer import check_room, check_sums, make_receiver
 from sidecar.transfer.inbox import Inbox
 from sidecar.transfer.lora import LoraReceiver
 from sidecar.vllm_plugin import ranks, wire
 from sidecar.vllm_plugin.adapters import Adapters
-from sidecar.vllm_plugin.compat import BACKEND, deferred_layers, shared_communicators
-from sidecar.vllm_plugin.cpu import CpuRepacking
+from sidecar.vllm_plugin.compat import BACKEND, shared_communicators
+from sidecar.vllm_plugin.loadable import Armed, Loadable, need_armed
 from sidecar.vllm_plugin.manifest_check import (
     Blueprint,
-    ManifestChecker,
     quiet_loading,
-    tied_head,
 )
-from sidecar.vllm_plugin.plans import Plans
 from sidecar.vllm_plugin.session import Session
-from sidecar.vllm_plugin.staged import StagedWeights
+from sidecar.vllm_plugin.stager import Stager
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from bus.staging import Room
     from sidecar.transfer import Receiver
     from sidecar.transfer.inbox import Tensors
-    from sidecar.vllm_plugin import planned
 
 __all__ = ["WavebusWeightTransferEngine"]
 
@@ -90,27 +86,6 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     raw: dict[str, Any]
 
 
-class Loadable:
-    """One of the worker's models, and what it takes to load it."""
-
-    def __init__(self, model: torch.nn.Module, built: Blueprint, device: torch.device) -> None:
-        self.model = model
-        self.tied_head = tied_head(built.model_config, model)
-        self.checker = ManifestChecker(built, model, self.tied_head)
-        self.plans = Plans(built.vllm_config, model, device, self.tied_head)
-        self.staged = StagedWeights(model, device)
-        self.repacking = CpuRepacking(model, device)
-
-    def taken(self, received: Tensors) -> Tensors:
-        """Of what was received, what is loaded: a tied head is another tensor already."""
-        return [(name, tensor) for name, tensor in received if name != self.tied_head]
-
-    def process_deferred(self, dtype: torch.dtype) -> None:
-        """Post-process those layers that vLLM leaves for the end of a load."""
-        for layer in deferred_layers(self.model):
-            layer.process_weights_after_loading(dtype)
-
-
 class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     """Dispatches each update to a receiver; checks manifests; loads.
 
@@ -127,14 +102,14 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         super().__init__(config, vllm_config, device, model)
         quantised = vllm_config.quant_config is not None
         built = Blueprint(vllm_config, vllm_config.model_config, quantised)
-        self._loadable: dict[Target, Loadable] = {"model": Loadable(model, built, device)}
+        own = Loadable(model, built, device)
+        self._loadable: dict[Target, Loadable] = {"model": own}
         self._adapters = Adapters.of(model)
         self._index = worker_index(vllm_config.parallel_config)
-        self._armed: Manifest | None = None
-        self._armed_for: Target = "model"
-        self._staging: Staging | None = None
+        self._armed: Armed | None = None
         self._backend = ""
         self._inbox = Inbox(device)
+        self._stager = Stager(own, self._inbox, vllm_config, device)
         self.session = Session()
 
     def introduce_draft(self, model: torch.nn.Module, built: Blueprint) -> None:
@@ -208,9 +183,10 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _need_its_session(self) -> None:
         """The session is of the model that was armed: tensors of one may fit the other, too."""
-        if self._armed_for != self._target:
+        armed = self._armed
+        if armed is not None and armed.target != self._target:
             raise EngineError(
-                f"what was armed for the {self._armed_for} is not loaded into the {self._target}",
+                f"what was armed for the {armed.target} is not loaded into the {self._target}",
                 code=NackCode.WRONG_STATE,
             )
 
@@ -233,7 +209,19 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         loadable.repacking.after_finish()
 
     def shutdown(self) -> None:
+        self._stager.lane.close()
         self._inbox.close()
+
+    @property
+    def wavebus_lane(self) -> str:
+        """The name of this worker's lane."""
+        return self._stager.lane.name
+
+    @property
+    def wavebus_room(self) -> Room:
+        """Whether the armed update can be staged here."""
+        broken = self.session.open or is_reloading(self._loadable["model"].model)
+        return self._stager.room(self._armed, broken=broken)
 
     @property
     def wavebus_loading(self) -> dict[str, Any]:
@@ -249,7 +237,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         Raises:
             WorkerRefusal: in the last worker, if it failed in any.
         """
-        ranks.carry_out(lambda: self._perform(worker, wire.decode(operation)))
+        with self._stager.lane.held():
+            ranks.carry_out(lambda: self._perform(worker, wire.decode(operation)))
         return self._inbox.depth
 
     def _perform(self, worker: Any, operation: wire.Operation) -> None:
@@ -272,17 +261,15 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             case wire.Load():
                 self._load(worker, operation)
             case wire.StartStaging():
-                self._start_staging()
-            case wire.Stage():
-                self._stage(operation)
-            case wire.Seal():
-                self._loadable["model"].staged.seal()
+                self._stager.start(self._armed)
             case wire.Ready():
-                self._loadable["model"].staged.need_sealed()
+                self._stager.check_ready()
             case wire.Swap():
-                self._swap()
+                self._stager.swap()
             case wire.LetGo():
-                self._let_go()
+                self._stager.let_go()
+            case wire.Stage() | wire.Seal():
+                raise EngineError("that is asked of the lane", code=NackCode.WRONG_STATE)
             case wire.Restore(target=target):
                 self._restore(worker, target)
             case wire.Finish():
@@ -324,7 +311,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         receiver = inbox.receiver
         if receiver is None or operation.backend != self._backend:
             receiver = self._make_receiver(operation.backend)
-            self.shutdown()
+            inbox.close()
             inbox.use(operation.backend, receiver)
             self._backend = operation.backend
         inbox.stop()
@@ -343,7 +330,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         return LoraReceiver()
 
     def _arm(self, operation: wire.ArmManifest) -> None:
-        self._armed, self._staging = None, None
+        self._armed = None
         if operation.counts and self.session.open:
             raise EngineError(
                 "an update broke off in this engine, and no patch mends it: send a whole set of "
@@ -376,101 +363,12 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             if not manifest.counts:  # a patch goes into the model as vLLM does it
                 loadable.plans.learn(manifest, trace)
         check_room(self._backend, receiver, manifest)
-        self._armed, self._armed_for, self._staging = manifest, target, operation.staging
-
-    def _armed_chunk(self, operation: wire.Receive) -> tuple[TensorMeta, ...]:
-        """What is to be received."""
-        columns = zip(operation.names, operation.dtypes, operation.shapes, strict=False)
-        metas = tuple(TensorMeta(*column) for column in columns)
-        if self._armed is None:
-            raise EngineError("receive before a manifest was armed", code=NackCode.WRONG_STATE)
-        if operation.seq >= self._armed.chunks or metas != self._armed.chunk(operation.seq):
-            raise EngineError(
-                f"chunk {operation.seq} is not the one of the armed manifest",
-                code=NackCode.TRANSFER_FAILED,
-            )
-        return metas
-
-    def _armed_counts(self, seq: int) -> tuple[int, ...]:
-        """Of a patch: how many elements of each of a chunk's tensors come."""
-        return () if self._armed is None else self._armed.counts[self._armed.part(seq)]
+        self._armed = Armed(manifest, target, operation.staging)
 
     def _receive(self, worker: Any, operation: wire.Receive) -> None:  # noqa: ARG002 - see native
         if engine_of(operation.backend):
             raise not_this_engine(operation.backend)
-        metas = self._armed_chunk(operation)
-        self._inbox.begin(operation.seq, metas, operation.backend, operation.handle)
-
-    # -- staging -----------------------------------------------------------------------
-
-    @property
-    def wavebus_room(self) -> Room:
-        """Whether the armed update can be staged here."""
-        staging, loadable = self._staging, self._loadable["model"]
-        if staging is None or self._armed_for != "model" or self._armed is None:
-            return Room(why_not="no update was armed that may be staged")
-        known = loadable.plans.known
-        if known.plan is None:
-            return Room(why_not=f"it needs the model's own loader: {known.reason}")
-        if self.session.open or is_reloading(loadable.model):
-            return Room(why_not="an update broke off in this engine")
-        needed = sum(
-            torch.Size(target.shape).numel() * target.dtype.itemsize
-            for target in known.plan.targets.values()
-        )
-        held = loadable.staged.held_bytes
-        return staging_room(staging, needed, self.device, held_bytes=held)
-
-    def _start_staging(self) -> None:
-        loadable = self._loadable["model"]
-        plan = loadable.plans.known.plan
-        if self._staging is None or plan is None:
-            raise EngineError("no update was armed that can be staged", code=NackCode.WRONG_STATE)
-        self._inbox.clear()
-        loadable.staged.begin(plan)
-
-    def _stage(self, operation: wire.Stage) -> None:
-        """What has arrived is what was sent, and lies beside the weights."""
-        loadable, seq = self._loadable["model"], operation.seq
-        plans = loadable.plans
-        try:
-            received = self._verified(operation)
-            tensors = loadable.taken(received)
-            loadable.staged.stage(tensors)
-            if not plans.known.proven:
-                self._prove(loadable, tensors)
-            self._synchronize()
-        except BaseException:
-            self._inbox.clear()
-            raise
-        self._inbox.done(seq)
-
-    def _prove(self, loadable: Loadable, tensors: Tensors) -> None:
-        with set_current_vllm_config(self.vllm_config):
-            try:
-                loadable.staged.prove(tensors, *loadable.checker.loader())
-            except EngineError:
-                loadable.plans.staged(proven=False)
-                raise
-
-    def _swap(self) -> None:
-        """In all workers, or in none. What fails behind that, leaves an engine that must not go
-        on: it is not :data:`NackCode.CALLED_OFF`."""
-        loadable = self._loadable["model"]
-        places: dict[str, planned.Place] = {}
-        ranks.together(lambda: places.update(loadable.staged.need_sealed()))
-        loadable.repacking.before_start()
-        loadable.staged.swap(places)
-        loadable.process_deferred(self.model_config.dtype)
-        loadable.repacking.after_finish()
-        loadable.plans.staged(proven=True)
-        self._synchronize()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        self._inbox.clear()
-        keep = self._staging is not None and self._staging.keep
-        self._loadable["model"].staged.let_go(keep=keep)
+        need_armed(self._armed).receive(operation, self._inbox)
 
     def _synchronize(self) -> None:
         if self.device.type != "cpu":
@@ -484,17 +382,10 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _arrived(self, operation: wire.Verify | wire.Load | wire.LoadAdapter) -> Tensors:
         """The tensors of a chunk, when they are there, and are what was sent."""
-        received = self._verified(operation)
-        return received if self._loads_in_place() else self._inbox.take_own(operation.seq)
-
-    def _verified(
-        self, operation: wire.Verify | wire.Load | wire.LoadAdapter | wire.Stage
-    ) -> Tensors:
-        """Where the transport has them."""
         received = self._inbox.take(operation.seq)
         if operation.sums:
             check_sums(operation.seq, received, operation.verify, operation.sums)
-        return received
+        return received if self._loads_in_place() else self._inbox.take_own(operation.seq)
 
     def _take(self, operation: wire.Load | wire.LoadAdapter, check: Callable[[], None]) -> Tensors:
         """A chunk, once it has arrived in all workers, and ``check`` raises in none of them: then

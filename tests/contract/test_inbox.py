@@ -169,6 +169,37 @@ def test_a_close_does_not_wait_for_what_never_comes() -> None:
         lane.close()
 
 
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_who_waits_for_a_sender_can_be_interrupted(buffers: int) -> None:
+    """By another thread: the chunk never comes; and no other does, until the transport is opened
+    anew."""
+    lane = Lane("gloo", buffers=buffers)
+    try:
+        lane.begin(0)
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(lane.inbox.take, 0)
+            lane.inbox.interrupt()
+            with pytest.raises(EngineError, match="given up") as failed:
+                waiting.result(LIMIT_S)
+        assert failed.value.code is NackCode.TRANSFER_FAILED
+        lane.inbox.clear()
+        lane.begin(1)
+        with pytest.raises(EngineError, match="not open"):
+            lane.inbox.take(1)
+    finally:
+        lane.close()
+
+
+def test_an_interruption_leaves_a_transport_that_waits_for_nobody(shm: Lane) -> None:
+    """What was put comes, and the next one, too: its sender knows of nothing."""
+    shm.begin(0)
+    shm.inbox.interrupt()
+    assert shm.arrived(0)
+    shm.inbox.done(0)
+    shm.begin(1)
+    assert shm.arrived(1)
+
+
 def test_another_transport_than_the_open_one_is_refused(shm: Lane) -> None:
     """By its name."""
     with pytest.raises(EngineError, match="'gloo' is not open"):

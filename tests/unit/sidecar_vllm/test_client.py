@@ -18,9 +18,10 @@ from bus.transfer import NO_PLACE
 from sidecar.engine import Chunk
 from sidecar.vllm_plugin import facts, wire
 from sidecar.vllm_plugin.client import PluginClient
+from sidecar.vllm_plugin.lane import Lane
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Iterator
 
 MANIFEST = Manifest(("a",), ("float32",), ((2,),), (1,))
 META = TensorMeta("a", "float32", (2,))
@@ -30,17 +31,22 @@ class Workers:
     """The workers of an engine, and what they were told."""
 
     def __init__(self, *, fails: type[Any] | None = None) -> None:
-        self.told: list[wire.Operation | str] = []
+        self.told: list[wire.Operation | str | tuple[str, wire.Operation]] = []
         self.found = Room(64)
         self.calls_off: bool | None = False
+        self.lane = Lane(lambda asked: self._perform(asked, "lane"), lambda: None)
+        self.lane_name = ""  # of another one
         self._fails = fails
 
     async def ask(self, method: str, kwargs: dict[str, Any]) -> Any:
         match method:
             case facts.PERFORM:
-                return [self._perform(wire.decode(kwargs["operation"]))]
+                self._perform(wire.decode(kwargs["operation"]))
+                return [2]
             case facts.ASK_ROOM:
                 return [msgspec.to_builtins(self.found)]
+            case facts.ASK_LANE:
+                return [self.lane_name or self.lane.name]
             case facts.SWAP:
                 self.told += [wire.decode(kwargs[name]) for name in ("check", "operation")]
                 self.told.append(f"swap to {kwargs['version']}, {kwargs['clear_cache']}")
@@ -50,11 +56,10 @@ class Workers:
                 return [self.calls_off]
         raise AssertionError(method)
 
-    def _perform(self, told: wire.Operation) -> int:
-        self.told.append(told)
+    def _perform(self, told: wire.Operation, way: str = "") -> None:
+        self.told.append((way, told) if way else told)
         if self._fails is not None and isinstance(told, self._fails):
             raise EngineError("another sum", code=NackCode.CHECKSUM_MISMATCH)
-        return 2
 
     async def load_adapter(self, name: str) -> None:
         self.told.append(f"load {name}")
@@ -63,7 +68,18 @@ class Workers:
         self.told.append(f"drop {name}")
 
 
-def told(workers: Workers, *steps: Coroutine[Any, Any, object]) -> list[wire.Operation | str]:
+@pytest.fixture
+def closed() -> Iterator[list[PluginClient | Lane]]:
+    """Both ends of lanes, which go when a test ends."""
+    made: list[PluginClient | Lane] = []
+    yield made
+    for each in made:
+        each.close()
+
+
+def told(
+    workers: Workers, *steps: Coroutine[Any, Any, object]
+) -> list[wire.Operation | str | tuple[str, wire.Operation]]:
     """What these steps came to."""
 
     async def scenario() -> None:
@@ -75,10 +91,11 @@ def told(workers: Workers, *steps: Coroutine[Any, Any, object]) -> list[wire.Ope
     return workers.told
 
 
-def test_an_update_is_one_call_for_each_step() -> None:
+def test_an_update_is_one_call_for_each_step(closed: list[PluginClient | Lane]) -> None:
     """A chunk is two: it is verified where it is loaded."""
     workers = Workers()
     client = PluginClient(workers)
+    closed += client, workers.lane
     told(workers, client.hello(cores=1), client.open_transfer("shm", b"", NO_PLACE))
     steps = (
         client.arm(MANIFEST, "model"),
@@ -97,15 +114,19 @@ def test_an_update_is_one_call_for_each_step() -> None:
     ]
 
 
-def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap() -> None:
-    """Each step is one call here, too; and who has no room, says so, or refuses."""
+def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap(
+    closed: list[PluginClient | Lane],
+) -> None:
+    """Chunks come by the lane, so that no step waits for them."""
     workers = Workers()
     client = PluginClient(workers)
+    closed += client, workers.lane
     told(workers, client.hello(cores=1), client.open_transfer("shm", b"", NO_PLACE))
     how = Staging(required=False, budget_bytes=0, keep=False, clear_cache=False)
     steps = (
         client.arm(MANIFEST, "model", how),
         client.start_update(recover=False, target="model", staged=True),
+        client.receive(Chunk(0, "shm", (META,), b"h")),
         client.load(0, "full", (7,)),
         client.finish_update(),
         client.swap(3, clear_cache=False),
@@ -114,8 +135,9 @@ def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap() -> Non
     assert told(workers, *steps) == [
         wire.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), how),
         wire.StartStaging(),
-        wire.Stage(0, "full", (7,)),
-        wire.Seal(),
+        ("lane", wire.Receive(0, "shm", ("a",), ("float32",), ((2,),), b"h")),
+        ("lane", wire.Stage(0, "full", (7,))),
+        ("lane", wire.Seal()),
         wire.Ready(),
         wire.Swap(),
         "swap to 3, False",
@@ -124,12 +146,15 @@ def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap() -> Non
 
 
 @pytest.mark.parametrize("cores", [1, 2, 0])
-def test_an_engine_without_room_says_so_and_refuses_what_must_be_staged(cores: int) -> None:
+def test_an_engine_without_room_says_so_and_refuses_what_must_be_staged(
+    cores: int, closed: list[PluginClient | Lane]
+) -> None:
     """Behind several cores nobody can agree on a moment; and some cores know of no swaps."""
     workers = Workers()
     workers.found = Room(64, "no room" if cores == 1 else "")
     workers.calls_off = False if cores else None
     client = PluginClient(workers)
+    closed += client, workers.lane
     told(workers, client.hello(cores=cores))
     how = Staging(required=False, budget_bytes=0, keep=False, clear_cache=False)
     found = asyncio.run(client.arm(MANIFEST, "model", how))
@@ -140,19 +165,35 @@ def test_an_engine_without_room_says_so_and_refuses_what_must_be_staged(cores: i
     assert refused.value.code is NackCode.STAGING_REFUSED
 
 
-def test_a_recovery_and_a_restore_are_one_call() -> None:
+def test_workers_that_cannot_be_reached_stage_nothing(closed: list[PluginClient | Lane]) -> None:
+    """As on another host; the reason says so."""
+    workers = Workers()
+    workers.lane_name = "wavebus-lane-nobody"
+    client = PluginClient(workers)
+    closed += client, workers.lane
+    told(workers, client.hello(cores=1))
+    how = Staging(required=False, budget_bytes=0, keep=False, clear_cache=False)
+    found = asyncio.run(client.arm(MANIFEST, "model", how))
+    assert "must run on one host" in found.why_not
+
+
+def test_a_recovery_and_a_restore_are_one_call(closed: list[PluginClient | Lane]) -> None:
     """The workers know what is open, and of which model."""
     workers = Workers()
     client = PluginClient(workers)
+    closed += client, workers.lane
     recovered = client.start_update(recover=True, target="draft")
     assert told(workers, recovered) == [wire.Start("draft", recover=True)]
     assert told(workers, client.restore("draft")) == [wire.Restore("draft")]
 
 
-def test_what_is_loaded_when_it_is_received_is_not_loaded_again() -> None:
+def test_what_is_loaded_when_it_is_received_is_not_loaded_again(
+    closed: list[PluginClient | Lane],
+) -> None:
     """By vLLM's own worker engines, until another transport is open."""
     workers = Workers()
     client = PluginClient(workers)
+    closed += client, workers.lane
     told(workers, client.open_transfer("vllm:nccl", b"", NO_PLACE))
     [received] = told(workers, client.receive(Chunk(0, "vllm:nccl", (META,), b"")), client.load(0))
     assert isinstance(received, wire.Receive)
@@ -161,10 +202,13 @@ def test_what_is_loaded_when_it_is_received_is_not_loaded_again() -> None:
 
 
 @pytest.mark.parametrize("fails", [None, wire.Verify])
-def test_cores_that_cannot_agree_verify_before_any_of_them_loads(fails: type[Any] | None) -> None:
+def test_cores_that_cannot_agree_verify_before_any_of_them_loads(
+    fails: type[Any] | None, closed: list[PluginClient | Lane]
+) -> None:
     """One that finds another sum keeps all of them from loading."""
     workers = Workers(fails=fails)
     client = PluginClient(workers)
+    closed += client, workers.lane
     told(workers, client.hello(cores=2))
     if fails:
         with pytest.raises(EngineError, match="another sum"):
@@ -176,10 +220,13 @@ def test_cores_that_cannot_agree_verify_before_any_of_them_loads(fails: type[Any
         assert told(workers, client.load(1)) == [wire.Load(1, "off", ())]
 
 
-def test_an_adapter_is_staged_by_the_workers_and_loaded_by_vllm() -> None:
+def test_an_adapter_is_staged_by_the_workers_and_loaded_by_vllm(
+    closed: list[PluginClient | Lane],
+) -> None:
     """It needs no session."""
     workers = Workers()
     client = PluginClient(workers)
+    closed += client, workers.lane
     told(
         workers, client.hello(cores=1), client.open_transfer(adapter_backend("mine"), b"", NO_PLACE)
     )

@@ -1,0 +1,130 @@
+"""A worker's lane: where a sidecar reaches it while it makes steps.
+
+vLLM's ``collective_rpc`` goes through the engine core, which asks its workers between two steps:
+what is asked so, waits for a step, and the next step waits for it. What is staged disturbs no
+step, so it comes another way: each worker listens at a Unix socket of its own, and carries out
+what it is asked there in a thread, one thing at a time.
+
+The core comes first. What it asks, begins a swap, ends an update, or starts another: so whoever is
+staging is not needed any more, is interrupted, and kept out until the worker is done.
+
+The socket is in Linux's abstract namespace: there is no file that a process which is killed would
+leave. Only processes of one user are let in, at both ends. A frame is its length, 4 bytes,
+big-endian, and then: an operation's text (:func:`sidecar.vllm_plugin.wire.encode`); back comes a
+:class:`sidecar.vllm_plugin.wire.Failure`, or nothing where there was none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import threading
+from typing import TYPE_CHECKING, BinaryIO, Final, cast
+
+from sidecar.vllm_plugin import ranks, wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LENGTH: Final = struct.Struct(">I")
+MAX_FRAME_BYTES: Final = wire.MAX_PAYLOAD_CHARS
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+_AGAIN_S: Final = 0.05
+
+
+class Lane:
+    """One worker's. Its thread starts when its address is first asked for.
+
+    Args:
+        carry_out: does what is asked; in a thread of the lane's.
+        interrupt: has whoever is in there come out soon; called from any thread, any time.
+    """
+
+    def __init__(
+        self, carry_out: Callable[[wire.Operation], None], interrupt: Callable[[], None]
+    ) -> None:
+        self._carry_out = carry_out
+        self._interrupt = interrupt
+        self._free = threading.Lock()
+        self._listener: socket.socket | None = None
+        self._name = ""
+
+    @property
+    def name(self) -> str:
+        """Of the socket, in the abstract namespace."""
+        if self._listener is None:
+            self._name = f"wavebus-lane-{os.getpid()}-{secrets.token_hex(8)}"
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listener.bind(f"\0{self._name}")
+            self._listener.listen()
+            self._in_thread(self._listen, self._listener)
+        return self._name
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Nothing is carried out for the length of a block; what was, has been interrupted."""
+        wait_s = 0.0
+        while not self._free.acquire(timeout=wait_s):
+            self._interrupt()  # again: the next one may just have begun
+            wait_s = _AGAIN_S
+        try:
+            yield
+        finally:
+            self._free.release()
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # who waits in accept, comes out
+            self._listener.close()
+            self._listener = None
+
+    def _in_thread(self, target: Callable[[socket.socket], None], served: socket.socket) -> None:
+        threading.Thread(target=target, args=(served,), name="wavebus-lane", daemon=True).start()
+
+    def _listen(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            # Each in its own thread: one that a sidecar before has left, keeps out nobody.
+            self._in_thread(self._serve, connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError), connection.makefile("rwb") as made:
+            stream = cast("BinaryIO", made)
+            if not is_own(connection):
+                return
+            while (asked := _read(stream)) is not None:
+                failure = self._answer(asked)
+                blob = b"" if failure is None else failure.to_bytes()
+                stream.write(LENGTH.pack(len(blob)) + blob)
+                stream.flush()
+
+    def _answer(self, asked: bytes) -> wire.Failure | None:
+        with self._free:
+            return ranks.attempt(lambda: self._carry_out(wire.decode(asked.decode("ascii"))))
+
+
+def is_own(connection: socket.socket) -> bool:
+    """Whether the process at the other end is of this user, or root's."""
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(told)
+    return uid in (os.getuid(), 0)
+
+
+def _read(stream: BinaryIO) -> bytes | None:
+    """A frame; None where there is none any more, or one that is too long."""
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    size = LENGTH.unpack(head)[0]
+    if size > MAX_FRAME_BYTES:
+        return None
+    body = stream.read(size)
+    return body if len(body) == size else None

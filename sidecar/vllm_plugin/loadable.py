@@ -1,0 +1,89 @@
+"""What a worker knows of its models, and of the update that comes next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bus.errors import EngineError
+from bus.manifest import TensorMeta
+from bus.messages import NackCode
+from sidecar.vllm_plugin.compat import deferred_layers
+from sidecar.vllm_plugin.cpu import CpuRepacking
+from sidecar.vllm_plugin.manifest_check import ManifestChecker, tied_head
+from sidecar.vllm_plugin.plans import Plans
+from sidecar.vllm_plugin.staged import StagedWeights
+
+if TYPE_CHECKING:
+    import torch
+
+    from bus.manifest import Manifest
+    from bus.messages import Staging, Target
+    from sidecar.transfer.inbox import Inbox, Tensors
+    from sidecar.vllm_plugin import wire
+    from sidecar.vllm_plugin.manifest_check import Blueprint
+
+
+class Loadable:
+    """One of the worker's models, and what it takes to load it."""
+
+    def __init__(self, model: torch.nn.Module, built: Blueprint, device: torch.device) -> None:
+        self.model = model
+        self.tied_head = tied_head(built.model_config, model)
+        self.checker = ManifestChecker(built, model, self.tied_head)
+        self.plans = Plans(built.vllm_config, model, device, self.tied_head)
+        self.staged = StagedWeights(model, device)
+        self.repacking = CpuRepacking(model, device)
+
+    def taken(self, received: Tensors) -> Tensors:
+        """Of what was received, what is loaded: a tied head is another tensor already."""
+        return [(name, tensor) for name, tensor in received if name != self.tied_head]
+
+    def process_deferred(self, dtype: torch.dtype) -> None:
+        """Post-process those layers that vLLM leaves for the end of a load."""
+        for layer in deferred_layers(self.model):
+            layer.process_weights_after_loading(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Armed:
+    """An update whose manifest was checked. ``staging``: as ARM has it."""
+
+    manifest: Manifest
+    target: Target
+    staging: Staging | None
+
+    def counts(self, seq: int) -> tuple[int, ...]:
+        """Of a patch: how many elements of each of a chunk's tensors come."""
+        return self.manifest.counts[self.manifest.part(seq)]
+
+    def receive(self, operation: wire.Receive, inbox: Inbox) -> None:
+        """Begin to receive a chunk, if it is one of this update's."""
+        metas = self.chunk(operation)
+        inbox.begin(operation.seq, metas, operation.backend, operation.handle)
+
+    def chunk(self, operation: wire.Receive) -> tuple[TensorMeta, ...]:
+        """What is to be received.
+
+        Raises:
+            EngineError: code ``transfer_failed``: it is not the manifest's.
+        """
+        columns = zip(operation.names, operation.dtypes, operation.shapes, strict=False)
+        metas = tuple(TensorMeta(*column) for column in columns)
+        if operation.seq >= self.manifest.chunks or metas != self.manifest.chunk(operation.seq):
+            raise EngineError(
+                f"chunk {operation.seq} is not the one of the armed manifest",
+                code=NackCode.TRANSFER_FAILED,
+            )
+        return metas
+
+
+def need_armed(armed: Armed | None) -> Armed:
+    """The update that was armed.
+
+    Raises:
+        EngineError: code ``wrong_state``: there is none.
+    """
+    if armed is None:
+        raise EngineError("receive before a manifest was armed", code=NackCode.WRONG_STATE)
+    return armed

@@ -1,0 +1,266 @@
+"""A worker's lane: real sockets, real threads, on both ends what serves there in production."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bus.errors import EngineError
+from bus.messages import NackCode
+from sidecar.vllm_plugin import wire
+from sidecar.vllm_plugin.lane import LENGTH, MAX_FRAME_BYTES, Lane
+from sidecar.vllm_plugin.lanes import Lanes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LIMIT_S = 60.0
+NOBODY = 65534
+
+
+class Worker:
+    """What it was asked, and who waits in it.
+
+    A chunk with the number of ``waits_for`` comes when ``came`` is set; with that of ``fails_at``,
+    it is not what was sent.
+    """
+
+    def __init__(self, *, waits_for: int = -1, fails_at: int = -1) -> None:
+        self.told: list[wire.Operation] = []
+        self.began = threading.Event()
+        self.came = threading.Event()
+        self.interrupted = False
+        self.lane = Lane(self._carry_out, self._interrupt)
+        self._waits_for, self._fails_at = waits_for, fails_at
+
+    def _carry_out(self, operation: wire.Operation) -> None:
+        seq = operation.seq if isinstance(operation, wire.Stage) else -2
+        self.began.set()
+        if seq == self._waits_for:
+            assert self.came.wait(LIMIT_S)
+        if self.interrupted:
+            raise EngineError("given up", code=NackCode.TRANSFER_FAILED)
+        if seq == self._fails_at:
+            raise EngineError("another sum", code=NackCode.CHECKSUM_MISMATCH, tensor="a.b")
+        self.told.append(operation)
+
+    def _interrupt(self) -> None:
+        self.interrupted = True
+        self.came.set()
+
+
+@pytest.fixture
+def workers() -> Iterator[list[Worker]]:
+    made: list[Worker] = []
+    yield made
+    for worker in made:
+        worker.came.set()
+        worker.lane.close()
+
+
+def stage(seq: int) -> wire.Stage:
+    return wire.Stage(seq, "off", ())
+
+
+async def reached(*workers: Worker) -> Lanes:
+    lanes = Lanes()
+    lanes.open([worker.lane.name for worker in workers])
+    return lanes
+
+
+def test_all_workers_do_what_is_asked_in_its_order(workers: list[Worker]) -> None:
+    """And it has been done when it is answered."""
+    workers += Worker(), Worker()
+
+    async def scenario() -> None:
+        lanes = await reached(*workers)
+        for seq in range(3):
+            await lanes.perform(stage(seq))
+            assert [len(worker.told) for worker in workers] == [seq + 1] * 2
+        await lanes.perform(wire.Seal())
+        lanes.close()
+
+    asyncio.run(scenario())
+    for worker in workers:
+        assert worker.told == [stage(0), stage(1), stage(2), wire.Seal()]
+
+
+def test_a_failure_keeps_its_code_and_its_tensor_and_the_lane(workers: list[Worker]) -> None:
+    """All others have done it; the next thing is asked as ever."""
+    workers += Worker(), Worker(fails_at=1)
+
+    async def scenario() -> None:
+        lanes = await reached(*workers)
+        await lanes.perform(stage(0))
+        with pytest.raises(EngineError, match="another sum") as failed:
+            await lanes.perform(stage(1))
+        assert failed.value.code is NackCode.CHECKSUM_MISMATCH
+        assert failed.value.tensor == "a.b"
+        await lanes.perform(stage(2))
+        lanes.close()
+
+    asyncio.run(scenario())
+    assert workers[0].told == [stage(0), stage(1), stage(2)]
+    assert workers[1].told == [stage(0), stage(2)]
+
+
+def test_who_waits_for_a_chunk_gives_way_to_the_core(workers: list[Worker]) -> None:
+    """At once; and nothing is staged until the core is done."""
+    worker = Worker(waits_for=0)
+    workers.append(worker)
+    core_has_it, core_is_done = threading.Event(), threading.Event()
+
+    def core() -> None:
+        with worker.lane.held():
+            core_has_it.set()
+            assert core_is_done.wait(LIMIT_S)
+
+    async def scenario() -> None:
+        lanes = await reached(worker)
+        waiting = asyncio.create_task(lanes.perform(stage(0)))
+        await asyncio.to_thread(worker.began.wait, LIMIT_S)
+        held = threading.Thread(target=core)
+        held.start()
+        with pytest.raises(EngineError, match="given up"):
+            await waiting
+        assert await asyncio.to_thread(core_has_it.wait, LIMIT_S)
+        worker.interrupted = False
+        worker.began.clear()
+        later = asyncio.create_task(lanes.perform(stage(1)))
+        assert not await asyncio.to_thread(worker.began.wait, 0.2)
+        core_is_done.set()
+        await later
+        held.join(LIMIT_S)
+        lanes.close()
+
+    asyncio.run(scenario())
+    assert worker.told == [stage(1)]
+
+
+def test_the_answer_to_a_call_that_was_given_up_is_nobodys(workers: list[Worker]) -> None:
+    """It comes to a connection that is gone: the next call has its own."""
+    worker = Worker(waits_for=0, fails_at=0)
+    workers.append(worker)
+
+    async def scenario() -> None:
+        lanes = await reached(worker)
+        waiting = asyncio.create_task(lanes.perform(stage(0)))
+        await asyncio.to_thread(worker.began.wait, LIMIT_S)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        later = asyncio.create_task(lanes.perform(stage(1)))
+        worker.came.set()
+        await later
+        lanes.close()
+
+    asyncio.run(scenario())
+    assert worker.told == [stage(1)]
+
+
+def test_another_sidecar_is_not_kept_out_by_one_that_hangs(workers: list[Worker]) -> None:
+    """Whose connection is open, and silent."""
+    worker = Worker()
+    workers.append(worker)
+
+    async def scenario() -> None:
+        hangs, comes = await reached(worker), await reached(worker)
+        await comes.perform(stage(0))
+        comes.close()
+        hangs.close()
+
+    asyncio.run(scenario())
+    assert worker.told == [stage(0)]
+
+
+def test_a_worker_that_is_gone_is_an_error(workers: list[Worker]) -> None:
+    """Whether it goes before, or in the middle."""
+    gone = Worker()
+    gone.lane.close()
+    name = gone.lane.name  # of a new one
+    gone.lane.close()
+
+    async def scenario() -> None:
+        with pytest.raises(EngineError, match="must run on one host"):
+            Lanes().open([name])
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"\0{name}-deaf")
+            listener.listen()
+            lanes = Lanes()
+            lanes.open([f"{name}-deaf"])
+            asked = asyncio.create_task(lanes.perform(stage(0)))
+            connection, _ = await asyncio.to_thread(listener.accept)
+            connection.close()
+            with pytest.raises(EngineError, match="has left in the middle"):
+                await asked
+
+    asyncio.run(scenario())
+    assert workers == []
+
+
+@pytest.mark.parametrize(
+    "sent", [LENGTH.pack(MAX_FRAME_BYTES + 1), LENGTH.pack(8) + b"abc", b"\0"], ids=str
+)
+def test_what_is_no_frame_ends_the_connection_and_nothing_else(
+    sent: bytes, workers: list[Worker]
+) -> None:
+    """Others come through as before."""
+    worker = Worker()
+    workers.append(worker)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(f"\0{worker.lane.name}")
+        stranger.sendall(sent)
+        stranger.shutdown(socket.SHUT_WR)
+        stranger.settimeout(LIMIT_S)
+        assert stranger.recv(1) == b""
+
+    async def scenario() -> None:
+        lanes = await reached(worker)
+        await lanes.perform(stage(0))
+        lanes.close()
+
+    asyncio.run(scenario())
+    assert worker.told == [stage(0)]
+
+
+def test_what_is_no_operation_is_refused(workers: list[Worker]) -> None:
+    """By an answer."""
+    worker = Worker()
+    workers.append(worker)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(f"\0{worker.lane.name}")
+        stranger.settimeout(LIMIT_S)
+        stranger.sendall(LENGTH.pack(3) + b"abc")
+        assert LENGTH.unpack(stranger.recv(LENGTH.size))[0] > 0
+    assert worker.told == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_is_not_let_in(workers: list[Worker]) -> None:
+    """Whatever the socket is called, and whoever may see its name."""
+    worker = Worker()
+    workers.append(worker)
+    script = f"""
+import os, socket
+os.setuid({NOBODY})
+end = socket.socket(socket.AF_UNIX)
+end.connect("\\0{worker.lane.name}")
+text = {wire.encode(stage(0)).encode()!r}
+try:
+    end.sendall(len(text).to_bytes(4, "big") + text)
+    print(end.recv(4))
+except (BrokenPipeError, ConnectionResetError):
+    print(b"")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=LIMIT_S
+    )
+    assert done.stdout == "b''\n"
+    assert worker.told == []
