@@ -36,12 +36,15 @@ def made() -> tuple[Any, Any]:
 
     from sidecar.transfer.inbox import Inbox  # noqa: PLC0415 - same
     from sidecar.vllm_plugin.session import Session  # noqa: PLC0415 - same
+    from sidecar.vllm_plugin.stager import Stager  # noqa: PLC0415 - same
     from sidecar.vllm_plugin.worker import WavebusWeightTransferEngine  # noqa: PLC0415 - same
 
     class Engine(WavebusWeightTransferEngine):
         def __init__(self) -> None:
             self.session = Session()
             self._inbox = Inbox(torch.device("cpu"))
+            loadable: Any = None  # nothing is staged
+            self._stager = Stager(loadable, self._inbox, None, torch.device("cpu"))
             self.model = self._default_model = "model"
             self.model_config = self._default_model_config = None
             self.said: list[str] = []
