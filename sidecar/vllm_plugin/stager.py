@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -49,6 +50,9 @@ class Stager:
     Args:
         inbox: the worker's.
         vllm_config: with which the model was built.
+
+    Attributes:
+        swap_ms: how long the last swap kept the device from steps.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Stager:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._armed: Armed | None = None
+        self.swap_ms = 0.0
 
     # -- on the worker's thread --------------------------------------------------------
 
@@ -105,12 +110,12 @@ class Stager:
         loadable = self._loadable
         places: dict[str, Place] = {}
         ranks.together(lambda: places.update(loadable.staged.need_sealed()))
-        loadable.repacking.before_start()
-        loadable.staged.swap(places)
-        loadable.process_deferred(self._vllm_config.model_config.dtype)
-        loadable.repacking.after_finish()
+        with self._timed():
+            loadable.repacking.before_start()
+            loadable.staged.swap(places)
+            loadable.process_deferred(self._vllm_config.model_config.dtype)
+            loadable.repacking.after_finish()
         loadable.plans.staged(proven=True)
-        self._synchronize()
         self.let_go()
 
     def let_go(self) -> None:
@@ -169,6 +174,25 @@ class Stager:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             yield
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Of a block: until the device has done it, and, on a GPU, not before it has done what it
+        was asked earlier."""
+        if self._device.type != "cuda":
+            since_s = time.perf_counter()
+            yield
+            self.swap_ms = (time.perf_counter() - since_s) * 1000
+            return
+        begun, done = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        begun.record()
+        yield
+        done.record()
+        done.synchronize()
+        self.swap_ms = begun.elapsed_time(done)
 
     def _synchronize(self) -> None:
         if self._device.type != "cpu":

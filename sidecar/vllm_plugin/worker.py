@@ -225,8 +225,9 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     @property
     def wavebus_loading(self) -> dict[str, Any]:
-        """See :meth:`Plans.account`."""
-        return self._loadable["model"].plans.account()
+        """See :meth:`Plans.account`; and ``swap_ms``, of the last staged one."""
+        account = self._loadable["model"].plans.account()
+        return {**account, "swap_ms": round(self._stager.swap_ms, 3)}
 
     # -- operations ------------------------------------------------------------------
 
