@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 @click.option(
     "--how",
     type=click.Choice(["auto", "staged", "paused"]),
-    default="paused",
+    default="auto",
     show_default=True,
     help="How updates are made: staged, while engines serve; auto: so where it can be.",
 )
@@ -120,7 +120,7 @@ def demo(
         if (engine, dp_size, how, withhold_weights, updates) != (
             "embedded",
             1,
-            "paused",
+            "auto",
             False,
             None,
         ):

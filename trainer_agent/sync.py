@@ -99,7 +99,7 @@ class SyncTrainerAgent:
         escalate: Escalation = "keep",
         canary: Canary | None = None,
         quorum: Quorum = 1,
-        how: How = "paused",
+        how: How = "auto",
         staging_bytes: int | None = None,
         keep_staging: bool = False,
     ) -> int:
