@@ -16,8 +16,9 @@ from sidecar.bench.cli_gap import gap
 
 if TYPE_CHECKING:
     from bus.runtime.loop import LoopChoice
+    from sidecar.bench.ends import Device
     from sidecar.bench.pause import EngineKind
-    from sidecar.bench.transfer_vllm import Device, Model
+    from sidecar.bench.vllm_fleet import Model
 
 _NEEDS: Final = ("aiohttp", "fastapi", "uvicorn", "httptools", "torch")
 
@@ -254,10 +255,10 @@ def transfer(
     need_modules("torch", "aiohttp")
     kind = event_loop.chosen("auto")
     if engine == "vllm":
-        from sidecar.bench import transfer_vllm  # noqa: PLC0415 - it needs torch
+        from sidecar.bench import transfer_vllm, vllm_fleet  # noqa: PLC0415 - it needs torch
 
         backend = backend or ("nccl" if device == "cuda" else "gloo")
-        plan = transfer_vllm.Plan(
+        plan = vllm_fleet.Plan(
             model=model_size,
             device=device,
             native_engine=native_engine,

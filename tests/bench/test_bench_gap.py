@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from bus.cli import run
 from tests.support.procs import run_wavebus
@@ -69,6 +70,8 @@ def test_all_ways_alternate_in_one_run(tmp_path: Path, options: tuple[str, ...])
         ("--dp-size", "0"),
         ("--engine", "nope"),
         ("--backend", "nope"),
+        ("--device", "tpu"),
+        ("--model", "huge"),
         ("--nope",),
     ],
 )
@@ -76,6 +79,18 @@ def test_wrong_usage(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[s
     """Wrong options exit with 2 and are named."""
     assert run(["bench", "gap", *arguments]) == 2
     assert arguments[0] in capsys.readouterr().err
+
+
+def test_vllm_says_what_it_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM's own trainer engine needs GPUs; lockstep is the embedded engine's alone."""
+    wanted = ("bench", "gap", "--engine", "vllm", "--device", "cpu")
+    assert run([*wanted]) == 2
+    assert "--native-engine" in capsys.readouterr().err
+    assert run([*wanted, "--dp-size", "2"]) == 2
+    assert "--dp-size" in capsys.readouterr().err
+    if torch.cuda.device_count() < 2:
+        assert run(["bench", "gap", "--engine", "vllm"]) == 2
+        assert "GPUs are needed" in capsys.readouterr().err
 
 
 def test_help_says_what_it_measures(capsys: pytest.CaptureFixture[str]) -> None:
