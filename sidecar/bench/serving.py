@@ -1,5 +1,4 @@
-"""A vLLM server of ``bench transfer --engine vllm``: a process that starts it, and stops it at its
-end.
+"""A vLLM server of the benches: a process that starts it, and stops it at its end.
 
 ``python -m sidecar.bench.serving SETTINGS LOOP``, until stdin ends; SETTINGS is a
 :class:`Settings` in JSON. Says the server's ``url`` when it takes requests. With a broker the
@@ -71,6 +70,8 @@ def called(path: str, body: Any) -> str:
     """What a post is, in the words of :mod:`sidecar.bench.window`: an operation by its name."""
     if path == "/update_weight_version":
         return "commit"
+    if path == "/collective_rpc" and body["method"] == facts.SWAP:
+        return "swap"
     if path != "/collective_rpc" or body["method"] != facts.PERFORM:
         return path.removeprefix("/")
     operation = wire.decode(body["kwargs"]["operation"])
