@@ -100,8 +100,8 @@ class TimedSender:
         return (self.acked_s - left_s + before_s) * 1000
 
     def receive_ms(self) -> float:
-        """From when the first chunk was put to when the last one was acked."""
-        return (self.acked_s - self.puts[0][0]) * 1000
+        """From when the first chunk left to when the last one was acked."""
+        return (self.acked_s - self.transfers[0][0]) * 1000
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

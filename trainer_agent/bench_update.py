@@ -16,7 +16,7 @@ async def bus_update(
 ) -> dict[str, Any]:
     """What it took, and when its parts were, in seconds on ``time.monotonic()``'s clock.
 
-    ``receive_ms``: from when the first chunk was put to the last one's ack.
+    ``receive_ms``: from when the first chunk left to the last one's ack.
     """
     timed = agent.timed
     timed.begin()

@@ -49,7 +49,7 @@ class Running:
     Attributes:
         trainer: answers each way's name with what one update took.
         urls: of each way, where its engines take requests, rank by rank.
-        engines: of each way, those who tell what was called in them.
+        engines: of each way, those who tell of their last swap.
         raw_ms: one transfer of ``size_bytes`` with nothing around it.
         copy_ms: one copy of ``size_bytes`` within an engine's memory.
         serves: what a way's engines serve now; alike where that is the same.
@@ -81,10 +81,10 @@ class Round:
     Attributes:
         steps_ms: ordinary gaps, before it.
         update_ms: from its first message to its last.
-        receive_ms: from when its first chunk was put to when its last one was there.
+        receive_ms: from when its first chunk left to when its last one was there.
         commit_ms: from the COMMIT to its last ack; 0 without a bus.
-        swap_ms: the slowest engine's call to swap; where none is seen, all of the commit, and 0 of
-            what is not staged.
+        swap_ms: how long the swap kept the slowest engine from steps; where no engine tells, all of
+            the commit, and 0 of what is not staged.
         before_tokens_per_s, receiving_tokens_per_s: of all requests together; the latter from the
             update's begin to its COMMIT, and 0 without one.
         lost: requests that ended with fewer tokens.
@@ -143,15 +143,14 @@ async def measure(
 
 async def _round(running: Running, way: Way, requests: int, tokens: int) -> Round:
     engines = running.engines[way]
-    for engine in engines:
-        await engine.ask("calls")  # what was called before is none of its
     async with streaming(running.urls[way], requests, tokens) as streams:
         await streams.have(BEGUN_TOKENS)
         decoding_s = time.monotonic()
         await streams.have(BEGUN_TOKENS + ORDINARY_TOKENS)
         told = await running.trainer.ask(way)
-    calls = [call for engine in engines for call in (await engine.ask("calls"))["calls"]]
-    swaps_ms = [(until_s - since_s) * 1000 for name, since_s, until_s in calls if name == "swap"]
+    swaps_ms: list[float] = []
+    if way == "staged":
+        swaps_ms = [(await engine.ask("swap"))["swap_ms"] for engine in engines]
     since_s, until_s, commit_ms = told["since_s"], told["until_s"], told["commit_ms"]
     came, pieces = streams.came, streams.pieces
     receiving = 0.0
@@ -164,7 +163,7 @@ async def _round(running: Running, way: Way, requests: int, tokens: int) -> Roun
         update_ms=(until_s - since_s) * 1000,
         receive_ms=told["receive_ms"],
         commit_ms=commit_ms,
-        swap_ms=max(swaps_ms, default=commit_ms if way == "staged" else 0.0),
+        swap_ms=max(swaps_ms, default=commit_ms) if way == "staged" else 0.0,
         before_tokens_per_s=tokens_within(came, pieces, decoding_s, since_s)
         / (since_s - decoding_s),
         receiving_tokens_per_s=receiving,
@@ -274,7 +273,7 @@ def table(figures: dict[str, Any]) -> str:
     row("first chunk to last ack", "receive_ms")
     row("  GB/s", "receive_gb_per_s", ".2f")
     row("commit", "commit_ms")
-    row("  of it the engine's swap", "swap_ms")
+    row("  of it without steps", "swap_ms")
     share, now = figures["ratio_throughput_receiving"], staged["receiving_tokens_per_s"]
     raw, copy_ms = figures["raw_gb_per_s"], figures["copy_ms"]
     lost, every = figures["requests_lost"], figures["requests_all"]

@@ -1,10 +1,8 @@
 """An embedded engine of ``bench gap``: a process that serves it, with a sidecar or without.
 
 ``python -m sidecar.bench.gap_engine SETTINGS LOOP``, until stdin ends; SETTINGS is a
-:class:`Settings` in JSON. Says the engine's ``url`` when it takes requests. ``calls`` answers with
-what was called of an update since it was last asked, ``[name, since, until]``, in seconds on
-``time.monotonic()``'s clock, which all processes of a host share; ``sums`` with the checksums of
-the weights that are served.
+:class:`Settings` in JSON. Says the engine's ``url`` when it takes requests. ``swap`` answers with
+how long its last swap took, and ``sums`` with the checksums of the weights that are served.
 
 Without a broker there is no sidecar: the engine's own library is called, by whoever connects to
 ``port``. Each line there is a call, each answer a line: ``{}``, or ``{"error": "why"}``.
@@ -88,6 +86,12 @@ class Engine(TimedEngine):
 
         core = self._started()
         return core.call(look).result()
+
+    def swap_ms(self) -> float:
+        """Of the last swap's call; of ranks in lockstep the wait for each other is in it."""
+        times = [until_s - since_s for name, since_s, until_s in self.calls if name == "swap"]
+        self.calls.clear()
+        return times[-1] * 1000
 
 
 class Direct:
@@ -175,8 +179,7 @@ async def serve(settings: Settings) -> None:
             if command == "sums":
                 answer(sums=await asyncio.to_thread(engine.sums))
             else:
-                answer(calls=engine.calls)
-                engine.calls = []
+                answer(swap_ms=engine.swap_ms())
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 :class:`Settings` in JSON. Says the server's ``url`` when it takes requests. With a broker the
 server has a sidecar, and ``calls`` answers with what that has called since it was last asked:
 ``[name, since, until]``, in seconds on ``time.monotonic()``'s clock, which all processes of a host
-share. Without one, it is vLLM alone.
+share; and ``swap`` with how long its last swap kept a worker from steps. Without one, it is vLLM
+alone.
 """
 
 from __future__ import annotations
@@ -65,13 +66,15 @@ class TimedEngine(VllmHttpEngine):
         finally:
             self.calls.append((called(path, body), since_s, time.monotonic()))
 
+    async def swap_ms(self) -> float:
+        """Of the slowest worker."""
+        return max(float(each["swap_ms"]) for each in await self._ask_workers(facts.ASK_LOADING))
+
 
 def called(path: str, body: Any) -> str:
     """What a post is, in the words of :mod:`sidecar.bench.window`: an operation by its name."""
     if path == "/update_weight_version":
         return "commit"
-    if path == "/collective_rpc" and body["method"] == facts.SWAP:
-        return "swap"
     if path != "/collective_rpc" or body["method"] != facts.PERFORM:
         return path.removeprefix("/")
     operation = wire.decode(body["kwargs"]["operation"])
@@ -91,7 +94,10 @@ async def on_the_bus(settings: Settings) -> None:
         await sidecar.joined()
         assert sidecar.info is not None
         answer(url=sidecar.info.endpoint)
-        async for _ in commands():
+        async for command in commands():
+            if command == "swap":
+                answer(swap_ms=await engine.swap_ms())
+                continue
             answer(calls=engine.calls)
             engine.calls = []
 
