@@ -65,7 +65,7 @@ class Play:
             self.update = world.update()
         # How long the fault lasts: longer than the lease.
         await asyncio.sleep(1.2 * world.pace.lease_ms / 1000)
-        if self.update is not None and self.who in ENGINES:
+        if self.who in ENGINES:
             await world.within("the trainer to hear how its update ended", self.update)
         await self._nobody_is_stuck()
         await self._mend()

@@ -240,6 +240,8 @@ def _staged_outcome_of(cell: Cell) -> str:
     match cell.actor:
         case "rank1":
             return "C"
+        case "engine" | "core" if (cell.step, cell.fault) == ("armed", "sigkill"):
+            return "X"  # its mate may live to refuse the start, which gives the update up for all
         case "sidecar" | "engine" | "core":
             return "W"
         case _ if cell.step in _BEFORE_ALL_IS_SENT:
