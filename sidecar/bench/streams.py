@@ -113,14 +113,23 @@ async def streaming(url: str | Sequence[str], requests: int, tokens: int) -> Asy
 
 
 async def greedy(url: str, tokens: int) -> list[int]:
-    """What a quiet engine answers to one request."""
+    """What a quiet engine answers to one request.
+
+    Raises:
+        BenchBroken: it does not.
+    """
     sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
     body = {"token_ids": prompt_of(0), "sampling_params": sampling}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{url}/inference/v1/generate", json=body, raise_for_status=True) as response,
-    ):
-        answer = await response.json()
+    try:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(
+                f"{url}/inference/v1/generate", json=body, raise_for_status=True
+            ) as response,
+        ):
+            answer = await response.json()
+    except aiohttp.ClientError as error:
+        raise BenchBroken(f"a request failed: {error}") from error
     return list(answer["choices"][0]["token_ids"])
 
 
