@@ -69,6 +69,7 @@ bench: $(VENV)/.vllm
 	$(BIN)/wavebus bench control --engines 64
 	$(BIN)/wavebus bench control --engines 256
 	$(BIN)/wavebus bench pause
+	$(BIN)/wavebus bench gap
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import importlib
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import anyio
 import anyio.to_thread
@@ -41,16 +41,17 @@ from trainer_agent.patches import BusPatches
 from trainer_agent.ranks import follow
 from trainer_agent.sending import send_stream
 from trainer_agent.snapshot import Snapshot
-from trainer_agent.sources import Weights, as_source
+from trainer_agent.sources import Weights, as_source, copied
 from trainer_agent.steps import Steps
-from trainer_agent.stream import ChunkStream
+from trainer_agent.stream import ChunkStream, nothing
 from trainer_agent.transfer import current_gpu, make_sender
 from trainer_agent.transport import Transport
+from trainer_agent.under_way import given_up, until_sent
 from trainer_agent.updating import Updates
 from trainer_agent.weight_sync import BusWeightSyncClient, WeightSync
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping
     from pathlib import Path
     from types import TracebackType
 
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from bus.runtime.base import ClientTransport
     from trainer_agent.bus_source import BusWeightSource
     from trainer_agent.canary import Canary
-    from trainer_agent.how import How, Quorum
+    from trainer_agent.how import How, Quorum, UpdateOptions
     from trainer_agent.patches import AnyPatch
     from trainer_agent.report import UpdateReport
 
@@ -171,6 +172,7 @@ class TrainerAgent:
         sender = make_sender(backend, buffers=buffers, packed=packed, device=self.device)
         self._transport = Transport(backend, sender, self._line, self._steps)
         self._updates = Updates(self._line, self._steps, alone=ranks == 1, snapshot=self._snapshot)
+        self._sending: asyncio.Task[int] | None = None
         self._catching_up = self._make_catching_up()
         self._sync = WeightSync(
             self._line,
@@ -224,7 +226,10 @@ class TrainerAgent:
         return self
 
     async def close(self) -> None:
-        """Leave the bus. A pause that is still held is resumed by the broker."""
+        """Leave the bus. A pause that is still held is resumed by the broker; an update that was
+        not awaited, is given up."""
+        if self._sending is not None:
+            await given_up(self._sending)
         if self._catching_up is not None:
             await self._catching_up.stop()
         self._line.close()
@@ -357,6 +362,7 @@ class TrainerAgent:
         how: How = "auto",
         staging_bytes: int | None = None,
         keep_staging: bool = False,
+        on_sent: Callable[[], None] = nothing,
     ) -> int:
         """Send weights to every engine and have them serve them.
 
@@ -388,6 +394,8 @@ class TrainerAgent:
             staging_bytes: at most so much may staging take, in each worker of an engine. Default:
                 what is free there.
             keep_staging: that memory stays, for the next update.
+            on_sent: called as soon as the source's tensors may change; see :meth:`send_weights`,
+                which waits for that.
 
         Returns:
             The version the bus gave. :attr:`last_update` tells the rest.
@@ -405,12 +413,46 @@ class TrainerAgent:
             BusTimeout: somebody did not answer in time: it has ``peer``, ``step``, ``chunk`` and
                 ``heard_s``. If that is the broker, what was begun is undone once it is back.
         """
+        self._need_no_other()
         pause = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
         ask = UpdateHow(pause, canary, quorum, how, staging_bytes, keep_staging)
         if self.rank:
             with self._updates.beside() as number:
                 return await follow(self._line, as_source(source), number)
-        return await self._update(source, target, label, ask)
+        return await self._update(source, target, label, ask, on_sent)
+
+    async def send_weights(
+        self, source: Weights, *, snapshot: bool = False, **options: Unpack[UpdateOptions]
+    ) -> asyncio.Task[int]:
+        """As :meth:`update_weights`, for a trainer that goes on meanwhile: returns as soon as the
+        source's tensors may change, and what it returns is awaited for the version.
+
+        ::
+
+            update = await agent.send_weights(model, snapshot=True)
+            ...  # the next step
+            version = await update
+
+        That is when the last of them is in the sender's buffers; without these (``packed=False``),
+        when engines have taken it. An agent makes one update at a time: await one before the next.
+        To cancel it gives the update up.
+
+        Args:
+            snapshot: copy the tensors, each where it lies, and send the copy: returns when they are
+                copied. Takes as much memory once more, until all are sent.
+            options: as :meth:`update_weights` has them.
+
+        Raises:
+            UsageError: a snapshot, with several ranks, each of which has a part of the tensors.
+        """
+        self._need_no_other()
+        if snapshot:
+            if self.ranks > 1:
+                raise UsageError("snapshot: several ranks gather their tensors as they are sent")
+            source = await anyio.to_thread.run_sync(copied, as_source(source))
+        begun = functools.partial(self.update_weights, source, **options)
+        self._sending = await until_sent(begun, at_once=snapshot)
+        return self._sending
 
     async def update_adapter(
         self,
@@ -455,6 +497,7 @@ class TrainerAgent:
                 "send it with an agent of rank=0, ranks=1"
             )
         fresh = Adapter(adapter, source, config)
+        self._need_no_other()
         pause = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
         async with self._aside(), self._updates.begin(UpdateHow(pause)) as update:
             report = await send_adapter(
@@ -575,9 +618,22 @@ class TrainerAgent:
             base = 0 if self.last_update is None else self.last_update.version
         return BusPatches(patches, base, self._sync.next_patch)
 
+    def _need_no_other(self) -> None:
+        """None that was sent is still under way; it may not even have begun."""
+        sending = self._sending
+        if sending is not None and not sending.done() and sending is not asyncio.current_task():
+            raise UsageError("an update is under way; await it first")
+
     # -- one update -------------------------------------------------------------
 
-    async def _update(self, source: Weights, target: Target, label: str, how: UpdateHow) -> int:
+    async def _update(
+        self,
+        source: Weights,
+        target: Target,
+        label: str,
+        how: UpdateHow,
+        on_sent: Callable[[], None],
+    ) -> int:
         async with self._aside(), self._updates.begin(how, target) as update:
             stream = ChunkStream(
                 as_source(source),
@@ -585,6 +641,7 @@ class TrainerAgent:
                 chunk_bytes=self.chunk_bytes,
                 verify=self.verify,
             )
+            stream.on_released = on_sent
             if self._snapshot is not None and target == "model":
                 begin = self._snapshot.begin
                 update.copy = stream.copy = await anyio.to_thread.run_sync(begin, stream.plan.metas)

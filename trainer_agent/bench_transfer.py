@@ -82,7 +82,7 @@ class TimedSender:
     """A sender, when each of its puts and transfers was, and when the last chunk was acked."""
 
     def __init__(self, sender: Sender) -> None:
-        self._sender = sender
+        self.inner = sender
         self.puts: list[tuple[float, float]] = []
         self.transfers: list[tuple[float, float]] = []
         self.acked_s = 0.0
@@ -99,23 +99,27 @@ class TimedSender:
         before_s = sum(min(until, left_s) - since for since, until in self.puts if since < left_s)
         return (self.acked_s - left_s + before_s) * 1000
 
+    def receive_ms(self) -> float:
+        """From when the first chunk left to when the last one was acked."""
+        return (self.acked_s - self.transfers[0][0]) * 1000
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._sender, name)
+        return getattr(self.inner, name)
 
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
         since_s = time.monotonic()
-        handle = self._sender.put(seq, tensors)
+        handle = self.inner.put(seq, tensors)
         self.puts.append((since_s, time.monotonic()))
         return handle
 
     def transfer(self, seq: int) -> None:
         since_s = time.monotonic()
-        self._sender.transfer(seq)
+        self.inner.transfer(seq)
         self.transfers.append((since_s, time.monotonic()))
 
     def taken(self, seq: int) -> None:
         self.acked_s = time.monotonic()
-        self._sender.taken(seq)
+        self.inner.taken(seq)
 
 
 class MeasuredAgent(TrainerAgent):

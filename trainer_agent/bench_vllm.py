@@ -1,21 +1,22 @@
-"""The trainer of ``bench transfer --engine vllm``: a process that makes a model on its GPU, and
-sends it on command, in three ways.
+"""The trainer of benches of vLLM: a process that makes a model on its GPU, and sends it on command,
+in several ways.
 
 ``python -m trainer_agent.bench_vllm SETTINGS LOOP``, until stdin ends; SETTINGS is a
 :class:`Settings` in JSON. It writes the model's ``config.json`` into the folder and says the
 model's size. With the first line it is told the URL of the server that has no bus; it then opens
-its three transports, waiting for the engines of the others, and says so. After that each line
+its transports, waiting for the engines of the others, and says so. After that each line
 names a way, and is answered with what one update took, and when its parts were, in seconds on
 ``time.monotonic()``'s clock, which all processes of a host share:
 
 - ``native``: vLLM's own, over HTTP: its trainer engine, its client, and a pause around that.
-- ``bus_native``: the bus, with the same trainer engine.
-- ``bus``: the bus, with a backend of wavebus's.
+- ``bus_native``: the bus, with the same trainer engine, if there is a group of that name.
+- ``paused`` (``bus`` is the same) and ``staged``: the bus, with a backend of wavebus's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 import time
@@ -36,6 +37,7 @@ from bus.runtime.lines import answer, commands
 from bus.transfer import World
 from trainer_agent.agent import TrainerAgent
 from trainer_agent.bench_transfer import BOOT_S, MeasuredAgent
+from trainer_agent.bench_update import bus_update
 from trainer_agent.demo.policy import Policy, PolicyConfig
 from trainer_agent.vllm_infos import native_info
 
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from bus.runtime.loop import LoopChoice
+    from trainer_agent.how import How
     from trainer_agent.report import UpdateReport
 
 Call: TypeAlias = "tuple[str, float, float]"
@@ -78,23 +81,30 @@ _ROUTES: Final = {
     "finish_weight_update": "finish",
     "resume": "resume",
 }
-_PAUSE: Final = "pause?mode=keep&clear_cache=true"  # as the bus pauses by default
+_PAUSE: Final = "pause?mode=keep&clear_cache="
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to send, and how. ``groups`` has, for the two ways that lead over the bus, the group
-    that the engine is alone in."""
+    """What to send, and how.
+
+    Attributes:
+        groups: ``bus`` and, if it is to be measured, ``bus_native``: that each engine is alone in.
+        bus_device: where weights lie that a backend of wavebus's sends; empty: on ``device``, as
+            all others.
+    """
 
     broker: str
     groups: dict[str, str]
     folder: str
     model: str
     device: str
+    bus_device: str
     native_engine: str
     backend: str
     chunk_bytes: int
     packed: bool
+    clear_cache: bool
 
 
 def random_weights(config: PolicyConfig, device: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -140,9 +150,9 @@ class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
         self.calls: list[Call] = []
         self._version = 0
 
-    def pause(self) -> None:
+    def pause(self, *, clear_cache: bool) -> None:
         """Requests are kept."""
-        self._post(_PAUSE)
+        self._post(f"{_PAUSE}{clear_cache}".lower())
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """With a version, as over the bus; vLLM sets it within the same call."""
@@ -156,14 +166,17 @@ class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
         since_s = time.monotonic()
         super()._post(path, json)
-        name = "pause" if path == _PAUSE else _ROUTES.get(path, path)
+        name = "pause" if path.startswith(_PAUSE) else _ROUTES.get(path, path)
         self.calls.append((name, since_s, time.monotonic()))
 
 
 class Native:
     """vLLM's own way: no bus at all."""
 
-    def __init__(self, url: str, engine: str, weights: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, url: str, engine: str, weights: dict[str, torch.Tensor], *, clear_cache: bool
+    ) -> None:
+        self._clear_cache = clear_cache
         self._client = NativeClient(url)
         self._trainer = WeightTransferTrainerFactory.trainer_init(
             native_info(engine, {}, rank=0, world=World(0, 2, "127.0.0.1")),
@@ -176,7 +189,7 @@ class Native:
         client = self._client
         client.calls.clear()
         since_s = time.monotonic()
-        client.pause()
+        client.pause(clear_cache=self._clear_cache)
         try:
             self._trainer.send_weights()
         finally:
@@ -186,6 +199,8 @@ class Native:
             "since_s": since_s,
             "until_s": until_s,
             "window_ms": (until_s - since_s) * 1000,
+            "receive_ms": _received_ms(client.calls),
+            "commit_ms": 0.0,
             "calls": client.calls,
         }
 
@@ -205,23 +220,10 @@ class BusNative:
         return {"since_s": since_s, "until_s": time.monotonic(), **_told(self._agent.last_update)}
 
 
-async def bus_update(agent: MeasuredAgent, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The bus, with a backend of wavebus's."""
-    timed = agent.timed
-    timed.begin()
-    since_s = time.monotonic()
-    await agent.update_weights(weights)
-    until_s = time.monotonic()
-    return {
-        "since_s": since_s,
-        "until_s": until_s,
-        "transfer_ms": timed.transfer_ms(),
-        **_told(agent.last_update),
-        "calls": [
-            *(("put", *span) for span in timed.puts),
-            *(("send", *span) for span in timed.transfers),
-        ],
-    }
+def _received_ms(calls: list[Call]) -> float:
+    """From the first call that has chunks received to the end of the last."""
+    updates = [call for call in calls if call[0] == "update"]
+    return (updates[-1][2] - updates[0][1]) * 1000
 
 
 def _told(report: UpdateReport | None) -> dict[str, Any]:
@@ -249,7 +251,9 @@ async def drive(settings: Settings) -> None:
     load_general_plugins()  # trainer engines of others come with them
     lines = commands()
     url = await anext(lines)
-    theirs = TrainerAgent(settings.broker, group=settings.groups["bus_native"], name="theirs")
+    sent = weights
+    if settings.bus_device:
+        sent = {name: tensor.to(settings.bus_device) for name, tensor in weights.items()}
     ours = MeasuredAgent(
         settings.broker,
         group=settings.groups["bus"],
@@ -257,23 +261,35 @@ async def drive(settings: Settings) -> None:
         backend=settings.backend,
         chunk_bytes=settings.chunk_bytes,
         packed=settings.packed,
+        device=settings.bus_device,
     )
-    async with theirs, ours:
-        for agent in (theirs, ours):
-            await agent.wait_for_engines(1, timeout_s=BOOT_S)
-        in_thread = anyio.to_thread.run_sync
-        native = await in_thread(Native, url, settings.native_engine, weights)
-        info = await theirs.init_info(settings.native_engine)
-        bus_native = await in_thread(BusNative, theirs, info, weights)
+    in_thread = anyio.to_thread.run_sync
+    clear_cache = settings.clear_cache
+    bus_native: BusNative | None = None
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(ours)
+        await ours.wait_for_engines(1, timeout_s=BOOT_S)
+        native = await in_thread(
+            functools.partial(Native, clear_cache=clear_cache), url, settings.native_engine, weights
+        )
+        if "bus_native" in settings.groups:
+            theirs = TrainerAgent(
+                settings.broker, group=settings.groups["bus_native"], name="theirs"
+            )
+            await stack.enter_async_context(theirs)
+            await theirs.wait_for_engines(1, timeout_s=BOOT_S)
+            info = await theirs.init_info(settings.native_engine)
+            bus_native = await in_thread(BusNative, theirs, info, weights)
         answer(ready=True)
         async for way in lines:
-            match way:
-                case "native":
-                    answer(**await in_thread(native.update))
-                case "bus_native":
-                    answer(**await in_thread(bus_native.update))
-                case _:
-                    answer(**await bus_update(ours, weights))
+            if way == "native":
+                answer(**await in_thread(native.update))
+            elif way == "bus_native":
+                assert bus_native is not None
+                answer(**await in_thread(bus_native.update))
+            else:
+                how: How = "staged" if way == "staged" else "paused"
+                answer(**await bus_update(ours, sent, how=how, clear_cache=clear_cache))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypedDict
 
 from bus.errors import UsageError
 from bus.messages import Staging
 
 if TYPE_CHECKING:
-    from bus.messages import Escalation, PauseMode
+    from bus.messages import Escalation, PauseMode, Target
     from trainer_agent.canary import Canary
 
 # Staged: while engines serve. Auto: so, where it can be.
@@ -21,6 +21,22 @@ _MOST_GROUPS: Final = 65_536
 _WAIT_MAX_S: Final = 2_000_000.0
 # How long a `wait` pause lets requests run, unless told otherwise.
 WAIT_S: Final = 60.0
+
+
+class UpdateOptions(TypedDict, total=False):
+    """What :meth:`TrainerAgent.update_weights` takes beside its source, by name."""
+
+    target: Target
+    label: str
+    mode: PauseMode
+    clear_cache: bool
+    wait_s: float
+    escalate: Escalation
+    canary: Canary | None
+    quorum: Quorum
+    how: How
+    staging_bytes: int | None
+    keep_staging: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,12 @@ class PairSource:
         return ((name, whole(tensor)) for name, tensor in self._pairs.items())
 
 
+def copied(source: WeightSource) -> PairSource:
+    """Its tensors as they are now, each where it lies; takes as much memory once more."""
+    with torch.no_grad():
+        return PairSource({name: tensor.detach().clone() for name, tensor in source})
+
+
 def as_source(weights: Weights) -> WeightSource:
     """The source for a module, a state dict, pairs, or a source itself.
 

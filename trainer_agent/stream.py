@@ -19,6 +19,8 @@ from trainer_agent.plan import Plan
 from trainer_agent.sources import as_announced, tensor_metas
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bus.messages import Verify
     from trainer_agent.asking import Step
     from trainer_agent.snapshot import Copy
@@ -35,6 +37,8 @@ class ChunkStream:
 
     Attributes:
         all_sent: the last chunk has left, and engines have been told so.
+        on_released: called when the source's tensors may change: all of them are in the sender's
+            buffers; or, of one that sends them from where they are, engines have taken them.
         copy: what is taken from the source is copied there.
     """
 
@@ -51,6 +55,7 @@ class ChunkStream:
         self._sending = anyio.Lock()  # chunks leave one after the other, in order
         self.all_sent = anyio.Event()
         self.copy: Copy | None = None
+        self.on_released: Callable[[], None] = nothing
         self.verify: Verify = verify if sender.verifies else "unsupported"
 
     async def fill(self) -> None:
@@ -70,10 +75,13 @@ class ChunkStream:
                 if len(rooms) == self._sender.depth:
                     await rooms.popleft().wait()
                 chunk = self._filled.popleft() if self._filled else await self._put(seq)
+                if self._sender.packed and seq + 1 == self.plan.chunks:
+                    self.on_released()
                 await update.paused.wait()
                 free = anyio.Event()
                 rooms.append(free)
                 tasks.start_soon(self._send, update, chunk, step, free)
+        self.on_released()
 
     async def _send(self, update: Update, chunk: _Chunk, step: Step, free: anyio.Event) -> None:
         """Tell, send, and tell that it is sent; both words are answered when it is applied."""
@@ -113,6 +121,10 @@ class ChunkStream:
         if self.copy is not None:
             self.copy.take(self.plan.manifest.part(seq).start, chunk)
         return _Chunk(seq, self._sender.put(seq, chunk), checksums(torch, chunk, self.verify))
+
+
+def nothing() -> None:
+    """Nobody is to be told."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from anyio.from_thread import start_blocking_portal
 
@@ -18,10 +18,12 @@ from bus.errors import BusClosed
 from trainer_agent.agent import TrainerAgent
 from trainer_agent.how import WAIT_S
 from trainer_agent.owed import CLEANUP_S
+from trainer_agent.stream import nothing
 from trainer_agent.transfer import current_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+    from concurrent.futures import Future
     from types import TracebackType
 
     from anyio.from_thread import BlockingPortal
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from bus.messages import EngineView, Escalation, GroupAck, PauseMode, SleepLevel, Status, Target
     from trainer_agent.bus_source import BusWeightSource
     from trainer_agent.canary import Canary
-    from trainer_agent.how import How, Quorum
+    from trainer_agent.how import How, Quorum, UpdateOptions
     from trainer_agent.patches import AnyPatch, BusPatches
     from trainer_agent.report import UpdateReport
     from trainer_agent.sources import Weights
@@ -102,8 +104,9 @@ class SyncTrainerAgent:
         how: How = "auto",
         staging_bytes: int | None = None,
         keep_staging: bool = False,
+        on_sent: Callable[[], None] = nothing,
     ) -> int:
-        """See :meth:`TrainerAgent.update_weights`."""
+        """See :meth:`TrainerAgent.update_weights`. ``on_sent`` is called in the bus's thread."""
         agent = self._connected()[1]
         return self._call(
             lambda: agent.update_weights(
@@ -119,8 +122,21 @@ class SyncTrainerAgent:
                 how=how,
                 staging_bytes=staging_bytes,
                 keep_staging=keep_staging,
+                on_sent=on_sent,
             )
         )
+
+    def send_weights(
+        self, source: Weights, *, snapshot: bool = False, **options: Unpack[UpdateOptions]
+    ) -> Future[int]:
+        """See :meth:`TrainerAgent.send_weights`: ``.result()`` is the version."""
+        portal, agent = self._connected()
+        update = self._call(lambda: agent.send_weights(source, snapshot=snapshot, **options))
+
+        async def version() -> int:
+            return await update
+
+        return portal.start_task_soon(version)
 
     def update_adapter(
         self,

@@ -30,6 +30,9 @@
                                           adapter (:mod:`bus.lora`): restore()
                                           something loaded: partial, the door is closed
     ABORTING   done           NONE        ack abort: untouched, restored or partial
+    staged, and begun:
+    any        a later ARM    as by ABORT no answer, until that is undone: it is asked again. Who
+                                          was deaf has not heard that the bus has given this one up
 
 ``partial`` is a set of parts, of which an update brings one: the model, its draft model, or a LoRA
 adapter.
@@ -252,6 +255,10 @@ class EngineUpdate:
         known = message.update_id == self.update_id
         if known and self.state not in (_S.NONE, _S.ABORTING):
             return [] if self.state is _S.ARMING else [self._order.ack(msg_id)]
+        if self.staged and self.state is _S.ABORTING:
+            return []
+        if self.staged and self.state in MIXED and message.version > self._order.version:
+            return self.abort(0, Abort(self.update_id, "the bus arms a later one"))
         if self.state not in (_S.NONE, _S.ARMED):
             raise wrong_state(f"update {self.update_id} is {self.state.value}")
         if message.version < self.version + (not message.scope):

@@ -1,9 +1,10 @@
 """One end of the raw broadcast that transfers are measured against.
 
 ``python -m sidecar.bench.broadcast RANK PORT DEVICE SIZE_BYTES LOOP``, until stdin ends: one of two
-processes, with torch's own collectives and nothing else. Says when both have met, and answers each
-line with how long one broadcast of SIZE_BYTES took it. DEVICE is ``cuda`` (NCCL; each on the GPU of
-its rank) or ``cpu`` (gloo).
+processes, with torch's own collectives and nothing else. DEVICE is ``cuda`` (NCCL; each on the GPU
+of its rank) or ``cpu`` (gloo). Says when both have met, and answers each line with how long one
+broadcast of SIZE_BYTES took it; or, ``copy``, one copy of as many bytes within its own memory, of
+which it takes as much again then.
 """
 
 from __future__ import annotations
@@ -32,6 +33,15 @@ def broadcast_ms(memory: torch.Tensor) -> float:
     return (time.monotonic() - since_s) * 1000
 
 
+def copy_ms(memory: torch.Tensor, target: torch.Tensor) -> float:
+    """From one place on the device to another."""
+    _synchronize(memory)
+    since_s = time.monotonic()
+    target.copy_(memory)
+    _synchronize(memory)
+    return (time.monotonic() - since_s) * 1000
+
+
 def _synchronize(memory: torch.Tensor) -> None:
     if memory.is_cuda:
         torch.cuda.synchronize()
@@ -50,8 +60,15 @@ async def serve(rank: int, port: int, device: str, size_bytes: int) -> None:
     memory = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     broadcast_ms(memory)
     answer(ready=True)
-    async for _ in commands():
-        answer(broadcast_ms=broadcast_ms(memory))
+    target: torch.Tensor | None = None
+    async for command in commands():
+        if command != "copy":
+            answer(broadcast_ms=broadcast_ms(memory))
+            continue
+        if target is None:
+            target = torch.empty_like(memory)
+            copy_ms(memory, target)  # touched, or the first copy would pay for that
+        answer(copy_ms=copy_ms(memory, target))
     dist.destroy_process_group()
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import signal
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,13 +11,14 @@ import click
 from bus.commands.options import json_option
 from bus.errors import UsageError, WavebusError
 from bus.runtime import loop as event_loop
+from sidecar.bench.cli_common import need_backend, need_modules, run_measuring, say
+from sidecar.bench.cli_gap import gap
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
     from bus.runtime.loop import LoopChoice
+    from sidecar.bench.ends import Device
     from sidecar.bench.pause import EngineKind
-    from sidecar.bench.transfer_vllm import Device, Model
+    from sidecar.bench.vllm_fleet import Model
 
 _NEEDS: Final = ("aiohttp", "fastapi", "uvicorn", "httptools", "torch")
 
@@ -29,6 +26,9 @@ _NEEDS: Final = ("aiohttp", "fastapi", "uvicorn", "httptools", "torch")
 @click.group()
 def bench() -> None:
     """Measure the bus on this host."""
+
+
+bench.add_command(gap)
 
 
 @bench.command()
@@ -92,7 +92,7 @@ def control(
 
     They alternate in one run; only their ratios mean something on a busy host.
     """
-    _need(*_NEEDS)
+    need_modules(*_NEEDS)
     try:
         kind = event_loop.chosen(loop)
     except UsageError as error:
@@ -107,7 +107,7 @@ def control(
         idle=idle,
         journal=journal,
     )
-    figures = _run(measuring, kind)
+    figures = run_measuring(measuring, kind)
     click.echo(json.dumps(figures) if as_json else _table(figures))
 
 
@@ -135,11 +135,11 @@ def pause(*, engine: EngineKind, dp_size: int, rounds: int, as_json: bool) -> No
 
     Two DP groups side by side, one of them on the bus, measured in turn.
     """
-    _need(*_NEEDS, *(("vllm",) if engine == "vllm" else ()))
+    need_modules(*_NEEDS, *(("vllm",) if engine == "vllm" else ()))
     from sidecar.bench import pause as measuring  # noqa: PLC0415 - it needs the bench's extra
 
     kind = event_loop.chosen("auto")
-    figures = _run(measuring.measure(engine, dp_size, rounds, kind, _say), kind)
+    figures = run_measuring(measuring.measure(engine, dp_size, rounds, kind, say), kind)
     click.echo(json.dumps(figures) if as_json else _pause_table(figures))
 
 
@@ -252,13 +252,13 @@ def transfer(
     vllm: updates over the bus, by vLLM's worker engine and by wavebus's, alternate with vLLM's
     own flow and with a raw broadcast; how long requests stand still, and whose time that is.
     """
-    _need("torch", "aiohttp")
+    need_modules("torch", "aiohttp")
     kind = event_loop.chosen("auto")
     if engine == "vllm":
-        from sidecar.bench import transfer_vllm  # noqa: PLC0415 - it needs torch
+        from sidecar.bench import transfer_vllm, vllm_fleet  # noqa: PLC0415 - it needs torch
 
         backend = backend or ("nccl" if device == "cuda" else "gloo")
-        plan = transfer_vllm.Plan(
+        plan = vllm_fleet.Plan(
             model=model_size,
             device=device,
             native_engine=native_engine,
@@ -273,11 +273,11 @@ def transfer(
             plan.check()
         except UsageError as error:
             raise click.UsageError(str(error)) from error
-        _known(backend)
-        _need("vllm")
+        need_backend(backend)
+        need_modules("vllm")
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
-        figures = _run(transfer_vllm.measure(plan, kind, _say, logs=logs), kind)
+        figures = run_measuring(transfer_vllm.measure(plan, kind, say, logs=logs), kind)
         click.echo(json.dumps(figures) if as_json else transfer_vllm.table(figures))
         if not figures["weights_arrived"]:
             raise WavebusError("the servers do not all serve the weights that were sent")
@@ -285,20 +285,9 @@ def transfer(
     from sidecar.bench import transfer as measuring  # noqa: PLC0415 - it needs torch
 
     backend = backend or "shm"
-    _known(backend)
-    figures = _run(measuring.measure(backend, megabytes, tensors, rounds, kind, _say), kind)
+    need_backend(backend)
+    figures = run_measuring(measuring.measure(backend, megabytes, tensors, rounds, kind, say), kind)
     click.echo(json.dumps(figures) if as_json else _transfer_table(figures))
-
-
-def _known(backend: str) -> None:
-    """It is one of those that this host has."""
-    from sidecar.transfer import available_backends  # noqa: PLC0415 - it needs torch
-
-    known = available_backends()
-    if backend not in known:
-        raise click.BadParameter(
-            f"{backend!r}: choose one of {', '.join(known)}", param_hint="--backend"
-        )
 
 
 def _transfer_table(figures: dict[str, Any]) -> str:
@@ -338,35 +327,6 @@ def _pause_table(figures: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def _need(*modules: str) -> None:
-    missing = [name for name in modules if find_spec(name) is None]
-    if missing:
-        raise click.UsageError(
-            f"this bench needs {', '.join(missing)}: pip install 'wavebus[bench,trainer]'"
-        )
-
-
-def _say(text: str) -> None:
-    click.echo(text, err=True)
-
-
-def _run(measuring: Coroutine[Any, Any, dict[str, Any]], loop: LoopChoice) -> dict[str, Any]:
-    """Measure, and clean up on SIGTERM as on Ctrl-C."""
-
-    async def until_told() -> dict[str, Any]:
-        this = asyncio.current_task()
-        assert this is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
-        return await measuring
-
-    try:
-        return event_loop.run(until_told(), loop=loop)
-    except UsageError as error:
-        raise click.UsageError(str(error)) from error
-    except asyncio.CancelledError:
-        sys.exit(128 + signal.SIGTERM)
-
-
 async def _measure(
     engines: int,
     rounds: int,
@@ -381,13 +341,13 @@ async def _measure(
     from sidecar.bench import control as measuring  # noqa: PLC0415 - it needs the bench's extra
 
     samples = await measuring.compare(
-        engines, rounds, loop, _say, access_log=access_log, curve=curve, journal=journal
+        engines, rounds, loop, say, access_log=access_log, curve=curve, journal=journal
     )
     found = {**measuring.figures(samples), "loop": loop, "http_access_log": access_log}
     if scale:
-        found["growth"] = await measuring.scale(rounds, loop, _say)
+        found["growth"] = await measuring.scale(rounds, loop, say)
     if idle:
-        found |= await measuring.idle(loop, _say)
+        found |= await measuring.idle(loop, say)
     return found
 
 

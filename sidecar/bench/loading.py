@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -23,37 +23,50 @@ from sidecar.embedded import EmbeddedEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from bus.messages import Verify
     from bus.runtime.loop import LoopChoice
+    from sidecar.bench.window import Call
     from sidecar.engine import Chunk
 
 
 class TimedEngine(EmbeddedEngine):
-    """An embedded engine that notes when it received and loaded."""
+    """An embedded engine that notes when it received, loaded and swapped.
 
-    def __init__(self, folder: str) -> None:
-        super().__init__(folder, host=None, max_num_seqs=1)
-        self.spans: list[tuple[float, float]] = []
+    Args:
+        options: as :class:`sidecar.embedded.EmbeddedEngine` has them.
+
+    Attributes:
+        calls: name, begin and end of each, in seconds on ``time.monotonic()``'s clock.
+    """
+
+    def __init__(self, folder: str | Path, **options: Any) -> None:
+        super().__init__(folder, **options)
+        self.calls: list[Call] = []
 
     async def receive(self, chunk: Chunk) -> None:
-        with self._noted():
+        with self._noted("receive"):
             await super().receive(chunk)
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        with self._noted():
+        with self._noted("load"):
             await super().load(seq, verify, sums)
 
+    async def swap(self, version: int, *, clear_cache: bool) -> None:
+        with self._noted("swap"):
+            await super().swap(version, clear_cache=clear_cache)
+
     @contextlib.contextmanager
-    def _noted(self) -> Iterator[None]:
+    def _noted(self, name: str) -> Iterator[None]:
         since_s = time.monotonic()
         yield
-        self.spans.append((since_s, time.monotonic()))
+        self.calls.append((name, since_s, time.monotonic()))
 
 
 async def serve(broker: str, group: str, folder: str, size_bytes: int) -> None:
     """Join, and tell."""
-    engine = TimedEngine(folder)
+    engine = TimedEngine(folder, host=None, max_num_seqs=1)
     source = torch.ones(size_bytes, dtype=torch.uint8)
     target = torch.zeros_like(source).fill_(1)  # touched, or the first copy would pay for that
     async with Sidecar(engine, broker=broker, group=group, name="engine-0") as sidecar:
@@ -65,8 +78,8 @@ async def serve(broker: str, group: str, folder: str, size_bytes: int) -> None:
                 target.copy_(source)
                 answer(memcpy_ms=(time.monotonic() - since_s) * 1000)
             else:
-                answer(spans=engine.spans)
-                engine.spans = []
+                answer(spans=[(since_s, until_s) for _, since_s, until_s in engine.calls])
+                engine.calls = []
 
 
 if __name__ == "__main__":

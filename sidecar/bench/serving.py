@@ -1,11 +1,11 @@
-"""A vLLM server of ``bench transfer --engine vllm``: a process that starts it, and stops it at its
-end.
+"""A vLLM server of the benches: a process that starts it, and stops it at its end.
 
 ``python -m sidecar.bench.serving SETTINGS LOOP``, until stdin ends; SETTINGS is a
 :class:`Settings` in JSON. Says the server's ``url`` when it takes requests. With a broker the
 server has a sidecar, and ``calls`` answers with what that has called since it was last asked:
 ``[name, since, until]``, in seconds on ``time.monotonic()``'s clock, which all processes of a host
-share. Without one, it is vLLM alone.
+share; and ``swap`` with how long its last swap kept a worker from steps. Without one, it is vLLM
+alone.
 """
 
 from __future__ import annotations
@@ -66,6 +66,10 @@ class TimedEngine(VllmHttpEngine):
         finally:
             self.calls.append((called(path, body), since_s, time.monotonic()))
 
+    async def swap_ms(self) -> float:
+        """Of the slowest worker."""
+        return max(float(each["swap_ms"]) for each in await self._ask_workers(facts.ASK_LOADING))
+
 
 def called(path: str, body: Any) -> str:
     """What a post is, in the words of :mod:`sidecar.bench.window`: an operation by its name."""
@@ -90,7 +94,10 @@ async def on_the_bus(settings: Settings) -> None:
         await sidecar.joined()
         assert sidecar.info is not None
         answer(url=sidecar.info.endpoint)
-        async for _ in commands():
+        async for command in commands():
+            if command == "swap":
+                answer(swap_ms=await engine.swap_ms())
+                continue
             answer(calls=engine.calls)
             engine.calls = []
 

@@ -31,11 +31,13 @@ class Streams:
 
     Attributes:
         came: of each request, when tokens came, in seconds on ``time.monotonic()``'s clock.
+        pieces: how many came each time.
         counts: of each request, how many came so far.
     """
 
     def __init__(self, requests: int, tokens: int) -> None:
         self.came: list[list[float]] = [[] for _ in range(requests)]
+        self.pieces: list[list[int]] = [[] for _ in range(requests)]
         self.counts = [0] * requests
         self._tokens = tokens
         self._changed = asyncio.Event()
@@ -78,18 +80,20 @@ class Streams:
         count = sum(len(choice["token_ids"] or ()) for choice in told["choices"])
         if count:
             self.came[index].append(time.monotonic())
+            self.pieces[index].append(count)
             self.counts[index] += count
             self._changed.set()
 
 
 @contextlib.asynccontextmanager
-async def streaming(url: str, requests: int, tokens: int) -> AsyncIterator[Streams]:
-    """So many greedy requests of so many tokens each, begun together. Leaving the block waits
-    until all have ended.
+async def streaming(url: str | Sequence[str], requests: int, tokens: int) -> AsyncIterator[Streams]:
+    """So many greedy requests of so many tokens each, begun together; of several servers each gets
+    its share. Leaving the block waits until all have ended.
 
     Raises:
         BenchBroken: one failed, or ended with fewer tokens.
     """
+    urls = [url] if isinstance(url, str) else list(url)
     streams = Streams(requests, tokens)
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
@@ -99,7 +103,7 @@ async def streaming(url: str, requests: int, tokens: int) -> AsyncIterator[Strea
             asyncio.TaskGroup() as tasks,
         ):
             for index in range(requests):
-                tasks.create_task(streams.run(session, url, index))
+                tasks.create_task(streams.run(session, urls[index % len(urls)], index))
             yield streams
     except BaseExceptionGroup as group:
         first = group.exceptions[0]
@@ -109,14 +113,23 @@ async def streaming(url: str, requests: int, tokens: int) -> AsyncIterator[Strea
 
 
 async def greedy(url: str, tokens: int) -> list[int]:
-    """What a quiet engine answers to one request."""
+    """What a quiet engine answers to one request.
+
+    Raises:
+        BenchBroken: it does not.
+    """
     sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
     body = {"token_ids": prompt_of(0), "sampling_params": sampling}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{url}/inference/v1/generate", json=body, raise_for_status=True) as response,
-    ):
-        answer = await response.json()
+    try:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(
+                f"{url}/inference/v1/generate", json=body, raise_for_status=True
+            ) as response,
+        ):
+            answer = await response.json()
+    except aiohttp.ClientError as error:
+        raise BenchBroken(f"a request failed: {error}") from error
     return list(answer["choices"][0]["token_ids"])
 
 
@@ -151,6 +164,23 @@ def gaps_ms(came: Iterable[Sequence[float]], since_s: float, until_s: float) -> 
         for a, b in itertools.pairwise(times)
         if a >= since_s and b <= until_s
     ]
+
+
+def tokens_within(
+    came: Iterable[Sequence[float]],
+    pieces: Iterable[Sequence[int]],
+    since_s: float,
+    until_s: float,
+) -> float:
+    """How many tokens were made in the given time. Of those that came after a gap that is partly
+    in it, that part: so a short time counts for what it is, and not in whole steps."""
+    total = 0.0
+    for times, counts in zip(came, pieces, strict=True):
+        for (before_s, at_s), count in zip(itertools.pairwise(times), counts[1:], strict=True):
+            if at_s > since_s and before_s < until_s:
+                inside_s = min(at_s, until_s) - max(before_s, since_s)
+                total += count * inside_s / (at_s - before_s)
+    return total
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

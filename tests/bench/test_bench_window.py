@@ -19,7 +19,7 @@ from sidecar.bench.transfer_vllm import Round, figures, table
 from sidecar.bench.window import Window, window
 from sidecar.embedded import EmbeddedEngine
 from sidecar.vllm_plugin import wire
-from sidecar.vllm_plugin.facts import PERFORM
+from sidecar.vllm_plugin.facts import PERFORM, SWAP
 from tests.support.checkpoints import make_checkpoint
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ def performing(operation: wire.Operation) -> dict[str, Any]:
         ("/collective_rpc", performing(wire.Load(0, "full", (1,))), "load"),
         ("/collective_rpc", performing(wire.Finish()), "finish"),
         ("/collective_rpc", {"method": "wavebus_facts", "kwargs": {}}, "collective_rpc"),
+        ("/collective_rpc", {"method": SWAP, "kwargs": {"version": 1}}, "swap"),
     ],
 )
 def test_calls_have_names(path: str, body: Any, name: str) -> None:

@@ -9,7 +9,8 @@ import signal
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from tests.faults.matrix import CELLS, OF_VLLM, STEPS, VLLM_CELLS, Cell
+from tests.faults.matrix import OF_VLLM, Cell, clears_cache
+from tests.faults.steps import STAGED_STEPS, STEPS
 from tests.faults.world import ENGINES, LOCKSTEP, RANKS, Violation, World
 
 if TYPE_CHECKING:
@@ -45,21 +46,28 @@ class Play:
         """
         world = self.world
         world.story.tell(f"--- {self.cell}")
-        world.quarantined = world.down = frozenset()
+        world.begin_cell()
         # With and without keys and values of before, in turn: the oracle knows which.
-        world.clear_cache = (*CELLS, *VLLM_CELLS).index(self.cell) % 2 == 0
+        world.clear_cache = clears_cache(self.cell)
         world.canary = self.cell.step == "canary"
+        world.how = self.cell.how
         for client in world.clients.values():
             client.work()
         trap = await self._reach()
-        aborted = {name: client.aborted for name, client in world.clients.items()}
+        for client in world.clients.values():
+            client.watch()
         self._break()
-        trap.release()
+        if self.cell.takes_along:
+            trap.lose()
+        else:
+            trap.release()
         if self.update is None:
             self.update = world.update()
         # How long the fault lasts: longer than the lease.
         await asyncio.sleep(1.2 * world.pace.lease_ms / 1000)
-        await self._nobody_is_stuck(aborted)
+        if self.who in ENGINES:
+            await world.within("the trainer to hear how its update ended", self.update)
+        await self._nobody_is_stuck()
         await self._mend()
         await self._heals()
         await asyncio.gather(*(client.rest() for client in world.clients.values()))
@@ -70,10 +78,8 @@ class Play:
     async def _reach(self) -> Trap:
         """The step's message is held."""
         world, cell = self.world, self.cell
-        moment = STEPS[cell.step]
-        peer = self.who
-        if peer not in ENGINES and (cell.step != "join" or cell.actor == "broker"):
-            peer = "m-1" if cell.scene == "vllm_dp" else "e0"
+        moment = (STAGED_STEPS if cell.staged else STEPS)[cell.step]
+        peer = self._whose_message()
         trap = world.links.trap(lambda passing: moment(passing, peer, world.chunks))
         if cell.step == "join":
             await world.restart("broker")
@@ -82,6 +88,12 @@ class Play:
         await world.within(f"the step {cell.step}", trap.caught.wait())
         world.story.tell(f"at {cell.step}: {trap.passing}"[:200])
         return trap
+
+    def _whose_message(self) -> str:
+        cell = self.cell
+        if self.who not in ENGINES and (cell.step != "join" or cell.actor == "broker"):
+            return "m-1" if cell.scene == "vllm_dp" else "e0"
+        return self.who
 
     def _break(self) -> None:
         links = self.world.links
@@ -100,13 +112,11 @@ class Play:
                 links.swallow("to" if self.who == "broker" else "from", peer)
         self.world.story.tell(f"{self.cell.actor} of {self.who}: {self.cell.fault}")
 
-    async def _nobody_is_stuck(self, aborted: dict[str, int]) -> None:
+    async def _nobody_is_stuck(self) -> None:
         """While the fault lasts, and the lease is over: who is there generates, or is quarantined
         and says so: to the bus, or, when it can't reach that, to who asked it, by ending requests;
         or its DP group is down, and the broker says so."""
         world = self.world
-        if self.update is not None and self.who in ENGINES:
-            await world.within("the trainer to hear how its update ended", self.update)
         begun = {name: client.tokens for name, client in world.clients.items()}
 
         def goes_on(name: str) -> bool:
@@ -114,9 +124,7 @@ class Play:
             if name in LOCKSTEP and "m" in world.down and (half_made or not self.cell.scene):
                 return True  # cores of vLLM that have paused, all of them, go on without sidecars
             client = world.clients[name]
-            quarantined = (
-                world.engines[name].phase == "quarantined" or client.aborted > aborted[name]
-            )
+            quarantined = world.engines[name].phase == "quarantined" or client.watched.aborted > 0
             return client.tokens > begun[name] or quarantined
 
         for name in ENGINES:
@@ -135,11 +143,13 @@ class Play:
     def _lost(self) -> frozenset[str]:
         """Engines whose requests may have ended early: their own died, is behind its group, or was
         quarantined, as the ranks of a DP group are together."""
-        engines = self.world.engines
-        died = frozenset(name for name in self._absent() if engines[name].boot != self._boots[name])
         quarantined = self.world.quarantined
         mates = frozenset(LOCKSTEP) if quarantined & set(LOCKSTEP) else frozenset()
-        return died | quarantined | mates
+        return self._died() | quarantined | mates
+
+    def _died(self) -> frozenset[str]:
+        engines = self.world.engines
+        return frozenset(name for name in self._absent() if engines[name].boot != self._boots[name])
 
     async def _mend(self) -> None:
         """The fault ends, without a human: who was killed is started again."""

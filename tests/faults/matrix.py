@@ -1,24 +1,19 @@
 """The fault matrix: who fails, at which step, in which way; and what may come of it.
 
-The steps are points of the protocol: the moment at which a message of one kind is on its way,
-held by the proxy, while somebody fails.
+One of updates in a pause, and one of staged updates, which have other steps
+(:mod:`tests.faults.steps`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
-from bus.messages import Ack, GroupAck, Join, PauseGlobal, Probed, Step
+from tests.faults.steps import STAGED_STEPS, STEPS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.support.links import Passing
-
-    # Of a message, whether it is the one; of which engine, and in how many chunks the update goes.
-    Moment: TypeAlias = "Callable[[Passing, str, int], bool]"
+    from trainer_agent.how import How
 
 # What fails, as a name of :class:`tests.faults.world.World`. An embedded engine lives in its
 # sidecar's process. So "sidecar" is one with an engine of its own, and "engine" is one of two that
@@ -40,62 +35,6 @@ FAULTS: Final = {
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs/faults.md"
 
 
-def _ack(step: Step) -> Moment:
-    def moment(passing: Passing, engine: str, _chunks: int) -> bool:
-        said = passing.message
-        return passing.peer == engine and isinstance(said, Ack) and said.step is step
-
-    return moment
-
-
-def _chunk(which: Callable[[int], int]) -> Moment:
-    applied = _ack(Step.CHUNK)
-
-    def moment(passing: Passing, engine: str, chunks: int) -> bool:
-        said = passing.message
-        of_it = isinstance(said, Ack) and said.chunk == which(chunks)
-        return of_it and applied(passing, engine, chunks)
-
-    return moment
-
-
-def _group_ack(step: Step) -> Moment:
-    def moment(passing: Passing, _engine: str, _chunks: int) -> bool:
-        return isinstance(passing.message, GroupAck) and passing.message.step is step
-
-    return moment
-
-
-def _joins(passing: Passing, who: str, _chunks: int) -> bool:
-    return isinstance(passing.message, Join) and passing.peer == who
-
-
-def _probed(passing: Passing, engine: str, _chunks: int) -> bool:
-    return isinstance(passing.message, Probed) and passing.peer == engine
-
-
-def _asked_globally(passing: Passing, engine: str, _chunks: int) -> bool:
-    return isinstance(passing.message, PauseGlobal) and passing.peer == engine
-
-
-# Each step, and the message that is caught: the ack of the engine that fails, or, if none does, of
-# the first one. (For the step "join" the broker is restarted, and its peers join again.)
-STEPS: Final[dict[str, Moment]] = {
-    "join": _joins,
-    "first_pause_ack": _ack(Step.PAUSE_LOCAL),
-    "locally_paused": _asked_globally,
-    "globally_paused": _group_ack(Step.PAUSE_GLOBAL),
-    "armed": _group_ack(Step.ARM),
-    "first_chunk": _chunk(lambda _: 0),
-    "middle_chunk": _chunk(lambda chunks: chunks // 2),
-    "last_chunk": _chunk(lambda chunks: chunks - 1),
-    "finish": _ack(Step.FINISH),
-    "canary": _probed,
-    "commit": _ack(Step.COMMIT),
-    "resume": _ack(Step.RESUME),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One of the matrix, in which all engines are embedded; or, with a ``scene``, of those on real
@@ -105,9 +44,20 @@ class Cell:
     fault: str
     step: str
     scene: str = ""
+    how: How = "paused"
 
     def __str__(self) -> str:
-        return "-".join(filter(None, (self.scene, self.actor, self.fault, self.step)))
+        how = self.how if self.staged else ""
+        return "-".join(filter(None, (how, self.scene, self.actor, self.fault, self.step)))
+
+    @property
+    def staged(self) -> bool:
+        return self.how == "staged"
+
+    @property
+    def takes_along(self) -> bool:
+        """Whether the message that is held is lost with who fails: else it arrives yet."""
+        return (self.actor, self.fault, self.step) == ("broker", "sigkill", "commit_asked")
 
     @property
     def peer(self) -> str:
@@ -119,6 +69,13 @@ CELLS: Final = tuple(
     Cell(actor, fault, step) for actor in ACTORS for fault in FAULTS for step in STEPS
 )
 
+STAGED_CELLS: Final = tuple(
+    Cell(actor, fault, step, how="staged")
+    for actor in ACTORS
+    for fault in FAULTS
+    for step in STAGED_STEPS
+    if step != "ready" or actor == "engine"  # an engine alone has no mate that it could wait for
+)
 
 # With every actor and every fault among them: those of every test run.
 SHARE: Final = (
@@ -128,6 +85,11 @@ SHARE: Final = (
     Cell("rank0", "deaf", "finish"),
     Cell("sidecar", "mute", "canary"),
     Cell("rank1", "cut", "commit"),
+)
+STAGED_SHARE: Final = (
+    Cell("engine", "sigkill", "commit_asked", how="staged"),
+    Cell("broker", "sigkill", "commit_asked", how="staged"),
+    Cell("rank0", "sigkill", "last_chunk", how="staged"),
 )
 
 # Scenes in which some engines are vLLM servers, each with a sidecar that supervises it: in "vllm"
@@ -173,11 +135,27 @@ VLLM_CELLS: Final = (
     Cell("core", "sigstop", "resume", "vllm_dp"),
     Cell("server", "sigkill", "commit", "vllm_dp"),
 )
+STAGED_VLLM_CELLS: Final = (
+    Cell("sidecar", "sigkill", "middle_chunk", "vllm", "staged"),
+    Cell("rank0", "sigkill", "last_chunk", "vllm", "staged"),
+    Cell("broker", "sigkill", "commit_asked", "vllm", "staged"),
+    Cell("broker", "sigkill", "commit_asked", "vllm_dp", "staged"),
+    Cell("core", "sigkill", "commit_asked", "vllm_dp", "staged"),
+)
 # One of each scene, with no engine to boot a second time: those of every test run.
 VLLM_SHARE: Final = (
     Cell("sidecar", "sigstop", "globally_paused", "vllm"),
     Cell("rank0", "sigkill", "middle_chunk", "vllm_dp"),
 )
+STAGED_VLLM_SHARE: Final = (Cell("rank0", "sigkill", "last_chunk", "vllm", "staged"),)
+
+
+def clears_cache(cell: Cell) -> bool:
+    """Whether its updates do, and requests compute keys and values anew, or go on over the old."""
+    if cell in STAGED_CELLS:  # some of each actor's, each fault's and each step's
+        names = ((ACTORS, cell.actor), (FAULTS, cell.fault), (STAGED_STEPS, cell.step))
+        return sum([*known].index(name) for known, name in names) % 2 == 0
+    return (*CELLS, *VLLM_CELLS, *STAGED_VLLM_CELLS).index(cell) % 2 == 0
 
 
 # What comes of the update that a fault meets: a letter, what it means, and how the update may end
@@ -209,6 +187,20 @@ OUTCOMES: Final[dict[str, tuple[str, frozenset[str]]]] = {
         ),
         frozenset({"failed", "gone"}),
     ),
+    "N": (
+        (
+            "ends with an error for the trainer, if that lives; nobody has committed, and all "
+            "serve the old version on"
+        ),
+        frozenset({"failed", "gone"}),
+    ),
+    "P": (
+        (
+            "ends with an error for the trainer, if that lives; who has committed serves the new "
+            "version, and who misses that is behind until the next update"
+        ),
+        frozenset({"failed", "gone"}),
+    ),
     "X": (
         "one of these: a message under way, or a deadline, is overtaken by the fault or is not",
         frozenset({"committed", "failed", "gone"}),
@@ -225,6 +217,8 @@ _BEFORE_THE_COMMIT: Final = _BEFORE_ALL_IS_SENT | {"last_chunk", "finish", "cana
 
 def outcome_of(cell: Cell) -> str:
     """The letter of what must come of the update. (At a join, it is begun after the fault.)"""
+    if cell.staged:
+        return _staged_outcome_of(cell)
     if cell.step == "join":
         return "X"
     match cell.actor:
@@ -242,23 +236,44 @@ def outcome_of(cell: Cell) -> str:
             return "E" if cell.step in _BEFORE_THE_COMMIT else "X"
 
 
-def _matrix() -> str:
+def _staged_outcome_of(cell: Cell) -> str:
+    match cell.actor:
+        case "rank1":
+            return "C"
+        case "engine" | "core" if (cell.step, cell.fault) == ("armed", "sigkill"):
+            return "X"  # its mate may live to refuse the start, which gives the update up for all
+        case "sidecar" | "engine" | "core":
+            return "W"
+        case _ if cell.step in _BEFORE_ALL_IS_SENT:
+            return "N"
+        case "broker" if cell.step in _BEFORE_THE_COMMIT and cell.fault != "sigstop":
+            return "N"
+        case "broker" if cell.fault == "sigkill":
+            return "P"
+        case "rank0" if cell.fault in {"sigkill", "deaf"}:
+            return "P"
+        case _:
+            return "X"
+
+
+def _matrix(cells: tuple[Cell, ...]) -> str:
     """What comes of the update, of each cell."""
-    steps = list(STEPS)
     lines: list[str] = []
     for actor in ACTORS:
+        mine = [cell for cell in cells if cell.actor == actor]
+        steps = list(dict.fromkeys(cell.step for cell in mine))
         head = " | ".join(step.replace("_", " ") for step in steps)
         lines += ["", f"| {actor} | {head} |", "|---" * (len(steps) + 1) + "|"]
         for fault in FAULTS:
-            letters = [outcome_of(Cell(actor, fault, step)) for step in steps]
+            letters = [outcome_of(cell) for cell in mine if cell.fault == fault]
             lines.append(f"| {fault} | " + " | ".join(letters) + " |")
     return "\n".join(lines).strip()
 
 
-def _vllm() -> str:
+def _vllm(cells: tuple[Cell, ...]) -> str:
     """What comes of the update, of each cell on real vLLM."""
     lines = ["| scene | actor | fault | step | |", "|---" * 5 + "|"]
-    for cell in VLLM_CELLS:
+    for cell in cells:
         step = cell.step.replace("_", " ")
         lines.append(
             f"| {cell.scene} | {cell.actor} | {cell.fault} | {step} | {outcome_of(cell)} |"
@@ -266,13 +281,20 @@ def _vllm() -> str:
     return "\n".join(lines)
 
 
+def _outcomes(letters: str) -> str:
+    return "\n".join(f"- **{letter}**: {OUTCOMES[letter][0]}." for letter in letters)
+
+
 def filled(page: str) -> str:
     """docs/faults.md with its tables as they stand here."""
     parts = {
         "faults": "\n".join(f"| {name} | {text} |" for name, text in FAULTS.items()),
-        "outcomes": "\n".join(f"- **{letter}**: {text}." for letter, (text, _) in OUTCOMES.items()),
-        "matrix": _matrix(),
-        "vllm": _vllm(),
+        "outcomes": _outcomes("CWGEX"),
+        "staged_outcomes": _outcomes("CWNPX"),
+        "matrix": _matrix(CELLS),
+        "staged": _matrix(STAGED_CELLS),
+        "vllm": _vllm(VLLM_CELLS),
+        "staged_vllm": _vllm(STAGED_VLLM_CELLS),
     }
     for name, text in parts.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.faults.cell import Play
 from tests.faults.matrix import OUTCOMES, outcome_of
+from tests.faults.staged import StagedPlay
 from tests.support.procs import run_wavebus
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Stage:
             await self._world.__aenter__()
         world = self._world
         try:
-            return await Play(world, cell).run()
+            return await (StagedPlay if cell.staged else Play)(world, cell).run()
         except BaseException as error:
             error.add_note(world.last_words())
             error.add_note(_told_by(world.folder / "journal"))

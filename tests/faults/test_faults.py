@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from tests.faults.matrix import CELLS, SHARE, Cell
+from tests.faults.matrix import CELLS, SHARE, STAGED_CELLS, STAGED_SHARE, Cell
 from tests.faults.stage import Stage
 from tests.faults.world import World
 from tests.support.checkpoints import Checkpoint, certain_experts
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ALL: Final = os.environ.get("WAVEBUS_CHAOS_FAULTS") == "all"
+THESE: Final = (*CELLS, *STAGED_CELLS) if ALL else (*SHARE, *STAGED_SHARE)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def stage(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> I
     stage.close()
 
 
-@pytest.mark.parametrize("cell", CELLS if ALL else SHARE, ids=str)
+@pytest.mark.parametrize("cell", THESE, ids=str)
 def test_cell(stage: Stage, cell: Cell, record_property: Callable[[str, object], None]) -> None:
     """See :mod:`tests.faults.cell` for what must be true of each."""
     stage.check(cell, record_property)

@@ -9,23 +9,40 @@ from tests.faults.matrix import (
     OF_VLLM,
     PAGE,
     SHARE,
-    STEPS,
+    STAGED_CELLS,
+    STAGED_SHARE,
+    STAGED_VLLM_CELLS,
+    STAGED_VLLM_SHARE,
     VLLM_ACTORS,
     VLLM_CELLS,
     VLLM_SHARE,
+    clears_cache,
     filled,
 )
+from tests.faults.steps import STAGED_STEPS, STEPS
 
 
 def test_every_combination_is_a_cell() -> None:
     """Each has a test of its own, in `make chaos`."""
     assert len(set(CELLS)) == len(ACTORS) * len(FAULTS) * len(STEPS)
+    of_two_ranks = (len(ACTORS) - 1) * len(FAULTS)  # "ready" is for who has a mate
+    staged = len(ACTORS) * len(FAULTS) * len(STAGED_STEPS) - of_two_ranks
+    assert len({*CELLS, *STAGED_CELLS}) == len(CELLS) + staged
+
+
+def test_each_step_has_both_kinds_of_cache() -> None:
+    """Requests go on over old keys and values, and over new ones, whoever fails at it."""
+    for kinds in (ACTORS, FAULTS, STAGED_STEPS):
+        for name in kinds:
+            mine = [each for each in STAGED_CELLS if name in (each.actor, each.fault, each.step)]
+            assert {clears_cache(cell) for cell in mine} == {False, True}, name
 
 
 def test_the_share_has_everything() -> None:
     """Each actor and each fault, if not each of their combinations."""
     assert {cell.actor for cell in SHARE} == ACTORS.keys()
     assert {cell.fault for cell in SHARE} == FAULTS.keys()
+    assert set(STAGED_SHARE) < set(STAGED_CELLS)
 
 
 def test_the_cells_on_vllm_have_everything() -> None:
@@ -39,6 +56,7 @@ def test_the_cells_on_vllm_have_everything() -> None:
     assert of_vllm == {"sigkill", "sigstop"}  # they have no link of their own
     assert {cell.scene for cell in VLLM_SHARE} == VLLM_ACTORS.keys()
     assert set(VLLM_SHARE) < set(VLLM_CELLS)
+    assert set(STAGED_VLLM_SHARE) < set(STAGED_VLLM_CELLS)
 
 
 def test_the_page_is_the_matrix() -> None:

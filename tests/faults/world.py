@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import aiohttp
 
-from bus.messages import Arm, Commit, Heartbeat, Join
+from bus.messages import Arm, Commit, Heartbeat, Join, PauseLocal
 from sidecar.launch import free_port
 from tests.support.checkpoints import Checkpoint, perturbed
 from tests.support.clients import Asked, Client
@@ -96,6 +96,7 @@ class Seen:
     version: int = 0
     beats: int = 0
     joins: int = 0
+    asked: int = 0  # to commit this version
 
 
 class Story:
@@ -141,8 +142,12 @@ class World:
         self.ranks: dict[str, Rank] = {}
         self.clients: dict[str, Client] = {}
         self.seeds: dict[int, int] = {0: 0}  # of each version that was committed
-        self.quarantined: frozenset[str] = frozenset()  # who was, since it was last emptied
-        self.down: frozenset[str] = frozenset()  # DP groups that were said to be, since then
+        # Since the cell began: who was out of routing, who had closed its door for no other reason
+        # than that others had committed, who had a part; DP groups that were said to be down.
+        self.quarantined: frozenset[str] = frozenset()
+        self.closed: frozenset[str] = frozenset()
+        self.partial: frozenset[str] = frozenset()
+        self.down: frozenset[str] = frozenset()
         self.clear_cache = True
         self.canary = False
         self.how: How = "paused"
@@ -247,6 +252,10 @@ class World:
             return self.engines[name].pid
         return (self.ranks.get(name) or self.processes[name]).pid
 
+    def begin_cell(self) -> None:
+        """Nothing has happened yet."""
+        self.quarantined = self.closed = self.partial = self.down = frozenset()
+
     # -- updates ----------------------------------------------------------------
 
     def order(self) -> dict[str, Any]:
@@ -324,10 +333,13 @@ class World:
         elif isinstance(message, Heartbeat) and name in self.engines:
             self.engines[name].beats += 1
             self._says(name, self.engines[name], message.phase, message.version)
+        elif isinstance(message, PauseLocal) and passing.way == "from":
+            self._paused(name)
         elif isinstance(message, Arm):
             self.chunks = len(message.chunk_ends)
         elif isinstance(message, Commit) and passing.way == "from":
             self._committed(message)
+            self.engines[name].asked = message.version
         self.news()
 
     def _logged(self, line: dict[str, Any]) -> None:
@@ -335,12 +347,17 @@ class World:
             self.present.add(line["peer"])
         elif line.get("event") in ("peer_lost", "peer_left"):
             self.story.tell(f"the broker: {line['event']} {line['peer']}")
+            for client in self.clients.values():
+                client.watched.look()
             self.present.discard(line["peer"])
         elif line.get("event") == "dp_group_down":
             self.story.tell(f"the broker says that {line['dp_group']} is down: {line['reason']}")
             self.down |= {line["dp_group"]}
-        elif line.get("event") in ("quarantined", "closed_behind"):
-            self.quarantined |= {line["peer"]}
+        elif line.get("event") == "quarantined":
+            self.partial |= {line["peer"]}
+            self.quarantined |= self.partial
+        elif line.get("event") == "closed_behind":
+            self._closed(line["peer"])
         self.news()
 
     def _says(self, name: str, seen: Seen, phase: str, version: int) -> None:
@@ -349,8 +366,22 @@ class World:
         if phase != seen.phase:
             self.story.tell(f"{name} is {phase}, version {version}")
         if phase == "quarantined":
-            self.quarantined |= {name}
+            self.partial |= {name}
+            self.quarantined |= self.partial
         seen.phase, seen.version = phase, version
+
+    def _paused(self, name: str) -> None:
+        """Where updates are staged, it is for engines that catch up, and lack what others serve."""
+        self.story.tell(f"{name} is asked for a pause")
+        if self.how == "staged" and self.engines[name].version >= self.greatest:
+            self._violations.append(f"{name} was paused, and was not behind")
+
+    def _closed(self, name: str) -> None:
+        self.story.tell(f"{name} is behind, and closes its door")
+        self.closed |= {name}
+        self.quarantined |= self.closed
+        if self.engines[name].version >= self.greatest:
+            self._violations.append(f"{name} has closed its door, and nobody has committed more")
 
     def _committed(self, message: Commit) -> None:
         seed = int(message.label.removeprefix("seed "))

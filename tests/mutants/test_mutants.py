@@ -3,6 +3,9 @@
 A mutant is a patch: a header that names the guarantee and the suite, then a unified
 diff. It is applied to a copy of the packages, and the suite is run there. A suite that
 passes proves nothing about the guarantee: the mutant has survived, and this test fails.
+
+Which schedules meet a mutant changes with every change of the protocol. Where few of a property
+do, its suite names an example of the same rule behind it.
 """
 
 from __future__ import annotations

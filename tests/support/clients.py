@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,6 +38,33 @@ class Asked:
         return self.finish == "length" and len(self.tokens) == self.wanted
 
 
+@dataclass
+class Watched:
+    """What a client has got since ``begun_s``: tokens, requests that were begun then or later and
+    ended whole, those that the engine ended before their time, and the longest time without a
+    token. ``looks``: when somebody was missed, after how long, and the tokens by then."""
+
+    begun_s: float = field(default_factory=time.monotonic)
+    tokens: int = 0
+    whole: int = 0
+    aborted: int = 0
+    looks: list[tuple[float, int]] = field(default_factory=list)
+    _longest_s: float = 0.0
+    _last_s: float = field(default_factory=time.monotonic)
+
+    def got(self, tokens: int) -> None:
+        self._longest_s, self._last_s = self.longest_s, time.monotonic()
+        self.tokens += tokens
+
+    def look(self) -> None:
+        self.looks.append((time.monotonic() - self.begun_s, self.tokens))
+
+    @property
+    def longest_s(self) -> float:
+        """That up to now, too."""
+        return max(self._longest_s, time.monotonic() - self._last_s)
+
+
 class Client:
     """Asks from :meth:`work` to :meth:`rest`, until it is closed. ``over`` are the requests that
     have ended."""
@@ -46,7 +74,7 @@ class Client:
         self.over: list[Asked] = []
         self.now: Asked | None = None
         self.tokens = 0  # that have come, of all requests
-        self.aborted = 0  # requests that the engine ended before their time
+        self.watched = Watched()
         self._world = world
         self._random = random.Random(engine)
         self._go_on = asyncio.Event()
@@ -60,6 +88,10 @@ class Client:
     def work(self) -> None:
         self._go_on.set()
 
+    def watch(self) -> None:
+        """Watch it from now on."""
+        self.watched = Watched()
+
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -70,11 +102,13 @@ class Client:
             seen = self._world.engines[self.engine]
             prompt = tuple(self._random.randrange(_VOCABULARY) for _ in range(6))
             self.now = asked = Asked(self.engine, prompt, TOKENS)
+            watched = self.watched
             try:
                 await self._ask(seen.endpoint, asked)
             except (aiohttp.ClientError, OSError) as error:
                 asked.error = f"{type(error).__name__}: {error}"
             self.now = None
+            watched.whole += asked.whole
             if asked.tokens or not asked.error:
                 self.over.append(asked)
             self._world.news()
@@ -101,9 +135,11 @@ class Client:
         (choice,) = said["choices"]
         asked.tokens += choice["token_ids"]
         self.tokens += len(choice["token_ids"])
+        if choice["token_ids"]:
+            self.watched.got(len(choice["token_ids"]))
         if choice["finish_reason"]:
             asked.finish = choice["finish_reason"]
-            self.aborted += asked.finish == "abort"
+            self.watched.aborted += asked.finish == "abort"
             asked.spans = [
                 Span(parse_version(span["version"]), span["start"], span["end"])
                 for span in choice["weight_versions"]

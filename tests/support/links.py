@@ -45,13 +45,14 @@ class Passing:
 
 class Trap:
     """Waits for one message. ``caught`` is set once it is held; :meth:`release` lets it go on,
-    unless its link is broken by then."""
+    unless its link is broken by then; with :meth:`lose` it ends with its connection."""
 
     def __init__(self, matches: Callable[[Passing], bool]) -> None:
         self.caught = asyncio.Event()
         self.passing: Passing | None = None
         self._matches = matches
         self._released = asyncio.Event()
+        self._lost = False
 
     def wants(self, passing: Passing) -> bool:
         """Whether this is it; no other is, later."""
@@ -60,11 +61,17 @@ class Trap:
         self.passing = passing
         return True
 
-    async def hold(self) -> None:
+    async def hold(self) -> bool:
+        """Whether it goes on."""
         self.caught.set()
         await self._released.wait()
+        return not self._lost
 
     def release(self) -> None:
+        self._released.set()
+
+    def lose(self) -> None:
+        self._lost = True
         self._released.set()
 
 
@@ -202,8 +209,8 @@ class Links:
                 body = await reader.readexactly(int.from_bytes(size, "big"))
                 if head[0] & _COMMAND:
                     self._meet(connection, way, body)
-                elif not head[0] & _MORE:
-                    await self._message(connection, way, body)
+                elif not head[0] & _MORE and not await self._message(connection, way, body):
+                    return
                 await self._pass_on(connection, way, head + size + body, writer)
 
     async def _pass_on(
@@ -229,12 +236,14 @@ class Links:
         elif broken:
             connection.partial = True
 
-    async def _message(self, connection: _Connection, way: Way, body: bytes) -> None:
+    async def _message(self, connection: _Connection, way: Way, body: bytes) -> bool:
+        """Whether it goes on."""
         try:
             envelope, message = codec.decode(body)
         except DecodeError:
-            return
+            return True
         passing = Passing(connection.peer, way, envelope, message)
         self._observe(passing)
         if self._trap is not None and self._trap.wants(passing):
-            await self._trap.hold()
+            return await self._trap.hold()
+        return True

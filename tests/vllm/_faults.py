@@ -6,7 +6,13 @@ import os
 import sys
 from typing import TYPE_CHECKING, Final
 
-from tests.faults.matrix import VLLM_CELLS, VLLM_SHARE, Cell
+from tests.faults.matrix import (
+    STAGED_VLLM_CELLS,
+    STAGED_VLLM_SHARE,
+    VLLM_CELLS,
+    VLLM_SHARE,
+    Cell,
+)
 from tests.faults.world import EngineKind, Pace, World, embedded
 from tests.support.checkpoints import certain_experts
 from tests.vllm._vllm import boot_environment
@@ -32,7 +38,8 @@ _REST_MS: Final = 5.0
 def cells(scene: str) -> list[Cell]:
     """Of this scene, those of this run."""
     everything = os.environ.get("WAVEBUS_CHAOS_FAULTS") == "all"
-    return [cell for cell in (VLLM_CELLS if everything else VLLM_SHARE) if cell.scene == scene]
+    these = (*VLLM_CELLS, *STAGED_VLLM_CELLS) if everything else (*VLLM_SHARE, *STAGED_VLLM_SHARE)
+    return [cell for cell in these if cell.scene == scene]
 
 
 def make_world(folder: Path, scene: str) -> World:

@@ -353,6 +353,7 @@ def test_engines_without_lora(with_lora: WithLora) -> None:
     with_lora.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_fresh_engine_says_the_same(with_lora: WithLora, tmp_path: Path) -> None:
     """One that is started with the adapter, loaded by vLLM alone."""
     with_lora.base = dict(with_lora.checkpoint.weights)

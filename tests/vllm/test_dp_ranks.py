@@ -1,7 +1,8 @@
 """Two real MoE ranks in lockstep, with vLLM's coordinator and with the bus as coordinator.
 
 What is done to them here hangs one or the other vLLM 0.32 without the plugin: see
-``core_guard``. Every request must end with exactly the tokens of an undisturbed run.
+``core_guard``. Every request must end with exactly the tokens of an undisturbed run. And ranks
+whose sidecars died in a pause resume together, or neither does.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 
 from sidecar.corepage import GLOBALLY_PAUSED, LOCALLY_PAUSED
 from tests.support.procs import Proc, wavebus
-from tests.vllm._dp import OTHER_PROMPT, Pair, boot_pair, shut_down
+from tests.vllm._dp import OTHER_PROMPT, PATIENCE_S, Pair, boot_pair, shut_down
 from tests.vllm._vllm import PROMPT, make_moe, require_vllm
 
 if TYPE_CHECKING:
@@ -31,8 +32,11 @@ _log = logging.getLogger(__name__)
 DP_GROUP = "moe"
 LONG = 200
 ROUNDS = 100
+AN_HOUR_MS = 3_600_000.0
 # vLLM's own coordinator knows no broker.
 BUS_ONLY = pytest.mark.parametrize("tested", ["bus"], indirect=True)
+# Cores end a pause among themselves, whoever coordinates them.
+VLLM_ONLY = pytest.mark.parametrize("tested", ["vllm"], indirect=True)
 
 
 class UnderTest:
@@ -126,8 +130,17 @@ def test_first_requests_travel_over_the_broker(tested: UnderTest, pair: Pair) ->
     tested.broker.wait_event("wave_complete", dp_group=DP_GROUP)
 
 
-@pytest.mark.parametrize("busy", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize("clear_cache", [True, False])
+@pytest.mark.parametrize(
+    ("busy", "clear_cache"),
+    [
+        ((0,), True),
+        ((1,), False),
+        ((0, 1), True),
+        pytest.param((0,), False, marks=pytest.mark.slow),
+        pytest.param((1,), True, marks=pytest.mark.slow),
+        pytest.param((0, 1), False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_pause_in_the_middle(
     tested: UnderTest, pair: Pair, busy: tuple[int, ...], clear_cache: bool
 ) -> None:
@@ -150,7 +163,7 @@ def test_a_pause_in_the_middle(
     tested.run(scenario())
 
 
-@pytest.mark.parametrize("alone", [None, 0, 1])
+@pytest.mark.parametrize("alone", [None, pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_sleep_in_the_middle(tested: UnderTest, pair: Pair, alone: int | None) -> None:
     """Of both ranks, or of one: the other need not be asked. No token is lost by it."""
 
@@ -329,7 +342,7 @@ def test_resumes_doubled_while_they_are_under_way(tested: UnderTest, pair: Pair,
     tested.run(scenario())
 
 
-@pytest.mark.parametrize("busy", [None, 0, 1])
+@pytest.mark.parametrize("busy", [None, pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_pause_that_is_given_up_on_and_completes_later(
     tested: UnderTest, pair: Pair, busy: int | None
 ) -> None:
@@ -461,6 +474,9 @@ def test_what_the_status_pages_show(tested: UnderTest, pair: Pair) -> None:
     tested.run(scenario())
 
 
+@pytest.mark.parametrize(
+    "tested", [pytest.param("vllm", marks=pytest.mark.slow), "bus"], indirect=True
+)
 def test_a_hundred_rounds(tested: UnderTest, pair: Pair) -> None:
     """Requests on random ranks at random times; pauses and resumes a moment apart."""
     dice = random.Random(7)
@@ -492,6 +508,131 @@ def test_a_hundred_rounds(tested: UnderTest, pair: Pair) -> None:
         await asyncio.gather(*loads)
         _log.info("%s: %d rounds took %.1f s", pair.coordinator, ROUNDS, took_s)
         assert len(counts) > 10
+
+    tested.run(scenario())
+
+
+async def ends(pair: Pair, serial: int) -> list[dict[str, Any]]:
+    """What both cores have made of their holds, once they have."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            found = await pair.both("end", serial=serial)
+            if all(each is not None and each["state"] != "waiting" for each in found):
+                return found
+            await asyncio.sleep(0.02)
+
+
+async def waits(pair: Pair, rank: int, serial: int, reason: str) -> None:
+    """That core says that it waits, and for what."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            end = await pair.ranks[rank].do("end", serial=serial)
+            if end is not None and reason in end["reason"]:
+                assert end["state"] == "waiting"
+                return
+            await asyncio.sleep(0.02)
+
+
+async def paused(pair: Pair) -> str:
+    """Both, with a request in the middle."""
+    request = await pair.begin(0, LONG)
+    await pair.until(0, request, 5)
+    await pair.both("pause", mode="keep")
+    return request
+
+
+@VLLM_ONLY
+def test_ranks_whose_sidecars_died_resume_together(tested: UnderTest, pair: Pair) -> None:
+    """In a pause: both are whole."""
+
+    async def scenario() -> None:
+        request = await paused(pair)
+        await pair.both("hold", serial=11)
+        assert [end["state"] for end in await ends(pair, 11)] == ["resumed"] * 2
+        await pair.ends_exactly(0, request, LONG)
+        await pair.both("let_go")
+
+    tested.run(scenario())
+
+
+@VLLM_ONLY
+def test_no_rank_resumes_while_the_other_is_held(tested: UnderTest, pair: Pair) -> None:
+    """Its sidecar lives, or nobody can tell: the rank waits, and says for whom."""
+
+    async def scenario() -> None:
+        zero, one = pair.ranks
+        request = await paused(pair)
+        await one.do("hold", serial=21, left_ms=AN_HOUR_MS)
+        await zero.do("hold", serial=21)
+        await waits(pair, 0, 21, "rank 1: its sidecar holds it paused")
+        await one.do("hide_page", hidden=True)
+        await waits(pair, 0, 21, "rank 1: ")
+        await waits(pair, 0, 21, "No such file")
+        await pair.stays_paused(0.5)
+        await one.do("hide_page", hidden=False)
+        await one.do("hold", serial=21)
+        assert [end["state"] for end in await ends(pair, 21)] == ["resumed"] * 2
+        await pair.ends_exactly(0, request, LONG)
+        await pair.both("let_go")
+
+    tested.run(scenario())
+
+
+@VLLM_ONLY
+def test_a_rank_whose_mate_is_resumed_by_its_sidecar_resumes(tested: UnderTest, pair: Pair) -> None:
+    """The mate's resume waits for it."""
+
+    async def scenario() -> None:
+        zero, one = pair.ranks
+        request = await paused(pair)
+        await zero.do("hold", serial=31)
+        resumed = one.order("resume")
+        await asyncio.wait_for(resumed, PATIENCE_S)
+        await pair.ends_exactly(0, request, LONG)
+        await zero.do("let_go")
+
+    tested.run(scenario())
+
+
+@VLLM_ONLY
+def test_a_pause_that_reached_one_rank_is_completed_inside(tested: UnderTest, pair: Pair) -> None:
+    """The other's sidecar died before it asked; then both resume."""
+
+    async def scenario() -> None:
+        zero, one = pair.ranks
+        pausing = zero.order("pause", mode="keep")
+        await zero.do("hold", serial=41, left_ms=AN_HOUR_MS)
+        await one.do("hold", serial=41)
+        await asyncio.wait_for(pausing, PATIENCE_S)
+        await zero.do("hold", serial=41)
+        assert [end["state"] for end in await ends(pair, 41)] == ["resumed"] * 2
+        for rank in range(2):
+            await pair.serves(rank)
+        await pair.both("let_go")
+
+    tested.run(scenario())
+
+
+@VLLM_ONLY
+@pytest.mark.parametrize("other", [{"broken": ["model"]}, {"version": 3}])
+def test_both_stay_paused_when_one_lacks_a_part(
+    tested: UnderTest, pair: Pair, other: dict[str, Any]
+) -> None:
+    """Or serves another version. The request of the whole one ends, too."""
+    serial = 51 + len(other.get("broken", ()))
+
+    async def scenario() -> None:
+        zero, one = pair.ranks
+        request = await paused(pair)
+        await one.do("hold", serial=serial, **other)
+        await zero.do("hold", serial=serial)
+        assert [end["state"] for end in await ends(pair, serial)] == ["quarantined"] * 2
+        tokens = await zero.do("tokens", name=request)
+        assert 5 <= len(tokens) < LONG
+        await pair.stays_paused(0.5)
+        await pair.both("let_go")
+        await pair.both("resume")
+        await pair.serves(0)
 
     tested.run(scenario())
 

@@ -120,6 +120,7 @@ def test_pauses_of_the_group_lose_nothing(served: Served) -> None:
     served.broker.wait_event("first_req", dp_group="moe")
 
 
+@pytest.mark.slow
 def test_a_sidecar_killed_when_its_rank_alone_is_paused(served: Served) -> None:
     """PAUSE_LOCAL reached one rank and nothing else did: its sidecar dies, its server with it,
     and all ranks are started anew."""

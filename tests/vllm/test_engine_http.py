@@ -271,6 +271,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_a_killed_supervisor_takes_its_server_along(
     environment: dict[str, str], tmp_path: Path
 ) -> None:

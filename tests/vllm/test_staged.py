@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 require_vllm()
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 
-@pytest.mark.parametrize("clear_cache", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("clear_cache", [False, True])
 def test_every_token_is_of_one_version(tmp_path: Path, clear_cache: bool) -> None:
     """As of embedded engines."""
 

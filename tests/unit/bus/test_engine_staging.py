@@ -118,6 +118,41 @@ def test_a_swap_that_waits_is_called_off_by_an_abort() -> None:
     assert driver.session.version == 4
 
 
+@pytest.mark.parametrize("to", ["started", "staged", "whole", "about to swap"])
+def test_a_later_update_takes_the_place_of_one_that_the_bus_has_given_up(to: str) -> None:
+    """An engine that was deaf meanwhile holds up nobody: it lets go what it has, and is armed when
+    it is asked again."""
+    driver = Driver(dp_size=2)
+    if to in ("whole", "about to swap"):
+        driver.stages()
+    else:
+        driver.may_stage().command(UpdateStart("u1", staged=True))
+        driver.returned()
+    if to == "staged":
+        driver.takes("u1", 1)
+    later = make_arm("u2", MANIFEST, version=5, staging=STAGING)
+    if to == "about to swap":
+        driver.command(COMMIT)
+        assert driver.command(later) == [CallOff()]
+        driver.failed(NackCode.CALLED_OFF)
+    else:
+        assert driver.command(later) == [CallRestore("model")]
+    assert driver.command(later) == []
+    driver.returned()
+    assert (driver.session.phase, driver.session.version) == ("running", 3)
+    driver.command(later)
+    assert only(driver.returned(Room(32)), Armed).update_id == "u2"
+
+
+def test_an_earlier_update_takes_nobodys_place() -> None:
+    """A late ARM of it is refused, and so is one that lets engines catch up."""
+    driver = Driver().stages()
+    for version in (3, 4):
+        late = make_arm("u0", MANIFEST, version=version, staging=STAGING)
+        assert nack_in(driver.command(late)).code is NackCode.WRONG_STATE
+    assert driver.session.phase == "staging"
+
+
 def test_a_pause_comes_before_a_swap_that_waits() -> None:
     """Behind it, it would wait as well, and the mates for the pause."""
     driver = Driver(dp_size=2).stages()

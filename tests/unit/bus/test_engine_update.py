@@ -381,6 +381,20 @@ def test_chunks_are_loaded_once_and_in_order() -> None:
     assert loads == [load(0), load(1)]
 
 
+def test_a_chunk_that_is_told_twice_while_it_is_under_way_is_loaded_once() -> None:
+    """Either message may be doubled when those of the next chunk are on their way already."""
+    driver = started()
+    driver.chunk(0)
+    driver.chunk(1)
+    driver.sent(0)
+    assert driver.chunk(0) == []
+    assert driver.sent(0) == []
+    driver.sent(1)
+    while driver.queue.running() is not None:
+        driver.returned()
+    assert [call for call in driver.calls if isinstance(call, CallLoad)] == [load(0), load(1)]
+
+
 @pytest.mark.parametrize("field", ["names", "dtypes", "shapes", "sizes_bytes"])
 def test_a_chunk_that_is_not_the_planned_one_is_refused_by_field(field: str) -> None:
     """It is not taken, and the right one still may be."""

@@ -1,0 +1,226 @@
+"""``wavebus bench gap``."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from bus.commands.options import json_option
+from bus.errors import UsageError, WavebusError
+from bus.runtime import loop as event_loop
+from sidecar.bench.cli_common import need_backend, need_modules, run_measuring, say
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from sidecar.bench.ends import Device
+    from sidecar.bench.gap import Measured
+    from sidecar.bench.vllm_fleet import Model
+
+_CHUNK_MEGABYTES: Final = 8
+_VLLM_CHUNK_MEGABYTES: Final = 2048
+
+
+@click.command()
+@click.option(
+    "--engine",
+    type=click.Choice(["embedded", "vllm"]),
+    default="embedded",
+    show_default=True,
+    help="Whose requests decode; vllm: real servers.",
+)
+@click.option(
+    "--backend",
+    default="",
+    help="How tensors travel. Default: shm; with vllm nccl, or gloo on a CPU.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds of each way."
+)
+@click.option(
+    "--requests",
+    type=click.IntRange(1, 256),
+    default=32,
+    show_default=True,
+    help="Requests that decode while the weights come.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(100, 900),
+    default=300,
+    show_default=True,
+    help="Of each request: enough for it to outlast the update.",
+)
+@click.option(
+    "--clear-cache/--keep-cache",
+    default=False,
+    show_default=True,
+    help="Requests compute their keys and values anew after each update, in all ways.",
+)
+@click.option(
+    "--picture",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("gap.png"),
+    show_default=True,
+    help="Where the picture goes: tokens over the time of an update.",
+)
+@click.option(
+    "--logs",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="A folder that keeps what all processes log.",
+)
+@click.option(
+    "--megabytes",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="embedded: size of the model.",
+)
+@click.option(
+    "--chunk-megabytes",
+    "--chunk-mb",
+    "chunk_megabytes",
+    type=click.IntRange(min=1),
+    help="At most so much is in a chunk. Default: 8; with vllm 2048.",
+)
+@click.option(
+    "--dp-size",
+    type=click.IntRange(1, 8),
+    default=1,
+    show_default=True,
+    help="embedded: ranks in lockstep, over which the experts are spread.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    default="cuda",
+    show_default=True,
+    help="vllm: two GPUs, or none.",
+)
+@click.option(
+    "--model-size",
+    "--model",
+    "model_size",
+    type=click.Choice(["8b", "tiny"]),
+    default="8b",
+    show_default=True,
+    help="vllm: the shape of Qwen3-8B, or 26 million parameters; bf16 on GPUs.",
+)
+@click.option(
+    "--native-engine",
+    default="nccl",
+    show_default=True,
+    help="vllm: the trainer and worker engine of vLLM's, or of a plugin, of the native way.",
+)
+@click.option(
+    "--packed/--unpacked",
+    default=True,
+    show_default=True,
+    help="vllm: chunks of wavebus's backend go through buffers.",
+)
+@json_option
+def gap(
+    *,
+    engine: str,
+    backend: str,
+    rounds: int,
+    requests: int,
+    tokens: int,
+    clear_cache: bool,
+    picture: Path,
+    logs: Path | None,
+    megabytes: int,
+    chunk_megabytes: int | None,
+    dp_size: int,
+    device: Device,
+    model_size: Model,
+    native_engine: str,
+    packed: bool,
+    as_json: bool,
+) -> None:
+    """The time between tokens over a weight update: natively, paused, and staged.
+
+    Requests decode while the engines are updated, by the engine's own flow without a bus, over the
+    bus in a pause, and over the bus staged; these alternate in one run.
+    """
+    need_modules("torch", "aiohttp")
+    measuring: Coroutine[Any, Any, tuple[dict[str, Any], Measured]]
+    kind = event_loop.chosen("auto")
+    if engine == "vllm":
+        from sidecar.bench import gap_vllm, vllm_fleet  # noqa: PLC0415 - it needs torch
+
+        if dp_size != 1:
+            raise click.BadParameter("embedded engines alone", param_hint="--dp-size")
+        servers = vllm_fleet.Plan(
+            model=model_size,
+            device=device,
+            native_engine=native_engine,
+            backend=backend or ("nccl" if device == "cuda" else "gloo"),
+            chunk_bytes=(chunk_megabytes or _VLLM_CHUNK_MEGABYTES) * 1_000_000,
+            packed=packed,
+            rounds=rounds,
+            requests=requests,
+            tokens=tokens,
+            clear_cache=clear_cache,
+        )
+        try:
+            servers.check()
+        except UsageError as error:
+            raise click.UsageError(str(error)) from error
+        need_backend(servers.backend)
+        need_modules("vllm")
+        measuring = gap_vllm.bench(servers, kind, say, logs=logs)
+    else:
+        from sidecar.bench import gap_embedded  # noqa: PLC0415 - it needs torch
+
+        plan = gap_embedded.Plan(
+            backend=backend or "shm",
+            megabytes=megabytes,
+            chunk_bytes=(chunk_megabytes or _CHUNK_MEGABYTES) * 1_000_000,
+            rounds=rounds,
+            requests=requests,
+            tokens=tokens,
+            clear_cache=clear_cache,
+            dp_size=dp_size,
+        )
+        need_backend(plan.backend)
+        measuring = gap_embedded.bench(plan, kind, say, logs=logs)
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+    tell(measuring, picture, as_json=as_json)
+
+
+def tell(
+    measuring: Coroutine[Any, Any, tuple[dict[str, Any], Measured]],
+    picture: Path,
+    *,
+    as_json: bool,
+) -> None:
+    """Measure, draw, print.
+
+    Raises:
+        WavebusError: the weights did not arrive.
+    """
+    from sidecar.bench.gap import table, typical  # noqa: PLC0415 - it needs aiohttp
+
+    figures, measured = run_measuring(measuring, event_loop.chosen("auto"))
+    figures["picture"] = None
+    if find_spec("matplotlib") is None:
+        say("no picture, since there is no matplotlib: pip install 'wavebus[bench]'")
+    else:
+        from sidecar.bench.gap_picture import draw  # noqa: PLC0415 - it is optional
+
+        draw({way: typical(rounds) for way, rounds in measured.rounds.items()}, figures, picture)
+        figures["picture"] = str(picture)
+    if as_json:
+        click.echo(json.dumps(figures))
+    else:
+        click.echo(table(figures))
+        if figures["picture"]:
+            click.echo(f"picture: {picture}")
+    if not figures["weights_arrived"]:
+        raise WavebusError("the engines do not all serve the weights that were sent")

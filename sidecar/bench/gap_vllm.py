@@ -1,0 +1,72 @@
+"""``bench gap`` of vLLM servers: one of vLLM's alone, and one with a sidecar, which is updated in a
+pause and staged, in turn. See :mod:`sidecar.bench.vllm_fleet`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+from sidecar.bench.gap import Measured, Running, figures, measure
+from sidecar.bench.vllm_fleet import NATIVE, Plan, fleet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from bus.runtime.loop import LoopChoice
+    from sidecar.bench.gap import Way
+    from sidecar.bench.vllm_fleet import Fleet
+
+    Progress = Callable[[str], None]
+
+_BUS: Final = "bus"
+_SERVERS: Final[dict[Way, str]] = {"native": NATIVE, "paused": _BUS, "staged": _BUS}
+
+
+async def bench(
+    plan: Plan, loop: LoopChoice, say: Progress, *, logs: Path | None = None
+) -> tuple[dict[str, Any], Measured]:
+    """The JSON's fields, and the rounds that they are of.
+
+    Args:
+        logs: a folder that keeps what all processes log.
+
+    Raises:
+        UsageError: it can't run here.
+        BenchBroken: a process died, or a request ended without all its tokens.
+    """
+    plan.check()
+    engines = {NATIVE: plan.native_engine, _BUS: "wavebus"}
+    async with fleet(plan, engines, loop, say, logs) as servers:
+        running = _running(servers)
+        say(f"{running.size_bytes / 1e6:.1f} MB, {plan.requests} requests at a time")
+        measured = await measure(
+            running, requests=plan.requests, tokens=plan.tokens, rounds=plan.rounds, say=say
+        )
+    told = {
+        "engine": "vllm",
+        **asdict(plan),
+        "megabytes": round(running.size_bytes / 1e6, 1),
+        "tensors": running.tensors,
+    }
+    return {
+        **told,
+        **figures(measured, requests=plan.requests, size_bytes=running.size_bytes),
+    }, measured
+
+
+def _running(servers: Fleet) -> Running:
+    async def serves(way: Way) -> object:
+        return await servers.serves(_SERVERS[way])
+
+    on_the_bus = (servers.servers[_BUS],)
+    return Running(
+        trainer=servers.trainer,
+        urls={way: (servers.urls[name],) for way, name in _SERVERS.items()},
+        engines={"native": (), "paused": on_the_bus, "staged": on_the_bus},
+        raw_ms=servers.ends.raw_ms,
+        copy_ms=servers.ends.copy_ms,
+        serves=serves,
+        size_bytes=servers.made["size_bytes"],
+        tensors=servers.made["tensors"],
+    )
