@@ -168,7 +168,7 @@ async def drive(
 async def _update(agent: MeasuredAgent, model: Policy) -> dict[str, Any]:
     agent.timed.begin()
     since_s = time.monotonic()
-    await agent.update_weights(model)
+    await agent.update_weights(model, how="paused")
     until_s = time.monotonic()
     report = agent.last_update
     assert report is not None, "an update has just been made"

@@ -117,7 +117,7 @@ class BusContract:
             await watch.reached(4)
             before = under_test.version
             new = under_test.other_weights(31)
-            version = await bus.agent.update_weights(new, label="step 1")
+            version = await bus.agent.update_weights(new, label="step 1", how="paused")
             under_test.version, under_test.weights = version, new
             report = bus.agent.last_update
             assert report is not None
@@ -138,7 +138,7 @@ class BusContract:
         """A small byte budget makes many chunks, two of them under way at a time."""
         async with whole_bus(under_test, chunk_bytes=20_000) as bus:
             new = under_test.other_weights(32)
-            version = await bus.agent.update_weights(new)
+            version = await bus.agent.update_weights(new, how="paused")
             under_test.version, under_test.weights = version, new
             report = bus.agent.last_update
             assert report is not None
@@ -158,7 +158,7 @@ class BusContract:
             async with whole_bus(under_test) as bus:
                 bad, word = spoilt(dict(under_test.weights), fault)
                 with pytest.raises(ManifestRefused) as refused:
-                    await bus.agent.update_weights(bad)
+                    await bus.agent.update_weights(bad, how="paused")
                 nack = refused.value.nack
                 assert nack.peer == "engine"
                 assert word in nack.tensor
@@ -168,7 +168,7 @@ class BusContract:
                 assert result.tokens == under_test.reference(under_test.weights, PROMPT, 8)
                 assert result.weight_versions == [(under_test.version, 0, 8)]
                 # The way is free for a good one.
-                version = await bus.agent.update_weights(dict(under_test.weights))
+                version = await bus.agent.update_weights(dict(under_test.weights), how="paused")
                 under_test.version = version
 
         under_test.run(asyncio.wait_for(scenario(), under_test.wait_s))
@@ -183,7 +183,7 @@ class BusContract:
             async with bus.agent.paused(mode="keep", clear_cache=True):
                 watch = Watch()
                 request = asyncio.create_task(under_test.generate(PROMPT, 8, watch=watch))
-                version = await bus.agent.update_weights(new)
+                version = await bus.agent.update_weights(new, how="paused")
                 under_test.version, under_test.weights = version, new
                 assert watch.count == 0
             assert (await request).tokens == under_test.reference(new, PROMPT, 8)
@@ -205,14 +205,14 @@ class BusContract:
             await watch.reached(4)
             new = under_test.other_weights(34)
             with pytest.raises(UsageError, match="ended before"):
-                await bus.agent.update_weights(BreaksOff(new, after=len(new) // 2))
+                await bus.agent.update_weights(BreaksOff(new, after=len(new) // 2), how="paused")
             result = await request
             assert result.finish_reason == "abort"
             assert 0 < len(result.tokens) < under_test.long_tokens
             assert "engine" in bus.server.machine.groups["policy"].roster.quarantined
             turned_away = await under_test.generate(PROMPT, 8)
             assert (turned_away.tokens, turned_away.finish_reason) == ([], "abort")
-            version = await bus.agent.update_weights(new)
+            version = await bus.agent.update_weights(new, how="paused")
             under_test.version, under_test.weights = version, new
             served = await under_test.generate(PROMPT, 8)
             assert served.tokens == under_test.reference(new, PROMPT, 8)
@@ -226,7 +226,7 @@ class BusContract:
         async with whole_bus(under_test, chunk_bytes=20_000, keep_last=True) as bus:
             group = bus.server.machine.groups["policy"]
             kept = under_test.other_weights(45)
-            version = await bus.agent.update_weights(kept)
+            version = await bus.agent.update_weights(kept, how="paused")
             under_test.version, under_test.weights = version, kept
             size_bytes = sum(w.numel() * w.element_size() for w in kept.values())
             report = bus.agent.last_update
@@ -234,7 +234,7 @@ class BusContract:
             assert report.kept_bytes == size_bytes
             new = under_test.other_weights(46)
             with pytest.raises(UsageError, match="ended before"):
-                await bus.agent.update_weights(BreaksOff(new, after=len(new) // 2))
+                await bus.agent.update_weights(BreaksOff(new, after=len(new) // 2), how="paused")
             assert "engine" in group.roster.quarantined
             await until(lambda: "engine" not in group.roster.quarantined)
             result = await under_test.generate(PROMPT, 16)
@@ -242,7 +242,7 @@ class BusContract:
             assert result.weight_versions == [(version, 0, 16)]
             assert group.version == version
             assert bus.agent.last_update is report
-            again = await bus.agent.update_weights(new)
+            again = await bus.agent.update_weights(new, how="paused")
             under_test.version, under_test.weights = again, new
             assert again > version
             assert bus.agent.last_update.kept_bytes == 2 * size_bytes
@@ -261,7 +261,9 @@ class BusContract:
             )
             await watch.reached(4)
             with pytest.raises(UsageError, match="ended before"):
-                await bus.agent.update_weights(BreaksOff(under_test.other_weights(35), after=0))
+                await bus.agent.update_weights(
+                    BreaksOff(under_test.other_weights(35), after=0), how="paused"
+                )
             result = await request
             assert result.finish_reason == "length"
             expected = under_test.reference(under_test.weights, PROMPT, under_test.long_tokens)
@@ -325,7 +327,7 @@ class BusContract:
                 status = await bus.agent.status()
                 assert status.groups[0].pause == "asleep"
                 count = watch.count
-                version = await bus.agent.update_weights(new)
+                version = await bus.agent.update_weights(new, how="paused")
                 under_test.version, under_test.weights = version, new
                 status = await bus.agent.status()
                 assert status.groups[0].pause == "weights_awake"
@@ -343,7 +345,9 @@ class BusContract:
         """The trainer hears who, before anything is paused."""
         async with whole_bus(under_test) as bus:
             with pytest.raises(Refused, match="no draft model") as refused:
-                await bus.agent.update_weights(under_test.other_weights(40), target="draft")
+                await bus.agent.update_weights(
+                    under_test.other_weights(40), target="draft", how="paused"
+                )
             assert refused.value.code is NackCode.DRAFT_MISSING
             assert (refused.value.nack.peer, refused.value.nack.step) == ("engine", "arm")
             (group,) = (await bus.agent.status()).groups
@@ -369,7 +373,7 @@ class BusContract:
             assert "engine" in bus.server.machine.groups["policy"].roster.quarantined
             waiting = asyncio.create_task(under_test.generate(PROMPT, 8))
             new = under_test.other_weights(39)
-            version = await bus.agent.update_weights(new)
+            version = await bus.agent.update_weights(new, how="paused")
             under_test.version, under_test.weights = version, new
             assert not bus.server.machine.groups["policy"].roster.quarantined
             result = await under_test.generate(PROMPT, 8)

@@ -71,7 +71,7 @@ async def update(agent: TrainerAgent, weights: dict[str, torch.Tensor]) -> dict[
 
 async def _timed(agent: TrainerAgent, weights: dict[str, torch.Tensor], **how: Any) -> float:
     since_s = time.perf_counter()
-    await agent.update_weights(weights, **how)
+    await agent.update_weights(weights, **how, how="paused")
     return time.perf_counter() - since_s
 
 
@@ -80,7 +80,7 @@ async def staged(
 ) -> dict[str, Any]:
     """Some in the middle of a request to each engine: all its tokens come, and nobody is paused.
     What a paused update takes, beside it."""
-    await agent.update_weights(weights)  # the transport is open, and the plan proven
+    await agent.update_weights(weights, how="paused")  # the transport is open, and the plan proven
     paused_s = await _timed(agent, weights)
     requests = [asyncio.create_task(asyncio.to_thread(tokens_of, e, LONG)) for e in endpoints]
     while not all(e.in_flight for e in await agent.wait_for_engines(len(endpoints))):  # noqa: ASYNC110 - no event tells it
@@ -113,7 +113,7 @@ async def refused(agent: TrainerAgent, weights: dict[str, torch.Tensor]) -> dict
     """It must be, and in a moment."""
     since_s = time.perf_counter()
     try:
-        await agent.update_weights(weights)
+        await agent.update_weights(weights, how="paused")
     except WavebusError as error:
         return {"error": _told(error), "after_s": round(time.perf_counter() - since_s, 2)}
     raise AssertionError("it was not refused")
@@ -125,7 +125,7 @@ async def remade(
     """The transport is made anew for every update; GPU memory before and after."""
     for _ in range(WARM_UP):
         agent._transport.spoil()
-        await agent.update_weights(weights)
+        await agent.update_weights(weights, how="paused")
     before, before_each = used_mb(), used_by_process_mb()
     took: list[float] = []
     for _ in range(times):
@@ -151,7 +151,7 @@ async def asleep(
     agent: TrainerAgent, weights: dict[str, torch.Tensor], level: SleepLevel, endpoint: str
 ) -> dict[str, Any]:
     """An update of an engine that sleeps, in the middle of a request; what it gives back."""
-    await agent.update_weights(weights)  # the transport is open, and CUDA warm
+    await agent.update_weights(weights, how="paused")  # the transport is open, and CUDA warm
     request = asyncio.create_task(asyncio.to_thread(tokens_of, endpoint, LONG))
     while not (await agent.wait_for_engines(1))[0].in_flight:  # noqa: ASYNC110 - no event tells it
         await asyncio.sleep(0.05)
@@ -163,7 +163,7 @@ async def asleep(
 
     async with agent.asleep(level=level):
         mark()
-        await agent.update_weights(weights)
+        await agent.update_weights(weights, how="paused")
         mark()
     mark()
     came = len(await request)
@@ -200,7 +200,7 @@ async def killed(
 
     sender.transfer = kill_and_transfer  # type: ignore[method-assign]
     try:
-        await agent.update_weights(weights)
+        await agent.update_weights(weights, how="paused")
     except WavebusError as error:
         known_s = time.monotonic() - at_s
         if torch.cuda.is_available():

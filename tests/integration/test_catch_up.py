@@ -112,7 +112,7 @@ def test_who_restarts_or_comes_late_is_brought_to_the_version_while_another_serv
         bus.address, keep_last=True, backend=backend, chunk_bytes=20_000
     ) as agent:
         agent.wait_for_engines(2)
-        assert agent.update_weights(first) == 1
+        assert agent.update_weights(first, how="paused") == 1
         bus.broker.wait_event("resumed")
         with served(engines(bus)["e0"].endpoint) as answers:
             victim.kill()
@@ -126,7 +126,7 @@ def test_who_restarts_or_comes_late_is_brought_to_the_version_while_another_serv
                 assert generate(engine.endpoint, TOKENS) == oracle
         assert len(answers) > before
         assert answers == [oracle] * len(answers)
-        assert agent.update_weights(second) == 2
+        assert agent.update_weights(second, how="paused") == 2
         for engine in engines(bus).values():
             assert generate(engine.endpoint, 8) == checkpoint.greedy(second, PROMPT, 8)
     assert paused(bus, journal) == [["e0", "e1"], ["e1"], ["e2"], ["e0", "e1", "e2"]]
@@ -140,7 +140,7 @@ def test_who_comes_late_takes_no_request_before_it_has_the_version(bus: Bus) -> 
     first, second = (perturbed(checkpoint.weights, seed) for seed in (31, 32))
     with SyncTrainerAgent(bus.address, chunk_bytes=20_000) as agent:
         agent.wait_for_engines(1)
-        assert agent.update_weights(first) == 1
+        assert agent.update_weights(first, how="paused") == 1
         bus.broker.wait_event("resumed")
         late = bus.sidecar("late")
         late.wait_event("closed_behind", version=0, group_version=1)
@@ -149,7 +149,7 @@ def test_who_comes_late_takes_no_request_before_it_has_the_version(bus: Bus) -> 
         assert len(generate(endpoint, 100)) < 100
         assert generate(endpoint, TOKENS) == []
         assert generate(engines(bus)["e0"].endpoint, 8) == checkpoint.greedy(first, PROMPT, 8)
-        assert agent.update_weights(second) == 2
+        assert agent.update_weights(second, how="paused") == 2
         bus.broker.wait_event("resumed")
         assert generate(endpoint, TOKENS) == checkpoint.greedy(second, PROMPT, TOKENS)
 
@@ -164,7 +164,7 @@ def test_a_dp_group_catches_up_in_lockstep_beside_one_that_serves(
     oracle = moe.greedy(first, PROMPT, TOKENS)
     with SyncTrainerAgent(bus.address, keep_last=True, chunk_bytes=20_000) as agent:
         agent.wait_for_engines(3)
-        assert agent.update_weights(first) == 1
+        assert agent.update_weights(first, how="paused") == 1
         bus.broker.wait_event("resumed")
         before = engines(bus)
         with served(before["dense"].endpoint) as answers:
@@ -221,16 +221,16 @@ def test_all_that_a_broken_update_has_quarantined_come_back_alone(bus: Bus) -> N
             an_engine(checkpoint, broker, "e1") as e1,
         ):
             await agent.wait_for_engines(2)
-            assert await agent.update_weights(first) == 1
+            assert await agent.update_weights(first, how="paused") == 1
             FlipsOnce.left = 1
             with pytest.raises(UpdateFailed) as failed:
-                await agent.update_weights(second)
+                await agent.update_weights(second, how="paused")
             assert failed.value.code is NackCode.CHECKSUM_MISMATCH
             state = server.machine.groups["policy"]
             assert set(state.roster.quarantined) == {"e0", "e1"}
             await until(lambda: not state.roster.quarantined)
             await assert_serve(checkpoint, first, 1, e0, e1)
-            version = await agent.update_weights(second)
+            version = await agent.update_weights(second, how="paused")
             await assert_serve(checkpoint, second, version, e0, e1)
 
     run(scenario())
@@ -293,7 +293,7 @@ async def updated(engine: StubEngine) -> AsyncIterator[Running]:
         running = Running(agent, server, broker, stack)
         await running.join("serves", engine)
         await agent.wait_for_engines(1)
-        assert await agent.update_weights(WEIGHTS) == 1
+        assert await agent.update_weights(WEIGHTS, how="paused") == 1
         yield running
 
 
@@ -308,7 +308,7 @@ def test_what_the_trainer_asks_for_goes_first(asked: str) -> None:
             await bus.join("late", late)
             await late.arming.wait()
             if asked == "update":
-                asking = asyncio.create_task(bus.agent.update_weights(WEIGHTS))
+                asking = asyncio.create_task(bus.agent.update_weights(WEIGHTS, how="paused"))
             else:
                 asking = asyncio.create_task(held(bus.agent))
             state = bus.group

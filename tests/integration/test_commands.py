@@ -180,16 +180,22 @@ def test_doctor_prints_what_to_do(bus: Bus) -> None:
     assert all(c["hint"] for c in checks.values() if c["state"] in ("warn", "fail"))
 
 
-def test_demo_runs_a_few_updates(tmp_path: Path) -> None:
-    """The demo trains, updates its engines in the middle of requests, and draws a picture."""
+@pytest.mark.parametrize("how", [(), ("--how", "paused")], ids=["staged", "paused"])
+def test_demo_runs_a_few_updates(how: tuple[str, ...], tmp_path: Path) -> None:
+    """The demo trains, updates its engines in the middle of requests, and draws a picture. Unless
+    it is told to, it makes no pause."""
     picture = tmp_path / "demo.png"
     answer = run_wavebus(
-        "demo", "--updates", "6", "--json", "--picture", str(picture), timeout_s=400
+        "demo", "--updates", "6", "--json", "--picture", str(picture), *how, timeout_s=400
     )
     assert answer.returncode == 0, answer.stderr
     result = json.loads(answer.stdout)
     assert result["updates"] == 6
     assert result["requests_lost"] == 0
-    assert result["interrupted"] >= 1
-    assert result["pause_ms_p99"] >= result["pause_ms_p50"] > 0
+    if how:
+        assert result["staged"] == 0
+        assert result["interrupted"] >= 1
+        assert result["pause_ms_p99"] >= result["pause_ms_p50"] > 0
+    else:
+        assert (result["staged"], result["interrupted"], result["pause_ms_p99"]) == (6, 0, 0)
     assert picture.read_bytes().startswith(b"\x89PNG")

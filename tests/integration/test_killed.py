@@ -74,7 +74,7 @@ def test_trainer_killed_in_the_middle_of_an_update(bus: Bus) -> None:
     trainer.kill()
     bus.broker.wait_event("quarantined", peer="e0")
     with SyncTrainerAgent(bus.address, name="next", lease_ms=LEASE_MS) as agent:
-        assert agent.update_weights(load_file(f"{folder}/model.safetensors")) == 2
+        assert agent.update_weights(load_file(f"{folder}/model.safetensors"), how="paused") == 2
     engine = engines(bus)["e0"]
     assert (engine.version, engine.phase) == (2, "running")
     assert len(generate(engine.endpoint)) == 8
@@ -90,7 +90,7 @@ def test_trainer_killed_in_the_middle_of_a_broadcast(bus: Bus) -> None:
     assert {bus.broker.wait_event("quarantined")["peer"] for _ in range(2)} == {"e0", "e1"}
     with SyncTrainerAgent(bus.address, name="next", lease_ms=LEASE_MS, backend="gloo") as agent:
         agent.wait_for_engines(2)
-        assert agent.update_weights(load_file(weights)) == 2
+        assert agent.update_weights(load_file(weights), how="paused") == 2
     for engine in engines(bus).values():
         assert (engine.version, engine.phase) == (2, "running")
         assert len(generate(engine.endpoint)) == 8
@@ -119,9 +119,9 @@ def test_engine_killed_in_the_middle_of_a_broadcast(
         with monkeypatch.context() as patched:
             patched.setattr(GlooSender, "transfer", kill_and_transfer)
             with pytest.raises(WavebusError) as failed:
-                agent.update_weights(weights)
+                agent.update_weights(weights, how="paused")
         assert "broke" in str(failed.value) or "peer_lost" in str(failed.value)
-        version = agent.update_weights(weights)
+        version = agent.update_weights(weights, how="paused")
     (engine,) = engines(bus).values()
     assert (engine.name, engine.version, engine.phase) == ("e0", version, "running")
     assert len(generate(engine.endpoint)) == 8
@@ -175,14 +175,14 @@ def test_broker_killed_and_restarted(bus: Bus) -> None:
     bus.sidecar("e0")
     weights = load_file(bus.checkpoint.folder / "model.safetensors")
     with SyncTrainerAgent(bus.address, lease_ms=LEASE_MS) as agent:
-        assert agent.update_weights(weights) == 1
+        assert agent.update_weights(weights, how="paused") == 1
         assert len(generate(engines(bus)["e0"].endpoint)) == 8
         bus.broker.kill()
         bus.broker = bus.start_broker(bus.address)
         assert bus.broker.first_line() == bus.address
         joined = {bus.broker.wait_event("peer_joined")["role"] for _ in range(2)}
         assert joined == {"engine", "trainer"}
-        assert agent.update_weights(weights) == 2
+        assert agent.update_weights(weights, how="paused") == 2
 
 
 def test_broker_killed_in_a_pause(bus: Bus) -> None:

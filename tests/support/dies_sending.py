@@ -37,4 +37,4 @@ if __name__ == "__main__":
     GlooSender.taken = taken  # type: ignore[assignment, method-assign]
     with SyncTrainerAgent(sys.argv[1], name="trainer", backend="gloo", chunk_bytes=20_000) as agent:
         agent.wait_for_engines(2)
-        agent.update_weights(load_file(sys.argv[2]))
+        agent.update_weights(load_file(sys.argv[2]), how="paused")

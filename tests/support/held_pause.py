@@ -45,7 +45,8 @@ async def main(broker: str, folder: str | None, *, when_told: bool) -> None:
             print("ready", flush=True)
             await asyncio.to_thread(sys.stdin.readline)
         if folder is not None:
-            await agent.update_weights(load_file(Path(folder) / "model.safetensors"))
+            weights = load_file(Path(folder) / "model.safetensors")
+            await agent.update_weights(weights, how="paused")
         async with agent.paused(mode="keep"):
             print("paused", flush=True)
             await asyncio.Event().wait()

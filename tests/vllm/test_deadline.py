@@ -231,9 +231,9 @@ def test_a_sidecar_killed_with_a_chunk_loaded(bus: Bus, attached: Attached) -> N
     new = perturbed(load(attached), 3)
     with SyncTrainerAgent(bus.address, name="next", lease_ms=6000) as agent:
         agent.wait_for_engines(1, timeout_s=PATIENCE_S)
-        agent.update_weights(list(new.items()))
+        agent.update_weights(list(new.items()), how="paused")
         assert attached.ask(20).result()[0] == attached.checkpoint.greedy(new, PROMPT, 20)
-        agent.update_weights(list(load(attached).items()))
+        agent.update_weights(list(load(attached).items()), how="paused")
     assert again.stop() == 0
 
 
@@ -269,7 +269,7 @@ def test_a_sidecar_stopped_for_longer_than_the_lease(bus: Bus, attached: Attache
     until(lambda: bus.phase() == "running")
     with SyncTrainerAgent(bus.address, name="next", lease_ms=6000) as agent:
         agent.wait_for_engines(1, timeout_s=PATIENCE_S)
-        agent.update_weights(list(load(attached).items()))
+        agent.update_weights(list(load(attached).items()), how="paused")
     assert sidecar.stop() == 0
 
 

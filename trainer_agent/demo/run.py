@@ -53,7 +53,7 @@ class DemoOptions:
     seconds: float = 150.0
     enough: float = 0.93
     seed: int = 0
-    how: How = "paused"
+    how: How = "auto"
     withhold_weights: bool = False
 
 

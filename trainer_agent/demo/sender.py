@@ -99,7 +99,9 @@ def main(broker: str, options: str) -> None:
 
 def _send(agent: SyncTrainerAgent, order: dict[str, str]) -> dict[str, Any]:
     try:
-        version = agent.update_weights(load_file(order["path"]), label=order["label"])
+        version = agent.update_weights(
+            load_file(order["path"]), label=order["label"], how="paused"
+        )  # there is more that can break
     except WavebusError as error:
         return {"error": type(error).__name__, "text": str(error)}
     report = agent.last_update
