@@ -43,7 +43,8 @@ def test_all_ways_alternate_in_one_run(tmp_path: Path) -> None:
         assert len(seen["gaps_ms"]) == 2
         assert seen["step_p50_ms"] <= seen["step_p99_ms"]
         assert seen["step_p99_ms"] > 0
-        assert 0 < seen["transfer_ms"] < seen["window_ms"] <= seen["update_ms"]
+        assert seen["transfer_ms"] > 0  # of it, what is packed before the pause is outside of that
+        assert 0 < seen["window_ms"] <= seen["update_ms"]
         assert 0 < seen["control_ms"] < seen["window_ms"]
         assert seen["control_share"] > 0
         assert set(OF_VLLM) <= set(seen["phases_ms"])
