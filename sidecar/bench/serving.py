@@ -75,6 +75,8 @@ def called(path: str, body: Any) -> str:
     """What a post is, in the words of :mod:`sidecar.bench.window`: an operation by its name."""
     if path == "/update_weight_version":
         return "commit"
+    if path == "/collective_rpc" and body["method"] == facts.SWAP:
+        return "swap"
     if path != "/collective_rpc" or body["method"] != facts.PERFORM:
         return path.removeprefix("/")
     operation = wire.decode(body["kwargs"]["operation"])

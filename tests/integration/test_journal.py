@@ -58,7 +58,7 @@ def test_a_broker_that_is_killed_leaves_its_journal(bus: Bus, folder: Path) -> N
     weights = load_file(bus.checkpoint.folder / "model.safetensors")
     with SyncTrainerAgent(bus.address, chunk_bytes=20_000) as agent:
         agent.wait_for_engines(2)
-        assert agent.update_weights(weights) == 1
+        assert agent.update_weights(weights, how="paused") == 1
         bus.broker.kill()
         commits = shown(folder, "--message", "COMMIT")
         assert [(each["what"], each["message"]["version"]) for each in commits][-1] == ("out", 1)
@@ -72,7 +72,7 @@ def test_a_broker_that_is_killed_leaves_its_journal(bus: Bus, folder: Path) -> N
         restart(bus, folder)
         for _ in range(3):
             bus.broker.wait_event("peer_joined")
-        assert agent.update_weights(weights) == 2
+        assert agent.update_weights(weights, how="paused") == 2
     assert bus.broker.stop() == 0
     both = json.loads(ask("replay", folder, "--json"))
     assert both["same"]
@@ -98,7 +98,7 @@ def test_an_ack_taken_out_is_named(bus: Bus, folder: Path) -> None:
     weights = load_file(bus.checkpoint.folder / "model.safetensors")
     with SyncTrainerAgent(bus.address) as agent:
         agent.wait_for_engines(2)
-        assert agent.update_weights(weights) == 1
+        assert agent.update_weights(weights, how="paused") == 1
     assert bus.broker.stop() == 0
     (path,) = journal_files(folder)
     (ack,) = [

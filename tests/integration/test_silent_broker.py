@@ -74,7 +74,7 @@ async def falls_silent(
     matches, _ = MOMENTS[moment]
     trap = links.trap(lambda passing: passing.way == "to" and matches(passing.message))
     weights = load_file(bus.checkpoint.folder / "model.safetensors")
-    update = asyncio.create_task(agent.update_weights(weights))
+    update = asyncio.create_task(agent.update_weights(weights, how="paused"))
     await trap.caught.wait()
     silence()
     trap.release()
@@ -96,7 +96,7 @@ async def heals(agent: TrainerAgent, bus: Bus) -> None:
     while not await at_rest(agent):  # noqa: ASYNC110 - the broker calls nobody
         await asyncio.sleep(LOOK_S)
     weights = load_file(bus.checkpoint.folder / "model.safetensors")
-    version = await agent.update_weights(weights)
+    version = await agent.update_weights(weights, how="paused")
     found = await asyncio.to_thread(engines, bus)
     assert (found["e0"].version, found["e0"].phase) == (version, "running")
     assert len(await asyncio.to_thread(generate, found["e0"].endpoint)) == 8

@@ -78,7 +78,7 @@ def test_the_table_has_a_column_for_each_way() -> None:
     rows = table(some_figures()).splitlines()
     assert "longest token gap                200.0       180.0        45.0" in rows
     assert "  by native's                                 0.90        0.23" in rows
-    assert "  of it the engine's swap                                 12.0" in rows
+    assert "  of it without steps                                     12.0" in rows
     assert rows[-1] == "0 of 288 requests lost; the weights arrived"
     assert "did NOT arrive" in table(some_figures(arrived=False))
 
