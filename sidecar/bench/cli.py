@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -11,10 +10,29 @@ import click
 from bus.commands.options import json_option
 from bus.errors import UsageError, WavebusError
 from bus.runtime import loop as event_loop
-from sidecar.bench.cli_common import need_backend, need_modules, run_measuring, say
+from sidecar.bench.cli_common import (
+    backend_option,
+    device_option,
+    engine_option,
+    logs_option,
+    model_option,
+    native_engine_option,
+    need_backend,
+    need_modules,
+    need_servers,
+    packed_option,
+    requests_option,
+    rounds_option,
+    run_measuring,
+    say,
+    tokens_option,
+    vllm_backend,
+)
 from sidecar.bench.cli_gap import gap
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from bus.runtime.loop import LoopChoice
     from sidecar.bench.ends import Device
     from sidecar.bench.pause import EngineKind
@@ -144,18 +162,8 @@ def pause(*, engine: EngineKind, dp_size: int, rounds: int, as_json: bool) -> No
 
 
 @bench.command()
-@click.option(
-    "--engine",
-    type=click.Choice(["embedded", "vllm"]),
-    default="embedded",
-    show_default=True,
-    help="What loads the weights; vllm: real servers, that decode meanwhile.",
-)
-@click.option(
-    "--backend",
-    default="",
-    help="How tensors travel. Default: shm; with vllm nccl, or gloo on a CPU.",
-)
+@engine_option("What loads the weights; vllm: real servers, that decode meanwhile.")
+@backend_option
 @click.option(
     "--megabytes",
     type=click.IntRange(min=1),
@@ -170,42 +178,13 @@ def pause(*, engine: EngineKind, dp_size: int, rounds: int, as_json: bool) -> No
     show_default=True,
     help="embedded: tensors of the model of many small ones.",
 )
-@click.option(
-    "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds of each kind."
-)
-@click.option(
-    "--device",
-    type=click.Choice(["cuda", "cpu"]),
-    default="cuda",
-    show_default=True,
-    help="vllm: two GPUs, or none.",
-)
-@click.option(
-    "--model-size",
-    type=click.Choice(["8b", "tiny"]),
-    default="8b",
-    show_default=True,
-    help="vllm: the shape of Qwen3-8B, or 26 million parameters; bf16 on GPUs.",
-)
-@click.option(
-    "--requests",
-    type=click.IntRange(1, 256),
-    default=32,
-    show_default=True,
-    help="vllm: requests that decode while the weights come.",
-)
-@click.option(
-    "--tokens",
-    type=click.IntRange(100, 900),
-    default=200,
-    show_default=True,
-    help="vllm: of each request.",
-)
-@click.option(
-    "--native-engine",
-    default="nccl",
-    show_default=True,
-    help="vllm: the trainer and worker engine of vLLM's, or of a plugin, to compare with.",
+@rounds_option("Rounds of each kind.")
+@device_option
+@model_option()
+@requests_option("vllm: requests that decode while the weights come.")
+@tokens_option(200, "vllm: of each request.")
+@native_engine_option(
+    "vllm: the trainer and worker engine of vLLM's, or of a plugin, to compare with."
 )
 @click.option(
     "--chunk-megabytes",
@@ -214,17 +193,8 @@ def pause(*, engine: EngineKind, dp_size: int, rounds: int, as_json: bool) -> No
     show_default=True,
     help="vllm: at most so much is in a chunk of wavebus's backend.",
 )
-@click.option(
-    "--packed/--unpacked",
-    default=True,
-    show_default=True,
-    help="vllm: chunks of wavebus's backend go through buffers.",
-)
-@click.option(
-    "--logs",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="vllm: a folder that keeps what all processes log.",
-)
+@packed_option
+@logs_option("vllm: a folder that keeps what all processes log.")
 @json_option
 def transfer(
     *,
@@ -257,24 +227,18 @@ def transfer(
     if engine == "vllm":
         from sidecar.bench import transfer_vllm, vllm_fleet  # noqa: PLC0415 - it needs torch
 
-        backend = backend or ("nccl" if device == "cuda" else "gloo")
         plan = vllm_fleet.Plan(
             model=model_size,
             device=device,
             native_engine=native_engine,
-            backend=backend,
+            backend=vllm_backend(backend, device),
             chunk_bytes=chunk_megabytes * 1_000_000,
             packed=packed,
             rounds=rounds,
             requests=requests,
             tokens=tokens,
         )
-        try:
-            plan.check()
-        except UsageError as error:
-            raise click.UsageError(str(error)) from error
-        need_backend(backend)
-        need_modules("vllm")
+        need_servers(plan)
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
         figures = run_measuring(transfer_vllm.measure(plan, kind, say, logs=logs), kind)

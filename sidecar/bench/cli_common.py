@@ -6,7 +6,8 @@ import asyncio
 import signal
 import sys
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import click
 
@@ -14,11 +15,87 @@ from bus.errors import UsageError
 from bus.runtime import loop as event_loop
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
     from bus.runtime.loop import LoopChoice
+    from sidecar.bench.ends import Device
+    from sidecar.bench.vllm_fleet import Plan
+
+    Option: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 T = TypeVar("T")
+
+backend_option = click.option(
+    "--backend",
+    default="",
+    help="How tensors travel. Default: shm; with vllm nccl, or gloo on a CPU.",
+)
+device_option = click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    default="cuda",
+    show_default=True,
+    help="vllm: two GPUs, or none.",
+)
+packed_option = click.option(
+    "--packed/--unpacked",
+    default=True,
+    show_default=True,
+    help="vllm: chunks of wavebus's backend go through buffers.",
+)
+
+
+def engine_option(what: str) -> Option:
+    """``--engine``."""
+    return click.option(
+        "--engine",
+        type=click.Choice(["embedded", "vllm"]),
+        default="embedded",
+        show_default=True,
+        help=what,
+    )
+
+
+def rounds_option(what: str) -> Option:
+    """``--rounds``."""
+    return click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help=what)
+
+
+def requests_option(what: str) -> Option:
+    """``--requests``."""
+    return click.option(
+        "--requests", type=click.IntRange(1, 256), default=32, show_default=True, help=what
+    )
+
+
+def tokens_option(default: int, what: str) -> Option:
+    """``--tokens``."""
+    return click.option(
+        "--tokens", type=click.IntRange(100, 900), default=default, show_default=True, help=what
+    )
+
+
+def model_option(*names: str) -> Option:
+    """``--model-size``, and what else it is called."""
+    return click.option(
+        "--model-size",
+        *names,
+        "model_size",
+        type=click.Choice(["8b", "tiny"]),
+        default="8b",
+        show_default=True,
+        help="vllm: the shape of Qwen3-8B, or 26 million parameters; bf16 on GPUs.",
+    )
+
+
+def native_engine_option(what: str) -> Option:
+    """``--native-engine``."""
+    return click.option("--native-engine", default="nccl", show_default=True, help=what)
+
+
+def logs_option(what: str) -> Option:
+    """``--logs``."""
+    return click.option("--logs", type=click.Path(file_okay=False, path_type=Path), help=what)
 
 
 def need_backend(backend: str) -> None:
@@ -45,6 +122,24 @@ def need_modules(*modules: str) -> None:
         raise click.UsageError(
             f"this bench needs {', '.join(missing)}: pip install 'wavebus[bench,trainer]'"
         )
+
+
+def need_servers(plan: Plan) -> None:
+    """
+    Raises:
+        UsageError: vLLM servers can't be measured so here.
+    """
+    try:
+        plan.check()
+    except UsageError as error:
+        raise click.UsageError(str(error)) from error
+    need_backend(plan.backend)
+    need_modules("vllm")
+
+
+def vllm_backend(backend: str, device: Device) -> str:
+    """As it was asked for, or what fits the device."""
+    return backend or ("nccl" if device == "cuda" else "gloo")
 
 
 def say(text: str) -> None:

@@ -10,9 +10,26 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from bus.commands.options import json_option
-from bus.errors import UsageError, WavebusError
+from bus.errors import WavebusError
 from bus.runtime import loop as event_loop
-from sidecar.bench.cli_common import need_backend, need_modules, run_measuring, say
+from sidecar.bench.cli_common import (
+    backend_option,
+    device_option,
+    engine_option,
+    logs_option,
+    model_option,
+    native_engine_option,
+    need_backend,
+    need_modules,
+    need_servers,
+    packed_option,
+    requests_option,
+    rounds_option,
+    run_measuring,
+    say,
+    tokens_option,
+    vllm_backend,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -26,35 +43,11 @@ _VLLM_CHUNK_MEGABYTES: Final = 2048
 
 
 @click.command()
-@click.option(
-    "--engine",
-    type=click.Choice(["embedded", "vllm"]),
-    default="embedded",
-    show_default=True,
-    help="Whose requests decode; vllm: real servers.",
-)
-@click.option(
-    "--backend",
-    default="",
-    help="How tensors travel. Default: shm; with vllm nccl, or gloo on a CPU.",
-)
-@click.option(
-    "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds of each way."
-)
-@click.option(
-    "--requests",
-    type=click.IntRange(1, 256),
-    default=32,
-    show_default=True,
-    help="Requests that decode while the weights come.",
-)
-@click.option(
-    "--tokens",
-    type=click.IntRange(100, 900),
-    default=300,
-    show_default=True,
-    help="Of each request: enough for it to outlast the update.",
-)
+@engine_option("Whose requests decode; vllm: real servers.")
+@backend_option
+@rounds_option("Rounds of each way.")
+@requests_option("Requests that decode while the weights come.")
+@tokens_option(300, "Of each request: enough for it to outlast the update.")
 @click.option(
     "--clear-cache/--keep-cache",
     default=False,
@@ -68,11 +61,7 @@ _VLLM_CHUNK_MEGABYTES: Final = 2048
     show_default=True,
     help="Where the picture goes: tokens over the time of an update.",
 )
-@click.option(
-    "--logs",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="A folder that keeps what all processes log.",
-)
+@logs_option("A folder that keeps what all processes log.")
 @click.option(
     "--megabytes",
     type=click.IntRange(min=1),
@@ -94,34 +83,12 @@ _VLLM_CHUNK_MEGABYTES: Final = 2048
     show_default=True,
     help="embedded: ranks in lockstep, over which the experts are spread.",
 )
-@click.option(
-    "--device",
-    type=click.Choice(["cuda", "cpu"]),
-    default="cuda",
-    show_default=True,
-    help="vllm: two GPUs, or none.",
+@device_option
+@model_option("--model")
+@native_engine_option(
+    "vllm: the trainer and worker engine of vLLM's, or of a plugin, of the native way."
 )
-@click.option(
-    "--model-size",
-    "--model",
-    "model_size",
-    type=click.Choice(["8b", "tiny"]),
-    default="8b",
-    show_default=True,
-    help="vllm: the shape of Qwen3-8B, or 26 million parameters; bf16 on GPUs.",
-)
-@click.option(
-    "--native-engine",
-    default="nccl",
-    show_default=True,
-    help="vllm: the trainer and worker engine of vLLM's, or of a plugin, of the native way.",
-)
-@click.option(
-    "--packed/--unpacked",
-    default=True,
-    show_default=True,
-    help="vllm: chunks of wavebus's backend go through buffers.",
-)
+@packed_option
 @json_option
 def gap(
     *,
@@ -159,7 +126,7 @@ def gap(
             model=model_size,
             device=device,
             native_engine=native_engine,
-            backend=backend or ("nccl" if device == "cuda" else "gloo"),
+            backend=vllm_backend(backend, device),
             chunk_bytes=(chunk_megabytes or _VLLM_CHUNK_MEGABYTES) * 1_000_000,
             packed=packed,
             rounds=rounds,
@@ -167,12 +134,7 @@ def gap(
             tokens=tokens,
             clear_cache=clear_cache,
         )
-        try:
-            servers.check()
-        except UsageError as error:
-            raise click.UsageError(str(error)) from error
-        need_backend(servers.backend)
-        need_modules("vllm")
+        need_servers(servers)
         measuring = gap_vllm.bench(servers, kind, say, logs=logs)
     else:
         from sidecar.bench import gap_embedded  # noqa: PLC0415 - it needs torch

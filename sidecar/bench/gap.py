@@ -20,8 +20,8 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeAlias
 
 from sidecar.bench.streams import gaps_ms, longest_gap_ms, percentile, streaming, tokens_within
 
@@ -40,6 +40,19 @@ WARM_ROUNDS: Final = 1
 # A request decodes so many tokens before its steps count, and so many of these are ordinary ones.
 BEGUN_TOKENS: Final = 8
 ORDINARY_TOKENS: Final = 40
+
+
+class Load(Protocol):
+    """What a plan, a dataclass, has of the requests; and of each way so many rounds."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def rounds(self) -> int: ...
+    @property
+    def requests(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -83,8 +96,7 @@ class Round:
         update_ms: from its first message to its last.
         receive_ms: from when its first chunk left to when its last one was there.
         commit_ms: from the COMMIT to its last ack; 0 without a bus.
-        swap_ms: how long the swap kept the slowest engine from steps; where no engine tells, all of
-            the commit, and 0 of what is not staged.
+        swap_ms: how long the swap kept the slowest engine from steps; 0 of what is not staged.
         before_tokens_per_s, receiving_tokens_per_s: of all requests together; the latter from the
             update's begin to its COMMIT, and 0 without one.
         lost: requests that ended with fewer tokens.
@@ -141,16 +153,33 @@ async def measure(
     return Measured(measured, raw, copies, arrived)
 
 
+async def report(
+    engine: str, plan: Load, running: Running, say: Progress
+) -> tuple[dict[str, Any], Measured]:
+    """Measure; the JSON's fields, and the rounds that they are of."""
+    megabytes = round(running.size_bytes / 1e6, 1)
+    say(f"{megabytes} MB, {plan.requests} requests at a time")
+    measured = await measure(
+        running, requests=plan.requests, tokens=plan.tokens, rounds=plan.rounds, say=say
+    )
+    return {
+        "engine": engine,
+        **asdict(plan),
+        "megabytes": megabytes,
+        "tensors": running.tensors,
+        **figures(measured, requests=plan.requests, size_bytes=running.size_bytes),
+    }, measured
+
+
 async def _round(running: Running, way: Way, requests: int, tokens: int) -> Round:
-    engines = running.engines[way]
     async with streaming(running.urls[way], requests, tokens) as streams:
         await streams.have(BEGUN_TOKENS)
         decoding_s = time.monotonic()
         await streams.have(BEGUN_TOKENS + ORDINARY_TOKENS)
         told = await running.trainer.ask(way)
-    swaps_ms: list[float] = []
+    swap_ms = 0.0
     if way == "staged":
-        swaps_ms = [(await engine.ask("swap"))["swap_ms"] for engine in engines]
+        swap_ms = max([(await engine.ask("swap"))["swap_ms"] for engine in running.engines[way]])
     since_s, until_s, commit_ms = told["since_s"], told["until_s"], told["commit_ms"]
     came, pieces = streams.came, streams.pieces
     receiving = 0.0
@@ -163,7 +192,7 @@ async def _round(running: Running, way: Way, requests: int, tokens: int) -> Roun
         update_ms=(until_s - since_s) * 1000,
         receive_ms=told["receive_ms"],
         commit_ms=commit_ms,
-        swap_ms=max(swaps_ms, default=commit_ms) if way == "staged" else 0.0,
+        swap_ms=swap_ms,
         before_tokens_per_s=tokens_within(came, pieces, decoding_s, since_s)
         / (since_s - decoding_s),
         receiving_tokens_per_s=receiving,

@@ -7,12 +7,12 @@ import contextlib
 import json
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sidecar.bench.ends import ends
-from sidecar.bench.gap import Measured, Running, figures, measure
+from sidecar.bench.gap import Measured, Running, report
 from sidecar.bench.gap_engine import Settings
 from sidecar.bench.processes import Worker, worker
 from sidecar.bench.streams import greedy
@@ -63,21 +63,7 @@ async def bench(
         BenchBroken: a process died, or a request ended without all its tokens.
     """
     async with _running(plan, loop, logs) as running:
-        size_mb = round(running.size_bytes / 1e6, 1)
-        say(f"{size_mb} MB, {plan.requests} requests at a time")
-        measured = await measure(
-            running, requests=plan.requests, tokens=plan.tokens, rounds=plan.rounds, say=say
-        )
-    told = {
-        "engine": "embedded",
-        **asdict(plan),
-        "megabytes": size_mb,
-        "tensors": running.tensors,
-    }
-    return {
-        **told,
-        **figures(measured, requests=plan.requests, size_bytes=running.size_bytes),
-    }, measured
+        return await report("embedded", plan, running, say)
 
 
 @contextlib.asynccontextmanager

@@ -3,10 +3,9 @@ pause and staged, in turn. See :mod:`sidecar.bench.vllm_fleet`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from sidecar.bench.gap import Measured, Running, figures, measure
+from sidecar.bench.gap import Measured, Running, report
 from sidecar.bench.vllm_fleet import NATIVE, Plan, fleet
 
 if TYPE_CHECKING:
@@ -38,21 +37,7 @@ async def bench(
     plan.check()
     engines = {NATIVE: plan.native_engine, _BUS: "wavebus"}
     async with fleet(plan, engines, loop, say, logs) as servers:
-        running = _running(servers)
-        say(f"{running.size_bytes / 1e6:.1f} MB, {plan.requests} requests at a time")
-        measured = await measure(
-            running, requests=plan.requests, tokens=plan.tokens, rounds=plan.rounds, say=say
-        )
-    told = {
-        "engine": "vllm",
-        **asdict(plan),
-        "megabytes": round(running.size_bytes / 1e6, 1),
-        "tensors": running.tensors,
-    }
-    return {
-        **told,
-        **figures(measured, requests=plan.requests, size_bytes=running.size_bytes),
-    }, measured
+        return await report("vllm", plan, _running(servers), say)
 
 
 def _running(servers: Fleet) -> Running:
