@@ -18,10 +18,9 @@ from bus.errors import EngineError
 from bus.messages import NackCode
 from sidecar.transfer.base import transfer_failed
 from sidecar.transfer.checks import check_delivered
+from sidecar.transfer.streams import own_stream, within
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from bus.manifest import TensorMeta
     from sidecar.transfer.base import Receiver
 
@@ -97,7 +96,7 @@ class Inbox:
                 code=NackCode.WRONG_STATE,
             )
         coming: Future[Tensors] = Future()
-        if receiver.depth > 1 or receiver.collective:
+        if _apart(receiver):
             self._receiving().submit(self._deliver, coming, receiver, metas, handle)
         else:
             coming.set_result(self._receive(receiver, metas, handle))
@@ -183,8 +182,7 @@ class Inbox:
             coming.set_result(tensors)
 
     def _receive(self, receiver: Receiver, metas: tuple[TensorMeta, ...], handle: bytes) -> Tensors:
-        apart = receiver.depth > 1 or receiver.collective
-        with self._own_stream() if apart else contextlib.nullcontext():
+        with within(self._stream if _apart(receiver) else None, self._device):
             received = receiver.receive(metas, handle)
         try:
             check_delivered(self.backend, metas, received)
@@ -206,14 +204,10 @@ class Inbox:
         self._left_behind = False
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="wavebus-receive")
-            if self._device.type == "cuda":
-                self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._stream = own_stream(self._device)
         return self._thread
 
-    @contextlib.contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            yield
+
+def _apart(receiver: Receiver) -> bool:
+    """Whether it receives in a thread of its own."""
+    return receiver.depth > 1 or receiver.collective

@@ -27,6 +27,7 @@ from bus.errors import EngineError
 from bus.messages import NackCode
 from bus.staging import Room
 from sidecar.transfer import check_sums, staging_room
+from sidecar.transfer.streams import own_stream, synchronize, within
 from sidecar.vllm_plugin import ranks, wire
 from sidecar.vllm_plugin.lane import Lane
 from sidecar.vllm_plugin.loadable import Armed, need_armed
@@ -97,7 +98,7 @@ class Stager:
             raise EngineError("no update was armed that can be staged", code=NackCode.WRONG_STATE)
         self._inbox.clear()
         self._loadable.staged.begin(plan)
-        self._synchronize()  # the memory may have been somebody's in this stream
+        synchronize(self._device)  # the memory may have been somebody's in this stream
         self._armed = armed
 
     def check_ready(self) -> None:
@@ -128,7 +129,9 @@ class Stager:
     # -- on the lane's -----------------------------------------------------------------
 
     def _carry_out(self, operation: wire.Operation) -> None:
-        with _switching_fast(), torch.no_grad(), self._own_stream():
+        if self._stream is None:
+            self._stream = own_stream(self._device)
+        with _switching_fast(), torch.no_grad(), within(self._stream, self._device):
             match operation:
                 case wire.Receive():
                     need_armed(self._armed).receive(operation, self._inbox)
@@ -150,7 +153,7 @@ class Stager:
             loadable.staged.stage(tensors)
             if not loadable.plans.known.proven:
                 self._prove(tensors)
-            self._synchronize()
+            synchronize(self._device)
         except BaseException:
             self._inbox.clear()
             raise
@@ -164,16 +167,6 @@ class Stager:
             except EngineError:
                 loadable.plans.staged(proven=False)
                 raise
-
-    @contextlib.contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        if self._device.type != "cuda":
-            yield
-            return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            yield
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -193,10 +186,6 @@ class Stager:
         done.record()
         done.synchronize()
         self.swap_ms = begun.elapsed_time(done)
-
-    def _synchronize(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.current_stream(self._device).synchronize()
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ from bus.transfer import Place
 from sidecar.transfer import check_room, check_sums, make_receiver
 from sidecar.transfer.inbox import Inbox
 from sidecar.transfer.lora import LoraReceiver
+from sidecar.transfer.streams import synchronize
 from sidecar.vllm_plugin import ranks, wire
 from sidecar.vllm_plugin.adapters import Adapters
 from sidecar.vllm_plugin.compat import BACKEND, shared_communicators
@@ -179,7 +180,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 with quiet_loading():
                     self.model.load_weights(iter(tensors))
                 plans.loaded()
-        self._synchronize()
+        synchronize(self.device)
 
     def _need_its_session(self) -> None:
         """The session is of the model that was armed: tensors of one may fit the other, too."""
@@ -370,10 +371,6 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if engine_of(operation.backend):
             raise not_this_engine(operation.backend)
         need_armed(self._armed).receive(operation, self._inbox)
-
-    def _synchronize(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.current_stream(self.device).synchronize()
 
     def _loads_in_place(self) -> bool:
         """Whether what is received can be loaded from where the transport has it."""
