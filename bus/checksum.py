@@ -16,6 +16,7 @@ hands it in.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ _LOW: Final = (1 << 32) - 1
 _SPREAD: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
-def checksums(torch: Any, tensors: Sequence[Any], verify: Verify) -> tuple[int, ...]:
+def checksums(
+    torch: Any, tensors: Sequence[Any], verify: Verify, memo: dict[str, Any] | None = None
+) -> tuple[int, ...]:
     """One sum per tensor of a chunk; none of them, if nothing is to be verified.
 
     A tensor that is small, or a sample, is summed together with the others of its chunk, so that
@@ -46,27 +49,29 @@ def checksums(torch: Any, tensors: Sequence[Any], verify: Verify) -> tuple[int, 
         tensors: of any shape, dtype and strides, on any devices. A GPU is waited for twice per
             chunk, not once per tensor.
         verify: how much to look at.
+        memo: of tensors that will be asked about again, where they are, with other values: what is
+            kept until then.
     """
     if verify not in ("sample", "full"):
         return ()
     sums = [0] * len(tensors)
     places: list[int] = []
-    pieces: list[Any] = []
     large: dict[int, Any] = {}
     weights: dict[Any, Any] = {}
-    for place, tensor in enumerate(tensors):
-        words = _words(torch, tensor)
-        count = words.numel()
-        if verify == "sample" and count > SAMPLE_WORDS:
-            words = words[:: count // SAMPLE_WORDS]
-        elif count > SAMPLE_WORDS:
-            large[place] = _sum(torch, words, weights)
-            continue
-        if count:
-            places.append(place)
-            pieces.append(words if not pieces else words.to(pieces[0].device))
-    for place, value in zip(places, _sums_together(torch, pieces), strict=True):
+    small = None if memo is None else memo.get(f"small-{verify}")
+    if small is None:
+        for place, tensor in enumerate(tensors):
+            if tensor.numel() and (verify == "sample" or _count(tensor) <= SAMPLE_WORDS):
+                places.append(place)
+        small = _Small(torch, places, tensors, again=memo is not None)
+        if memo is not None:
+            memo[f"small-{verify}"] = small
+    for place, value in small.sums():
         sums[place] = value
+    if verify == "full":
+        for place, tensor in enumerate(tensors):
+            if _count(tensor) > SAMPLE_WORDS:
+                large[place] = _sum(torch, _words(torch, tensor), weights)
     for place, value in zip(large, _values(torch, list(large.values())), strict=True):
         sums[place] = value
     return tuple(sums)
@@ -78,6 +83,89 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | Non
         if theirs != ours:
             return place
     return None
+
+
+class _Small:
+    """Tensors of a chunk that are small, or of which a sample is taken: all words that are looked
+    at are laid one after the other, and their sums are the differences of a running one. Each
+    tensor by itself would cost more for being one than for its words.
+
+    Args:
+        places: which of the chunk's they are.
+        again: they will be asked about again: then those that lie in one memory are looked at
+            through one index, without a call for each.
+    """
+
+    def __init__(
+        self, torch: Any, places: Sequence[int], tensors: Sequence[Any], *, again: bool
+    ) -> None:
+        self._torch = torch
+        self._places = places
+        self._tensors = [tensors[place] for place in places]
+        self._strides = [max(1, _count(tensor) // SAMPLE_WORDS) for tensor in self._tensors]
+        counted = zip(self._tensors, self._strides, strict=True)
+        self._ends = list(
+            itertools.accumulate(-(-_count(tensor) // stride) for tensor, stride in counted)
+        )
+        self._memory = _one_memory(torch, self._tensors) if again else None
+        if self._memory is not None:
+            self._index = self._indices().to(self._memory.device)
+            self._tensors = []
+        self._weights: Any = None
+        self._last: Any = None
+
+    def sums(self) -> Iterable[tuple[int, int]]:
+        """Of each, at its place."""
+        if not self._places:
+            return ()
+        words = self._words() if self._memory is None else self._memory[self._index]
+        if self._weights is None:
+            self._weights = _weights(self._torch, words.numel(), words.device)
+            self._last = (self._torch.tensor(self._ends) - 1).to(words.device)
+        running = (_mixed(words) * self._weights).cumsum(0)
+        upto = [0, *running[self._last].tolist()]
+        return ((place, (upto[k + 1] - upto[k]) & _MASK) for k, place in enumerate(self._places))
+
+    def _words(self) -> Any:
+        pieces: list[Any] = []
+        for tensor, stride in zip(self._tensors, self._strides, strict=True):
+            words = _words(self._torch, tensor)[::stride]
+            pieces.append(words if not pieces else words.to(pieces[0].device))
+        return self._torch.cat(pieces)
+
+    def _indices(self) -> Any:
+        """Where in the memory the words are that are looked at."""
+        first = [_offset_bytes(tensor) // _WORD_BYTES for tensor in self._tensors]
+        found = zip(first, self._tensors, self._strides, strict=True)
+        return self._torch.cat(
+            [self._torch.arange(at, at + _count(t), stride) for at, t, stride in found]
+        )
+
+
+def _one_memory(torch: Any, tensors: Sequence[Any]) -> Any | None:
+    """The memory that all lie in, as words, if each has whole ones in it, in a row."""
+    if not tensors:
+        return None
+    memory = tensors[0].untyped_storage()
+    for tensor in tensors:
+        if (
+            tensor.untyped_storage().data_ptr() != memory.data_ptr()
+            or _offset_bytes(tensor) % _WORD_BYTES
+            or tensor.numel() * tensor.element_size() % _WORD_BYTES
+            or not tensor.is_contiguous()
+        ):
+            return None
+    words = torch.empty(0, dtype=torch.int64, device=tensors[0].device)
+    return words.set_(memory, 0, (memory.nbytes() // _WORD_BYTES,), (1,))
+
+
+def _count(tensor: Any) -> int:
+    """How many words it has; the last one may not be whole."""
+    return int(-(-tensor.numel() * tensor.element_size() // _WORD_BYTES))
+
+
+def _offset_bytes(tensor: Any) -> int:
+    return int(tensor.storage_offset() * tensor.element_size())
 
 
 def _words(torch: Any, tensor: Any) -> Any:
@@ -117,18 +205,6 @@ def _values(torch: Any, totals: Sequence[Any]) -> Iterable[int]:
     return (
         value & _MASK for value in torch.stack([t.to(totals[0].device) for t in totals]).tolist()
     )
-
-
-def _sums_together(torch: Any, pieces: Sequence[Any]) -> Iterable[int]:
-    """Sums of pieces that are laid one after the other: the differences of a running sum. Each
-    by itself would cost more for being one than for its words."""
-    if not pieces:
-        return ()
-    words = torch.cat(pieces)
-    running = (_mixed(words) * _weights(torch, words.numel(), words.device)).cumsum(0)
-    ends = torch.tensor([piece.numel() for piece in pieces]).cumsum(0) - 1
-    upto = [0, *running[ends.to(words.device)].tolist()]
-    return ((upto[k + 1] - upto[k]) & _MASK for k in range(len(pieces)))
 
 
 def _mixed(words: Any) -> Any:

@@ -4,6 +4,10 @@ It is torch's ``ProcessGroupNCCL``, beside whatever groups the process has, and 
 ways of failing: a watchdog that ends the process, or waits without end. Here an end waits with a
 deadline, looks whether the trainer is still there, can be closed meanwhile, and raises.
 
+Who waits, does it in CUDA, without Python's lock: on an engine that lock is what its steps need.
+A thread of the communicator's looks on, twice a second; where there is nothing to wait for any
+more, it closes the communicator, which ends the wait.
+
 A peer that dies is not noticed by NCCL itself where GPUs read each other's memory (NVLink): its
 kernel goes on waiting. So the bus tells: an engine's loss fails the trainer's update, which closes
 its end and its store; and who finds that store gone leaves too.
@@ -33,43 +37,55 @@ if TYPE_CHECKING:
 _NO_WATCHDOG: Final = "TORCH_NCCL_BLOCKING_WAIT"
 _making = threading.Lock()
 
-# How often a broadcast is asked whether it has ended: so that the look that finds it comes late by
-# a small part of the whole wait, and a long wait costs no processor.
-_LEAST_LOOK_S: Final = 20e-6
-_MOST_LOOK_S: Final = 1e-3
-_PART: Final = 0.02
-# How often it is asked whether the trainer is still there.
-_STORE_LOOK_S: Final = 0.5
+# How often it is looked whether the trainer is still there, and whether it took too long.
+_LOOK_S: Final = 0.5
 # Aborting takes milliseconds; who waits for it must not wait for ever.
 _ABORT_S: Final = 10.0
 
 
 class Communicator:
-    """An end that has met the others. Used by one thread at a time; closed by any."""
+    """An end that has met the others. Used by one thread at a time; waited in and closed by any.
 
-    def __init__(self, dist: Any, group: Any, store: Any) -> None:
-        self._dist = dist
+    Args:
+        mark: of what was just queued, the end: what has ``synchronize()`` and ``query()`` as a CUDA
+            event has.
+    """
+
+    def __init__(self, dist: Any, group: Any, store: Any, mark: Callable[[Any], Any]) -> None:
+        self._mark = mark
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = 0
         self._group = group
         self._store = store
         self._closed = threading.Event()
         self._closing = threading.Lock()
+        self._waits: set[Broadcast] = set()
+        self._why = "it was closed meanwhile"
+        threading.Thread(target=self._look_on, name="wavebus-nccl-watch", daemon=True).start()
 
-    def broadcast(self, memories: Sequence[Any], timeout_s: float) -> None:
-        """From rank 0 to all, in one go; returns when this end has done its part on its GPU.
+    def launch(self, memories: Sequence[Any]) -> Broadcast:
+        """Queue a broadcast from rank 0 to all, behind what the current stream was asked before.
 
         Args:
             memories: contiguous tensors of bytes on this end's GPU, as many and as long as at
-                every other end. What the current stream does with them before, is waited for.
+                every other end. They must stay until it has ended.
 
         Raises:
-            RuntimeError: an end is gone or silent, or this one was closed. It is closed then.
+            RuntimeError: it is closed, or is now.
         """
+        if self._closed.is_set():
+            raise RuntimeError("it is closed")
         try:
-            work = self._launch(memories)
-            self._wait(work, timeout_s)
+            work = self._broadcast(memories)
+            ended = self._mark(work)
         except RuntimeError:
             self.close()
             raise
+        return Broadcast(self, memories, work, ended)
+
+    def broadcast(self, memories: Sequence[Any], timeout_s: float) -> None:
+        """:meth:`launch`, and :meth:`Broadcast.wait`."""
+        self.launch(memories).wait(timeout_s)
 
     def close(self) -> None:
         """Leave at once, whatever goes on, and free what NCCL holds on the GPU."""
@@ -81,38 +97,81 @@ class Communicator:
             with contextlib.suppress(RuntimeError, TimeoutError):
                 _within(_ABORT_S, self._group.abort)
 
-    def _launch(self, memories: Sequence[Any]) -> Any:
-        if self._closed.is_set():
-            raise RuntimeError("it is closed")
-        options = self._dist.BroadcastOptions()
-        options.rootRank = 0
+    @contextlib.contextmanager
+    def looked_after(self, waited: Broadcast) -> Iterator[None]:
+        """In the block it is waited for.
+
+        Raises:
+            RuntimeError: the communicator was closed before the end of it.
+        """
+        self._waits.add(waited)
+        try:
+            yield
+        finally:
+            self._waits.discard(waited)
+        if self._closed.is_set():  # what was aborted looks like what has ended
+            raise RuntimeError(self._why)
+
+    def _broadcast(self, memories: Sequence[Any]) -> Any:
         if len(memories) == 1:
-            return self._group.broadcast([memories[0]], options)
+            return self._group.broadcast([memories[0]], self._options)
         self._group._start_coalescing()  # noqa: SLF001 - torch has no public one
         try:
             for memory in memories:
-                self._group.broadcast([memory], options)
+                self._group.broadcast([memory], self._options)
         finally:
             work = self._group._end_coalescing()  # noqa: SLF001 - as above
         return work
 
-    def _wait(self, work: Any, timeout_s: float) -> None:
-        began = time.monotonic()
-        deadline, store_look = began + timeout_s, began + _STORE_LOOK_S
-        while not work.is_completed():
-            if self._closed.is_set():
-                break
-            now = time.monotonic()
-            if now >= deadline:
-                raise RuntimeError(f"not everybody took part within {timeout_s:g} s")
-            if now >= store_look:
-                if not rendezvous.is_kept(self._store):
-                    raise RuntimeError("the trainer's end is closed or gone")
-                store_look = now + _STORE_LOOK_S
-            time.sleep(min(max(_LEAST_LOOK_S, _PART * (now - began)), _MOST_LOOK_S))
-        if self._closed.is_set():  # what was aborted looks like what has ended
-            raise RuntimeError("it was closed meanwhile")
-        work.wait()
+    def _look_on(self) -> None:
+        while not self._closed.wait(_LOOK_S):
+            for waited in self._waits.copy():
+                why = waited.why_no_end()
+                if not (why or rendezvous.is_kept(self._store)):
+                    why = "the trainer's end is closed or gone"
+                if why:
+                    self._why = why
+                    self.close()
+                    break
+
+
+class Broadcast:
+    """One on its way.
+
+    Attributes:
+        size_bytes: of all its memories.
+    """
+
+    def __init__(self, owner: Communicator, memories: Sequence[Any], work: Any, ended: Any) -> None:
+        self._owner = owner
+        self._memories = memories  # NCCL has their addresses, and nothing more
+        self.size_bytes = sum(memory.numel() for memory in memories)
+        self._work = work
+        self._ended = ended
+        self._timeout_s = 0.0
+        self._deadline_s = 0.0
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when this end has done its part on its GPU.
+
+        Raises:
+            RuntimeError: an end is gone or silent, or this one was closed. It is closed then.
+        """
+        self._timeout_s = timeout_s
+        self._deadline_s = time.monotonic() + timeout_s
+        with self._owner.looked_after(self):
+            self._ended.synchronize()
+
+    def why_no_end(self) -> str:
+        """Why there is nothing to wait for, if so; asked by another thread than waits."""
+        if time.monotonic() >= self._deadline_s:
+            return f"not everybody took part within {self._timeout_s:g} s"
+        if self._work.is_completed() and not self._ended.query():
+            try:  # it has an error: the kernel goes on
+                self._work.wait()
+            except RuntimeError as error:
+                return reason(error)
+        return ""
 
 
 def meet(torch: Any, dist: Any, init: NcclInit, place: Place, device: Any) -> Communicator:
@@ -133,7 +192,14 @@ def meet(torch: Any, dist: Any, init: NcclInit, place: Place, device: Any) -> Co
     uuids = rendezvous.roll_call(store, place, device_uuid(torch, device), timeout_s)
     _check_apart(uuids)
     group = _new_group(dist, dist.PrefixStore("nccl", store), place, timeout_s)
-    made = Communicator(dist, group, store)
+
+    def mark(work: Any) -> Any:
+        work.synchronize()  # it has the stream wait, not this thread
+        ended = torch.cuda.Event(blocking=True)
+        ended.record()
+        return ended
+
+    made = Communicator(dist, group, store, mark)
 
     def connect() -> None:
         with torch.cuda.device(device):

@@ -82,8 +82,8 @@ class TrainerAgent(ForVllm):
             ``nccl`` (from GPU to GPU), ``ipc`` (engines on the trainer's GPU), or one of your own
             (:func:`trainer_agent.transfer.register_sender`).
         chunk_bytes: at most so much is in one chunk. A larger tensor gets a chunk of its own.
-        buffers: how many chunks are under way at a time, with memory for each. Default: two, or
-            what a backend of your own says.
+        buffers: how many chunks are under way at a time, with memory for each. Default: two, of
+            ``nccl`` three, or what a backend of your own says.
         packed: chunks go through buffers. ``nccl``, ``ipc``, and ``shm`` with weights in shared
             memory (:func:`trainer_agent.share_memory`) can do without: tensors are then sent
             from where they are, and must stay as they are until the update ends.

@@ -86,6 +86,7 @@ class TimedSender:
         self.puts: list[tuple[float, float]] = []
         self.transfers: list[tuple[float, float]] = []
         self.acked_s = 0.0
+        self._queued_s: dict[int, float] = {}
 
     def begin(self) -> None:
         """What comes next is another update."""
@@ -112,8 +113,12 @@ class TimedSender:
         self.puts.append((since_s, time.monotonic()))
         return handle
 
+    def queue(self, seq: int) -> None:
+        self._queued_s[seq] = time.monotonic()
+        self.inner.queue(seq)
+
     def transfer(self, seq: int) -> None:
-        since_s = time.monotonic()
+        since_s = self._queued_s.pop(seq, None) or time.monotonic()
         self.inner.transfer(seq)
         self.transfers.append((since_s, time.monotonic()))
 

@@ -89,13 +89,16 @@ class ChunkStream:
         async with announced(step, self.plan.chunk_meta(update.id, seq, chunk.handle)):
             await update.started.wait()
             async with self._sending:
-                if self._sender.collective:
-                    await anyio.to_thread.run_sync(
-                        self._sender.transfer, seq, abandon_on_cancel=True
-                    )
-                    free.set()  # its engines have it in memory of their own
+                if self._sender.queues:
+                    await _in_thread(self._sender.queue, seq)
+                elif self._sender.collective:
+                    await _in_thread(self._sender.transfer, seq)
                 else:
                     self._sender.transfer(seq)
+            if self._sender.queues:
+                await _in_thread(self._sender.transfer, seq)
+            if self._sender.collective:
+                free.set()  # its engines have it in memory of their own
             async with together() as tasks:
                 tasks.start_soon(step, ChunkSent(update.id, seq, self.verify, chunk.sums))
                 await anyio.lowlevel.checkpoint()  # it is on its way
@@ -121,6 +124,11 @@ class ChunkStream:
         if self.copy is not None:
             self.copy.take(self.plan.manifest.part(seq).start, chunk)
         return _Chunk(seq, self._sender.put(seq, chunk), checksums(torch, chunk, self.verify))
+
+
+async def _in_thread(call: Callable[[int], None], seq: int) -> None:
+    """Who gives up, does not wait for it: it ends by itself."""
+    await anyio.to_thread.run_sync(call, seq, abandon_on_cancel=True)
 
 
 def nothing() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import torch
 
@@ -12,12 +13,17 @@ from bus.messages import NackCode
 from bus.transfer import aligned, decode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from bus.manifest import TensorMeta
     from bus.transfer import IpcTensors, Place, ShmTensors
 
+    Tensors: TypeAlias = list[tuple[str, torch.Tensor]]
+
 T = TypeVar("T")
+
+# Chunks of so many manifests, buffers and updates lie somewhere that one forgets.
+_MOST_VIEWS: Final = 4096
 
 
 class Receiver(ABC):
@@ -61,10 +67,17 @@ class Receiver(ABC):
             EngineError: code ``transfer_failed``.
         """
 
+    def launch(self, tensors: tuple[TensorMeta, ...], handle: bytes) -> Callable[[], Tensors]:
+        """Begin to fetch one chunk, without a wait for the other end; what comes back, called once,
+        in any thread, waits. So the next one can be under way before this one is there.
+
+        Raises:
+            EngineError: code ``transfer_failed``; nothing is held then.
+        """
+        return lambda: self.receive(tensors, handle)
+
     @abstractmethod
-    def receive(
-        self, tensors: tuple[TensorMeta, ...], handle: bytes
-    ) -> list[tuple[str, torch.Tensor]]:
+    def receive(self, tensors: tuple[TensorMeta, ...], handle: bytes) -> Tensors:
         """Fetch one chunk; the tensors are valid until :meth:`release`, or for ever if they are
         :attr:`owned`.
 
@@ -78,6 +91,58 @@ class Receiver(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let the transport go."""
+
+
+class Delivered(list["tuple[str, torch.Tensor]"]):
+    """A chunk's tensors, which lie where those of the same chunk will lie in the next update.
+
+    Attributes:
+        announced: the chunk, as the manifest has it.
+        offsets_bytes: where each begins in the buffer.
+        memo: what was derived of where they lie.
+    """
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __init__(
+        self, tensors: Tensors, announced: tuple[TensorMeta, ...], offsets_bytes: Sequence[int]
+    ) -> None:
+        super().__init__(tensors)
+        self.announced = announced
+        self.offsets_bytes = tuple(offsets_bytes)
+        self.memo: dict[str, Any] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class Views:
+    """Of the tensors of packed chunks, made once for each chunk and buffer, as long as these are
+    the same objects: a call into torch for each tensor is what a worker has no time for while it
+    makes steps."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int], Delivered] = {}
+
+    def of(
+        self,
+        memory: torch.Tensor,
+        offsets_bytes: Sequence[int],
+        tensors: tuple[TensorMeta, ...],
+    ) -> Delivered:
+        """As :func:`views_of`."""
+        key = (memory.data_ptr(), id(tensors))
+        made = self._made.get(key)
+        if made is None or made.announced is not tensors or made.offsets_bytes != offsets_bytes:
+            if len(self._made) >= _MOST_VIEWS:
+                self._made.clear()
+            viewed = views_of(memory, offsets_bytes, tensors)
+            made = self._made[key] = Delivered(viewed, tensors, offsets_bytes)
+        return made
+
+    def clear(self) -> None:
+        """The buffers go."""
+        self._made.clear()
 
 
 def decoded(blob: bytes, type_: type[T]) -> T:
@@ -97,12 +162,10 @@ def transfer_failed(detail: str, *, tensor: str = "") -> EngineError:
     return EngineError(detail, code=NackCode.TRANSFER_FAILED, tensor=tensor)
 
 
-def packed_offsets(tensors: Iterable[TensorMeta]) -> list[int]:
+def packed_offsets(tensors: Iterable[TensorMeta]) -> tuple[int, ...]:
     """Where each tensor of a packed chunk begins, in bytes; and where the last one's room ends."""
-    offsets = [0]
-    for meta in tensors:
-        offsets.append(offsets[-1] + aligned(meta.size_bytes))
-    return offsets
+    sizes = (aligned(meta.size_bytes) for meta in tensors)
+    return tuple(itertools.accumulate(sizes, initial=0))
 
 
 def views_of(

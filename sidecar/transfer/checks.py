@@ -10,7 +10,7 @@ from bus.checksum import checksums, first_difference
 from bus.errors import EngineError
 from bus.messages import NackCode
 from bus.transfer import aligned
-from sidecar.transfer.base import transfer_failed
+from sidecar.transfer.base import Delivered, transfer_failed
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest, TensorMeta
@@ -46,6 +46,8 @@ def check_delivered(
     Raises:
         EngineError: code ``transfer_failed``, with the first tensor that is another.
     """
+    if isinstance(received, Delivered) and received.announced is announced:
+        return  # views that were made of it
     if len(received) > len(announced):
         raise transfer_failed(
             f"transport {backend!r} delivered {len(received)} tensors for {len(announced)}"
@@ -72,7 +74,8 @@ def check_sums(
     Raises:
         EngineError: code ``checksum_mismatch``, with the first tensor that differs.
     """
-    found = checksums(torch, [tensor for _, tensor in received], verify)
+    memo = received.memo if isinstance(received, Delivered) else None
+    found = checksums(torch, [tensor for _, tensor in received], verify, memo)
     if len(found) != len(sums):
         raise EngineError(
             f"{len(sums)} sums to verify {len(found)} tensors of chunk {seq}",

@@ -13,11 +13,11 @@ from bus import rendezvous
 from bus.transfer import GlooChunk, GlooInit
 from sidecar.transfer.base import (
     Receiver,
+    Views,
     check_broadcast,
     decoded,
     packed_offsets,
     transfer_failed,
-    views_of,
 )
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class GlooReceiver(Receiver):
     def __init__(self) -> None:
         self._group: Any = None
         self._buffers: deque[torch.Tensor] = deque()
+        self._views = Views()
 
     def open(self, params: bytes, place: Place) -> None:
         init = decoded(params, GlooInit)
@@ -70,8 +71,9 @@ class GlooReceiver(Receiver):
                 raise transfer_failed(f"the broadcast broke: {rendezvous.reason(error)}") from error
         if self._group is group:  # it may have been opened anew meanwhile
             self._buffers.rotate(-1)
-        return views_of(memory, offsets[:-1], tensors)
+        return self._views.of(memory, offsets[:-1], tensors)
 
     def close(self) -> None:
         self._group = None
         self._buffers.clear()
+        self._views.clear()

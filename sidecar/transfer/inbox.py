@@ -2,15 +2,17 @@
 
 A receiver with room for several chunks (:attr:`Receiver.depth`), or that waits for others
 (:attr:`Receiver.collective`), receives in a thread of its own, one chunk after the other: on a GPU
-on a stream of its own as well, so that a chunk comes while another is loaded. Any other receives
-when it is asked to.
+on a stream of its own as well, so that a chunk comes while another is loaded. What it can launch
+without a wait, it launches when it is asked to, so that the next chunk is under way before this one
+is there. Any other receives when it is asked to.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,10 +23,10 @@ from sidecar.transfer.checks import check_delivered
 from sidecar.transfer.streams import own_stream, within
 
 if TYPE_CHECKING:
-    from bus.manifest import TensorMeta
-    from sidecar.transfer.base import Receiver
+    from collections.abc import Callable
 
-    Tensors: TypeAlias = list[tuple[str, torch.Tensor]]
+    from bus.manifest import TensorMeta
+    from sidecar.transfer.base import Receiver, Tensors
 
 
 class Inbox:
@@ -95,12 +97,20 @@ class Inbox:
                 f"chunks {sorted(self._chunks)} are received and not loaded yet",
                 code=NackCode.WRONG_STATE,
             )
-        coming: Future[Tensors] = Future()
-        if _apart(receiver):
-            self._receiving().submit(self._deliver, coming, receiver, metas, handle)
-        else:
-            coming.set_result(self._receive(receiver, metas, handle))
-        self._chunks[seq] = coming
+        # From here on, an interrupt ends it.
+        coming = self._chunks[seq] = Future()
+        try:
+            if _apart(receiver):
+                threads = self._receiving()
+                with within(self._stream, self._device):
+                    fetch = receiver.launch(metas, handle)
+                threads.submit(self._deliver, coming, receiver, metas, fetch)
+            else:
+                fetch = functools.partial(receiver.receive, metas, handle)
+                coming.set_result(self._receive(receiver, metas, fetch))
+        except BaseException:
+            self._chunks.pop(seq, None)
+            raise
 
     def take(self, seq: int) -> Tensors:
         """The tensors of a chunk that was begun, when they are there; valid until :meth:`done`.
@@ -119,7 +129,7 @@ class Inbox:
             tensors = coming.result()
         except CancelledError:
             raise transfer_failed(f"chunk {seq} was given up before it had come") from None
-        if self._stream is not None:
+        if self._stream is not None and self.receiver is not None and self.receiver.owned:
             here = torch.cuda.current_stream(self._device)
             for _, tensor in tensors:
                 if tensor.is_cuda:  # gloo receives into the host's memory
@@ -165,13 +175,13 @@ class Inbox:
         coming: Future[Tensors],
         receiver: Receiver,
         metas: tuple[TensorMeta, ...],
-        handle: bytes,
+        fetch: Callable[[], Tensors],
     ) -> None:
         """Until it is there it can be cancelled, however long it has been coming."""
         failure: BaseException | None = None
         tensors: Tensors = []
         try:
-            tensors = self._receive(receiver, metas, handle)
+            tensors = self._receive(receiver, metas, fetch)
         except BaseException as error:  # noqa: BLE001 - who takes the chunk, gets it
             failure = error
         if not coming.set_running_or_notify_cancel():
@@ -181,9 +191,11 @@ class Inbox:
         else:
             coming.set_result(tensors)
 
-    def _receive(self, receiver: Receiver, metas: tuple[TensorMeta, ...], handle: bytes) -> Tensors:
+    def _receive(
+        self, receiver: Receiver, metas: tuple[TensorMeta, ...], fetch: Callable[[], Tensors]
+    ) -> Tensors:
         with within(self._stream if _apart(receiver) else None, self._device):
-            received = receiver.receive(metas, handle)
+            received = fetch()
         try:
             check_delivered(self.backend, metas, received)
             kept = received if receiver.lasts else self._copies(received, copy=True)

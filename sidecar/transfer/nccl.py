@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -14,16 +15,19 @@ from bus.cuda import nccl_version
 from bus.transfer import NcclChunk, NcclInit
 from sidecar.transfer.base import (
     Receiver,
+    Views,
     check_broadcast,
     decoded,
     packed_offsets,
     transfer_failed,
-    views_of,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from bus.manifest import TensorMeta
     from bus.transfer import Place
+    from sidecar.transfer.base import Tensors
 
 
 class NcclReceiver(Receiver):
@@ -35,6 +39,7 @@ class NcclReceiver(Receiver):
     def __init__(self) -> None:
         self._communicator: bus.nccl.Communicator | None = None
         self._buffers: deque[torch.Tensor] = deque()
+        self._views = Views()
 
     def open(self, params: bytes, place: Place) -> None:
         init = decoded(params, NcclInit)
@@ -64,22 +69,38 @@ class NcclReceiver(Receiver):
         self.owned = not init.chunk_bytes
         self.room_bytes = init.chunk_bytes or None
 
-    def receive(
-        self, tensors: tuple[TensorMeta, ...], handle: bytes
-    ) -> list[tuple[str, torch.Tensor]]:
+    def launch(self, tensors: tuple[TensorMeta, ...], handle: bytes) -> Callable[[], Tensors]:
         chunk = decoded(handle, NcclChunk)
         # Before anything that could leave the others waiting for this rank.
-        if self._communicator is None:
+        communicator = self._communicator
+        if communicator is None:
             raise transfer_failed("the communicator is not open")
         if self.owned:
-            return self._one_by_one(tensors, chunk, self._communicator)
-        return self._packed(tensors, chunk, self._communicator)
+            made, memories = self._one_by_one(tensors, chunk)
+        else:
+            made, memories = self._packed(tensors, chunk)
+        if not memories:
+            return lambda: made
+        with self._failing(communicator), torch.cuda.device(self.device):
+            under_way = communicator.launch(memories)
+        timeout_s = rendezvous.patience_s(chunk.size_bytes)
+
+        def arrived() -> Tensors:
+            with self._failing(communicator):
+                under_way.wait(timeout_s)
+            return made
+
+        return arrived
+
+    def receive(self, tensors: tuple[TensorMeta, ...], handle: bytes) -> Tensors:
+        return self.launch(tensors, handle)()
 
     def close(self) -> None:
         if self._communicator is not None:
             self._communicator.close()
             self._communicator = None
         self._buffers.clear()
+        self._views.clear()
 
     def _check(self, init: NcclInit) -> None:
         """What would leave the others waiting, or break in the middle."""
@@ -96,39 +117,36 @@ class NcclReceiver(Receiver):
             )
 
     def _packed(
-        self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, communicator: bus.nccl.Communicator
-    ) -> list[tuple[str, torch.Tensor]]:
+        self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk
+    ) -> tuple[Tensors, list[torch.Tensor]]:
+        """The tensors, and what is broadcast."""
         offsets = packed_offsets(tensors)
         memory = self._buffers[0]
         check_broadcast(chunk.size_bytes, offsets[-1], memory.numel())
-        if chunk.size_bytes:
-            self._broadcast(communicator, [memory[: chunk.size_bytes]])
-        if self._communicator is communicator:  # it may have been opened anew meanwhile
-            self._buffers.rotate(-1)
-        return views_of(memory, offsets[:-1], tensors)
+        made = self._views.of(memory, offsets[:-1], tensors)
+        self._buffers.rotate(-1)
+        return made, [memory[: chunk.size_bytes]] if chunk.size_bytes else []
 
     def _one_by_one(
-        self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, communicator: bus.nccl.Communicator
-    ) -> list[tuple[str, torch.Tensor]]:
+        self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk
+    ) -> tuple[Tensors, list[torch.Tensor]]:
+        """As :meth:`_packed`."""
         expected_bytes = sum(meta.size_bytes for meta in tensors)
         if chunk.size_bytes != expected_bytes:
             raise transfer_failed(
                 f"a broadcast of {chunk.size_bytes} bytes for tensors that have {expected_bytes}"
             )
-        made: list[tuple[str, torch.Tensor]] = []
+        made: Tensors = []
         for meta in tensors:
             dtype: torch.dtype = getattr(torch, meta.dtype)
             made.append((meta.name, torch.empty(meta.shape, dtype=dtype, device=self.device)))
-        pieces = [tensor.view(-1).view(torch.uint8) for _, tensor in made if tensor.numel()]
-        if pieces:
-            self._broadcast(communicator, pieces)
-        return made
+        return made, [tensor.view(-1).view(torch.uint8) for _, tensor in made if tensor.numel()]
 
-    def _broadcast(self, communicator: bus.nccl.Communicator, pieces: list[torch.Tensor]) -> None:
-        timeout_s = rendezvous.patience_s(sum(piece.numel() for piece in pieces))
+    @contextlib.contextmanager
+    def _failing(self, communicator: bus.nccl.Communicator) -> Iterator[None]:
+        """What breaks in the block, is a transport that broke."""
         try:
-            with torch.cuda.device(self.device):
-                communicator.broadcast(pieces, timeout_s)
+            yield
         except RuntimeError as error:
             if self._communicator is communicator:
                 self.close()  # what comes next in it belongs to nothing

@@ -40,10 +40,12 @@ def staging_room(
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that the device has left; of a CPU, the host."""
+    """Bytes that can be had on the device: those that are nobody's, and those that this process has
+    and does not use. Of a CPU, the host's."""
     if device.type != "cpu":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + unused)
     for line in _MEMORY_INFO.read_text().splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":

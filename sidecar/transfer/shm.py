@@ -21,11 +21,11 @@ import torch
 from bus.transfer import SHM_FOLDER, ShmChunk, ShmInit, ShmTensors
 from sidecar.transfer.base import (
     Receiver,
+    Views,
     check_lent,
     decoded,
     lent_views,
     transfer_failed,
-    views_of,
 )
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class ShmReceiver(Receiver):
 
     def __init__(self) -> None:
         self._segments: list[torch.Tensor] = []
+        self._views = Views()
         self._lends = False
         self._lent: dict[ShmMemory, torch.Tensor] = {}
 
@@ -51,6 +52,7 @@ class ShmReceiver(Receiver):
                 f"segment_bytes: {init.segment_bytes} of {len(init.segments)} segments"
             )
         self._lent = {}
+        self._views.clear()
         self._segments = [_map(name, init.segment_bytes) for name in init.segments]
         self._lends = not init.segments
         self.room_bytes = init.segment_bytes or None
@@ -65,10 +67,11 @@ class ShmReceiver(Receiver):
             raise transfer_failed(
                 f"segment {chunk.segment} of {len(self._segments)}: open the ring first"
             )
-        return views_of(self._segments[chunk.segment], chunk.offsets_bytes, tensors)
+        return self._views.of(self._segments[chunk.segment], chunk.offsets_bytes, tensors)
 
     def close(self) -> None:
         self._segments = []
+        self._views.clear()
         self._lends = False
         self._lent = {}
 

@@ -8,6 +8,7 @@ loader.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -34,7 +35,7 @@ class Target:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CopyPlan:
     """``copies`` has every tensor of the manifest by its name, and none for one that this worker
     takes nothing of; ``targets`` everything that is filled."""
@@ -42,6 +43,14 @@ class CopyPlan:
     copies: dict[str, tuple[Copy, ...]]
     fills: dict[str, tuple[Fill, ...]]
     targets: dict[str, Target]
+
+    @functools.cached_property
+    def size_bytes(self) -> int:
+        """Of all targets."""
+        return sum(
+            torch.Size(target.shape).numel() * target.dtype.itemsize
+            for target in self.targets.values()
+        )
 
 
 def make_plan(trace: LoaderTrace, *, unloaded: str) -> CopyPlan:
@@ -92,18 +101,28 @@ def part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
 
 
-def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into the target of the same place, those that can be together in one go."""
-    together: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    for target, source in zip(targets, sources, strict=True):
-        alike = target.device == source.device and target.dtype == source.dtype
-        if alike and target.is_contiguous() and source.is_contiguous():
-            together[0].append(target)
-            together[1].append(source)
-        else:
+class Copies:
+    """From each source into the target of the same place, those that can be together in one go."""
+
+    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        self._apart: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for target, source in zip(targets, sources, strict=True):
+            alike = target.device == source.device and target.dtype == source.dtype
+            if alike and target.is_contiguous() and source.is_contiguous():
+                self._targets.append(target)
+                self._sources.append(source)
+            else:
+                self._apart.append((target, source))
+        self.numel = sum(target.numel() for target in targets)
+
+    def run(self) -> None:
+        """Copy, as often as this is called."""
+        for target, source in self._apart:
             target.copy_(source)
-    if together[0]:
-        torch._foreach_copy_(*together)
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
 
 
 def _check_filled(name: str, regions: Iterable[Region], numel: int | None = None) -> None:

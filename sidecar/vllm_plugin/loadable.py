@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bus.errors import EngineError
-from bus.manifest import TensorMeta
 from bus.messages import NackCode
 from sidecar.vllm_plugin.compat import deferred_layers
 from sidecar.vllm_plugin.cpu import CpuRepacking
@@ -17,9 +16,10 @@ from sidecar.vllm_plugin.staged import StagedWeights
 if TYPE_CHECKING:
     import torch
 
-    from bus.manifest import Manifest
+    from bus.manifest import Manifest, TensorMeta
     from bus.messages import Staging, Target
-    from sidecar.transfer.inbox import Inbox, Tensors
+    from sidecar.transfer.base import Tensors
+    from sidecar.transfer.inbox import Inbox
     from sidecar.vllm_plugin import wire
     from sidecar.vllm_plugin.manifest_check import Blueprint
 
@@ -37,6 +37,8 @@ class Loadable:
 
     def taken(self, received: Tensors) -> Tensors:
         """Of what was received, what is loaded: a tied head is another tensor already."""
+        if all(name != self.tied_head for name, _ in received):
+            return received
         return [(name, tensor) for name, tensor in received if name != self.tied_head]
 
     def process_deferred(self, dtype: torch.dtype) -> None:
@@ -45,22 +47,13 @@ class Loadable:
             layer.process_weights_after_loading(dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Armed:
-    """An update whose manifest was checked. ``staging``: as ARM has it."""
+class Announced:
+    """A manifest's chunks: the same objects for each update that has that manifest, so that what is
+    known of them is known of the next one's."""
 
-    manifest: Manifest
-    target: Target
-    staging: Staging | None
-
-    def counts(self, seq: int) -> tuple[int, ...]:
-        """Of a patch: how many elements of each of a chunk's tensors come."""
-        return self.manifest.counts[self.manifest.part(seq)]
-
-    def receive(self, operation: wire.Receive, inbox: Inbox) -> None:
-        """Begin to receive a chunk, if it is one of this update's."""
-        metas = self.chunk(operation)
-        inbox.begin(operation.seq, metas, operation.backend, operation.handle)
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._chunks = [manifest.chunk(seq) for seq in range(manifest.chunks)]
 
     def chunk(self, operation: wire.Receive) -> tuple[TensorMeta, ...]:
         """What is to be received.
@@ -68,14 +61,38 @@ class Armed:
         Raises:
             EngineError: code ``transfer_failed``: it is not the manifest's.
         """
-        columns = zip(operation.names, operation.dtypes, operation.shapes, strict=False)
-        metas = tuple(TensorMeta(*column) for column in columns)
-        if operation.seq >= self.manifest.chunks or metas != self.manifest.chunk(operation.seq):
-            raise EngineError(
-                f"chunk {operation.seq} is not the one of the armed manifest",
-                code=NackCode.TRANSFER_FAILED,
-            )
-        return metas
+        manifest, seq = self.manifest, operation.seq
+        if seq < manifest.chunks:
+            part = manifest.part(seq)
+            own = manifest.names[part], manifest.dtypes[part], manifest.shapes[part]
+            if own == (operation.names, operation.dtypes, operation.shapes):
+                return self._chunks[seq]
+        raise EngineError(
+            f"chunk {seq} is not the one of the armed manifest", code=NackCode.TRANSFER_FAILED
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Armed:
+    """An update whose manifest was checked. ``staging``: as ARM has it."""
+
+    announced: Announced
+    target: Target
+    staging: Staging | None
+
+    @property
+    def manifest(self) -> Manifest:
+        """All that it sends."""
+        return self.announced.manifest
+
+    def counts(self, seq: int) -> tuple[int, ...]:
+        """Of a patch: how many elements of each of a chunk's tensors come."""
+        return self.manifest.counts[self.manifest.part(seq)]
+
+    def receive(self, operation: wire.Receive, inbox: Inbox) -> None:
+        """Begin to receive a chunk, if it is one of this update's."""
+        metas = self.announced.chunk(operation)
+        inbox.begin(operation.seq, metas, operation.backend, operation.handle)
 
 
 def need_armed(armed: Armed | None) -> Armed:

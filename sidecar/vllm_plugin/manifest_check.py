@@ -114,6 +114,7 @@ class ManifestChecker:
         self._quantised = built.quantised and not online
         self._model: torch.nn.Module | None = None
         self._last: tuple[Manifest, LoaderTrace] | None = None
+        self._judged = False  # that one's manifest, by this worker
 
     def check(self, manifest: Manifest) -> LoaderTrace:
         """Refuse what would not fill the model. A collective of the engine's workers.
@@ -128,13 +129,10 @@ class ManifestChecker:
         used = torch.zeros(len(manifest.names), dtype=torch.uint8)
         try:
             trace = self._load(manifest)
-            if manifest.counts:
-                check_in_place(
-                    self._built.vllm_config, self._serving, trace.parameters, trace.origins()
-                )
-            else:
-                self._check_filled(manifest, trace)
-            self._check_read(trace)
+            # A patch is laid over what serves, which may have changed.
+            if manifest.counts or not self._judged:
+                self._judge(manifest, trace)
+                self._judged = True
             used[list(trace.used)] = 1
         except Exception as error:  # noqa: BLE001 - raised below: the peers wait in between
             problem = error
@@ -189,9 +187,20 @@ class ManifestChecker:
             start = end
         trace.sources.clear()
         self._last = manifest, trace
+        self._judged = False
         return trace
 
     # -- judging -----------------------------------------------------------------------
+
+    def _judge(self, manifest: Manifest, trace: LoaderTrace) -> None:
+        """What a worker can say by itself."""
+        if manifest.counts:
+            check_in_place(
+                self._built.vllm_config, self._serving, trace.parameters, trace.origins()
+            )
+        else:
+            self._check_filled(manifest, trace)
+        self._check_read(trace)
 
     def _check_filled(self, manifest: Manifest, trace: LoaderTrace) -> None:
         given = set(manifest.names)

@@ -88,7 +88,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         if not self._opened or operation.backend != self._backend:
             raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
         armed = need_armed(self._armed)
-        metas = armed.chunk(operation)
+        metas = armed.announced.chunk(operation)
         self._need_its_session()
         columns = _columns(metas, armed.counts(operation.seq))
         return rebuildable(native.decode_chunk(operation.handle, columns))  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sidecar.vllm_plugin.copy_plan import NoPlanError, copy_all, part
+from sidecar.vllm_plugin.copy_plan import Copies, NoPlanError, part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -113,9 +113,17 @@ class PlannedUpdate:
         Raises:
             KeyError: a tensor that the manifest doesn't have.
         """
-        for name, numel in fill(self._plan, tensors, self._memory, self._begun):
+        planned, filled = copies(self._plan, tensors, self._memory)
+        padded = self._pad(name for name, _ in filled)
+        planned.run()
+        for name, numel in (*padded, *filled):
             if name in self._repacked:
                 self._repacked[name].note(numel)
+
+    def _pad(self, names: Iterable[str]) -> list[tuple[str, int]]:
+        new = [name for name in dict.fromkeys(names) if name not in self._begun]
+        self._begun.update(new)
+        return [(name, pad(self._plan, name, self._memory(name))) for name in new]
 
     def _memory(self, name: str) -> torch.Tensor:
         place = self._places[name]
@@ -230,19 +238,18 @@ class Comparison:
         self.difference = self.difference or difference
 
 
-def fill(
-    plan: CopyPlan, tensors: Received, memory: Callable[[str], torch.Tensor], begun: set[str]
-) -> list[tuple[str, int]]:
-    """Copy received tensors to where the plan says.
+def copies(
+    plan: CopyPlan, tensors: Received, memory: Callable[[str], torch.Tensor]
+) -> tuple[Copies, list[tuple[str, int]]]:
+    """What goes where of received tensors.
 
     Args:
-        plan: what goes where.
+        plan: says so.
         tensors: some of the manifest's.
         memory: where a target of the plan is to be filled.
-        begun: targets of which something was filled before; those of now are added.
 
     Returns:
-        of which targets how many elements were filled.
+        the copies, and of which targets how many elements each of them fills.
 
     Raises:
         KeyError: a tensor that the manifest doesn't have.
@@ -253,17 +260,18 @@ def fill(
     for name, tensor in tensors:
         whole = tensor.contiguous()
         for copy in plan.copies[name]:
-            target = memory(copy.target)
-            if copy.target not in begun:
-                begun.add(copy.target)
-                for each in plan.fills.get(copy.target, ()):
-                    padding = part(target, each.region).fill_(each.value)
-                    filled.append((copy.target, padding.numel()))
             source = part(whole, copy.source)
-            targets.append(part(target, copy.region))
+            targets.append(part(memory(copy.target), copy.region))
             sources.append(source)
             filled.append((copy.target, source.numel()))
-    copy_all(targets, sources)
+    return Copies(targets, sources), filled
+
+
+def pad(plan: CopyPlan, name: str, target: torch.Tensor) -> int:
+    """Fill what of a target is the same in all updates; return how many elements that are."""
+    filled = 0
+    for each in plan.fills.get(name, ()):
+        filled += part(target, each.region).fill_(each.value).numel()
     return filled
 
 
@@ -295,6 +303,15 @@ def find_places(plan: CopyPlan, model: torch.nn.Module, device: torch.device) ->
             raise NoPlanError(f"{name} serves as it is not loaded: not contiguous")
         places[name] = place
     return places
+
+
+def are_there(plan: CopyPlan, places: dict[str, Place]) -> bool:
+    """Whether they are still what :func:`find_places` has found."""
+    for name, place in places.items():
+        tensor, target = place.tensor, plan.targets[name]
+        if place.current is not tensor or tensor.dtype != target.dtype or tensor.is_meta:
+            return False
+    return True
 
 
 def repacks(module: torch.nn.Module, device: torch.device) -> bool:

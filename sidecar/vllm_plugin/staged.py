@@ -20,15 +20,26 @@ that form in the swap.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar.vllm_plugin.copy_plan import copy_all, part
+from sidecar.transfer.base import Delivered
+from sidecar.vllm_plugin.copy_plan import Copies, part
 from sidecar.vllm_plugin.loader_trace import storage_of
-from sidecar.vllm_plugin.planned import equal_bits, fill, find_places, put, repacks
+from sidecar.vllm_plugin.planned import (
+    are_there,
+    copies,
+    equal_bits,
+    find_places,
+    pad,
+    put,
+    repacks,
+)
+from sidecar.vllm_plugin.staging_memory import StagingMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,8 +60,11 @@ class StagedWeights:
         self._model = model
         self._device = device
         self._plan: CopyPlan | None = None
-        self._memory: dict[str, torch.Tensor] = {}
-        self._begun: set[str] = set()
+        self._memory = StagingMemory(device)
+        self._places: tuple[CopyPlan, dict[str, Place]] | None = None
+        # Of chunks that will come again as they did.
+        self._planned: WeakKeyDictionary[Delivered, Copies] = WeakKeyDictionary()
+        self._planned_for: tuple[CopyPlan, dict[str, torch.Tensor]] | None = None
         self._missing = 0
         self._sealed = False
 
@@ -62,7 +76,7 @@ class StagedWeights:
     @property
     def held_bytes(self) -> int:
         """What the memory takes."""
-        return sum(each.nbytes for each in self._memory.values())
+        return self._memory.held_bytes
 
     def begin(self, plan: CopyPlan) -> None:
         """Have memory for all that the plan fills; what an update before has left, is used again.
@@ -71,25 +85,17 @@ class StagedWeights:
             NoPlanError: the model's weights are not where the plan wants them.
             EngineError: code ``staging_refused``: there is no room.
         """
-        find_places(plan, self._model, self._device)
-        wanted = {name: (target.shape, target.dtype) for name, target in plan.targets.items()}
-        there = {name: (tuple(each.shape), each.dtype) for name, each in self._memory.items()}
-        if wanted != there:
-            self._memory = {}
-            try:
-                self._memory = {
-                    name: torch.empty(shape, dtype=dtype, device=self._device)
-                    for name, (shape, dtype) in wanted.items()
-                }
-            except torch.OutOfMemoryError as error:
-                self._memory = {}
-                raise EngineError(
-                    f"{self._device} has no room to stage the update",
-                    code=NackCode.STAGING_REFUSED,
-                ) from error
+        self._find_places(plan)
+        self._memory.have(plan)
+        tensors = self._memory.tensors
+        if self._planned_for is None or not (
+            self._planned_for[0] is plan and self._planned_for[1] is tensors
+        ):
+            self._planned.clear()
+            self._planned_for = plan, tensors
         self._plan = plan
-        self._begun = set()
-        self._missing = sum(each.numel() for each in self._memory.values())
+        self._missing = sum(each.numel() for each in tensors.values())
+        self._missing -= sum(pad(plan, name, tensors[name]) for name in plan.fills)
         self._sealed = False
 
     def stage(self, tensors: Received) -> None:
@@ -98,8 +104,15 @@ class StagedWeights:
         Raises:
             KeyError: a tensor that the manifest doesn't have.
         """
-        filled = fill(self._need_plan(), tensors, self._memory.__getitem__, self._begun)
-        self._missing -= sum(numel for _, numel in filled)
+        plan = self._need_plan()
+        again = tensors if isinstance(tensors, Delivered) else None
+        planned = None if again is None else self._planned.get(again)
+        if planned is None:
+            planned, _ = copies(plan, tensors, self._memory.tensors.__getitem__)
+            if again is not None:
+                self._planned[again] = planned
+        planned.run()
+        self._missing -= planned.numel
 
     def prove(
         self, tensors: Received, load: Callable[[Received], None], names: dict[int, str]
@@ -114,7 +127,7 @@ class StagedWeights:
         Raises:
             EngineError: code ``engine_failed``: it does something else.
         """
-        proof = _Proof(self._memory, names)
+        proof = _Proof(self._memory.tensors, names)
         with torch.no_grad(), proof:
             load(tensors)
         expected = sum(
@@ -147,7 +160,7 @@ class StagedWeights:
         """
         if self._plan is None or not self._sealed:
             raise EngineError("nothing is staged, or not all", code=NackCode.CALLED_OFF)
-        return find_places(self._plan, self._model, self._device)
+        return self._find_places(self._plan)
 
     def swap(self, places: dict[str, Place]) -> None:
         """Copy all of it to these places of the serving model. No step runs."""
@@ -156,12 +169,12 @@ class StagedWeights:
         sources: list[torch.Tensor] = []
         for name, place in places.items():
             if repacks(place.module, self._device):
-                repacked.setdefault(place.module, {})[place.key] = self._memory[name]
+                repacked.setdefault(place.module, {})[place.key] = self._memory.tensors[name]
             else:
                 targets.append(place.tensor.data)
-                sources.append(self._memory[name])
+                sources.append(self._memory.tensors[name])
         with torch.no_grad():
-            copy_all(targets, sources)
+            Copies(targets, sources).run()
             for module, filled in repacked.items():
                 put(module, filled)
 
@@ -170,7 +183,20 @@ class StagedWeights:
         self._plan = None
         self._sealed = False
         if not keep:
-            self._memory = {}
+            self._memory.let_go()
+            if not self._memory.tensors:
+                self._planned.clear()
+                self._planned_for = None
+
+    def _find_places(self, plan: CopyPlan) -> dict[str, Place]:
+        """Where the targets are; where they were, if they still are."""
+        if self._places is not None:
+            known, places = self._places
+            if known is plan and are_there(plan, places):
+                return places
+        places = find_places(plan, self._model, self._device)
+        self._places = plan, places
+        return places
 
     def _need_plan(self) -> CopyPlan:
         if self._plan is None:

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-    from sidecar.transfer.inbox import Inbox, Tensors
+    from sidecar.transfer.base import Tensors
+    from sidecar.transfer.inbox import Inbox
     from sidecar.vllm_plugin.loadable import Loadable
     from sidecar.vllm_plugin.planned import Place
 
@@ -80,12 +81,8 @@ class Stager:
             return Room(why_not=f"it needs the model's own loader: {known.reason}")
         if broken:
             return Room(why_not="an update broke off in this engine")
-        needed = sum(
-            torch.Size(target.shape).numel() * target.dtype.itemsize
-            for target in known.plan.targets.values()
-        )
         held = self._loadable.staged.held_bytes
-        return staging_room(armed.staging, needed, self._device, held_bytes=held)
+        return staging_room(armed.staging, known.plan.size_bytes, self._device, held_bytes=held)
 
     def start(self, armed: Armed | None) -> None:
         """Have memory for the armed update.

@@ -48,7 +48,7 @@ from sidecar.transfer.streams import synchronize
 from sidecar.vllm_plugin import ranks, wire
 from sidecar.vllm_plugin.adapters import Adapters
 from sidecar.vllm_plugin.compat import BACKEND, shared_communicators
-from sidecar.vllm_plugin.loadable import Armed, Loadable, need_armed
+from sidecar.vllm_plugin.loadable import Announced, Armed, Loadable, need_armed
 from sidecar.vllm_plugin.manifest_check import (
     Blueprint,
     quiet_loading,
@@ -60,8 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bus.staging import Room
-    from sidecar.transfer import Receiver
-    from sidecar.transfer.inbox import Tensors
+    from sidecar.transfer.base import Receiver, Tensors
 
 __all__ = ["WavebusWeightTransferEngine"]
 
@@ -108,6 +107,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._adapters = Adapters.of(model)
         self._index = worker_index(vllm_config.parallel_config)
         self._armed: Armed | None = None
+        self._announced: Announced | None = None
         self._backend = ""
         self._inbox = Inbox(device)
         self._stager = Stager(own, self._inbox, vllm_config, device)
@@ -365,7 +365,9 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             if not manifest.counts:  # a patch goes into the model as vLLM does it
                 loadable.plans.learn(manifest, trace)
         check_room(self._backend, receiver, manifest)
-        self._armed = Armed(manifest, target, operation.staging)
+        if self._announced is None or self._announced.manifest != manifest:
+            self._announced = Announced(manifest)
+        self._armed = Armed(self._announced, target, operation.staging)
 
     def _receive(self, worker: Any, operation: wire.Receive) -> None:  # noqa: ARG002 - see native
         if engine_of(operation.backend):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from bus.manifest import TensorMeta
     from sidecar.transfer import Receiver
-    from sidecar.transfer.inbox import Tensors
+    from sidecar.transfer.base import Tensors
 
 LIMIT_S = 60.0
 CPU = torch.device("cpu")

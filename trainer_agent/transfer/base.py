@@ -28,8 +28,9 @@ class Sender(ABC):
     put and not transferred. The first ones are put while engines still generate.
 
     :meth:`open`, :meth:`meet`, :meth:`put` and :meth:`transfer` run in threads and may block,
-    each one at a time, a put beside the transfer of the chunk before; what waits for engines
-    must end by itself when one is gone or silent.
+    each one at a time, a put beside the transfer of the chunk before; where they are
+    :meth:`queue`\\ d, in order, several transfers wait side by side. What waits for engines must
+    end by itself when one is gone or silent.
 
     Attributes:
         depth: how many chunks it has room for at a time; set before :meth:`open`.
@@ -38,6 +39,7 @@ class Sender(ABC):
         device: the GPU that it sends from, such as ``cuda:0``, if it is one that does; empty:
             the current one of the thread that opens it. Set before :meth:`open`.
         sends_unpacked: it can do without packing.
+        queues: it can :meth:`queue` a chunk while others travel.
         collective: engines and sender receive a chunk together, in a communicator that whoever
             comes or goes makes useless.
         verifies: what engines receive is, bit by bit, what was put.
@@ -47,6 +49,7 @@ class Sender(ABC):
     packed: bool = True
     device: str = ""
     sends_unpacked: ClassVar[bool] = False
+    queues: ClassVar[bool] = False
     collective: ClassVar[bool] = False
     verifies: ClassVar[bool] = True
 
@@ -64,8 +67,12 @@ class Sender(ABC):
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
         """Offer one chunk; return the handle for its WEIGHT_CHUNK_META."""
 
+    def queue(self, seq: int) -> None:  # noqa: B027 - as above
+        """Have the chunk sent when those before it are, without a wait for them."""
+
     def transfer(self, seq: int) -> None:  # noqa: B027 - as above
-        """Send the chunk that was put; engines receive it meanwhile."""
+        """Send the chunk that was put, if it is not queued; return when it is sent. Engines receive
+        it meanwhile."""
 
     def taken(self, seq: int) -> None:  # noqa: B027 - as above
         """Every engine has taken the chunk; its room may be used again."""

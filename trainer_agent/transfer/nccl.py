@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 
 class NcclSender(Sender):
-    """Rank 0. A chunk is packed while the one before travels."""
+    """Rank 0. A chunk is packed while one travels, and engines have one to load."""
 
+    depth: int = 3
     collective: ClassVar[bool] = True
+    queues: ClassVar[bool] = True
     sends_unpacked: ClassVar[bool] = True
 
     def __init__(self) -> None:
@@ -41,10 +43,14 @@ class NcclSender(Sender):
         self._gpu = torch.device("cpu")
         self._buffers: list[torch.Tensor] = []
         self._ready: dict[int, list[torch.Tensor]] = {}
+        self._queued: dict[int, bus.nccl.Broadcast] = {}
+        self._stream: torch.cuda.Stream | None = None
 
     def open(self, chunk_bytes: int, world: World) -> bytes:
         self.close()
         self._gpu = gpu(self.device)
+        # Its own: where chunks are packed, and summed up, nothing waits for a broadcast.
+        self._stream = torch.cuda.Stream(self._gpu)  # type: ignore[no-untyped-call]
         room = max(chunk_bytes, 1) if self.packed else 0
         timeout_s = rendezvous.patience_s(room)
         try:
@@ -100,20 +106,28 @@ class NcclSender(Sender):
             torch.cuda.current_stream(self._gpu).synchronize()
         return encode(NcclChunk(size_bytes))
 
-    def transfer(self, seq: int) -> None:
+    def queue(self, seq: int) -> None:
         pieces = self._ready.pop(seq)
         if not pieces:
             return
-        timeout_s = rendezvous.patience_s(sum(piece.numel() for piece in pieces))
         try:
             if self._communicator is None:
                 raise RuntimeError("it is closed")
-            with torch.cuda.device(self._gpu):
-                self._communicator.broadcast(pieces, timeout_s)
+            with torch.cuda.device(self._gpu), torch.cuda.stream(self._stream):
+                self._queued[seq] = self._communicator.launch(pieces)
         except RuntimeError as error:
-            raise WavebusError(
-                f"the broadcast of chunk {seq} broke: {bus.nccl.reason(error)}"
-            ) from error
+            raise _broken(seq, error) from error
+
+    def transfer(self, seq: int) -> None:
+        if seq in self._ready:
+            self.queue(seq)
+        under_way = self._queued.pop(seq, None)
+        if under_way is None:
+            return
+        try:
+            under_way.wait(rendezvous.patience_s(under_way.size_bytes))
+        except RuntimeError as error:
+            raise _broken(seq, error) from error
 
     def close(self) -> None:
         """With the store gone, whoever still waits for the others is told so."""
@@ -123,6 +137,11 @@ class NcclSender(Sender):
             communicator.close()
         self._buffers = []
         self._ready = {}
+        self._queued = {}
+
+
+def _broken(seq: int, error: RuntimeError) -> WavebusError:
+    return WavebusError(f"the broadcast of chunk {seq} broke: {bus.nccl.reason(error)}")
 
 
 def _in_one_piece(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -9,7 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -30,6 +30,50 @@ Duplicate GPU detected : rank 1 and rank 0
 """
 
 
+class AsNccl:
+    """A group that ends what is under way when it is aborted, as NCCL's kernels do."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._aborted = threading.Event()
+        self.error: RuntimeError | None = None
+
+    def broadcast(self, memories: list[torch.Tensor], options: Any) -> UnderWay:
+        return UnderWay(self, self._group.broadcast(memories, options), self._aborted)
+
+    def abort(self) -> None:
+        self._aborted.set()
+        self._group.abort()
+
+
+class UnderWay:
+    """What it has queued: of gloo's, and as NCCL's it is completed when the group has an error."""
+
+    def __init__(self, group: AsNccl, work: Any, aborted: threading.Event) -> None:
+        self._group, self._work, self._aborted = group, work, aborted
+
+    def is_completed(self) -> bool:
+        return self._group.error is not None or self.ended()
+
+    def ended(self) -> bool:
+        return self._aborted.is_set() or bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        if self._group.error is not None:
+            raise self._group.error
+
+
+class End:
+    """As a CUDA event behind it."""
+
+    def __init__(self, work: UnderWay) -> None:
+        self.query = work.ended
+
+    def synchronize(self) -> None:
+        while not self.query():
+            time.sleep(0.001)
+
+
 class Meeting:
     """A store, and ways into it."""
 
@@ -46,7 +90,8 @@ class Meeting:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=30)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOCAL)]
-        return bus.nccl.Communicator(dist, dist.ProcessGroupGloo(store, rank, 2, options), store)
+        group = AsNccl(dist.ProcessGroupGloo(store, rank, 2, options))
+        return bus.nccl.Communicator(dist, group, store, End)
 
     def both(self) -> tuple[bus.nccl.Communicator, bus.nccl.Communicator]:
         with ThreadPoolExecutor(2) as threads:
@@ -119,6 +164,30 @@ def test_a_silent_end_ends_the_wait_in_time(meeting: Meeting) -> None:
         second.broadcast([torch.zeros(1, dtype=torch.uint8)], 0.2)
     with pytest.raises(RuntimeError, match="it is closed"):
         second.broadcast([torch.zeros(1, dtype=torch.uint8)], 0.2)
+    first.close()
+
+
+def test_broadcasts_are_queued_behind_each_other(meeting: Meeting) -> None:
+    """Before the first has been taken part in by all."""
+    first, second = meeting.both()
+    sent = [torch.full((9,), number, dtype=torch.uint8) for number in range(3)]
+    got = [torch.zeros(9, dtype=torch.uint8) for _ in sent]
+    coming = [second.launch([memory]) for memory in got]
+    leaving = [first.launch([memory]) for memory in sent]
+    for under_way in (*reversed(coming), *leaving):
+        under_way.wait(10)
+    assert all(map(torch.equal, sent, got))
+    first.close()
+    second.close()
+
+
+def test_an_error_of_the_group_ends_the_wait(meeting: Meeting) -> None:
+    """Of a link that is gone NCCL hears, and its kernel goes on."""
+    first, second = meeting.both()
+    coming = second.launch([torch.zeros(1, dtype=torch.uint8)])
+    cast("AsNccl", second._group).error = RuntimeError("Last error:\nthe link is down")
+    with pytest.raises(RuntimeError, match="the link is down"):
+        coming.wait(30)
     first.close()
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.vllm_plugin.copy_plan import CopyPlan, NoPlanError, copy_all, make_plan, part
+from sidecar.vllm_plugin.copy_plan import Copies, CopyPlan, NoPlanError, make_plan, part
 from sidecar.vllm_plugin.copy_plan import _runs as runs_of
 from sidecar.vllm_plugin.planned import PlannedUpdate
 from tests.unit.sidecar_vllm._small_model import EXPERTS, Small, trace_of, weights
@@ -213,6 +213,6 @@ def test_copies_of_all_kinds_at_once(other: torch.dtype) -> None:
     """Alike and contiguous ones in one go, the others one by one, and cast where they must be."""
     source = torch.randn(6, 4, dtype=other)
     plain, cut = torch.zeros(6, 4), torch.zeros(6, 2)
-    copy_all([plain, cut], [source, source[:, 1:3]])
+    Copies([plain, cut], [source, source[:, 1:3]]).run()
     assert torch.equal(plain, source.to(torch.float32))
     assert torch.equal(cut, source[:, 1:3].to(torch.float32))

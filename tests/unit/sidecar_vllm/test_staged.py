@@ -93,11 +93,11 @@ def test_memory_is_kept_or_not() -> None:
     tested.weights.begin(tested.plan)
     needed = sum(torch.Size(t.shape).numel() * 4 for t in tested.plan.targets.values())
     assert tested.weights.held_bytes == needed
-    memory = {each.data_ptr() for each in tested.weights._memory.values()}
+    memory = {each.data_ptr() for each in tested.weights._memory.tensors.values()}
     tested.weights.let_go(keep=True)
     assert (tested.weights.begun, tested.weights.held_bytes) == (False, needed)
     tested.weights.begin(tested.plan)
-    assert {each.data_ptr() for each in tested.weights._memory.values()} == memory
+    assert {each.data_ptr() for each in tested.weights._memory.tensors.values()} == memory
     tested.weights.let_go(keep=False)
     assert tested.weights.held_bytes == 0
 
