@@ -54,27 +54,71 @@ def checksums(
     """
     if verify not in ("sample", "full"):
         return ()
-    sums = [0] * len(tensors)
-    places: list[int] = []
-    large: dict[int, Any] = {}
-    weights: dict[Any, Any] = {}
-    small = None if memo is None else memo.get(f"small-{verify}")
-    if small is None:
-        for place, tensor in enumerate(tensors):
-            if tensor.numel() and (verify == "sample" or _count(tensor) <= SAMPLE_WORDS):
-                places.append(place)
-        small = _Small(torch, places, tensors, again=memo is not None)
-        if memo is not None:
-            memo[f"small-{verify}"] = small
-    for place, value in small.sums():
-        sums[place] = value
+    (found,) = sums_of(torch, [look(torch, tensors, verify, memo)])
+    sums = list(found)
     if verify == "full":
+        large: dict[int, Any] = {}
+        weights: dict[Any, Any] = {}
         for place, tensor in enumerate(tensors):
             if _count(tensor) > SAMPLE_WORDS:
                 large[place] = _sum(torch, _words(torch, tensor), weights)
-    for place, value in zip(large, _values(torch, list(large.values())), strict=True):
-        sums[place] = value
+        for place, value in zip(large, _values(torch, list(large.values())), strict=True):
+            sums[place] = value
     return tuple(sums)
+
+
+class Look:
+    """What was looked at of a chunk's tensors: their words, as they were then, to be summed up
+    (:func:`sums_of`) whatever becomes of the tensors."""
+
+    def __init__(self, small: _Small, words: Any) -> None:
+        self.small = small
+        self.words = words
+        self.count = small.ends[-1] if small.ends else 0
+
+
+def look(
+    torch: Any, tensors: Sequence[Any], verify: Verify, memo: dict[str, Any] | None = None
+) -> Look:
+    """Of a sample, what :func:`checksums` would sum up, and else of those that are small; in one
+    operation, where they lie in one memory, and were looked at before."""
+    small: _Small | None = None if memo is None else memo.get(f"small-{verify}")
+    if small is None:
+        places = [
+            place
+            for place, tensor in enumerate(tensors)
+            if tensor.numel() and (verify == "sample" or _count(tensor) <= SAMPLE_WORDS)
+        ]
+        small = _Small(torch, places, tensors, again=memo is not None)
+        if memo is not None:
+            memo[f"small-{verify}"] = small
+    return Look(small, small.words())
+
+
+def sums_of(torch: Any, looks: Sequence[Look]) -> list[tuple[int, ...]]:
+    """The sums of each chunk's tensors; 0 for those that were not looked at. A device is waited for
+    once."""
+    there = [each for each in looks if each.small.places]
+    upto: list[int] = []
+    if there:
+        device = there[0].words.device
+        counts = [each.small.ends[-1] for each in there]
+        before = itertools.accumulate(counts, initial=0)
+        last = [
+            at + end - 1 for each, at in zip(there, before, strict=False) for end in each.small.ends
+        ]
+        words = torch.cat([each.words for each in there])
+        weights = torch.cat([each.small.weights() for each in there])
+        running = (_mixed(words) * weights).cumsum(0)
+        upto = running[torch.tensor(last).to(device)].tolist()
+    values = (now - then for now, then in zip(upto, [0, *upto], strict=False))
+    found: list[tuple[int, ...]] = []
+    for each in looks:
+        sums = [0] * each.small.tensors
+        for place in each.small.places:
+            sums[place] = next(values) & _MASK
+        found.append(tuple(sums))
+    return found
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
@@ -92,51 +136,56 @@ class _Small:
 
     Args:
         places: which of the chunk's they are.
-        again: they will be asked about again: then those that lie in one memory are looked at
-            through one index, without a call for each.
+        again: they will be looked at again: then those that lie in one memory are so through one
+            index, without a call for each.
+
+    Attributes:
+        tensors: how many the chunk has.
+        ends: up to where each of ``places`` has its words.
     """
 
     def __init__(
         self, torch: Any, places: Sequence[int], tensors: Sequence[Any], *, again: bool
     ) -> None:
+        self.places = places
+        self.tensors = len(tensors)
         self._torch = torch
-        self._places = places
-        self._tensors = [tensors[place] for place in places]
-        self._strides = [max(1, _count(tensor) // SAMPLE_WORDS) for tensor in self._tensors]
-        counted = zip(self._tensors, self._strides, strict=True)
-        self._ends = list(
+        self._looked_at = [tensors[place] for place in places]
+        self._strides = [max(1, _count(tensor) // SAMPLE_WORDS) for tensor in self._looked_at]
+        counted = zip(self._looked_at, self._strides, strict=True)
+        self.ends = list(
             itertools.accumulate(-(-_count(tensor) // stride) for tensor, stride in counted)
         )
-        self._memory = _one_memory(torch, self._tensors) if again else None
+        self._memory = _one_memory(torch, self._looked_at) if again else None
         if self._memory is not None:
             self._index = self._indices().to(self._memory.device)
-            self._tensors = []
+            self._looked_at = []
         self._weights: Any = None
-        self._last: Any = None
 
-    def sums(self) -> Iterable[tuple[int, int]]:
-        """Of each, at its place."""
-        if not self._places:
-            return ()
-        words = self._words() if self._memory is None else self._memory[self._index]
+    def words(self) -> Any:
+        """As they are now; of no tensors, none."""
+        if self._memory is not None:
+            return self._memory[self._index]
+        return self._words() if self.places else None
+
+    def weights(self) -> Any:
+        """Of each word."""
         if self._weights is None:
-            self._weights = _weights(self._torch, words.numel(), words.device)
-            self._last = (self._torch.tensor(self._ends) - 1).to(words.device)
-        running = (_mixed(words) * self._weights).cumsum(0)
-        upto = [0, *running[self._last].tolist()]
-        return ((place, (upto[k + 1] - upto[k]) & _MASK) for k, place in enumerate(self._places))
+            device = self._memory.device if self._memory is not None else self._looked_at[0].device
+            self._weights = _weights(self._torch, self.ends[-1], device)
+        return self._weights
 
     def _words(self) -> Any:
         pieces: list[Any] = []
-        for tensor, stride in zip(self._tensors, self._strides, strict=True):
+        for tensor, stride in zip(self._looked_at, self._strides, strict=True):
             words = _words(self._torch, tensor)[::stride]
             pieces.append(words if not pieces else words.to(pieces[0].device))
         return self._torch.cat(pieces)
 
     def _indices(self) -> Any:
         """Where in the memory the words are that are looked at."""
-        first = [_offset_bytes(tensor) // _WORD_BYTES for tensor in self._tensors]
-        found = zip(first, self._tensors, self._strides, strict=True)
+        first = [_offset_bytes(tensor) // _WORD_BYTES for tensor in self._looked_at]
+        found = zip(first, self._looked_at, self._strides, strict=True)
         return self._torch.cat(
             [self._torch.arange(at, at + _count(t), stride) for at, t, stride in found]
         )

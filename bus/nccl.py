@@ -6,7 +6,7 @@ deadline, looks whether the trainer is still there, can be closed meanwhile, and
 
 Who waits, does it in CUDA, without Python's lock: on an engine that lock is what its steps need.
 A thread of the communicator's looks on, twice a second; where there is nothing to wait for any
-more, it closes the communicator, which ends the wait.
+more, it closes the communicator, which ends the wait, and the kernel.
 
 A peer that dies is not noticed by NCCL itself where GPUs read each other's memory (NVLink): its
 kernel goes on waiting. So the bus tells: an engine's loss fails the trainer's update, which closes
@@ -21,6 +21,7 @@ import contextlib
 import os
 import threading
 import time
+from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -59,16 +60,18 @@ class Communicator:
         self._store = store
         self._closed = threading.Event()
         self._closing = threading.Lock()
-        self._waits: set[Broadcast] = set()
+        self._under_way: deque[Broadcast] = deque()
         self._why = "it was closed meanwhile"
         threading.Thread(target=self._look_on, name="wavebus-nccl-watch", daemon=True).start()
 
-    def launch(self, memories: Sequence[Any]) -> Broadcast:
+    def launch(self, memories: Sequence[Any], timeout_s: float) -> Broadcast:
         """Queue a broadcast from rank 0 to all, behind what the current stream was asked before.
 
         Args:
             memories: contiguous tensors of bytes on this end's GPU, as many and as long as at
                 every other end. They must stay until it has ended.
+            timeout_s: how long it may take, from when the one before has ended. Then this end is
+                closed, whether anybody waits or not.
 
         Raises:
             RuntimeError: it is closed, or is now.
@@ -77,15 +80,16 @@ class Communicator:
             raise RuntimeError("it is closed")
         try:
             work = self._broadcast(memories)
-            ended = self._mark(work)
+            under_way = Broadcast(self, memories, work, self._mark(work), timeout_s)
         except RuntimeError:
             self.close()
             raise
-        return Broadcast(self, memories, work, ended)
+        self._under_way.append(under_way)
+        return under_way
 
     def broadcast(self, memories: Sequence[Any], timeout_s: float) -> None:
         """:meth:`launch`, and :meth:`Broadcast.wait`."""
-        self.launch(memories).wait(timeout_s)
+        self.launch(memories, timeout_s).wait()
 
     def close(self) -> None:
         """Leave at once, whatever goes on, and free what NCCL holds on the GPU."""
@@ -97,19 +101,13 @@ class Communicator:
             with contextlib.suppress(RuntimeError, TimeoutError):
                 _within(_ABORT_S, self._group.abort)
 
-    @contextlib.contextmanager
-    def looked_after(self, waited: Broadcast) -> Iterator[None]:
-        """In the block it is waited for.
+    def check_open(self) -> None:
+        """It was not closed.
 
         Raises:
-            RuntimeError: the communicator was closed before the end of it.
+            RuntimeError: why it was.
         """
-        self._waits.add(waited)
-        try:
-            yield
-        finally:
-            self._waits.discard(waited)
-        if self._closed.is_set():  # what was aborted looks like what has ended
+        if self._closed.is_set():
             raise RuntimeError(self._why)
 
     def _broadcast(self, memories: Sequence[Any]) -> Any:
@@ -124,49 +122,58 @@ class Communicator:
         return work
 
     def _look_on(self) -> None:
+        first_since_s = 0.0
         while not self._closed.wait(_LOOK_S):
-            for waited in self._waits.copy():
-                why = waited.why_no_end()
-                if not (why or rendezvous.is_kept(self._store)):
-                    why = "the trainer's end is closed or gone"
-                if why:
-                    self._why = why
-                    self.close()
-                    break
+            while self._under_way and self._under_way[0].ended:
+                self._under_way.popleft()
+                first_since_s = time.monotonic()
+            if not self._under_way:
+                continue
+            why = self._under_way[0].why_no_end(first_since_s)
+            if not (why or rendezvous.is_kept(self._store)):
+                why = "the trainer's end is closed or gone"
+            if why:
+                self._why = why
+                self.close()
 
 
 class Broadcast:
-    """One on its way.
+    """One on its way."""
 
-    Attributes:
-        size_bytes: of all its memories.
-    """
-
-    def __init__(self, owner: Communicator, memories: Sequence[Any], work: Any, ended: Any) -> None:
+    def __init__(
+        self, owner: Communicator, memories: Sequence[Any], work: Any, end: Any, timeout_s: float
+    ) -> None:
         self._owner = owner
         self._memories = memories  # NCCL has their addresses, and nothing more
-        self.size_bytes = sum(memory.numel() for memory in memories)
         self._work = work
-        self._ended = ended
-        self._timeout_s = 0.0
-        self._deadline_s = 0.0
+        self._end = end
+        self._timeout_s = timeout_s
+        self._launched_s = time.monotonic()
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self) -> None:
         """Return when this end has done its part on its GPU.
 
         Raises:
             RuntimeError: an end is gone or silent, or this one was closed. It is closed then.
         """
-        self._timeout_s = timeout_s
-        self._deadline_s = time.monotonic() + timeout_s
-        with self._owner.looked_after(self):
-            self._ended.synchronize()
+        self._end.synchronize()
+        self._owner.check_open()  # what was aborted looks like what has ended
 
-    def why_no_end(self) -> str:
-        """Why there is nothing to wait for, if so; asked by another thread than waits."""
-        if time.monotonic() >= self._deadline_s:
+    @property
+    def ended(self) -> bool:
+        """Whether this end has done its part, or was aborted."""
+        return bool(self._end.query())
+
+    def why_no_end(self, first_since_s: float) -> str:
+        """Why there is nothing to wait for, if so.
+
+        Args:
+            first_since_s: when it became the next to end.
+        """
+        since_s = max(first_since_s, self._launched_s)
+        if time.monotonic() >= since_s + self._timeout_s:
             return f"not everybody took part within {self._timeout_s:g} s"
-        if self._work.is_completed() and not self._ended.query():
+        if self._work.is_completed() and not self.ended:
             try:  # it has an error: the kernel goes on
                 self._work.wait()
             except RuntimeError as error:
@@ -194,7 +201,7 @@ def meet(torch: Any, dist: Any, init: NcclInit, place: Place, device: Any) -> Co
     group = _new_group(dist, dist.PrefixStore("nccl", store), place, timeout_s)
 
     def mark(work: Any) -> Any:
-        work.synchronize()  # it has the stream wait, not this thread
+        work.block_current_stream()  # and not this thread
         ended = torch.cuda.Event(blocking=True)
         ended.record()
         return ended

@@ -42,6 +42,7 @@ class Receiver(ABC):
         waits: :meth:`receive` waits for the other end, or copies.
         collective: :meth:`receive` waits for others, who all have their part in it. It may be
             closed meanwhile by another thread, and is opened anew then.
+        launches: :meth:`launch` does what there is to do; who waits, waits for the device.
         depth: so many chunks may be received before the first of them is released; with more than
             one, :meth:`receive` is called in a thread of its own, and so it is of a ``collective``.
             May change with :meth:`open`.
@@ -53,6 +54,7 @@ class Receiver(ABC):
     lasts: bool = True
     waits: bool = True
     collective: bool = False
+    launches: bool = False
     depth: int = 1
 
     @abstractmethod

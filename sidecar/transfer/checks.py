@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import torch
 
-from bus.checksum import checksums, first_difference
+from bus.checksum import checksums, first_difference, look, sums_of
 from bus.errors import EngineError
 from bus.messages import NackCode
 from bus.transfer import aligned
 from sidecar.transfer.base import Delivered, transfer_failed
 
 if TYPE_CHECKING:
+    from bus.checksum import Look
     from bus.manifest import Manifest, TensorMeta
     from bus.messages import Verify
     from sidecar.transfer.base import Receiver
+
+
+# Words that are kept before they are summed up: 32 MiB.
+_MOST_WORDS: Final = 1 << 22
 
 
 def check_room(backend: str, receiver: Receiver | None, manifest: Manifest) -> None:
@@ -66,6 +72,60 @@ def check_delivered(
         )
 
 
+class LateSums:
+    """Of chunks that nobody serves before the last of them has come: they are looked at one by
+    one, and summed up together.
+
+    Here is little to be done for each: where the same chunk has come before, one operation.
+    """
+
+    def __init__(self) -> None:
+        self._looks: list[_Look] = []
+
+    def look(
+        self,
+        seq: int,
+        received: list[tuple[str, torch.Tensor]],
+        verify: Verify,
+        sums: tuple[int, ...],
+    ) -> None:
+        """A chunk has arrived.
+
+        Raises:
+            EngineError: as :func:`check_sums`; of this one, or of one before.
+        """
+        if verify != "sample" or not isinstance(received, Delivered):
+            check_sums(seq, received, verify, sums)
+            return
+        looked = look(torch, [tensor for _, tensor in received], verify, received.memo)
+        self._looks.append(_Look(seq, received, sums, looked))
+        if sum(each.looked.count for each in self._looks) > _MOST_WORDS:
+            self.check()
+
+    def check(self) -> None:
+        """All that were looked at are what was sent.
+
+        Raises:
+            EngineError: as :func:`check_sums`.
+        """
+        looks, self._looks = self._looks, []
+        found = sums_of(torch, [each.looked for each in looks])
+        for each, sums in zip(looks, found, strict=True):
+            _compare(each.seq, each.received, each.sums, sums)
+
+    def forget(self) -> None:
+        """None of them counts."""
+        self._looks.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    seq: int
+    received: list[tuple[str, torch.Tensor]]
+    sums: tuple[int, ...]
+    looked: Look
+
+
 def check_sums(
     seq: int, received: list[tuple[str, torch.Tensor]], verify: Verify, sums: tuple[int, ...]
 ) -> None:
@@ -75,7 +135,15 @@ def check_sums(
         EngineError: code ``checksum_mismatch``, with the first tensor that differs.
     """
     memo = received.memo if isinstance(received, Delivered) else None
-    found = checksums(torch, [tensor for _, tensor in received], verify, memo)
+    _compare(seq, received, sums, checksums(torch, [t for _, t in received], verify, memo))
+
+
+def _compare(
+    seq: int,
+    received: list[tuple[str, torch.Tensor]],
+    sums: tuple[int, ...],
+    found: tuple[int, ...],
+) -> None:
     if len(found) != len(sums):
         raise EngineError(
             f"{len(sums)} sums to verify {len(found)} tensors of chunk {seq}",

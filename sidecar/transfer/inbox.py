@@ -2,9 +2,9 @@
 
 A receiver with room for several chunks (:attr:`Receiver.depth`), or that waits for others
 (:attr:`Receiver.collective`), receives in a thread of its own, one chunk after the other: on a GPU
-on a stream of its own as well, so that a chunk comes while another is loaded. What it can launch
-without a wait, it launches when it is asked to, so that the next chunk is under way before this one
-is there. Any other receives when it is asked to.
+on a stream of its own as well, so that a chunk comes while another is loaded. One that launches
+(:attr:`Receiver.launches`) needs no thread for that: the device receives, and the next chunk is
+under way before this one is there. Any other receives when it is asked to.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from sidecar.transfer.streams import own_stream, within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from bus.manifest import TensorMeta
     from sidecar.transfer.base import Receiver, Tensors
@@ -41,6 +42,7 @@ class Inbox:
         self.receiver: Receiver | None = None
         self._device = device
         self._chunks: dict[int, Future[Tensors]] = {}
+        self._launched: dict[int, Callable[[], None]] = {}  # of those, who is not waited for yet
         self._thread: ThreadPoolExecutor | None = None
         self._left_behind = False  # that thread, in a transport that was closed
         self._stream: torch.cuda.Stream | None = None
@@ -100,14 +102,18 @@ class Inbox:
         # From here on, an interrupt ends it.
         coming = self._chunks[seq] = Future()
         try:
-            if _apart(receiver):
-                threads = self._receiving()
-                with within(self._stream, self._device):
+            if receiver.launches:
+                with self._in_own_stream():
                     fetch = receiver.launch(metas, handle)
-                threads.submit(self._deliver, coming, receiver, metas, fetch)
+                self._launched[seq] = functools.partial(
+                    self._deliver, coming, receiver, metas, fetch
+                )
             else:
                 fetch = functools.partial(receiver.receive, metas, handle)
-                coming.set_result(self._receive(receiver, metas, fetch))
+                if receiver.depth > 1 or receiver.collective:
+                    self._receiving().submit(self._deliver, coming, receiver, metas, fetch)
+                else:
+                    coming.set_result(self._receive(receiver, metas, fetch))
         except BaseException:
             self._chunks.pop(seq, None)
             raise
@@ -125,6 +131,7 @@ class Inbox:
             raise EngineError(
                 f"chunk {seq} is asked for, but {found} is staged", code=NackCode.WRONG_STATE
             )
+        self._wait_for(seq)
         try:
             tensors = coming.result()
         except CancelledError:
@@ -163,6 +170,7 @@ class Inbox:
             self._let_go(seq)
 
     def _let_go(self, seq: int) -> None:
+        self._wait_for(seq)
         coming = self._chunks.pop(seq, None)
         if coming is None or self.receiver is None:
             return
@@ -181,7 +189,8 @@ class Inbox:
         failure: BaseException | None = None
         tensors: Tensors = []
         try:
-            tensors = self._receive(receiver, metas, fetch)
+            with self._in_own_stream():
+                tensors = self._receive(receiver, metas, fetch)
         except BaseException as error:  # noqa: BLE001 - who takes the chunk, gets it
             failure = error
         if not coming.set_running_or_notify_cancel():
@@ -194,8 +203,7 @@ class Inbox:
     def _receive(
         self, receiver: Receiver, metas: tuple[TensorMeta, ...], fetch: Callable[[], Tensors]
     ) -> Tensors:
-        with within(self._stream if _apart(receiver) else None, self._device):
-            received = fetch()
+        received = fetch()
         try:
             check_delivered(self.backend, metas, received)
             kept = received if receiver.lasts else self._copies(received, copy=True)
@@ -209,6 +217,12 @@ class Inbox:
     def _copies(self, tensors: Tensors, *, copy: bool) -> Tensors:
         return [(name, tensor.to(self._device, copy=copy)) for name, tensor in tensors]
 
+    def _wait_for(self, seq: int) -> None:
+        """For what the device receives, if it is that."""
+        launched = self._launched.pop(seq, None)
+        if launched is not None:
+            launched()
+
     def _receiving(self) -> ThreadPoolExecutor:
         if self._thread is not None and self._left_behind:
             self._thread.shutdown(wait=False, cancel_futures=True)
@@ -216,10 +230,9 @@ class Inbox:
         self._left_behind = False
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="wavebus-receive")
-            self._stream = own_stream(self._device)
         return self._thread
 
-
-def _apart(receiver: Receiver) -> bool:
-    """Whether it receives in a thread of its own."""
-    return receiver.depth > 1 or receiver.collective
+    def _in_own_stream(self) -> AbstractContextManager[None]:
+        if self._stream is None:
+            self._stream = own_stream(self._device)
+        return within(self._stream, self._device)

@@ -35,6 +35,7 @@ class NcclReceiver(Receiver):
     trainer has; unpacked, it makes new tensors for each, which are the caller's."""
 
     collective = True
+    launches = True
 
     def __init__(self) -> None:
         self._communicator: bus.nccl.Communicator | None = None
@@ -81,13 +82,13 @@ class NcclReceiver(Receiver):
             made, memories = self._packed(tensors, chunk)
         if not memories:
             return lambda: made
-        with self._failing(communicator), torch.cuda.device(self.device):
-            under_way = communicator.launch(memories)
         timeout_s = rendezvous.patience_s(chunk.size_bytes)
+        with self._failing(communicator), torch.cuda.device(self.device):
+            under_way = communicator.launch(memories, timeout_s)
 
         def arrived() -> Tensors:
             with self._failing(communicator):
-                under_way.wait(timeout_s)
+                under_way.wait()
             return made
 
         return arrived

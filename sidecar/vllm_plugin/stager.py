@@ -26,7 +26,8 @@ from vllm.config import set_current_vllm_config
 from bus.errors import EngineError
 from bus.messages import NackCode
 from bus.staging import Room
-from sidecar.transfer import check_sums, staging_room
+from sidecar.transfer import staging_room
+from sidecar.transfer.checks import LateSums
 from sidecar.transfer.streams import own_stream, synchronize, within
 from sidecar.vllm_plugin import ranks, wire
 from sidecar.vllm_plugin.lane import Lane
@@ -67,6 +68,7 @@ class Stager:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._armed: Armed | None = None
+        self._sums = LateSums()
         self.swap_ms = 0.0
 
     # -- on the worker's thread --------------------------------------------------------
@@ -94,6 +96,7 @@ class Stager:
         if armed is None or armed.staging is None or plan is None:
             raise EngineError("no update was armed that can be staged", code=NackCode.WRONG_STATE)
         self._inbox.clear()
+        self._sums.forget()
         self._loadable.staged.begin(plan)
         synchronize(self._device)  # the memory may have been somebody's in this stream
         self._armed = armed
@@ -119,6 +122,7 @@ class Stager:
     def let_go(self) -> None:
         """Nothing is staged any more."""
         self._inbox.clear()
+        self._sums.forget()
         staging = None if self._armed is None else self._armed.staging
         self._armed = None
         self._loadable.staged.let_go(keep=staging is not None and staging.keep)
@@ -140,12 +144,15 @@ class Stager:
                     raise EngineError("that is asked of the core", code=NackCode.WRONG_STATE)
 
     def _stage(self, operation: wire.Stage) -> None:
-        """What has arrived is what was sent, and lies beside the weights."""
+        """What has arrived lies beside the weights; and when it is the last, all of it is what was
+        sent."""
         loadable = self._loadable
         try:
             received = self._inbox.take(operation.seq)
             if operation.sums:
-                check_sums(operation.seq, received, operation.verify, operation.sums)
+                self._sums.look(operation.seq, received, operation.verify, operation.sums)
+            if operation.seq + 1 == need_armed(self._armed).manifest.chunks:
+                self._sums.check()
             tensors = loadable.taken(received)
             loadable.staged.stage(tensors)
             if not loadable.plans.known.proven:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,13 +14,15 @@ from bus.errors import EngineError
 from bus.messages import NackCode
 from bus.transfer import ALONE, NO_PLACE, Place, World
 from sidecar.transfer import make_receiver
+from sidecar.transfer.base import transfer_failed
+from sidecar.transfer.gloo import GlooReceiver
 from sidecar.transfer.inbox import Inbox
 from sidecar.transfer.shm import ShmReceiver
 from trainer_agent.sources import meta_of
 from trainer_agent.transfer import make_sender
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from bus.manifest import TensorMeta
     from sidecar.transfer import Receiver
@@ -65,13 +68,52 @@ class Lane:
         self.inbox.close()
 
 
+def begin_and_take(lane: Lane) -> None:
+    """A closed transport is found by either."""
+    lane.begin(1)
+    lane.inbox.take(1)
+
+
 def tensors_of(seq: int) -> list[torch.Tensor]:
     return [torch.full(meta.shape, float(seq + 1)) for meta in METAS]
 
 
-@pytest.fixture
-def gloo() -> Iterator[Lane]:
-    lane = Lane("gloo")
+class Launching(GlooReceiver):
+    """As one that a device receives for: all are begun at once, and who closes it ends them."""
+
+    launches = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._threads = ThreadPoolExecutor(1)
+        self._landing: list[Future[Tensors]] = []
+
+    def launch(self, tensors: tuple[TensorMeta, ...], handle: bytes) -> Callable[[], Tensors]:
+        if self._group is None:
+            raise transfer_failed("the communicator is not open")
+        landing: Future[Tensors] = Future()
+        self._landing.append(landing)
+
+        def receive() -> None:
+            with contextlib.suppress(InvalidStateError):
+                try:
+                    landing.set_result(self.receive(tensors, handle))
+                except EngineError as error:
+                    landing.set_exception(error)
+
+        self._threads.submit(receive)
+        return landing.result
+
+    def close(self) -> None:
+        super().close()
+        for landing in self._landing:
+            with contextlib.suppress(InvalidStateError):
+                landing.set_exception(transfer_failed("it was closed"))
+
+
+@pytest.fixture(params=["in a thread", "launched"])
+def gloo(request: pytest.FixtureRequest) -> Iterator[Lane]:
+    lane = Lane("gloo", Launching() if request.param == "launched" else None)
     yield lane
     lane.close()
 
@@ -107,12 +149,12 @@ def test_a_chunk_is_not_overwritten_by_the_next(gloo: Lane) -> None:
     assert gloo.arrived(0)
 
 
-@pytest.mark.parametrize("lane", ["gloo", "shm"])
+@pytest.mark.parametrize("make", [GlooReceiver, Launching, ShmReceiver])
 def test_more_chunks_than_there_is_room_for_are_refused(
-    lane: str, request: pytest.FixtureRequest
+    make: Callable[[], Receiver],
 ) -> None:
     """Which would overwrite one that is not loaded yet."""
-    at: Lane = request.getfixturevalue(lane)
+    at = Lane("shm" if make is ShmReceiver else "gloo", make())
     for seq in range(at.inbox.depth):
         at.begin(seq)
     with pytest.raises(EngineError, match="not loaded yet") as refused:
@@ -121,6 +163,7 @@ def test_more_chunks_than_there_is_room_for_are_refused(
     for seq in range(at.inbox.depth):
         at.sender.transfer(seq)
         assert at.arrived(seq)
+    at.close()
 
 
 def test_a_sender_that_gives_up_fails_what_was_to_come(gloo: Lane) -> None:
@@ -169,11 +212,14 @@ def test_a_close_does_not_wait_for_what_never_comes() -> None:
         lane.close()
 
 
+@pytest.mark.parametrize("receiver", [GlooReceiver, Launching])
 @pytest.mark.parametrize("buffers", [1, 2])
-def test_who_waits_for_a_sender_can_be_interrupted(buffers: int) -> None:
+def test_who_waits_for_a_sender_can_be_interrupted(
+    buffers: int, receiver: type[GlooReceiver]
+) -> None:
     """By another thread: the chunk never comes; and no other does, until the transport is opened
     anew."""
-    lane = Lane("gloo", buffers=buffers)
+    lane = Lane("gloo", receiver(), buffers=buffers)
     try:
         lane.begin(0)
         with ThreadPoolExecutor(1) as threads:
@@ -183,9 +229,8 @@ def test_who_waits_for_a_sender_can_be_interrupted(buffers: int) -> None:
                 waiting.result(LIMIT_S)
         assert failed.value.code is NackCode.TRANSFER_FAILED
         lane.inbox.clear()
-        lane.begin(1)
         with pytest.raises(EngineError, match="not open"):
-            lane.inbox.take(1)
+            begin_and_take(lane)
     finally:
         lane.close()
 

@@ -113,8 +113,9 @@ class NcclSender(Sender):
         try:
             if self._communicator is None:
                 raise RuntimeError("it is closed")
+            timeout_s = rendezvous.patience_s(sum(piece.numel() for piece in pieces))
             with torch.cuda.device(self._gpu), torch.cuda.stream(self._stream):
-                self._queued[seq] = self._communicator.launch(pieces)
+                self._queued[seq] = self._communicator.launch(pieces, timeout_s)
         except RuntimeError as error:
             raise _broken(seq, error) from error
 
@@ -125,7 +126,7 @@ class NcclSender(Sender):
         if under_way is None:
             return
         try:
-            under_way.wait(rendezvous.patience_s(under_way.size_bytes))
+            under_way.wait()
         except RuntimeError as error:
             raise _broken(seq, error) from error
 

@@ -172,22 +172,43 @@ def test_broadcasts_are_queued_behind_each_other(meeting: Meeting) -> None:
     first, second = meeting.both()
     sent = [torch.full((9,), number, dtype=torch.uint8) for number in range(3)]
     got = [torch.zeros(9, dtype=torch.uint8) for _ in sent]
-    coming = [second.launch([memory]) for memory in got]
-    leaving = [first.launch([memory]) for memory in sent]
+    coming = [second.launch([memory], 10) for memory in got]
+    leaving = [first.launch([memory], 10) for memory in sent]
     for under_way in (*reversed(coming), *leaving):
-        under_way.wait(10)
+        under_way.wait()
     assert all(map(torch.equal, sent, got))
     first.close()
     second.close()
 
 
+def test_each_broadcast_has_its_time_from_when_the_one_before_has_ended(
+    meeting: Meeting,
+) -> None:
+    """However long ago it was queued; and nobody needs to wait for it."""
+    first, second = meeting.both()
+    got = [torch.zeros(1, dtype=torch.uint8) for _ in range(2)]
+    coming = [second.launch([memory], 1.5) for memory in got]
+    late = coming[1]
+    since_s = late._launched_s
+    # Just before the first would have taken too long.
+    while time.monotonic() < since_s + 1.0:
+        time.sleep(0.05)
+    first.broadcast([torch.ones(1, dtype=torch.uint8)], 10)
+    coming[0].wait()
+    second._closed.wait(10)
+    assert time.monotonic() - since_s > 2.0
+    with pytest.raises(RuntimeError, match=r"not everybody took part within 1\.5 s"):
+        late.wait()
+    first.close()
+
+
 def test_an_error_of_the_group_ends_the_wait(meeting: Meeting) -> None:
     """Of a link that is gone NCCL hears, and its kernel goes on."""
     first, second = meeting.both()
-    coming = second.launch([torch.zeros(1, dtype=torch.uint8)])
+    coming = second.launch([torch.zeros(1, dtype=torch.uint8)], 30)
     cast("AsNccl", second._group).error = RuntimeError("Last error:\nthe link is down")
     with pytest.raises(RuntimeError, match="the link is down"):
-        coming.wait(30)
+        coming.wait()
     first.close()
 
 
