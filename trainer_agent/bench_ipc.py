@@ -34,7 +34,7 @@ class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
             if device.index == self.device_index:
                 continue
             uuid = str(torch.cuda.get_device_properties(device).uuid)
-            weights = {name: tensor.to(device) for name, tensor in self.source}
+            weights = {name: copied(tensor, device) for name, tensor in self.source}
             self._copies.append((device, uuid, weights))
 
     def prepare(self) -> None:
@@ -60,6 +60,11 @@ class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
                 for each in merged:
                     each.update(next(others))
         return merged
+
+
+def copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same on another GPU."""
+    return tensor.to(device)
 
 
 def _lent(uuid: str, weights: Mapping[str, torch.Tensor]) -> list[Handles]:

@@ -1,11 +1,11 @@
 """``bench gap`` of vLLM servers: one of vLLM's alone, and one with a sidecar, which is updated in a
 pause and staged, in turn; or two DP groups. See :mod:`sidecar.bench.vllm_fleet`.
 
-In the end all serve the same, by their tokens and their weights' checksums. But for one thing: vLLM
-packs a mixture's experts for its CPU kernels when they are first loaded, and at no update after that
-(0.32: :mod:`sidecar.vllm_plugin.cpu`). So on a CPU what it updates by itself has unpacked experts in
-memory that is taken for packed, and answers otherwise. There its experts and its answers are
-compared with nothing, and the others' answers with those of the trainer's own model.
+In the end all serve the same, by their tokens and their weights' checksums. But for one thing:
+vLLM packs a mixture's experts for its CPU kernels when they are first loaded, and at no update
+after that (0.32; see :mod:`sidecar.vllm_plugin.cpu`). So on a CPU what it updates by itself has
+unpacked experts in memory that is read as packed, and answers otherwise. There its experts and its
+answers are compared with nothing, and the others' answers with those of the trainer's own model.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 _BUS: Final = "bus"
 # A parameter of experts, by vLLM's name for it; and what is said where those are left out.
 _EXPERTS: Final = ".routed_experts."
-_LEFT_OUT: Final = (
-    "native's tokens and experts: vLLM's own update leaves these unpacked on a CPU; paused and "
-    "staged answer as the trainer's model does, or the weights did not arrive"
-)
+_LEFT_OUT: Final = "native's tokens and experts, which its own update leaves unpacked on a CPU"
 _SERVERS: Final[dict[Way, str]] = {"native": NATIVE, "paused": _BUS, "staged": _BUS}
 
 
