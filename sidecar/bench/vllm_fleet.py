@@ -31,7 +31,7 @@ from sidecar.launch import free_port
 from sidecar.rank_supervisor import rank_options
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from bus.runtime.loop import LoopChoice
     from sidecar.bench.ends import Device, Ends
@@ -202,8 +202,8 @@ async def fleet(
             env={"VLLM_LOGGING_STREAM": "ext://sys.stderr"},  # it answers on stdout
         )
         made = await trainer.answer()
-        ranks = "" if plan.dp_size == 1 else f", of {plan.dp_size} ranks each"
-        say(f"starting {len(servers)} servers of {plan.model}{ranks}")
+        each_of = "" if plan.dp_size == 1 else f", each of {plan.dp_size} ranks"
+        say(f"starting {len(servers)} servers of {plan.model}{each_of}")
         started: dict[str, list[Worker]] = {}
         for name, engine in servers.items():
             on = "" if name == NATIVE else address
@@ -214,16 +214,18 @@ async def fleet(
                 for log, each in zip(logged, told, strict=True)
             ]
         # All boot at once, and whichever breaks first tells why.
-        answers = await asyncio.gather(
-            *(server.answer() for servers_ in started.values() for server in servers_)
-        )
-        told_urls = iter([answer["url"] for answer in answers])
-        urls = {name: [next(told_urls) for _ in each] for name, each in started.items()}
+        booted = await asyncio.gather(*(_urls(ranks) for ranks in started.values()))
+        urls = dict(zip(started, booted, strict=True))
         both = await stack.enter_async_context(
             ends(plan.device, made["size_bytes"], loop, logs, answer_s=_ANSWER_S)
         )
         await trainer.ask(json.dumps(urls[NATIVE]))
         yield Fleet(trainer, started, urls, both, made)
+
+
+async def _urls(ranks: Sequence[Worker]) -> list[str]:
+    """Where they take requests, once all of them do."""
+    return [answer["url"] for answer in await asyncio.gather(*(rank.answer() for rank in ranks))]
 
 
 def _trainer_settings(
