@@ -28,14 +28,14 @@ T = TypeVar("T")
 backend_option = click.option(
     "--backend",
     default="",
-    help="How tensors travel. Default: shm; with vllm, but not over ranks, nccl, or gloo on a CPU.",
+    help="How tensors travel. Default: shm; with vllm alone nccl, or gloo on a CPU.",
 )
 device_option = click.option(
     "--device",
     type=click.Choice(["cuda", "cpu"]),
     default="cuda",
     show_default=True,
-    help="vllm: two GPUs, or none.",
+    help="vllm: two GPUs, or one for each rank; or none.",
 )
 packed_option = click.option(
     "--packed/--unpacked",
