@@ -27,7 +27,7 @@ def test_ranks_of_experts_are_updated_in_three_ways(tmp_path: Path) -> None:
     answer = run_wavebus(
         *("bench", "gap", "--engine", "vllm", "--device", "cpu", "--dp-size", "2"),
         *("--model", "tiny-moe", "--native-engine", "pair", "--requests", "4", "--rounds", "1"),
-        *("--tokens", "600", "--chunk-mb", "32", "--logs", str(tmp_path / "logs")),
+        *("--tokens", "400", "--chunk-mb", "32", "--logs", str(tmp_path / "logs")),
         *("--picture", str(tmp_path / "gap.png"), "--json"),
         env=boot_environment(tmp_path),
         timeout_s=LIMIT_S,
