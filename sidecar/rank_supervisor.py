@@ -145,14 +145,19 @@ class RankPlan:
             line += ["--dp-size", str(self.size), "--dp-rank", str(rank)]
             line += ["--dp-master", f"{self.host}:{meeting_port}"]
             return [*line, "--port", port] if self.port else line
-        vllm = [
-            *("--data-parallel-size", str(self.size), "--data-parallel-rank", str(rank)),
-            *("--data-parallel-address", self.host, "--data-parallel-rpc-port", str(meeting_port)),
-            "--data-parallel-external-lb",
-        ]
+        vllm = rank_options(rank, self.size, self.host, meeting_port)
         if self.port:
             vllm += ["--port", port]
         return [*line, "--", *self.command, *vllm]
+
+
+def rank_options(rank: int, size: int, host: str, meeting_port: int) -> list[str]:
+    """Those of a vLLM server that is one rank of a DP group, and takes requests by itself."""
+    return [
+        *("--data-parallel-size", str(size), "--data-parallel-rank", str(rank)),
+        *("--data-parallel-address", host, "--data-parallel-rpc-port", str(meeting_port)),
+        "--data-parallel-external-lb",
+    ]
 
 
 def plan_of_server(command: Sequence[str]) -> tuple[tuple[str, ...], int]:

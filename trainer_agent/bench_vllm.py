@@ -3,14 +3,17 @@ in several ways.
 
 ``python -m trainer_agent.bench_vllm SETTINGS LOOP``, until stdin ends; SETTINGS is a
 :class:`Settings` in JSON. It writes the model's ``config.json`` into the folder and says the
-model's size. With the first line it is told the URL of the server that has no bus; it then opens
-its transports, waiting for the engines of the others, and says so. After that each line
-names a way, and is answered with what one update took, and when its parts were, in seconds on
-``time.monotonic()``'s clock, which all processes of a host share:
+model's size. With the first line it is told the URLs of the servers that have no bus, as a JSON
+list; it then opens its transports, waiting for the engines of the others, and says so. After that
+each line names a way, and is answered with what one update took, and when its parts were, in
+seconds on ``time.monotonic()``'s clock, which all processes of a host share:
 
-- ``native``: vLLM's own, over HTTP: its trainer engine, its client, and a pause around that.
+- ``native``: vLLM's own, over HTTP (:mod:`trainer_agent.bench_native`).
 - ``bus_native``: the bus, with the same trainer engine, if there is a group of that name.
 - ``paused`` (``bus`` is the same) and ``staged``: the bus, with a backend of wavebus's.
+
+A JSON object is asked for tokens: so many (``tokens``) greedy ones after a ``prompt``, by the
+trainer's own model, on a CPU.
 """
 
 from __future__ import annotations
@@ -22,33 +25,28 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import anyio.to_thread
 import torch
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.plugins import load_general_plugins
 
 import bus.log
 from bus.runtime import loop
 from bus.runtime.lines import answer, commands
-from bus.transfer import World
 from trainer_agent.agent import TrainerAgent
+from trainer_agent.bench_native import Native
 from trainer_agent.bench_transfer import BOOT_S, MeasuredAgent
 from trainer_agent.bench_update import bus_update
 from trainer_agent.demo.policy import Policy, PolicyConfig
-from trainer_agent.vllm_infos import native_info
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
     from bus.runtime.loop import LoopChoice
     from trainer_agent.how import How
     from trainer_agent.report import UpdateReport
-
-Call: TypeAlias = "tuple[str, float, float]"
 
 MODELS: Final = {
     # The shape of Qwen3-8B: 8.19 billion parameters in 399 tensors.
@@ -73,15 +71,33 @@ MODELS: Final = {
         head_dim=64,
         max_positions=4096,
     ),
+    # A mixture of 64 experts, of which a token takes eight: 7.04 billion in 4,023.
+    "moe": PolicyConfig(
+        vocab_size=151_936,
+        hidden_size=2048,
+        num_layers=20,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        max_positions=4096,
+        experts=64,
+        experts_per_token=8,
+        expert_size=768,
+    ),
+    # 21 million in 345: the same for CPUs.
+    "tiny-moe": PolicyConfig(
+        vocab_size=1024,
+        hidden_size=256,
+        num_layers=6,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        max_positions=4096,
+        experts=16,
+        experts_per_token=2,
+        expert_size=256,
+    ),
 }
-# How vLLM's own trainer engine tells its client, and what wavebus calls that.
-_ROUTES: Final = {
-    "start_weight_update": "start",
-    "update_weights": "update",
-    "finish_weight_update": "finish",
-    "resume": "resume",
-}
-_PAUSE: Final = "pause?mode=keep&clear_cache="
 
 
 @dataclass(frozen=True)
@@ -90,6 +106,8 @@ class Settings:
 
     Attributes:
         groups: ``bus`` and, if it is to be measured, ``bus_native``: that each engine is alone in.
+        ranks: servers of each way: one, or all ranks of a DP group.
+        gpus: where those are.
         bus_device: where weights lie that a backend of wavebus's sends; empty: on ``device``, as
             all others.
     """
@@ -100,7 +118,10 @@ class Settings:
     model: str
     device: str
     bus_device: str
+    ranks: int
+    gpus: list[str]
     native_engine: str
+    native_packed: bool | None
     backend: str
     chunk_bytes: int
     packed: bool
@@ -129,80 +150,18 @@ def write_config(config: PolicyConfig, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n")
 
 
-class Weights(WeightSource):  # type: ignore[misc]
-    """Tensors by name, as vLLM's trainer engines take them."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def metadata(self) -> list[Any]:
-        return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self._tensors.items()]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._tensors.items())
-
-
-class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
-    """vLLM's own client, which notes when its calls were, and pauses."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self.calls: list[Call] = []
-        self._version = 0
-
-    def pause(self, *, clear_cache: bool) -> None:
-        """Requests are kept."""
-        self._post(f"{_PAUSE}{clear_cache}".lower())
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """With a version, as over the bus; vLLM sets it within the same call."""
-        self._version += 1
-        super().finish_weight_update(weight_version or str(self._version))
-
-    def resume(self) -> None:
-        """They go on."""
-        self._post("resume")
-
-    def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
-        since_s = time.monotonic()
-        super()._post(path, json)
-        name = "pause" if path.startswith(_PAUSE) else _ROUTES.get(path, path)
-        self.calls.append((name, since_s, time.monotonic()))
-
-
-class Native:
-    """vLLM's own way: no bus at all."""
-
-    def __init__(
-        self, url: str, engine: str, weights: dict[str, torch.Tensor], *, clear_cache: bool
-    ) -> None:
-        self._clear_cache = clear_cache
-        self._client = NativeClient(url)
-        self._trainer = WeightTransferTrainerFactory.trainer_init(
-            native_info(engine, {}, rank=0, world=World(0, 2, "127.0.0.1")),
-            client=self._client,
-            source=Weights(weights),
-        )
-
-    def update(self) -> dict[str, Any]:
-        """One, with what its calls took."""
-        client = self._client
-        client.calls.clear()
-        since_s = time.monotonic()
-        client.pause(clear_cache=self._clear_cache)
-        try:
-            self._trainer.send_weights()
-        finally:
-            client.resume()
-        until_s = time.monotonic()
-        return {
-            "since_s": since_s,
-            "until_s": until_s,
-            "window_ms": (until_s - since_s) * 1000,
-            "receive_ms": _received_ms(client.calls),
-            "commit_ms": 0.0,
-            "calls": client.calls,
-        }
+def greedy(
+    config: PolicyConfig, weights: dict[str, torch.Tensor], prompt: Sequence[int], tokens: int
+) -> list[int]:
+    """What a model of these weights goes on with, each time computed anew."""
+    with torch.device("meta"):
+        policy = Policy(config)
+    policy.load_state_dict(weights, assign=True)
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(tokens):
+            ids.append(int(policy(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]
 
 
 class BusNative:
@@ -218,12 +177,6 @@ class BusNative:
         since_s = time.monotonic()
         self._trainer.send_weights()
         return {"since_s": since_s, "until_s": time.monotonic(), **_told(self._agent.last_update)}
-
-
-def _received_ms(calls: list[Call]) -> float:
-    """From the first call that has chunks received to the end of the last."""
-    updates = [call for call in calls if call[0] == "update"]
-    return (updates[-1][2] - updates[0][1]) * 1000
 
 
 def _told(report: UpdateReport | None) -> dict[str, Any]:
@@ -250,7 +203,7 @@ async def drive(settings: Settings) -> None:
     answer(size_bytes=size_bytes, tensors=len(weights))
     load_general_plugins()  # trainer engines of others come with them
     lines = commands()
-    url = await anext(lines)
+    urls = json.loads(await anext(lines))
     sent = weights
     if settings.bus_device:
         sent = {name: tensor.to(settings.bus_device) for name, tensor in weights.items()}
@@ -268,9 +221,15 @@ async def drive(settings: Settings) -> None:
     bus_native: BusNative | None = None
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(ours)
-        await ours.wait_for_engines(1, timeout_s=BOOT_S)
+        await ours.wait_for_engines(settings.ranks, timeout_s=BOOT_S)
         native = await in_thread(
-            functools.partial(Native, clear_cache=clear_cache), url, settings.native_engine, weights
+            functools.partial(
+                Native,
+                gpus=settings.gpus,
+                packed=settings.native_packed,
+                clear_cache=clear_cache,
+            ),
+            *(urls, settings.native_engine, weights),
         )
         if "bus_native" in settings.groups:
             theirs = TrainerAgent(
@@ -287,6 +246,12 @@ async def drive(settings: Settings) -> None:
             elif way == "bus_native":
                 assert bus_native is not None
                 answer(**await in_thread(bus_native.update))
+            elif way.startswith("{"):
+                answer(
+                    tokens=await in_thread(
+                        functools.partial(greedy, config, weights, **json.loads(way))
+                    )
+                )
             else:
                 how: How = "staged" if way == "staged" else "paused"
                 answer(**await bus_update(ours, sent, how=how, clear_cache=clear_cache))

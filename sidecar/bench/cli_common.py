@@ -28,14 +28,14 @@ T = TypeVar("T")
 backend_option = click.option(
     "--backend",
     default="",
-    help="How tensors travel. Default: shm; with vllm nccl, or gloo on a CPU.",
+    help="How tensors travel. Default: shm; with vllm alone nccl, or gloo on a CPU.",
 )
 device_option = click.option(
     "--device",
     type=click.Choice(["cuda", "cpu"]),
     default="cuda",
     show_default=True,
-    help="vllm: two GPUs, or none.",
+    help="vllm: two GPUs, or one for each rank; or none.",
 )
 packed_option = click.option(
     "--packed/--unpacked",
@@ -75,22 +75,25 @@ def tokens_option(default: int, what: str) -> Option:
     )
 
 
-def model_option(*names: str) -> Option:
-    """``--model-size``, and what else it is called."""
+def model_option(*names: str, mixtures: bool = False) -> Option:
+    """``--model-size``, and what else it is called; ``mixtures``: those of experts, too."""
+    dense = "the shape of Qwen3-8B, or 26 million parameters"
+    experts = ", or 7 billion or 21 million as a mixture of experts" if mixtures else ""
+    default = " Default: 8b; with --dp-size moe." if mixtures else ""
     return click.option(
         "--model-size",
         *names,
         "model_size",
-        type=click.Choice(["8b", "tiny"]),
-        default="8b",
+        type=click.Choice(["8b", "tiny", *(("moe", "tiny-moe") if mixtures else ())]),
+        default=None if mixtures else "8b",
         show_default=True,
-        help="vllm: the shape of Qwen3-8B, or 26 million parameters; bf16 on GPUs.",
+        help=f"vllm: {dense}{experts}; bf16 on GPUs.{default}",
     )
 
 
-def native_engine_option(what: str) -> Option:
+def native_engine_option(what: str, default: str | None = "nccl") -> Option:
     """``--native-engine``."""
-    return click.option("--native-engine", default="nccl", show_default=True, help=what)
+    return click.option("--native-engine", default=default, show_default=True, help=what)
 
 
 def logs_option(what: str) -> Option:
@@ -137,9 +140,9 @@ def need_servers(plan: Plan) -> None:
     need_modules("vllm")
 
 
-def vllm_backend(backend: str, device: Device) -> str:
-    """As it was asked for, or what fits the device."""
-    return backend or ("nccl" if device == "cuda" else "gloo")
+def vllm_backend(backend: str, device: Device, dp_size: int = 1) -> str:
+    """As it was asked for, or what fits the device, and ranks on all of them."""
+    return backend or ("shm" if dp_size > 1 else "nccl" if device == "cuda" else "gloo")
 
 
 def say(text: str) -> None:

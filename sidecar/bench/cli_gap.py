@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _CHUNK_MEGABYTES: Final = 8
 _VLLM_CHUNK_MEGABYTES: Final = 2048
+_SHM_CHUNK_MEGABYTES: Final = 512  # two of them are in the host's memory
 
 
 @click.command()
@@ -74,19 +75,26 @@ _VLLM_CHUNK_MEGABYTES: Final = 2048
     "--chunk-mb",
     "chunk_megabytes",
     type=click.IntRange(min=1),
-    help="At most so much is in a chunk. Default: 8; with vllm 2048.",
+    help="At most so much is in a chunk. Default: 8; with vllm 2048, or 512 over shm.",
 )
 @click.option(
     "--dp-size",
     type=click.IntRange(1, 8),
     default=1,
     show_default=True,
-    help="embedded: ranks in lockstep, over which the experts are spread.",
+    help="Ranks in lockstep, over which experts are spread; vllm: each on a GPU of its own.",
 )
 @device_option
-@model_option("--model")
+@model_option("--model", mixtures=True)
 @native_engine_option(
-    "vllm: the trainer and worker engine of vLLM's, or of a plugin, of the native way."
+    "vllm: the trainer and worker engine of vLLM's, or of a plugin, of the native way. "
+    "Default: nccl; with --dp-size ipc.",
+    default=None,
+)
+@click.option(
+    "--native-packed/--native-unpacked",
+    default=None,
+    help="vllm: what that engine sends goes through buffers. Default: as vLLM has it.",
 )
 @packed_option
 @json_option
@@ -104,8 +112,9 @@ def gap(
     chunk_megabytes: int | None,
     dp_size: int,
     device: Device,
-    model_size: Model,
-    native_engine: str,
+    model_size: Model | None,
+    native_engine: str | None,
+    native_packed: bool | None,
     packed: bool,
     as_json: bool,
 ) -> None:
@@ -120,19 +129,21 @@ def gap(
     if engine == "vllm":
         from sidecar.bench import gap_vllm, vllm_fleet  # noqa: PLC0415 - it needs torch
 
-        if dp_size != 1:
-            raise click.BadParameter("embedded engines alone", param_hint="--dp-size")
+        over = vllm_backend(backend, device, dp_size)
+        chunk = _SHM_CHUNK_MEGABYTES if over == "shm" else _VLLM_CHUNK_MEGABYTES
         servers = vllm_fleet.Plan(
-            model=model_size,
+            model=model_size or ("moe" if dp_size > 1 else "8b"),
             device=device,
-            native_engine=native_engine,
-            backend=vllm_backend(backend, device),
-            chunk_bytes=(chunk_megabytes or _VLLM_CHUNK_MEGABYTES) * 1_000_000,
+            native_engine=native_engine or ("ipc" if dp_size > 1 else "nccl"),
+            native_packed=native_packed,
+            backend=over,
+            chunk_bytes=(chunk_megabytes or chunk) * 1_000_000,
             packed=packed,
             rounds=rounds,
             requests=requests,
             tokens=tokens,
             clear_cache=clear_cache,
+            dp_size=dp_size,
         )
         need_servers(servers)
         measuring = gap_vllm.bench(servers, kind, say, logs=logs)

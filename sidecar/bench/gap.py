@@ -66,6 +66,7 @@ class Running:
         raw_ms: one transfer of ``size_bytes`` with nothing around it.
         copy_ms: one copy of ``size_bytes`` within an engine's memory.
         serves: what a way's engines serve now; alike where that is the same.
+        not_compared: what of it is left out there, and why.
     """
 
     trainer: Worker
@@ -76,6 +77,7 @@ class Running:
     serves: Callable[[Way], Awaitable[object]]
     size_bytes: int
     tensors: int
+    not_compared: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,7 @@ async def report(
         **asdict(plan),
         "megabytes": megabytes,
         "tensors": running.tensors,
+        "not_compared": running.not_compared,
         **figures(measured, requests=plan.requests, size_bytes=running.size_bytes),
     }, measured
 
@@ -279,8 +282,9 @@ def table(figures: dict[str, Any]) -> str:
     staged = figures["staged"]
     size = f"{figures['megabytes']:.1f} MB in {figures['tensors']} tensors"
     load = f"{figures['requests']} requests, {figures['rounds']} rounds of each"
+    ranks = f", {figures['dp_size']} ranks" if figures.get("dp_size", 1) > 1 else ""
     rows = [
-        f"{figures['engine']}, {figures['backend']}: {size}, {load}",
+        f"{figures['engine']}{ranks}, {figures['backend']}: {size}, {load}",
         "",
         f"{'ms, median':<26}" + "".join(f"{way:>12}" for way in WAYS),
     ]
@@ -314,6 +318,8 @@ def table(figures: dict[str, Any]) -> str:
     rows.append(f"received at {figures['ratio_receive_raw']:.2f} x a raw transfer's {raw:.2f} GB/s")
     rows.append(f"swapped in {figures['ratio_swap_copy']:.2f} x one copy's {copy_ms:.1f} ms")
     rows.append(f"{lost} of {every} requests lost; the weights {arrived}")
+    if figures.get("not_compared"):
+        rows.append(f"not compared: {figures['not_compared']}")
     return "\n".join(rows)
 
 

@@ -39,12 +39,14 @@ _OURS: Final = "sidecar.vllm_plugin"
 
 @dataclass(frozen=True)
 class Settings:
-    """What to start. ``group``: the one that the engine is alone in; empty without a broker."""
+    """What to start. ``group``: the one that the engine is alone in, or with the other ranks of its
+    DP group; empty without a broker. ``dp_rank``: which one it is of those."""
 
     argv: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
     broker: str = ""
     group: str = ""
+    dp_rank: int | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -90,8 +92,11 @@ async def on_the_bus(settings: Settings) -> None:
     """Serve with a sidecar, and tell what it called."""
     env = {**os.environ, **settings.env}
     engine = TimedEngine(SupervisedServer(settings.argv, env=env, ready_timeout_s=_BOOT_S))
+    name, dp_group = f"engine-{settings.group}", None
+    if settings.dp_rank is not None:
+        name, dp_group = f"{name}-{settings.dp_rank}", settings.group
     async with Sidecar(
-        engine, broker=settings.broker, group=settings.group, name=f"engine-{settings.group}"
+        engine, broker=settings.broker, group=settings.group, name=name, dp_group=dp_group
     ) as sidecar:
         await sidecar.joined()
         assert sidecar.info is not None

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bus.runtime.loop import LoopChoice
-    from sidecar.bench.vllm_fleet import Fleet
+    from sidecar.bench.vllm_fleet import Fleet, Served
 
     Progress = Callable[[str], None]
 
@@ -64,7 +64,7 @@ class Round:
 
 async def _round(plan: Plan, running: Fleet, way: Way) -> Round:
     """One update of a server whose requests decode."""
-    server = running.servers[way]
+    [server] = running.servers[way]
     if way != "native":
         await server.ask("calls")  # what was called before is none of its
     async with streaming(running.urls[way], plan.requests, plan.tokens) as streams:
@@ -223,7 +223,8 @@ def _name(index: int) -> str:
     return "warming up," if index < 0 else f"round {index + 1},"
 
 
-async def _arrived(running: Fleet, before: tuple[list[int], dict[str, str]]) -> bool:
+async def _arrived(running: Fleet, before: Sequence[Served]) -> bool:
     """Whether all servers serve the same by now, and another thing than before."""
     after = [await running.serves(way) for way in WAYS]
-    return all(each == after[0] for each in after) and after[0][0] != before[0]
+    changed = all(new.tokens != old.tokens for new, old in zip(after[0], before, strict=True))
+    return all(each == after[0] for each in after) and changed

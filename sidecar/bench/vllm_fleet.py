@@ -2,11 +2,14 @@
 
 The trainer is on one GPU, the servers side by side on another, each with weights of its own; one at
 a time has requests. ``native`` is vLLM alone; the others have a sidecar, and each is alone in a
-group of its name. On a CPU all are small, and share it.
+group of its name. Instead of a server there may be the ranks of a DP group, in lockstep over a
+mixture of experts: then rank ``r`` of each is on GPU ``r``, and the trainer on the first. On a CPU
+all are small, and share it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -23,19 +26,27 @@ from bus.errors import UsageError
 from sidecar.bench.ends import ends
 from sidecar.bench.processes import VLLM_ON_CPU, Worker, worker
 from sidecar.bench.serving import Settings
-from sidecar.bench.streams import PROMPT_TOKENS, greedy
+from sidecar.bench.streams import PROMPT_TOKENS, greedy, prompt_of
+from sidecar.launch import free_port
+from sidecar.rank_supervisor import rank_options
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from bus.runtime.loop import LoopChoice
     from sidecar.bench.ends import Device, Ends
 
     Progress = Callable[[str], None]
 
-Model: TypeAlias = Literal["8b", "tiny"]
+Model: TypeAlias = Literal["8b", "tiny", "moe", "tiny-moe"]
 
 NATIVE: Final = "native"
+MIXTURES: Final[tuple[Model, ...]] = ("moe", "tiny-moe")
+# Those of vLLM's trainer engines that this bench is for.
+_OF_VLLM: Final = ("nccl", "ipc")
+# Backends whose trainer has a GPU of its own, or its engines on one GPU.
+_OF_ONE_SERVER: Final = ("nccl", "ipc")
+_HOST: Final = "127.0.0.1"
 _GPUS: Final = 2
 _ANSWER_S: Final = 400.0  # booting, and meeting for the first time
 _GRACE_S: Final = 40.0
@@ -50,10 +61,12 @@ class Plan:
     """What is to be measured.
 
     Attributes:
-        native_engine: the trainer and worker engine of vLLM's, by its name there.
+        native_engine: the trainer and worker engine of vLLM's, by its name there;
+            ``native_packed``: whether it goes through buffers, if not as vLLM has it.
         backend: of wavebus's; with ``chunk_bytes`` and ``packed``.
         tokens: of each request.
         clear_cache: requests compute their keys and values anew after an update; in all ways.
+        dp_size: ranks in lockstep in place of each server, over which experts are spread; 1: none.
     """
 
     model: Model
@@ -66,6 +79,8 @@ class Plan:
     requests: int
     tokens: int
     clear_cache: bool = True
+    dp_size: int = 1
+    native_packed: bool | None = None
 
     def check(self) -> None:
         """Whether this can run here.
@@ -73,16 +88,52 @@ class Plan:
         Raises:
             UsageError: says what is missing.
         """
+        if self.dp_size > 1:
+            self._check_ranks()
         if self.device == "cpu":
-            if self.native_engine == "nccl":
+            if self.native_engine in _OF_VLLM:
                 raise UsageError(
                     "vLLM's own trainer engines need CUDA: on a CPU name one of a plugin of yours "
                     "with --native-engine"
                 )
             return
-        count = torch.cuda.device_count()
-        if count < _GPUS:
-            raise UsageError(f"{_GPUS} GPUs are needed, and there are {count}: see --device cpu")
+        need, count = max(_GPUS, self.dp_size), torch.cuda.device_count()
+        if count < need:
+            raise UsageError(f"{need} GPUs are needed, and there are {count}: see --device cpu")
+
+    @property
+    def mixture(self) -> bool:
+        """Whether it is one of experts."""
+        return self.model in MIXTURES
+
+    def _check_ranks(self) -> None:
+        if not self.mixture:
+            raise UsageError(
+                f"--dp-size {self.dp_size}: ranks in lockstep are those of a mixture of experts, "
+                f"and {self.model} is none: choose --model {' or '.join(MIXTURES)}"
+            )
+        if self.requests < self.dp_size:
+            raise UsageError(
+                f"--requests {self.requests}: each of the {self.dp_size} ranks needs one at least"
+            )
+        if self.device == "cuda" and self.backend in _OF_ONE_SERVER:
+            raise UsageError(
+                f"--backend {self.backend}: with --dp-size each rank is on another GPU, and the "
+                "trainer beside the first one: take shm or gloo"
+            )
+        if self.device == "cuda" and self.native_engine == "nccl":
+            raise UsageError(
+                "--native-engine nccl: it needs a GPU for the trainer alone, and with --dp-size "
+                "there is a rank on each: take ipc"
+            )
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server answers with, and vLLM's own checksums of its weights."""
+
+    tokens: tuple[int, ...]
+    checksums: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -90,26 +141,35 @@ class Fleet:
     """All processes.
 
     Attributes:
+        servers, urls: by name, rank by rank: one, or those of a DP group.
         made: what the trainer says of the model: ``size_bytes``, ``tensors``.
     """
 
     trainer: Worker
-    servers: dict[str, Worker]
-    urls: dict[str, str]
+    servers: dict[str, list[Worker]]
+    urls: dict[str, list[str]]
     ends: Ends
     made: dict[str, Any]
 
-    async def serves(self, name: str) -> tuple[list[int], dict[str, str]]:
-        """What a server answers with, and vLLM's own checksums of its weights."""
-        url = self.urls[name]
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(
-                f"{url}/weight_checker", json={"action": "checksum"}, raise_for_status=True
-            ) as response,
-        ):
-            sums = dict((await response.json())["checksums"])
-        return await greedy(url, _GREEDY_TOKENS), sums
+    async def serves(self, name: str) -> list[Served]:
+        """Asked one rank after the other, so that each steps with the same."""
+        return [await _served(url) for url in self.urls[name]]
+
+    async def expected(self) -> tuple[int, ...]:
+        """What the trainer's own model answers to the same request, on a CPU."""
+        asked = {"prompt": prompt_of(0), "tokens": _GREEDY_TOKENS}
+        return tuple((await self.trainer.ask(json.dumps(asked)))["tokens"])
+
+
+async def _served(url: str) -> Served:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(
+            f"{url}/weight_checker", json={"action": "checksum"}, raise_for_status=True
+        ) as response,
+    ):
+        sums = dict((await response.json())["checksums"])
+    return Served(tuple(await greedy(url, _GREEDY_TOKENS)), sums)
 
 
 @contextlib.asynccontextmanager
@@ -142,18 +202,30 @@ async def fleet(
             env={"VLLM_LOGGING_STREAM": "ext://sys.stderr"},  # it answers on stdout
         )
         made = await trainer.answer()
-        say(f"starting {len(servers)} servers of {plan.model}")
-        started: dict[str, Worker] = {}
+        each_of = "" if plan.dp_size == 1 else f", each of {plan.dp_size} ranks"
+        say(f"starting {len(servers)} servers of {plan.model}{each_of}")
+        started: dict[str, list[Worker]] = {}
         for name, engine in servers.items():
             on = "" if name == NATIVE else address
-            told = _server_settings(plan, engine, groups[name], on, model).to_json()
-            started[name] = await start(name, "sidecar.bench.serving", told, grace_s=_GRACE_S)
-        urls = {name: (await server.answer())["url"] for name, server in started.items()}
+            told = _settings_of(plan, engine, groups[name], on, model)
+            logged = [name] if plan.dp_size == 1 else [f"{name}-{n}" for n in range(plan.dp_size)]
+            started[name] = [
+                await start(log, "sidecar.bench.serving", each.to_json(), grace_s=_GRACE_S)
+                for log, each in zip(logged, told, strict=True)
+            ]
+        # All boot at once, and whichever breaks first tells why.
+        booted = await asyncio.gather(*(_urls(ranks) for ranks in started.values()))
+        urls = dict(zip(started, booted, strict=True))
         both = await stack.enter_async_context(
             ends(plan.device, made["size_bytes"], loop, logs, answer_s=_ANSWER_S)
         )
-        await trainer.ask(urls[NATIVE])
+        await trainer.ask(json.dumps(urls[NATIVE]))
         yield Fleet(trainer, started, urls, both, made)
+
+
+async def _urls(ranks: Sequence[Worker]) -> list[str]:
+    """Where they take requests, once all of them do."""
+    return [answer["url"] for answer in await asyncio.gather(*(rank.answer() for rank in ranks))]
 
 
 def _trainer_settings(
@@ -168,7 +240,10 @@ def _trainer_settings(
         "device": "cuda:0" if cuda else "cpu",
         # Of its kind both ends are on one GPU: there the trainer has its weights a second time.
         "bus_device": "cuda:1" if cuda and plan.backend == "ipc" else "",
+        "ranks": plan.dp_size,
+        "gpus": [f"cuda:{gpu}" for gpu in _gpus(plan)] if cuda else [],
         "native_engine": plan.native_engine,
+        "native_packed": plan.native_packed,
         "backend": plan.backend,
         "chunk_bytes": plan.chunk_bytes,
         "packed": plan.packed,
@@ -176,8 +251,20 @@ def _trainer_settings(
     }
 
 
-def _server_settings(plan: Plan, engine: str, group: str, address: str, model: Path) -> Settings:
+def _settings_of(plan: Plan, engine: str, group: str, address: str, model: Path) -> list[Settings]:
+    """A server's, or those of all its ranks."""
+    meeting_port = free_port(_HOST)
+    return [
+        _server_settings(plan, engine, group, address, model, rank, meeting_port)
+        for rank in range(plan.dp_size)
+    ]
+
+
+def _server_settings(
+    plan: Plan, engine: str, group: str, address: str, model: Path, rank: int, meeting_port: int
+) -> Settings:
     cpu = plan.device == "cpu"
+    lockstep = plan.dp_size > 1
     argv = (
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--served-model-name=bench", "--load-format=dummy", "--skip-tokenizer-init"),
@@ -194,13 +281,20 @@ def _server_settings(plan: Plan, engine: str, group: str, address: str, model: P
                 f"--kv-cache-memory-bytes={_kv_cache_bytes(plan)}",
             )
         ),
+        *(rank_options(rank, plan.dp_size, _HOST, meeting_port) if lockstep else ()),
+        # vLLM's CPU kernels can't: there each rank has a share of every expert.
+        *(("--enable-expert-parallel",) if lockstep and not cpu else ()),
     )
     env = (
         {name: os.environ.get(name, value) for name, value in VLLM_ON_CPU.items()}
         if cpu
-        else {"CUDA_VISIBLE_DEVICES": _second_gpu()}
+        else {"CUDA_VISIBLE_DEVICES": _visible(_gpus(plan)[rank])}
     )
-    return Settings(argv, env, address, group) if address else Settings(argv, env)
+    if not address:
+        # Its IPC engine's handles come pickled over HTTP.
+        insecure = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if engine == "ipc" else {}
+        return Settings(argv, {**env, **insecure})
+    return Settings(argv, env, address, group, rank if lockstep else None)
 
 
 def _kv_cache_bytes(plan: Plan) -> int:
@@ -209,7 +303,12 @@ def _kv_cache_bytes(plan: Plan) -> int:
     return int(tokens * _KV_CACHE_TOKEN_BYTES * _KV_CACHE_SPARE)
 
 
-def _second_gpu() -> str:
+def _gpus(plan: Plan) -> list[int]:
+    """Where servers are, rank by rank."""
+    return [1] if plan.dp_size == 1 else list(range(plan.dp_size))
+
+
+def _visible(gpu: int) -> str:
     """As the variable names it."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return seen.split(",")[1] if seen else "1"
+    return seen.split(",")[gpu] if seen else str(gpu)

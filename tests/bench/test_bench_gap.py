@@ -82,15 +82,33 @@ def test_wrong_usage(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[s
 
 
 def test_vllm_says_what_it_lacks(capsys: pytest.CaptureFixture[str]) -> None:
-    """vLLM's own trainer engine needs GPUs; lockstep is the embedded engine's alone."""
-    wanted = ("bench", "gap", "--engine", "vllm", "--device", "cpu")
-    assert run([*wanted]) == 2
-    assert "--native-engine" in capsys.readouterr().err
-    assert run([*wanted, "--dp-size", "2"]) == 2
-    assert "--dp-size" in capsys.readouterr().err
-    if torch.cuda.device_count() < 2:
-        assert run(["bench", "gap", "--engine", "vllm"]) == 2
-        assert "GPUs are needed" in capsys.readouterr().err
+    """vLLM's own trainer engines need GPUs, and so does all that is not for a CPU."""
+    wanted = ("bench", "gap", "--engine", "vllm")
+    for ranks in ((), ("--dp-size", "2")):
+        assert run([*wanted, *ranks, "--device", "cpu"]) == 2
+        assert "--native-engine" in capsys.readouterr().err
+        if torch.cuda.device_count() < 2:
+            assert run([*wanted, *ranks]) == 2
+            assert "2 GPUs are needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--model", "tiny"), "--model moe or tiny-moe"),
+        (("--requests", "1"), "each of the 2 ranks needs one"),
+        (("--backend", "nccl"), "take shm or gloo"),
+        (("--backend", "ipc"), "take shm or gloo"),
+        (("--native-engine", "nccl"), "take ipc"),
+    ],
+    ids=" ".join,
+)
+def test_what_ranks_of_vllm_cannot_be(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is refused with what to do, on any host."""
+    assert run(["bench", "gap", "--engine", "vllm", "--dp-size", "2", *arguments]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_help_says_what_it_measures(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,34 @@ pytestmark = [pytest.mark.vllm]
 LIMIT_S = 500.0
 
 
+def test_ranks_of_experts_are_updated_in_three_ways(tmp_path: Path) -> None:
+    """The same of two DP groups. vLLM's own update leaves experts unpacked on a CPU
+    (:mod:`tests.vllm.test_cpu_reload`), so these are not compared; what both ranks on the bus
+    answer is compared with the trainer's model instead."""
+    answer = run_wavebus(
+        *("bench", "gap", "--engine", "vllm", "--device", "cpu", "--dp-size", "2"),
+        *("--model", "tiny-moe", "--native-engine", "pair", "--requests", "4", "--rounds", "1"),
+        *("--tokens", "400", "--chunk-mb", "32", "--logs", str(tmp_path / "logs")),
+        *("--picture", str(tmp_path / "gap.png"), "--json"),
+        env=boot_environment(tmp_path),
+        timeout_s=LIMIT_S,
+    )
+    assert answer.returncode == 0, answer.stderr
+    figures = json.loads(answer.stdout)
+    assert (figures["model"], figures["dp_size"], figures["backend"]) == ("tiny-moe", 2, "shm")
+    assert (figures["tensors"], figures["weights_arrived"]) == (345, True)
+    assert "experts" in figures["not_compared"]
+    assert (figures["requests_lost"], figures["requests_all"]) == (0, 12)
+    for way in ("native", "paused", "staged"):
+        assert 0 < figures[way]["receive_ms"] < figures[way]["update_ms"]
+    assert 0 < figures["staged"]["swap_ms"] < figures["staged"]["commit_ms"]
+    made = "Creating weight transfer engine: "
+    for name, worker in (("native", "PairWorkerEngine"), ("bus", "WavebusWeightTransferEngine")):
+        for rank in range(2):
+            log = (tmp_path / f"logs/{name}-{rank}.log").read_text(errors="replace")
+            assert f"{made}{worker}" in log
+
+
 def test_vllm_servers_are_updated_in_three_ways(tmp_path: Path) -> None:
     """The command itself fails if a request doesn't get all its tokens, or a server doesn't serve
     what was sent."""

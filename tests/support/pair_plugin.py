@@ -30,12 +30,24 @@ def register() -> None:
     with contextlib.suppress(ValueError):  # it was called before
         WeightTransferEngineFactory.register_engine("pair", MODULE, "PairWorkerEngine")
         WeightTransferTrainerFactory.register_engine("pair", MODULE, "PairTrainerEngine")
+    bring_collectives()
     if os.environ.get(SPARSE) == "1":
         register_sparse()
         keep_unpacked()
     if os.environ.get(M2N) == "1":
         register_m2n()
         keep_unpacked()
+
+
+def bring_collectives() -> None:
+    """vLLM's CPU build lacks those that experts over ranks need; wavebus's plugin has them, but
+    servers that are vLLM's alone load no plugin of wavebus's."""
+    from vllm.platforms import current_platform  # noqa: PLC0415 - only inside vLLM
+
+    if current_platform.is_cpu():
+        from sidecar.vllm_plugin import cpu_experts  # noqa: PLC0415 - of no use elsewhere
+
+        cpu_experts.install()
 
 
 def register_sparse() -> None:

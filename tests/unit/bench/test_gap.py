@@ -11,7 +11,9 @@ from bus.errors import WavebusError
 from sidecar.bench import cli_gap
 from sidecar.bench.gap import Measured, Round, Trace, figures, table, typical
 from sidecar.bench.gap_picture import draw
+from sidecar.bench.gap_vllm import without_experts
 from sidecar.bench.streams import tokens_within
+from sidecar.bench.vllm_fleet import Served
 from trainer_agent.bench_gap import mixture
 from trainer_agent.demo.policy import Policy
 
@@ -81,6 +83,24 @@ def test_the_table_has_a_column_for_each_way() -> None:
     assert "  of it without steps                                     12.0" in rows
     assert rows[-1] == "0 of 288 requests lost; the weights arrived"
     assert "did NOT arrive" in table(some_figures(arrived=False))
+
+
+def test_the_table_says_what_is_not_compared_and_how_many_ranks_there_are() -> None:
+    """Where there is something to be said."""
+    plain = table(some_figures())
+    assert "not compared" not in plain
+    assert "ranks" not in plain
+    rows = table({**some_figures(), "dp_size": 2, "not_compared": "this"}).splitlines()
+    assert rows[0].startswith("embedded, 2 ranks, shm: ")
+    assert rows[-1] == "not compared: this"
+
+
+def test_experts_and_tokens_can_be_left_out() -> None:
+    """Others' sums stay; tokens are those that are expected, if any are."""
+    sums = {"model.norm.weight": "a", "model.layers.0.mlp.experts.routed_experts.w2_weight": "b"}
+    left = {"model.norm.weight": "a"}
+    assert without_experts(Served((1, 2), sums)) == Served((1, 2), left)
+    assert without_experts(Served((1, 2), sums), (3, 4)) == Served((3, 4), left)
 
 
 def test_the_round_that_is_shown_is_the_median_one() -> None:

@@ -1,0 +1,88 @@
+"""How ``bench gap`` starts vLLM servers, and ranks of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from bus.errors import UsageError
+from sidecar.bench import vllm_fleet
+from sidecar.bench.vllm_fleet import Plan
+
+if TYPE_CHECKING:
+    from sidecar.bench.serving import Settings
+
+BUS = "tcp://127.0.0.1:1"
+
+
+def plan(**changes: Any) -> Plan:
+    usual = Plan(
+        model="moe",
+        device="cuda",
+        native_engine="ipc",
+        backend="shm",
+        chunk_bytes=1,
+        packed=True,
+        rounds=1,
+        requests=4,
+        tokens=100,
+        dp_size=2,
+    )
+    return replace(usual, **changes)
+
+
+def ranks_of(this: Plan, engine: str, address: str) -> list[Settings]:
+    return vllm_fleet._settings_of(this, engine, "bus", address, Path("model"))
+
+
+def option(settings: Settings, name: str) -> str:
+    return settings.argv[settings.argv.index(name) + 1]
+
+
+def test_each_rank_has_a_gpu_and_all_meet_at_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And they share experts, not each expert."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    told = ranks_of(plan(), "wavebus", BUS)
+    assert [each.env["CUDA_VISIBLE_DEVICES"] for each in told] == ["4", "7"]
+    assert [each.dp_rank for each in told] == [0, 1]
+    assert [option(each, "--data-parallel-rank") for each in told] == ["0", "1"]
+    assert len({option(each, "--data-parallel-rpc-port") for each in told}) == 1
+    assert all("--enable-expert-parallel" in each.argv for each in told)
+    assert not any("VLLM_ALLOW_INSECURE_SERIALIZATION" in each.env for each in told)
+
+
+def test_vllm_alone_takes_handles_over_http() -> None:
+    """Those of its IPC engine are pickled. On no bus it is no rank of that."""
+    for each in ranks_of(plan(), "ipc", ""):
+        assert each.env["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+        assert (each.broker, each.dp_rank) == ("", None)
+        assert json.loads(option(each, "--weight-transfer-config")) == {"backend": "ipc"}
+
+
+def test_a_cpu_has_no_expert_parallelism() -> None:
+    """vLLM's build for it can't."""
+    this = plan(model="tiny-moe", device="cpu", native_engine="pair")
+    this.check()
+    assert not any("--enable-expert-parallel" in each.argv for each in ranks_of(this, "pair", ""))
+
+
+def test_without_ranks_servers_are_on_the_second_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is the trainer's; nobody is told of ranks."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    [told] = ranks_of(plan(dp_size=1, backend="nccl", native_engine="nccl"), "wavebus", BUS)
+    assert told.env == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert told.dp_rank is None
+    assert not any(word.startswith("--data-parallel") for word in told.argv)
+
+
+def test_as_many_gpus_as_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no more."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    plan().check()
+    with pytest.raises(UsageError, match="3 GPUs are needed, and there are 2"):
+        plan(dp_size=3).check()

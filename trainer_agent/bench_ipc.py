@@ -1,0 +1,73 @@
+"""vLLM's IPC trainer engine, of one process that has the weights on several GPUs.
+
+Workers open memory of their own GPU alone. vLLM's trainer has a rank on each of these: the ranks
+gather each other's handles, and the first one tells the workers all of them, by the GPU. Here one
+process has a copy of the weights on each GPU, and makes the handles of all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+Handles: TypeAlias = "dict[str, tuple[Any, ...]]"  # by the GPU's UUID
+
+
+class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
+    """In place of as many ranks as there are GPUs."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._copies: list[tuple[torch.device, str, dict[str, torch.Tensor]]] = []
+        self._others: list[tuple[torch.device, Iterator[Handles]]] = []
+
+    def copy_to(self, gpus: Sequence[str]) -> None:
+        """Have a copy of the weights on each of these, beside the one that they are on."""
+        for device in map(torch.device, gpus):
+            if device.index == self.device_index:
+                continue
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            weights = {name: copied(tensor, device) for name, tensor in self.source}
+            self._copies.append((device, uuid, weights))
+
+    def prepare(self) -> None:
+        """What other ranks would do while this one does its own: so it is none of the update's
+        time. Packed, a buffer takes one chunk after the other, and nothing can be done before."""
+        self._others = []
+        for device, uuid, weights in self._copies:
+            with torch.cuda.device(device):
+                handles = self._packed if self.packed else _lent
+                self._others.append((device, iter(handles(uuid, weights))))
+
+    def _packed(self, uuid: str, weights: Mapping[str, torch.Tensor]) -> Iterator[Handles]:
+        for chunk in packed_ipc_producer(
+            iter(weights.items()), uuid, lambda item: item[1], self.packed_buffer_size_bytes
+        ):
+            yield chunk.ipc_handle
+
+    def _all_gather_and_merge_handles(self, handles: list[Handles]) -> list[Handles]:
+        """Each tensor's, or each chunk's, with those of its copies."""
+        merged = [dict(each) for each in handles]
+        for device, others in self._others:
+            with torch.cuda.device(device):
+                for each in merged:
+                    each.update(next(others))
+        return merged
+
+
+def copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same on another GPU."""
+    return tensor.to(device)
+
+
+def _lent(uuid: str, weights: Mapping[str, torch.Tensor]) -> list[Handles]:
+    """Of each tensor, where it lies."""
+    reduce: Any = reduce_tensor  # torch doesn't say what it takes
+    return [{uuid: reduce(tensor)[1]} for tensor in weights.values()]
