@@ -24,7 +24,7 @@ from tests.support.push import Push, plan
 from trainer_agent import CpuCache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 
     from torch import Tensor
 
@@ -50,6 +50,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.count = 0
+        self._ended = False
         self._changed = asyncio.Condition()
 
     async def note(self, fresh: int) -> None:
@@ -58,9 +59,19 @@ class Watch:
             self.count += fresh
             self._changed.notify_all()
 
+    async def of(self, request: Awaitable[Generated]) -> Generated:
+        """The request, of which nobody waits for a token any more when it has ended."""
+        try:
+            return await request
+        finally:
+            async with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
     async def reached(self, count: int) -> None:
         async with self._changed:
-            await self._changed.wait_for(lambda: self.count >= count)
+            await self._changed.wait_for(lambda: self.count >= count or self._ended)
+        assert self.count >= count, "raise long_tokens: the request has ended"
 
 
 class EngineUnderTest(Protocol):
@@ -676,7 +687,8 @@ class EngineContract:
 async def running(under_test: EngineUnderTest) -> tuple[asyncio.Task[Generated], Watch]:
     """A long request that has its first tokens."""
     watch = Watch()
-    request = asyncio.create_task(under_test.generate(PROMPT, under_test.long_tokens, watch=watch))
+    asked = under_test.generate(PROMPT, under_test.long_tokens, watch=watch)
+    request = asyncio.create_task(watch.of(asked))
     await watch.reached(4)
     return request, watch
 

@@ -37,7 +37,10 @@ class Embedded:
         self.checkpoint = checkpoint
         self.weights: Mapping[str, Tensor] = checkpoint.weights
         self.version = 0
-        self.engine: Engine = EmbeddedEngine(checkpoint.folder, host=None, max_num_seqs=8)
+        # On a busy machine staging takes its time, and long requests must outlast it.
+        self.engine: Engine = EmbeddedEngine(
+            checkpoint.folder, host=None, max_num_seqs=8, step_ms=2
+        )
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         self._runner.run(work)
