@@ -165,7 +165,7 @@ class _Small:
     def words(self) -> Any:
         """As they are now; of no tensors, none."""
         if self._memory is not None:
-            return self._memory[self._index]
+            return self._memory.index_select(0, self._index)
         return self._words() if self.places else None
 
     def weights(self) -> Any:

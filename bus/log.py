@@ -51,7 +51,7 @@ def logger(**fields: object) -> structlog.typing.FilteringBoundLogger:
         )
     )
     bound: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
-        structlog.PrintLogger(sys.stderr),
+        structlog.WriteLogger(sys.stderr),
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),

@@ -69,9 +69,18 @@ class Receiver(ABC):
             EngineError: code ``transfer_failed``.
         """
 
-    def launch(self, tensors: tuple[TensorMeta, ...], handle: bytes) -> Callable[[], Tensors]:
+    def launch(
+        self,
+        tensors: tuple[TensorMeta, ...],
+        handle: bytes,
+        into: torch.Tensor | None = None,  # noqa: ARG002 - for who can
+    ) -> Callable[[], Tensors]:
         """Begin to fetch one chunk, without a wait for the other end; what comes back, called once,
         in any thread, waits. So the next one can be under way before this one is there.
+
+        Args:
+            into: bytes on the weights' device, where a packed chunk has room: a receiver that can
+                have it there, without a copy, does.
 
         Raises:
             EngineError: code ``transfer_failed``; nothing is held then.
@@ -100,17 +109,23 @@ class Delivered(list["tuple[str, torch.Tensor]"]):
 
     Attributes:
         announced: the chunk, as the manifest has it.
-        offsets_bytes: where each begins in the buffer.
+        memory: the buffer that they lie in, as bytes.
+        offsets_bytes: where each begins there.
         memo: what was derived of where they lie.
     """
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __init__(
-        self, tensors: Tensors, announced: tuple[TensorMeta, ...], offsets_bytes: Sequence[int]
+        self,
+        tensors: Tensors,
+        announced: tuple[TensorMeta, ...],
+        memory: torch.Tensor,
+        offsets_bytes: Sequence[int],
     ) -> None:
         super().__init__(tensors)
         self.announced = announced
+        self.memory = memory
         self.offsets_bytes = tuple(offsets_bytes)
         self.memo: dict[str, Any] = {}
 
@@ -120,8 +135,8 @@ class Delivered(list["tuple[str, torch.Tensor]"]):
 
 class Views:
     """Of the tensors of packed chunks, made once for each chunk and buffer, as long as these are
-    the same objects: a call into torch for each tensor is what a worker has no time for while it
-    makes steps."""
+    the same objects, wherever the buffer's memory is: a call into torch for each tensor is what a
+    worker has no time for while it makes steps."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, int], Delivered] = {}
@@ -133,13 +148,13 @@ class Views:
         tensors: tuple[TensorMeta, ...],
     ) -> Delivered:
         """As :func:`views_of`."""
-        key = (memory.data_ptr(), id(tensors))
+        key = (id(memory), id(tensors))
         made = self._made.get(key)
         if made is None or made.announced is not tensors or made.offsets_bytes != offsets_bytes:
             if len(self._made) >= _MOST_VIEWS:
                 self._made.clear()
             viewed = views_of(memory, offsets_bytes, tensors)
-            made = self._made[key] = Delivered(viewed, tensors, offsets_bytes)
+            made = self._made[key] = Delivered(viewed, tensors, memory, offsets_bytes)
         return made
 
     def clear(self) -> None:

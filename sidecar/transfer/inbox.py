@@ -83,8 +83,18 @@ class Inbox:
             self._left_behind = True
             self.receiver.close()
 
-    def begin(self, seq: int, metas: tuple[TensorMeta, ...], backend: str, handle: bytes) -> None:
+    def begin(
+        self,
+        seq: int,
+        metas: tuple[TensorMeta, ...],
+        backend: str,
+        handle: bytes,
+        into: torch.Tensor | None = None,
+    ) -> None:
         """Receive a chunk. It may come yet when this returns: :meth:`take` waits.
+
+        Args:
+            into: as :meth:`Receiver.launch` has it.
 
         Raises:
             EngineError: code ``transfer_failed``: there is no such transport, or it failed; and
@@ -104,7 +114,7 @@ class Inbox:
         try:
             if receiver.launches:
                 with self._in_own_stream():
-                    fetch = receiver.launch(metas, handle)
+                    fetch = receiver.launch(metas, handle, into)
                 self._launched[seq] = functools.partial(
                     self._deliver, coming, receiver, metas, fetch
                 )

@@ -70,16 +70,18 @@ class NcclReceiver(Receiver):
         self.owned = not init.chunk_bytes
         self.room_bytes = init.chunk_bytes or None
 
-    def launch(self, tensors: tuple[TensorMeta, ...], handle: bytes) -> Callable[[], Tensors]:
+    def launch(
+        self, tensors: tuple[TensorMeta, ...], handle: bytes, into: torch.Tensor | None = None
+    ) -> Callable[[], Tensors]:
         chunk = decoded(handle, NcclChunk)
         # Before anything that could leave the others waiting for this rank.
         communicator = self._communicator
         if communicator is None:
             raise transfer_failed("the communicator is not open")
         if self.owned:
-            made, memories = self._one_by_one(tensors, chunk)
+            made, memories = self._one_by_one(tensors, chunk, into)
         else:
-            made, memories = self._packed(tensors, chunk)
+            made, memories = self._packed(tensors, chunk, into)
         if not memories:
             return lambda: made
         timeout_s = rendezvous.patience_s(chunk.size_bytes)
@@ -118,18 +120,19 @@ class NcclReceiver(Receiver):
             )
 
     def _packed(
-        self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk
+        self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, into: torch.Tensor | None
     ) -> tuple[Tensors, list[torch.Tensor]]:
         """The tensors, and what is broadcast."""
         offsets = packed_offsets(tensors)
-        memory = self._buffers[0]
+        memory = self._buffers[0] if into is None else into
         check_broadcast(chunk.size_bytes, offsets[-1], memory.numel())
         made = self._views.of(memory, offsets[:-1], tensors)
-        self._buffers.rotate(-1)
+        if into is None:
+            self._buffers.rotate(-1)
         return made, [memory[: chunk.size_bytes]] if chunk.size_bytes else []
 
     def _one_by_one(
-        self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk
+        self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, into: torch.Tensor | None
     ) -> tuple[Tensors, list[torch.Tensor]]:
         """As :meth:`_packed`."""
         expected_bytes = sum(meta.size_bytes for meta in tensors)
@@ -138,9 +141,12 @@ class NcclReceiver(Receiver):
                 f"a broadcast of {chunk.size_bytes} bytes for tensors that have {expected_bytes}"
             )
         made: Tensors = []
-        for meta in tensors:
-            dtype: torch.dtype = getattr(torch, meta.dtype)
-            made.append((meta.name, torch.empty(meta.shape, dtype=dtype, device=self.device)))
+        if into is None:
+            for meta in tensors:
+                dtype: torch.dtype = getattr(torch, meta.dtype)
+                made.append((meta.name, torch.empty(meta.shape, dtype=dtype, device=self.device)))
+        else:
+            made = self._views.of(into, packed_offsets(tensors)[:-1], tensors)
         return made, [tensor.view(-1).view(torch.uint8) for _, tensor in made if tensor.numel()]
 
     @contextlib.contextmanager

@@ -17,6 +17,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from bus.manifest import TensorMeta
     from sidecar.vllm_plugin.loader_trace import Copy, Fill, LoaderTrace, Region
 
 # Of one parameter: more would take longer to sort than a loader takes.
@@ -43,6 +44,19 @@ class CopyPlan:
     copies: dict[str, tuple[Copy, ...]]
     fills: dict[str, tuple[Fill, ...]]
     targets: dict[str, Target]
+
+    def is_whole(self, chunks: Iterable[Iterable[TensorMeta]]) -> bool:
+        """Whether all of each of these tensors is copied, and none is cast."""
+        return all(
+            sum(torch.Size(copy.region[1]).numel() for copy in self.copies[meta.name])
+            == torch.Size(meta.shape).numel()
+            and all(
+                self.targets[copy.target].dtype == getattr(torch, meta.dtype)
+                for copy in self.copies[meta.name]
+            )
+            for chunk in chunks
+            for meta in chunk
+        )
 
     @functools.cached_property
     def size_bytes(self) -> int:

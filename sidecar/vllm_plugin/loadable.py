@@ -53,7 +53,7 @@ class Announced:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self._chunks = [manifest.chunk(seq) for seq in range(manifest.chunks)]
+        self.chunks = tuple(manifest.chunk(seq) for seq in range(manifest.chunks))
 
     def chunk(self, operation: wire.Receive) -> tuple[TensorMeta, ...]:
         """What is to be received.
@@ -66,7 +66,7 @@ class Announced:
             part = manifest.part(seq)
             own = manifest.names[part], manifest.dtypes[part], manifest.shapes[part]
             if own == (operation.names, operation.dtypes, operation.shapes):
-                return self._chunks[seq]
+                return self.chunks[seq]
         raise EngineError(
             f"chunk {seq} is not the one of the armed manifest", code=NackCode.TRANSFER_FAILED
         )
@@ -89,10 +89,13 @@ class Armed:
         """Of a patch: how many elements of each of a chunk's tensors come."""
         return self.manifest.counts[self.manifest.part(seq)]
 
-    def receive(self, operation: wire.Receive, inbox: Inbox) -> None:
-        """Begin to receive a chunk, if it is one of this update's."""
+    def receive(
+        self, operation: wire.Receive, inbox: Inbox, into: torch.Tensor | None = None
+    ) -> None:
+        """Begin to receive a chunk, if it is one of this update's; ``into`` that memory, where that
+        can be had."""
         metas = self.announced.chunk(operation)
-        inbox.begin(operation.seq, metas, operation.backend, operation.handle)
+        inbox.begin(operation.seq, metas, operation.backend, operation.handle, into)
 
 
 def need_armed(armed: Armed | None) -> Armed:

@@ -3,9 +3,9 @@
 ::
 
     state    call       next     what happens
-    EMPTY    begin      FILLING  memory for every target of the copy plan is there
-    FILLING  stage      FILLING  a chunk is copied to where the plan says, in that memory
-    FILLING  seal       SEALED   every element of every target was filled, once
+    EMPTY    begin      FILLING  memory for all that the copy plan fills is there
+    FILLING  stage      FILLING  a chunk is in that memory (:mod:`staging_layouts`)
+    FILLING  seal       SEALED   every element was staged, once
     SEALED   swap       EMPTY    all of it is copied to where the model serves from
     any      let_go     EMPTY    nothing has changed
 
@@ -19,33 +19,28 @@ that form in the swap.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+import operator
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar.transfer.base import Delivered
-from sidecar.vllm_plugin.copy_plan import Copies, part
 from sidecar.vllm_plugin.loader_trace import storage_of
-from sidecar.vllm_plugin.planned import (
-    are_there,
-    copies,
-    equal_bits,
-    find_places,
-    pad,
-    put,
-    repacks,
-)
+from sidecar.vllm_plugin.planned import are_there, equal_bits, find_places, put, repacks
+from sidecar.vllm_plugin.staging_layouts import AsSent, ByTarget
 from sidecar.vllm_plugin.staging_memory import StagingMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sidecar.vllm_plugin.copy_plan import CopyPlan
+    from bus.manifest import TensorMeta
+    from sidecar.vllm_plugin.copy_plan import Copies, CopyPlan
     from sidecar.vllm_plugin.planned import Place, Received
+    from sidecar.vllm_plugin.staging_layouts import Layout
+
+    Chunks: TypeAlias = tuple[tuple[TensorMeta, ...], ...]
 
 
 class StagedWeights:
@@ -59,60 +54,56 @@ class StagedWeights:
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
-        self._plan: CopyPlan | None = None
         self._memory = StagingMemory(device)
         self._places: tuple[CopyPlan, dict[str, Place]] | None = None
-        # Of chunks that will come again as they did.
-        self._planned: WeakKeyDictionary[Delivered, Copies] = WeakKeyDictionary()
-        self._planned_for: tuple[CopyPlan, dict[str, torch.Tensor]] | None = None
-        self._missing = 0
-        self._sealed = False
+        # The one that was used last, for which chunks; and whether an update is staged.
+        self._layout: tuple[Layout, Chunks] | None = None
+        self._begun = self._sealed = False
+        # What a swap copies, of a layout, from memory, to places that are these.
+        self._swap: tuple[tuple[object, ...], Copies] | None = None
 
     @property
     def begun(self) -> bool:
         """Whether an update is staged, or is about to be."""
-        return self._plan is not None
+        return self._begun
 
     @property
     def held_bytes(self) -> int:
         """What the memory takes."""
         return self._memory.held_bytes
 
-    def begin(self, plan: CopyPlan) -> None:
+    def begin(self, plan: CopyPlan, chunks: Chunks) -> None:
         """Have memory for all that the plan fills; what an update before has left, is used again.
+
+        Args:
+            chunks: what will come, the same objects where it is the same.
 
         Raises:
             NoPlanError: the model's weights are not where the plan wants them.
             EngineError: code ``staging_refused``: there is no room.
         """
-        self._find_places(plan)
-        self._memory.have(plan)
-        tensors = self._memory.tensors
-        if self._planned_for is None or not (
-            self._planned_for[0] is plan and self._planned_for[1] is tensors
-        ):
-            self._planned.clear()
-            self._planned_for = plan, tensors
-        self._plan = plan
-        self._missing = sum(each.numel() for each in tensors.values())
-        self._missing -= sum(pad(plan, name, tensors[name]) for name in plan.fills)
-        self._sealed = False
+        self._begun = self._sealed = False
+        places = self._find_places(plan)
+        if self._layout is None or not (self._layout[0].plan is plan and self._layout[1] is chunks):
+            repacked = any(repacks(place.module, self._device) for place in places.values())
+            as_sent = plan.is_whole(chunks) and not repacked
+            self._layout = AsSent(plan, chunks) if as_sent else ByTarget(plan), chunks
+        layout, _ = self._layout
+        self._memory.have(layout.shapes)
+        layout.begin(self._memory.tensors)
+        self._begun = True
 
-    def stage(self, tensors: Received) -> None:
-        """Copy a chunk into the memory.
+    def room(self, seq: int) -> torch.Tensor | None:
+        """Where a packed chunk may be received, as bytes: then there is nothing to copy."""
+        return self._need_layout().room(seq)
+
+    def stage(self, seq: int, tensors: Received) -> None:
+        """Have a chunk in the memory.
 
         Raises:
             KeyError: a tensor that the manifest doesn't have.
         """
-        plan = self._need_plan()
-        again = tensors if isinstance(tensors, Delivered) else None
-        planned = None if again is None else self._planned.get(again)
-        if planned is None:
-            planned, _ = copies(plan, tensors, self._memory.tensors.__getitem__)
-            if again is not None:
-                self._planned[again] = planned
-        planned.run()
-        self._missing -= planned.numel
+        self._need_layout().stage(seq, tensors)
 
     def prove(
         self, tensors: Received, load: Callable[[Received], None], names: dict[int, str]
@@ -127,13 +118,14 @@ class StagedWeights:
         Raises:
             EngineError: code ``engine_failed``: it does something else.
         """
-        proof = _Proof(self._memory.tensors, names)
+        layout = self._need_layout()
+        proof = _Proof(layout, names)
         with torch.no_grad(), proof:
             load(tensors)
         expected = sum(
             torch.Size(copy.region[1]).numel()
             for name, _ in tensors
-            for copy in self._need_plan().copies[name]
+            for copy in layout.plan.copies[name]
         )
         if not proof.difference and proof.compared != expected:
             proof.difference = f"of {expected} elements the loader copies {proof.compared}"
@@ -146,9 +138,13 @@ class StagedWeights:
         Raises:
             EngineError: it was not.
         """
-        self._need_plan()
-        if self._missing:
-            raise EngineError(f"{self._missing} elements are not staged", code=NackCode.WRONG_STATE)
+        layout = self._need_layout()
+        if layout.missing:
+            raise EngineError(
+                f"{layout.missing} elements are not staged", code=NackCode.WRONG_STATE
+            )
+        if self._places is not None:
+            self._prepare(self._places[1])
         self._sealed = True
 
     def need_sealed(self) -> dict[str, Place]:
@@ -158,35 +154,46 @@ class StagedWeights:
             EngineError: code ``called_off``: not all is staged.
             NoPlanError: the model's weights are not where the plan wants them.
         """
-        if self._plan is None or not self._sealed:
+        if not self._sealed:
             raise EngineError("nothing is staged, or not all", code=NackCode.CALLED_OFF)
-        return self._find_places(self._plan)
+        return self._find_places(self._need_layout().plan)
 
     def swap(self, places: dict[str, Place]) -> None:
         """Copy all of it to these places of the serving model. No step runs."""
         repacked: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
         for name, place in places.items():
             if repacks(place.module, self._device):
                 repacked.setdefault(place.module, {})[place.key] = self._memory.tensors[name]
-            else:
-                targets.append(place.tensor.data)
-                sources.append(self._memory.tensors[name])
         with torch.no_grad():
-            Copies(targets, sources).run()
+            self._prepare(places).run()
             for module, filled in repacked.items():
                 put(module, filled)
 
     def let_go(self, *, keep: bool) -> None:
         """The update is over. ``keep``: its memory stays."""
-        self._plan = None
-        self._sealed = False
+        self._begun = self._sealed = False
         if not keep:
             self._memory.let_go()
             if not self._memory.tensors:
-                self._planned.clear()
-                self._planned_for = None
+                self._swap = None
+                if self._layout is not None:
+                    self._layout[0].forget()
+
+    def _prepare(self, places: dict[str, Place]) -> Copies:
+        """What a swap copies."""
+        layout, memory = self._need_layout(), self._memory.tensors
+        if self._swap is not None:
+            known, copies = self._swap
+            if all(map(operator.is_, known, (layout, memory, places))):
+                return copies
+        targets = {
+            name: place.tensor.data
+            for name, place in places.items()
+            if not repacks(place.module, self._device)
+        }
+        copies = layout.into(targets)
+        self._swap = (layout, memory, places), copies
+        return copies
 
     def _find_places(self, plan: CopyPlan) -> dict[str, Place]:
         """Where the targets are; where they were, if they still are."""
@@ -198,10 +205,10 @@ class StagedWeights:
         self._places = plan, places
         return places
 
-    def _need_plan(self) -> CopyPlan:
-        if self._plan is None:
+    def _need_layout(self) -> Layout:
+        if not self._begun or self._layout is None:
             raise EngineError("no update is staged", code=NackCode.WRONG_STATE)
-        return self._plan
+        return self._layout[0]
 
 
 class _Proof(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -212,7 +219,7 @@ class _Proof(TorchDispatchMode):  # type: ignore[no-untyped-call]
         difference: the first thing that is not; empty: all is.
     """
 
-    def __init__(self, staged: dict[str, torch.Tensor], names: dict[int, str]) -> None:
+    def __init__(self, staged: Layout, names: dict[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.compared = 0
         self.difference = ""
@@ -227,11 +234,11 @@ class _Proof(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _compare(self, target: torch.Tensor, loaded: torch.Tensor) -> None:
         name = self._names.get(storage_of(target), "")
-        staged = self._staged.get(name)
+        region = (int(target.storage_offset()), tuple(target.shape), target.stride())
+        staged = self._staged.find(name, region)
         if staged is None or self.difference:
             self.difference = self.difference or f"{name or 'something'} is not in the plan"
             return
-        region = (int(target.storage_offset()), tuple(target.shape), target.stride())
-        if not equal_bits(part(staged, region), loaded.expand(target.shape)):
+        if not equal_bits(staged, loaded.expand(target.shape)):
             self.difference = f"{name} is not what the loader would have put there"
         self.compared += target.numel()

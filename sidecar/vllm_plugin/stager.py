@@ -97,7 +97,7 @@ class Stager:
             raise EngineError("no update was armed that can be staged", code=NackCode.WRONG_STATE)
         self._inbox.clear()
         self._sums.forget()
-        self._loadable.staged.begin(plan)
+        self._loadable.staged.begin(plan, armed.announced.chunks)
         synchronize(self._device)  # the memory may have been somebody's in this stream
         self._armed = armed
 
@@ -135,7 +135,9 @@ class Stager:
         with _switching_fast(), torch.no_grad(), within(self._stream, self._device):
             match operation:
                 case wire.Receive():
-                    need_armed(self._armed).receive(operation, self._inbox)
+                    armed = need_armed(self._armed)
+                    into = self._loadable.staged.room(operation.seq)
+                    armed.receive(operation, self._inbox, into)
                 case wire.Stage():
                     self._stage(operation)
                 case wire.Seal():
@@ -154,7 +156,7 @@ class Stager:
             if operation.seq + 1 == need_armed(self._armed).manifest.chunks:
                 self._sums.check()
             tensors = loadable.taken(received)
-            loadable.staged.stage(tensors)
+            loadable.staged.stage(operation.seq, tensors)
             if not loadable.plans.known.proven:
                 self._prove(tensors)
             synchronize(self._device)

@@ -1,4 +1,4 @@
-"""The memory that an update is staged in: room for every target of a copy plan.
+"""The memory that an update is staged in.
 
 On a GPU the tensors stay when their memory is let go, and get it back when it is needed again: so
 whatever was made of them, views and lists of copies, holds from one update to the next. On a CPU
@@ -7,7 +7,7 @@ they are made anew, since a layer that repacks may keep what it was given.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -15,20 +15,22 @@ from bus.errors import EngineError
 from bus.messages import NackCode
 
 if TYPE_CHECKING:
-    from sidecar.vllm_plugin.copy_plan import CopyPlan
+    from collections.abc import Mapping
+
+    Shapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class StagingMemory:
     """Of one model.
 
     Attributes:
-        tensors: of each target its own; other objects, where they are made anew.
+        tensors: by name; another dict, where they are made anew.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._device = device
-        self._plan: CopyPlan | None = None
+        self._shapes: Shapes = {}
         self._held = False
 
     @property
@@ -36,15 +38,15 @@ class StagingMemory:
         """What it takes now."""
         return sum(each.nbytes for each in self.tensors.values()) if self._held else 0
 
-    def have(self, plan: CopyPlan) -> None:
-        """Have it for a plan's targets; what is held for the same ones, stays as it is.
+    def have(self, shapes: Shapes) -> None:
+        """Have tensors of these names, shapes and dtypes; if it has them, they stay as they are.
 
         Raises:
             EngineError: code ``staging_refused``: there is no room.
         """
-        if self._plan is None or plan.targets != self._plan.targets:
+        if shapes != self._shapes:
             self.tensors, self._held = {}, False
-        self._plan = plan
+        self._shapes = shapes
         if self._held:
             return
         try:
@@ -53,8 +55,8 @@ class StagingMemory:
                     each.untyped_storage().resize_(each.nbytes)
             else:
                 self.tensors = {
-                    name: torch.empty(target.shape, dtype=target.dtype, device=self._device)
-                    for name, target in plan.targets.items()
+                    name: torch.empty(shape, dtype=dtype, device=self._device)
+                    for name, (shape, dtype) in shapes.items()
                 }
         except torch.OutOfMemoryError as error:
             self.tensors, self._held = {}, False

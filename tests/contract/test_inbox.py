@@ -88,7 +88,12 @@ class Launching(GlooReceiver):
         self._threads = ThreadPoolExecutor(1)
         self._landing: list[Future[Tensors]] = []
 
-    def launch(self, tensors: tuple[TensorMeta, ...], handle: bytes) -> Callable[[], Tensors]:
+    def launch(
+        self,
+        tensors: tuple[TensorMeta, ...],
+        handle: bytes,
+        into: torch.Tensor | None = None,  # noqa: ARG002 - it has buffers
+    ) -> Callable[[], Tensors]:
         if self._group is None:
             raise transfer_failed("the communicator is not open")
         landing: Future[Tensors] = Future()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bus.errors import EngineError
 from bus.messages import NackCode
+from sidecar.transfer.base import Views, packed_offsets
 from sidecar.vllm_plugin.copy_plan import NoPlanError, make_plan
 from sidecar.vllm_plugin.loader_trace import storage_of
 from sidecar.vllm_plugin.staged import StagedWeights
-from tests.unit.sidecar_vllm._small_model import trace_of
+from tests.unit.sidecar_vllm._small_model import HIDDEN, Small, manifest_of, trace_of, weights
 from tests.unit.sidecar_vllm.test_plans import CPU, Serving, all_weights, packed_of
 
 if TYPE_CHECKING:
@@ -21,33 +24,84 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from sidecar.vllm_plugin.copy_plan import CopyPlan
+    from sidecar.vllm_plugin.staged import Chunks
+
+
+class Whole(Small):
+    """Of a worker that takes all of each tensor, and has its weights as they are loaded."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device=device)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.full(shape, -1.0, device=device), requires_grad=False)
+
+        self.qkv = parameter(4 * HIDDEN, HIDDEN)
+        self.out = parameter(HIDDEN, HIDDEN)
+        for name, first, last in (("q", 0, 2), ("k", 2, 3), ("v", 3, 4)):
+            rows = slice(first * HIDDEN, last * HIDDEN)
+            self.loaders[name] = functools.partial(_load_rows, rows=rows)
+        self.loaders["out"] = lambda model, tensor: model.out.data.copy_(tensor)
+
+
+def _load_rows(model: Small, tensor: Tensor, *, rows: slice) -> None:
+    model.qkv.data[rows].copy_(tensor)
 
 
 class Staging:
     """What a worker does with them, without vLLM."""
 
-    def __init__(self) -> None:
-        self.model = Serving()
-        self.model.load_weights(all_weights(0).items())
-        linear = self.model.linear
-        linear.quant_method.process_weights_after_loading(linear)
-        self.meta = Serving("meta")
-        self.plan = self.plan_of(self.meta)
+    def __init__(self, made: type[Serving | Whole] = Serving) -> None:
+        self.made = made
+        self.model = made()
+        self.model.load_weights(self.new(0).items())
+        if isinstance(self.model, Serving):
+            linear = self.model.linear
+            linear.quant_method.process_weights_after_loading(linear)
+        self.meta = made("meta")
+        self.plan = make_plan(trace_of(self.meta, self.new(0)), unloaded="")
         self.weights = StagedWeights(self.model, CPU)
+        self.chunks = self.cut(3)
 
-    @staticmethod
-    def plan_of(meta: Serving) -> CopyPlan:
-        new = all_weights(0)
-        return make_plan(trace_of(meta, new), unloaded="")
+    def new(self, seed: int) -> dict[str, Tensor]:
+        """All that its loader takes."""
+        return all_weights(seed) if self.made is Serving else weights(seed)
 
-    def stage(self, new: Mapping[str, Tensor], chunks: int = 3) -> None:
-        pairs = list(new.items())
-        step = -(-len(pairs) // chunks)
-        for start in range(0, len(pairs), step):
-            self.weights.stage(pairs[start : start + step])
+    def cut(self, chunks: int) -> Chunks:
+        manifest = manifest_of(self.new(0), chunks)
+        return tuple(manifest.chunk(seq) for seq in range(manifest.chunks))
 
-    def prove(self, new: Mapping[str, Tensor], meta: Serving | None = None) -> None:
+    def begin(self) -> None:
+        self.weights.begin(self.plan, self.chunks)
+
+    def stage(self, new: Mapping[str, Tensor]) -> None:
+        for seq, chunk in enumerate(self.chunks):
+            self.weights.stage(seq, [(m.name, new[m.name]) for m in chunk if m.name in new])
+
+    def update(self, seed: int, *, keep: bool = False) -> None:
+        """A whole one."""
+        self.begin()
+        self.stage(self.new(seed))
+        self.swap(keep=keep)
+
+    def swap(self, *, keep: bool = False) -> None:
+        """What is staged is served."""
+        self.weights.seal()
+        self.weights.swap(self.weights.need_sealed())
+        self.weights.let_go(keep=keep)
+
+    def serves(self, seed: int) -> bool:
+        """Whether it has what a model has that has loaded these."""
+        model = self.made()
+        model.load_weights(self.new(seed).items())
+        packed = {"linear.weight"}  # in another form
+        return all(
+            torch.equal(now, self.model.state_dict()[name])
+            for name, now in model.state_dict().items()
+            if name not in packed
+        )
+
+    def prove(self, new: Mapping[str, Tensor], meta: Serving | Whole | None = None) -> None:
         """By the loaders of a model on meta."""
         meta = meta or self.meta
         names = {storage_of(each): name for name, each in meta.named_buffers()}
@@ -58,102 +112,162 @@ class Staging:
         return {name: each.clone() for name, each in self.model.state_dict().items()}
 
 
-def served(seed: int) -> dict[str, Tensor]:
-    """What a model has, that has loaded these."""
-    model = Serving()
-    model.load_weights(all_weights(seed).items())
-    return {name: each.clone() for name, each in model.state_dict().items()}
+@pytest.fixture(params=[Serving, Whole], ids=["by target", "as sent"])
+def tested(request: pytest.FixtureRequest) -> Staging:
+    """By target: fused, sharded, turned, padded, of experts, a buffer, and a layer that repacks."""
+    return Staging(request.param)
 
 
-def test_nothing_changes_before_the_swap_and_then_all_does() -> None:
-    """Fused, sharded, turned, padded, of experts, a buffer; and a layer that repacks."""
-    tested = Staging()
+def test_nothing_changes_before_the_swap_and_then_all_does(tested: Staging) -> None:
     before = tested.snapshot()
-    packed = tested.model.linear.packed.clone()
-    tested.weights.begin(tested.plan)
-    tested.stage(all_weights(5))
+    places = {name: each.data_ptr() for name, each in tested.model.named_parameters()}
+    tested.begin()
+    tested.stage(tested.new(5))
     tested.weights.seal()
     tested.weights.need_sealed()
     assert all(torch.equal(before[name], now) for name, now in tested.snapshot().items())
-    assert torch.equal(packed, tested.model.linear.packed)
-    places = {name: each.data_ptr() for name, each in tested.model.named_parameters()}
-    tested.weights.swap(tested.weights.need_sealed())
-    new = served(5)
-    for name, now in tested.snapshot().items():
-        if name != "linear.weight":
-            assert torch.equal(now, new[name]), name
-    assert torch.equal(tested.model.linear.packed, packed_of(5))
+    if isinstance(tested.model, Serving):
+        assert torch.equal(tested.model.linear.packed, packed_of(0))
+    tested.swap()
+    assert tested.serves(5)
+    if isinstance(tested.model, Serving):
+        assert torch.equal(tested.model.linear.packed, packed_of(5))
     assert {name: each.data_ptr() for name, each in tested.model.named_parameters()} == places
 
 
-def test_memory_is_kept_or_not() -> None:
-    """As much as all that is filled."""
-    tested = Staging()
+def test_memory_is_kept_or_not(tested: Staging) -> None:
+    """As much as all that is filled; or that is sent, where it lies as it is sent."""
     assert tested.weights.held_bytes == 0
-    tested.weights.begin(tested.plan)
-    needed = sum(torch.Size(t.shape).numel() * 4 for t in tested.plan.targets.values())
+    tested.begin()
+    if tested.made is Serving:
+        needed = sum(torch.Size(t.shape).numel() * 4 for t in tested.plan.targets.values())
+    else:
+        needed = sum(packed_offsets(chunk)[-1] for chunk in tested.chunks)
     assert tested.weights.held_bytes == needed
     memory = {each.data_ptr() for each in tested.weights._memory.tensors.values()}
     tested.weights.let_go(keep=True)
     assert (tested.weights.begun, tested.weights.held_bytes) == (False, needed)
-    tested.weights.begin(tested.plan)
+    tested.begin()
     assert {each.data_ptr() for each in tested.weights._memory.tensors.values()} == memory
     tested.weights.let_go(keep=False)
     assert tested.weights.held_bytes == 0
 
 
-def test_what_is_not_all_there_is_not_swapped_in() -> None:
-    """Nor what an update before has left in the memory."""
-    tested = Staging()
+@pytest.mark.parametrize("keep", [False, True])
+def test_one_update_after_the_other(tested: Staging, keep: bool) -> None:
+    """Also where chunks lie where those of the update before did, and come as views of that."""
+    memory = {meta: torch.empty(1 << 16, dtype=torch.uint8) for meta in tested.chunks}
+    views = Views()
+    for seed in (5, 6, 7):
+        tested.begin()
+        for seq, chunk in enumerate(tested.chunks):
+            came = views.of(memory[chunk], packed_offsets(chunk)[:-1], chunk)
+            for name, tensor in came:
+                tensor.copy_(tested.new(seed)[name])
+            tested.weights.stage(seq, came)
+        tested.swap(keep=keep)
+        assert tested.serves(seed)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_chunk_that_was_received_into_its_room_is_staged(keep: bool) -> None:
+    """There is room for each; and nothing is copied before the swap."""
+    tested = Staging(Whole)
+    views = Views()
+    for seed in (5, 6):
+        tested.begin()
+        for seq, chunk in enumerate(tested.chunks):
+            room = tested.weights.room(seq)
+            assert room is not None
+            came = views.of(room, packed_offsets(chunk)[:-1], chunk)
+            for name, tensor in came:
+                tensor.copy_(tested.new(seed)[name])
+            with _NoCopies():  # type: ignore[no-untyped-call]
+                tested.weights.stage(seq, came)
+        tested.swap(keep=keep)
+        assert tested.serves(seed)
+
+
+class _NoCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "copy" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_there_is_no_room_for_chunks_of_which_shards_are_taken() -> None:
+    tested = Staging(Serving)
+    tested.begin()
+    assert tested.weights.room(0) is None
+
+
+def test_the_same_tensors_may_be_cut_otherwise(tested: Staging) -> None:
+    """Into as many chunks as before, or others."""
+    tested.update(5, keep=True)
+    for seed, chunks in ((6, 3), (7, 2), (8, 5)):
+        tested.chunks = tested.cut(chunks)
+        tested.update(seed, keep=True)
+        assert tested.serves(seed)
+
+
+def test_what_is_not_all_there_is_not_swapped_in(tested: Staging) -> None:
+    """Nor what an update before has left in the memory; nor is a chunk that comes twice another."""
     with pytest.raises(EngineError) as none:
         tested.weights.need_sealed()
     assert none.value.code is NackCode.CALLED_OFF
-    tested.weights.begin(tested.plan)
-    tested.stage(all_weights(5))
+    tested.begin()
+    tested.stage(tested.new(5))
     tested.weights.let_go(keep=True)
-    tested.weights.begin(tested.plan)
-    new = all_weights(6)
-    last = new.popitem()
-    tested.stage(new)
+    tested.begin()
+    new = tested.new(6)
+    for seq, chunk in enumerate(tested.chunks[:-1]):
+        tested.weights.stage(seq, [(meta.name, new[meta.name]) for meta in chunk])
     with pytest.raises(EngineError, match="elements are not staged"):
         tested.weights.seal()
     with pytest.raises(EngineError, match="not all"):
         tested.weights.need_sealed()
-    tested.weights.stage([last])
-    tested.weights.seal()
-    tested.weights.need_sealed()
+    last = [(meta.name, new[meta.name]) for meta in tested.chunks[-1]]
+    tested.weights.stage(len(tested.chunks) - 1, last)
+    tested.swap()
+    assert tested.serves(6)
 
 
-def test_a_model_that_is_not_where_the_plan_wants_it_is_refused() -> None:
+def test_a_chunk_that_comes_twice_is_staged_once(tested: Staging) -> None:
+    tested.begin()
+    new = tested.new(6)
+    first = [(meta.name, new[meta.name]) for meta in tested.chunks[0]]
+    for _ in range(2):
+        tested.weights.stage(0, first)
+    with pytest.raises(EngineError, match="elements are not staged"):
+        tested.weights.seal()
+
+
+def test_a_model_that_is_not_where_the_plan_wants_it_is_refused(tested: Staging) -> None:
     """When it begins, and once more before the swap."""
-    tested = Staging()
-    tested.weights.begin(tested.plan)
-    tested.stage(all_weights(5))
+    tested.begin()
+    tested.stage(tested.new(5))
     tested.weights.seal()
     tested.model.norm = nn.Parameter(torch.zeros(3), requires_grad=False)
     with pytest.raises(NoPlanError, match="norm"):
         tested.weights.need_sealed()
     with pytest.raises(NoPlanError, match="norm"):
-        tested.weights.begin(tested.plan)
+        tested.begin()
 
 
-def test_the_first_update_is_proven_by_the_loader() -> None:
+def test_the_first_update_is_proven_by_the_loader(tested: Staging) -> None:
     """Which is run over what has arrived, and touches no model that serves."""
-    tested = Staging()
     before = tested.snapshot()
-    new = all_weights(5)
-    tested.weights.begin(tested.plan)
+    new = tested.new(5)
+    tested.begin()
     tested.stage(new)
     tested.prove(new)
     assert all(torch.equal(before[name], now) for name, now in tested.snapshot().items())
 
 
 @pytest.mark.parametrize("fault", ["another place", "another value", "left out", "more"])
-def test_a_plan_that_is_not_what_the_loader_does_is_found(fault: str) -> None:
+def test_a_plan_that_is_not_what_the_loader_does_is_found(tested: Staging, fault: str) -> None:
     """A loader that goes by values, for one: the plan was made without any."""
-    tested = Staging()
-    new = all_weights(5)
-    tested.weights.begin(tested.plan)
+    new = tested.new(5)
+    tested.begin()
     tested.stage(new)
     meta: Any = tested.meta
     right = meta.loaders["norm"]

@@ -1,0 +1,198 @@
+"""How an update lies in the memory that it is staged in.
+
+============  ============================  ================================================
+              room for                      when
+============  ============================  ================================================
+:class:`AsSent`    each chunk, as it is packed   the worker takes all of each tensor, and has its
+                                            weights as they are loaded
+:class:`ByTarget`  each target of the copy plan  else: it takes shards, casts, or repacks layers
+============  ============================  ================================================
+
+As it is sent, a chunk can be received straight into its room: nothing is copied before the swap,
+while the worker makes steps. By target, memory has no more than this worker's part.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+
+from sidecar.transfer.base import Delivered, Views, packed_offsets
+from sidecar.vllm_plugin.copy_plan import Copies, part
+from sidecar.vllm_plugin.planned import copies, pad
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from bus.manifest import TensorMeta
+    from sidecar.vllm_plugin.copy_plan import CopyPlan
+    from sidecar.vllm_plugin.loader_trace import Copy, Region
+    from sidecar.vllm_plugin.planned import Received
+    from sidecar.vllm_plugin.staging_memory import Shapes
+
+    Memory = Mapping[str, torch.Tensor]
+
+
+class Layout(ABC):
+    """Of the updates that have one manifest.
+
+    Attributes:
+        plan: what goes where.
+        shapes: the memory that it takes.
+        missing: how many elements are not staged yet.
+    """
+
+    shapes: Shapes
+
+    def __init__(self, plan: CopyPlan) -> None:
+        self.plan = plan
+        self.missing = 0
+        self._memory: Memory = {}
+        self._staged: set[int] = set()
+        # Of chunks that will come again as they did.
+        self._planned: WeakKeyDictionary[Delivered, Copies] = WeakKeyDictionary()
+
+    def begin(self, memory: Memory) -> None:
+        """Another update, in this memory; nothing of it is there."""
+        if memory is not self._memory:
+            self.forget()
+            self._memory = memory
+        self._staged.clear()
+        self._start()
+
+    def stage(self, seq: int, tensors: Received) -> None:
+        """Have a chunk in the memory.
+
+        Raises:
+            KeyError: a tensor that the manifest doesn't have.
+        """
+        numel = self._have(seq, tensors)
+        if seq not in self._staged:
+            self._staged.add(seq)
+            self.missing -= numel
+
+    def forget(self) -> None:
+        """The memory is gone."""
+        self._memory = {}
+        self._planned.clear()
+
+    def room(self, seq: int) -> torch.Tensor | None:  # noqa: ARG002 - not every layout has one
+        """Where a packed chunk may be received, as bytes."""
+        return None
+
+    def _copy(self, seq: int, tensors: Received) -> Copies:
+        again = tensors if isinstance(tensors, Delivered) else None
+        planned = None if again is None else self._planned.get(again)
+        if planned is None:
+            planned = self._plan_chunk(seq, tensors)
+            if again is not None:
+                self._planned[again] = planned
+        planned.run()
+        return planned
+
+    @abstractmethod
+    def find(self, target: str, region: Region) -> torch.Tensor | None:
+        """What is staged for a part of a target that some chunk was copied to; None: nothing is."""
+
+    @abstractmethod
+    def into(self, targets: Memory) -> Copies:
+        """All of it into tensors like the plan's targets."""
+
+    @abstractmethod
+    def _start(self) -> None: ...
+
+    @abstractmethod
+    def _have(self, seq: int, tensors: Received) -> int:
+        """Returns how many elements it has of it."""
+
+    @abstractmethod
+    def _plan_chunk(self, seq: int, tensors: Received) -> Copies: ...
+
+
+class ByTarget(Layout):
+    """Each target of the plan has a tensor of its shape."""
+
+    def __init__(self, plan: CopyPlan) -> None:
+        super().__init__(plan)
+        self.shapes = {name: (each.shape, each.dtype) for name, each in plan.targets.items()}
+
+    def _have(self, seq: int, tensors: Received) -> int:
+        return self._copy(seq, tensors).numel
+
+    def find(self, target: str, region: Region) -> torch.Tensor | None:
+        there = self._memory.get(target)
+        return None if there is None else part(there, region)
+
+    def into(self, targets: Memory) -> Copies:
+        return Copies(list(targets.values()), [self._memory[name] for name in targets])
+
+    def _start(self) -> None:
+        self.missing = sum(each.numel() for each in self._memory.values())
+        self.missing -= sum(pad(self.plan, name, self._memory[name]) for name in self.plan.fills)
+
+    def _plan_chunk(self, seq: int, tensors: Received) -> Copies:  # noqa: ARG002 - any of them
+        return copies(self.plan, tensors, self._memory.__getitem__)[0]
+
+
+class AsSent(Layout):
+    """Each chunk has its bytes, its tensors where packing puts them."""
+
+    def __init__(self, plan: CopyPlan, chunks: Sequence[tuple[TensorMeta, ...]]) -> None:
+        super().__init__(plan)
+        self._chunks = chunks
+        self._offsets = [packed_offsets(chunk) for chunk in chunks]
+        self.shapes = {
+            str(seq): ((offsets[-1],), torch.uint8) for seq, offsets in enumerate(self._offsets)
+        }
+        self._numels = [sum(torch.Size(m.shape).numel() for m in chunk) for chunk in chunks]
+        self._views = Views()
+        self._found: dict[tuple[str, Region], tuple[int, str, Region]] = {}
+
+    def forget(self) -> None:
+        super().forget()
+        self._views.clear()
+
+    def room(self, seq: int) -> torch.Tensor | None:
+        return self._memory.get(str(seq))
+
+    def _have(self, seq: int, tensors: Received) -> int:
+        if not (isinstance(tensors, Delivered) and tensors.memory is self.room(seq)):
+            self._copy(seq, tensors)
+        return self._numels[seq]
+
+    def find(self, target: str, region: Region) -> torch.Tensor | None:
+        if not self._found:
+            for seq, name, copy in self._copies():
+                self._found[copy.target, copy.region] = seq, name, copy.source
+        found = self._found.get((target, region))
+        if found is None or found[0] not in self._staged:
+            return None
+        seq, name, source = found
+        return part(dict(self._own(seq))[name], source)
+
+    def into(self, targets: Memory) -> Copies:
+        own = {name: tensor for seq in range(len(self._chunks)) for name, tensor in self._own(seq)}
+        pairs = [
+            (part(targets[copy.target], copy.region), part(own[name], copy.source))
+            for _, name, copy in self._copies()
+        ]
+        return Copies([target for target, _ in pairs], [source for _, source in pairs])
+
+    def _start(self) -> None:
+        self.missing = sum(self._numels)
+
+    def _plan_chunk(self, seq: int, tensors: Received) -> Copies:
+        own = dict(self._own(seq))
+        return Copies([own[name] for name, _ in tensors], [tensor for _, tensor in tensors])
+
+    def _own(self, seq: int) -> Delivered:
+        return self._views.of(self._memory[str(seq)], self._offsets[seq][:-1], self._chunks[seq])
+
+    def _copies(self) -> Iterator[tuple[int, str, Copy]]:
+        for seq, chunk in enumerate(self._chunks):
+            for meta in chunk:
+                for copy in self.plan.copies[meta.name]:
+                    yield seq, meta.name, copy
