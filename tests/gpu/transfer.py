@@ -86,7 +86,10 @@ CASES: Final = {
     "shm-moe-dp2": Case("moe", "shm", fresh="fresh-moe", cuda_only=True),
     "nccl-staged": Case("one", "nccl", "staged"),
     "nccl-unpacked-staged": Case("one", "nccl", "staged", packed=False),
-    "ipc-staged": Case("zero", "ipc", "staged"),
+    "ipc-staged": Case("zero", "ipc", "staged", gpus=1),
+    "ipc-fp8-not-staged": Case(
+        "fp8", "ipc", "not-staged", gpus=1, fresh="fresh-fp8", cuda_only=True
+    ),
     "shm-two-staged": Case("pair", "shm", "staged"),
     "shm-moe-dp2-staged": Case("moe", "shm", "staged", fresh="fresh-moe", cuda_only=True),
     "shm-moe-dp4-staged": Case(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 WARM_UP = 2
 LONG = 600
 STAGED = 5
-CHOICES = ["update", "staged", "refused", "remade", "asleep-1", "asleep-2", "killed"]
+CHOICES = ["update", "staged", "not-staged", "refused", "remade", "asleep-1", "asleep-2", "killed"]
 
 
 def used_mb() -> dict[str, float]:
@@ -71,7 +71,7 @@ async def update(agent: TrainerAgent, weights: dict[str, torch.Tensor]) -> dict[
 
 async def _timed(agent: TrainerAgent, weights: dict[str, torch.Tensor], **how: Any) -> float:
     since_s = time.perf_counter()
-    await agent.update_weights(weights, **how, how="paused")
+    await agent.update_weights(weights, **{"how": "paused", **how})
     return time.perf_counter() - since_s
 
 
@@ -107,6 +107,28 @@ async def staged(
         "tokens": came,
         **({"failure": failure} if failure else {}),
     }
+
+
+async def not_staged(agent: TrainerAgent, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What can't be staged is loaded in a pause, and says why; and is refused, if asked for."""
+    took_s = await _timed(agent, weights, how="auto")
+    report = agent.last_update
+    assert report is not None
+    told = {
+        "mb": round(report.size_bytes / 1e6, 1),
+        "how": report.how,
+        "why_paused": report.why_paused,
+        "took_ms": round(took_s * 1000, 1),
+    }
+    try:
+        await agent.update_weights(weights, how="staged")
+    except WavebusError as error:
+        told["error"] = _told(error)
+    else:
+        told["failure"] = "it was staged"
+    if (report.how, bool(report.why_paused)) != ("paused", True):
+        told["failure"] = "it says nothing of a pause"
+    return told
 
 
 async def refused(agent: TrainerAgent, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -250,6 +272,8 @@ async def main() -> None:
                 found = await update(agent, weights)
             case "staged":
                 found = await staged(agent, weights, [e.endpoint for e in engines])
+            case "not-staged":
+                found = await not_staged(agent, weights)
             case "refused":
                 found = await refused(agent, weights)
             case "remade":
