@@ -171,6 +171,19 @@ def test_more_chunks_than_there_is_room_for_are_refused(
     at.close()
 
 
+def test_what_still_comes_is_waited_for_when_it_is_forgotten(gloo: Lane) -> None:
+    """Its memory is somebody else's next."""
+    gloo.begin(0)
+    with ThreadPoolExecutor(1) as threads:
+        clearing = threads.submit(gloo.inbox.clear)
+        with pytest.raises(TimeoutError):
+            clearing.result(0.2)
+        gloo.sender.transfer(0)
+        clearing.result(LIMIT_S)
+    with pytest.raises(EngineError, match="nothing is staged"):
+        gloo.inbox.take(0)
+
+
 def test_a_sender_that_gives_up_fails_what_was_to_come(gloo: Lane) -> None:
     """When it is taken, and not before; nothing of it stays."""
     gloo.begin(0)

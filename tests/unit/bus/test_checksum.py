@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from bus.checksum import SAMPLE_WORDS, checksums, first_difference
+from bus.checksum import SAMPLE_WORDS, checksums, first_difference, look, sums_of
 from bus.manifest import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -241,3 +241,47 @@ def test_the_first_difference_is_a_place_or_none() -> None:
     assert first_difference((1, 2, 3), (1, 2, 3)) is None
     assert first_difference((1, 2, 3), (1, 5, 4)) == 1
     assert first_difference((), ()) is None
+
+
+def in_one_memory(seed: int, *, odd: bool = False) -> list[torch.Tensor]:
+    """Tensors as a packed chunk has them, each at a multiple of 64 bytes; some large."""
+    sizes_bytes = (8, 4096, 8 * SAMPLE_WORDS, 8 * SAMPLE_WORDS + 8, 0, 200_000, 13 if odd else 16)
+    memory = noise(1 << 20, seed)
+    found, at = [], 0
+    for size_bytes in sizes_bytes:
+        found.append(memory[at : at + size_bytes])
+        at += -(-size_bytes // 64) * 64
+    return found
+
+
+@pytest.mark.parametrize("verify", CHECKS)
+@pytest.mark.parametrize("odd", [False, True])
+def test_tensors_that_are_looked_at_again_have_the_sums_of_what_they_are_then(
+    verify: Verify, odd: bool
+) -> None:
+    """Whether or not they can be looked at through one index."""
+    tensors, memo = in_one_memory(1, odd=odd), dict[str, Any]()
+    for seed in (1, 2, 3):
+        for tensor, new in zip(tensors, in_one_memory(seed, odd=odd), strict=True):
+            tensor.copy_(new)
+        apart = [tensor.clone() for tensor in tensors]
+        assert checksums(torch, tensors, verify, memo) == checksums(torch, apart, verify)
+
+
+def test_what_was_looked_at_is_summed_up_as_it_was_then() -> None:
+    """Of several chunks together, one of which has no tensors with anything in them."""
+    memo: dict[str, Any] = {}
+    tensors = in_one_memory(1)
+    expected, looks = [], []
+    for seed in (1, 2):
+        for tensor, new in zip(tensors, in_one_memory(seed), strict=True):
+            tensor.copy_(new)
+        looks.append(look(torch, tensors, "sample", memo))
+        expected.append(checksums(torch, tensors, "sample"))
+    nothing = [torch.empty(0), torch.empty(3, 0)]
+    looks.insert(1, look(torch, nothing, "sample"))
+    expected.insert(1, (0, 0))
+    for tensor in tensors:
+        tensor.zero_()
+    assert sums_of(torch, looks) == expected
+    assert sums_of(torch, []) == []

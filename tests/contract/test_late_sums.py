@@ -1,0 +1,90 @@
+"""Chunks that are looked at as they come, and found to be what was sent when the last one has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bus.checksum import checksums
+from bus.errors import EngineError
+from bus.messages import NackCode
+from sidecar.transfer import checks
+from sidecar.transfer.base import Views, packed_offsets
+from sidecar.transfer.checks import LateSums
+from trainer_agent.sources import meta_of
+
+METAS = (meta_of("a", torch.zeros(3, 40)), meta_of("b", torch.zeros(500)))
+
+
+class Buffer:
+    """That chunks come into, one after the other."""
+
+    def __init__(self) -> None:
+        self._memory = torch.zeros(4096, dtype=torch.uint8)
+        self._views = Views()
+
+    def chunk(self, seed: int) -> list[tuple[str, torch.Tensor]]:
+        """As it is received: the same views again, with other values."""
+        received = self._views.of(self._memory, packed_offsets(METAS)[:-1], METAS)
+        for (_, tensor), value in zip(received, values(seed), strict=True):
+            tensor.copy_(value)
+        return received
+
+
+def values(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(meta.shape, generator=generator) for meta in METAS]
+
+
+def sums(seed: int) -> tuple[int, ...]:
+    return checksums(torch, values(seed), "sample")
+
+
+def test_chunks_that_are_what_was_sent_pass() -> None:
+    """Though the buffer has others by then; and the next update's, after that."""
+    late, buffer = LateSums(), Buffer()
+    for update in range(3):
+        for seq in range(4):
+            seed = 10 * update + seq
+            late.look(seq, buffer.chunk(seed), "sample", sums(seed))
+        late.check()
+
+
+@pytest.mark.parametrize("wrong", range(4))
+def test_one_that_is_not_is_named(wrong: int) -> None:
+    """With its tensor, when the last has come."""
+    late, buffer = LateSums(), Buffer()
+    for seq in range(4):
+        late.look(seq, buffer.chunk(seq + 100 * (seq == wrong)), "sample", sums(seq))
+    with pytest.raises(EngineError, match=f"a, in chunk {wrong}, is not what was sent") as found:
+        late.check()
+    assert (found.value.code, found.value.tensor) == (NackCode.CHECKSUM_MISMATCH, "a")
+    late.check()  # it was told
+
+
+def test_what_was_given_up_is_not_asked_about() -> None:
+    late, buffer = LateSums(), Buffer()
+    late.look(0, buffer.chunk(1), "sample", sums(2))
+    late.forget()
+    late.check()
+
+
+def test_many_are_summed_up_before_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would take memory until then."""
+    monkeypatch.setattr(checks, "_MOST_WORDS", 2 * 310)
+    late, buffer = LateSums(), Buffer()
+    late.look(0, buffer.chunk(9), "sample", sums(0))
+    late.look(1, buffer.chunk(1), "sample", sums(1))
+    with pytest.raises(EngineError, match="in chunk 0"):
+        late.look(2, buffer.chunk(2), "sample", sums(2))
+
+
+def test_what_will_not_lie_there_again_is_compared_at_once() -> None:
+    """Nor is it, where all words are to be looked at."""
+    late = LateSums()
+    received = [(meta.name, tensor) for meta, tensor in zip(METAS, values(1), strict=True)]
+    with pytest.raises(EngineError, match="a, in chunk 0"):
+        late.look(0, received, "sample", sums(2))
+    full = checksums(torch, values(2), "full")
+    with pytest.raises(EngineError, match="a, in chunk 0"):
+        late.look(0, Buffer().chunk(1), "full", full)
