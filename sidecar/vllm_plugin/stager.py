@@ -95,8 +95,7 @@ class Stager:
         plan = self._loadable.plans.known.plan
         if armed is None or armed.staging is None or plan is None:
             raise EngineError("no update was armed that can be staged", code=NackCode.WRONG_STATE)
-        self._inbox.clear()
-        self._sums.forget()
+        self._forget_chunks()
         self._loadable.staged.begin(plan, armed.announced.chunks)
         synchronize(self._device)  # the memory may have been somebody's in this stream
         self._armed = armed
@@ -121,11 +120,16 @@ class Stager:
 
     def let_go(self) -> None:
         """Nothing is staged any more."""
-        self._inbox.clear()
-        self._sums.forget()
+        self._forget_chunks()
         staging = None if self._armed is None else self._armed.staging
         self._armed = None
         self._loadable.staged.let_go(keep=staging is not None and staging.keep)
+
+    def _forget_chunks(self) -> None:
+        """What comes yet is of an update that was given up: steps don't wait for its trainer."""
+        self._inbox.interrupt()
+        self._inbox.clear()
+        self._sums.forget()
 
     # -- on the lane's -----------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
+LIMIT_S = 60.0
 MODELS: tuple[Target, ...] = ("model", "draft")
 
 
@@ -222,3 +225,42 @@ def test_a_session_that_somebody_else_has_closed_is_lost(target: Target, refused
     assert perform(worker, wire.Start(target, recover=True)) is None
     mended = [f"start {target}", f"discard {target}", f"finish {target}"]
     assert engine.said[-4:] == [*mended, f"start {target}"]
+
+
+def test_steps_do_not_wait_for_the_chunks_of_an_update_that_is_let_go() -> None:
+    """Its trainer is silent, and the chunk was begun and is taken by nobody."""
+    from sidecar.transfer import Receiver  # noqa: PLC0415 - it needs torch
+    from sidecar.transfer.inbox import Inbox  # noqa: PLC0415 - same
+    from sidecar.vllm_plugin.stager import Stager  # noqa: PLC0415 - it needs vLLM
+
+    class Silent(Receiver):
+        collective = True
+        closed = threading.Event()
+
+        def open(self, params: bytes, place: Any) -> None:
+            raise NotImplementedError
+
+        def receive(self, tensors: Any, handle: bytes) -> Any:  # noqa: ARG002 - nothing comes
+            self.closed.wait()
+            raise RuntimeError("it was closed")
+
+        def close(self) -> None:
+            self.closed.set()
+
+    class Staged:
+        kept: bool | None = None
+
+        def let_go(self, *, keep: bool) -> None:
+            self.kept = keep
+
+    cpu = torch.device("cpu")
+    inbox, staged = Inbox(cpu), Staged()
+    inbox.use("silent", Silent())
+    inbox.begin(0, (), "silent", b"")
+    loadable: Any = SimpleNamespace(staged=staged)
+    letting_go = threading.Thread(target=Stager(loadable, inbox, None, cpu).let_go, daemon=True)
+    letting_go.start()
+    letting_go.join(LIMIT_S)
+    assert not letting_go.is_alive()
+    assert staged.kept is False
+    assert Silent.closed.is_set()
