@@ -80,20 +80,24 @@ class PluginClient:
         return ahead
 
     async def arm(self, manifest: Manifest, target: Target, staging: Staging | None = None) -> Room:
-        await self._perform(
-            wire.ArmManifest(
-                manifest.names,
-                manifest.dtypes,
-                manifest.shapes,
-                manifest.chunk_ends,
-                target,
-                manifest.counts,
-                staging,
-            )
+        arm = wire.ArmManifest(
+            manifest.names,
+            manifest.dtypes,
+            manifest.shapes,
+            manifest.chunk_ends,
+            target,
+            manifest.counts,
+            staging,
         )
         if staging is None:
+            await self._perform(arm)
             return Room()
-        return need_room(staging, await self._room())
+        why_not = self._why_not_staged()
+        if why_not:
+            await self._perform(arm)
+            return need_room(staging, Room(why_not=why_not))
+        asked = {"operation": wire.encode(arm)}
+        return need_room(staging, facts.read_room(await self._doors.ask(facts.ARM, asked)))
 
     async def start_update(self, *, recover: bool, target: Target, staged: bool = False) -> None:
         """See :class:`wire.Start`. LoRA adapters need none."""
@@ -170,15 +174,13 @@ class PluginClient:
         if self._adapter:
             await self._perform(wire.SettleAdapter())
 
-    async def _room(self) -> Room:
-        """Whether what was armed can be staged."""
+    def _why_not_staged(self) -> str:
+        """Why nothing can be staged in this engine, whatever it is."""
         if not self._swaps:
-            return Room(why_not="its cores can't swap between steps (their log says why)")
+            return "its cores can't swap between steps (their log says why)"
         if not self._together:
-            return Room(why_not="it has several cores behind one client")
-        if self._no_lanes:
-            return Room(why_not=self._no_lanes)
-        return facts.read_room(await self._doors.ask(facts.ASK_ROOM, {}))
+            return "it has several cores behind one client"
+        return self._no_lanes
 
     async def _reach_lanes(self) -> None:
         self._no_lanes = ""

@@ -27,12 +27,14 @@ ASK_FACTS: Final = "wavebus_facts"
 ASK_REQUESTS: Final = "wavebus_requests"
 ASK_DRAFT: Final = "wavebus_draft"
 ASK_LOADING: Final = "wavebus_loading"
-ASK_ROOM: Final = "wavebus_room"
 ASK_LANE: Final = "wavebus_lane"
 ASK_PRESENCE: Final = "__str__"
 # Has the weight transfer engine carry out an operation of :mod:`sidecar.vllm_plugin.wire`, its
 # argument ``operation``; it returns how many chunks may be received ahead.
 PERFORM: Final = "wavebus_perform"
+# The same, of what arms; it returns whether that can be staged. In one call: each takes its time
+# from a step, and waits for one.
+ARM: Final = "wavebus_arm"
 # Answered by the core (:mod:`sidecar.vllm_plugin.core_swap`), with a list of whether a swap was
 # called off. SWAP takes ``version``, ``clear_cache``, the ``operation`` that its workers are to
 # perform, and, before that, the ``check``.
@@ -92,7 +94,8 @@ def read_ahead(answer: Any) -> int:
 
 
 def read_room(answer: Any) -> Room:
-    """What staging takes in the worker that needs most, and why the first one can't that can't.
+    """What staging takes in the worker that needs most, and why the first one can't that can't, in
+    the answer to :data:`ARM`.
 
     Raises:
         EngineError: it is not there.
@@ -162,9 +165,9 @@ def install(worker_base: Any) -> None:
     setattr(worker_base.WorkerBase, ASK_REQUESTS, _requests)
     setattr(worker_base.WorkerBase, ASK_DRAFT, _draft)
     setattr(worker_base.WorkerBase, ASK_LOADING, _loading)
-    setattr(worker_base.WorkerBase, ASK_ROOM, _room)
     setattr(worker_base.WorkerBase, ASK_LANE, _lane)
     setattr(worker_base.WorkerBase, PERFORM, _perform)
+    setattr(worker_base.WorkerBase, ARM, _arm)
     for answered_by_cores in (DOOR, SWAP, CALL_OFF):
         setattr(worker_base.WorkerBase, answered_by_cores, _none)
     setattr(worker_base.WorkerWrapperBase, ASK_PRESENCE, _presence)
@@ -191,8 +194,8 @@ def _loading(worker: Any) -> dict[str, Any]:
     return dict(getattr(engine, "wavebus_loading", {}))
 
 
-def _room(worker: Any) -> dict[str, Any]:
-    """Of the update that was armed last."""
+def _arm(worker: Any, operation: str) -> dict[str, Any]:
+    _perform(worker, operation)
     room = getattr(worker.weight_transfer_engine, "wavebus_room", None)
     told: dict[str, Any] = msgspec.to_builtins(room or Room(why_not="vLLM's own worker engine"))
     return told

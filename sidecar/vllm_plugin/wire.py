@@ -36,7 +36,7 @@ from bus.messages import (  # noqa: TC001 - msgspec reads them when it decodes
 )
 from bus.messages import Verify as VerifyMode  # noqa: TC001 - as above
 
-PROTOCOL: Final = 9
+PROTOCOL: Final = 10
 MAX_PAYLOAD_CHARS: Final = 32 * 1024 * 1024
 DETAIL_CHARS: Final = 2000
 TENSOR_CHARS: Final = 512

@@ -43,7 +43,8 @@ class Workers:
             case facts.PERFORM:
                 self._perform(wire.decode(kwargs["operation"]))
                 return [2]
-            case facts.ASK_ROOM:
+            case facts.ARM:
+                self._perform(wire.decode(kwargs["operation"]))
                 return [msgspec.to_builtins(self.found)]
             case facts.ASK_LANE:
                 return [self.lane_name or self.lane.name]
