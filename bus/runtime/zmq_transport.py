@@ -61,6 +61,9 @@ _send: Final = zmq.backend.Socket.send
 _LINGER_MS: Final = 2_000
 _REBIND_S: Final = 1.0
 _DIAL_AGAIN_S: Final = 2.0
+# Longer than a broker that is well leaves anybody without a word; then twice as long, and so on.
+_UNHEARD_S: Final = 6.0
+_MOST_UNHEARD_S: Final = 30.0
 _SCHEMES: Final = ("tcp", "ipc", "inproc")
 _LOOKS_LIKE: Final = "an address looks like tcp://127.0.0.1:7710"
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}  # by process: forks need their own
@@ -248,6 +251,8 @@ class ZmqClient(Readable):
         super().__init__(socket)
         self._address = address
         self._reached_s = time.monotonic()
+        self._asked_s = 0.0  # when the first frame was sent since one was heard; 0: none was
+        self._unheard_s = _UNHEARD_S
         self._on_frame: OnFrame | None = None
 
     def listen(self, on_frame: OnFrame) -> None:
@@ -262,6 +267,7 @@ class ZmqClient(Readable):
                 frame = recv(_NOBLOCK)
             except zmq.Again:
                 return True
+            self._asked_s, self._unheard_s = 0.0, _UNHEARD_S
             on_frame(frame)  # the broker sends frames of one part; others are judged part by part
             if self._closed or not self._more():
                 return True
@@ -275,7 +281,14 @@ class ZmqClient(Readable):
             return False
         finally:
             self.look_again()
-        self._reached_s = time.monotonic()
+        now_s = self._reached_s = time.monotonic()
+        self._asked_s = self._asked_s or now_s
+        if now_s > self._asked_s + self._unheard_s:
+            # A broker that did not run for a while may have met this connection while it held the
+            # one before, and takes nothing from it, for as long as it stands.
+            self._unheard_s = min(2 * self._unheard_s, _MOST_UNHEARD_S)
+            self._asked_s = now_s
+            self._dial()
         return True
 
     def _dial_again(self) -> None:
@@ -284,6 +297,9 @@ class ZmqClient(Readable):
         if time.monotonic() < self._reached_s + _DIAL_AGAIN_S:
             return
         self._reached_s = time.monotonic()
+        self._dial()
+
+    def _dial(self) -> None:
         with contextlib.suppress(zmq.ZMQError):
             self.socket.disconnect(self._address)
         self.socket.connect(self._address)

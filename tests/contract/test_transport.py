@@ -21,6 +21,7 @@ from bus.messages import (
     NackCode,
     StatusRequest,
 )
+from bus.runtime import zmq_transport
 from bus.runtime.aio import AsyncioScheduler
 from bus.runtime.broker import BrokerServer
 from bus.runtime.memory import MemoryNetwork
@@ -226,6 +227,42 @@ def test_a_peer_that_closes_is_gone_for_the_server(play: Play) -> None:
         assert inbox.bodies == [b"y"]
 
     play(test)
+
+
+def test_a_connection_that_the_broker_does_not_take_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the same life as one that it still holds: ZeroMQ made it when the broker had not run for a
+    while, and the broker found it before it found the other one gone. Long before so much is under
+    way that nothing more goes out."""
+    monkeypatch.setattr(zmq_transport, "_UNHEARD_S", 0.5)
+
+    async def main() -> None:
+        ends = Ends(ZmqNetwork())
+        try:
+            before, _ = ends.client(b"e0#1")
+            await greet(ends, before, b"e0#1", b"before")
+            client, _ = ends.client(b"e0#1")
+            other, _ = ends.client(b"e1")
+            async with asyncio.timeout(LIMIT_S):
+                while not client.send(b"after"):
+                    await greet(ends, other, b"e1")
+                    ends.inbox.frames.clear()
+            await greet(ends, other, b"e1")
+            assert b"after" not in ends.inbox.bodies
+            before.close()
+            for _ in range(100):
+                client.send(b"after")
+                arrived = ends.inbox.until(lambda: b"after" in ends.inbox.bodies)
+                waiting = asyncio.ensure_future(arrived)
+                await asyncio.wait([waiting], timeout=0.05)
+                if not waiting.cancel():
+                    break
+            assert b"after" in ends.inbox.bodies
+        finally:
+            ends.close()
+
+    asyncio.run(main())
 
 
 def test_what_was_sent_before_a_close_is_delivered(play: Play) -> None:
