@@ -73,14 +73,14 @@ class Receiver(ABC):
         self,
         tensors: tuple[TensorMeta, ...],
         handle: bytes,
-        into: torch.Tensor | None = None,  # noqa: ARG002 - for who can
+        into: Delivered | None = None,  # noqa: ARG002 - for who can
     ) -> Callable[[], Tensors]:
         """Begin to fetch one chunk, without a wait for the other end; what comes back, called once,
         in any thread, waits. So the next one can be under way before this one is there.
 
         Args:
-            into: bytes on the weights' device, where a packed chunk has room: a receiver that can
-                have it there, without a copy, does.
+            into: these tensors in memory of the weights' device, as a packed chunk has them: a
+                receiver that can have it there, without a copy, does, and returns them.
 
         Raises:
             EngineError: code ``transfer_failed``; nothing is held then.

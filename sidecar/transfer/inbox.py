@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from bus.manifest import TensorMeta
-    from sidecar.transfer.base import Receiver, Tensors
+    from sidecar.transfer.base import Delivered, Receiver, Tensors
 
 
 class Inbox:
@@ -89,7 +89,7 @@ class Inbox:
         metas: tuple[TensorMeta, ...],
         backend: str,
         handle: bytes,
-        into: torch.Tensor | None = None,
+        into: Delivered | None = None,
     ) -> None:
         """Receive a chunk. It may come yet when this returns: :meth:`take` waits.
 

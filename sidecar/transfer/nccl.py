@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from bus.manifest import TensorMeta
     from bus.transfer import Place
-    from sidecar.transfer.base import Tensors
+    from sidecar.transfer.base import Delivered, Tensors
 
 
 class NcclReceiver(Receiver):
@@ -71,7 +71,7 @@ class NcclReceiver(Receiver):
         self.room_bytes = init.chunk_bytes or None
 
     def launch(
-        self, tensors: tuple[TensorMeta, ...], handle: bytes, into: torch.Tensor | None = None
+        self, tensors: tuple[TensorMeta, ...], handle: bytes, into: Delivered | None = None
     ) -> Callable[[], Tensors]:
         chunk = decoded(handle, NcclChunk)
         # Before anything that could leave the others waiting for this rank.
@@ -120,19 +120,20 @@ class NcclReceiver(Receiver):
             )
 
     def _packed(
-        self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, into: torch.Tensor | None
+        self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, into: Delivered | None
     ) -> tuple[Tensors, list[torch.Tensor]]:
         """The tensors, and what is broadcast."""
         offsets = packed_offsets(tensors)
-        memory = self._buffers[0] if into is None else into
+        memory = self._buffers[0] if into is None else into.memory
         check_broadcast(chunk.size_bytes, offsets[-1], memory.numel())
-        made = self._views.of(memory, offsets[:-1], tensors)
-        if into is None:
+        made = into
+        if made is None:
+            made = self._views.of(memory, offsets[:-1], tensors)
             self._buffers.rotate(-1)
         return made, [memory[: chunk.size_bytes]] if chunk.size_bytes else []
 
     def _one_by_one(
-        self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, into: torch.Tensor | None
+        self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, into: Delivered | None
     ) -> tuple[Tensors, list[torch.Tensor]]:
         """As :meth:`_packed`."""
         expected_bytes = sum(meta.size_bytes for meta in tensors)
@@ -146,7 +147,7 @@ class NcclReceiver(Receiver):
                 dtype: torch.dtype = getattr(torch, meta.dtype)
                 made.append((meta.name, torch.empty(meta.shape, dtype=dtype, device=self.device)))
         else:
-            made = self._views.of(into, packed_offsets(tensors)[:-1], tensors)
+            made = into
         return made, [tensor.view(-1).view(torch.uint8) for _, tensor in made if tensor.numel()]
 
     @contextlib.contextmanager

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from bus.manifest import Manifest, TensorMeta
     from bus.messages import Staging, Target
-    from sidecar.transfer.base import Tensors
+    from sidecar.transfer.base import Delivered, Tensors
     from sidecar.transfer.inbox import Inbox
     from sidecar.vllm_plugin import wire
     from sidecar.vllm_plugin.manifest_check import Blueprint
@@ -89,11 +89,9 @@ class Armed:
         """Of a patch: how many elements of each of a chunk's tensors come."""
         return self.manifest.counts[self.manifest.part(seq)]
 
-    def receive(
-        self, operation: wire.Receive, inbox: Inbox, into: torch.Tensor | None = None
-    ) -> None:
-        """Begin to receive a chunk, if it is one of this update's; ``into`` that memory, where that
-        can be had."""
+    def receive(self, operation: wire.Receive, inbox: Inbox, into: Delivered | None = None) -> None:
+        """Begin to receive a chunk, if it is one of this update's; ``into`` these, where that can
+        be had."""
         metas = self.announced.chunk(operation)
         inbox.begin(operation.seq, metas, operation.backend, operation.handle, into)
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bus.manifest import TensorMeta
+    from sidecar.transfer.base import Delivered
     from sidecar.vllm_plugin.copy_plan import Copies, CopyPlan
     from sidecar.vllm_plugin.planned import Place, Received
     from sidecar.vllm_plugin.staging_layouts import Layout
@@ -93,8 +94,9 @@ class StagedWeights:
         layout.begin(self._memory.tensors)
         self._begun = True
 
-    def room(self, seq: int) -> torch.Tensor | None:
-        """Where a packed chunk may be received, as bytes: then there is nothing to copy."""
+    def room(self, seq: int) -> Delivered | None:
+        """The chunk's tensors, where it may be received as it is packed: then there is nothing to
+        copy."""
         return self._need_layout().room(seq)
 
     def stage(self, seq: int, tensors: Received) -> None:

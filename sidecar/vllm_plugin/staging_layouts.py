@@ -79,8 +79,8 @@ class Layout(ABC):
         self._memory = {}
         self._planned.clear()
 
-    def room(self, seq: int) -> torch.Tensor | None:  # noqa: ARG002 - not every layout has one
-        """Where a packed chunk may be received, as bytes."""
+    def room(self, seq: int) -> Delivered | None:  # noqa: ARG002 - not every layout has one
+        """The chunk's tensors, where it may be received as it is packed."""
         return None
 
     def _copy(self, seq: int, tensors: Received) -> Copies:
@@ -155,11 +155,11 @@ class AsSent(Layout):
         super().forget()
         self._views.clear()
 
-    def room(self, seq: int) -> torch.Tensor | None:
-        return self._memory.get(str(seq))
+    def room(self, seq: int) -> Delivered | None:
+        return self._own(seq) if seq < len(self._chunks) else None
 
     def _have(self, seq: int, tensors: Received) -> int:
-        if not (isinstance(tensors, Delivered) and tensors.memory is self.room(seq)):
+        if tensors is not self.room(seq):
             self._copy(seq, tensors)
         return self._numels[seq]
 

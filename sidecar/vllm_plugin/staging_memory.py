@@ -45,7 +45,7 @@ class StagingMemory:
             EngineError: code ``staging_refused``: there is no room.
         """
         if shapes != self._shapes:
-            self.tensors, self._held = {}, False
+            self._drop()
         self._shapes = shapes
         if self._held:
             return
@@ -59,7 +59,7 @@ class StagingMemory:
                     for name, (shape, dtype) in shapes.items()
                 }
         except torch.OutOfMemoryError as error:
-            self.tensors, self._held = {}, False
+            self._drop()
             raise EngineError(
                 f"{self._device} has no room to stage the update", code=NackCode.STAGING_REFUSED
             ) from error
@@ -73,3 +73,8 @@ class StagingMemory:
             return
         for each in self.tensors.values():
             each.untyped_storage().resize_(0)
+
+    def _drop(self) -> None:
+        """For good: whoever still has views of it, keeps no memory."""
+        self.let_go()
+        self.tensors = {}

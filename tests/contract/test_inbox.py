@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from bus.manifest import TensorMeta
     from sidecar.transfer import Receiver
-    from sidecar.transfer.base import Tensors
+    from sidecar.transfer.base import Delivered, Tensors
 
 LIMIT_S = 60.0
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ class Launching(GlooReceiver):
         self,
         tensors: tuple[TensorMeta, ...],
         handle: bytes,
-        into: torch.Tensor | None = None,  # noqa: ARG002 - it has buffers
+        into: Delivered | None = None,  # noqa: ARG002 - it has buffers
     ) -> Callable[[], Tensors]:
         if self._group is None:
             raise transfer_failed("the communicator is not open")

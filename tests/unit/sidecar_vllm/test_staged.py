@@ -173,13 +173,12 @@ def test_one_update_after_the_other(tested: Staging, keep: bool) -> None:
 def test_a_chunk_that_was_received_into_its_room_is_staged(keep: bool) -> None:
     """There is room for each; and nothing is copied before the swap."""
     tested = Staging(Whole)
-    views = Views()
     for seed in (5, 6):
         tested.begin()
         for seq, chunk in enumerate(tested.chunks):
-            room = tested.weights.room(seq)
-            assert room is not None
-            came = views.of(room, packed_offsets(chunk)[:-1], chunk)
+            came = tested.weights.room(seq)
+            assert came is not None
+            assert came.announced is chunk
             for name, tensor in came:
                 tensor.copy_(tested.new(seed)[name])
             with _NoCopies():  # type: ignore[no-untyped-call]

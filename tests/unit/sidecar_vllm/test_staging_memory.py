@@ -1,0 +1,33 @@
+"""The memory that an update is staged in, on a device that keeps its tensors, without their bytes."""
+
+from __future__ import annotations
+
+import torch
+
+from sidecar.vllm_plugin.staging_memory import StagingMemory
+
+META = torch.device("meta")
+
+
+def test_what_is_let_go_takes_nothing_and_is_the_same_when_it_is_needed_again() -> None:
+    memory = StagingMemory(META)
+    shapes = {"a": ((3, 4), torch.float32), "b": ((5,), torch.bfloat16)}
+    memory.have(shapes)
+    tensors = memory.tensors
+    assert memory.held_bytes == 48 + 10
+    memory.let_go()
+    assert memory.held_bytes == 0
+    assert [each.untyped_storage().nbytes() for each in tensors.values()] == [0, 0]
+    memory.have(shapes)
+    assert memory.tensors is tensors
+    assert [each.untyped_storage().nbytes() for each in tensors.values()] == [48, 10]
+
+
+def test_another_updates_takes_the_place_of_what_was_held() -> None:
+    """Whoever has views of the former, does not keep its bytes."""
+    memory = StagingMemory(META)
+    memory.have({"a": ((3, 4), torch.float32)})
+    view = memory.tensors["a"][1]
+    memory.have({"a": ((8,), torch.uint8)})
+    assert view.untyped_storage().nbytes() == 0
+    assert memory.held_bytes == 8
