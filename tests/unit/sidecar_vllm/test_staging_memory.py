@@ -1,4 +1,4 @@
-"""The memory that an update is staged in, on a device that keeps its tensors, without their bytes."""
+"""Memory that an update is staged in, on a device that keeps its tensors without their bytes."""
 
 from __future__ import annotations
 
