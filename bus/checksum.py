@@ -17,6 +17,7 @@ hands it in.
 from __future__ import annotations
 
 import itertools
+import operator
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -68,20 +69,26 @@ def checksums(
 
 
 class Look:
-    """What was looked at of a chunk's tensors: their words, as they were then, to be summed up
-    (:func:`sums_of`) whatever becomes of the tensors."""
+    """What is looked at of a chunk's tensors (:func:`sums_of`): their words, as they were then; or,
+    without ``words``, as they will be when they are summed up."""
 
-    def __init__(self, small: _Small, words: Any) -> None:
+    def __init__(self, small: _Small, words: Any = None) -> None:
         self.small = small
         self.words = words
         self.count = small.ends[-1] if small.ends else 0
 
 
 def look(
-    torch: Any, tensors: Sequence[Any], verify: Verify, memo: dict[str, Any] | None = None
+    torch: Any,
+    tensors: Sequence[Any],
+    verify: Verify,
+    memo: dict[str, Any] | None = None,
+    *,
+    later: bool = False,
 ) -> Look:
     """Of a sample, what :func:`checksums` would sum up, and else of those that are small; in one
-    operation, where they lie in one memory, and were looked at before."""
+    operation, where they lie in one memory, and were looked at before. ``later``: they stay as they
+    are until they are summed up."""
     small: _Small | None = None if memo is None else memo.get(f"small-{verify}")
     if small is None:
         places = [
@@ -92,25 +99,29 @@ def look(
         small = _Small(torch, places, tensors, again=memo is not None)
         if memo is not None:
             memo[f"small-{verify}"] = small
-    return Look(small, small.words())
+    return Look(small) if later else Look(small, small.words())
 
 
-def sums_of(torch: Any, looks: Sequence[Look]) -> list[tuple[int, ...]]:
+def sums_of(
+    torch: Any, looks: Sequence[Look], memo: dict[str, Any] | None = None
+) -> list[tuple[int, ...]]:
     """The sums of each chunk's tensors; 0 for those that were not looked at. A device is waited for
-    once."""
+    once.
+
+    Args:
+        memo: of chunks that will come again, where they are: what is kept until then.
+    """
     there = [each for each in looks if each.small.places]
     upto: list[int] = []
     if there:
-        device = there[0].words.device
-        counts = [each.small.ends[-1] for each in there]
-        before = itertools.accumulate(counts, initial=0)
-        last = [
-            at + end - 1 for each, at in zip(there, before, strict=False) for end in each.small.ends
-        ]
-        words = torch.cat([each.words for each in there])
-        weights = torch.cat([each.small.weights() for each in there])
-        running = (_mixed(words) * weights).cumsum(0)
-        upto = running[torch.tensor(last).to(device)].tolist()
+        smalls = [each.small for each in there]
+        together: _Together | None = None if memo is None else memo.get("together")
+        if together is None or not together.is_of(smalls):
+            together = _Together(torch, smalls)
+            if memo is not None:
+                memo["together"] = together
+        running = (_mixed(together.words(there)) * together.weights).cumsum(0)
+        upto = running[together.last].tolist()
     values = (now - then for now, then in zip(upto, [0, *upto], strict=False))
     found: list[tuple[int, ...]] = []
     for each in looks:
@@ -142,6 +153,7 @@ class _Small:
     Attributes:
         tensors: how many the chunk has.
         ends: up to where each of ``places`` has its words.
+        memory, index: where these words are, if they lie in one memory.
     """
 
     def __init__(
@@ -156,22 +168,23 @@ class _Small:
         self.ends = list(
             itertools.accumulate(-(-_count(tensor) // stride) for tensor, stride in counted)
         )
-        self._memory = _one_memory(torch, self._looked_at) if again else None
-        if self._memory is not None:
-            self._index = self._indices().to(self._memory.device)
+        self.memory = _one_memory(torch, self._looked_at) if again else None
+        self.index: Any = None
+        if self.memory is not None:
+            self.index = self._indices().to(self.memory.device)
             self._looked_at = []
         self._weights: Any = None
 
     def words(self) -> Any:
         """As they are now; of no tensors, none."""
-        if self._memory is not None:
-            return self._memory.index_select(0, self._index)
+        if self.memory is not None:
+            return self.memory.index_select(0, self.index)
         return self._words() if self.places else None
 
     def weights(self) -> Any:
         """Of each word."""
         if self._weights is None:
-            device = self._memory.device if self._memory is not None else self._looked_at[0].device
+            device = self.memory.device if self.memory is not None else self._looked_at[0].device
             self._weights = _weights(self._torch, self.ends[-1], device)
         return self._weights
 
@@ -189,6 +202,50 @@ class _Small:
         return self._torch.cat(
             [self._torch.arange(at, at + _count(t), stride) for at, t, stride in found]
         )
+
+
+class _Together:
+    """The words of several chunks, one after the other.
+
+    Attributes:
+        weights: of each word.
+        last: where each tensor's last one is.
+    """
+
+    def __init__(self, torch: Any, smalls: Sequence[_Small]) -> None:
+        self._torch = torch
+        self._smalls = list(smalls)
+        self.weights = torch.cat([small.weights() for small in smalls])
+        before = itertools.accumulate((small.ends[-1] for small in smalls), initial=0)
+        last = [
+            at + end - 1 for small, at in zip(smalls, before, strict=False) for end in small.ends
+        ]
+        self.last = torch.tensor(last).to(self.weights.device)
+        self._memory, self._index = None, None
+        memory = smalls[0].memory
+        if memory is not None and all(_same(memory, small.memory) for small in smalls):
+            self._memory = memory
+            self._index = torch.cat([small.index for small in smalls])
+
+    def is_of(self, smalls: Sequence[_Small]) -> bool:
+        """Whether it is of these very chunks."""
+        return len(smalls) == len(self._smalls) and all(map(operator.is_, smalls, self._smalls))
+
+    def words(self, looks: Sequence[Look]) -> Any:
+        """Those of each, or as they are now; if all are to be read, and lie in one memory, in one
+        operation."""
+        if self._memory is not None and all(each.words is None for each in looks):
+            return self._memory.index_select(0, self._index)
+        read = [each.small.words() if each.words is None else each.words for each in looks]
+        return self._torch.cat(read)
+
+
+def _same(memory: Any, other: Any) -> bool:
+    """Both are the whole of one storage."""
+    return other is not None and (memory.data_ptr(), memory.numel()) == (
+        other.data_ptr(),
+        other.numel(),
+    )
 
 
 def _one_memory(torch: Any, tensors: Sequence[Any]) -> Any | None:

@@ -61,6 +61,8 @@ class Communicator:
         self._closed = threading.Event()
         self._closing = threading.Lock()
         self._under_way: deque[Broadcast] = deque()
+        self._launched = 0
+        self.waited = 0  # so many have ended, as who has waited for the last of them knows
         self._why = "it was closed meanwhile"
         threading.Thread(target=self._look_on, name="wavebus-nccl-watch", daemon=True).start()
 
@@ -80,7 +82,9 @@ class Communicator:
             raise RuntimeError("it is closed")
         try:
             work = self._broadcast(memories)
-            under_way = Broadcast(self, memories, work, self._mark(work), timeout_s)
+            self._launched += 1
+            number = self._launched
+            under_way = Broadcast(self, number, memories, work, self._mark(work), timeout_s)
         except RuntimeError:
             self.close()
             raise
@@ -138,12 +142,19 @@ class Communicator:
 
 
 class Broadcast:
-    """One on its way."""
+    """One on its way, the ``number``-th of its owner's: they end in that order."""
 
     def __init__(
-        self, owner: Communicator, memories: Sequence[Any], work: Any, end: Any, timeout_s: float
+        self,
+        owner: Communicator,
+        number: int,
+        memories: Sequence[Any],
+        work: Any,
+        end: Any,
+        timeout_s: float,
     ) -> None:
         self._owner = owner
+        self._number = number
         self._memories = memories  # NCCL has their addresses, and nothing more
         self._work = work
         self._end = end
@@ -156,7 +167,9 @@ class Broadcast:
         Raises:
             RuntimeError: an end is gone or silent, or this one was closed. It is closed then.
         """
-        self._end.synchronize()
+        if self._number > self._owner.waited:
+            self._end.synchronize()
+            self._owner.waited = max(self._owner.waited, self._number)
         self._owner.check_open()  # what was aborted looks like what has ended
 
     @property

@@ -9,6 +9,8 @@ from bus.errors import EngineError
 from bus.messages import NackCode
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from bus.messages import Staging
 
 
@@ -23,6 +25,19 @@ class Room:
 
     needed_bytes: int = 0
     why_not: str = ""
+
+
+def greatest(rooms: Sequence[Room]) -> Room:
+    """Of an engine's workers: what it takes in the one that needs most, and why the first one can't
+    that can't.
+
+    Raises:
+        ValueError: there are none.
+    """
+    return Room(
+        max(room.needed_bytes for room in rooms),
+        next((room.why_not for room in rooms if room.why_not), ""),
+    )
 
 
 def need_room(staging: Staging, room: Room) -> Room:

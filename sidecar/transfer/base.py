@@ -76,7 +76,8 @@ class Receiver(ABC):
         into: Delivered | None = None,  # noqa: ARG002 - for who can
     ) -> Callable[[], Tensors]:
         """Begin to fetch one chunk, without a wait for the other end; what comes back, called once,
-        in any thread, waits. So the next one can be under way before this one is there.
+        in any thread, waits. So the next one can be under way before this one is there. Of GPUs,
+        :attr:`device` is the current one.
 
         Args:
             into: these tensors in memory of the weights' device, as a packed chunk has them: a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -81,6 +81,7 @@ class LateSums:
 
     def __init__(self) -> None:
         self._looks: list[_Look] = []
+        self._memo: dict[str, Any] = {}
 
     def look(
         self,
@@ -88,8 +89,10 @@ class LateSums:
         received: list[tuple[str, torch.Tensor]],
         verify: Verify,
         sums: tuple[int, ...],
+        *,
+        stays: bool = False,
     ) -> None:
-        """A chunk has arrived.
+        """A chunk has arrived. ``stays``: it lies there until :meth:`check`.
 
         Raises:
             EngineError: as :func:`check_sums`; of this one, or of one before.
@@ -97,9 +100,10 @@ class LateSums:
         if verify != "sample" or not isinstance(received, Delivered):
             check_sums(seq, received, verify, sums)
             return
-        looked = look(torch, [tensor for _, tensor in received], verify, received.memo)
+        tensors = [tensor for _, tensor in received]
+        looked = look(torch, tensors, verify, received.memo, later=stays)
         self._looks.append(_Look(seq, received, sums, looked))
-        if sum(each.looked.count for each in self._looks) > _MOST_WORDS:
+        if not stays and sum(each.looked.count for each in self._looks) > _MOST_WORDS:
             self.check()
 
     def check(self) -> None:
@@ -109,7 +113,7 @@ class LateSums:
             EngineError: as :func:`check_sums`.
         """
         looks, self._looks = self._looks, []
-        found = sums_of(torch, [each.looked for each in looks])
+        found = sums_of(torch, [each.looked for each in looks], self._memo)
         for each, sums in zip(looks, found, strict=True):
             _compare(each.seq, each.received, each.sums, sums)
 

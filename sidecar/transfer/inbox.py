@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar.transfer.base import transfer_failed
+from sidecar.transfer.base import Delivered, transfer_failed
 from sidecar.transfer.checks import check_delivered
 from sidecar.transfer.streams import own_stream, within
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from bus.manifest import TensorMeta
-    from sidecar.transfer.base import Delivered, Receiver, Tensors
+    from sidecar.transfer.base import Receiver, Tensors
 
 
 class Inbox:
@@ -94,7 +94,8 @@ class Inbox:
         """Receive a chunk. It may come yet when this returns: :meth:`take` waits.
 
         Args:
-            into: as :meth:`Receiver.launch` has it.
+            into: as :meth:`Receiver.launch` has it; received in the caller's own stream, if the
+                device receives.
 
         Raises:
             EngineError: code ``transfer_failed``: there is no such transport, or it failed; and
@@ -104,7 +105,7 @@ class Inbox:
         if receiver is None or backend != self.backend:
             raise transfer_failed(f"transport {backend!r} is not open in this worker")
         self._let_go(seq)  # asked again, it comes again
-        if len(self._chunks) >= receiver.depth:
+        if into is None and len(self._chunks) >= receiver.depth:
             raise EngineError(
                 f"chunks {sorted(self._chunks)} are received and not loaded yet",
                 code=NackCode.WRONG_STATE,
@@ -113,7 +114,7 @@ class Inbox:
         coming = self._chunks[seq] = Future()
         try:
             if receiver.launches:
-                with self._in_own_stream():
+                with self._in_own_stream() if into is None else contextlib.nullcontext():
                     fetch = receiver.launch(metas, handle, into)
                 self._launched[seq] = functools.partial(
                     self._deliver, coming, receiver, metas, fetch
@@ -121,7 +122,9 @@ class Inbox:
             else:
                 fetch = functools.partial(receiver.receive, metas, handle)
                 if receiver.depth > 1 or receiver.collective:
-                    self._receiving().submit(self._deliver, coming, receiver, metas, fetch)
+                    self._receiving().submit(
+                        self._deliver_in_own_stream, coming, receiver, metas, fetch
+                    )
                 else:
                     coming.set_result(self._receive(receiver, metas, fetch))
         except BaseException:
@@ -146,7 +149,8 @@ class Inbox:
             tensors = coming.result()
         except CancelledError:
             raise transfer_failed(f"chunk {seq} was given up before it had come") from None
-        if self._stream is not None and self.receiver is not None and self.receiver.owned:
+        made = self.receiver is not None and self.receiver.owned
+        if self._stream is not None and made and not isinstance(tensors, Delivered):
             here = torch.cuda.current_stream(self._device)
             for _, tensor in tensors:
                 if tensor.is_cuda:  # gloo receives into the host's memory
@@ -199,8 +203,7 @@ class Inbox:
         failure: BaseException | None = None
         tensors: Tensors = []
         try:
-            with self._in_own_stream():
-                tensors = self._receive(receiver, metas, fetch)
+            tensors = self._receive(receiver, metas, fetch)
         except BaseException as error:  # noqa: BLE001 - who takes the chunk, gets it
             failure = error
         if not coming.set_running_or_notify_cancel():
@@ -209,6 +212,10 @@ class Inbox:
             coming.set_exception(failure)
         else:
             coming.set_result(tensors)
+
+    def _deliver_in_own_stream(self, *args: Any) -> None:
+        with self._in_own_stream():
+            self._deliver(*args)
 
     def _receive(
         self, receiver: Receiver, metas: tuple[TensorMeta, ...], fetch: Callable[[], Tensors]

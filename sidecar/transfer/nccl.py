@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from bus.manifest import TensorMeta
     from bus.transfer import Place
     from sidecar.transfer.base import Delivered, Tensors
+
+_BYTES: Final = "nccl"  # what is remembered of tensors that lie where they will lie again
 
 
 class NcclReceiver(Receiver):
@@ -85,7 +87,7 @@ class NcclReceiver(Receiver):
         if not memories:
             return lambda: made
         timeout_s = rendezvous.patience_s(chunk.size_bytes)
-        with self._failing(communicator), torch.cuda.device(self.device):
+        with self._failing(communicator):
             under_way = communicator.launch(memories, timeout_s)
 
         def arrived() -> Tensors:
@@ -96,7 +98,9 @@ class NcclReceiver(Receiver):
         return arrived
 
     def receive(self, tensors: tuple[TensorMeta, ...], handle: bytes) -> Tensors:
-        return self.launch(tensors, handle)()
+        opened = self._communicator is not None
+        with torch.cuda.device(self.device) if opened else contextlib.nullcontext():
+            return self.launch(tensors, handle)()
 
     def close(self) -> None:
         if self._communicator is not None:
@@ -123,13 +127,15 @@ class NcclReceiver(Receiver):
         self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, into: Delivered | None
     ) -> tuple[Tensors, list[torch.Tensor]]:
         """The tensors, and what is broadcast."""
+        if into is not None:
+            room_bytes = into.memory.numel()
+            check_broadcast(chunk.size_bytes, room_bytes, room_bytes)
+            return into, [into.memory] if room_bytes else []
         offsets = packed_offsets(tensors)
-        memory = self._buffers[0] if into is None else into.memory
+        memory = self._buffers[0]
         check_broadcast(chunk.size_bytes, offsets[-1], memory.numel())
-        made = into
-        if made is None:
-            made = self._views.of(memory, offsets[:-1], tensors)
-            self._buffers.rotate(-1)
+        made = self._views.of(memory, offsets[:-1], tensors)
+        self._buffers.rotate(-1)
         return made, [memory[: chunk.size_bytes]] if chunk.size_bytes else []
 
     def _one_by_one(
@@ -141,14 +147,15 @@ class NcclReceiver(Receiver):
             raise transfer_failed(
                 f"a broadcast of {chunk.size_bytes} bytes for tensors that have {expected_bytes}"
             )
+        if into is not None:
+            if _BYTES not in into.memo:
+                into.memo[_BYTES] = _as_bytes(into)
+            return into, into.memo[_BYTES]
         made: Tensors = []
-        if into is None:
-            for meta in tensors:
-                dtype: torch.dtype = getattr(torch, meta.dtype)
-                made.append((meta.name, torch.empty(meta.shape, dtype=dtype, device=self.device)))
-        else:
-            made = into
-        return made, [tensor.view(-1).view(torch.uint8) for _, tensor in made if tensor.numel()]
+        for meta in tensors:
+            dtype: torch.dtype = getattr(torch, meta.dtype)
+            made.append((meta.name, torch.empty(meta.shape, dtype=dtype, device=self.device)))
+        return made, _as_bytes(made)
 
     @contextlib.contextmanager
     def _failing(self, communicator: bus.nccl.Communicator) -> Iterator[None]:
@@ -159,3 +166,8 @@ class NcclReceiver(Receiver):
             if self._communicator is communicator:
                 self.close()  # what comes next in it belongs to nothing
             raise transfer_failed(f"the broadcast broke: {bus.nccl.reason(error)}") from error
+
+
+def _as_bytes(tensors: Tensors) -> list[torch.Tensor]:
+    """Those that have any."""
+    return [tensor.view(-1).view(torch.uint8) for _, tensor in tensors if tensor.numel()]

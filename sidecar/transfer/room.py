@@ -44,8 +44,11 @@ def free_memory(device: torch.device) -> int:
     and does not use. Of a CPU, the host's."""
     if device.type != "cpu":
         free, _ = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + unused)
+        stats = torch.cuda.memory_stats_as_nested_dict(device)
+        own, used = (
+            stats[each]["all"]["current"] for each in ("reserved_bytes", "allocated_bytes")
+        )
+        return int(free + own - used)
     for line in _MEMORY_INFO.read_text().splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":

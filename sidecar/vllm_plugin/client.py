@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from bus.errors import EngineError
 from bus.lora import adapter_of
 from bus.native import loads_when_received
-from bus.staging import Room, need_room
-from sidecar.vllm_plugin import facts, wire
+from bus.staging import Room, greatest, need_room
+from sidecar.vllm_plugin import facts, lane_wire, wire
 from sidecar.vllm_plugin.lanes import Lanes
 
 if TYPE_CHECKING:
@@ -39,6 +39,12 @@ class PluginClient:
     loaded when it was received, is none. It remembers nothing of an update but how it comes:
     whether an update session is open the workers know, so that a restarted sidecar, or one whose
     call was cancelled, recovers as well.
+
+    What is staged goes by the workers' lanes, up to the swap, and in as few words as may be: each
+    takes its time from steps. A manifest that was armed before is not sent again. Of chunks that
+    are received where they are staged, workers are told together, when all were sent: so the ack of
+    one of them means that its sender is done with it, and that of the last one, that all have come,
+    and are what was sent.
     """
 
     def __init__(self, doors: Doors) -> None:
@@ -46,6 +52,10 @@ class PluginClient:
         self._adapter = ""
         self._load_comes_with_receive = False
         self._staged = False
+        self._staged_before = ""  # the digest of what was armed last, if that may be staged
+        self._chunks = 0
+        self._in_place = False
+        self._sent: list[lane_wire.Sent] = []  # of which workers have not been told
         self._lanes = Lanes()
         self._no_lanes = ""
         self._swaps = True
@@ -63,8 +73,9 @@ class PluginClient:
         await self._perform(wire.Hello(wire.PROTOCOL))
         await self._perform(wire.UndoAdapter(settled=False))
         self._swaps = await self._call_off() is not None
-        await self._perform(wire.LetGo())
+        # Whoever came before us is not heard by the lanes from here on.
         await self._reach_lanes()
+        await self._perform(wire.LetGo())
 
     def close(self) -> None:
         """Let the workers' lanes go."""
@@ -89,6 +100,7 @@ class PluginClient:
             manifest.counts,
             staging,
         )
+        self._staged_before, again = "", self._staged_before
         if staging is None:
             await self._perform(arm)
             return Room()
@@ -96,39 +108,53 @@ class PluginClient:
         if why_not:
             await self._perform(arm)
             return need_room(staging, Room(why_not=why_not))
-        asked = {"operation": wire.encode(arm)}
-        return need_room(staging, facts.read_room(await self._doors.ask(facts.ARM, asked)))
+        self._chunks = manifest.chunks
+        digest = manifest.digest()
+        room = await self._arm_again(digest, staging) if again == digest else None
+        if room is None:
+            asked = {"operation": wire.encode(arm)}
+            room = facts.read_room(await self._doors.ask(facts.ARM, asked))
+        if not room.why_not and target == "model":
+            self._staged_before = digest
+        return need_room(staging, room)
 
     async def start_update(self, *, recover: bool, target: Target, staged: bool = False) -> None:
         """See :class:`wire.Start`. LoRA adapters need none."""
         self._staged = staged
+        self._sent.clear()
         if staged:
-            await self._perform(wire.StartStaging())
+            started = await self._lanes.perform(lane_wire.StartStaging())
+            self._in_place = all(each.in_place for each in started)
         elif not self._adapter:
             await self._perform(wire.Start(target, recover))
 
     async def receive(self, chunk: Chunk) -> None:
         """Fetch a chunk. vLLM's own worker engines load it as well: in an update session, and
         without a second look at what has arrived."""
-        receive = wire.Receive(
-            chunk.seq,
-            chunk.backend,
-            tuple(meta.name for meta in chunk.tensors),
-            tuple(meta.dtype for meta in chunk.tensors),
-            tuple(meta.shape for meta in chunk.tensors),
-            chunk.handle,
-        )
         if self._staged:
-            await self._lanes.perform(receive)
-        else:
-            await self._perform(receive)
+            await self._lanes.perform(lane_wire.Receive(chunk.seq, chunk.backend, chunk.handle))
+            return
+        await self._perform(
+            wire.Receive(
+                chunk.seq,
+                chunk.backend,
+                tuple(meta.name for meta in chunk.tensors),
+                tuple(meta.dtype for meta in chunk.tensors),
+                tuple(meta.shape for meta in chunk.tensors),
+                chunk.handle,
+            )
+        )
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
         """Verify and load in one call, if all workers can agree between the two."""
         if self._load_comes_with_receive:
             return
         if self._staged:
-            await self._lanes.perform(wire.Stage(seq, verify, sums))
+            self._sent.append(lane_wire.Sent(seq, verify, sums))
+            if not self._in_place or seq + 1 == self._chunks:
+                sent = tuple(self._sent)
+                self._sent.clear()
+                await self._lanes.perform(lane_wire.Stage(sent))
             return
         if sums and not self._together:
             await self._perform(wire.Verify(seq, verify, sums))
@@ -151,7 +177,7 @@ class PluginClient:
 
     async def finish_update(self) -> None:
         if self._staged:
-            await self._lanes.perform(wire.Seal())
+            await self._lanes.perform(lane_wire.Seal())
         elif not self._adapter:
             await self._perform(wire.Finish())
 
@@ -182,13 +208,22 @@ class PluginClient:
             return "it has several cores behind one client"
         return self._no_lanes
 
+    async def _arm_again(self, digest: str, staging: Staging) -> Room | None:
+        """Arm what was armed before; None: the workers must see all of it."""
+        try:
+            armed = await self._lanes.perform(lane_wire.ArmAgain(digest, staging))
+        except EngineError:
+            return None
+        rooms = [each.room for each in armed if each.room is not None]
+        return greatest(rooms) if len(rooms) == len(armed) else None
+
     async def _reach_lanes(self) -> None:
         self._no_lanes = ""
         if not self._together:
             return
         try:
             names = facts.read_lanes(await self._doors.ask(facts.ASK_LANE, {}))
-            self._lanes.open(names)
+            await self._lanes.open(names)
         except EngineError as error:
             self._no_lanes = error.detail
 

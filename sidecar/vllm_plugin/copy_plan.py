@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 # Of one parameter: more would take longer to sort than a loader takes.
 MAX_RUNS: Final = 1 << 20
+# On an H200, 16.4 GB in 398 pieces take 8.9 ms in one go, 8.5 ms with those apart that have as much
+# as this; one copy of all takes 7.7 ms.
+_LARGE_BYTES: Final = 1 << 20
 
 
 class NoPlanError(Exception):
@@ -116,7 +119,8 @@ def part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 class Copies:
-    """From each source into the target of the same place, those that can be together in one go."""
+    """From each source into the target of the same place: small ones together, in one go, and large
+    ones each by itself, which on a GPU is the quicker way for them."""
 
     def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         self._targets: list[torch.Tensor] = []
@@ -124,7 +128,8 @@ class Copies:
         self._apart: list[tuple[torch.Tensor, torch.Tensor]] = []
         for target, source in zip(targets, sources, strict=True):
             alike = target.device == source.device and target.dtype == source.dtype
-            if alike and target.is_contiguous() and source.is_contiguous():
+            large = target.is_cuda and target.nbytes >= _LARGE_BYTES
+            if alike and not large and target.is_contiguous() and source.is_contiguous():
                 self._targets.append(target)
                 self._sources.append(source)
             else:

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from bus.errors import EngineError
 from bus.messages import MAX_REQUEST_IDS, Count, ShortText
-from bus.staging import Room
+from bus.staging import Room, greatest
 from sidecar.holdpage import MAX_CORES, Cores
 from sidecar.vllm_plugin import environment, wire
 from sidecar.vllm_plugin.core_page import page_path, siblings
@@ -101,11 +101,7 @@ def read_room(answer: Any) -> Room:
         EngineError: it is not there.
     """
     try:
-        rooms = msgspec.convert(answer, list[Room])
-        return Room(
-            max(room.needed_bytes for room in rooms),
-            next((room.why_not for room in rooms if room.why_not), ""),
-        )
+        return greatest(msgspec.convert(answer, list[Room]))
     except (msgspec.ValidationError, ValueError, TypeError) as error:
         raise EngineError(f"the plugin inside vLLM answered {answer!r:.200}: {error}") from error
 

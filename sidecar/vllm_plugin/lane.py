@@ -6,12 +6,12 @@ step, so it comes another way: each worker listens at a Unix socket of its own, 
 what it is asked there in a thread, one thing at a time.
 
 The core comes first. What it asks, begins a swap, ends an update, or starts another: so whoever is
-staging is not needed any more, is interrupted, and kept out until the worker is done.
+staging is not needed any more, is interrupted, and kept out until the worker is done. And who has
+come last, comes before all others: what one of them has asked and was not begun yet, never is.
 
 The socket is in Linux's abstract namespace: there is no file that a process which is killed would
 leave. Only processes of one user are let in, at both ends. A frame is its length, 4 bytes,
-big-endian, and then: an operation's text (:func:`sidecar.vllm_plugin.wire.encode`); back comes a
-:class:`sidecar.vllm_plugin.wire.Failure`, or nothing where there was none.
+big-endian, and then an operation of :mod:`sidecar.vllm_plugin.lane_wire`; back comes its answer.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ import secrets
 import socket
 import struct
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, BinaryIO, Final, cast
 
-from sidecar.vllm_plugin import ranks, wire
+from sidecar.vllm_plugin import lane_wire, ranks
+from sidecar.vllm_plugin.wire import MAX_PAYLOAD_CHARS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 LENGTH: Final = struct.Struct(">I")
-MAX_FRAME_BYTES: Final = wire.MAX_PAYLOAD_CHARS
+MAX_FRAME_BYTES: Final = MAX_PAYLOAD_CHARS
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 _AGAIN_S: Final = 0.05
 
@@ -41,13 +43,19 @@ class Lane:
     Args:
         carry_out: does what is asked; in a thread of the lane's.
         interrupt: has whoever is in there come out soon; called from any thread, any time.
+        surroundings: of all that such a thread does; entered once in it.
     """
 
     def __init__(
-        self, carry_out: Callable[[wire.Operation], None], interrupt: Callable[[], None]
+        self,
+        carry_out: Callable[[lane_wire.Operation], lane_wire.Done],
+        interrupt: Callable[[], None],
+        surroundings: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._carry_out = carry_out
         self._interrupt = interrupt
+        self._surroundings = surroundings
+        self._newest: socket.socket | None = None
         self._free = threading.Lock()
         self._listener: socket.socket | None = None
         self._name = ""
@@ -92,23 +100,32 @@ class Lane:
                 connection, _ = listener.accept()
             except OSError:
                 return
+            if not is_own(connection):
+                connection.close()
+                continue
             # Each in its own thread: one that a sidecar before has left, keeps out nobody.
+            self._newest = connection
             self._in_thread(self._serve, connection)
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError), connection.makefile("rwb") as made:
+        with (
+            connection,
+            contextlib.suppress(OSError),
+            connection.makefile("rb") as made,
+            self._surroundings(),
+        ):
             stream = cast("BinaryIO", made)
-            if not is_own(connection):
-                return
             while (asked := _read(stream)) is not None:
-                failure = self._answer(asked)
-                blob = b"" if failure is None else failure.to_bytes()
-                stream.write(LENGTH.pack(len(blob)) + blob)
-                stream.flush()
+                with self._free:
+                    if self._newest is not connection:
+                        return
+                    answer = lane_wire.encode(self._answer(asked))
+                connection.sendall(LENGTH.pack(len(answer)) + answer)
 
-    def _answer(self, asked: bytes) -> wire.Failure | None:
-        with self._free:
-            return ranks.attempt(lambda: self._carry_out(wire.decode(asked.decode("ascii"))))
+    def _answer(self, asked: bytes) -> lane_wire.Answer:
+        done: list[lane_wire.Done] = []
+        failure = ranks.attempt(lambda: done.append(self._carry_out(lane_wire.decode(asked))))
+        return failure or done[0]
 
 
 def is_own(connection: socket.socket) -> bool:

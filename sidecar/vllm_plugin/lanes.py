@@ -7,8 +7,9 @@ import socket
 from typing import TYPE_CHECKING
 
 from bus.errors import EngineError
-from sidecar.vllm_plugin import wire
+from sidecar.vllm_plugin import lane_wire
 from sidecar.vllm_plugin.lane import LENGTH, is_own
+from sidecar.vllm_plugin.wire import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,37 +26,40 @@ class Lanes:
         self._names: tuple[str, ...] = ()
         self._lanes: list[_Connection] = []
 
-    def open(self, names: Sequence[str]) -> None:
-        """Reach the workers that listen there.
+    async def open(self, names: Sequence[str]) -> None:
+        """Reach the workers that listen there. Whoever did before, is not heard any more.
 
         Raises:
             EngineError: one can't be reached from here.
         """
         self.close()
         self._names = tuple(names)
-        self._connect()
+        await self.perform(lane_wire.Greet())
 
-    async def perform(self, operation: wire.Operation) -> None:
-        """Have every worker carry it out; return when all have.
+    async def perform(self, operation: lane_wire.Operation) -> list[lane_wire.Done]:
+        """Have every worker carry it out; return when all have, with what each has answered.
 
         Raises:
             EngineError: in the first worker that failed; or one is gone.
         """
         try:
             self._connect()
-            text = wire.encode(operation).encode()
+            blob = lane_wire.encode(operation)
             async with asyncio.TaskGroup() as asked:
-                answers = [asked.create_task(lane.ask(text)) for lane in self._lanes]
+                answers = [asked.create_task(lane.ask(blob)) for lane in self._lanes]
         except BaseExceptionGroup as group:
             self.close()
             raise group.exceptions[0] from None
         except BaseException:
             self.close()
             raise
-        for answer in answers:
-            failure = answer.result()
-            if failure is not None:
-                raise EngineError(failure.detail, code=failure.code, tensor=failure.tensor)
+        done: list[lane_wire.Done] = []
+        for each in answers:
+            answer = each.result()
+            if isinstance(answer, Failure):
+                raise EngineError(answer.detail, code=answer.code, tensor=answer.tensor)
+            done.append(answer)
+        return done
 
     def close(self) -> None:
         """Let the connections go."""
@@ -90,15 +94,15 @@ class _Connection:
             ) from error
         return cls(end)
 
-    async def ask(self, text: bytes) -> wire.Failure | None:
+    async def ask(self, blob: bytes) -> lane_wire.Answer:
         loop = asyncio.get_running_loop()
         try:
-            await loop.sock_sendall(self._end, LENGTH.pack(len(text)) + text)
+            await loop.sock_sendall(self._end, LENGTH.pack(len(blob)) + blob)
             size = LENGTH.unpack(await self._read(LENGTH.size))[0]
-            blob = await self._read(size)
+            answer = await self._read(size)
         except OSError as error:
             raise EngineError("a worker has left in the middle of staging") from error
-        return wire.Failure.from_bytes(blob) if blob else None
+        return lane_wire.decode_answer(answer)
 
     async def _read(self, size: int) -> bytes:
         loop = asyncio.get_running_loop()

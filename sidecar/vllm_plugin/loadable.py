@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from bus.errors import EngineError
 from bus.messages import NackCode
+from sidecar.transfer import check_room
 from sidecar.vllm_plugin.compat import deferred_layers
 from sidecar.vllm_plugin.cpu import CpuRepacking
 from sidecar.vllm_plugin.manifest_check import ManifestChecker, tied_head
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from bus.manifest import Manifest, TensorMeta
     from bus.messages import Staging, Target
-    from sidecar.transfer.base import Delivered, Tensors
+    from sidecar.transfer.base import Receiver, Tensors
     from sidecar.transfer.inbox import Inbox
     from sidecar.vllm_plugin import wire
     from sidecar.vllm_plugin.manifest_check import Blueprint
@@ -53,7 +54,16 @@ class Announced:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
+        self.digest = manifest.digest()
         self.chunks = tuple(manifest.chunk(seq) for seq in range(manifest.chunks))
+        self._fits: tuple[Receiver, int | None] | None = None
+
+    def check_room(self, backend: str, receiver: Receiver | None) -> None:
+        """As :func:`sidecar.transfer.check_room`, and only if it is another transport."""
+        fits = None if receiver is None else (receiver, receiver.room_bytes)
+        if fits is None or fits != self._fits:
+            check_room(backend, receiver, self.manifest)
+            self._fits = fits
 
     def chunk(self, operation: wire.Receive) -> tuple[TensorMeta, ...]:
         """What is to be received.
@@ -89,11 +99,10 @@ class Armed:
         """Of a patch: how many elements of each of a chunk's tensors come."""
         return self.manifest.counts[self.manifest.part(seq)]
 
-    def receive(self, operation: wire.Receive, inbox: Inbox, into: Delivered | None = None) -> None:
-        """Begin to receive a chunk, if it is one of this update's; ``into`` these, where that can
-        be had."""
+    def receive(self, operation: wire.Receive, inbox: Inbox) -> None:
+        """Begin to receive a chunk, if it is one of this update's."""
         metas = self.announced.chunk(operation)
-        inbox.begin(operation.seq, metas, operation.backend, operation.handle, into)
+        inbox.begin(operation.seq, metas, operation.backend, operation.handle)
 
 
 def need_armed(armed: Armed | None) -> Armed:

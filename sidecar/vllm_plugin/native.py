@@ -87,7 +87,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         """What the guarded engine is to be told."""
         if not self._opened or operation.backend != self._backend:
             raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
-        armed = need_armed(self._armed)
+        armed = need_armed(self.armed)
         metas = armed.announced.chunk(operation)
         self._need_its_session()
         columns = _columns(metas, armed.counts(operation.seq))
@@ -141,7 +141,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         ranks.together(prepare)
         self._inbox.close()
         self._close_theirs()
-        self._armed = None
+        self.armed = None
         try:
             self._doors.init_transfer_engine(typed, parallel)
         except Exception as error:

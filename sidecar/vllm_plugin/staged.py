@@ -99,13 +99,13 @@ class StagedWeights:
         copy."""
         return self._need_layout().room(seq)
 
-    def stage(self, seq: int, tensors: Received) -> None:
-        """Have a chunk in the memory.
+    def stage(self, seq: int, tensors: Received) -> bool:
+        """Have a chunk in the memory. Returns whether it is copied there.
 
         Raises:
             KeyError: a tensor that the manifest doesn't have.
         """
-        self._need_layout().stage(seq, tensors)
+        return self._need_layout().stage(seq, tensors)
 
     def prove(
         self, tensors: Received, load: Callable[[Received], None], names: dict[int, str]
@@ -149,8 +149,8 @@ class StagedWeights:
             self._prepare(self._places[1])
         self._sealed = True
 
-    def need_sealed(self) -> dict[str, Place]:
-        """For a swap: where the plan's targets are.
+    def need_sealed(self) -> None:
+        """For a swap.
 
         Raises:
             EngineError: code ``called_off``: not all is staged.
@@ -158,10 +158,12 @@ class StagedWeights:
         """
         if not self._sealed:
             raise EngineError("nothing is staged, or not all", code=NackCode.CALLED_OFF)
-        return self._find_places(self._need_layout().plan)
+        self._find_places(self._need_layout().plan)
 
-    def swap(self, places: dict[str, Place]) -> None:
-        """Copy all of it to these places of the serving model. No step runs."""
+    def swap(self) -> None:
+        """Copy all of it to where :meth:`need_sealed` has found the targets. No step runs."""
+        assert self._places is not None, "it was asked whether they are there"
+        _, places = self._places
         repacked: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
         for name, place in places.items():
             if repacks(place.module, self._device):

@@ -2,15 +2,20 @@
 
 ::
 
-    asked by        operation       where                    what
-    the core        StartStaging    the worker's thread      memory beside the weights
-    the lane        Receive, Stage  the lane's thread        a chunk comes, and is copied there
-    the lane        Seal            the lane's thread        all of it is there
-    the core        Ready, Swap     the worker's thread      it is copied into the weights
-    the core        LetGo           the worker's thread      nothing is staged any more
+    asked by        operation        where                    what
+    the lane        ArmAgain         the lane's thread        what was armed before
+    the lane        StartStaging     the lane's thread        memory beside the weights
+    the lane        Receive, Stage   the lane's thread        a chunk comes, and is there
+    the lane        Seal             the lane's thread        all of it is there
+    the core        Ready, Swap      the worker's thread      it is copied into the weights
+    the core        LetGo            the worker's thread      nothing is staged any more
 
-Between ``StartStaging`` and ``Seal`` the worker makes steps. On a GPU the lane has a stream of its
-own, and says that something is done when the GPU has done it.
+Until the swap the worker makes steps. They are Python, most of them, and so is what the lane does:
+of the two threads one runs at a time. So whatever is asked of the lane takes its time from a step,
+and should be little. On a GPU the lane has a stream of its own, and says that something is done
+when the GPU has done it.
+
+A manifest is seen for the first time by the core's way: its check asks the worker's mates.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -29,22 +34,47 @@ from bus.staging import Room
 from sidecar.transfer import staging_room
 from sidecar.transfer.checks import LateSums
 from sidecar.transfer.streams import own_stream, synchronize, within
-from sidecar.vllm_plugin import ranks, wire
+from sidecar.vllm_plugin import ranks
 from sidecar.vllm_plugin.lane import Lane
+from sidecar.vllm_plugin.lane_wire import (
+    ArmAgain,
+    Done,
+    Greet,
+    Operation,
+    Receive,
+    Seal,
+    Sent,
+    Stage,
+    StartStaging,
+)
 from sidecar.vllm_plugin.loadable import Armed, need_armed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from typing import Any
 
     from sidecar.transfer.base import Tensors
     from sidecar.transfer.inbox import Inbox
     from sidecar.vllm_plugin.loadable import Loadable
-    from sidecar.vllm_plugin.planned import Place
 
 # How long Python lets one thread run while another waits, at most. As it comes, 5 ms: a step that
 # waits so long for the lane, is late by as much.
 _SWITCH_S: Final = 0.0005
+
+
+class Arms(Protocol):
+    """Who knows what is armed."""
+
+    @property
+    def armed(self) -> Armed | None:
+        """The update that comes next, or is under way."""
+
+    def arm_again(self, operation: ArmAgain) -> Room:
+        """See the operation.
+
+        Raises:
+            EngineError: it is another one.
+        """
 
 
 class Stager:
@@ -53,15 +83,22 @@ class Stager:
     Args:
         inbox: the worker's.
         vllm_config: with which the model was built.
+        arms: the worker's.
 
     Attributes:
         swap_ms: how long the last swap kept the device from steps.
     """
 
     def __init__(
-        self, loadable: Loadable, inbox: Inbox, vllm_config: Any, device: torch.device
+        self,
+        loadable: Loadable,
+        inbox: Inbox,
+        vllm_config: Any,
+        device: torch.device,
+        arms: Arms,
     ) -> None:
-        self.lane = Lane(self._carry_out, inbox.interrupt)
+        self.lane = Lane(self._carry_out, inbox.interrupt, self._surroundings)
+        self._arms = arms
         self._loadable = loadable
         self._inbox = inbox
         self._vllm_config = vllm_config
@@ -86,20 +123,6 @@ class Stager:
         held = self._loadable.staged.held_bytes
         return staging_room(armed.staging, known.plan.size_bytes, self._device, held_bytes=held)
 
-    def start(self, armed: Armed | None) -> None:
-        """Have memory for the armed update.
-
-        Raises:
-            EngineError: code ``wrong_state``: none can be staged.
-        """
-        plan = self._loadable.plans.known.plan
-        if armed is None or armed.staging is None or plan is None:
-            raise EngineError("no update was armed that can be staged", code=NackCode.WRONG_STATE)
-        self._forget_chunks()
-        self._loadable.staged.begin(plan, armed.announced.chunks)
-        synchronize(self._device)  # the memory may have been somebody's in this stream
-        self._armed = armed
-
     def check_ready(self) -> None:
         """Whether a swap would go through."""
         self._loadable.staged.need_sealed()
@@ -108,11 +131,10 @@ class Stager:
         """In all workers, or in none. What fails behind that, leaves an engine that must not go
         on: it is not :data:`NackCode.CALLED_OFF`."""
         loadable = self._loadable
-        places: dict[str, Place] = {}
-        ranks.together(lambda: places.update(loadable.staged.need_sealed()))
+        ranks.together(loadable.staged.need_sealed)
         with self._timed():
             loadable.repacking.before_start()
-            loadable.staged.swap(places)
+            loadable.staged.swap()
             loadable.process_deferred(self._vllm_config.model_config.dtype)
             loadable.repacking.after_finish()
         loadable.plans.staged(proven=True)
@@ -133,41 +155,83 @@ class Stager:
 
     # -- on the lane's -----------------------------------------------------------------
 
-    def _carry_out(self, operation: wire.Operation) -> None:
+    @contextlib.contextmanager
+    def _surroundings(self) -> Iterator[None]:
         if self._stream is None:
             self._stream = own_stream(self._device)
-        with _switching_fast(), torch.no_grad(), within(self._stream, self._device):
-            match operation:
-                case wire.Receive():
-                    armed = need_armed(self._armed)
-                    into = self._loadable.staged.room(operation.seq)
-                    armed.receive(operation, self._inbox, into)
-                case wire.Stage():
-                    self._stage(operation)
-                case wire.Seal():
-                    self._loadable.staged.seal()
-                case _:
-                    raise EngineError("that is asked of the core", code=NackCode.WRONG_STATE)
+        with torch.no_grad(), within(self._stream, self._device):
+            yield
 
-    def _stage(self, operation: wire.Stage) -> None:
-        """What has arrived lies beside the weights; and when it is the last, all of it is what was
-        sent."""
-        loadable = self._loadable
+    def _carry_out(self, operation: Operation) -> Done:
+        with _switching_fast():
+            match operation:
+                case Greet():
+                    pass
+                case ArmAgain():
+                    return Done(room=self._arms.arm_again(operation))
+                case StartStaging():
+                    return Done(in_place=self._start(self._arms.armed))
+                case Receive():
+                    self._receive(operation)
+                case Stage():
+                    self._stage(operation.chunks)
+                case Seal():
+                    self._loadable.staged.seal()
+            return Done()
+
+    def _start(self, armed: Armed | None) -> bool:
+        """Have memory for the armed update. Returns whether chunks are received into it.
+
+        Raises:
+            EngineError: code ``wrong_state``: none can be staged.
+        """
+        known = self._loadable.plans.known
+        if armed is None or armed.staging is None or known.plan is None:
+            raise EngineError("no update was armed that can be staged", code=NackCode.WRONG_STATE)
+        self._forget_chunks()
+        staged, receiver = self._loadable.staged, self._inbox.receiver
+        staged.begin(known.plan, armed.announced.chunks)
+        synchronize(self._device)  # the memory may have been somebody's in this stream
+        self._armed = armed
+        launches = receiver is not None and receiver.launches
+        return launches and known.proven and staged.room(0) is not None
+
+    def _receive(self, asked: Receive) -> None:
+        announced = need_armed(self._armed).announced
+        if asked.seq >= len(announced.chunks):
+            raise EngineError(f"there is no chunk {asked.seq}", code=NackCode.TRANSFER_FAILED)
+        into = self._loadable.staged.room(asked.seq)
+        metas = announced.chunks[asked.seq]
+        self._inbox.begin(asked.seq, metas, asked.backend, asked.handle, into)
+
+    def _stage(self, chunks: Sequence[Sent]) -> None:
+        """They lie beside the weights, when they have arrived; and when the last of all is among
+        them, all are what was sent."""
         try:
-            received = self._inbox.take(operation.seq)
-            if operation.sums:
-                self._sums.look(operation.seq, received, operation.verify, operation.sums)
-            if operation.seq + 1 == need_armed(self._armed).manifest.chunks:
-                self._sums.check()
-            tensors = loadable.taken(received)
-            loadable.staged.stage(operation.seq, tensors)
-            if not loadable.plans.known.proven:
-                self._prove(tensors)
-            synchronize(self._device)
+            if chunks:
+                self._inbox.take(chunks[-1].seq)  # the others have come before
+            for sent in chunks:
+                self._stage_one(sent)
         except BaseException:
             self._inbox.clear()
             raise
-        self._inbox.done(operation.seq)
+        for sent in chunks:
+            self._inbox.done(sent.seq)
+
+    def _stage_one(self, sent: Sent) -> None:
+        loadable, seq = self._loadable, sent.seq
+        received = self._inbox.take(seq)
+        if sent.sums:
+            stays = received is loadable.staged.room(seq)
+            self._sums.look(seq, received, sent.verify, sent.sums, stays=stays)
+        if seq + 1 == need_armed(self._armed).manifest.chunks:
+            self._sums.check()
+        tensors = loadable.taken(received)
+        if loadable.staged.stage(seq, tensors):
+            synchronize(self._device)  # what it was copied from, may change
+        if not loadable.plans.known.proven:
+            self._prove(tensors)
+            synchronize(self._device)
 
     def _prove(self, tensors: Tensors) -> None:
         loadable = self._loadable

@@ -14,8 +14,9 @@ while the worker makes steps. By target, memory has no more than this worker's p
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from sidecar.vllm_plugin.staging_memory import Shapes
 
     Memory = Mapping[str, torch.Tensor]
+
+
+_ALL: Final = "all"  # the one memory's name
 
 
 class Layout(ABC):
@@ -63,16 +67,21 @@ class Layout(ABC):
         self._staged.clear()
         self._start()
 
-    def stage(self, seq: int, tensors: Received) -> None:
-        """Have a chunk in the memory.
+    def stage(self, seq: int, tensors: Received) -> bool:
+        """Have a chunk in the memory. Returns whether it is copied there.
 
         Raises:
             KeyError: a tensor that the manifest doesn't have.
         """
-        numel = self._have(seq, tensors)
+        there = tensors is self.room(seq)
+        if there:
+            numel = sum(tensor.numel() for _, tensor in tensors)
+        else:
+            numel = self._copy(seq, tensors).numel
         if seq not in self._staged:
             self._staged.add(seq)
             self.missing -= numel
+        return not there
 
     def forget(self) -> None:
         """The memory is gone."""
@@ -105,10 +114,6 @@ class Layout(ABC):
     def _start(self) -> None: ...
 
     @abstractmethod
-    def _have(self, seq: int, tensors: Received) -> int:
-        """Returns how many elements it has of it."""
-
-    @abstractmethod
     def _plan_chunk(self, seq: int, tensors: Received) -> Copies: ...
 
 
@@ -118,9 +123,6 @@ class ByTarget(Layout):
     def __init__(self, plan: CopyPlan) -> None:
         super().__init__(plan)
         self.shapes = {name: (each.shape, each.dtype) for name, each in plan.targets.items()}
-
-    def _have(self, seq: int, tensors: Received) -> int:
-        return self._copy(seq, tensors).numel
 
     def find(self, target: str, region: Region) -> torch.Tensor | None:
         there = self._memory.get(target)
@@ -138,30 +140,32 @@ class ByTarget(Layout):
 
 
 class AsSent(Layout):
-    """Each chunk has its bytes, its tensors where packing puts them."""
+    """One memory, in which each chunk has its bytes behind those of the one before, and its tensors
+    where packing puts them."""
 
     def __init__(self, plan: CopyPlan, chunks: Sequence[tuple[TensorMeta, ...]]) -> None:
         super().__init__(plan)
         self._chunks = chunks
         self._offsets = [packed_offsets(chunk) for chunk in chunks]
-        self.shapes = {
-            str(seq): ((offsets[-1],), torch.uint8) for seq, offsets in enumerate(self._offsets)
-        }
-        self._numels = [sum(torch.Size(m.shape).numel() for m in chunk) for chunk in chunks]
+        self.shapes = {_ALL: ((sum(offsets[-1] for offsets in self._offsets),), torch.uint8)}
+        self._rooms: list[torch.Tensor] = []
+        self._numel = sum(torch.Size(meta.shape).numel() for chunk in chunks for meta in chunk)
         self._views = Views()
         self._found: dict[tuple[str, Region], tuple[int, str, Region]] = {}
 
+    def begin(self, memory: Memory) -> None:
+        super().begin(memory)
+        if not self._rooms:
+            ends = itertools.accumulate((offsets[-1] for offsets in self._offsets), initial=0)
+            self._rooms = [memory[_ALL][begin:end] for begin, end in itertools.pairwise(ends)]
+
     def forget(self) -> None:
         super().forget()
+        self._rooms = []
         self._views.clear()
 
     def room(self, seq: int) -> Delivered | None:
         return self._own(seq) if seq < len(self._chunks) else None
-
-    def _have(self, seq: int, tensors: Received) -> int:
-        if tensors is not self.room(seq):
-            self._copy(seq, tensors)
-        return self._numels[seq]
 
     def find(self, target: str, region: Region) -> torch.Tensor | None:
         if not self._found:
@@ -182,14 +186,14 @@ class AsSent(Layout):
         return Copies([target for target, _ in pairs], [source for _, source in pairs])
 
     def _start(self) -> None:
-        self.missing = sum(self._numels)
+        self.missing = self._numel
 
     def _plan_chunk(self, seq: int, tensors: Received) -> Copies:
         own = dict(self._own(seq))
         return Copies([own[name] for name, _ in tensors], [tensor for _, tensor in tensors])
 
     def _own(self, seq: int) -> Delivered:
-        return self._views.of(self._memory[str(seq)], self._offsets[seq][:-1], self._chunks[seq])
+        return self._views.of(self._rooms[seq], self._offsets[seq][:-1], self._chunks[seq])
 
     def _copies(self) -> Iterator[tuple[int, str, Copy]]:
         for seq, chunk in enumerate(self._chunks):

@@ -2,10 +2,10 @@
 
 Each is one call of vLLM's ``collective_rpc``, of a method that the plugin adds to workers
 (:data:`sidecar.vllm_plugin.facts.PERFORM`), with one argument: the operation in MessagePack, in
-base64. What is staged goes by the workers' lanes (:mod:`sidecar.vllm_plugin.lane`), as the same
-text. In process the text crosses vLLM's MessagePack codec, over HTTP it is JSON, and one text
+base64. In process the text crosses vLLM's MessagePack codec, over HTTP it is JSON, and one text
 form passes both. Decoding is strict: unknown operations, unknown fields and wrong types are
-refused.
+refused. What comes while an engine serves, goes another way
+(:mod:`sidecar.vllm_plugin.lane_wire`).
 
 An exception arrives as its text, wrapped in more text. So a :class:`Failure` is put at the end of
 the text between marks, in the URL-safe base64: no quoting changes that, and neither does vLLM when
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import base64
 import re
-from dataclasses import dataclass
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
@@ -36,7 +35,7 @@ from bus.messages import (  # noqa: TC001 - msgspec reads them when it decodes
 )
 from bus.messages import Verify as VerifyMode  # noqa: TC001 - as above
 
-PROTOCOL: Final = 10
+PROTOCOL: Final = 11
 MAX_PAYLOAD_CHARS: Final = 32 * 1024 * 1024
 DETAIL_CHARS: Final = 2000
 TENSOR_CHARS: Final = 512
@@ -85,7 +84,7 @@ class Start(msgspec.Struct, frozen=True, tag="start", forbid_unknown_fields=True
 
 
 class Receive(msgspec.Struct, frozen=True, tag="receive", forbid_unknown_fields=True):
-    """Fetch one chunk, into staging; by vLLM's own worker engine, into the model."""
+    """Fetch one chunk; by vLLM's own worker engine, into the model."""
 
     seq: Count
     backend: ShortText
@@ -120,22 +119,6 @@ class Restore(msgspec.Struct, frozen=True, tag="restore", forbid_unknown_fields=
 
 class Finish(msgspec.Struct, frozen=True, tag="finish", forbid_unknown_fields=True):
     """Post-process what was loaded, and close the session."""
-
-
-class StartStaging(msgspec.Struct, frozen=True, tag="start_staging", forbid_unknown_fields=True):
-    """Have memory for the armed update beside the weights; of an earlier one, nothing is left."""
-
-
-class Stage(msgspec.Struct, frozen=True, tag="stage", forbid_unknown_fields=True):
-    """Copy the received chunk into that memory; ``sums`` as of :class:`Load`. By the lane."""
-
-    seq: Count
-    verify: VerifyMode
-    sums: Counts
-
-
-class Seal(msgspec.Struct, frozen=True, tag="seal", forbid_unknown_fields=True):
-    """All chunks are staged. By the lane."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", forbid_unknown_fields=True):
@@ -180,9 +163,6 @@ Operation: TypeAlias = (
     | Load
     | Restore
     | Finish
-    | StartStaging
-    | Stage
-    | Seal
     | Ready
     | Swap
     | LetGo
@@ -209,8 +189,7 @@ def decode(text: str) -> Operation:
     return _DECODER.decode(base64.b64decode(text, validate=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True, tag="failure", forbid_unknown_fields=True):
     """What went wrong in a worker."""
 
     code: NackCode

@@ -41,11 +41,11 @@ from bus.manifest import Manifest
 from bus.messages import NackCode, Target
 from bus.native import engine_of
 from bus.transfer import Place
-from sidecar.transfer import check_room, check_sums, make_receiver
+from sidecar.transfer import check_sums, make_receiver
 from sidecar.transfer.inbox import Inbox
 from sidecar.transfer.lora import LoraReceiver
 from sidecar.transfer.streams import synchronize
-from sidecar.vllm_plugin import ranks, wire
+from sidecar.vllm_plugin import lane_wire, ranks, wire
 from sidecar.vllm_plugin.adapters import Adapters
 from sidecar.vllm_plugin.compat import BACKEND, shared_communicators
 from sidecar.vllm_plugin.loadable import Announced, Armed, Loadable, need_armed
@@ -106,11 +106,12 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._loadable: dict[Target, Loadable] = {"model": own}
         self._adapters = Adapters.of(model)
         self._index = worker_index(vllm_config.parallel_config)
-        self._armed: Armed | None = None
+        self.armed: Armed | None = None  # the update that comes next, or is under way
         self._announced: Announced | None = None
+        self._began = True  # maybe a load, since it was seen that none has broken off
         self._backend = ""
         self._inbox = Inbox(device)
-        self._stager = Stager(own, self._inbox, vllm_config, device)
+        self._stager = Stager(own, self._inbox, vllm_config, device, self)
         self.session = Session()
 
     def introduce_draft(self, model: torch.nn.Module, built: Blueprint) -> None:
@@ -161,6 +162,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _start(self) -> None:
         """Get ready to copy by the plan; or put the model into loading format: its parameters are
         on meta from there on."""
+        self._began = True
         loadable = self._loadable[self._target]
         planned = loadable.plans.start(reloading=is_reloading(self.model))
         self._inbox.clear()
@@ -184,7 +186,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _need_its_session(self) -> None:
         """The session is of the model that was armed: tensors of one may fit the other, too."""
-        armed = self._armed
+        armed = self.armed
         if armed is not None and armed.target != self._target:
             raise EngineError(
                 f"what was armed for the {armed.target} is not loaded into the {self._target}",
@@ -221,8 +223,9 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     @property
     def wavebus_room(self) -> Room:
         """Whether the armed update can be staged here."""
-        broken = self.session.open or is_reloading(self._loadable["model"].model)
-        return self._stager.room(self._armed, broken=broken)
+        if self._began:
+            self._began = is_reloading(self._loadable["model"].model)
+        return self._stager.room(self.armed, broken=self.session.open or self._began)
 
     @property
     def wavebus_loading(self) -> dict[str, Any]:
@@ -262,16 +265,12 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 self._arrived(operation)
             case wire.Load():
                 self._load(worker, operation)
-            case wire.StartStaging():
-                self._stager.start(self._armed)
             case wire.Ready():
                 self._stager.check_ready()
             case wire.Swap():
                 self._stager.swap()
             case wire.LetGo():
                 self._stager.let_go()
-            case wire.Stage() | wire.Seal():
-                raise EngineError("that is asked of the lane", code=NackCode.WRONG_STATE)
             case wire.Restore(target=target):
                 self._restore(worker, target)
             case wire.Finish():
@@ -332,7 +331,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         return LoraReceiver()
 
     def _arm(self, operation: wire.ArmManifest) -> None:
-        self._armed = None
+        self.armed = None
         if operation.counts and self.session.open:
             raise EngineError(
                 "an update broke off in this engine, and no patch mends it: send a whole set of "
@@ -364,15 +363,29 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             trace = loadable.checker.check(manifest)
             if not manifest.counts:  # a patch goes into the model as vLLM does it
                 loadable.plans.learn(manifest, trace)
-        check_room(self._backend, receiver, manifest)
         if self._announced is None or self._announced.manifest != manifest:
             self._announced = Announced(manifest)
-        self._armed = Armed(self._announced, target, operation.staging)
+        self._announced.check_room(self._backend, receiver)
+        self.armed = Armed(self._announced, target, operation.staging)
+
+    def arm_again(self, operation: lane_wire.ArmAgain) -> Room:
+        """As it was armed last, to be staged: whether it can be. While steps are made; nothing is
+        asked of the worker's mates.
+
+        Raises:
+            EngineError: another update was armed last, or the transport has no room for it.
+        """
+        armed = self.armed
+        if armed is None or (armed.target, armed.announced.digest) != ("model", operation.manifest):
+            raise EngineError("another update was armed last", code=NackCode.WRONG_STATE)
+        armed.announced.check_room(self._backend, self._inbox.receiver)
+        self.armed = Armed(armed.announced, armed.target, operation.staging)
+        return self.wavebus_room
 
     def _receive(self, worker: Any, operation: wire.Receive) -> None:  # noqa: ARG002 - see native
         if engine_of(operation.backend):
             raise not_this_engine(operation.backend)
-        need_armed(self._armed).receive(operation, self._inbox)
+        need_armed(self.armed).receive(operation, self._inbox)
 
     def _loads_in_place(self) -> bool:
         """Whether what is received can be loaded from where the transport has it."""

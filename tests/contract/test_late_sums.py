@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bus.checksum import checksums
 from bus.errors import EngineError
@@ -26,6 +29,23 @@ class Buffer:
     def chunk(self, seed: int) -> list[tuple[str, torch.Tensor]]:
         """As it is received: the same views again, with other values."""
         received = self._views.of(self._memory, packed_offsets(METAS)[:-1], METAS)
+        for (_, tensor), value in zip(received, values(seed), strict=True):
+            tensor.copy_(value)
+        return received
+
+
+class Rooms:
+    """Of which each chunk has its own, in one memory, until all are looked at."""
+
+    def __init__(self) -> None:
+        self._size_bytes = packed_offsets(METAS)[-1]
+        self._memory = torch.zeros(4 * self._size_bytes, dtype=torch.uint8)
+        self._rooms = list(torch.split(self._memory, self._size_bytes))
+        self._views = Views()
+
+    def chunk(self, seq: int, seed: int) -> list[tuple[str, torch.Tensor]]:
+        """As it is received."""
+        received = self._views.of(self._rooms[seq], packed_offsets(METAS)[:-1], METAS)
         for (_, tensor), value in zip(received, values(seed), strict=True):
             tensor.copy_(value)
         return received
@@ -60,6 +80,47 @@ def test_one_that_is_not_is_named(wrong: int) -> None:
         late.check()
     assert (found.value.code, found.value.tensor) == (NackCode.CHECKSUM_MISMATCH, "a")
     late.check()  # it was told
+
+
+@pytest.mark.parametrize("wrong", [None, *range(4)])
+def test_chunks_that_stay_are_looked_at_when_the_last_has_come(wrong: int | None) -> None:
+    """In one operation; as they are then."""
+    late, rooms = LateSums(), Rooms()
+    for update in range(3):
+        for seq in range(4):
+            received = rooms.chunk(seq, 10 * update + seq)
+            late.look(seq, received, "sample", sums(10 * update + seq), stays=True)
+        with _OneRead() as reads:  # type: ignore[no-untyped-call]
+            late.check()
+        assert reads.seen == 1
+    for seq in range(4):
+        late.look(seq, rooms.chunk(seq, seq), "sample", sums(seq), stays=True)
+    if wrong is None:
+        late.check()
+        return
+    rooms.chunk(wrong, 100)
+    with pytest.raises(EngineError, match=f"a, in chunk {wrong}, is not what was sent"):
+        late.check()
+
+
+class _OneRead(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += func is torch.ops.aten.index_select.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_some_may_stay_and_others_not() -> None:
+    late, rooms, buffer = LateSums(), Rooms(), Buffer()
+    late.look(0, buffer.chunk(7), "sample", sums(7))
+    late.look(1, rooms.chunk(0, 8), "sample", sums(8), stays=True)
+    late.look(2, buffer.chunk(9), "sample", sums(9))
+    late.check()
+    late.look(0, buffer.chunk(7), "sample", sums(7))
+    late.look(1, rooms.chunk(1, 8), "sample", sums(9), stays=True)
+    with pytest.raises(EngineError, match="a, in chunk 1, is not what was sent"):
+        late.check()
 
 
 def test_what_was_given_up_is_not_asked_about() -> None:

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bus.messages import NackCode
-from sidecar.vllm_plugin import wire
+from bus.errors import EngineError
+from bus.manifest import Manifest
+from bus.messages import NackCode, Staging
+from bus.staging import Room
+from sidecar.vllm_plugin import lane_wire, wire
 from tests.vllm._vllm import require_vllm
 
 if TYPE_CHECKING:
@@ -47,7 +50,7 @@ def made() -> tuple[Any, Any]:
             self.session = Session()
             self._inbox = Inbox(torch.device("cpu"))
             loadable: Any = None  # nothing is staged
-            self._stager = Stager(loadable, self._inbox, None, torch.device("cpu"))
+            self._stager = Stager(loadable, self._inbox, None, torch.device("cpu"), self)
             self.model = self._default_model = "model"
             self.model_config = self._default_model_config = None
             self.said: list[str] = []
@@ -227,6 +230,33 @@ def test_a_session_that_somebody_else_has_closed_is_lost(target: Target, refused
     assert engine.said[-4:] == [*mended, f"start {target}"]
 
 
+def test_only_the_update_that_was_armed_last_is_armed_again() -> None:
+    """Of the model; and the transport, which may be another by now, has room for it."""
+    from sidecar.transfer.shm import ShmReceiver  # noqa: PLC0415 - it needs torch
+    from sidecar.vllm_plugin.loadable import Announced, Armed  # noqa: PLC0415 - it needs vLLM
+
+    _, engine = made()
+    type(engine).wavebus_room = Room(8)
+    engine._backend = "shm"
+    engine._inbox.use("shm", ShmReceiver())
+    first, then = (Staging(False, budget, keep=False, clear_cache=False) for budget in (0, 9))
+    known = Announced(Manifest(("a",), ("float32",), ((2,),), (1,)))
+    again = lane_wire.ArmAgain(known.digest, then)
+    refused = [None, Armed(known, "draft", first)]
+    other = Announced(Manifest(("a",), ("float32",), ((3,),), (1,)))
+    for armed in (*refused, Armed(other, "model", first)):
+        engine.armed = armed
+        with pytest.raises(EngineError, match="another update was armed last"):
+            engine.arm_again(again)
+        assert engine.armed is armed
+    engine.armed = Armed(known, "model", first)
+    assert engine.arm_again(again) == Room(8)
+    assert engine.armed == Armed(known, "model", then)
+    engine._inbox.receiver.room_bytes = 4
+    with pytest.raises(EngineError, match="chunk 0 takes 64 bytes"):
+        engine.arm_again(again)
+
+
 def test_steps_do_not_wait_for_the_chunks_of_an_update_that_is_let_go() -> None:
     """Its trainer is silent, and the chunk was begun and is taken by nobody."""
     from sidecar.transfer import Receiver  # noqa: PLC0415 - it needs torch
@@ -258,7 +288,9 @@ def test_steps_do_not_wait_for_the_chunks_of_an_update_that_is_let_go() -> None:
     inbox.use("silent", Silent())
     inbox.begin(0, (), "silent", b"")
     loadable: Any = SimpleNamespace(staged=staged)
-    letting_go = threading.Thread(target=Stager(loadable, inbox, None, cpu).let_go, daemon=True)
+    arms: Any = None  # nobody asks
+    stager = Stager(loadable, inbox, None, cpu, arms)
+    letting_go = threading.Thread(target=stager.let_go, daemon=True)
     letting_go.start()
     letting_go.join(LIMIT_S)
     assert not letting_go.is_alive()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import pytest
@@ -16,25 +16,30 @@ from bus.messages import NackCode, Staging
 from bus.staging import Room
 from bus.transfer import NO_PLACE
 from sidecar.engine import Chunk
-from sidecar.vllm_plugin import facts, wire
+from sidecar.vllm_plugin import facts, lane_wire, wire
 from sidecar.vllm_plugin.client import PluginClient
 from sidecar.vllm_plugin.lane import Lane
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
 
+    Told: TypeAlias = wire.Operation | lane_wire.Operation | str
+
 MANIFEST = Manifest(("a",), ("float32",), ((2,),), (1,))
 META = TensorMeta("a", "float32", (2,))
+MAY = Staging(required=False, budget_bytes=0, keep=False, clear_cache=False)
 
 
 class Workers:
     """The workers of an engine, and what they were told."""
 
     def __init__(self, *, fails: type[Any] | None = None) -> None:
-        self.told: list[wire.Operation | str | tuple[str, wire.Operation]] = []
+        self.told: list[Told] = []
         self.found = Room(64)
         self.calls_off: bool | None = False
-        self.lane = Lane(lambda asked: self._perform(asked, "lane"), lambda: None)
+        self.in_place = False
+        self.forgets = False  # what was armed
+        self.lane = Lane(self._carry_out, lambda: None)
         self.lane_name = ""  # of another one
         self._fails = fails
 
@@ -57,8 +62,18 @@ class Workers:
                 return [self.calls_off]
         raise AssertionError(method)
 
-    def _perform(self, told: wire.Operation, way: str = "") -> None:
-        self.told.append((way, told) if way else told)
+    def _carry_out(self, told: lane_wire.Operation) -> lane_wire.Done:
+        if isinstance(told, lane_wire.Greet):
+            return lane_wire.Done()
+        self.told.append(told)
+        if isinstance(told, lane_wire.ArmAgain):
+            if self.forgets:
+                raise EngineError("another update was armed last", code=NackCode.WRONG_STATE)
+            return lane_wire.Done(room=self.found)
+        return lane_wire.Done(in_place=self.in_place)
+
+    def _perform(self, told: wire.Operation) -> None:
+        self.told.append(told)
         if self._fails is not None and isinstance(told, self._fails):
             raise EngineError("another sum", code=NackCode.CHECKSUM_MISMATCH)
 
@@ -78,9 +93,7 @@ def closed() -> Iterator[list[PluginClient | Lane]]:
         each.close()
 
 
-def told(
-    workers: Workers, *steps: Coroutine[Any, Any, object]
-) -> list[wire.Operation | str | tuple[str, wire.Operation]]:
+def told(workers: Workers, *steps: Coroutine[Any, Any, object]) -> list[Told]:
     """What these steps came to."""
 
     async def scenario() -> None:
@@ -123,9 +136,8 @@ def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap(
     client = PluginClient(workers)
     closed += client, workers.lane
     told(workers, client.hello(cores=1), client.open_transfer("shm", b"", NO_PLACE))
-    how = Staging(required=False, budget_bytes=0, keep=False, clear_cache=False)
     steps = (
-        client.arm(MANIFEST, "model", how),
+        client.arm(MANIFEST, "model", MAY),
         client.start_update(recover=False, target="model", staged=True),
         client.receive(Chunk(0, "shm", (META,), b"h")),
         client.load(0, "full", (7,)),
@@ -134,16 +146,75 @@ def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap(
         client.restore("model"),
     )
     assert told(workers, *steps) == [
-        wire.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), how),
-        wire.StartStaging(),
-        ("lane", wire.Receive(0, "shm", ("a",), ("float32",), ((2,),), b"h")),
-        ("lane", wire.Stage(0, "full", (7,))),
-        ("lane", wire.Seal()),
+        wire.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), MAY),
+        lane_wire.StartStaging(),
+        lane_wire.Receive(0, "shm", b"h"),
+        lane_wire.Stage((lane_wire.Sent(0, "full", (7,)),)),
+        lane_wire.Seal(),
         wire.Ready(),
         wire.Swap(),
         "swap to 3, False",
         wire.LetGo(),
     ]
+
+
+def test_chunks_that_are_received_where_they_are_staged_are_told_of_together(
+    closed: list[PluginClient | Lane],
+) -> None:
+    """Each word takes its time from a step."""
+    workers = Workers()
+    workers.in_place = True
+    client = PluginClient(workers)
+    closed += client, workers.lane
+    told(workers, client.hello(cores=1), client.open_transfer("nccl", b"", NO_PLACE))
+    manifest = replace(
+        MANIFEST, names=tuple("abc"), dtypes=("int8",) * 3, shapes=((1,),) * 3, chunk_ends=(1, 2, 3)
+    )
+    chunks = [Chunk(seq, "nccl", manifest.chunk(seq), b"h") for seq in range(3)]
+    told(workers, client.arm(manifest, "model", MAY))
+    steps = (
+        client.start_update(recover=False, target="model", staged=True),
+        client.receive(chunks[0]),
+        client.receive(chunks[1]),
+        client.load(0, "sample", (7,)),
+        client.receive(chunks[2]),
+        client.load(1, "sample", (8,)),
+        client.load(2, "sample", (9,)),
+        client.finish_update(),
+    )
+    sent = [lane_wire.Sent(seq, "sample", (7 + seq,)) for seq in range(3)]
+    assert told(workers, *steps) == [
+        lane_wire.StartStaging(),
+        lane_wire.Receive(0, "nccl", b"h"),
+        lane_wire.Receive(1, "nccl", b"h"),
+        lane_wire.Receive(2, "nccl", b"h"),
+        lane_wire.Stage(tuple(sent)),
+        lane_wire.Seal(),
+    ]
+
+
+def test_a_manifest_that_was_armed_before_is_not_sent_again(
+    closed: list[PluginClient | Lane],
+) -> None:
+    """Unless workers know another one, or nothing could be staged."""
+    workers = Workers()
+    client = PluginClient(workers)
+    closed += client, workers.lane
+    told(workers, client.hello(cores=1), client.open_transfer("shm", b"", NO_PLACE))
+    arm = wire.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), MAY)
+    again = lane_wire.ArmAgain(MANIFEST.digest(), MAY)
+    other = replace(MANIFEST, shapes=((3,),))
+    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
+    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again]
+    assert len(told(workers, client.arm(other, "model", MAY))) == 1
+    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
+    workers.forgets = True
+    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again, arm]
+    workers.forgets, workers.found = False, Room(64, "no room")
+    assert asyncio.run(client.arm(MANIFEST, "model", MAY)) == workers.found
+    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
+    told(workers, client.arm(MANIFEST, "model"))
+    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
 
 
 @pytest.mark.parametrize("cores", [1, 2, 0])
@@ -157,12 +228,11 @@ def test_an_engine_without_room_says_so_and_refuses_what_must_be_staged(
     client = PluginClient(workers)
     closed += client, workers.lane
     told(workers, client.hello(cores=cores))
-    how = Staging(required=False, budget_bytes=0, keep=False, clear_cache=False)
-    found = asyncio.run(client.arm(MANIFEST, "model", how))
+    found = asyncio.run(client.arm(MANIFEST, "model", MAY))
     why_not = {1: "no room", 2: "several cores", 0: "can't swap"}[cores]
     assert why_not in found.why_not
     with pytest.raises(EngineError) as refused:
-        asyncio.run(client.arm(MANIFEST, "model", replace(how, required=True)))
+        asyncio.run(client.arm(MANIFEST, "model", replace(MAY, required=True)))
     assert refused.value.code is NackCode.STAGING_REFUSED
 
 
@@ -173,8 +243,7 @@ def test_workers_that_cannot_be_reached_stage_nothing(closed: list[PluginClient 
     client = PluginClient(workers)
     closed += client, workers.lane
     told(workers, client.hello(cores=1))
-    how = Staging(required=False, budget_bytes=0, keep=False, clear_cache=False)
-    found = asyncio.run(client.arm(MANIFEST, "model", how))
+    found = asyncio.run(client.arm(MANIFEST, "model", MAY))
     assert "must run on one host" in found.why_not
 
 

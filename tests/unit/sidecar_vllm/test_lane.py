@@ -14,7 +14,7 @@ import pytest
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar.vllm_plugin import wire
+from sidecar.vllm_plugin import lane_wire
 from sidecar.vllm_plugin.lane import LENGTH, MAX_FRAME_BYTES, Lane
 from sidecar.vllm_plugin.lanes import Lanes
 
@@ -33,15 +33,17 @@ class Worker:
     """
 
     def __init__(self, *, waits_for: int = -1, fails_at: int = -1) -> None:
-        self.told: list[wire.Operation] = []
+        self.told: list[lane_wire.Operation] = []
         self.began = threading.Event()
         self.came = threading.Event()
         self.interrupted = False
         self.lane = Lane(self._carry_out, self._interrupt)
         self._waits_for, self._fails_at = waits_for, fails_at
 
-    def _carry_out(self, operation: wire.Operation) -> None:
-        seq = operation.seq if isinstance(operation, wire.Stage) else -2
+    def _carry_out(self, operation: lane_wire.Operation) -> lane_wire.Done:
+        if isinstance(operation, lane_wire.Greet):
+            return lane_wire.Done()
+        seq = operation.chunks[0].seq if isinstance(operation, lane_wire.Stage) else -2
         self.began.set()
         if seq == self._waits_for:
             assert self.came.wait(LIMIT_S)
@@ -50,6 +52,7 @@ class Worker:
         if seq == self._fails_at:
             raise EngineError("another sum", code=NackCode.CHECKSUM_MISMATCH, tensor="a.b")
         self.told.append(operation)
+        return lane_wire.Done(in_place=seq == 0)
 
     def _interrupt(self) -> None:
         self.interrupted = True
@@ -65,13 +68,13 @@ def workers() -> Iterator[list[Worker]]:
         worker.lane.close()
 
 
-def stage(seq: int) -> wire.Stage:
-    return wire.Stage(seq, "off", ())
+def stage(seq: int) -> lane_wire.Stage:
+    return lane_wire.Stage((lane_wire.Sent(seq, "off", ()),))
 
 
 async def reached(*workers: Worker) -> Lanes:
     lanes = Lanes()
-    lanes.open([worker.lane.name for worker in workers])
+    await lanes.open([worker.lane.name for worker in workers])
     return lanes
 
 
@@ -82,14 +85,15 @@ def test_all_workers_do_what_is_asked_in_its_order(workers: list[Worker]) -> Non
     async def scenario() -> None:
         lanes = await reached(*workers)
         for seq in range(3):
-            await lanes.perform(stage(seq))
+            answers = await lanes.perform(stage(seq))
+            assert answers == [lane_wire.Done(in_place=seq == 0)] * 2
             assert [len(worker.told) for worker in workers] == [seq + 1] * 2
-        await lanes.perform(wire.Seal())
+        await lanes.perform(lane_wire.Seal())
         lanes.close()
 
     asyncio.run(scenario())
     for worker in workers:
-        assert worker.told == [stage(0), stage(1), stage(2), wire.Seal()]
+        assert worker.told == [stage(0), stage(1), stage(2), lane_wire.Seal()]
 
 
 def test_a_failure_keeps_its_code_and_its_tensor_and_the_lane(workers: list[Worker]) -> None:
@@ -166,18 +170,45 @@ def test_the_answer_to_a_call_that_was_given_up_is_nobodys(workers: list[Worker]
 
 
 def test_another_sidecar_is_not_kept_out_by_one_that_hangs(workers: list[Worker]) -> None:
-    """Whose connection is open, and silent."""
+    """Whose connection is open, and silent. If it asks for something afterwards, it is not done."""
     worker = Worker()
     workers.append(worker)
 
     async def scenario() -> None:
         hangs, comes = await reached(worker), await reached(worker)
         await comes.perform(stage(0))
+        with pytest.raises(EngineError, match="has left in the middle"):
+            await hangs.perform(stage(1))
+        await comes.perform(stage(2))
         comes.close()
         hangs.close()
 
     asyncio.run(scenario())
-    assert worker.told == [stage(0)]
+    assert worker.told == [stage(0), stage(2)]
+
+
+def test_what_a_sidecar_has_asked_before_another_came_is_not_begun(workers: list[Worker]) -> None:
+    """It waits for the core, while the other one comes."""
+    worker = Worker()
+    workers.append(worker)
+
+    async def scenario() -> None:
+        before = await reached(worker)
+        known = worker.lane._newest
+        with worker.lane.held():
+            asked = asyncio.create_task(before.perform(stage(0)))
+            after = asyncio.create_task(reached(worker))
+            async with asyncio.timeout(LIMIT_S):
+                while worker.lane._newest is known:  # noqa: ASYNC110 - a lane has no event for it
+                    await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="has left in the middle"):
+            await asked
+        other = await after
+        await other.perform(stage(1))
+        other.close()
+
+    asyncio.run(scenario())
+    assert worker.told == [stage(1)]
 
 
 def test_a_worker_that_is_gone_is_an_error(workers: list[Worker]) -> None:
@@ -189,13 +220,11 @@ def test_a_worker_that_is_gone_is_an_error(workers: list[Worker]) -> None:
 
     async def scenario() -> None:
         with pytest.raises(EngineError, match="must run on one host"):
-            Lanes().open([name])
+            await Lanes().open([name])
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"\0{name}-deaf")
             listener.listen()
-            lanes = Lanes()
-            lanes.open([f"{name}-deaf"])
-            asked = asyncio.create_task(lanes.perform(stage(0)))
+            asked = asyncio.create_task(Lanes().open([f"{name}-deaf"]))
             connection, _ = await asyncio.to_thread(listener.accept)
             connection.close()
             with pytest.raises(EngineError, match="has left in the middle"):
@@ -252,9 +281,9 @@ import os, socket
 os.setuid({NOBODY})
 end = socket.socket(socket.AF_UNIX)
 end.connect("\\0{worker.lane.name}")
-text = {wire.encode(stage(0)).encode()!r}
+blob = {lane_wire.encode(stage(0))!r}
 try:
-    end.sendall(len(text).to_bytes(4, "big") + text)
+    end.sendall(len(blob).to_bytes(4, "big") + blob)
     print(end.recv(4))
 except (BrokenPipeError, ConnectionResetError):
     print(b"")

@@ -16,11 +16,12 @@ from sidecar.transfer.base import Views, packed_offsets
 from sidecar.vllm_plugin.copy_plan import NoPlanError, make_plan
 from sidecar.vllm_plugin.loader_trace import storage_of
 from sidecar.vllm_plugin.staged import StagedWeights
+from sidecar.vllm_plugin.staging_layouts import AsSent, ByTarget
 from tests.unit.sidecar_vllm._small_model import HIDDEN, Small, manifest_of, trace_of, weights
 from tests.unit.sidecar_vllm.test_plans import CPU, Serving, all_weights, packed_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -87,7 +88,8 @@ class Staging:
     def swap(self, *, keep: bool = False) -> None:
         """What is staged is served."""
         self.weights.seal()
-        self.weights.swap(self.weights.need_sealed())
+        self.weights.need_sealed()
+        self.weights.swap()
         self.weights.let_go(keep=keep)
 
     def serves(self, seed: int) -> bool:
@@ -184,6 +186,31 @@ def test_a_chunk_that_was_received_into_its_room_is_staged(keep: bool) -> None:
             with _NoCopies():  # type: ignore[no-untyped-call]
                 tested.weights.stage(seq, came)
         tested.swap(keep=keep)
+        assert tested.serves(seed)
+
+
+def test_a_swap_finds_its_copies_prepared(tested: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When all was sealed, and as they were, as long as the memory stays: steps wait for a swap."""
+    prepared: list[object] = []
+
+    def noted(into: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(layout: object, targets: object) -> Any:
+            prepared.append(layout)
+            return into(layout, targets)
+
+        return wrapped
+
+    for kind in (AsSent, ByTarget):
+        monkeypatch.setattr(kind, "into", noted(kind.into))
+    for seed in (5, 6, 7):
+        tested.begin()
+        tested.stage(tested.new(seed))
+        tested.weights.seal()
+        assert len(prepared) == 1
+        tested.weights.need_sealed()
+        tested.weights.swap()
+        tested.weights.let_go(keep=True)
+        assert len(prepared) == 1
         assert tested.serves(seed)
 
 

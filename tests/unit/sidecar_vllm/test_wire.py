@@ -8,8 +8,9 @@ import json
 import msgspec
 import pytest
 
-from bus.messages import NackCode
-from sidecar.vllm_plugin import wire
+from bus.messages import NackCode, Staging
+from bus.staging import Room
+from sidecar.vllm_plugin import lane_wire, wire
 
 FAILURE = wire.Failure(NackCode.MANIFEST_REFUSED, 'it\'s "too" /tmp/big\nby half ü', "a.b.weight")
 
@@ -99,3 +100,37 @@ def test_long_failures_are_clipped() -> None:
     assert found is not None
     assert (len(found.detail), len(found.tensor)) == (wire.DETAIL_CHARS, wire.TENSOR_CHARS)
     assert len(long.to_bytes()) < 12 * 1024 - 4
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        lane_wire.Greet(),
+        lane_wire.ArmAgain("d" * 64, Staging(True, 1, keep=False, clear_cache=True)),
+        lane_wire.StartStaging(),
+        lane_wire.Receive(3, "nccl", b"\x80"),
+        lane_wire.Stage((lane_wire.Sent(3, "full", (0, (1 << 64) - 1)),)),
+        lane_wire.Seal(),
+    ],
+)
+def test_what_a_lane_is_asked_survives_its_way(said: lane_wire.Operation) -> None:
+    assert lane_wire.decode(lane_wire.encode(said)) == said
+
+
+@pytest.mark.parametrize("said", [lane_wire.Done(), lane_wire.Done(Room(3, "no")), FAILURE])
+def test_so_does_what_it_answers(said: lane_wire.Answer) -> None:
+    assert lane_wire.decode_answer(lane_wire.encode(said)) == said
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [
+        b"",
+        msgspec.msgpack.encode({"type": "unheard of"}),
+        msgspec.msgpack.encode({"type": "seal", "more": 1}),
+        msgspec.msgpack.encode({"type": "stage", "chunks": [3]}),
+    ],
+)
+def test_a_lane_takes_nothing_else(blob: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        lane_wire.decode(blob)
