@@ -115,6 +115,16 @@ class Round:
     lost: int
     trace: Trace
 
+    def told(self) -> str:
+        """In a line."""
+        told = f"gap {self.gap_ms:.0f} ms, steps of {percentile(self.steps_ms, 50):.0f} ms before"
+        if self.swap_ms:
+            share = self.receiving_tokens_per_s / self.before_tokens_per_s
+            told += (
+                f"; {share:.0%} of the tokens while it received; swapped in {self.swap_ms:.1f} ms"
+            )
+        return told
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -143,7 +153,7 @@ async def measure(
         for way in WAYS:
             done = await _round(running, way, requests, tokens)
             name = "warming up," if index < 0 else f"round {index + 1},"
-            say(f"{name} {way}: gap {done.gap_ms:.0f} ms")
+            say(f"{name} {way}: {done.told()}")
             if index >= 0:
                 measured[way].append(done)
         raw_ms, copy_ms = await running.raw_ms(), await running.copy_ms()

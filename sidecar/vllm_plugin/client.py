@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from bus.errors import EngineError
 from bus.lora import adapter_of
+from bus.messages import NackCode
 from bus.native import loads_when_received
 from bus.staging import Room, greatest, need_room
 from sidecar.vllm_plugin import facts, lane_wire, wire
@@ -82,12 +83,16 @@ class PluginClient:
         self._lanes.close()
 
     async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
+        """By the lanes, where they are: who opens a transport, may wait for others. vLLM's own
+        transports, and what takes their place, are the core's to open."""
+        opened = wire.Open(backend, params, place.communicator, place.world_size, place.rank)
+        theirs, adapter = loads_when_received(backend), adapter_of(backend)
         self._adapter = ""
-        ahead = await self._perform(
-            wire.Open(backend, params, place.communicator, place.world_size, place.rank)
-        )
-        self._adapter = adapter_of(backend)
-        self._load_comes_with_receive = loads_when_received(backend)
+        if not self._has_lanes or theirs or adapter or self._load_comes_with_receive:
+            ahead = await self._perform(opened)
+        else:
+            ahead = min(each.ahead for each in await self._lanes.perform(opened))
+        self._adapter, self._load_comes_with_receive = adapter, theirs
         return ahead
 
     async def arm(self, manifest: Manifest, target: Target, staging: Staging | None = None) -> Room:
@@ -109,12 +114,11 @@ class PluginClient:
             await self._perform(arm)
             return need_room(staging, Room(why_not=why_not))
         self._chunks = manifest.chunks
-        digest = manifest.digest()
-        room = await self._arm_again(digest, staging) if again == digest else None
+        digest = manifest.digest() if target == "model" else ""
+        room = await self._arm_again(digest, staging) if digest and again == digest else None
         if room is None:
-            asked = {"operation": wire.encode(arm)}
-            room = facts.read_room(await self._doors.ask(facts.ARM, asked))
-        if not room.why_not and target == "model":
+            room = await self._arm(arm)
+        if not room.why_not:
             self._staged_before = digest
         return need_room(staging, room)
 
@@ -200,6 +204,10 @@ class PluginClient:
         if self._adapter:
             await self._perform(wire.SettleAdapter())
 
+    @property
+    def _has_lanes(self) -> bool:
+        return self._together and bool(len(self._lanes)) and not self._no_lanes
+
     def _why_not_staged(self) -> str:
         """Why nothing can be staged in this engine, whatever it is."""
         if not self._swaps:
@@ -207,6 +215,20 @@ class PluginClient:
         if not self._together:
             return "it has several cores behind one client"
         return self._no_lanes
+
+    async def _arm(self, arm: wire.ArmManifest) -> Room:
+        """By the lane, where it can be. Workers that have mates ask each other, which they can't by
+        the lanes."""
+        if len(self._lanes) == 1 and arm.target == "model" and not arm.counts:
+            try:
+                [armed] = await self._lanes.perform(arm)
+            except EngineError as error:
+                if error.code is not NackCode.WRONG_STATE:
+                    raise
+            else:
+                return armed.room or Room(why_not="its worker does not say whether it has room")
+        asked = {"operation": wire.encode(arm)}
+        return facts.read_room(await self._doors.ask(facts.ARM, asked))
 
     async def _arm_again(self, digest: str, staging: Staging) -> Room | None:
         """Arm what was armed before; None: the workers must see all of it."""

@@ -1,7 +1,8 @@
 """What a sidecar asks of a worker by its lane (:mod:`sidecar.vllm_plugin.lane`), and the answers.
 
 Both are MessagePack, and nothing else is around it. Decoding is strict, as in
-:mod:`sidecar.vllm_plugin.wire`.
+:mod:`sidecar.vllm_plugin.wire`, two of whose operations may come this way, too: who opens a
+transport, waits for others; and who is armed for the first time, has its loader looked at.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bus.messages import (  # noqa: TC001 - msgspec reads them when it decodes
     Verify,
 )
 from bus.staging import Room  # noqa: TC001 - as above
-from sidecar.vllm_plugin.wire import Failure
+from sidecar.vllm_plugin.wire import ArmManifest, Failure, Open
 
 
 class Greet(msgspec.Struct, frozen=True, tag="greet", forbid_unknown_fields=True):
@@ -65,17 +66,19 @@ class Seal(msgspec.Struct, frozen=True, tag="seal", forbid_unknown_fields=True):
     """All chunks are staged."""
 
 
-Operation: TypeAlias = Greet | ArmAgain | StartStaging | Receive | Stage | Seal
+Operation: TypeAlias = Greet | Open | ArmManifest | ArmAgain | StartStaging | Receive | Stage | Seal
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
     """It was carried out.
 
-    ``room``: of what was armed again. ``in_place``: of what was started, that chunks are received
-    where they are staged, so that there is nothing to do for one that has come: they may be staged
-    all at once, when the last one has.
+    ``ahead``: of what was opened, how many chunks may be received ahead. ``room``: of what was
+    armed. ``in_place``: of what was started, that chunks are received where they are staged, so
+    that there is nothing to do for one that has come: they may be staged all at once, when the last
+    one has.
     """
 
+    ahead: Count = 1
     room: Room | None = None
     in_place: bool = False
 

@@ -26,6 +26,9 @@ class Lanes:
         self._names: tuple[str, ...] = ()
         self._lanes: list[_Connection] = []
 
+    def __len__(self) -> int:
+        return len(self._names)
+
     async def open(self, names: Sequence[str]) -> None:
         """Reach the workers that listen there. Whoever did before, is not heard any more.
 

@@ -32,6 +32,7 @@ ones it touches must still lie as they were loaded (:mod:`sidecar.vllm_plugin.in
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from bus.manifest import Manifest, TensorMeta
+
+
+_log = logging.getLogger("vllm.wavebus")
 
 
 def quiet_loading() -> AbstractContextManager[None]:
@@ -116,6 +120,19 @@ class ManifestChecker:
         self._last: tuple[Manifest, LoaderTrace] | None = None
         self._judged = False  # that one's manifest, by this worker
 
+    def prepare(self) -> None:
+        """Have the meta model, before requests wait for it: while it is built, nothing else may
+        make a tensor. If it can't be, that is said when a manifest is checked."""
+        try:
+            self._meta_model()
+        except Exception:  # noqa: BLE001 - it will be tried again
+            _log.warning("wavebus: no manifest can be checked against this model", exc_info=True)
+
+    @property
+    def prepared(self) -> bool:
+        """Whether there is one."""
+        return self._model is not None
+
     def check(self, manifest: Manifest) -> LoaderTrace:
         """Refuse what would not fill the model. A collective of the engine's workers.
 
@@ -159,12 +176,15 @@ class ManifestChecker:
 
     # -- loading -----------------------------------------------------------------------
 
+    def _meta_model(self) -> torch.nn.Module:
+        if self._model is None:
+            self._model = build_meta_model(self._built, self._serving)
+        return self._model
+
     def _load(self, manifest: Manifest) -> LoaderTrace:
         if self._last is not None and self._last[0] == manifest:
             return self._last[1]
-        if self._model is None:
-            self._model = build_meta_model(self._built, self._serving)
-        model = self._model
+        model = self._meta_model()
         trace = LoaderTrace(
             tuple(manifest.tensors()),
             dict(model.named_parameters()),

@@ -3,7 +3,9 @@
 ::
 
     asked by        operation        where                    what
-    the lane        ArmAgain         the lane's thread        what was armed before
+    the lane        Open             the lane's thread        the way that chunks come
+    the lane        ArmManifest,     the lane's thread        what comes; as before
+                    ArmAgain
     the lane        StartStaging     the lane's thread        memory beside the weights
     the lane        Receive, Stage   the lane's thread        a chunk comes, and is there
     the lane        Seal             the lane's thread        all of it is there
@@ -15,7 +17,7 @@ of the two threads one runs at a time. So whatever is asked of the lane takes it
 and should be little. On a GPU the lane has a stream of its own, and says that something is done
 when the GPU has done it.
 
-A manifest is seen for the first time by the core's way: its check asks the worker's mates.
+A worker that has mates sees a manifest for the first time by the core's way: they ask each other.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from sidecar.vllm_plugin.lane_wire import (
     StartStaging,
 )
 from sidecar.vllm_plugin.loadable import Armed, need_armed
+from sidecar.vllm_plugin.wire import ArmManifest, Open
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -62,19 +65,21 @@ if TYPE_CHECKING:
 _SWITCH_S: Final = 0.0005
 
 
-class Arms(Protocol):
-    """Who knows what is armed."""
+class Engine(Protocol):
+    """The worker's, as far as its lane asks it. Whatever it raises, is for the sidecar."""
 
     @property
     def armed(self) -> Armed | None:
         """The update that comes next, or is under way."""
 
-    def arm_again(self, operation: ArmAgain) -> Room:
-        """See the operation.
+    def open_transfer(self, operation: Open) -> int:
+        """See the operation; how many chunks may be received ahead."""
 
-        Raises:
-            EngineError: it is another one.
-        """
+    def arm(self, operation: ArmManifest) -> Room:
+        """See the operation; whether it can be staged."""
+
+    def arm_again(self, operation: ArmAgain) -> Room:
+        """See the operation; whether it can be staged."""
 
 
 class Stager:
@@ -83,7 +88,7 @@ class Stager:
     Args:
         inbox: the worker's.
         vllm_config: with which the model was built.
-        arms: the worker's.
+        engine: the worker's.
 
     Attributes:
         swap_ms: how long the last swap kept the device from steps.
@@ -95,10 +100,10 @@ class Stager:
         inbox: Inbox,
         vllm_config: Any,
         device: torch.device,
-        arms: Arms,
+        engine: Engine,
     ) -> None:
         self.lane = Lane(self._carry_out, inbox.interrupt, self._surroundings)
-        self._arms = arms
+        self._engine = engine
         self._loadable = loadable
         self._inbox = inbox
         self._vllm_config = vllm_config
@@ -167,10 +172,14 @@ class Stager:
             match operation:
                 case Greet():
                     pass
+                case Open():
+                    return Done(ahead=self._engine.open_transfer(operation))
+                case ArmManifest():
+                    return Done(room=self._engine.arm(operation))
                 case ArmAgain():
-                    return Done(room=self._arms.arm_again(operation))
+                    return Done(room=self._engine.arm_again(operation))
                 case StartStaging():
-                    return Done(in_place=self._start(self._arms.armed))
+                    return Done(in_place=self._start(self._engine.armed))
                 case Receive():
                     self._receive(operation)
                 case Stage():

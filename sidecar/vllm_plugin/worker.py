@@ -250,8 +250,9 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         match operation:
             case wire.Hello(protocol=protocol):
                 _check_protocol(protocol)
+                self._loadable["model"].checker.prepare()
             case wire.Open():
-                self._open(operation)
+                self.open_transfer(operation)
             case wire.ArmManifest():
                 self._arm(operation)
             case wire.Start(target=target):
@@ -304,6 +305,15 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             if info.can_load():
                 info.loaded_weights = []
                 info.load_numel = 0
+
+    def open_transfer(self, operation: wire.Open) -> int:
+        """Open the transport. Returns how many chunks may be received ahead.
+
+        Raises:
+            EngineError: it can't be.
+        """
+        self._open(operation)
+        return self._inbox.depth
 
     def _open(self, operation: wire.Open) -> None:
         if engine_of(operation.backend):
@@ -367,6 +377,18 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self._announced = Announced(manifest)
         self._announced.check_room(self._backend, receiver)
         self.armed = Armed(self._announced, target, operation.staging)
+
+    def arm(self, operation: wire.ArmManifest) -> Room:
+        """Arm while steps are made; whether it can be staged.
+
+        Raises:
+            EngineError: the target can't be filled with it; code ``wrong_state``, if no step may be
+                made meanwhile.
+        """
+        if not self._loadable["model"].checker.prepared:
+            raise EngineError("nothing was checked here before", code=NackCode.WRONG_STATE)
+        self._arm(operation)
+        return self.wavebus_room
 
     def arm_again(self, operation: lane_wire.ArmAgain) -> Room:
         """As it was armed last, to be staged: whether it can be. While steps are made; nothing is

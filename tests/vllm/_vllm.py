@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from bus.messages import Staging
 from tests.support.push import Push, plan
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from bus.messages import Target
     from sidecar.engine import Engine
+    from sidecar.vllm_inprocess import VllmEngine
 
 PROMPT = [5, 17, 99, 3, 42, 7]
 MAX_POSITIONS = 4096
@@ -237,6 +239,34 @@ async def paused_update(
     await engine.pause("keep", clear_cache=True)
     await Push(engine, weights, plan(weights), target=target).whole(version)
     await engine.resume()
+
+
+async def staged_update(
+    engine: VllmEngine,
+    weights: Mapping[str, torch.Tensor],
+    version: int,
+    *,
+    workers: int = 1,
+    backend: str = "shm",
+) -> list[str]:
+    """A whole one, beside the weights that are served. Returns what the core was asked for."""
+    how = Staging(required=True, budget_bytes=0, keep=False, clear_cache=False)
+    manifest = plan(weights)
+    push = Push(engine, weights, manifest, backend=backend, workers=workers, staging=how)
+    asked: list[str] = []
+    doors: Any = engine._doors
+    ask = doors.ask
+
+    async def noted(method: str, kwargs: dict[str, Any]) -> Any:
+        asked.append(method)
+        return await ask(method, kwargs)
+
+    doors.ask = noted
+    try:
+        await push.whole(version)
+    finally:
+        doors.ask = ask
+    return asked
 
 
 async def ways(llm: Any) -> set[str]:

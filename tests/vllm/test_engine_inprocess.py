@@ -15,7 +15,7 @@ from bus.messages import NackCode
 from sidecar.engine import Chunk
 from sidecar.vllm_inprocess import VllmEngine, parse_version
 from sidecar.vllm_plugin import wire
-from sidecar.vllm_plugin.facts import PERFORM
+from sidecar.vllm_plugin.facts import PERFORM, SWAP
 from tests.contract.bus_suite import BusContract
 from tests.contract.engine_suite import EngineContract, Generated, Watch
 from tests.contract.staged_suite import StagedContract
@@ -33,6 +33,7 @@ from tests.vllm._vllm import (
     in_another_order,
     paused_update,
     require_vllm,
+    staged_update,
     ways,
 )
 
@@ -117,6 +118,7 @@ def under_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
             assert (info.kind, info.dp_rank, info.dp_size, info.workers) == ("vllm", 0, 1, 1)
             yield tested
         finally:
+            runner.run(tested.engine.close())
             runner.run(booted.__aexit__(None, None, None))
             # While warnings are no errors yet: vLLM leaves its sockets to the collector.
             del tested.llm, tested.engine, llm
@@ -133,6 +135,24 @@ class TestStaged(StagedContract):
 
 class TestOnTheBus(BusContract):
     """In process: broker, sidecar and trainer around a real AsyncLLM."""
+
+
+def test_a_staged_update_asks_the_core_for_its_swap_and_for_nothing_else(
+    under_test: InProcess,
+) -> None:
+    """Steps wait for whatever the core is asked for. Also the first one of its tensors, which opens
+    the transport, and whose manifest nobody knows."""
+    engine = under_test.engine
+    assert isinstance(engine, VllmEngine)
+
+    async def scenario() -> None:
+        for seed in (61, 62):
+            new = in_another_order(under_test.other_weights(seed))
+            asked = await staged_update(engine, new, under_test.version + 1, backend="gloo")
+            assert asked == [SWAP]
+            await under_test.assert_serves(new, under_test.version + 1)
+
+    under_test.run(scenario())
 
 
 def test_live_update_matches_transformers(under_test: InProcess) -> None:

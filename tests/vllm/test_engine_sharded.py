@@ -13,7 +13,7 @@ from bus.messages import NackCode
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine, SamplingParams
 from sidecar.vllm_inprocess import VllmEngine
-from sidecar.vllm_plugin.facts import ASK_DRAFT
+from sidecar.vllm_plugin.facts import ARM, ASK_DRAFT, SWAP
 from tests.support.broker import a_broker
 from tests.support.checkpoints import perturbed
 from tests.support.fsdp import train
@@ -29,6 +29,7 @@ from tests.vllm._vllm import (
     make_moe,
     paused_update,
     require_vllm,
+    staged_update,
     ways,
 )
 
@@ -78,6 +79,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sharded]:
             assert runner.run(tested.engine.start()).workers == 2
             yield tested
         finally:
+            runner.run(tested.engine.close())
             runner.run(booted.__aexit__(None, None, None))
             # While warnings are no errors yet: vLLM leaves its sockets to the collector.
             del tested.llm, tested.engine, llm
@@ -100,6 +102,26 @@ def _per_expert(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         else:
             split[name] = tensor
     return split
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_workers_that_are_mates_stage_their_shards_and_swap_as_one(
+    sharded: Sharded, backend: str
+) -> None:
+    """Of a manifest that they don't know they ask each other, by their core."""
+
+    async def scenario() -> None:
+        version = int(await sharded.engine.version())
+        for seed, asked in ((46, [ARM, SWAP]), (47, [SWAP])):
+            new = perturbed(sharded.weights, seed)
+            version += 1
+            done = await staged_update(sharded.engine, new, version, workers=2, backend=backend)
+            assert done == asked
+            await sharded.assert_serves(new)
+        # What is known is of the last one that was armed.
+        await paused_update(sharded.engine, new, version + 1)
+
+    sharded.run(scenario())
 
 
 def test_update_of_experts_and_a_tied_head(sharded: Sharded) -> None:

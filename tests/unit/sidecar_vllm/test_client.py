@@ -37,6 +37,8 @@ class Workers:
         self.told: list[Told] = []
         self.found = Room(64)
         self.calls_off: bool | None = False
+        self.mates: list[Lane] = []
+        self.by_lane: list[lane_wire.Operation] = []
         self.in_place = False
         self.forgets = False  # what was armed
         self.lane = Lane(self._carry_out, lambda: None)
@@ -52,7 +54,7 @@ class Workers:
                 self._perform(wire.decode(kwargs["operation"]))
                 return [msgspec.to_builtins(self.found)]
             case facts.ASK_LANE:
-                return [self.lane_name or self.lane.name]
+                return [self.lane_name or self.lane.name, *(mate.name for mate in self.mates)]
             case facts.SWAP:
                 self.told += [wire.decode(kwargs[name]) for name in ("check", "operation")]
                 self.told.append(f"swap to {kwargs['version']}, {kwargs['clear_cache']}")
@@ -66,11 +68,12 @@ class Workers:
         if isinstance(told, lane_wire.Greet):
             return lane_wire.Done()
         self.told.append(told)
-        if isinstance(told, lane_wire.ArmAgain):
+        self.by_lane.append(told)
+        if isinstance(told, lane_wire.ArmAgain | wire.ArmManifest):
             if self.forgets:
                 raise EngineError("another update was armed last", code=NackCode.WRONG_STATE)
             return lane_wire.Done(room=self.found)
-        return lane_wire.Done(in_place=self.in_place)
+        return lane_wire.Done(in_place=self.in_place, ahead=3)
 
     def _perform(self, told: wire.Operation) -> None:
         self.told.append(told)
@@ -209,12 +212,39 @@ def test_a_manifest_that_was_armed_before_is_not_sent_again(
     assert len(told(workers, client.arm(other, "model", MAY))) == 1
     assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
     workers.forgets = True
-    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again, arm]
+    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again, arm, arm]
     workers.forgets, workers.found = False, Room(64, "no room")
     assert asyncio.run(client.arm(MANIFEST, "model", MAY)) == workers.found
     assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
     told(workers, client.arm(MANIFEST, "model"))
     assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
+
+
+@pytest.mark.parametrize("workers_there", [1, 2])
+def test_what_may_take_long_is_asked_of_lanes(
+    workers_there: int, closed: list[PluginClient | Lane]
+) -> None:
+    """Who opens a transport waits for others. Of a manifest that is new, workers with mates ask
+    each other, as the core has them do; and one that can't look at it meanwhile, says so."""
+    workers = Workers()
+    workers.mates += [Lane(workers._carry_out, lambda: None) for _ in range(workers_there - 1)]
+    client = PluginClient(workers)
+    closed += client, workers.lane, *workers.mates
+    told(workers, client.hello(cores=1))
+    assert asyncio.run(client.open_transfer("shm", b"", NO_PLACE)) == 3
+    assert workers.by_lane == [wire.Open("shm", b"", 0, 1, 0)] * workers_there
+    told(workers, client.arm(MANIFEST, "model", MAY))
+    arm = wire.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), MAY)
+    assert workers.told == [arm]
+    assert (workers.by_lane[-1] == arm) == (workers_there == 1)
+    workers.by_lane.clear()
+    told(workers, client.arm(MANIFEST, "draft", MAY))
+    told(workers, client.arm(replace(MANIFEST, counts=(1,)), "model", MAY))
+    told(workers, client.open_transfer("vllm:nccl", b"", NO_PLACE))
+    told(workers, client.open_transfer(adapter_backend("mine"), b"", NO_PLACE))
+    assert workers.by_lane == []
+    workers.forgets = True
+    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm] * (3 - workers_there)
 
 
 @pytest.mark.parametrize("cores", [1, 2, 0])

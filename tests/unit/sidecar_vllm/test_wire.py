@@ -107,6 +107,8 @@ def test_long_failures_are_clipped() -> None:
     [
         lane_wire.Greet(),
         lane_wire.ArmAgain("d" * 64, Staging(True, 1, keep=False, clear_cache=True)),
+        wire.Open("gloo", b"\x00\xff", 1 << 62, 9, 3),
+        wire.ArmManifest(("a",), ("float32",), ((2, 3),), (1,), "model", ()),
         lane_wire.StartStaging(),
         lane_wire.Receive(3, "nccl", b"\x80"),
         lane_wire.Stage((lane_wire.Sent(3, "full", (0, (1 << 64) - 1)),)),
@@ -117,7 +119,7 @@ def test_what_a_lane_is_asked_survives_its_way(said: lane_wire.Operation) -> Non
     assert lane_wire.decode(lane_wire.encode(said)) == said
 
 
-@pytest.mark.parametrize("said", [lane_wire.Done(), lane_wire.Done(Room(3, "no")), FAILURE])
+@pytest.mark.parametrize("said", [lane_wire.Done(), lane_wire.Done(room=Room(3, "no")), FAILURE])
 def test_so_does_what_it_answers(said: lane_wire.Answer) -> None:
     assert lane_wire.decode_answer(lane_wire.encode(said)) == said
 
