@@ -48,12 +48,12 @@ class Communicator:
     """An end that has met the others. Used by one thread at a time; waited in and closed by any.
 
     Args:
-        mark: of what was just queued, the end: what has ``synchronize()`` and ``query()`` as a CUDA
-            event has.
+        mark: of what was queued, the end: what has ``synchronize()`` and ``query()`` as a CUDA
+            event has. It is only made when somebody asks: of several broadcasts, for the last.
     """
 
     def __init__(self, dist: Any, group: Any, store: Any, mark: Callable[[Any], Any]) -> None:
-        self._mark = mark
+        self.mark = mark
         self._options = dist.BroadcastOptions()
         self._options.rootRank = 0
         self._group = group
@@ -83,8 +83,7 @@ class Communicator:
         try:
             work = self._broadcast(memories)
             self._launched += 1
-            number = self._launched
-            under_way = Broadcast(self, number, memories, work, self._mark(work), timeout_s)
+            under_way = Broadcast(self, self._launched, memories, work, timeout_s)
         except RuntimeError:
             self.close()
             raise
@@ -150,14 +149,13 @@ class Broadcast:
         number: int,
         memories: Sequence[Any],
         work: Any,
-        end: Any,
         timeout_s: float,
     ) -> None:
         self._owner = owner
         self._number = number
         self._memories = memories  # NCCL has their addresses, and nothing more
         self._work = work
-        self._end = end
+        self._end: Any = None
         self._timeout_s = timeout_s
         self._launched_s = time.monotonic()
 
@@ -167,15 +165,21 @@ class Broadcast:
         Raises:
             RuntimeError: an end is gone or silent, or this one was closed. It is closed then.
         """
+        self._owner.check_open()
         if self._number > self._owner.waited:
-            self._end.synchronize()
+            self._marked().synchronize()
             self._owner.waited = max(self._owner.waited, self._number)
         self._owner.check_open()  # what was aborted looks like what has ended
 
     @property
     def ended(self) -> bool:
         """Whether this end has done its part, or was aborted."""
-        return bool(self._end.query())
+        return self._number <= self._owner.waited or bool(self._marked().query())
+
+    def _marked(self) -> Any:
+        if self._end is None:
+            self._end = self._owner.mark(self._work)
+        return self._end
 
     def why_no_end(self, first_since_s: float) -> str:
         """Why there is nothing to wait for, if so.
@@ -213,10 +217,13 @@ def meet(torch: Any, dist: Any, init: NcclInit, place: Place, device: Any) -> Co
     _check_apart(uuids)
     group = _new_group(dist, dist.PrefixStore("nccl", store), place, timeout_s)
 
+    waiting = torch.cuda.Stream(device)
+
     def mark(work: Any) -> Any:
-        work.block_current_stream()  # and not this thread
-        ended = torch.cuda.Event(blocking=True)
-        ended.record()
+        with torch.cuda.device(device), torch.cuda.stream(waiting):
+            work.block_current_stream()  # and not this thread
+            ended = torch.cuda.Event(blocking=True)
+            ended.record()
         return ended
 
     made = Communicator(dist, group, store, mark)

@@ -90,6 +90,7 @@ class Meeting:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=30)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOCAL)]
+        options._threads = 1  # one after the other, as on a stream
         group = AsNccl(dist.ProcessGroupGloo(store, rank, 2, options))
         return bus.nccl.Communicator(dist, group, store, End)
 
