@@ -97,6 +97,12 @@ _SHM_CHUNK_MEGABYTES: Final = 512  # two of them are in the host's memory
     help="vllm: what that engine sends goes through buffers. Default: as vLLM has it.",
 )
 @packed_option
+@click.option(
+    "--cuda-graphs/--eager",
+    default=False,
+    show_default=True,
+    help="vllm, on GPUs: a step is one graph, or one kernel after the other.",
+)
 @json_option
 def gap(
     *,
@@ -116,6 +122,7 @@ def gap(
     native_engine: str | None,
     native_packed: bool | None,
     packed: bool,
+    cuda_graphs: bool,
     as_json: bool,
 ) -> None:
     """The time between tokens over a weight update: natively, paused, and staged.
@@ -144,6 +151,7 @@ def gap(
             tokens=tokens,
             clear_cache=clear_cache,
             dp_size=dp_size,
+            cuda_graphs=cuda_graphs,
         )
         need_servers(servers)
         measuring = gap_vllm.bench(servers, kind, say, logs=logs)

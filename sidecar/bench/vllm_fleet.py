@@ -67,6 +67,7 @@ class Plan:
         tokens: of each request.
         clear_cache: requests compute their keys and values anew after an update; in all ways.
         dp_size: ranks in lockstep in place of each server, over which experts are spread; 1: none.
+        cuda_graphs: steps are graphs of CUDA's, and not asked for one kernel at a time.
     """
 
     model: Model
@@ -81,6 +82,7 @@ class Plan:
     clear_cache: bool = True
     dp_size: int = 1
     native_packed: bool | None = None
+    cuda_graphs: bool = False
 
     def check(self) -> None:
         """Whether this can run here.
@@ -91,6 +93,8 @@ class Plan:
         if self.dp_size > 1:
             self._check_ranks()
         if self.device == "cpu":
+            if self.cuda_graphs:
+                raise UsageError("--cuda-graphs: a CPU has none")
             if self.native_engine in _OF_VLLM:
                 raise UsageError(
                     "vLLM's own trainer engines need CUDA: on a CPU name one of a plugin of yours "
@@ -268,7 +272,8 @@ def _server_settings(
     argv = (
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--served-model-name=bench", "--load-format=dummy", "--skip-tokenizer-init"),
-        *("--enforce-eager", f"--max-num-seqs={plan.requests}"),
+        *(step_graphs(plan.requests) if plan.cuda_graphs else ("--enforce-eager",)),
+        f"--max-num-seqs={plan.requests}",
         *(f"--max-model-len={_MAX_MODEL_LEN}", "--no-enable-prefix-caching"),
         *("--weight-transfer-config", json.dumps({"backend": engine})),
         *(
@@ -295,6 +300,17 @@ def _server_settings(
         insecure = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if engine == "ipc" else {}
         return Settings(argv, {**env, **insecure})
     return Settings(argv, env, address, group, rank if lockstep else None)
+
+
+def step_graphs(requests: int) -> tuple[str, ...]:
+    """vLLM's options with which a step of so many requests is one graph; without its compiler,
+    which takes longer than all that is measured."""
+    told = {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [requests],
+    }
+    return "--no-enforce-eager", "--compilation-config", json.dumps(told)
 
 
 def _kv_cache_bytes(plan: Plan) -> int:

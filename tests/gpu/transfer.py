@@ -26,13 +26,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
+from sidecar.bench.vllm_fleet import step_graphs
 from tests.gpu.serving import EngineSpec, Served, Serving, model_folder, served
 from trainer_agent import TrainerAgent
 
 _MOE: Final = ("--enable-expert-parallel",)
 _FP8: Final = ("--quantization=fp8",)
+_GRAPHS: Final = step_graphs(1)
 ENGINES: Final = (
     EngineSpec("one", "one", (1,)),
+    EngineSpec("graphs", "graphs", (1,), args=_GRAPHS),
     EngineSpec("zero", "zero", (0,), args=("--enable-sleep-mode",)),
     EngineSpec("fp8", "fp8", (0,), args=_FP8),
     EngineSpec("pair-a", "pair", (1,)),
@@ -86,6 +89,7 @@ CASES: Final = {
     "shm-moe-dp2": Case("moe", "shm", fresh="fresh-moe", cuda_only=True),
     "nccl-staged": Case("one", "nccl", "staged"),
     "nccl-unpacked-staged": Case("one", "nccl", "staged", packed=False),
+    "nccl-graphs-staged": Case("graphs", "nccl", "staged", cuda_only=True),
     "ipc-staged": Case("zero", "ipc", "staged", gpus=1),
     "ipc-fp8-not-staged": Case(
         "fp8", "ipc", "not-staged", gpus=1, fresh="fresh-fp8", cuda_only=True

@@ -86,3 +86,15 @@ def test_as_many_gpus_as_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     plan().check()
     with pytest.raises(UsageError, match="3 GPUs are needed, and there are 2"):
         plan(dp_size=3).check()
+
+
+def test_steps_are_kernel_by_kernel_or_one_graph() -> None:
+    """Of as many requests as are measured; a CPU has no graphs."""
+    [eager] = ranks_of(plan(dp_size=1), "wavebus", BUS)
+    assert "--enforce-eager" in eager.argv
+    [graphs] = ranks_of(plan(dp_size=1, cuda_graphs=True), "wavebus", BUS)
+    assert "--enforce-eager" not in graphs.argv
+    told = json.loads(option(graphs, "--compilation-config"))
+    assert told["cudagraph_capture_sizes"] == [4]
+    with pytest.raises(UsageError, match="a CPU has none"):
+        plan(model="tiny-moe", device="cpu", cuda_graphs=True).check()
