@@ -370,6 +370,7 @@ class Commands:
             message = replace(message, staging=None)
         self._manifest = manifest
         asked = message if message.scope else self._given_a_version(message)
+        self._group.roster.armed(members, self._group.version)
         arming = self._group.update.arm(asked, members, now_ms, stageable)
         return self._group.run(msg_id, Step.ARM, arming, now_ms)
 

@@ -268,6 +268,8 @@ class Group:
     def acked(self, name: str, ack: Ack, now_ms: float) -> list[Effect]:
         """An engine's ack: the hot path; until the last one it changes a set and no more."""
         if ack.step in PAUSE_STEPS:
+            if ack.step is Step.RESUME:
+                self.roster.resumed(name)
             instructions = self.pause.acked(name, ack, now_ms)
             if name in self.waves:
                 moved = self.waves.moved(name, self.pause.members)

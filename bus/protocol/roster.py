@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # A pause that nobody knows of, pending for more than so many heartbeats, is half-made.
 PENDING_BEATS: Final = 2
+# In these an engine makes tokens.
+_SERVES: Final[frozenset[Phase]] = frozenset({"running", "armed", "staging"})
 
 
 class Roster:
@@ -35,6 +37,8 @@ class Roster:
         self.quarantined: dict[str, str] = {}  # and why
         self._differs: dict[str, int] = {}  # by the canary, with the weights of that version
         self._has_model: set[str] = set()  # of these, who lacks something else than the model
+        self._behind: frozenset[str] = frozenset()  # when the update was armed
+        self._shut: set[str] = set()  # who was behind; its next resume opens its door
         self._late: set[str] = set()
         self._pausing: dict[str, int] = {}  # heartbeats in a row that said so
         self._unsure: set[str] = set()  # who can't tell if they are paused
@@ -58,6 +62,7 @@ class Roster:
             self.quarantined[peer.name] = "joined without whole weights"
         else:
             self._whole(peer.name)
+        self._look_whether_open(peer.name, peer.phase)
 
     def remove(self, peer: Peer) -> bool:
         """An engine is gone; False if it was not (or no longer) the one known."""
@@ -71,6 +76,7 @@ class Roster:
         self._unsure.discard(peer.name)
         self._look_at(peer)
         self._whole(peer.name)
+        self._shut.discard(peer.name)
         self._differs.pop(peer.name, None)
         return True
 
@@ -209,6 +215,18 @@ class Roster:
             self.quarantined.setdefault(name, "it holds a part of an update")
         elif phase not in ("updating", "emptied"):
             self._whole(name)
+        self._look_whether_open(name, phase)
+
+    def resumed(self, name: str) -> None:
+        """Its pause is over: if it was shut, and is whole, it is not any more."""
+        if name in self._shut:
+            self._shut.discard(name)
+            self.changes += 1
+
+    def shut(self, name: str) -> bool:
+        """Whether its door is closed, though it may have all of the version by now: it was behind
+        its group, or quarantined, and has not been resumed since."""
+        return name in self._shut
 
     def given_up(self, names: Iterable[str], update_id: str) -> None:
         """These had loaded a part when the update was given up."""
@@ -227,6 +245,10 @@ class Roster:
         self._whole(name)
         return False
 
+    def armed(self, names: Iterable[str], version: int) -> None:
+        """An update of these begins; ``version``: the group's before it."""
+        self._behind = frozenset(self.behind(names, version))
+
     def committed(
         self, names: Iterable[str], version: int, partial: set[str], target: Target
     ) -> None:
@@ -240,6 +262,8 @@ class Roster:
             peer = self.engines.get(name)
             if peer is not None:
                 peer.version = version
+                if name in self._behind:
+                    self._shut.add(name)
 
     def expel(self, names: Iterable[str], version: int) -> None:
         """Of their DP groups the canary has said that they serve this version's weights wrong."""
@@ -270,8 +294,13 @@ class Roster:
         )
 
     def _whole(self, name: str) -> None:
-        self.quarantined.pop(name, None)
+        if self.quarantined.pop(name, None) is not None:
+            self._shut.add(name)
         self._has_model.discard(name)
+
+    def _look_whether_open(self, name: str, phase: Phase) -> None:
+        if phase in _SERVES:
+            self.resumed(name)
 
     def _note_unsure(self, name: str, phase: Phase) -> None:
         if phase == "unsure":

@@ -1,8 +1,9 @@
 """Which engines of a group requests are to be sent to.
 
 An engine is routable if it serves the group's version, all of it, awake, with all ranks of its DP
-group. In a pause it is still: its requests wait. While a commit is under way nothing changes, so
-that routers see it as one: who has committed, and nobody else.
+group. In a pause it is still: its requests wait. But who was behind, or quarantined, is not before
+it is resumed: until then its door is closed, and ends what comes. While a commit is under way
+nothing changes, so that routers see it as one: who has committed, and nobody else.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class Routing:
         out = {
             mate
             for name, peer in roster.engines.items()
-            if peer.version != version or peer.phase in _OUT or name in roster.quarantined
+            if peer.version != version
+            or peer.phase in _OUT
+            or name in roster.quarantined
+            or roster.shut(name)
             for mate in roster.mates(name)
         }
         return tuple(

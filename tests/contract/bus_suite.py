@@ -236,7 +236,8 @@ class BusContract:
             with pytest.raises(UsageError, match="ended before"):
                 await bus.agent.update_weights(BreaksOff(new, after=len(new) // 2), how="paused")
             assert "engine" in group.roster.quarantined
-            await until(lambda: "engine" not in group.roster.quarantined)
+            await until(lambda: group.routing.now.engines != ())
+            assert "engine" not in group.roster.quarantined
             result = await under_test.generate(PROMPT, 16)
             assert result.tokens == under_test.reference(kept, PROMPT, 16)
             assert result.weight_versions == [(version, 0, 16)]

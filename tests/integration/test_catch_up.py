@@ -228,7 +228,9 @@ def test_all_that_a_broken_update_has_quarantined_come_back_alone(bus: Bus) -> N
             assert failed.value.code is NackCode.CHECKSUM_MISMATCH
             state = server.machine.groups["policy"]
             assert set(state.roster.quarantined) == {"e0", "e1"}
-            await until(lambda: not state.roster.quarantined)
+            assert state.routing.now.engines == ()
+            await until(lambda: len(state.routing.now.engines) == 2)
+            assert not state.roster.quarantined
             await assert_serve(checkpoint, first, 1, e0, e1)
             version = await agent.update_weights(second, how="paused")
             await assert_serve(checkpoint, second, version, e0, e1)

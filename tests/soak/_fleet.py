@@ -7,6 +7,7 @@ start.
 from __future__ import annotations
 
 import statistics
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +23,7 @@ WARM_ENOUGH: Final = 3 * WARM_UP  # a life of fewer updates says nothing of grow
 GROWTH: Final = 0.05
 FILES: Final = 2  # may be open for a moment
 PEER_TIMEOUT_MS: Final = 1500
+SERVING_S: Final = 60.0  # in which engines that serve have ended requests
 _EARLY: Final = 10  # updates, in which files are opened that stay
 
 
@@ -94,8 +96,16 @@ class Fleet:
         for actor in self.alive:
             actor.sample(update)
 
-    def requests(self) -> Counter[str]:
-        """Of all engines that live; they must serve the weights that were sent last."""
+    def requests(self, more_than: int = 0) -> Counter[str]:
+        """Of all engines that live; they must serve the weights that were sent last. Those that
+        were started last have counted few: so it is waited until more than so many have ended."""
+        until_s = time.monotonic() + SERVING_S
+        counts = self._requests()
+        while counts["ended"] <= more_than and time.monotonic() < until_s:
+            counts = self._requests()
+        return counts
+
+    def _requests(self) -> Counter[str]:
         served: set[tuple[int, ...]] = set()
         counts: Counter[str] = Counter()
         for actor in self.engines.values():

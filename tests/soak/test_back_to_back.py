@@ -41,7 +41,7 @@ def test_staged_updates_back_to_back(
             assert told == {"version": number + 1, "excluded": [], "how": "staged", "why": ""}
             fleet.sample(number)
             time.sleep(max(0.0, EVERY_S - took_s[-1]))  # the pace
-        requests = fleet.requests()
+        requests = fleet.requests(UPDATES)
     except BaseException:
         shutil.copytree(tmp_path, ROOT / "build" / "soak", dirs_exist_ok=True)  # logs, journal
         raise

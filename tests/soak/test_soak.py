@@ -133,7 +133,7 @@ def test_updates_go_on_and_nothing_leaks(
     soak = Soak(tmp_path)
     try:
         soak.run()
-        requests = soak.requests()
+        requests = soak.requests(UPDATES)
     except BaseException:
         shutil.copytree(tmp_path, ROOT / "build" / "soak", dirs_exist_ok=True)  # logs, journal
         raise

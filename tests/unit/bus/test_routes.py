@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from bus.messages import Join, Routes, Welcome
-from bus.protocol.calls import CallCommit, CallLoad
+from bus.protocol.calls import CallCommit, CallLoad, CallResume
 from bus.protocol.update import UpdateState
 from tests.unit.bus._builders import engine_join, messages
 from tests.unit.bus._scene import Scene
@@ -70,6 +72,38 @@ def test_who_fell_out_is_out_with_its_dp_group_until_a_whole_update() -> None:
     scene.update()
     assert scene.settled().version == 2
     assert told.all[-1] == (2, "e0 e1 e2")
+
+
+@pytest.mark.parametrize("why", ["quarantined", "behind"])
+def test_who_comes_back_is_routable_when_it_is_resumed(why: str) -> None:
+    """Its resume opens its door: what is sent there before, is ended at once."""
+    scene = Scene(2, 1)
+    scene.update()
+    scene.settled()
+    told = Told(scene.world)
+    e1 = scene.engine("e1")
+    if why == "quarantined":
+        e1.behaviour.fail_next.add(CallLoad)
+        scene.update()
+        scene.settled()
+    else:
+        e1.leave()
+        scene.world.restart_engine("e1")
+        assert scene.world.run_until(scene.world.joined)
+        scene.world.run_for(2000.0)
+    out = told.all[-1]
+    assert out[1] == "e2"
+    e1 = scene.engine("e1")
+    e1.behaviour.hold.add(CallResume)
+    scene.update()
+    assert scene.world.run_until(lambda: isinstance(e1.running_call, CallResume))
+    scene.world.run_for(2000.0)
+    assert e1.truth.version > out[0]
+    assert told.all[-1] == (e1.truth.version, "e2")
+    e1.release(CallResume)
+    scene.settled()
+    scene.world.run_for(2000.0)
+    assert told.all[-1] == (e1.truth.version, "e0 e1 e2")
 
 
 def test_a_dp_group_without_a_rank_is_out() -> None:
