@@ -9,8 +9,9 @@ Invariants, beside those of :mod:`bus.protocol.engine_pause`,
   quarantined, and stays paused until a whole one of the same target is committed.
 - The door of an engine that becomes quarantined is closed: its requests end, and so does what
   reaches it from then on. So is that of one that runs and hears that its group serves a later
-  version. The resume after it has got all of that version opens it. A sidecar that finds it closed
-  takes over an engine that is quarantined.
+  version. The resume after it has got all of that version opens it; where none follows, since the
+  update was staged, it is opened before the commit is acked. A sidecar that finds it closed takes
+  over an engine that is quarantined.
 - Commands of an older epoch change nothing.
 - When the pause's lease is over, an engine that loaded nothing gives the update up and resumes
   by itself, waking what sleeps; the ranks of a DP group do so as one, or not at all
@@ -98,6 +99,7 @@ class EngineSession:
         self.pause = EnginePause(self._queue, self.memory, self.lease, self.door)
         self.update = EngineUpdate(self._queue, version, name, self.door, draft=draft)
         self.epoch = 0
+        self._waits_for_door: list[SessionEffect] = []
         self._forsaken = False  # asleep without weights, and nobody holds the pause any more
 
     @property
@@ -254,11 +256,11 @@ class EngineSession:
             effects = self.memory.done(job, took_ms)
         elif isinstance(call, CallOpen):
             self.door.closed = self.door.doubtful = False
-            effects = []
+            effects = self._when_open()
         else:
             effects = self.update.done(job, took_ms, told)
-            if isinstance(call, CallSwap):  # no resume follows that would
-                effects += self._mind_the_door()
+            if isinstance(call, CallSwap) and self.door.closed:  # no resume follows that opens it
+                effects = self._opened_first(effects)
         return self._with_calls(effects, now_ms)
 
     def failed(self, call: Call, failure: Failure, now_ms: float) -> list[SessionEffect]:
@@ -273,7 +275,8 @@ class EngineSession:
         elif isinstance(call, CallSleep | CallWakeWeights):
             effects = self.memory.failed(job, failure)
         elif isinstance(call, CallOpen):
-            effects = [Note("open_failed", "warning", {"detail": failure.detail})]
+            note = Note("open_failed", "warning", {"detail": failure.detail})
+            effects = [note, *self._when_open()]
         else:
             effects = self.update.failed(job, failure)
             if isinstance(call, CallProbe):
@@ -394,6 +397,18 @@ class EngineSession:
         elif door.closed and not self.behind:
             effects.append(Note("opened", "info", fields))
             self._queue.add(CallOpen(), 0)
+        return effects
+
+    def _opened_first(self, effects: list[SessionEffect]) -> list[SessionEffect]:
+        """Requests are sent to who has committed: so the door is opened, and then that is said."""
+        opening = self._mind_the_door()
+        if not opening:
+            return effects
+        self._waits_for_door = effects
+        return opening
+
+    def _when_open(self) -> list[SessionEffect]:
+        effects, self._waits_for_door = self._waits_for_door, []
         return effects
 
     def word(self, word: LeaseWord, now_ms: float) -> list[SessionEffect]:

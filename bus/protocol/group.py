@@ -456,7 +456,8 @@ class Group:
         """All serve the version, but those whose other model is not whole yet."""
         members, partial = self.update.members, self.update.partial
         self.version = max(self.version, self.update.version)
-        self.roster.committed(members, self.update.version, partial, self.update.target)
+        update = self.update
+        self.roster.committed(members, update.version, partial, update.target, staged=update.staged)
         self.sleep.committed(members.keys() - partial)
         effects: list[Effect] = []
         for name in sorted(members.keys() & partial - self.sleep.discarded):

@@ -250,9 +250,16 @@ class Roster:
         self._behind = frozenset(self.behind(names, version))
 
     def committed(
-        self, names: Iterable[str], version: int, partial: set[str], target: Target
+        self,
+        names: Iterable[str],
+        version: int,
+        partial: set[str],
+        target: Target,
+        *,
+        staged: bool = False,
     ) -> None:
-        """These serve the version, as soon as they are whole; ``partial`` ones are not yet."""
+        """These serve the version, as soon as they are whole; ``partial`` ones are not yet.
+        ``staged``: no resume follows, and who was behind has opened its door."""
         self.changes += 1
         for name in names:
             if name not in partial:
@@ -262,7 +269,7 @@ class Roster:
             peer = self.engines.get(name)
             if peer is not None:
                 peer.version = version
-                if name in self._behind:
+                if name in self._behind and not staged:
                     self._shut.add(name)
 
     def expel(self, names: Iterable[str], version: int) -> None:

@@ -23,6 +23,7 @@ from bus.messages import (
 from bus.protocol.calls import (
     CallAbortRequests,
     CallOff,
+    CallOpen,
     CallPause,
     CallRestore,
     CallStart,
@@ -208,14 +209,21 @@ def test_who_is_told_of_the_version_that_it_is_about_to_serve_is_not_behind() ->
     assert isinstance(driver.running, CallAbortRequests)
 
 
-def test_who_was_behind_its_door_opens_it_with_the_swap() -> None:
-    """As a resume does."""
+@pytest.mark.parametrize("opens", [True, False])
+def test_who_was_behind_opens_its_door_with_the_swap_and_then_has_committed(opens: bool) -> None:
+    """No resume does; and who is said to have committed gets requests. A door that can't be opened
+    is tried again, with the next heartbeat."""
     driver = Driver()
     driver.take(driver.session.told(4, 0.0))
     driver.returned()
     driver.stages().command(COMMIT)
-    driver.returned()
-    assert type(driver.running).__name__ == "CallOpen"
+    effects = driver.returned()
+    assert driver.running == CallOpen()
+    assert not messages(effects)
+    effects = driver.returned() if opens else driver.failed()
+    assert only(effects, Ack).step is Step.COMMIT
+    assert driver.session.version == 4
+    assert driver.take(driver.session.told(4, 0.0)) == [] if opens else [CallOpen()]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.messages import Join, Routes, Welcome
+from bus.messages import Join, Routes, Staging, Welcome
 from bus.protocol.calls import CallCommit, CallLoad, CallResume
 from bus.protocol.update import UpdateState
 from tests.unit.bus._builders import engine_join, messages
@@ -104,6 +104,22 @@ def test_who_comes_back_is_routable_when_it_is_resumed(why: str) -> None:
     scene.settled()
     scene.world.run_for(2000.0)
     assert told.all[-1] == (e1.truth.version, "e0 e1 e2")
+
+
+def test_who_was_behind_and_stages_is_routable_with_all_others() -> None:
+    """Its door is open when it says that it has committed."""
+    scene = Scene(1, 1)
+    scene.update()
+    scene.settled()
+    scene.engine("e1").leave()
+    scene.world.restart_engine("e1")
+    assert scene.world.run_until(scene.world.joined)
+    scene.world.run_for(2000.0)
+    told = Told(scene.world)
+    scene.trainer.staging = Staging(required=True, budget_bytes=0, keep=False, clear_cache=False)
+    scene.update()
+    assert scene.settled().what == "staged"
+    assert told.all == [(1, "e0"), (2, "e0 e1")]
 
 
 def test_a_dp_group_without_a_rank_is_out() -> None:
