@@ -259,7 +259,7 @@ class EngineSession:
             effects = self._when_open()
         else:
             effects = self.update.done(job, took_ms, told)
-            if isinstance(call, CallSwap) and self.door.closed:  # no resume follows that opens it
+            if isinstance(call, CallSwap):  # no resume follows that would
                 effects = self._opened_first(effects)
         return self._with_calls(effects, now_ms)
 
@@ -401,11 +401,11 @@ class EngineSession:
 
     def _opened_first(self, effects: list[SessionEffect]) -> list[SessionEffect]:
         """Requests are sent to who has committed: so the door is opened, and then that is said."""
-        opening = self._mind_the_door()
-        if not opening:
-            return effects
+        closed, minded = self.door.closed, self._mind_the_door()
+        if not (closed and minded):
+            return effects + minded
         self._waits_for_door = effects
-        return opening
+        return minded
 
     def _when_open(self) -> list[SessionEffect]:
         effects, self._waits_for_door = self._waits_for_door, []
