@@ -401,8 +401,9 @@ class EngineSession:
 
     def _opened_first(self, effects: list[SessionEffect]) -> list[SessionEffect]:
         """Requests are sent to who has committed: so the door is opened, and then that is said."""
-        closed, minded = self.door.closed, self._mind_the_door()
-        if not (closed and minded):
+        opens = self.door.closed and not self.behind
+        minded = self._mind_the_door()
+        if not (opens and minded):
             return effects + minded
         self._waits_for_door = effects
         return minded
