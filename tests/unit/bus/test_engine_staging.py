@@ -226,6 +226,20 @@ def test_who_was_behind_opens_its_door_with_the_swap_and_then_has_committed(open
     assert driver.take(driver.session.told(4, 0.0)) == [] if opens else [CallOpen()]
 
 
+@pytest.mark.parametrize("closes", [True, False])
+def test_who_is_behind_after_its_swap_has_committed_nonetheless(closes: bool) -> None:
+    """To an older version than its group's. Its door stays closed, or is closed at last."""
+    driver = Driver()
+    driver.take(driver.session.told(5, 0.0))
+    if closes:
+        driver.returned()
+    else:
+        driver.failed()
+    driver.stages().command(COMMIT)
+    assert only(driver.returned(), Ack).step is Step.COMMIT
+    assert driver.running == (None if closes else CallAbortRequests())
+
+
 @pytest.mark.parametrize(
     ("room", "change", "why"),
     [
