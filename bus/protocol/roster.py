@@ -38,7 +38,8 @@ class Roster:
         self._differs: dict[str, int] = {}  # by the canary, with the weights of that version
         self._has_model: set[str] = set()  # of these, who lacks something else than the model
         self._behind: frozenset[str] = frozenset()  # when the update was armed
-        self._shut: set[str] = set()  # who was behind; its next resume opens its door
+        # Who was behind, or quarantined, or a mate of theirs: its next resume opens its door.
+        self._shut: set[str] = set()
         self._late: set[str] = set()
         self._pausing: dict[str, int] = {}  # heartbeats in a row that said so
         self._unsure: set[str] = set()  # who can't tell if they are paused
@@ -270,7 +271,7 @@ class Roster:
             if peer is not None:
                 peer.version = version
                 if name in self._behind and not staged:
-                    self._shut.add(name)
+                    self._shut.update(self.mates(name))
 
     def expel(self, names: Iterable[str], version: int) -> None:
         """Of their DP groups the canary has said that they serve this version's weights wrong."""
@@ -301,8 +302,8 @@ class Roster:
         )
 
     def _whole(self, name: str) -> None:
-        if self.quarantined.pop(name, None) is not None:
-            self._shut.add(name)
+        if self.quarantined.pop(name, None) is not None and name in self.engines:
+            self._shut.update(self.mates(name))  # who have ended their requests for its sake
         self._has_model.discard(name)
 
     def _look_whether_open(self, name: str, phase: Phase) -> None:

@@ -54,6 +54,7 @@ class Watch:
         self._peers: dict[str, Peer] = {}
         self._holder: Peer | None = None
         self._epoch = 0
+        self._routable: frozenset[str] = frozenset()
         self._digest = ""  # of the manifest that was sent last
         self._round: dict[str, int] = {}  # engines of the pause last made, and their boots
         self._round_id = ""
@@ -81,6 +82,7 @@ class Watch:
             self._round = {}
             self._peers, self._holder, self._epoch = {}, None, 0
             self._group_version = 0
+            self._routable = frozenset()
         for engine in self.world.engines.values():
             self._check_engine(engine)
         if group is None:
@@ -93,6 +95,7 @@ class Watch:
         self._check_pause(group)
         self._check_window(group)
         self._check_update(group)
+        self._check_routes(group)
         self._count(group)
 
     def check_end(self) -> None:
@@ -282,6 +285,18 @@ class Watch:
         if update.state in (UpdateState.ARMED, UpdateState.STARTING):
             for name in update.members:
                 self._need_armed(group, name)
+
+    def _check_routes(self, group: Group) -> None:
+        """Who becomes routable takes requests."""
+        routable = frozenset(route.engine for route in group.routing.now.engines)
+        for name in routable - self._routable:
+            engine = self._member(group, name)
+            if engine is None:
+                continue
+            self.reach["routable again"] += bool(self._group_version)
+            if engine.truth.closed:
+                raise TruthError(f"{name} is routable, and its door is closed")
+        self._routable = routable
 
     def _check_communicator(self, group: Group, number: int) -> None:
         ranks: list[int] = []
