@@ -201,6 +201,8 @@ class EngineSession:
                 if self.pause.state is not EnginePauseState.PAUSED or not self.memory.awake:
                     raise wrong_state(f"the engine is {self.phase}; probes are run in a pause")
                 return self.update.probe(msg_id, message, self.pause.made)
+            case Commit() if self._waits_for_door:
+                return []  # it will be answered
             case Commit():
                 runs = self.pause.state is EnginePauseState.RUNNING
                 return self.update.commit(msg_id, message, swaps=runs or not self.lease.mates)

@@ -63,6 +63,8 @@ class Roster:
             self.quarantined[peer.name] = "joined without whole weights"
         else:
             self._whole(peer.name)
+        if peer.phase == "updating":  # in an update that nobody knows here: by its end it is whole
+            self._shut.add(peer.name)
         self._look_whether_open(peer.name, peer.phase)
 
     def remove(self, peer: Peer) -> bool:

@@ -3,7 +3,8 @@
 An engine is routable if it serves the group's version, all of it, awake, with all ranks of its DP
 group. In a pause it is still: its requests wait. But who was behind, or quarantined, is not before
 it is resumed: until then its door is closed, and ends what comes. While a commit is under way
-nothing changes, so that routers see it as one: who has committed, and nobody else.
+nothing changes, so that routers see it as one: who has committed, and nobody else. While one is
+given up, nobody comes back.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ class Routing:
         if seen == self._seen or self._update.state is UpdateState.COMMITTING:
             return None
         self._seen = seen
-        routes = Routes(version, self._routable(version))
+        routable = self._routable(version)
+        if self._update.state is UpdateState.ABORTING:  # what some have loaded, is to be heard yet
+            before = {route.engine for route in self.now.engines}
+            routable = tuple(route for route in routable if route.engine in before)
+        routes = Routes(version, routable)
         if routes == self.now:
             return None
         self.now = routes

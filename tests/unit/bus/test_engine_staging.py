@@ -220,6 +220,7 @@ def test_who_was_behind_opens_its_door_with_the_swap_and_then_has_committed(open
     effects = driver.returned()
     assert driver.running == CallOpen()
     assert not messages(effects)
+    assert driver.command(COMMIT) == [], "it is asked again, and has not committed yet"
     effects = driver.returned() if opens else driver.failed()
     assert only(effects, Ack).step is Step.COMMIT
     assert driver.session.version == 4
