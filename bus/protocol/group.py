@@ -454,9 +454,9 @@ class Group:
 
     def _committed(self) -> list[Effect]:
         """All serve the version, but those whose other model is not whole yet."""
-        members, partial = self.update.members, self.update.partial
-        self.version = max(self.version, self.update.version)
         update = self.update
+        members, partial = update.members, update.partial
+        self.version = max(self.version, update.version)
         self.roster.committed(members, update.version, partial, update.target, staged=update.staged)
         self.sleep.committed(members.keys() - partial)
         effects: list[Effect] = []

@@ -71,15 +71,22 @@ class Announced:
         Raises:
             EngineError: code ``transfer_failed``: it is not the manifest's.
         """
-        manifest, seq = self.manifest, operation.seq
-        if seq < manifest.chunks:
-            part = manifest.part(seq)
-            own = manifest.names[part], manifest.dtypes[part], manifest.shapes[part]
-            if own == (operation.names, operation.dtypes, operation.shapes):
-                return self.chunks[seq]
-        raise EngineError(
-            f"chunk {seq} is not the one of the armed manifest", code=NackCode.TRANSFER_FAILED
-        )
+        metas, part = self.chunk_at(operation.seq), self.manifest.part(operation.seq)
+        manifest = self.manifest
+        own = manifest.names[part], manifest.dtypes[part], manifest.shapes[part]
+        if own != (operation.names, operation.dtypes, operation.shapes):
+            raise _another(operation.seq)
+        return metas
+
+    def chunk_at(self, seq: int) -> tuple[TensorMeta, ...]:
+        """A chunk by its number.
+
+        Raises:
+            EngineError: code ``transfer_failed``: the manifest has none.
+        """
+        if seq >= len(self.chunks):
+            raise _another(seq)
+        return self.chunks[seq]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +121,9 @@ def need_armed(armed: Armed | None) -> Armed:
     if armed is None:
         raise EngineError("receive before a manifest was armed", code=NackCode.WRONG_STATE)
     return armed
+
+
+def _another(seq: int) -> EngineError:
+    return EngineError(
+        f"chunk {seq} is not the one of the armed manifest", code=NackCode.TRANSFER_FAILED
+    )

@@ -206,11 +206,8 @@ class Stager:
         return launches and known.proven and staged.room(0) is not None
 
     def _receive(self, asked: Receive) -> None:
-        announced = need_armed(self._armed).announced
-        if asked.seq >= len(announced.chunks):
-            raise EngineError(f"there is no chunk {asked.seq}", code=NackCode.TRANSFER_FAILED)
+        metas = need_armed(self._armed).announced.chunk_at(asked.seq)
         into = self._loadable.staged.room(asked.seq)
-        metas = announced.chunks[asked.seq]
         self._inbox.begin(asked.seq, metas, asked.backend, asked.handle, into)
 
     def _stage(self, chunks: Sequence[Sent]) -> None:

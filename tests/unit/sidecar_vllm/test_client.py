@@ -96,6 +96,13 @@ def closed() -> Iterator[list[PluginClient | Lane]]:
         each.close()
 
 
+def client_of(workers: Workers, closed: list[PluginClient | Lane]) -> PluginClient:
+    """Of these workers, until the test ends."""
+    client = PluginClient(workers)
+    closed += client, workers.lane, *workers.mates
+    return client
+
+
 def told(workers: Workers, *steps: Coroutine[Any, Any, object]) -> list[Told]:
     """What these steps came to."""
 
@@ -111,8 +118,7 @@ def told(workers: Workers, *steps: Coroutine[Any, Any, object]) -> list[Told]:
 def test_an_update_is_one_call_for_each_step(closed: list[PluginClient | Lane]) -> None:
     """A chunk is two: it is verified where it is loaded."""
     workers = Workers()
-    client = PluginClient(workers)
-    closed += client, workers.lane
+    client = client_of(workers, closed)
     told(workers, client.hello(cores=1), client.open_transfer("shm", b"", NO_PLACE))
     steps = (
         client.arm(MANIFEST, "model"),
@@ -136,8 +142,7 @@ def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap(
 ) -> None:
     """Chunks come by the lane, so that no step waits for them."""
     workers = Workers()
-    client = PluginClient(workers)
-    closed += client, workers.lane
+    client = client_of(workers, closed)
     told(workers, client.hello(cores=1), client.open_transfer("shm", b"", NO_PLACE))
     steps = (
         client.arm(MANIFEST, "model", MAY),
@@ -167,8 +172,7 @@ def test_chunks_that_are_received_where_they_are_staged_are_told_of_together(
     """Each word takes its time from a step."""
     workers = Workers()
     workers.in_place = True
-    client = PluginClient(workers)
-    closed += client, workers.lane
+    client = client_of(workers, closed)
     told(workers, client.hello(cores=1), client.open_transfer("nccl", b"", NO_PLACE))
     manifest = replace(
         MANIFEST, names=tuple("abc"), dtypes=("int8",) * 3, shapes=((1,),) * 3, chunk_ends=(1, 2, 3)
@@ -201,8 +205,7 @@ def test_a_manifest_that_was_armed_before_is_not_sent_again(
 ) -> None:
     """Unless workers know another one, or nothing could be staged."""
     workers = Workers()
-    client = PluginClient(workers)
-    closed += client, workers.lane
+    client = client_of(workers, closed)
     told(workers, client.hello(cores=1), client.open_transfer("shm", b"", NO_PLACE))
     arm = wire.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), MAY)
     again = lane_wire.ArmAgain(MANIFEST.digest(), MAY)
@@ -228,8 +231,7 @@ def test_what_may_take_long_is_asked_of_lanes(
     each other, as the core has them do; and one that can't look at it meanwhile, says so."""
     workers = Workers()
     workers.mates += [Lane(workers._carry_out, lambda: None) for _ in range(workers_there - 1)]
-    client = PluginClient(workers)
-    closed += client, workers.lane, *workers.mates
+    client = client_of(workers, closed)
     told(workers, client.hello(cores=1))
     assert asyncio.run(client.open_transfer("shm", b"", NO_PLACE)) == 3
     assert workers.by_lane == [wire.Open("shm", b"", 0, 1, 0)] * workers_there
@@ -255,8 +257,7 @@ def test_an_engine_without_room_says_so_and_refuses_what_must_be_staged(
     workers = Workers()
     workers.found = Room(64, "no room" if cores == 1 else "")
     workers.calls_off = False if cores else None
-    client = PluginClient(workers)
-    closed += client, workers.lane
+    client = client_of(workers, closed)
     told(workers, client.hello(cores=cores))
     found = asyncio.run(client.arm(MANIFEST, "model", MAY))
     why_not = {1: "no room", 2: "several cores", 0: "can't swap"}[cores]
@@ -270,8 +271,7 @@ def test_workers_that_cannot_be_reached_stage_nothing(closed: list[PluginClient 
     """As on another host; the reason says so."""
     workers = Workers()
     workers.lane_name = "wavebus-lane-nobody"
-    client = PluginClient(workers)
-    closed += client, workers.lane
+    client = client_of(workers, closed)
     told(workers, client.hello(cores=1))
     found = asyncio.run(client.arm(MANIFEST, "model", MAY))
     assert "must run on one host" in found.why_not
@@ -280,8 +280,7 @@ def test_workers_that_cannot_be_reached_stage_nothing(closed: list[PluginClient 
 def test_a_recovery_and_a_restore_are_one_call(closed: list[PluginClient | Lane]) -> None:
     """The workers know what is open, and of which model."""
     workers = Workers()
-    client = PluginClient(workers)
-    closed += client, workers.lane
+    client = client_of(workers, closed)
     recovered = client.start_update(recover=True, target="draft")
     assert told(workers, recovered) == [wire.Start("draft", recover=True)]
     assert told(workers, client.restore("draft")) == [wire.Restore("draft")]
@@ -292,8 +291,7 @@ def test_what_is_loaded_when_it_is_received_is_not_loaded_again(
 ) -> None:
     """By vLLM's own worker engines, until another transport is open."""
     workers = Workers()
-    client = PluginClient(workers)
-    closed += client, workers.lane
+    client = client_of(workers, closed)
     told(workers, client.open_transfer("vllm:nccl", b"", NO_PLACE))
     [received] = told(workers, client.receive(Chunk(0, "vllm:nccl", (META,), b"")), client.load(0))
     assert isinstance(received, wire.Receive)
@@ -307,8 +305,7 @@ def test_cores_that_cannot_agree_verify_before_any_of_them_loads(
 ) -> None:
     """One that finds another sum keeps all of them from loading."""
     workers = Workers(fails=fails)
-    client = PluginClient(workers)
-    closed += client, workers.lane
+    client = client_of(workers, closed)
     told(workers, client.hello(cores=2))
     if fails:
         with pytest.raises(EngineError, match="another sum"):
@@ -325,8 +322,7 @@ def test_an_adapter_is_staged_by_the_workers_and_loaded_by_vllm(
 ) -> None:
     """It needs no session."""
     workers = Workers()
-    client = PluginClient(workers)
-    closed += client, workers.lane
+    client = client_of(workers, closed)
     told(
         workers, client.hello(cores=1), client.open_transfer(adapter_backend("mine"), b"", NO_PLACE)
     )
