@@ -14,7 +14,7 @@ from tests.faults.steps import STAGED_STEPS, STEPS
 from tests.faults.world import ENGINES, LOCKSTEP, RANKS, Violation, World
 
 if TYPE_CHECKING:
-    from tests.support.links import Trap
+    from collections.abc import Callable
 
 # After the fault has ended, so many updates may fail, each by a named error, before one is
 # committed everywhere.
@@ -53,14 +53,11 @@ class Play:
         world.how = self.cell.how
         for client in world.clients.values():
             client.work()
-        trap = await self._reach()
+        let_go = await self._reach()
         for client in world.clients.values():
             client.watch()
         self._break()
-        if self.cell.takes_along:
-            trap.lose()
-        else:
-            trap.release()
+        let_go()
         if self.update is None:
             self.update = world.update()
         # How long the fault lasts: longer than the lease.
@@ -75,10 +72,11 @@ class Play:
         await asyncio.to_thread(world.verify, self._lost())
         return self.outcome
 
-    async def _reach(self) -> Trap:
-        """The step's message is held."""
+    async def _reach(self) -> Callable[[], None]:
+        """The step's message is held; what lets it go."""
         world, cell = self.world, self.cell
         moment = (STAGED_STEPS if cell.staged else STEPS)[cell.step]
+        assert moment is not None, "a step without a message"
         peer = self._whose_message()
         trap = world.links.trap(lambda passing: moment(passing, peer, world.chunks))
         if cell.step == "join":
@@ -87,7 +85,7 @@ class Play:
             self.update = world.update()
         await world.within(f"the step {cell.step}", trap.caught.wait())
         world.story.tell(f"at {cell.step}: {trap.passing}"[:200])
-        return trap
+        return trap.lose if cell.takes_along else trap.release
 
     def _whose_message(self) -> str:
         cell = self.cell

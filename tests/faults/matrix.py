@@ -69,12 +69,14 @@ CELLS: Final = tuple(
     Cell(actor, fault, step) for actor in ACTORS for fault in FAULTS for step in STEPS
 )
 
+# An engine alone has no mate that it could wait for, or agree with.
+OF_MATES: Final = frozenset({"ready", "agreed"})
 STAGED_CELLS: Final = tuple(
     Cell(actor, fault, step, how="staged")
     for actor in ACTORS
     for fault in FAULTS
     for step in STAGED_STEPS
-    if step != "ready" or actor == "engine"  # an engine alone has no mate that it could wait for
+    if step not in OF_MATES or actor == "engine"
 )
 
 # With every actor and every fault among them: those of every test run.
@@ -87,7 +89,7 @@ SHARE: Final = (
     Cell("rank1", "cut", "commit"),
 )
 STAGED_SHARE: Final = (
-    Cell("engine", "sigkill", "commit_asked", how="staged"),
+    Cell("engine", "sigkill", "agreed", how="staged"),
     Cell("broker", "sigkill", "commit_asked", how="staged"),
     Cell("rank0", "sigkill", "last_chunk", how="staged"),
 )
@@ -141,6 +143,7 @@ STAGED_VLLM_CELLS: Final = (
     Cell("broker", "sigkill", "commit_asked", "vllm", "staged"),
     Cell("broker", "sigkill", "commit_asked", "vllm_dp", "staged"),
     Cell("core", "sigkill", "commit_asked", "vllm_dp", "staged"),
+    Cell("core", "sigkill", "agreed", "vllm_dp", "staged"),
 )
 # One of each scene, with no engine to boot a second time: those of every test run.
 VLLM_SHARE: Final = (

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Final
 from tests.faults.cell import Play
 from tests.faults.matrix import outcome_of
 from tests.faults.world import ENGINES, LOCKSTEP, Violation
+from tests.support.swap_hold import SwapHold
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.faults.matrix import Cell
     from tests.faults.world import World
     from tests.support.clients import Watched
-    from tests.support.links import Trap
 
 _READY_BEATS: Final = 2
 _TOKENS: Final = 10
@@ -26,15 +28,25 @@ class StagedPlay(Play):
         super().__init__(world, cell)
         self._versions = {name: seen.version for name, seen in world.engines.items()}
 
-    async def _reach(self) -> Trap:
-        trap = await super()._reach()
+    async def run(self) -> str:
+        if self.cell.step != "agreed":
+            return await super().run()
+        async with SwapHold(self.world.folder, self.who) as self._hold:
+            return await super().run()
+
+    async def _reach(self) -> Callable[[], None]:
+        if self.cell.step == "agreed":
+            self.update = self.world.update()
+            await self.world.within("all ranks to agree", self._hold.caught.wait())
+            return self._hold.release
+        let_go = await super()._reach()
         if self.cell.step == "ready":
             # It has its COMMIT, and has said something since then.
             world, me = self.world, self.world.engines[self.who]
             await world.until(f"{self.who} to have its COMMIT", lambda: me.asked == world.greatest)
             beats = me.beats
             await world.until(f"{self.who} to be ready", lambda: me.beats >= beats + _READY_BEATS)
-        return trap
+        return let_go
 
     def _whose_message(self) -> str:
         if self.cell.step == "ready":

@@ -75,9 +75,10 @@ STEPS: Final[dict[str, Moment]] = {
     "resume": _ack(Step.RESUME),
 }
 
-# Of an update that is staged. Between the decision to swap and the swap there are two: who fails
-# has not heard it yet, and its mate in lockstep waits for it; or the other way round.
-STAGED_STEPS: Final[dict[str, Moment]] = {
+# Of an update that is staged. Between the decision to swap and the swap there are three: who fails
+# has not heard it yet, and its mate in lockstep waits for it; or the other way round; or all ranks
+# have agreed to swap here and now, and who fails has not done it (no message: `swap_hold`).
+STAGED_STEPS: Final[dict[str, Moment | None]] = {
     "armed": _group_ack(Step.ARM),
     "first_chunk": STEPS["first_chunk"],
     "middle_chunk": STEPS["middle_chunk"],
@@ -85,5 +86,6 @@ STAGED_STEPS: Final[dict[str, Moment]] = {
     "finish": _ack(Step.FINISH),
     "commit_asked": _asked_to_commit,
     "ready": _asked_to_commit,
+    "agreed": None,
     "committed": _ack(Step.COMMIT),
 }

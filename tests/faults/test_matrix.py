@@ -6,6 +6,7 @@ from tests.faults.matrix import (
     ACTORS,
     CELLS,
     FAULTS,
+    OF_MATES,
     OF_VLLM,
     PAGE,
     SHARE,
@@ -25,7 +26,7 @@ from tests.faults.steps import STAGED_STEPS, STEPS
 def test_every_combination_is_a_cell() -> None:
     """Each has a test of its own, in `make chaos`."""
     assert len(set(CELLS)) == len(ACTORS) * len(FAULTS) * len(STEPS)
-    of_two_ranks = (len(ACTORS) - 1) * len(FAULTS)  # "ready" is for who has a mate
+    of_two_ranks = (len(ACTORS) - 1) * len(FAULTS) * len(OF_MATES)
     staged = len(ACTORS) * len(FAULTS) * len(STAGED_STEPS) - of_two_ranks
     assert len({*CELLS, *STAGED_CELLS}) == len(CELLS) + staged
 

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -21,6 +21,7 @@ import aiohttp
 
 from bus.messages import Arm, Commit, Heartbeat, Join, PauseLocal
 from sidecar.launch import free_port
+from tests.support import swap_hold
 from tests.support.checkpoints import Checkpoint, perturbed
 from tests.support.clients import Asked, Client
 from tests.support.forks import Fork
@@ -127,7 +128,8 @@ class World:
         pace: Pace | None = None,
     ) -> None:
         self.folder = folder
-        self.kinds = {"e0": alone, "m": lockstep}
+        asking = swap_hold.environment(folder, lockstep.environment)
+        self.kinds = {"e0": alone, "m": replace(lockstep, environment=asking)}
         self.pace = pace or Pace()
         # Started anew by a process that does nothing else, and not by the test.
         self.supervised = frozenset(LOCKSTEP) | (

@@ -55,8 +55,8 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
     of :mod:`_faulty`, whose transport fails on purpose inside the workers, of :mod:`_tuned`,
     which lets the core rest for ``rest_ms`` after each step, of :mod:`_ways`, which lets a script
     choose how updates are loaded, of :mod:`_sleepy`, which brings sleep to CPUs, of
-    :mod:`tests.support.pair`, which is a worker engine such as vLLM's own, and of :mod:`_reader`,
-    which reads what a worker's models hold.
+    :mod:`tests.support.pair`, which is a worker engine such as vLLM's own, of :mod:`_reader`,
+    which reads what a worker's models hold, and of :mod:`tests.support.swap_hold`.
     """
     root = Path(__file__).resolve().parents[2]
     info = folder / "wavebus_vllm_tests-0.dist-info"
@@ -72,6 +72,7 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
         "wavebus_twist = _twist:register\n"
         "wavebus_pair = tests.support.pair_plugin:register\n"
         "wavebus_reader = _reader:register\n"
+        "wavebus_swap_hold = tests.support.swap_hold:hold_vllm\n"
     )
     path = [str(folder), str(root), str(Path(__file__).parent)]
     return {
