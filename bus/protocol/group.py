@@ -19,42 +19,39 @@ Methods take what happened, with ``now_ms``, and return effects.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bus.messages import (
-    Abort,
     Ack,
     Armed,
     Behind,
     GroupAck,
-    GroupStatus,
     GroupView,
     Heartbeat,
     Message,
     Nack,
     NackCode,
-    PauseLocal,
     Probed,
-    Resume,
     Step,
     step_name,
 )
 from bus.protocol.behind import dp_groups_behind
 from bus.protocol.canary import probe_report
 from bus.protocol.commands import Commands
+from bus.protocol.deadlines import Deadlines
 from bus.protocol.effects import Effect, Note, Send
 from bus.protocol.followers import Followers
+from bus.protocol.group_status import status_of
 from bus.protocol.holding import Holding
 from bus.protocol.instructions import Ask, Failure, StepDone, StepFailed
 from bus.protocol.pause import PauseMachine, PauseState
 from bus.protocol.refusal import Declined
 from bus.protocol.roster import Roster
 from bus.protocol.routes import Routing
-from bus.protocol.sleep import SleepMachine, SleepState
+from bus.protocol.sleep import SleepMachine
+from bus.protocol.strays import Strays
 from bus.protocol.update import UpdateMachine, UpdateState
-from bus.protocol.waiting import Gone, waits
-from bus.protocol.watchdog import standing_still
+from bus.protocol.waiting import Gone
 from bus.protocol.waves import Waves
 from bus.protocol.wording import (
     DONE_EVENTS,
@@ -69,6 +66,7 @@ from bus.protocol.wording import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from bus.messages import GroupStatus
     from bus.protocol.membership import Peer
     from bus.protocol.round import Round
 
@@ -99,11 +97,20 @@ class Group:
         self.sleep = SleepMachine()
         self.update = UpdateMachine()
         self.routing = Routing(self.roster, self.update)
+        self._strays = Strays(
+            self.roster,
+            self.pause,
+            self.update,
+            lambda: self.version,
+            lease_ms=min_lease_ms,
+            timeout_ms=step_timeout_ms,
+        )
         self.gone = Gone()
         self.last_resumed = ""
         self.orphaned = False  # who asked for the pause under way is gone
         self.resume_asked = False  # while an update was being committed, or undone
         self._commands = Commands(self)
+        self._deadlines = Deadlines(self, self._commands)
 
     @property
     def epoch(self) -> int:
@@ -131,7 +138,7 @@ class Group:
             UpdateState.ABORTING,
         ):
             effects += self.obey(self.update.give_up(failure, now_ms), now_ms)
-        return effects + self._settle(now_ms)
+        return effects + self.settle(now_ms)
 
     def command(
         self, trainer: Peer, msg_id: int, epoch: int, message: Message, now_ms: float
@@ -170,7 +177,7 @@ class Group:
     def joined(self, peer: Peer, now_ms: float) -> list[Effect]:
         """An engine is there (again)."""
         in_it = peer.name in self.pause.members or peer.name in self.update.members
-        self.roster.add(peer, late=self._busy() and not in_it)
+        self.roster.add(peer, late=self.busy() and not in_it)
         self.gone.discard(peer.name)
         self.version = max(self.version, peer.version)
         return [*self.waves.joined(peer), *self._introduce(peer), *self.serve_waiters(now_ms)]
@@ -180,7 +187,7 @@ class Group:
         mates = self.roster.mates(peer.name)
         if len(mates) == 1 or self.roster.broken(peer.name):
             return []
-        return [self._send(self.roster.introduction(mates), mates)]
+        return [self.send(self.roster.introduction(mates), mates)]
 
     def lost(self, peer: Peer, failure: Failure, now_ms: float) -> list[Effect]:
         """An engine is gone: left, silent, or dead."""
@@ -191,7 +198,7 @@ class Group:
         effects += self.obey(self.update.lost(peer.name, failure, now_ms), now_ms)
         effects += self.obey(self.sleep.lost(peer.name, failure), now_ms)
         effects += self.obey(self.pause.lost(peer.name, failure, now_ms), now_ms)
-        return effects + self._settle(now_ms)
+        return effects + self.settle(now_ms)
 
     def heard(self, peer: Peer, beat: Heartbeat) -> list[Effect]:
         """A heartbeat; an engine left behind by a pause or update that is over comes back."""
@@ -207,7 +214,7 @@ class Group:
     def holder_heard(self, beat: Heartbeat) -> list[Effect]:
         """A heartbeat of the trainer: if it keeps the weights that the group serves, it hears who
         is behind."""
-        if self._busy() or not self.version or beat.version != self.version:
+        if self.busy() or not self.version or beat.version != self.version:
             return []
         names = dp_groups_behind(self.roster, self.version)
         return self.holding.tell(Behind(self.version, names)) if names else []
@@ -219,51 +226,12 @@ class Group:
         return self.pause.update_id if held and name in self.pause.members else ""
 
     def _bring_back(self, peer: Peer, beat: Heartbeat) -> list[Effect]:
-        """What an engine needs that a pause or an update has left behind."""
-        names: Iterable[str] = (peer.name,)
-        stray: Message
-        if beat.phase in ("armed", "staging", "updating") and (
-            self.update.state is UpdateState.IDLE or self.update.update_id != beat.update_id
-        ):
-            stray = Abort(beat.update_id, "the bus knows nothing of this update")
-        elif self._left_behind(peer, beat):
-            stray = Resume(beat.update_id, self.version)
-        elif self.pause.state is not PauseState.RUNNING or self.roster.broken(peer.name):
+        found = self._strays.found(peer, beat)
+        if found is None:
             return []
-        elif self.roster.unsure(peer.name):
-            # A pause of it failed, and may have been made; so all of them are paused first.
-            if beat.phase != "unsure":
-                return []
-            names = self.roster.mates(peer.name)
-            stray = self._complete(beat.update_id)
-        elif beat.phase in ("paused", "asleep") and peer.name not in self.roster.staying():
-            if self.roster.mate_updates(peer.name):
-                return []  # its weights are touched: it gives that up first
-            # Of a DP group, all have paused, or this one would not have; those that
-            # have resumed wait for it.
-            stray = Resume(beat.update_id, self.version)
-        elif beat.phase == "pausing" and self.roster.still_pausing(peer.name):
-            names = [name for name in self.roster.mates(peer.name) if name != peer.name]
-            stray = self._complete(beat.update_id)
-        else:
-            return []
+        stray, names = found
         fields = {"peer": peer.name, "phase": beat.phase}
-        return [self.note("stray", beat.update_id, "warning", fields), self._send(stray, names)]
-
-    def _left_behind(self, peer: Peer, beat: Heartbeat) -> bool:
-        """It is still in a pause before this one, whose lease is over, and waits for its mates."""
-        return (
-            self.pause.state is PauseState.LOCAL
-            and beat.phase == "paused"
-            and peer.name in self.pause.members
-            and beat.update_id != self.pause.update_id
-            and peer.name not in self.roster.staying()
-        )
-
-    def _complete(self, update_id: str) -> PauseLocal:
-        """Half-made: the mates are asked too, so that it completes, and all can resume."""
-        lease_ms, timeout_ms = int(self.min_lease_ms), int(self.step_timeout_ms)
-        return PauseLocal(update_id, "keep", False, lease_ms, timeout_ms, 0, "keep")
+        return [self.note("stray", beat.update_id, "warning", fields), self.send(stray, names)]
 
     def acked(self, name: str, ack: Ack, now_ms: float) -> list[Effect]:
         """An engine's ack: the hot path; until the last one it changes a set and no more."""
@@ -311,10 +279,10 @@ class Group:
             # While all undo what they can, only an ABORT that is refused is news.
             self.update.state is not UpdateState.ABORTING or nack.step == Step.ABORT
         ):
-            effects += self._exclude(name, failure, now_ms)
-        return effects + self._settle(now_ms)
+            effects += self.exclude(name, failure, now_ms)
+        return effects + self.settle(now_ms)
 
-    def _exclude(self, name: str, failure: Failure, now_ms: float) -> list[Effect]:
+    def exclude(self, name: str, failure: Failure, now_ms: float) -> list[Effect]:
         """An engine can't go on with the update: who falls out for it may hold a part."""
         before = set(self.update.excluded)
         instructions = self.update.refused(name, failure, now_ms)
@@ -351,70 +319,11 @@ class Group:
 
     def tick(self, now_ms: float) -> list[Effect]:
         """Ask again those who have not answered; end what took too long."""
-        effects: list[Effect] = []
-        for each in self._rounds():
-            if now_ms - each.asked_ms > self.step_timeout_ms and not each.awaits_sender:
-                effects += self._overdue(each, now_ms)
-            elif each.overdue(self.retry_ms, now_ms):
-                if each is self.pause.round:
-                    effects += self.obey(self.pause.retry(), now_ms)
-                else:
-                    waiting = sorted(each.waiting)
-                    effects += [self._send(message, waiting) for message in each.messages]
-        told = functools.partial(self.roster.heard, now_ms=now_ms)
-        effects += self.obey(self.pause.expire(now_ms, told), now_ms)
-        effects += self._commands.expire(now_ms)
-        effects += self.waves.tick(now_ms)
-        for msg_id, (wait, deadline_ms) in list(self.holding.requests.waiters.items()):
-            if now_ms >= deadline_ms:
-                failure = self.roster.too_few(wait)
-                nack = failed_nack(failure, "", "")
-                effects += self.holding.answer_ids([msg_id], nack)
-        return effects
+        return self._deadlines.tick(now_ms)
 
     def next_deadline_ms(self) -> float | None:
         """When :meth:`tick` has something to do, at the latest."""
-        if not (self._busy() or self.holding.requests.waiters):
-            return None  # as between updates, with every heartbeat
-        times = [each.resent_ms + self.retry_ms for each in self._rounds() if each.waiting]
-        times += [deadline for _, deadline in self.holding.requests.waiters.values()]
-        if self.pause.deadline_ms is not None:
-            times.append(self.pause.deadline_ms)
-        return min(times, default=None)
-
-    def _overdue(self, current: Round, now_ms: float) -> list[Effect]:
-        effects: list[Effect] = []
-        for name in sorted(current.waiting):
-            peer = self.roster.engines.get(name)
-            where, restart = self._standing(peer, now_ms)
-            effects += restart
-            failure = Failure(
-                NackCode.TIMEOUT,
-                f"{self.roster.heard(name, now_ms)} lives but has not acked "
-                f"{step_name(current.step, current.chunk)} for "
-                f"{now_ms - current.asked_ms:.0f} ms{where}",
-                peer=name,
-            )
-            fields = {"peer": name, "step": current.step.value, "detail": failure.detail}
-            update_id = (self.pause if current.step in WINDOW_STEPS else self.update).update_id
-            effects.append(self.note("engine_overdue", update_id, "warning", fields))
-            if current.step in PAUSE_STEPS:
-                effects += self.obey(self.pause.lost(name, failure, now_ms), now_ms)
-            elif current.step in SLEEP_STEPS:
-                effects += self.obey(self.sleep.refused(name, current.step, failure), now_ms)
-            else:
-                effects += self._exclude(name, failure, now_ms)
-        return effects + self._settle(now_ms)
-
-    def _standing(self, peer: Peer | None, now_ms: float) -> tuple[str, list[Effect]]:
-        """Whether the core of an engine whose step is overdue stands still: it is wedged then."""
-        if peer is None:
-            return "", []
-        text = standing_still(peer.core, peer.core_told_ms, now_ms, self.step_timeout_ms)
-        if not text:
-            return "", []
-        told, effects = self.waves.stuck(peer, f"wedged: {text}", now_ms)
-        return f"; {told}", effects
+        return self._deadlines.next_ms()
 
     # -- obeying the machines -------------------------------------------------
 
@@ -436,13 +345,13 @@ class Group:
             if isinstance(each, StepDone) and each.step in _MOVES:
                 self.roster.changes += 1
             if isinstance(each, Ask):
-                effects.append(self._send(each.message, each.names))
+                effects.append(self.send(each.message, each.names))
             elif isinstance(each, StepDone):
                 effects += self._step_done(each, now_ms)
             else:
                 effects += self._step_failed(each)
         if effects:
-            effects += self._settle(now_ms)
+            effects += self.settle(now_ms)
         return effects
 
     def _step_done(self, done: StepDone, now_ms: float) -> list[Effect]:
@@ -500,7 +409,7 @@ class Group:
             effects += self.holding.answer(key, nack)
         return effects
 
-    def _settle(self, now_ms: float) -> list[Effect]:
+    def settle(self, now_ms: float) -> list[Effect]:
         """What follows by itself: a group without its trainer resumes; joiners come in."""
         if self.pause.state is PauseState.RUNNING:
             over = self.sleep.over()
@@ -514,7 +423,7 @@ class Group:
             self.resume_asked = False
         elif (self.orphaned or self.resume_asked) and self.update.state is UpdateState.IDLE:
             return self.resume(now_ms) if paused else []
-        if not self._busy() and self.roster.admit_late():
+        if not self.busy() and self.roster.admit_late():
             return self.serve_waiters(now_ms)
         return []
 
@@ -533,33 +442,7 @@ class Group:
 
     # -- small things ---------------------------------------------------------
 
-    def status(self, now_ms: float) -> GroupStatus:
-        """What `wavebus status` shows of the group."""
-        update_id = ""
-        updating = self.update.state is not UpdateState.IDLE
-        if updating:
-            update_id = self.update.update_id
-        elif self.pause.state is not PauseState.RUNNING:
-            update_id = self.pause.update_id
-        return GroupStatus(
-            name=self.name,
-            epoch=self.epoch,
-            version=self.version,
-            holder=self.holder.name if self.holder else "",
-            holder_heard_ms=round(now_ms - self.holder.last_heard_ms, 1) if self.holder else 0.0,
-            pause=(self.pause if self.sleep.state is SleepState.AWAKE else self.sleep).state.value,
-            update=self.update.state.value,
-            update_id=update_id,
-            update_target=self.update.target if updating else "model",
-            waiting_for=tuple(sorted({n for each in self._rounds() for n in each.waiting})),
-            waits=waits(self._rounds(), now_ms),
-            out=self.gone.views(self.roster.quarantined),
-            routable=tuple(route.engine for route in self.routing.now.engines),
-            engines=self.roster.views(now_ms),
-            dp_groups=self.waves.views(),
-        )
-
-    def _busy(self) -> bool:
+    def busy(self) -> bool:
         return (
             self.pause.state is not PauseState.RUNNING or self.update.state is not UpdateState.IDLE
         )
@@ -572,11 +455,16 @@ class Group:
                 effects += self.holding.answer_ids([msg_id], view)
         return effects
 
-    def _rounds(self) -> list[Round]:
+    def status(self, now_ms: float) -> GroupStatus:
+        """What `wavebus status` shows of the group."""
+        return status_of(self, now_ms)
+
+    def rounds(self) -> list[Round]:
+        """What engines are asked for now."""
         alone = (self.pause.round, self.sleep.round)
         return [*(each for each in alone if each is not None), *self.update.rounds()]
 
-    def _send(self, message: Message, names: Iterable[str]) -> Send:
+    def send(self, message: Message, names: Iterable[str]) -> Send:
         return Send(message, self.roster.routes(names), 0, self.name, self.epoch)
 
     def answer_now(self, msg_id: int, step: Step, update_id: str) -> list[Effect]:
