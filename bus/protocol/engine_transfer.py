@@ -37,6 +37,22 @@ class EngineTransfer:
         Raises:
             Declined: the engine has no place in the communicator.
         """
+        opening = self._opening(message)
+        if self._open == opening:
+            return [ack(msg_id, Step.TRANSFER_INIT, opening.update_id)]
+        if opening not in self._queue:
+            self._queue.add(opening, msg_id)
+        return []
+
+    def is_open(self, message: TransferInit) -> bool:
+        """Whether it is this one.
+
+        Raises:
+            Declined: as :meth:`open`.
+        """
+        return self._open == self._opening(message)
+
+    def _opening(self, message: TransferInit) -> CallOpenTransfer:
         place = NO_PLACE
         if message.communicator:
             first_rank = message.first_ranks.get(self._name)
@@ -49,12 +65,7 @@ class EngineTransfer:
                     )
                 )
             place = Place(message.communicator, message.world_size, first_rank)
-        opening = CallOpenTransfer(message.update_id, message.backend, message.params, place)
-        if self._open == opening:
-            return [ack(msg_id, Step.TRANSFER_INIT, opening.update_id)]
-        if opening not in self._queue:
-            self._queue.add(opening, msg_id)
-        return []
+        return CallOpenTransfer(message.update_id, message.backend, message.params, place)
 
     def opened(self, msg_id: int, call: CallOpenTransfer, took_ms: float) -> Send:
         """The call has returned."""

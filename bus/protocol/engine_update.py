@@ -31,8 +31,9 @@
                                           something loaded: partial, the door is closed
     ABORTING   done           NONE        ack abort: untouched, restored or partial
     staged, and begun:
-    any        a later ARM    as by ABORT no answer, until that is undone: it is asked again. Who
-                                          was deaf has not heard that the bus has given this one up
+    any        a later ARM,   as by ABORT no answer, until that is undone: it is asked again. Who
+               TRANSFER_INIT              was deaf has not heard that the bus has given this one up
+               of another one
 
 ``partial`` is a set of parts, of which an update brings one: the model, its draft model, or a LoRA
 adapter.
@@ -246,6 +247,8 @@ class EngineUpdate:
 
     def open(self, msg_id: int, message: TransferInit) -> list[SessionEffect]:
         """TRANSFER_INIT."""
+        if self.staged and self.state in MIXED and not self._transfer.is_open(message):
+            return self._give_way("the bus opens another transport")
         if self.state in MIXED:
             raise wrong_state(f"update {self.update_id} is {self.state.value}")
         return self._transfer.open(msg_id, message)
@@ -258,7 +261,7 @@ class EngineUpdate:
         if self.staged and self.state is _S.ABORTING:
             return []
         if self.staged and self.state in MIXED and message.version > self._order.version:
-            return self.abort(0, Abort(self.update_id, "the bus arms a later one"))
+            return self._give_way("the bus arms a later one")
         if self.state not in (_S.NONE, _S.ARMED):
             raise wrong_state(f"update {self.update_id} is {self.state.value}")
         if message.version < self.version + (not message.scope):
@@ -286,6 +289,10 @@ class EngineUpdate:
         self.staged = False
         self._queue.add(CallArm(manifest, self.target, message.staging), msg_id)
         return []
+
+    def _give_way(self, why: str) -> list[SessionEffect]:
+        """A staged update that the bus has given up is let go; what came is asked again."""
+        return [] if self.state is _S.ABORTING else self.abort(0, Abort(self.update_id, why))
 
     def start(self, msg_id: int, message: UpdateStart, *, paused: bool) -> list[SessionEffect]:
         """UPDATE_START."""

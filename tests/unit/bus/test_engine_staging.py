@@ -145,6 +145,26 @@ def test_a_later_update_takes_the_place_of_one_that_the_bus_has_given_up(to: str
     assert only(driver.returned(Room(32)), Armed).update_id == "u2"
 
 
+def test_another_transport_takes_the_place_of_an_update_that_the_bus_has_given_up() -> None:
+    """So does a trainer that comes next: it begins with one of its own."""
+    driver = Driver().stages()
+    another = TransferInit("t2", "sim", b"", 0, 0, {})
+    assert driver.command(another) == [CallRestore("model")]
+    assert driver.command(another) == []
+    driver.returned()
+    assert (driver.session.phase, driver.session.version) == ("running", 3)
+    driver.command(another)
+    assert only(driver.returned(), Ack).step is Step.TRANSFER_INIT
+
+
+def test_the_transport_that_is_open_takes_nobodys_place() -> None:
+    """A late copy of what was asked before is refused, as anything else that comes too late."""
+    driver = Driver().stages()
+    late = driver.command(TransferInit("t1", "sim", b"", 0, 0, {}))
+    assert nack_in(late).code is NackCode.WRONG_STATE
+    assert driver.session.phase == "staging"
+
+
 def test_an_earlier_update_takes_nobodys_place() -> None:
     """A late ARM of it is refused, and so is one that lets engines catch up."""
     driver = Driver().stages()
