@@ -301,13 +301,16 @@ class Sidecar:
             phase=self.session.phase,
             update_id=self.session.shown_id,
             mate_address=self._direct.address if self._direct else "",
+            closed=self.session.closed,
         )
         return Join("engine", HOST, PID, facts, None)
 
     def _beat(self) -> Heartbeat:
         session = self.session
         in_flight = session.pause.in_flight
-        return Heartbeat(session.phase, session.version, in_flight, session.shown_id)
+        return Heartbeat(
+            session.phase, session.version, in_flight, session.shown_id, session.closed
+        )
 
     def _next_deadline_ms(self) -> float | None:
         if self._peer is None:

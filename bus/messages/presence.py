@@ -36,7 +36,8 @@ class EngineFacts:
     ``draft``: it has a draft model whose weights can be updated; ``canary``: what must become of
     its requests while it runs a canary's probes, empty if it can't;
     ``kind`` is the adapter (``embedded``, ``vllm``, ``vllm-http``) and
-    ``software`` what runs behind it, with its version.
+    ``software`` what runs behind it, with its version;
+    ``closed``: as in :class:`Heartbeat`.
     """
 
     kind: ShortText
@@ -56,6 +57,7 @@ class EngineFacts:
     phase: Phase
     update_id: UpdateId
     mate_address: ShortText
+    closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,14 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """``version``: what an engine serves; of a trainer, of which it keeps the weights (0: none)."""
+    """``version``: what an engine serves; of a trainer, of which it keeps the weights (0: none).
+    ``closed``: the engine's door is: requests that reach it are ended."""
 
     phase: Phase
     version: Serial
     in_flight: Count
     update_id: UpdateId
+    closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

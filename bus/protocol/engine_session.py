@@ -108,6 +108,11 @@ class EngineSession:
         return self.update.version
 
     @property
+    def closed(self) -> bool:
+        """Whether its door is: requests that reach it are ended."""
+        return self.door.closed
+
+    @property
     def behind(self) -> bool:
         """Whether it lacks weights of the version that its group serves, and is not to serve."""
         return bool(self.update.partial) or self.door.behind

@@ -207,7 +207,7 @@ class Group:
         peer.version = beat.version
         peer.in_flight = beat.in_flight
         self.version = max(self.version, beat.version)
-        self.roster.told(peer.name, beat.phase)
+        self.roster.told(peer.name, beat.phase, closed=beat.closed)
         effects = self.waves.moved(peer.name, self.pause.members)
         return effects + self._bring_back(peer, beat)
 

@@ -38,7 +38,8 @@ class Roster:
         self._differs: dict[str, int] = {}  # by the canary, with the weights of that version
         self._has_model: set[str] = set()  # of these, who lacks something else than the model
         self._behind: frozenset[str] = frozenset()  # when the update was armed
-        # Who was behind, or quarantined, or a mate of theirs: its next resume opens its door.
+        # Whose door is closed: who was behind, or quarantined, or a mate of theirs, is not resumed
+        # yet; or it says so.
         self._shut: set[str] = set()
         self._late: set[str] = set()
         self._pausing: dict[str, int] = {}  # heartbeats in a row that said so
@@ -65,7 +66,8 @@ class Roster:
             self._whole(peer.name)
         if peer.phase == "updating":  # in an update that nobody knows here: by its end it is whole
             self._shut.add(peer.name)
-        self._look_whether_open(peer.name, peer.phase)
+        closed = peer.facts is not None and peer.facts.closed
+        self._look_whether_open(peer.name, peer.phase, closed=closed)
 
     def remove(self, peer: Peer) -> bool:
         """An engine is gone; False if it was not (or no longer) the one known."""
@@ -209,8 +211,9 @@ class Roster:
             self.quarantined[name] = reason
             self._has_model.discard(name)
 
-    def told(self, name: str, phase: Phase) -> None:
-        """An engine's own word on whether it holds a part; while it updates, it has none."""
+    def told(self, name: str, phase: Phase, *, closed: bool = False) -> None:
+        """An engine's own word on whether it holds a part; while it updates, it has none.
+        ``closed``: its door is."""
         self.changes += (phase == "quarantined") != (name in self.quarantined)
         self._pausing[name] = self._pausing.get(name, 0) + 1 if phase == "pausing" else 0
         self._note_unsure(name, phase)
@@ -218,7 +221,7 @@ class Roster:
             self.quarantined.setdefault(name, "it holds a part of an update")
         elif phase not in ("updating", "emptied"):
             self._whole(name)
-        self._look_whether_open(name, phase)
+        self._look_whether_open(name, phase, closed=closed)
 
     def resumed(self, name: str) -> None:
         """Its pause is over: if it was shut, and is whole, it is not any more."""
@@ -272,7 +275,9 @@ class Roster:
             peer = self.engines.get(name)
             if peer is not None:
                 peer.version = version
-                if name in self._behind and not staged:
+                if staged:
+                    self._shut.discard(name)
+                elif name in self._behind:
                     self._shut.update(self.mates(name))
 
     def expel(self, names: Iterable[str], version: int) -> None:
@@ -308,8 +313,11 @@ class Roster:
             self._shut.update(self.mates(name))  # who have ended their requests for its sake
         self._has_model.discard(name)
 
-    def _look_whether_open(self, name: str, phase: Phase) -> None:
-        if phase in _SERVES:
+    def _look_whether_open(self, name: str, phase: Phase, *, closed: bool) -> None:
+        if closed and name not in self._shut:
+            self._shut.add(name)
+            self.changes += 1
+        elif phase in _SERVES and not closed:
             self.resumed(name)
 
     def _note_unsure(self, name: str, phase: Phase) -> None:

@@ -2,7 +2,8 @@
 
 An engine is routable if it serves the group's version, all of it, awake, with all ranks of its DP
 group. In a pause it is still: its requests wait. But who was behind, or quarantined, is not before
-it is resumed: until then its door is closed, and ends what comes. While a commit is under way
+it is resumed: until then its door is closed, and ends what comes. Nor is who says that it is: as an
+engine that was behind, of which a new broker knows no more than that. While a commit is under way
 nothing changes, so that routers see it as one: who has committed, and nobody else. While one is
 given up, nobody comes back.
 """

@@ -236,12 +236,16 @@ class SimEngine:
             phase=session.phase,
             update_id=session.shown_id,
             mate_address="",
+            closed=session.closed,
         )
         return Join("engine", "sim", 1, facts, None)
 
     def _beat(self) -> Heartbeat:
         session = self.session
-        return Heartbeat(session.phase, session.version, session.pause.in_flight, session.shown_id)
+        in_flight = session.pause.in_flight
+        return Heartbeat(
+            session.phase, session.version, in_flight, session.shown_id, session.closed
+        )
 
     def _next_deadline_ms(self) -> float | None:
         return self.session.next_deadline_ms()

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.messages import Join, Routes, Staging, Welcome
-from bus.protocol.calls import CallCommit, CallLoad, CallResume
+from bus.messages import Heartbeat, Join, Routes, Staging, Welcome
+from bus.protocol.calls import CallCommit, CallLoad, CallOpen, CallResume
 from bus.protocol.update import UpdateState
 from tests.unit.bus._builders import engine_join, messages
 from tests.unit.bus._scene import Scene
@@ -120,6 +120,46 @@ def test_who_was_behind_and_stages_is_routable_with_all_others() -> None:
     scene.update()
     assert scene.settled().what == "staged"
     assert told.all == [(1, "e0"), (2, "e0 e1")]
+
+
+def test_who_is_behind_opens_its_door_to_a_new_broker_before_it_is_routable() -> None:
+    """That knows of no later version, if none who serves it is there; and the engine had closed its
+    door because of one."""
+    scene = Scene(1, 1)
+    scene.update()
+    scene.settled()
+    scene.engine("e1").leave()
+    scene.world.restart_engine("e1")
+    e1 = scene.engine("e1")
+    assert scene.world.run_until(lambda: e1.truth.closed)
+    e1.behaviour.hold.add(CallOpen)
+    scene.engine("e0").leave()
+    scene.world.restart_broker()
+    told = Told(scene.world)
+    assert scene.world.run_until(lambda: isinstance(e1.running_call, CallOpen))
+    scene.world.run_for(2000.0)
+    assert told.all[-1] == (0, "")
+    e1.release(CallOpen)
+    assert scene.world.run_until(lambda: told.all[-1] == (0, "e1"))
+
+
+def test_who_says_that_its_door_is_closed_is_not_routable() -> None:
+    """Until it says that it is open."""
+    bench = Bench()
+    bench.say("e0", engine_join())
+    watcher = Join("observer", "h", 1, None, None)
+    bench.say("watch", watcher, group="")
+
+    def routable(*, closed: bool) -> list[list[str]]:
+        said = messages(bench.say("e0", Heartbeat("running", 0, 0, "", closed)))
+        return [
+            [route.engine for route in each.engines] for each in said if isinstance(each, Routes)
+        ]
+
+    assert routable(closed=False) == []
+    assert routable(closed=True) == [[]]
+    assert routable(closed=True) == []
+    assert routable(closed=False) == [["e0"]]
 
 
 def test_a_dp_group_without_a_rank_is_out() -> None:
