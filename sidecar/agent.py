@@ -31,27 +31,9 @@ from bus.messages import (
 from bus.protocol.calls import (
     COMMANDS,
     Call,
-    CallAbortRequests,
-    CallArm,
-    CallCommit,
     CallEscalate,
-    CallFinish,
-    CallLoad,
     CallOff,
-    CallOpen,
-    CallOpenTransfer,
-    CallPause,
-    CallProbe,
-    CallReceive,
-    CallRestore,
-    CallResume,
-    CallSharpen,
-    CallSleep,
-    CallStart,
-    CallSwap,
-    CallWakeWeights,
     SessionEffect,
-    Told,
     ToMates,
 )
 from bus.protocol.effects import Note, Send
@@ -62,7 +44,7 @@ from bus.runtime.aio import AsyncioScheduler
 from bus.runtime.peer import HOST, PID, Peer, default_name, route_of
 from bus.runtime.zmq_transport import ZmqClient
 from bus.settings import DEFAULT_BROKER
-from sidecar.engine import Chunk, Engine, EngineInfo
+from sidecar.engine_calls import make
 from sidecar.holder import Holder
 from sidecar.mates import DirectLink
 
@@ -71,8 +53,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from bus.messages import PauseMode
     from bus.runtime.base import ClientTransport, Scheduler
+    from sidecar.engine import Engine, EngineInfo
 
 # How long a closing sidecar waits for the engine call under way.
 CLOSE_PATIENCE_S: Final = 10.0
@@ -425,7 +407,7 @@ class Sidecar:
         assert self._peer is not None
         try:
             self._keep_hold(call)
-            told = await self._do(call)
+            told = await make(self.engine, call)
         except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged and told
             failure = self._failure(call, error)
             self._perform(self.session.failed(call, failure, self._peer.now_ms()))
@@ -443,22 +425,6 @@ class Sidecar:
         fields: dict[str, object] = {"call": name, "detail": error.detail, "tensor": error.tensor}
         self._peer.note(Note("engine_call_failed", "warning", fields))
         return Failure(error.code, error.detail, tensor=error.tensor)
-
-    async def _pause(self, mode: PauseMode, *, clear_cache: bool) -> int:
-        """Pause; how many requests the engine holds then.
-
-        Those of ``keep`` are counted meanwhile: it keeps what it has, and a server's count
-        costs a request, which the pause need not wait for.
-        """
-        if mode != "keep":
-            await self.engine.pause(mode, clear_cache=clear_cache)
-            return await self.engine.in_flight()
-        counting = asyncio.ensure_future(self.engine.in_flight())
-        try:
-            await self.engine.pause(mode, clear_cache=clear_cache)
-            return await counting
-        finally:
-            counting.cancel()
 
     async def _escalate(self, call: CallEscalate) -> None:
         """Pause a second time, beside the `wait` that still drains."""
@@ -485,55 +451,6 @@ class Sidecar:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _do(self, call: Call) -> Told:
-        """Make the call; what it has told."""
-        engine = self.engine
-        match call:
-            case CallPause(mode, clear_cache):
-                return await self._pause(mode, clear_cache=clear_cache)
-            case CallSharpen(aborts, clears):
-                if aborts:
-                    await engine.abort_requests()
-                if clears:
-                    await engine.clear_cache()
-                return await engine.in_flight()
-            case CallResume(asleep, opens):
-                if opens:
-                    await engine.admit(open=True)
-                await (engine.wake() if asleep else engine.resume())
-            case CallSleep(level):
-                await engine.sleep(level)
-            case CallWakeWeights():
-                await engine.wake_weights()
-            case CallReceive(chunk, backend, tensors, handle):
-                await engine.receive(Chunk(chunk, backend, tensors, handle))
-            case CallLoad(chunk, verify, sums):
-                await engine.load(chunk, verify, sums)
-            case CallArm(manifest, target, staging):
-                return await engine.arm(manifest, target, staging)
-            case CallStart(recover, target, staged):
-                await engine.start_update(recover=recover, target=target, staged=staged)
-            case CallFinish():
-                await engine.finish_update()
-            case CallProbe(prompts, max_tokens, salt, mode, clear_cache):
-                return await engine.probe(
-                    prompts, max_tokens, salt, mode=mode, clear_cache=clear_cache
-                )
-            case CallCommit(version):
-                await engine.commit(version)
-            case CallSwap(version, clear_cache):
-                await engine.swap(version, clear_cache=clear_cache)
-            case CallOpenTransfer(backend=backend, params=params, place=place):
-                return await engine.open_transfer(backend, params, place)
-            case CallRestore(target):
-                await engine.restore(target)
-            case CallAbortRequests():
-                await engine.admit(open=False)
-                await engine.abort_requests()
-            case CallOpen():
-                await engine.admit(open=True)
-        return None
 
     async def _watch_engine(self) -> None:
         self.death = await self.engine.died()
