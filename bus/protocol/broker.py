@@ -274,6 +274,8 @@ class Broker:
             if peer.role == "engine" and group is not None:
                 beat += group.heard(peer, message)
             elif group is not None and group.holder is peer:
+                if envelope.epoch < group.holding.granted:  # its WELCOME was lost
+                    beat.append(self._welcome(peer.route, envelope.id, group))
                 beat += group.holder_heard(message)
             return beat
         if isinstance(message, CoreStatus) and group is not None:
@@ -336,17 +338,7 @@ class Broker:
                     **({"phase": peer.phase, "kind": join.engine.kind} if join.engine else {}),
                 },
             ),
-            Send(
-                Welcome(
-                    self.config.heartbeat_ms,
-                    self.config.peer_timeout_ms,
-                    group.version if group else 0,
-                ),
-                (route,),
-                envelope.id,
-                peer.group,
-                group.epoch if group else 0,
-            ),
+            self._welcome(route, envelope.id, group),
         ]
         if peer.role == "engine" and group is not None:
             effects += group.joined(peer, now_ms)
@@ -356,6 +348,12 @@ class Broker:
             for each in self.groups.values():
                 effects += each.tell_routes((route,))
         return effects
+
+    def _welcome(self, route: bytes, reply_to: int, group: Group | None) -> Send:
+        config = self.config
+        version, name, epoch = (group.version, group.name, group.epoch) if group else (0, "", 0)
+        welcome = Welcome(config.heartbeat_ms, config.peer_timeout_ms, version)
+        return Send(welcome, (route,), reply_to, name, epoch)
 
     def _admit(
         self, route: bytes, envelope: Envelope, join: Join, now_ms: float, user: str

@@ -280,6 +280,11 @@ class CallQueue:
         """Run it when those before it have ended."""
         self._jobs.append(Job(call, reply_to))
 
+    def add_first(self, call: Call, reply_to: int) -> None:
+        """Run it next, before what waits. Only while nothing runs."""
+        assert not (self._jobs and self._jobs[0].issued), "a call runs"
+        self._jobs.appendleft(Job(call, reply_to))
+
     def __contains__(self, call: Call) -> bool:
         return any(job.call == call for job in self._jobs)
 

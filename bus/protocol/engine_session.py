@@ -53,6 +53,7 @@ from bus.protocol.calls import (
     CallPause,
     CallProbe,
     CallQueue,
+    CallRestore,
     CallResume,
     CallSharpen,
     CallSleep,
@@ -268,6 +269,8 @@ class EngineSession:
             effects = self.update.done(job, took_ms, told)
             if isinstance(call, CallSwap):  # no resume follows that would
                 effects = self._opened_first(effects)
+            elif isinstance(call, CallRestore):  # what it was about to serve, it does not
+                effects += self._mind_the_door()
         return self._with_calls(effects, now_ms)
 
     def failed(self, call: Call, failure: Failure, now_ms: float) -> list[SessionEffect]:
@@ -288,6 +291,8 @@ class EngineSession:
             effects = self.update.failed(job, failure)
             if isinstance(call, CallProbe):
                 self.pause.lost_track()
+            elif isinstance(call, CallRestore):
+                effects += self._mind_the_door()
         return self._with_calls(effects, now_ms)
 
     def escalating(self, waited_for: tuple[str, ...]) -> None:
@@ -395,25 +400,29 @@ class EngineSession:
             return []
         if self.update.about_to_serve(door.group_version):
             return []
-        fields = {"version": self.version, "group_version": door.group_version}
-        effects: list[SessionEffect] = []
         if self.behind and (door.doubtful or not door.closed):
-            if not door.doubtful:
-                effects.append(Note("closed_behind", "warning", fields))
             self._queue.add(CallAbortRequests(), 0)
-        elif door.closed and not self.behind:
-            effects.append(Note("opened", "info", fields))
+            return [] if door.doubtful else [Note("closed_behind", "warning", self._versions)]
+        if door.closed and not self.behind:
             self._queue.add(CallOpen(), 0)
-        return effects
+            return [self._opened()]
+        return []
+
+    def _opened(self) -> Note:
+        return Note("opened", "info", self._versions)
+
+    @property
+    def _versions(self) -> dict[str, object]:
+        return {"version": self.version, "group_version": self.door.group_version}
 
     def _opened_first(self, effects: list[SessionEffect]) -> list[SessionEffect]:
-        """Requests are sent to who has committed: so the door is opened, and then that is said."""
-        opens = self.door.closed and not self.behind
-        minded = self._mind_the_door()
-        if not (opens and minded):
-            return effects + minded
+        """Requests are sent to who has committed: so the door is opened, before anything else that
+        waits, and then that is said. In a pause, too: what comes is held then, and not ended."""
+        if self.behind or not self.door.closed:
+            return effects + self._mind_the_door()
+        self._queue.add_first(CallOpen(), 0)
         self._waits_for_door = effects
-        return minded
+        return [self._opened()]
 
     def _when_open(self) -> list[SessionEffect]:
         effects, self._waits_for_door = self._waits_for_door, []

@@ -31,8 +31,8 @@ class Holding:
         self.epoch = 0
         self.trainer: Peer | None = None
         self.requests = Requests()
+        self.granted = 0  # the epoch that the holder was given
         self._group = group
-        self._granted = 0
 
     def take(self, trainer: Peer, now_ms: float) -> Failure | None:
         """A trainer takes the group, with a new epoch; or why it can't."""
@@ -48,7 +48,7 @@ class Holding:
             )
         if old is None:
             self.epoch += 1
-            self._granted = self.epoch
+            self.granted = self.epoch
             self.requests = Requests()
         self.trainer = trainer
         return None
@@ -69,7 +69,7 @@ class Holding:
             raise Declined(
                 Failure(NackCode.FORBIDDEN, f"{trainer.name} does not hold group {self._group}")
             )
-        if not self._granted <= epoch <= self.epoch:
+        if not self.granted <= epoch <= self.epoch:
             raise Declined(
                 Failure(
                     NackCode.FENCED,

@@ -291,6 +291,18 @@ def test_an_epoch_that_an_engine_outlived_a_broker_with_is_not_undercut(bench: B
     assert [(type(each.message), each.epoch) for each in sent] == [(PauseLocal, 6)]
 
 
+def test_a_holder_whose_welcome_was_lost_is_welcomed_again(bench: Bench) -> None:
+    """It holds the group in an epoch that it has not heard of: all its commands are refused."""
+    bench.trainer()
+    bench.say("t", Leave(""))
+    bench.trainer()
+    assert bench.epoch == 2
+    assert nack_in(bench.say("t", PAUSE, epoch=1)).code is NackCode.FENCED
+    said = [each for each in bench.say("t", BEAT, epoch=1) if isinstance(each, Send)]
+    assert [(type(each.message), each.epoch) for each in said] == [(HeartbeatAck, 2), (Welcome, 2)]
+    assert [type(each) for each in messages(bench.say("t", BEAT))] == [HeartbeatAck]
+
+
 def test_a_heartbeat_is_answered_with_the_version_and_the_epoch(bench: Bench) -> None:
     """So that peers know that the broker lives."""
     bench.engine("e0")

@@ -247,6 +247,41 @@ def test_who_was_behind_opens_its_door_with_the_swap_and_then_has_committed(open
     assert driver.take(driver.session.told(4, 0.0)) == [] if opens else [CallOpen()]
 
 
+@pytest.mark.parametrize("undone", [True, False])
+def test_who_gives_up_what_would_have_caught_it_up_closes_its_door_at_once(undone: bool) -> None:
+    """Not with the next word of the broker; also if to let it go fails."""
+    driver = Driver(dp_size=2).stages()
+    assert driver.take(driver.session.told(4, 0.0)) == []
+    driver.command(Abort("u1", ""))
+    assert isinstance(driver.running, CallRestore)
+    effects = driver.returned() if undone else driver.failed()
+    assert only(effects, Ack).outcome == "untouched"
+    assert isinstance(driver.running, CallAbortRequests)
+    driver.returned()
+    assert (driver.session.phase, driver.session.closed) == ("running", True)
+
+
+@pytest.mark.parametrize("when", ["waits for the swap", "is made"])
+def test_who_was_behind_opens_its_door_with_the_swap_before_a_pause(when: str) -> None:
+    """What comes in a pause is held; a closed door would end it."""
+    driver = Driver()
+    driver.take(driver.session.told(4, 0.0))
+    driver.returned()
+    driver.stages()
+    pause = replace(PAUSE, update_id="p1")
+    if when == "is made":
+        driver.command(pause)
+        driver.returned()
+    driver.command(COMMIT)
+    if when == "waits for the swap":
+        driver.command(pause)
+    assert not [each for each in messages(driver.returned()) if isinstance(each, Ack)]
+    assert driver.running == CallOpen()
+    assert only(driver.returned(), Ack).step is Step.COMMIT
+    assert not driver.session.closed
+    assert isinstance(driver.running, CallPause) or when == "is made"
+
+
 @pytest.mark.parametrize("closes", [True, False])
 def test_who_is_behind_after_its_swap_has_committed_nonetheless(closes: bool) -> None:
     """To an older version than its group's. Its door stays closed, or is closed at last."""

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.messages import Heartbeat, Join, Routes, Staging, Welcome
-from bus.protocol.calls import CallCommit, CallLoad, CallOpen, CallResume
+from bus.messages import Heartbeat, Join, PauseLocal, Routes, Staging, Welcome
+from bus.protocol.calls import CallCommit, CallLoad, CallOpen, CallResume, CallSwap
+from bus.protocol.pause import PauseState
 from bus.protocol.update import UpdateState
 from tests.unit.bus._builders import engine_join, messages
 from tests.unit.bus._scene import Scene
@@ -160,6 +161,25 @@ def test_who_says_that_its_door_is_closed_is_not_routable() -> None:
     assert routable(closed=True) == [[]]
     assert routable(closed=True) == []
     assert routable(closed=False) == [["e0"]]
+
+
+def test_who_was_behind_and_stages_beside_a_pause_takes_requests_before_it_is_routable() -> None:
+    """They wait for the pause's end, as others' do."""
+    scene = Scene(1, 1)
+    scene.trainer.staging = Staging(required=True, budget_bytes=0, keep=False, clear_cache=False)
+    e0 = scene.engine("e0")
+    e0.behaviour.fail_next.add(CallLoad)
+    scene.update()
+    assert scene.settled().excluded == ("e0",)
+    assert scene.world.run_until(lambda: e0.truth.closed)
+    scene.update(9)
+    assert scene.world.run_until(lambda: isinstance(e0.running_call, CallSwap))
+    scene.trainer.cancel()
+    pause = PauseLocal("p1", "keep", True, 6000, 60_000, 0, "keep")
+    scene.trainer.run(scene.trainer.ask(pause))
+    scene.until(PauseState.PAUSED)
+    assert [route.engine for route in scene.world.held.routing.now.engines] == ["e0", "e1"]
+    assert not e0.truth.closed
 
 
 def test_a_dp_group_without_a_rank_is_out() -> None:
