@@ -22,6 +22,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, BinaryIO, Final, cast
 
@@ -85,11 +86,11 @@ class Lane:
 
     def close(self) -> None:
         """Let nobody in any more."""
-        if self._listener is not None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
             with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # who waits in accept, comes out
-            self._listener.close()
-            self._listener = None
+                listener.shutdown(socket.SHUT_RDWR)  # who waits in accept, comes out
+            listener.close()
 
     def _in_thread(self, target: Callable[[socket.socket], None], served: socket.socket) -> None:
         threading.Thread(target=target, args=(served,), name="wavebus-lane", daemon=True).start()
@@ -99,13 +100,22 @@ class Lane:
             try:
                 connection, _ = listener.accept()
             except OSError:
-                return
-            if not is_own(connection):
-                connection.close()
+                if self._listener is not listener:
+                    return
+                time.sleep(_AGAIN_S)  # the process has no descriptor left; it will have one
                 continue
-            # Each in its own thread: one that a sidecar before has left, keeps out nobody.
-            self._newest = connection
-            self._in_thread(self._serve, connection)
+            try:
+                self._let_in(connection)
+            except (OSError, RuntimeError):  # it has ended already, or there is no thread to be had
+                connection.close()
+
+    def _let_in(self, connection: socket.socket) -> None:
+        if not is_own(connection):
+            connection.close()
+            return
+        # Each in its own thread: one that a sidecar before has left, keeps out nobody.
+        self._newest = connection
+        self._in_thread(self._serve, connection)
 
     def _serve(self, connection: socket.socket) -> None:
         with (

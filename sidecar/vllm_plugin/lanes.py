@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from bus.errors import EngineError
 from sidecar.vllm_plugin import lane_wire
@@ -13,6 +13,10 @@ from sidecar.vllm_plugin.wire import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+# Who is let in may have to wait for what another sidecar has begun there.
+_GREETING_S: Final = 60.0
 
 
 class Lanes:
@@ -37,7 +41,11 @@ class Lanes:
         """
         self.close()
         self._names = tuple(names)
-        await self.perform(lane_wire.Greet())
+        try:
+            async with asyncio.timeout(_GREETING_S):
+                await self.perform(lane_wire.Greet())
+        except TimeoutError as error:
+            raise EngineError(f"a worker has not answered for {_GREETING_S:.0f} s") from error
 
     async def perform(self, operation: lane_wire.Operation) -> list[lane_wire.Done]:
         """Have every worker carry it out; return when all have, with what each has answered.

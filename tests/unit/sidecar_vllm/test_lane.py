@@ -234,6 +234,62 @@ def test_a_worker_that_is_gone_is_an_error(workers: list[Worker]) -> None:
     assert workers == []
 
 
+_RUNS_OUT_OF_DESCRIPTORS = """
+import os, resource, sys
+from sidecar.vllm_plugin import lane_wire
+from sidecar.vllm_plugin.lane import Lane
+
+lane = Lane(lambda _: lane_wire.Done(), lambda: None)
+print(lane.name, flush=True)
+sys.stdin.readline()
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+kept = []
+try:
+    while True:
+        kept.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    print("none is left", flush=True)
+sys.stdin.readline()
+for each in kept:
+    os.close(each)
+print("there are some again", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_worker_that_had_no_descriptor_left_listens_on() -> None:
+    """Who came meanwhile is let in as soon as there is one."""
+    command = [sys.executable, "-c", _RUNS_OUT_OF_DESCRIPTORS]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        name = child.stdout.readline().strip()
+
+        def goes_on() -> str:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            child.stdin.write("\n")
+            child.stdin.flush()
+            return child.stdout.readline().strip()
+
+        async def scenario() -> None:
+            assert goes_on() == "none is left"
+            # Who waits to let somebody in, has a descriptor for that; the next one finds none.
+            first, second = Lanes(), Lanes()
+            async with asyncio.timeout(LIMIT_S):
+                await first.open([name])
+                coming = asyncio.create_task(second.open([name]))
+                assert goes_on() == "there are some again"
+                await coming
+            first.close()
+            second.close()
+
+        asyncio.run(scenario())
+        goes_on()
+
+
 @pytest.mark.parametrize(
     "sent", [LENGTH.pack(MAX_FRAME_BYTES + 1), LENGTH.pack(8) + b"abc", b"\0"], ids=str
 )
