@@ -161,11 +161,19 @@ def _make(core: Any, swap: Swap) -> list[bool]:
     if since_the_last:
         labels.append([since_the_last, before])
     if swap.clear_cache:
-        core._reset_caches()  # noqa: SLF001 - as vLLM does when a pause is made
+        _clear_caches(core)
     core.set_weight_version(str(swap.version))
     if swap.clear_cache:
         _salt_anew(core, begun=True)
     return [False]
+
+
+def _clear_caches(core: Any) -> None:
+    """All that was computed with the weights before, as vLLM does when a pause is made. But what is
+    remembered of images as they came, stays: front ends remember it, too, and send it once."""
+    if not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+        raise RuntimeError("the KV connector's cache can't be cleared")
+    core.reset_encoder_cache()
 
 
 def _end(error: Exception) -> None:

@@ -156,7 +156,8 @@ def swap_gaps(core: Any) -> list[str]:
             collective_rpc=("self", "method", "timeout", "args", "kwargs"),
             preprocess_add_request=("self", "request"),
             get_weight_version=("self",),
-            _reset_caches=("self", "reset_running_requests", "reset_connector"),
+            reset_prefix_cache=("self", "reset_running_requests", "reset_connector"),
+            reset_encoder_cache=("self",),
         ),
         *_signature_gaps(
             getattr(core, "EngineCore", None),

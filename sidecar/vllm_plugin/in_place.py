@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from sidecar.vllm_plugin.kernels import reordering_kernel
 from sidecar.vllm_plugin.loader_trace import refused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
-
-# Kernels that take experts as they are loaded; the others reorder them, in the same shape.
-_EXPERTS_AS_LOADED: Final = frozenset({"TRITON", "BATCHED_TRITON"})
 
 
 def check_in_place(
@@ -51,11 +49,11 @@ def check_in_place(
         owner = serving.get_submodule(name.rpartition(".")[0])
         if getattr(getattr(owner, "cpu_linear", None), "__closure__", None):
             raise refused(tensor, f"vLLM keeps {name} packed for the CPU: {_WHOLE}")
-        kernel = getattr(getattr(owner, "quant_method", None), "unquantized_backend", None)
-        if kernel is not None and kernel.name not in _EXPERTS_AS_LOADED:
+        kernel = reordering_kernel(owner)
+        if kernel:
             raise refused(
                 tensor,
-                f"vLLM has laid {name} out anew for its {kernel.name} kernel: {_WHOLE}, or boot "
+                f"vLLM has laid {name} out anew for its {kernel} kernel: {_WHOLE}, or boot "
                 "vLLM with --moe-backend triton",
             )
 

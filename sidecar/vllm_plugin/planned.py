@@ -12,7 +12,7 @@ weights lie as they are loaded, and are copied into where they are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,11 +29,13 @@ Received = list[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a target lives in the serving model."""
+    """Where a target lives in the serving model. ``address``: of its memory, which a parameter may
+    change."""
 
     module: torch.nn.Module
     key: str
     tensor: torch.Tensor
+    address: int = 0
 
     @property
     def current(self) -> torch.Tensor | None:
@@ -301,7 +303,7 @@ def find_places(plan: CopyPlan, model: torch.nn.Module, device: torch.device) ->
             raise NoPlanError(f"{name} serves as {tensor.dtype} {list(tensor.shape)}")
         elif not tensor.is_contiguous():
             raise NoPlanError(f"{name} serves as it is not loaded: not contiguous")
-        places[name] = place
+        places[name] = replace(place, address=tensor.data_ptr())
     return places
 
 
@@ -310,6 +312,8 @@ def are_there(plan: CopyPlan, places: dict[str, Place]) -> bool:
     for name, place in places.items():
         tensor, target = place.tensor, plan.targets[name]
         if place.current is not tensor or tensor.dtype != target.dtype or tensor.is_meta:
+            return False
+        if tensor.data_ptr() != place.address:
             return False
     return True
 

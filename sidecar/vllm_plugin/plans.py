@@ -23,6 +23,7 @@ import torch
 
 from sidecar.vllm_plugin import ranks
 from sidecar.vllm_plugin.copy_plan import CopyPlan, NoPlanError, make_plan
+from sidecar.vllm_plugin.kernels import reordering_kernel
 from sidecar.vllm_plugin.planned import Comparison, PlannedUpdate
 
 if TYPE_CHECKING:
@@ -209,3 +210,6 @@ class Plans:
             method = getattr(module, "quant_method", None)
             if method is not None and type(method).__name__ not in PLAIN_METHODS:
                 raise NoPlanError(f"{name} is quantised by {type(method).__name__}")
+            kernel = reordering_kernel(module)
+            if kernel and self._device.type != "cpu":  # there it is repacked as vLLM does it
+                raise NoPlanError(f"vLLM lays {name} out anew for its {kernel} kernel")

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bus.errors import EngineError
 from bus.messages import NackCode
+from sidecar.vllm_plugin.copy_plan import NoPlanError
 from sidecar.vllm_plugin.loader_trace import storage_of
 from sidecar.vllm_plugin.planned import are_there, equal_bits, find_places, put, repacks
 from sidecar.vllm_plugin.staging_layouts import AsSent, ByTarget
@@ -80,11 +81,14 @@ class StagedWeights:
             chunks: what will come, the same objects where it is the same.
 
         Raises:
-            NoPlanError: the model's weights are not where the plan wants them.
-            EngineError: code ``staging_refused``: there is no room.
+            EngineError: code ``staging_refused``: there is no room, or the model's weights are not
+                where the plan wants them.
         """
         self._begun = self._sealed = False
-        places = self._find_places(plan)
+        try:
+            places = self._find_places(plan)
+        except NoPlanError as error:
+            raise EngineError(str(error), code=NackCode.STAGING_REFUSED) from error
         if self._layout is None or not (self._layout[0].plan is plan and self._layout[1] is chunks):
             repacked = any(repacks(place.module, self._device) for place in places.values())
             as_sent = plan.is_whole(chunks) and not repacked
@@ -153,12 +157,15 @@ class StagedWeights:
         """For a swap.
 
         Raises:
-            EngineError: code ``called_off``: not all is staged.
-            NoPlanError: the model's weights are not where the plan wants them.
+            EngineError: code ``called_off``: not all is staged, or the model's weights are not
+                where the plan wants them.
         """
         if not self._sealed:
             raise EngineError("nothing is staged, or not all", code=NackCode.CALLED_OFF)
-        self._find_places(self._need_layout().plan)
+        try:
+            self._find_places(self._need_layout().plan)
+        except NoPlanError as error:
+            raise EngineError(str(error), code=NackCode.CALLED_OFF) from error
 
     def swap(self) -> None:
         """Copy all of it to where :meth:`need_sealed` has found the targets. No step runs."""
@@ -170,6 +177,8 @@ class StagedWeights:
                 repacked.setdefault(place.module, {})[place.key] = self._memory.tensors[name]
         with torch.no_grad():
             self._prepare(places).run()
+            layout = self._need_layout()
+            layout.pad({name: places[name].tensor.data for name in layout.plan.fills})
             for module, filled in repacked.items():
                 put(module, filled)
 
@@ -198,6 +207,14 @@ class StagedWeights:
         copies = layout.into(targets)
         self._swap = (layout, memory, places), copies
         return copies
+
+    def need_places(self, plan: CopyPlan) -> None:
+        """The model's weights are where the plan wants them.
+
+        Raises:
+            NoPlanError: they are not.
+        """
+        self._find_places(plan)
 
     def _find_places(self, plan: CopyPlan) -> dict[str, Place]:
         """Where the targets are; where they were, if they still are."""

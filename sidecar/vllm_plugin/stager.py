@@ -37,6 +37,7 @@ from sidecar.transfer import staging_room
 from sidecar.transfer.checks import LateSums
 from sidecar.transfer.streams import own_stream, synchronize, within
 from sidecar.vllm_plugin import ranks
+from sidecar.vllm_plugin.copy_plan import NoPlanError
 from sidecar.vllm_plugin.lane import Lane
 from sidecar.vllm_plugin.lane_wire import (
     ArmAgain,
@@ -125,6 +126,10 @@ class Stager:
             return Room(why_not=f"it needs the model's own loader: {known.reason}")
         if broken:
             return Room(why_not="an update broke off in this engine")
+        try:
+            self._loadable.staged.need_places(known.plan)
+        except NoPlanError as error:
+            return Room(why_not=f"its weights are not as they are loaded: {error}")
         held = self._loadable.staged.held_bytes
         return staging_room(armed.staging, known.plan.size_bytes, self._device, held_bytes=held)
 

@@ -110,6 +110,9 @@ class Layout(ABC):
     def into(self, targets: Memory) -> Copies:
         """All of it into tensors like the plan's targets."""
 
+    def pad(self, targets: Memory) -> None:  # noqa: B027 - not every layout has to
+        """Fill there what is the same in all updates, and no part of :meth:`into`."""
+
     @abstractmethod
     def _start(self) -> None: ...
 
@@ -184,6 +187,10 @@ class AsSent(Layout):
             for _, name, copy in self._copies()
         ]
         return Copies([target for target, _ in pairs], [source for _, source in pairs])
+
+    def pad(self, targets: Memory) -> None:
+        for name in self.plan.fills:
+            pad(self.plan, name, targets[name])
 
     def _start(self) -> None:
         self.missing = self._numel

@@ -65,7 +65,7 @@ class EngineCore:
         self.output_queue: SimpleQueue[Any] = SimpleQueue()
         self.calls: list[Any] = []
         self.fails: Exception | None = None
-        self.resets = 0
+        self.resets = self.encoder_resets = 0
 
     def add_request(self, request: Request, request_wave: int = 0) -> None:
         self.scheduler.requests[str(request_wave)] = request
@@ -90,14 +90,21 @@ class EngineCore:
         made.update_block_hashes()
         return made, 0
 
-    def _reset_caches(
-        self,
-        reset_running_requests: bool = True,  # noqa: ARG002 - vLLM's
-        reset_connector: bool = True,  # noqa: ARG002 - vLLM's
-    ) -> None:
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        assert reset_running_requests
+        assert reset_connector
         self.resets += 1
         for request in self.scheduler.requests.values():
             request.num_computed_tokens = 0
+        return True
+
+    def reset_encoder_cache(self) -> None:
+        self.encoder_resets += 1
+
+    def reset_mm_cache(self) -> None:
+        raise AssertionError("front ends remember what was cleared here, and send it no more")
 
     def collective_rpc(
         self,

@@ -367,6 +367,29 @@ def test_layers_that_are_quantised_get_no_plan() -> None:
     assert worker.plans.account()["reason"] == "linear is quantised by Packing"
 
 
+@pytest.mark.parametrize(
+    ("kernel", "device", "has_plan"),
+    [
+        ("TRITON", "cuda", True),
+        ("FLASHINFER_TRTLLM", "cuda", False),
+        ("FLASHINFER_CUTLASS", "cuda", False),
+        ("CPU", "cpu", True),
+    ],
+)
+def test_experts_in_another_order_get_no_plan(kernel: str, device: str, has_plan: bool) -> None:
+    """It does not show in their shape; on a CPU vLLM's own method makes it, when they are there."""
+    model = Serving()
+    method = UnquantizedLinearMethod()
+    method.unquantized_backend = SimpleNamespace(name=kernel)  # type: ignore[attr-defined]
+    model.linear.quant_method = method
+    config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=False))
+    plans = Plans(config, model, torch.device(device), "", any_rank=lambda flags: flags)
+    meta = Serving("meta")
+    plans.learn(manifest_of(all_weights(0)), trace_of(meta, all_weights(0)))
+    assert (plans.known.plan is not None) is has_plan
+    assert has_plan or kernel in plans.known.reason
+
+
 def test_experts_that_move_get_no_plan() -> None:
     worker = Worker()
     worker.plans._vllm_config.parallel_config.enable_eplb = True

@@ -17,7 +17,14 @@ from sidecar.vllm_plugin.copy_plan import NoPlanError, make_plan
 from sidecar.vllm_plugin.loader_trace import storage_of
 from sidecar.vllm_plugin.staged import StagedWeights
 from sidecar.vllm_plugin.staging_layouts import AsSent, ByTarget
-from tests.unit.sidecar_vllm._small_model import HIDDEN, Small, manifest_of, trace_of, weights
+from tests.unit.sidecar_vllm._small_model import (
+    HIDDEN,
+    ROWS,
+    Small,
+    manifest_of,
+    trace_of,
+    weights,
+)
 from tests.unit.sidecar_vllm.test_plans import CPU, Serving, all_weights, packed_of
 
 if TYPE_CHECKING:
@@ -273,10 +280,30 @@ def test_a_model_that_is_not_where_the_plan_wants_it_is_refused(tested: Staging)
     tested.stage(tested.new(5))
     tested.weights.seal()
     tested.model.norm = nn.Parameter(torch.zeros(3), requires_grad=False)
-    with pytest.raises(NoPlanError, match="norm"):
+    with pytest.raises(EngineError, match="norm") as swapped:
         tested.weights.need_sealed()
+    assert swapped.value.code is NackCode.CALLED_OFF
     with pytest.raises(NoPlanError, match="norm"):
+        tested.weights.need_places(tested.plan)
+    with pytest.raises(EngineError, match="norm") as begun:
         tested.begin()
+    assert begun.value.code is NackCode.STAGING_REFUSED
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_weights_are_where_their_parameters_have_them_now(tested: Staging, keep: bool) -> None:
+    """The same parameter may have got other memory."""
+    tested.update(5, keep=keep)
+    tested.model.norm.data = tested.model.norm.data.clone()
+    tested.update(6, keep=keep)
+    assert tested.serves(6)
+
+
+def test_padding_that_was_something_else_is_as_the_loader_makes_it(tested: Staging) -> None:
+    """Of weights that were made up when vLLM was booted, say."""
+    tested.model.embed.data[ROWS:] = 0.001
+    tested.update(5)
+    assert tested.serves(5)
 
 
 def test_the_first_update_is_proven_by_the_loader(tested: Staging) -> None:

@@ -1,0 +1,58 @@
+"""What a worker says of an update that may be staged, without an engine around it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from bus.messages import Staging
+from sidecar.transfer.inbox import Inbox
+from sidecar.vllm_plugin.loadable import Announced, Armed
+from sidecar.vllm_plugin.plans import Plans
+from sidecar.vllm_plugin.staged import StagedWeights
+from tests.unit.sidecar_vllm._small_model import HIDDEN, manifest_of, trace_of, weights
+from tests.unit.sidecar_vllm.test_staged import Whole
+from tests.vllm._vllm import require_vllm
+
+if TYPE_CHECKING:
+    from sidecar.vllm_plugin.stager import Stager
+
+require_vllm()
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+
+CPU = torch.device("cpu")
+STAGING = Staging(required=False, budget_bytes=0, keep=False, clear_cache=True)
+
+
+def stager_of(model: Whole) -> Stager:
+    """Of a worker that serves this model, and has armed all of its weights."""
+    from sidecar.vllm_plugin.stager import Stager  # noqa: PLC0415 - after require_vllm
+
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=False))
+    plans = Plans(config, model, CPU, "", any_rank=lambda flags: flags)
+    plans.learn(manifest_of(weights(0), 2), trace_of(Whole("meta"), weights(0)))
+    loadable: Any = SimpleNamespace(plans=plans, staged=StagedWeights(model, CPU))
+    engine: Any = SimpleNamespace()
+    return Stager(loadable, Inbox(CPU), config, CPU, engine)
+
+
+def armed(staging: Staging = STAGING) -> Armed:
+    return Armed(Announced(manifest_of(weights(0), 2)), "model", staging)
+
+
+def test_a_model_as_it_is_loaded_has_room() -> None:
+    room = stager_of(Whole()).room(armed(), broken=False)
+    assert not room.why_not
+    assert room.needed_bytes > 0
+
+
+def test_weights_that_are_laid_out_anew_are_said_to_be_when_they_are_armed() -> None:
+    """The update is loaded in a pause then; it would fail, each time, as soon as it begins."""
+    model = Whole()
+    model.out = nn.Parameter(torch.empty(HIDDEN, HIDDEN).t(), requires_grad=False)
+    room = stager_of(model).room(armed(), broken=False)
+    assert "out serves as it is not loaded" in room.why_not
