@@ -53,6 +53,7 @@ class ChunkStream:
         self._sender = sender
         self._filled: deque[_Chunk] = deque()
         self._sending = anyio.Lock()  # chunks leave one after the other, in order
+        self._told = [anyio.Event() for _ in range(self.plan.chunks)]  # that they have
         self.all_sent = anyio.Event()
         self.copy: Copy | None = None
         self.on_released: Callable[[], None] = nothing
@@ -99,9 +100,12 @@ class ChunkStream:
                 await _in_thread(self._sender.transfer, seq)
             if self._sender.collective:
                 free.set()  # its engines have it in memory of their own
+            if seq:
+                await self._told[seq - 1].wait()  # its thread may come back later than this one's
             async with together() as tasks:
                 tasks.start_soon(step, ChunkSent(update.id, seq, self.verify, chunk.sums))
                 await anyio.lowlevel.checkpoint()  # it is on its way
+                self._told[seq].set()
                 if seq + 1 == self.plan.chunks:
                     self.all_sent.set()
         self._sender.taken(seq)
