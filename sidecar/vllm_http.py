@@ -248,6 +248,7 @@ class VllmHttpEngine(UpdatesByPlugin):
         await self.post("/resume")
 
     async def sleep(self, level: SleepLevel) -> None:
+        await self._plugin.give_back()
         await self._ask_workers("sleep", {"level": level})
 
     async def wake_weights(self) -> None:

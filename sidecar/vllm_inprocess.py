@@ -155,6 +155,7 @@ class VllmEngine(UpdatesByPlugin):
         await _call(self._llm.resume_generation())
 
     async def sleep(self, level: SleepLevel) -> None:
+        await self._plugin.give_back()
         await self._rpc("sleep", {"level": level})
 
     async def wake_weights(self) -> None:

@@ -121,6 +121,11 @@ class LateSums:
         """None of them counts."""
         self._looks.clear()
 
+    def close(self) -> None:
+        """Nor will these chunks come again: nothing of where they lay is kept."""
+        self._looks.clear()
+        self._memo.clear()
+
 
 @dataclass(frozen=True, slots=True)
 class _Look:

@@ -199,6 +199,11 @@ class PluginClient:
         """A swap that is not made yet, will not be."""
         await self._call_off()
 
+    async def give_back(self) -> None:
+        """A sleep is about to begin, in which nothing is to be kept beside the weights."""
+        if self._has_lanes:
+            await self._perform(wire.LetGo())
+
     async def settle(self) -> None:
         """What was loaded is about to be committed: a sidecar after us leaves a LoRA adapter."""
         if self._adapter:

@@ -133,6 +133,10 @@ class Stager:
         held = self._loadable.staged.held_bytes
         return staging_room(armed.staging, known.plan.size_bytes, self._device, held_bytes=held)
 
+    def forget_transport(self) -> None:
+        """Another one comes: nothing of the last one's buffers is kept."""
+        self._sums.close()
+
     def check_ready(self) -> None:
         """Whether a swap would go through."""
         self._loadable.staged.need_sealed()

@@ -229,9 +229,11 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     @property
     def wavebus_loading(self) -> dict[str, Any]:
-        """See :meth:`Plans.account`; and ``swap_ms``, of the last staged one."""
-        account = self._loadable["model"].plans.account()
-        return {**account, "swap_ms": round(self._stager.swap_ms, 3)}
+        """See :meth:`Plans.account`; and ``swap_ms``, of the last staged one; ``staging_bytes``,
+        which are held now."""
+        model = self._loadable["model"]
+        swap_ms, staging_bytes = round(self._stager.swap_ms, 3), model.staged.held_bytes
+        return {**model.plans.account(), "swap_ms": swap_ms, "staging_bytes": staging_bytes}
 
     # -- operations ------------------------------------------------------------------
 
@@ -326,6 +328,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             inbox.use(operation.backend, receiver)
             self._backend = operation.backend
         inbox.stop()
+        self._stager.forget_transport()
         engine = Place(operation.communicator, operation.world_size, operation.first_rank)
         with shared_communicators():
             receiver.open(operation.params, engine.of_worker(self._index))

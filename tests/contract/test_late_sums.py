@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -149,3 +151,22 @@ def test_what_will_not_lie_there_again_is_compared_at_once() -> None:
     full = checksums(torch, values(2), "full")
     with pytest.raises(EngineError, match="a, in chunk 0"):
         late.look(0, Buffer().chunk(1), "full", full)
+
+
+def test_nothing_of_a_transport_that_is_gone_is_kept() -> None:
+    """What makes the next look quick, is made of where the chunks lay."""
+
+    class Memory(bytearray):
+        """That goes when no tensor lies in it any more."""
+
+    late, buffer, memory = LateSums(), Buffer(), Memory(4096)
+    there = weakref.ref(memory)
+    buffer._memory = torch.frombuffer(memory, dtype=torch.uint8)
+    late.look(0, buffer.chunk(1), "sample", sums(1))
+    late.check()
+    del buffer, memory
+    gc.collect()
+    assert there() is not None
+    late.close()
+    gc.collect()
+    assert there() is None

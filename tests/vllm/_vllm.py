@@ -249,9 +249,10 @@ async def staged_update(
     *,
     workers: int = 1,
     backend: str = "shm",
+    keep: bool = False,
 ) -> list[str]:
     """A whole one, beside the weights that are served. Returns what the core was asked for."""
-    how = Staging(required=True, budget_bytes=0, keep=False, clear_cache=False)
+    how = Staging(required=True, budget_bytes=0, keep=keep, clear_cache=False)
     manifest = plan(weights)
     push = Push(engine, weights, manifest, backend=backend, workers=workers, staging=how)
     asked: list[str] = []

@@ -155,6 +155,28 @@ def test_a_staged_update_asks_the_core_for_its_swap_and_for_nothing_else(
     under_test.run(scenario())
 
 
+def test_a_sleep_gives_back_what_staging_has_kept(under_test: InProcess) -> None:
+    """Else it lies beside what sleeps, on a GPU that somebody else is to have."""
+    engine = under_test.engine
+    assert isinstance(engine, VllmEngine)
+
+    async def held_bytes() -> int:
+        (account,) = await under_test.llm.collective_rpc("wavebus_loading")
+        return int(account["staging_bytes"])
+
+    async def scenario() -> None:
+        new = under_test.other_weights(63)
+        await staged_update(engine, new, under_test.version + 1, keep=True)
+        assert await held_bytes() > 0
+        await engine.pause("keep", clear_cache=True)
+        await engine.sleep(1)
+        assert await held_bytes() == 0
+        await engine.wake()
+        await under_test.assert_serves(new, under_test.version + 1)
+
+    under_test.run(scenario())
+
+
 def test_live_update_matches_transformers(under_test: InProcess) -> None:
     """Updated in the middle of a request, whose tokens are all there, split by version."""
     new = under_test.other_weights(31)
@@ -190,7 +212,8 @@ def test_updates_are_copied_by_a_plan_once_the_loader_has_proven_it(
             (52, "plan", 1 << 16),
             (53, "plan", 1 << 30),
         ):
-            new = in_another_order(under_test.other_weights(seed))
+            first, *others = under_test.other_weights(seed).items()
+            new = dict([*others, first])  # of which no other test has made a plan
             version = under_test.version + 1
             await under_test.engine.pause("keep", clear_cache=True)
             await Push(under_test.engine, new, plan(new, chunk_bytes)).whole(version)
