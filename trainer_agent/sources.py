@@ -62,10 +62,35 @@ class PairSource:
         return ((name, whole(tensor)) for name, tensor in self._pairs.items())
 
 
+class Devices:
+    """GPUs that tensors of a source lie on. What a trainer has asked of one, in whatever stream, is
+    done before a tensor is read there; and what was read, before it goes on."""
+
+    def __init__(self) -> None:
+        self._seen: set[torch.device] = set()
+
+    def before(self, tensor: torch.Tensor) -> None:
+        """It is about to be read."""
+        if tensor.is_cuda and tensor.device not in self._seen:
+            self._seen.add(tensor.device)
+            torch.cuda.synchronize(tensor.device)
+
+    def after(self) -> None:
+        """All that were, have been."""
+        for device in self._seen:
+            torch.cuda.synchronize(device)
+
+
 def copied(source: WeightSource) -> PairSource:
     """Its tensors as they are now, each where it lies; takes as much memory once more."""
+    devices = Devices()
+    copies: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        return PairSource({name: tensor.detach().clone() for name, tensor in source})
+        for name, tensor in source:
+            devices.before(tensor)
+            copies[name] = tensor.detach().clone()
+    devices.after()
+    return PairSource(copies)
 
 
 def as_source(weights: Weights) -> WeightSource:

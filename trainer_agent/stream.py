@@ -16,7 +16,7 @@ from bus.checksum import checksums
 from bus.messages import ChunkSent
 from trainer_agent.asking import announced, together
 from trainer_agent.plan import Plan
-from trainer_agent.sources import as_announced, tensor_metas
+from trainer_agent.sources import Devices, as_announced, tensor_metas
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +50,7 @@ class ChunkStream:
         self._left = iter(source)
         self._tensors = as_announced(self.plan.metas, self._left)
         self._taking = threading.Lock()
+        self._devices = Devices()
         self._sender = sender
         self._filled: deque[_Chunk] = deque()
         self._sending = anyio.Lock()  # chunks leave one after the other, in order
@@ -125,6 +126,8 @@ class ChunkStream:
         with self._taking:
             found = itertools.islice(self._tensors, self.plan.tensors_of(seq))
             chunk = [tensor.detach() for _, tensor in found]
+            for tensor in chunk:
+                self._devices.before(tensor)
         if self.copy is not None:
             self.copy.take(self.plan.manifest.part(seq).start, chunk)
         return _Chunk(seq, self._sender.put(seq, chunk), checksums(torch, chunk, self.verify))
