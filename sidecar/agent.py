@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from bus.runtime.base import ClientTransport, Scheduler
     from sidecar.engine import Engine, EngineInfo
 
+# How often a swap is called off that has not returned.
+CALL_OFF_AGAIN_S: Final = 0.5
 # How long a closing sidecar waits for the engine call under way.
 CLOSE_PATIENCE_S: Final = 10.0
 
@@ -440,11 +442,15 @@ class Sidecar:
         self._perform(self.session.escalation_done(failure, now_ms, in_flight=in_flight))
 
     async def _call_off(self, call: CallOff) -> None:
-        """Call the swap off that waits for other ranks; its own return tells what came of it."""
-        try:
-            await self.engine.call_off()
-        except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged
-            self._failure(call, error)
+        """Call the swap off that waits for other ranks; its own return tells what came of it. Until
+        then it is said again: it may have come before the swap, or not at all."""
+        swap = self.session.update.swap
+        while swap is not None and self.session.update.swap is swap:
+            try:
+                await self.engine.call_off()
+            except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged
+                self._failure(call, error)
+            await anyio.sleep(CALL_OFF_AGAIN_S)
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> None:
         """Do it beside the call under way."""

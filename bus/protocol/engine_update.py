@@ -226,9 +226,15 @@ class EngineUpdate:
         return self._loaded and self.in_place
 
     @property
+    def swap(self) -> CallSwap | None:
+        """The one that is under way."""
+        running = self._queue.running()
+        return running if isinstance(running, CallSwap) else None
+
+    @property
     def swapping(self) -> bool:
-        """Whether a swap is under way."""
-        return isinstance(self._queue.running(), CallSwap)
+        """Whether one is."""
+        return self.swap is not None
 
     def about_to_serve(self, version: int) -> bool:
         """Whether the engine has staged all of that version, or a later one, and waits for no more

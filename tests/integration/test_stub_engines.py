@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from bus.errors import EngineError, Refused, UpdateFailed, UsageError
-from bus.messages import NackCode
+from bus.messages import Abort, NackCode
+from bus.staging import Room
 from sidecar import Sidecar
 from sidecar.bench.agents import StubEngine
 from sidecar.engine import EngineInfo
@@ -50,8 +51,30 @@ class Broken(StubEngine):
         self.paused_by.append(mode)
 
 
+class Waiting(StubEngine):
+    """Its swap waits for mates that never come; the first word that calls it off is lost."""
+
+    def __init__(self) -> None:
+        self.swaps = asyncio.Event()
+        self.called_off = 0
+        self._heard = asyncio.Event()
+
+    async def arm(self, *_: object) -> Room:
+        return Room(needed_bytes=1)
+
+    async def swap(self, version: int, *, clear_cache: bool) -> None:  # noqa: ARG002
+        self.swaps.set()
+        await self._heard.wait()
+        raise EngineError("called off", code=NackCode.CALLED_OFF)
+
+    async def call_off(self) -> None:
+        self.called_off += 1
+        if self.called_off > 1:
+            self._heard.set()
+
+
 @contextlib.asynccontextmanager
-async def a_bus(engine: Broken) -> AsyncIterator[TrainerAgent]:
+async def a_bus(engine: StubEngine) -> AsyncIterator[TrainerAgent]:
     async with (
         a_broker() as (_, address),
         Sidecar(engine, broker=address, name="engine"),
@@ -69,6 +92,29 @@ def test_a_pause_that_breaks_is_refused() -> None:
             with pytest.raises(Refused, match="a bug of the adapter") as refused:
                 await agent.paused(mode="keep").__aenter__()
             assert refused.value.code is NackCode.ENGINE_FAILED
+
+    asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
+
+
+def test_a_swap_is_called_off_until_it_is() -> None:
+    """A word that overtakes the swap, or is lost, would leave it waiting, and with it all ranks."""
+
+    async def scenario() -> None:
+        engine = Waiting()
+        async with (
+            a_broker() as (_, address),
+            Sidecar(engine, broker=address, name="engine") as sidecar,
+            TrainerAgent(address, name="trainer") as agent,
+        ):
+            await agent.wait_for_engines(1)
+            update = await agent.send_weights({"weight": torch.zeros(4)}, how="staged")
+            await engine.swaps.wait()
+            session = sidecar.session
+            abort = Abort(session.update.update_id, "as of a broker that knows nothing of it")
+            sidecar._perform(session.command(0, session.epoch, abort, 0.0))
+            with pytest.raises(UpdateFailed, match="called off"):
+                await update
+        assert engine.called_off == 2
 
     asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
 
