@@ -6,8 +6,9 @@ step, so it comes another way: each worker listens at a Unix socket of its own, 
 what it is asked there in a thread, one thing at a time.
 
 The core comes first. What it asks, begins a swap, ends an update, or starts another: so whoever is
-staging is not needed any more, is interrupted, and kept out until the worker is done. And who has
-come last, comes before all others: what one of them has asked and was not begun yet, never is.
+staging is not needed any more, is interrupted, and kept out until the worker is done. (Who opens a
+transport goes on: what the core asks has nothing to do with it.) And who has come last, comes
+before all others: what one of them has asked and was not begun yet, never is.
 
 The socket is in Linux's abstract namespace: there is no file that a process which is killed would
 leave. Only processes of one user are let in, at both ends. A frame is its length, 4 bytes,
@@ -27,7 +28,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, BinaryIO, Final, cast
 
 from sidecar.vllm_plugin import lane_wire, ranks
-from sidecar.vllm_plugin.wire import MAX_PAYLOAD_CHARS
+from sidecar.vllm_plugin.wire import MAX_PAYLOAD_CHARS, Open
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,7 +58,8 @@ class Lane:
         self._interrupt = interrupt
         self._surroundings = surroundings
         self._newest: socket.socket | None = None
-        self._free = threading.Lock()
+        self._turn = threading.Lock()  # of those who ask by a lane
+        self._free = threading.Lock()  # of these, and of the core
         self._listener: socket.socket | None = None
         self._name = ""
 
@@ -125,16 +127,24 @@ class Lane:
             self._surroundings(),
         ):
             stream = cast("BinaryIO", made)
-            while (asked := _read(stream)) is not None:
-                with self._free:
+            while (blob := _read(stream)) is not None:
+                asked: list[lane_wire.Operation] = []
+                malformed = ranks.attempt(lambda: asked.append(lane_wire.decode(blob)))  # noqa: B023
+                with self._turn, self._room_for(asked):
                     if self._newest is not connection:
                         return
-                    answer = lane_wire.encode(self._answer(asked))
+                    answer = lane_wire.encode(malformed or self._answer(asked[0]))
                 connection.sendall(LENGTH.pack(len(answer)) + answer)
 
-    def _answer(self, asked: bytes) -> lane_wire.Answer:
+    def _room_for(self, asked: list[lane_wire.Operation]) -> AbstractContextManager[object]:
+        """Who opens a transport may wait for others, and touches nothing that the core asks for:
+        the core, and with it all steps, need not wait for that."""
+        opens = bool(asked) and isinstance(asked[0], Open)
+        return nullcontext() if opens else self._free
+
+    def _answer(self, asked: lane_wire.Operation) -> lane_wire.Answer:
         done: list[lane_wire.Done] = []
-        failure = ranks.attempt(lambda: done.append(self._carry_out(lane_wire.decode(asked))))
+        failure = ranks.attempt(lambda: done.append(self._carry_out(asked)))
         return failure or done[0]
 
 

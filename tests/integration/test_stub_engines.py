@@ -116,7 +116,7 @@ def test_a_swap_is_called_off_until_it_is() -> None:
                 await update
         assert engine.called_off == 2
 
-    asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
+    asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S / 4))
 
 
 @pytest.mark.parametrize("breaks", ["request_ids", "abort"])

@@ -17,6 +17,7 @@ from bus.messages import NackCode
 from sidecar.vllm_plugin import lane_wire
 from sidecar.vllm_plugin.lane import LENGTH, MAX_FRAME_BYTES, Lane
 from sidecar.vllm_plugin.lanes import Lanes
+from sidecar.vllm_plugin.wire import Open
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -146,6 +147,27 @@ def test_who_waits_for_a_chunk_gives_way_to_the_core(workers: list[Worker]) -> N
 
     asyncio.run(scenario())
     assert worker.told == [stage(1)]
+
+
+def test_the_core_does_not_wait_for_who_opens_a_transport(workers: list[Worker]) -> None:
+    """That may wait for half a minute, for an end that never comes; and all steps with it."""
+    worker = Worker(waits_for=-2)  # where it does not stage
+    workers.append(worker)
+
+    async def scenario() -> None:
+        lanes = await reached(worker)
+        opening = asyncio.create_task(lanes.perform(Open("gloo", b"", 1, 2, 1)))
+        assert await asyncio.to_thread(worker.began.wait, LIMIT_S)
+        with worker.lane.held():
+            assert not worker.interrupted
+            assert not opening.done()
+        worker.came.set()
+        await opening
+        await lanes.perform(stage(1))
+        lanes.close()
+
+    asyncio.run(scenario())
+    assert [type(each) for each in worker.told] == [Open, lane_wire.Stage]
 
 
 def test_the_answer_to_a_call_that_was_given_up_is_nobodys(workers: list[Worker]) -> None:
