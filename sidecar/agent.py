@@ -33,6 +33,7 @@ from bus.protocol.calls import (
     Call,
     CallEscalate,
     CallOff,
+    CallSwap,
     SessionEffect,
     ToMates,
 )
@@ -124,6 +125,7 @@ class Sidecar:
         self._caller: asyncio.Task[None] | None = None  # makes the engine calls, one at a time
         self._next_call: Call | None = None
         self._wake: asyncio.Future[None] | None = None  # set while the caller has nothing to do
+        self._called_off: CallSwap | None = None  # which is, until it returns
         self._closing = False
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()
@@ -445,6 +447,9 @@ class Sidecar:
         """Call the swap off that waits for other ranks; its own return tells what came of it. Until
         then it is said again: it may have come before the swap, or not at all."""
         swap = self.session.update.swap
+        if swap is self._called_off:
+            return
+        self._called_off = swap
         while swap is not None and self.session.update.swap is swap:
             try:
                 await self.engine.call_off()

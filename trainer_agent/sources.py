@@ -59,12 +59,16 @@ class PairSource:
         return [meta_of(name, tensor) for name, tensor in self._pairs.items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, whole(tensor)) for name, tensor in self._pairs.items())
+        devices = Devices()
+        for name, tensor in self._pairs.items():
+            devices.before(tensor)  # also before its parts are gathered
+            yield name, whole(tensor)
 
 
 class Devices:
     """GPUs that tensors of a source lie on. What a trainer has asked of one, in whatever stream, is
-    done before a tensor is read there; and what was read, before it goes on."""
+    done before the first tensor is read there; and what was read, before it goes on. (A source of
+    one's own that makes its tensors as they are asked for, sees to what it makes them of.)"""
 
     def __init__(self) -> None:
         self._seen: set[torch.device] = set()

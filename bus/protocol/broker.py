@@ -275,7 +275,7 @@ class Broker:
                 beat += group.heard(peer, message)
             elif group is not None and group.holder is peer:
                 if envelope.epoch < group.holding.granted:  # its WELCOME was lost
-                    beat.append(self._welcome(peer.route, envelope.id, group))
+                    beat.append(self._welcome(peer, group, peer.route, envelope.id))
                 beat += group.holder_heard(message)
             return beat
         if isinstance(message, CoreStatus) and group is not None:
@@ -338,7 +338,7 @@ class Broker:
                     **({"phase": peer.phase, "kind": join.engine.kind} if join.engine else {}),
                 },
             ),
-            self._welcome(route, envelope.id, group),
+            self._welcome(peer, group, route, envelope.id),
         ]
         if peer.role == "engine" and group is not None:
             effects += group.joined(peer, now_ms)
@@ -349,11 +349,11 @@ class Broker:
                 effects += each.tell_routes((route,))
         return effects
 
-    def _welcome(self, route: bytes, reply_to: int, group: Group | None) -> Send:
+    def _welcome(self, peer: Peer, group: Group | None, route: bytes, reply_to: int) -> Send:
         config = self.config
-        version, name, epoch = (group.version, group.name, group.epoch) if group else (0, "", 0)
+        version, epoch = (group.version, group.epoch) if group else (0, 0)
         welcome = Welcome(config.heartbeat_ms, config.peer_timeout_ms, version)
-        return Send(welcome, (route,), reply_to, name, epoch)
+        return Send(welcome, (route,), reply_to, peer.group, epoch)
 
     def _admit(
         self, route: bytes, envelope: Envelope, join: Join, now_ms: float, user: str

@@ -265,7 +265,8 @@ class Roster:
         staged: bool = False,
     ) -> None:
         """These serve the version, as soon as they are whole; ``partial`` ones are not yet.
-        ``staged``: no resume follows, and who was behind has opened its door."""
+        ``staged``: no resume follows, and who was behind has opened its door; or could not, and
+        says so with its next heartbeat."""
         self.changes += 1
         for name in names:
             if name not in partial:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 class Inbox:
-    """Of one model, over one transport after the other. Used by one thread at a time.
+    """Of one model, over one transport after the other. Used by one thread at a time; but while
+    one opens another transport, another one may :meth:`interrupt` and :meth:`clear`.
 
     Args:
         device: where the weights are.

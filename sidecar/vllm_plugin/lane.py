@@ -7,8 +7,8 @@ what it is asked there in a thread, one thing at a time.
 
 The core comes first. What it asks, begins a swap, ends an update, or starts another: so whoever is
 staging is not needed any more, is interrupted, and kept out until the worker is done. (Who opens a
-transport goes on: what the core asks has nothing to do with it.) And who has come last, comes
-before all others: what one of them has asked and was not begun yet, never is.
+transport goes on, and so does the core.) And who has come last, comes before all others: what one
+of them has asked and was not begun yet, never is.
 
 The socket is in Linux's abstract namespace: there is no file that a process which is killed would
 leave. Only processes of one user are let in, at both ends. A frame is its length, 4 bytes,
@@ -130,17 +130,23 @@ class Lane:
             while (blob := _read(stream)) is not None:
                 asked: list[lane_wire.Operation] = []
                 malformed = ranks.attempt(lambda: asked.append(lane_wire.decode(blob)))  # noqa: B023
-                with self._turn, self._room_for(asked):
+                with contextlib.ExitStack() as held:
+                    for lock in self._locks(asked):
+                        held.enter_context(lock)
                     if self._newest is not connection:
                         return
                     answer = lane_wire.encode(malformed or self._answer(asked[0]))
                 connection.sendall(LENGTH.pack(len(answer)) + answer)
 
-    def _room_for(self, asked: list[lane_wire.Operation]) -> AbstractContextManager[object]:
-        """Who opens a transport may wait for others, and touches nothing that the core asks for:
-        the core, and with it all steps, need not wait for that."""
-        opens = bool(asked) and isinstance(asked[0], Open)
-        return nullcontext() if opens else self._free
+    def _locks(self, asked: list[lane_wire.Operation]) -> list[threading.Lock]:
+        """What nothing else has meanwhile. Who opens a transport may wait for others: the core, and
+        with it all steps, need not wait for that, nor who comes and greets."""
+        match asked:
+            case [lane_wire.Greet()]:
+                return []
+            case [Open()]:
+                return [self._turn]
+        return [self._turn, self._free]
 
     def _answer(self, asked: lane_wire.Operation) -> lane_wire.Answer:
         done: list[lane_wire.Done] = []

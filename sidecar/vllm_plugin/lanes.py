@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# Who is let in may have to wait for what another sidecar has begun there.
+# A worker answers at once, whatever it does for others.
 _GREETING_S: Final = 60.0
 
 

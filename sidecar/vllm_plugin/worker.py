@@ -18,6 +18,7 @@ loaded.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._began = True  # maybe a load, since it was seen that none has broken off
         self._backend = ""
         self._inbox = Inbox(device)
+        self._opening = threading.Lock()
         self._stager = Stager(own, self._inbox, vllm_config, device, self)
         self.session = Session()
 
@@ -314,7 +316,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         Raises:
             EngineError: it can't be.
         """
-        self._open(operation)
+        with self._opening:  # one that a sidecar before has begun goes on until its deadline
+            self._open(operation)
         return self._inbox.depth
 
     def _open(self, operation: wire.Open) -> None:

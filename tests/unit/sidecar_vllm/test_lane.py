@@ -161,10 +161,15 @@ def test_the_core_does_not_wait_for_who_opens_a_transport(workers: list[Worker])
         with worker.lane.held():
             assert not worker.interrupted
             assert not opening.done()
+        # Nor does a sidecar that comes then; but what it asks, comes behind it.
+        later = await reached(worker)
+        staging = asyncio.create_task(later.perform(stage(1)))
+        assert not opening.done()
         worker.came.set()
         await opening
-        await lanes.perform(stage(1))
+        await staging
         lanes.close()
+        later.close()
 
     asyncio.run(scenario())
     assert [type(each) for each in worker.told] == [Open, lane_wire.Stage]

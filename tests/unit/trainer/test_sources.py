@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -76,3 +76,28 @@ def test_metadata_reads_no_gradient_graph() -> None:
     """Sending does not grow a graph: tensors are taken as they are."""
     weight = torch.ones(2, requires_grad=True)
     assert PairSource({"w": weight}).metadata() == [TensorMeta("w", "float32", (2,))]
+
+
+class OnGpu:
+    """As far as a source looks at a tensor of several ranks."""
+
+    is_cuda = True
+    device = torch.device("cuda:0")
+
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    def full_tensor(self) -> torch.Tensor:
+        self._told.append("gathered")
+        return torch.zeros(2)
+
+
+def test_a_gpu_is_waited_for_before_anything_is_read_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An optimizer's last step may be on its way yet, in a stream of its own."""
+    told: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: told.append(f"waited {device}"))
+    pairs: Any = {"a": OnGpu(told), "b": OnGpu(told)}
+    assert [name for name, _ in as_source(pairs)] == ["a", "b"]
+    assert told == ["waited cuda:0", "gathered", "gathered"]
