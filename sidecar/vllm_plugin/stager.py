@@ -33,7 +33,7 @@ from vllm.config import set_current_vllm_config
 from bus.errors import EngineError
 from bus.messages import NackCode
 from bus.staging import Room
-from sidecar.transfer import staging_room
+from sidecar.transfer import free_memory, staging_room
 from sidecar.transfer.checks import LateSums
 from sidecar.transfer.streams import own_stream, synchronize, within
 from sidecar.vllm_plugin import ranks
@@ -112,6 +112,8 @@ class Stager:
         self._stream: torch.cuda.Stream | None = None
         self._armed: Armed | None = None
         self._sums = LateSums()
+        # So much could not be had, when so much seemed to be free.
+        self._refused: tuple[int, int] | None = None
         self.swap_ms = 0.0
 
     # -- on the worker's thread --------------------------------------------------------
@@ -130,8 +132,18 @@ class Stager:
             self._loadable.staged.need_places(known.plan)
         except NoPlanError as error:
             return Room(why_not=f"its weights are not as they are loaded: {error}")
-        held = self._loadable.staged.held_bytes
-        return staging_room(armed.staging, known.plan.size_bytes, self._device, held_bytes=held)
+        held, needed = self._loadable.staged.held_bytes, known.plan.size_bytes
+        if needed > held and self._had_no_room(needed):
+            return Room(needed, "there was no room when it was last tried")
+        return staging_room(armed.staging, needed, self._device, held_bytes=held)
+
+    def _had_no_room(self, needed: int) -> bool:
+        """What seems free may lie in pieces, or be had for CUDA graphs alone. So what could not be
+        had is not tried again before there is more."""
+        if self._refused is None:
+            return False
+        asked, free = self._refused
+        return needed >= asked and free_memory(self._device) < free + needed // 10
 
     def forget_transport(self) -> None:
         """Another one comes: nothing of the last one's buffers is kept."""
@@ -208,7 +220,12 @@ class Stager:
             raise EngineError("no update was armed that can be staged", code=NackCode.WRONG_STATE)
         self._forget_chunks()
         staged, receiver = self._loadable.staged, self._inbox.receiver
-        staged.begin(known.plan, armed.announced.chunks)
+        try:
+            staged.begin(known.plan, armed.announced.chunks)
+        except EngineError as error:
+            if error.code is NackCode.STAGING_REFUSED:
+                self._refused = known.plan.size_bytes, free_memory(self._device)
+            raise
         synchronize(self._device)  # the memory may have been somebody's in this stream
         self._armed = armed
         launches = receiver is not None and receiver.launches

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from bus.messages import Staging
+from bus.errors import EngineError
+from bus.messages import NackCode, Staging
 from sidecar.transfer.inbox import Inbox
 from sidecar.vllm_plugin.loadable import Announced, Armed
 from sidecar.vllm_plugin.plans import Plans
 from sidecar.vllm_plugin.staged import StagedWeights
+from sidecar.vllm_plugin.staging_memory import StagingMemory
 from tests.unit.sidecar_vllm._small_model import HIDDEN, manifest_of, trace_of, weights
 from tests.unit.sidecar_vllm.test_staged import Whole
 from tests.vllm._vllm import require_vllm
@@ -56,3 +58,25 @@ def test_weights_that_are_laid_out_anew_are_said_to_be_when_they_are_armed() -> 
     model.out = nn.Parameter(torch.empty(HIDDEN, HIDDEN).t(), requires_grad=False)
     room = stager_of(model).room(armed(), broken=False)
     assert "out serves as it is not loaded" in room.why_not
+
+
+def test_what_could_not_be_had_is_not_tried_again_before_there_is_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else each update would be armed as one that is staged, and fail."""
+    stager = stager_of(Whole())
+    free = 1 << 40
+    monkeypatch.setattr("sidecar.vllm_plugin.stager.free_memory", lambda _: free)
+
+    def refused(*_: object) -> None:
+        raise EngineError("no room", code=NackCode.STAGING_REFUSED)
+
+    assert not stager.room(armed(), broken=False).why_not
+    with monkeypatch.context() as short:
+        short.setattr(StagingMemory, "have", refused)
+        with pytest.raises(EngineError, match="no room"):
+            stager._start(armed())
+    assert "no room when it was last tried" in stager.room(armed(), broken=False).why_not
+    free *= 2
+    assert not stager.room(armed(), broken=False).why_not
+    stager._start(armed())
