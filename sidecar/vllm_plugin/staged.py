@@ -85,10 +85,7 @@ class StagedWeights:
                 where the plan wants them.
         """
         self._begun = self._sealed = False
-        try:
-            places = self._find_places(plan)
-        except NoPlanError as error:
-            raise EngineError(str(error), code=NackCode.STAGING_REFUSED) from error
+        places = self._places_or(NackCode.STAGING_REFUSED, plan)
         if self._layout is None or not (self._layout[0].plan is plan and self._layout[1] is chunks):
             repacked = any(repacks(place.module, self._device) for place in places.values())
             as_sent = plan.is_whole(chunks) and not repacked
@@ -162,10 +159,7 @@ class StagedWeights:
         """
         if not self._sealed:
             raise EngineError("nothing is staged, or not all", code=NackCode.CALLED_OFF)
-        try:
-            self._find_places(self._need_layout().plan)
-        except NoPlanError as error:
-            raise EngineError(str(error), code=NackCode.CALLED_OFF) from error
+        self._places_or(NackCode.CALLED_OFF, self._need_layout().plan)
 
     def swap(self) -> None:
         """Copy all of it to where :meth:`need_sealed` has found the targets. No step runs."""
@@ -207,6 +201,12 @@ class StagedWeights:
         copies = layout.into(targets)
         self._swap = (layout, memory, places), copies
         return copies
+
+    def _places_or(self, code: NackCode, plan: CopyPlan) -> dict[str, Place]:
+        try:
+            return self._find_places(plan)
+        except NoPlanError as error:
+            raise EngineError(str(error), code=code) from error
 
     def need_places(self, plan: CopyPlan) -> None:
         """The model's weights are where the plan wants them.

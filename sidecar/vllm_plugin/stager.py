@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
     from sidecar.transfer.base import Tensors
     from sidecar.transfer.inbox import Inbox
+    from sidecar.vllm_plugin.copy_plan import CopyPlan
     from sidecar.vllm_plugin.loadable import Loadable
 
 # How long Python lets one thread run while another waits, at most. As it comes, 5 ms: a step that
@@ -128,14 +129,21 @@ class Stager:
             return Room(why_not=f"it needs the model's own loader: {known.reason}")
         if broken:
             return Room(why_not="an update broke off in this engine")
-        try:
-            self._loadable.staged.need_places(known.plan)
-        except NoPlanError as error:
-            return Room(why_not=f"its weights are not as they are loaded: {error}")
+        anew = self._laid_out_anew(known.plan)
+        if anew:
+            return Room(why_not=f"its weights are not as they are loaded: {anew}")
         held, needed = self._loadable.staged.held_bytes, known.plan.size_bytes
         if needed > held and self._had_no_room(needed):
             return Room(needed, "there was no room when it was last tried")
         return staging_room(armed.staging, needed, self._device, held_bytes=held)
+
+    def _laid_out_anew(self, plan: CopyPlan) -> str:
+        """What of the model is not where the plan wants it; empty: all is."""
+        try:
+            self._loadable.staged.need_places(plan)
+        except NoPlanError as error:
+            return str(error)
+        return ""
 
     def _had_no_room(self, needed: int) -> bool:
         """What seems free may lie in pieces, or be had for CUDA graphs alone. So what could not be
@@ -223,7 +231,7 @@ class Stager:
         try:
             staged.begin(known.plan, armed.announced.chunks)
         except EngineError as error:
-            if error.code is NackCode.STAGING_REFUSED:
+            if error.code is NackCode.STAGING_REFUSED and not self._laid_out_anew(known.plan):
                 self._refused = known.plan.size_bytes, free_memory(self._device)
             raise
         synchronize(self._device)  # the memory may have been somebody's in this stream

@@ -80,3 +80,14 @@ def test_what_could_not_be_had_is_not_tried_again_before_there_is_more(
     free *= 2
     assert not stager.room(armed(), broken=False).why_not
     stager._start(armed())
+
+
+def test_who_was_laid_out_anew_when_it_began_has_room_again_as_it_is_loaded() -> None:
+    """It was no lack of memory."""
+    model = Whole()
+    stager, loaded = stager_of(model), model.out
+    model.out = nn.Parameter(torch.empty(HIDDEN, HIDDEN).t(), requires_grad=False)
+    with pytest.raises(EngineError, match="out serves as it is not loaded"):
+        stager._start(armed())
+    model.out = loaded
+    assert not stager.room(armed(), broken=False).why_not
