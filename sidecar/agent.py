@@ -292,11 +292,7 @@ class Sidecar:
         return Join("engine", HOST, PID, facts, None)
 
     def _beat(self) -> Heartbeat:
-        session = self.session
-        in_flight = session.pause.in_flight
-        return Heartbeat(
-            session.phase, session.version, in_flight, session.shown_id, session.closed
-        )
+        return self.session.beat()
 
     def _next_deadline_ms(self) -> float | None:
         if self._peer is None:

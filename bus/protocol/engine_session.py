@@ -28,6 +28,7 @@ from bus.messages import (
     Arm,
     ChunkSent,
     Commit,
+    Heartbeat,
     LeaseWord,
     Message,
     NackCode,
@@ -138,6 +139,11 @@ class EngineSession:
     def _awaits_weights(self) -> bool:
         """Its own were discarded by the sleep under way, and somebody is to bring others."""
         return self.memory.discarded and not self._forsaken
+
+    def beat(self) -> Heartbeat:
+        """How it stands."""
+        in_flight = self.pause.in_flight
+        return Heartbeat(self.phase, self.version, in_flight, self.shown_id, self.closed)
 
     @property
     def shown_id(self) -> str:

@@ -241,11 +241,7 @@ class SimEngine:
         return Join("engine", "sim", 1, facts, None)
 
     def _beat(self) -> Heartbeat:
-        session = self.session
-        in_flight = session.pause.in_flight
-        return Heartbeat(
-            session.phase, session.version, in_flight, session.shown_id, session.closed
-        )
+        return self.session.beat()
 
     def _next_deadline_ms(self) -> float | None:
         return self.session.next_deadline_ms()

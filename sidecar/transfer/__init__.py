@@ -17,8 +17,8 @@ __all__ = [
     "check_delivered",
     "check_room",
     "check_sums",
+    "free_memory",
     "make_receiver",
     "register_receiver",
-    "free_memory",
     "staging_room",
 ]

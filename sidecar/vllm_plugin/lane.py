@@ -18,6 +18,7 @@ big-endian, and then an operation of :mod:`sidecar.vllm_plugin.lane_wire`; back 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import socket
@@ -25,13 +26,15 @@ import struct
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, BinaryIO, Final, cast
+from typing import TYPE_CHECKING, BinaryIO, Final, TypeVar, cast
 
 from sidecar.vllm_plugin import lane_wire, ranks
-from sidecar.vllm_plugin.wire import MAX_PAYLOAD_CHARS, Open
+from sidecar.vllm_plugin.wire import MAX_PAYLOAD_CHARS, Failure, Open
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+T = TypeVar("T")
 
 LENGTH: Final = struct.Struct(">I")
 MAX_FRAME_BYTES: Final = MAX_PAYLOAD_CHARS
@@ -128,30 +131,36 @@ class Lane:
         ):
             stream = cast("BinaryIO", made)
             while (blob := _read(stream)) is not None:
-                asked: list[lane_wire.Operation] = []
-                malformed = ranks.attempt(lambda: asked.append(lane_wire.decode(blob)))  # noqa: B023
+                asked = _tried(functools.partial(lane_wire.decode, blob))
                 with contextlib.ExitStack() as held:
                     for lock in self._locks(asked):
                         held.enter_context(lock)
                     if self._newest is not connection:
                         return
-                    answer = lane_wire.encode(malformed or self._answer(asked[0]))
+                    answer = lane_wire.encode(self._answer(asked))
                 connection.sendall(LENGTH.pack(len(answer)) + answer)
 
-    def _locks(self, asked: list[lane_wire.Operation]) -> list[threading.Lock]:
+    def _locks(self, asked: lane_wire.Operation | Failure) -> list[threading.Lock]:
         """What nothing else has meanwhile. Who opens a transport may wait for others: the core, and
         with it all steps, need not wait for that, nor who comes and greets."""
         match asked:
-            case [lane_wire.Greet()]:
+            case lane_wire.Greet():
                 return []
-            case [Open()]:
+            case Open():
                 return [self._turn]
         return [self._turn, self._free]
 
-    def _answer(self, asked: lane_wire.Operation) -> lane_wire.Answer:
-        done: list[lane_wire.Done] = []
-        failure = ranks.attempt(lambda: done.append(self._carry_out(asked)))
-        return failure or done[0]
+    def _answer(self, asked: lane_wire.Operation | Failure) -> lane_wire.Answer:
+        if isinstance(asked, Failure):
+            return asked
+        return _tried(functools.partial(self._carry_out, asked))
+
+
+def _tried(work: Callable[[], T]) -> T | Failure:
+    """What has come of it; or how it has failed."""
+    done: list[T] = []
+    failure = ranks.attempt(lambda: done.append(work()))
+    return failure or done[0]
 
 
 def is_own(connection: socket.socket) -> bool:
