@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LOCAL = "127.0.0.1"
+LIMIT_S = 30.0
 DUPLICATE = """NCCL error in: /x/NCCLUtils.cpp:77, invalid usage, NCCL version 2.29.7
 ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
 Last error:
@@ -100,6 +101,34 @@ class Meeting:
         return first, second
 
 
+class Clock:
+    """What an end takes for the time; it stands still."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._read = threading.Condition()
+        self._reads = 0
+
+    def monotonic(self) -> float:
+        with self._read:
+            self._reads += 1
+            self._read.notify_all()
+        return self.now_s
+
+    def wait_for_reads(self, reads: int) -> None:
+        """So many more. Each look at what is under way is one."""
+        with self._read:
+            reads += self._reads
+            assert self._read.wait_for(lambda: self._reads >= reads, LIMIT_S)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(bus.nccl, "time", made)
+    return made
+
+
 @pytest.fixture
 def meeting() -> Iterator[Meeting]:
     made = Meeting()
@@ -133,7 +162,7 @@ def test_who_waits_for_the_roll_call_is_freed_when_the_store_goes(meeting: Meeti
     store = meeting.enter()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(rendezvous.roll_call, store, Place(1, 2, 1), "x", 30)
-        time.sleep(0.1)
+        meeting.enter().wait(["here-1"], timedelta(seconds=30))
         meeting.kept = None
         with pytest.raises(RuntimeError):
             waiting.result(10)
@@ -183,23 +212,24 @@ def test_broadcasts_are_queued_behind_each_other(meeting: Meeting) -> None:
 
 
 def test_each_broadcast_has_its_time_from_when_the_one_before_has_ended(
-    meeting: Meeting,
+    meeting: Meeting, clock: Clock
 ) -> None:
     """However long ago it was queued; and nobody needs to wait for it."""
     first, second = meeting.both()
     got = [torch.zeros(1, dtype=torch.uint8) for _ in range(2)]
     coming = [second.launch([memory], 1.5) for memory in got]
-    late = coming[1]
-    since_s = late._launched_s
-    # Just before the first would have taken too long.
-    while time.monotonic() < since_s + 1.0:
-        time.sleep(0.05)
+    clock.now_s = 1.0
     first.broadcast([torch.ones(1, dtype=torch.uint8)], 10)
     coming[0].wait()
-    second._closed.wait(10)
-    assert time.monotonic() - since_s > 2.0
+    while len(second._under_way) > 1:  # it is to be seen that the first has ended
+        clock.wait_for_reads(1)
+    clock.now_s = 2.4
+    clock.wait_for_reads(3)  # the first may still be of before
+    assert not second._closed.is_set()
+    clock.now_s = 2.6
+    assert second._closed.wait(LIMIT_S)
     with pytest.raises(RuntimeError, match=r"not everybody took part within 1\.5 s"):
-        late.wait()
+        coming[1].wait()
     first.close()
 
 
