@@ -7,7 +7,8 @@ however many of these are on their way (asynchronous scheduling).
 ::
 
     core          event                              next     what happens
-    IDLE          SWAP, alone                        IDLE     it swaps
+    IDLE          SWAP, alone                        IDLE     it swaps; or it is called off, where
+                                                              caches are to be cleared and can't
     IDLE          SWAP, in lockstep, and the workers READY    a wave starts, if none runs
                   have all that is to be swapped in
     IDLE          SWAP, in lockstep, paused, or the  IDLE     called off
@@ -34,6 +35,7 @@ compute all anew, and get it as well. So it is with a version that was loaded in
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -49,7 +51,7 @@ from sidecar.vllm_plugin.facts import CALL_OFF, PERFORM, SWAP
 from sidecar.vllm_plugin.features import swap_gaps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _log = logging.getLogger("vllm.wavebus")
 
@@ -124,6 +126,7 @@ def _swap(core: Any, version: int, check: str, operation: str, clear_cache: bool
     swap = Swap(version, operation, clear_cache, made)
     if not hasattr(core, "current_wave"):
         core.collective_rpc(PERFORM, None, (), {"operation": check})
+        _clear_caches(core, swap)
         return _make(core, swap)
     if core.pending_pause or core.ignore_start_dp_wave or int(core.scheduler.pause_state):
         raise SwapRefused("called off: the rank is paused")
@@ -151,35 +154,43 @@ def _make(core: Any, swap: Swap) -> list[bool]:
     or of other ranks, may have swapped."""
     before = core.get_weight_version()
     on_their_way = len(core.batch_queue or ())
-    try:
+    with _or_it_ends():
         core.collective_rpc(PERFORM, None, (), {"operation": swap.operation})
-    except Exception as error:
-        _end(error)
-        raise
     labels = _labels_of(core)
     since_the_last = on_their_way - sum(count for count, _ in labels)
     if since_the_last:
         labels.append([since_the_last, before])
-    if swap.clear_cache:
-        _clear_caches(core)
     core.set_weight_version(str(swap.version))
     if swap.clear_cache:
         _salt_anew(core, begun=True)
     return [False]
 
 
-def _clear_caches(core: Any) -> None:
-    """All that was computed with the weights before, as vLLM does when a pause is made. But what is
-    remembered of images as they came, stays: front ends remember it, too, and send it once."""
-    if not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
-        raise RuntimeError("the KV connector's cache can't be cleared")
+def _clear_caches(core: Any, swap: Swap) -> None:
+    """All that was computed with the weights before, as vLLM does when a pause is made; nothing is
+    computed until they are swapped. But what is remembered of images as they came, stays: front
+    ends remember it, too, and send it once."""
+    if not swap.clear_cache:
+        return
+    try:
+        cleared = core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    except RuntimeError as error:  # keys and values are on their way from another engine
+        raise SwapRefused(f"called off: {error}") from error
+    if not cleared:
+        raise SwapRefused("called off: the KV connector's cache can't be cleared")
     core.reset_encoder_cache()
 
 
-def _end(error: Exception) -> None:
-    """Its workers may serve weights of two versions: nobody is to hear from them again."""
-    _log.critical("wavebus: a swap failed half-way; the engine core ends: %s", error)
-    os.kill(os.getpid(), signal.SIGKILL)
+@contextlib.contextmanager
+def _or_it_ends() -> Iterator[None]:
+    """Some workers, or other ranks, may serve other weights by now: where this fails, nobody is to
+    hear from this core again."""
+    try:
+        yield
+    except Exception as error:
+        _log.critical("wavebus: a swap failed half-way; the engine core ends: %s", error)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise
 
 
 def _conferring(original: Callable[..., Any]) -> Any:
@@ -190,6 +201,8 @@ def _conferring(original: Callable[..., Any]) -> Any:
         unfinished = original(self, local_unfinished)
         if _conference.all_ready:
             swap, self.wavebus_ready = self.wavebus_ready, None
+            with _or_it_ends():  # the others do it now
+                _clear_caches(self, swap)
             swap.made.set_result(_make(self, swap))
         elif self.ignore_start_dp_wave:
             _call_off(self)

@@ -66,6 +66,7 @@ class EngineCore:
         self.calls: list[Any] = []
         self.fails: Exception | None = None
         self.resets = self.encoder_resets = 0
+        self.clears: bool | Exception = True
 
     def add_request(self, request: Request, request_wave: int = 0) -> None:
         self.scheduler.requests[str(request_wave)] = request
@@ -95,6 +96,11 @@ class EngineCore:
     ) -> bool:
         assert reset_running_requests
         assert reset_connector
+        if isinstance(self.clears, Exception):
+            raise self.clears
+        if not self.clears:
+            return False
+        self.calls.append(("reset_prefix_cache", None))
         self.resets += 1
         for request in self.scheduler.requests.values():
             request.num_computed_tokens = 0

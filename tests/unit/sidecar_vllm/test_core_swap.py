@@ -104,6 +104,10 @@ def test_alone_it_swaps_at_once(module: Any) -> None:
     assert core.calls == [(PERFORM, {"operation": "all?"}), (PERFORM, {"operation": "op"})]
     assert (core.get_weight_version(), label(core), core.resets) == ("5", "5", 0)
     assert core.collective_rpc(CALL_OFF) == [False]
+    core.calls.clear()
+    swap(core, 6, clear_cache=True)
+    check, op = ((PERFORM, {"operation": each}) for each in ("all?", "op"))
+    assert core.calls == [check, ("reset_prefix_cache", None), op]
 
 
 def test_steps_on_their_way_are_of_the_version_before(module: Any) -> None:
@@ -234,6 +238,39 @@ def test_workers_that_fail_when_it_is_made_end_the_core(
         swap(core)
     ranks.cores[0].fails = error
     with pytest.raises(type(error)):
+        ranks.confer(True, True)
+    assert killed == [signal.SIGKILL]
+
+
+CANT_CLEAR = (False, RuntimeError("keys and values are still to come"))
+
+
+@pytest.mark.parametrize("clears", CANT_CLEAR)
+def test_caches_that_cant_be_cleared_call_it_off(module: Any, clears: bool | Exception) -> None:
+    """Before anything has changed; and who keeps them, swaps."""
+    core = module.EngineCoreProc()
+    core.clears = clears
+    with pytest.raises(core_swap.SwapRefused) as cant:
+        swap(core, clear_cache=True)
+    assert refused(cant.value) is NackCode.CALLED_OFF
+    assert core.calls == [(PERFORM, {"operation": "all?"})]
+    assert (core.get_weight_version(), core.encoder_resets) == ("default", 0)
+    swap(core)
+    assert core.get_weight_version() == "5"
+
+
+@pytest.mark.parametrize("clears", CANT_CLEAR)
+def test_a_rank_that_cant_clear_its_caches_ends_when_the_others_swap(
+    module: Any, monkeypatch: pytest.MonkeyPatch, clears: bool | Exception
+) -> None:
+    """All of them have agreed to it."""
+    killed: list[int] = []
+    monkeypatch.setattr("os.kill", lambda _pid, number: killed.append(number))
+    ranks = Ranks(module, monkeypatch)
+    for core in ranks.cores:
+        swap(core, clear_cache=True)
+    ranks.cores[0].clears = clears
+    with pytest.raises(core_swap.SwapRefused):
         ranks.confer(True, True)
     assert killed == [signal.SIGKILL]
 
