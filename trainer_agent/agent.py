@@ -269,7 +269,8 @@ class TrainerAgent(ForVllm):
         wait_s: float = WAIT_S,
         escalate: Escalation = "keep",
     ) -> AsyncIterator[GroupAck]:
-        """Keep the group paused for the length of a block.
+        """Keep the group paused for the length of a block. An update that :meth:`send_weights` has
+        begun is waited for first: its commit would wait for the block's end.
 
         Args:
             mode: ``keep`` freezes requests, ``wait`` lets running ones end, ``abort`` ends
@@ -286,6 +287,8 @@ class TrainerAgent(ForVllm):
         """
         if self._steps.held:
             raise UsageError("the group is paused already by this agent")
+        if self._sending is not None:
+            await asyncio.wait([self._sending])
         how = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
         async with self._aside(), self._pause_held(how) as ack:
             yield ack

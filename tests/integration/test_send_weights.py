@@ -145,6 +145,33 @@ def test_a_snapshot_waits_for_nothing(checkpoint: Checkpoint, slow: type[SlowSen
     run(scenario())
 
 
+@pytest.mark.parametrize("how", ["staged", "paused"])
+def test_a_pause_waits_for_what_was_sent_before(
+    checkpoint: Checkpoint, slow: type[SlowSender], how: How
+) -> None:
+    """Else who awaits the update in the pause would wait for himself."""
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            slow_trainer(broker) as agent,
+            an_engine(checkpoint, broker, "e0"),
+        ):
+            await agent.wait_for_engines(1)
+            update = await agent.send_weights(checkpoint.weights, snapshot=True, how=how)
+
+            async def pause() -> int:
+                async with agent.paused():
+                    return await update
+
+            pausing = asyncio.create_task(pause())
+            await asyncio.to_thread(slow.put_one.wait, LIMIT_S)
+            slow.may.set()
+            assert await pausing == 1
+
+    run(scenario())
+
+
 def test_what_goes_wrong_is_raised_where_it_is_known(checkpoint: Checkpoint) -> None:
     """Before anything is sent, by the call itself; an agent makes one update at a time."""
 
