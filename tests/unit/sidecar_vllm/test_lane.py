@@ -262,12 +262,19 @@ def test_a_worker_that_is_gone_is_an_error(workers: list[Worker]) -> None:
 
 
 _RUNS_OUT_OF_DESCRIPTORS = """
-import os, resource, sys
-from sidecar.vllm_plugin import lane_wire
-from sidecar.vllm_plugin.lane import Lane
+import os, resource, sys, threading, time
+from types import SimpleNamespace
+from sidecar.vllm_plugin import lane, lane_wire
 
-lane = Lane(lambda _: lane_wire.Done(), lambda: None)
-print(lane.name, flush=True)
+found_none = threading.Event()
+
+def sleep(seconds):
+    found_none.set()
+    time.sleep(seconds)
+
+lane.time = SimpleNamespace(sleep=sleep)
+worker = lane.Lane(lambda _: lane_wire.Done(), lambda: None)
+print(worker.name, flush=True)
 sys.stdin.readline()
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 kept = []
@@ -277,6 +284,7 @@ try:
 except OSError:
     print("none is left", flush=True)
 sys.stdin.readline()
+assert found_none.wait(30)
 for each in kept:
     os.close(each)
 print("there are some again", flush=True)
@@ -303,13 +311,14 @@ def test_a_worker_that_had_no_descriptor_left_listens_on() -> None:
 
         async def scenario() -> None:
             assert goes_on() == "none is left"
-            # Who waits to let somebody in, has a descriptor for that; the next one finds none.
             first, second = Lanes(), Lanes()
             async with asyncio.timeout(LIMIT_S):
-                await first.open([name])
-                coming = asyncio.create_task(second.open([name]))
-                assert goes_on() == "there are some again"
+                # Where it waits for somebody already, it has a descriptor for that, and finds none
+                # for the next one.
+                coming = asyncio.create_task(first.open([name]))
+                assert await asyncio.to_thread(goes_on) == "there are some again"
                 await coming
+                await second.open([name])
             first.close()
             second.close()
 
