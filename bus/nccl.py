@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 # torch reads it when a group is made. With it there is no watchdog for the group: a thread that
 # takes the process down when an operation fails, or takes longer than the group's timeout.
 _NO_WATCHDOG: Final = "TORCH_NCCL_BLOCKING_WAIT"
+# What NCCL takes for the host's name, where it is set.
+_HOST: Final = "NCCL_HOSTID"
 _making = threading.Lock()
 
 # How often it is looked whether the trainer is still there, and whether it took too long.
@@ -202,7 +204,7 @@ def meet(torch: Any, dist: Any, init: NcclInit, place: Place, device: Any) -> Co
     """This end, when all are there and have exchanged a first byte.
 
     Args:
-        device: this end's GPU; no other end may be on it.
+        device: this end's GPU; no other end of this host may be on it.
 
     Raises:
         OSError: the store is not there.
@@ -213,8 +215,8 @@ def meet(torch: Any, dist: Any, init: NcclInit, place: Place, device: Any) -> Co
     deadline = time.monotonic() + timeout_s
     store = rendezvous.enter(dist, init.host, init.port, place.communicator, timeout_s)
     # NCCL waits without end for who doesn't come. So it begins when all are here.
-    uuids = rendezvous.roll_call(store, place, device_uuid(torch, device), timeout_s)
-    _check_apart(uuids)
+    seats = rendezvous.roll_call(store, place, _seat(device_uuid(torch, device)), timeout_s)
+    _check_apart(seats)
     group = _new_group(dist, dist.PrefixStore("nccl", store), place, timeout_s)
 
     waiting = torch.cuda.Stream(device)
@@ -253,15 +255,21 @@ def reason(error: Exception) -> str:
     return lines[0] if lines else rendezvous.reason(error)
 
 
-def _check_apart(uuids: Sequence[str]) -> None:
+def _seat(uuid: str) -> str:
+    """Where NCCL sees this end: on a GPU of a host, of whose name it can be told another."""
+    host = os.environ.get(_HOST, "")
+    return f"{uuid} of {host}" if host else uuid
+
+
+def _check_apart(seats: Sequence[str]) -> None:
     seen: dict[str, int] = {}
-    for rank, uuid in enumerate(uuids):
-        if uuid in seen:
+    for rank, seat in enumerate(seats):
+        if seat in seen:
             raise RuntimeError(
-                f"ranks {seen[uuid]} and {rank} are both on GPU {uuid}, which NCCL can't do: "
+                f"ranks {seen[seat]} and {rank} are both on GPU {seat}, which NCCL can't do: "
                 "use ipc where trainer and engine share a GPU, shm or gloo otherwise"
             )
-        seen[uuid] = rank
+        seen[seat] = rank
 
 
 def _new_group(dist: Any, store: Any, place: Place, timeout_s: float) -> Any:

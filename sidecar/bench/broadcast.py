@@ -1,10 +1,10 @@
 """One end of the raw broadcast that transfers are measured against.
 
-``python -m sidecar.bench.broadcast RANK PORT DEVICE SIZE_BYTES LOOP``, until stdin ends: one of two
-processes, with torch's own collectives and nothing else. DEVICE is ``cuda`` (NCCL; each on the GPU
-of its rank) or ``cpu`` (gloo). Says when both have met, and answers each line with how long one
-broadcast of SIZE_BYTES took it; or, ``copy``, one copy of as many bytes within its own memory, of
-which it takes as much again then.
+``python -m sidecar.bench.broadcast RANK COUNT PORT DEVICE SIZE_BYTES LOOP``, until stdin ends: one
+of COUNT processes, with torch's own collectives and nothing else. DEVICE is ``cuda`` (NCCL; each on
+the GPU of its rank) or ``cpu`` (gloo). Says when all have met, and answers each line with how long
+one broadcast of SIZE_BYTES took it; or, ``copy``, one copy of as many bytes within its own memory,
+of which it takes as much again then.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _synchronize(memory: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
 
-async def serve(rank: int, port: int, device: str, size_bytes: int) -> None:
+async def serve(rank: int, count: int, port: int, device: str, size_bytes: int) -> None:
     """Meet the other end, and do what is asked."""
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -55,7 +55,7 @@ async def serve(rank: int, port: int, device: str, size_bytes: int) -> None:
         "nccl" if device == "cuda" else "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
-        world_size=2,
+        world_size=count,
     )
     memory = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     broadcast_ms(memory)
@@ -74,7 +74,6 @@ async def serve(rank: int, port: int, device: str, size_bytes: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    place, where, kind_of_device, size, kind = sys.argv[1:]
-    loop.run(
-        serve(int(place), int(where), kind_of_device, int(size)), loop=cast("LoopChoice", kind)
-    )
+    place, ends, where, kind_of_device, size, kind = sys.argv[1:]
+    serving = serve(int(place), int(ends), int(where), kind_of_device, int(size))
+    loop.run(serving, loop=cast("LoopChoice", kind))

@@ -1,4 +1,5 @@
-"""The two ends of the raw broadcast that transfers are measured against."""
+"""The two ends of the raw broadcast that transfers are measured against; or, where trainer and
+engine share a GPU, one process that copies within it."""
 
 from __future__ import annotations
 
@@ -24,43 +25,51 @@ _ENDS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Two processes, which have met; on GPUs, on the first and the second one."""
+    """Processes, which have met, each on the GPU of its number."""
 
-    first: Worker
-    second: Worker
+    workers: tuple[Worker, ...]
 
     async def raw_ms(self) -> float:
-        """One broadcast, until both are done."""
-        told = await asyncio.gather(*(end.ask("go") for end in (self.first, self.second)))
+        """One broadcast, until both are done; alone, a copy."""
+        if len(self.workers) == 1:
+            return await self.copy_ms()
+        told = await asyncio.gather(*(end.ask("go") for end in self.workers))
         return max(float(end["broadcast_ms"]) for end in told)
 
     async def copy_ms(self) -> float:
-        """One copy of as many bytes within the second one's memory."""
-        return float((await self.second.ask("copy"))["copy_ms"])
+        """One copy of as many bytes within the last one's memory."""
+        return float((await self.workers[-1].ask("copy"))["copy_ms"])
 
 
 @contextlib.asynccontextmanager
 async def ends(
-    device: Device, size_bytes: int, loop: LoopChoice, logs: Path | None = None, **how: Any
+    device: Device,
+    size_bytes: int,
+    loop: LoopChoice,
+    logs: Path | None = None,
+    *,
+    alone: bool = False,
+    **how: Any,
 ) -> AsyncIterator[Ends]:
     """Both, for the length of a block.
 
     Args:
         logs: a folder that keeps what they log.
+        alone: there is one, since what is measured stays on one GPU.
         how: as :func:`sidecar.bench.processes.worker` has it.
     """
-    port = free_port()
+    port, count = free_port(), 1 if alone else _ENDS
     async with contextlib.AsyncExitStack() as stack:
-        first, second = [
+        workers = [
             await stack.enter_async_context(
                 worker(
                     "sidecar.bench.broadcast",
-                    *(rank, port, device, size_bytes, loop),
+                    *(rank, count, port, device, size_bytes, loop),
                     log_path=None if logs is None else logs / f"raw-{rank}.log",
                     **how,
                 )
             )
-            for rank in range(_ENDS)
+            for rank in range(count)
         ]
-        await asyncio.gather(first.answer(), second.answer())
-        yield Ends(first, second)
+        await asyncio.gather(*(each.answer() for each in workers))
+        yield Ends(tuple(workers))

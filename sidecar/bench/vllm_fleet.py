@@ -1,10 +1,10 @@
 """What benches of vLLM servers have in common: a trainer and several servers of one model.
 
 The trainer is on one GPU, the servers side by side on another, each with weights of its own; one at
-a time has requests. ``native`` is vLLM alone; the others have a sidecar, and each is alone in a
-group of its name. Instead of a server there may be the ranks of a DP group, in lockstep over a
-mixture of experts: then rank ``r`` of each is on GPU ``r``, and the trainer on the first. On a CPU
-all are small, and share it.
+a time has requests. If all ways to send are those of one GPU, all are on it. ``native`` is vLLM
+alone; the others have a sidecar, and each is alone in a group of its name. Instead of a server
+there may be the ranks of a DP group, in lockstep over a mixture of experts: then rank ``r`` of each
+is on GPU ``r``, and the trainer on the first. On a CPU all are small, and share it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,12 @@ NATIVE: Final = "native"
 MIXTURES: Final[tuple[Model, ...]] = ("moe", "tiny-moe")
 # Those of vLLM's trainer engines that this bench is for.
 _OF_VLLM: Final = ("nccl", "ipc")
+_TRAINER_GPU: Final = 0
+# Whose trainer and servers are on one GPU, in wavebus as in vLLM.
+_TOGETHER: Final = "ipc"
 # Backends whose trainer has a GPU of its own, or its engines on one GPU.
 _OF_ONE_SERVER: Final = ("nccl", "ipc")
 _HOST: Final = "127.0.0.1"
-_GPUS: Final = 2
 _ANSWER_S: Final = 400.0  # booting, and meeting for the first time
 _GRACE_S: Final = 40.0
 _MAX_MODEL_LEN: Final = 1024
@@ -101,14 +103,33 @@ class Plan:
                     "with --native-engine"
                 )
             return
-        need, count = max(_GPUS, self.dp_size), torch.cuda.device_count()
+        need, count = max(_TRAINER_GPU, *self.gpus) + 1, torch.cuda.device_count()
         if count < need:
-            raise UsageError(f"{need} GPUs are needed, and there are {count}: see --device cpu")
+            needed = "a GPU is" if need == 1 else f"{need} GPUs are"
+            raise UsageError(f"{needed} needed, and there are {count}: {self._fewer(count)}")
 
     @property
     def mixture(self) -> bool:
         """Whether it is one of experts."""
         return self.model in MIXTURES
+
+    @property
+    def one_gpu(self) -> bool:
+        """Whether trainer and servers share one."""
+        return self.dp_size == 1 and self.native_engine == self.backend == _TOGETHER
+
+    @property
+    def gpus(self) -> list[int]:
+        """Where servers are, rank by rank."""
+        if self.dp_size > 1:
+            return list(range(self.dp_size))
+        return [_TRAINER_GPU if self.one_gpu else _TRAINER_GPU + 1]
+
+    def _fewer(self, count: int) -> str:
+        """What there is instead."""
+        if count and self.dp_size == 1:
+            return "on one there are --backend ipc --native-engine ipc"
+        return "see --device cpu"
 
     def _check_ranks(self) -> None:
         if not self.mixture:
@@ -221,7 +242,14 @@ async def fleet(
         booted = await asyncio.gather(*(_urls(ranks) for ranks in started.values()))
         urls = dict(zip(started, booted, strict=True))
         both = await stack.enter_async_context(
-            ends(plan.device, made["size_bytes"], loop, logs, answer_s=_ANSWER_S)
+            ends(
+                plan.device,
+                made["size_bytes"],
+                loop,
+                logs,
+                alone=plan.device == "cuda" and plan.one_gpu,
+                answer_s=_ANSWER_S,
+            )
         )
         await trainer.ask(json.dumps(urls[NATIVE]))
         yield Fleet(trainer, started, urls, both, made)
@@ -241,11 +269,11 @@ def _trainer_settings(
         "groups": groups,
         "folder": str(model),
         "model": plan.model,
-        "device": "cuda:0" if cuda else "cpu",
-        # Of its kind both ends are on one GPU: there the trainer has its weights a second time.
-        "bus_device": "cuda:1" if cuda and plan.backend == "ipc" else "",
+        "device": f"cuda:{_TRAINER_GPU}" if cuda else "cpu",
+        # Of its kind both ends are on one GPU: there the trainer has its weights, too.
+        "bus_device": f"cuda:{plan.gpus[0]}" if cuda and plan.backend == "ipc" else "",
         "ranks": plan.dp_size,
-        "gpus": [f"cuda:{gpu}" for gpu in _gpus(plan)] if cuda else [],
+        "gpus": [f"cuda:{gpu}" for gpu in plan.gpus] if cuda else [],
         "native_engine": plan.native_engine,
         "native_packed": plan.native_packed,
         "backend": plan.backend,
@@ -293,7 +321,7 @@ def _server_settings(
     env = (
         {name: os.environ.get(name, value) for name, value in VLLM_ON_CPU.items()}
         if cpu
-        else {"CUDA_VISIBLE_DEVICES": _visible(_gpus(plan)[rank])}
+        else {"CUDA_VISIBLE_DEVICES": _visible(plan.gpus[rank])}
     )
     if not address:
         # Its IPC engine's handles come pickled over HTTP.
@@ -317,11 +345,6 @@ def _kv_cache_bytes(plan: Plan) -> int:
     """Enough for all requests at once: one that is put off would make a gap of its own."""
     tokens = plan.requests * (PROMPT_TOKENS + plan.tokens) + _MAX_MODEL_LEN
     return int(tokens * _KV_CACHE_TOKEN_BYTES * _KV_CACHE_SPARE)
-
-
-def _gpus(plan: Plan) -> list[int]:
-    """Where servers are, rank by rank."""
-    return [1] if plan.dp_size == 1 else list(range(plan.dp_size))
 
 
 def _visible(gpu: int) -> str:

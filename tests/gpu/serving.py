@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sidecar.bench.processes import VLLM_ON_CPU
+from tests.gpu import one_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -61,6 +62,7 @@ class Serving:
 
     Args:
         environment: variables for all of them, beside those of this process.
+        share_gpu: all engines are on the first, whatever GPUs they ask for.
     """
 
     def __init__(
@@ -69,8 +71,11 @@ class Serving:
         checkpoints: Path,
         logs: Path,
         environment: Mapping[str, str] | None = None,
+        *,
+        share_gpu: bool = False,
     ) -> None:
         self._device = device
+        self._share_gpu = share_gpu
         self._checkpoints = checkpoints
         self._logs = logs
         self._environment = {**os.environ, **(environment or {})}
@@ -102,6 +107,10 @@ class Serving:
             server += ["--gpu-memory-utilization=0.1", f"--kv-cache-memory-bytes={1 << 30}"]
             server += spec.args
             environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(_gpu, spec.gpus))}
+            if self._share_gpu:
+                server += one_gpu.SERVER
+                # Each rank is given its share of these, and all workers of a rank have that one.
+                environment = {"CUDA_VISIBLE_DEVICES": ",".join([_gpu(0)] * spec.ranks)}
         who = ["--name", spec.name]
         if spec.moe:
             who = ["--dp-group", spec.name, "--dp-size", str(spec.ranks)]

@@ -8,9 +8,10 @@ became of it. After each the engines must serve exactly what an engine of the sa
 was freshly loaded from the same checkpoint: greedy tokens, and vLLM's own checksums of every
 tensor. Prints one table, and writes one JSON object per case; exits with 1 if any failed.
 
-Two GPUs are needed, three for ``nccl-tp2``, four for ``shm-moe-dp4``. With ``--device cpu`` the
-same runs on vLLM's CPU build, with shm and gloo in place of ipc and nccl, and a tiny model: to try
-everything but CUDA.
+Two GPUs are needed, three for ``nccl-tp2``, four for ``shm-moe-dp4``; or one for all, with
+``--one-gpu`` (:mod:`tests.gpu.one_gpu`): slower, and no measure of anything. With ``--device cpu``
+the same runs on vLLM's CPU build, with shm and gloo in place of ipc and nccl, and a tiny model: to
+try everything but CUDA.
 """
 
 from __future__ import annotations
@@ -174,7 +175,9 @@ class Run:
             *("--broker", self.serving.broker, "--group", case.group),
             *("--engines", str(sum(spec.ranks for spec in case.engines()))),
             *("--backend", self.backend(case)),
-            *("--device", "cpu" if on_cpu else case.device, "--times", str(self.options.times)),
+            *("--device", "cpu" if on_cpu else self._gpu(case), "--times", str(self.options.times)),
+            *("--tokens", str(self.options.tokens)),
+            *(["--one-gpu"] if self.options.one_gpu else []),
             *("--weights", str(self.checkpoints / weights / "model.safetensors")),
             *("--chunk-bytes", str(20_000 if on_cpu else case.chunk_bytes), "--out", str(out)),
             *([] if case.packed or on_cpu else ["--unpacked"]),
@@ -190,6 +193,9 @@ class Run:
         found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         return found
 
+    def _gpu(self, case: Case) -> str:
+        return "cuda:0" if self.options.one_gpu else case.device
+
 
 def _log(path: Path) -> IO[bytes]:
     return path.open("wb")
@@ -200,6 +206,8 @@ def skipped(name: str, options: argparse.Namespace, gpus: int) -> str:
     case = CASES[name]
     if options.device == "cpu":
         return "needs GPUs" if case.cuda_only else ""
+    if options.one_gpu and case.what == "refused":
+        return "nobody is on another GPU, and NCCL takes all for being on another host"
     return f"needs {case.gpus} GPUs, there are {gpus}" if gpus < case.gpus else ""
 
 
@@ -262,13 +270,15 @@ def main() -> int:
     parser.add_argument("--boot-s", type=float, default=150.0)
     parser.add_argument("--budget-s", type=float, default=420.0, help="no case begins after it")
     parser.add_argument("--times", type=int, default=20, help="how often transports are remade")
+    parser.add_argument("--tokens", type=int, default=600, help="of each request meanwhile")
+    parser.add_argument("--one-gpu", action="store_true", help="all on the first one")
     options = parser.parse_args()
     unknown = set(options.cases) - set(CASES)
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(CASES)}")
     options.logs.mkdir(parents=True, exist_ok=True)
     began_s = time.monotonic()
-    gpus = 0 if options.device == "cpu" else gpu_count()
+    gpus = 0 if options.device == "cpu" else sys.maxsize if options.one_gpu else gpu_count()
     rows: list[dict[str, Any]] = []
     # In the order of the table: the one that kills its engine comes last.
     chosen = [name for name in CASES if name in (options.cases or CASES)]
@@ -286,7 +296,7 @@ def main() -> int:
                 note({"case": name, "skipped": skipped(name, options, gpus), "ok": True})
         run = Run(
             options,
-            Serving(options.device, Path(folder), options.logs),
+            Serving(options.device, Path(folder), options.logs, share_gpu=options.one_gpu),
             Path(folder),
             options.logs,
             {},

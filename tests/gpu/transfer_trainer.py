@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from bus.errors import WavebusError
+from tests.gpu import one_gpu
 from tests.gpu.serving import command, descendants, tokens_of
 from trainer_agent import TrainerAgent
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from bus.messages import SleepLevel
 
 WARM_UP = 2
-LONG = 600
 STAGED = 5
 CHOICES = ["update", "staged", "not-staged", "refused", "remade", "asleep-1", "asleep-2", "killed"]
 
@@ -76,13 +76,13 @@ async def _timed(agent: TrainerAgent, weights: dict[str, torch.Tensor], **how: A
 
 
 async def staged(
-    agent: TrainerAgent, weights: dict[str, torch.Tensor], endpoints: list[str]
+    agent: TrainerAgent, weights: dict[str, torch.Tensor], endpoints: list[str], tokens: int
 ) -> dict[str, Any]:
     """Some in the middle of a request to each engine: all its tokens come, and nobody is paused.
     What a paused update takes, beside it."""
     await agent.update_weights(weights, how="paused")  # the transport is open, and the plan proven
     paused_s = await _timed(agent, weights)
-    requests = [asyncio.create_task(asyncio.to_thread(tokens_of, e, LONG)) for e in endpoints]
+    requests = [asyncio.create_task(asyncio.to_thread(tokens_of, e, tokens)) for e in endpoints]
     while not all(e.in_flight for e in await agent.wait_for_engines(len(endpoints))):  # noqa: ASYNC110 - no event tells it
         await asyncio.sleep(0.05)
     took, commits, why = [], [], set()
@@ -96,8 +96,8 @@ async def staged(
     came = [len(await request) for request in requests]
     assert report is not None
     failure = "; ".join(sorted(filter(None, why)))
-    if any(count != LONG for count in came):
-        failure = f"{came} of {LONG} tokens came"
+    if any(count != tokens for count in came):
+        failure = f"{came} of {tokens} tokens came"
     return {
         "mb": round(report.size_bytes / 1e6, 1),
         "staging_mb": round(report.staging_bytes / 1e6, 1),
@@ -170,11 +170,15 @@ async def remade(
 
 
 async def asleep(
-    agent: TrainerAgent, weights: dict[str, torch.Tensor], level: SleepLevel, endpoint: str
+    agent: TrainerAgent,
+    weights: dict[str, torch.Tensor],
+    level: SleepLevel,
+    endpoint: str,
+    tokens: int,
 ) -> dict[str, Any]:
     """An update of an engine that sleeps, in the middle of a request; what it gives back."""
     await agent.update_weights(weights, how="paused")  # the transport is open, and CUDA warm
-    request = asyncio.create_task(asyncio.to_thread(tokens_of, endpoint, LONG))
+    request = asyncio.create_task(asyncio.to_thread(tokens_of, endpoint, tokens))
     while not (await agent.wait_for_engines(1))[0].in_flight:  # noqa: ASYNC110 - no event tells it
         await asyncio.sleep(0.05)
     memory, marks = [used_mb()["gpu0"]], [time.perf_counter()]
@@ -198,7 +202,7 @@ async def asleep(
         "wake_and_update_ms": took[1],
         "wake_cache_ms": took[2],
         "tokens": came,
-        **({} if came == LONG else {"failure": f"{came} of {LONG} tokens came"}),
+        **({} if came == tokens else {"failure": f"{came} of {tokens} tokens came"}),
     }
 
 
@@ -252,9 +256,13 @@ async def main() -> None:
     parser.add_argument("--device", required=True)
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=600)
     parser.add_argument("--sidecar", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--one-gpu", action="store_true")
     options = parser.parse_args()
+    if options.one_gpu:
+        one_gpu.apart()
     if options.device != "cpu":
         torch.cuda.set_device(options.device)
     weights = load_file(options.weights, options.device)
@@ -271,7 +279,7 @@ async def main() -> None:
             case "update":
                 found = await update(agent, weights)
             case "staged":
-                found = await staged(agent, weights, [e.endpoint for e in engines])
+                found = await staged(agent, weights, [e.endpoint for e in engines], options.tokens)
             case "not-staged":
                 found = await not_staged(agent, weights)
             case "refused":
@@ -279,9 +287,9 @@ async def main() -> None:
             case "remade":
                 found = await remade(agent, weights, options.times)
             case "asleep-1":
-                found = await asleep(agent, weights, 1, engines[0].endpoint)
+                found = await asleep(agent, weights, 1, engines[0].endpoint, options.tokens)
             case "asleep-2":
-                found = await asleep(agent, weights, 2, engines[0].endpoint)
+                found = await asleep(agent, weights, 2, engines[0].endpoint, options.tokens)
             case _:
                 found = await killed(agent, weights, options.sidecar)
     options.out.write_text(json.dumps(found), encoding="utf-8")

@@ -80,6 +80,36 @@ def test_without_ranks_servers_are_on_the_second_gpu(monkeypatch: pytest.MonkeyP
     assert not any(word.startswith("--data-parallel") for word in told.argv)
 
 
+def test_servers_share_the_trainers_gpu_if_all_ways_are_of_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both ends of ipc are on one; NCCL's never are, whosever it is."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    shared = plan(model="8b", dp_size=1, backend="ipc")
+    shared.check()
+    [told] = ranks_of(shared, "wavebus", BUS)
+    assert told.env == {"CUDA_VISIBLE_DEVICES": "0"}
+    trainer = vllm_fleet._trainer_settings(shared, BUS, {}, Path("model"))
+    assert (trainer["device"], trainer["bus_device"]) == ("cuda:0", "cuda:0")
+    assert trainer["gpus"] == ["cuda:0"]
+    for apart in (replace(shared, native_engine="nccl"), replace(shared, backend="nccl")):
+        with pytest.raises(UsageError, match="2 GPUs are needed, and there are 1: on one"):
+            apart.check()
+
+
+def test_where_both_ends_are_on_one_gpu_the_trainer_has_its_weights_there_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Since vLLM's NCCL has it on another."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    both = plan(model="8b", dp_size=1, backend="ipc", native_engine="nccl")
+    [told] = ranks_of(both, "wavebus", BUS)
+    assert told.env == {"CUDA_VISIBLE_DEVICES": "1"}
+    trainer = vllm_fleet._trainer_settings(both, BUS, {}, Path("model"))
+    assert (trainer["device"], trainer["bus_device"]) == ("cuda:0", "cuda:1")
+
+
 def test_as_many_gpus_as_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no more."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

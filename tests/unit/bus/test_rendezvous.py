@@ -175,6 +175,17 @@ def test_two_ends_on_one_gpu_are_refused_by_rank() -> None:
         bus.nccl._check_apart(["a", "b", "a"])
 
 
+def test_a_host_is_the_one_that_nccl_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends of different ones may be on one GPU: NCCL goes over the network then."""
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    here = bus.nccl._seat("a")
+    monkeypatch.setenv("NCCL_HOSTID", "there")
+    there = bus.nccl._seat("a")
+    bus.nccl._check_apart([here, there])
+    with pytest.raises(RuntimeError, match="ranks 1 and 2 are both on GPU a of there"):
+        bus.nccl._check_apart([here, there, there])
+
+
 def test_a_broadcast_ends_when_everybody_has_taken_part(meeting: Meeting) -> None:
     first, second = meeting.both()
     sent, got = torch.arange(9, dtype=torch.uint8), torch.zeros(9, dtype=torch.uint8)
