@@ -51,6 +51,8 @@ ENGINES: Final = (
     EngineSpec("fresh-moe-4", "fresh-moe-4", (0, 1, 2, 3), "b", _MOE, ranks=4),
     EngineSpec("fresh-fp8", "fresh-fp8", (0,), "b", _FP8),
 )
+# Processes on one GPU take turns, at each step that they must make together.
+_SHARED_SLOWDOWN: Final = 4
 ON_CPU: Final = {"nccl": "gloo", "ipc": "shm"}
 
 
@@ -183,9 +185,10 @@ class Run:
             *([] if case.packed or on_cpu else ["--unpacked"]),
             *("--sidecar", str(self.serving.sidecars[case.engines()[0].name])),
         ]
+        limit_s = case.limit_s * (_SHARED_SLOWDOWN if self.options.one_gpu else 1)
         with _log(self.logs / f"{name}.log") as log:
             done = subprocess.run(
-                argv, stdout=log, stderr=subprocess.STDOUT, timeout=case.limit_s, check=False
+                argv, stdout=log, stderr=subprocess.STDOUT, timeout=limit_s, check=False
             )
         if done.returncode:
             lines = (self.logs / f"{name}.log").read_text(errors="replace").strip().splitlines()
