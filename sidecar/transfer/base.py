@@ -97,6 +97,21 @@ class Receiver(ABC):
             EngineError: code ``transfer_failed``; nothing is held then.
         """
 
+    def receive_into(
+        self,
+        tensors: tuple[TensorMeta, ...],  # noqa: ARG002 - for who can
+        handle: bytes,  # noqa: ARG002
+        into: Delivered,  # noqa: ARG002
+    ) -> bool:
+        """As :meth:`receive`, but into these tensors in memory of the weights' device, with one
+        copy: the device is asked for it in this thread's current stream, and has made it after
+        :meth:`release`. Returns whether this receiver has done so; if not, nothing has happened.
+
+        Raises:
+            EngineError: code ``transfer_failed``; nothing is held then.
+        """
+        return False
+
     def release(self) -> None:  # noqa: B027 - most have nothing to do
         """The tensors of the chunk that was received first are no longer used."""
 

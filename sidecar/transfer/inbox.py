@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -95,8 +95,8 @@ class Inbox:
         """Receive a chunk. It may come yet when this returns: :meth:`take` waits.
 
         Args:
-            into: as :meth:`Receiver.launch` has it; received in the caller's own stream, if the
-                device receives.
+            into: where the tensors are to lie, for receivers that can have them there; received in
+                the caller's own stream, if the device receives.
 
         Raises:
             EngineError: code ``transfer_failed``: there is no such transport, or it failed; and
@@ -117,17 +117,15 @@ class Inbox:
             if receiver.launches:
                 with self._in_own_stream() if into is None else contextlib.nullcontext():
                     fetch = receiver.launch(metas, handle, into)
-                self._launched[seq] = functools.partial(
-                    self._deliver, coming, receiver, metas, fetch
-                )
             else:
-                fetch = functools.partial(receiver.receive, metas, handle)
-                if receiver.depth > 1 or receiver.collective:
-                    self._receiving().submit(
-                        self._deliver_in_own_stream, coming, receiver, metas, fetch
-                    )
-                else:
-                    coming.set_result(self._receive(receiver, metas, fetch))
+                fetch = functools.partial(_fetch, receiver, metas, handle, into)
+            receive = functools.partial(self._receive, receiver, metas, fetch, into)
+            if receiver.launches:
+                self._launched[seq] = functools.partial(self._deliver, coming, receive)
+            elif receiver.depth > 1 or receiver.collective:
+                self._receiving().submit(self._deliver_in_own_stream, coming, receive)
+            else:
+                coming.set_result(receive())
         except BaseException:
             self._chunks.pop(seq, None)
             raise
@@ -193,18 +191,12 @@ class Inbox:
             if coming.exception() is None and self.receiver.lasts:
                 self.receiver.release()
 
-    def _deliver(
-        self,
-        coming: Future[Tensors],
-        receiver: Receiver,
-        metas: tuple[TensorMeta, ...],
-        fetch: Callable[[], Tensors],
-    ) -> None:
+    def _deliver(self, coming: Future[Tensors], receive: Callable[[], Tensors]) -> None:
         """Until it is there it can be cancelled, however long it has been coming."""
         failure: BaseException | None = None
         tensors: Tensors = []
         try:
-            tensors = self._receive(receiver, metas, fetch)
+            tensors = receive()
         except BaseException as error:  # noqa: BLE001 - who takes the chunk, gets it
             failure = error
         if not coming.set_running_or_notify_cancel():
@@ -214,17 +206,24 @@ class Inbox:
         else:
             coming.set_result(tensors)
 
-    def _deliver_in_own_stream(self, *args: Any) -> None:
+    def _deliver_in_own_stream(
+        self, coming: Future[Tensors], receive: Callable[[], Tensors]
+    ) -> None:
         with self._in_own_stream():
-            self._deliver(*args)
+            self._deliver(coming, receive)
 
     def _receive(
-        self, receiver: Receiver, metas: tuple[TensorMeta, ...], fetch: Callable[[], Tensors]
+        self,
+        receiver: Receiver,
+        metas: tuple[TensorMeta, ...],
+        fetch: Callable[[], Tensors],
+        into: Delivered | None,
     ) -> Tensors:
         received = fetch()
+        stays = receiver.lasts or received is into
         try:
             check_delivered(self.backend, metas, received)
-            kept = received if receiver.lasts else self._copies(received, copy=True)
+            kept = received if stays else self._copies(received, copy=True)
         except BaseException:
             receiver.release()
             raise
@@ -254,3 +253,12 @@ class Inbox:
         if self._stream is None:
             self._stream = own_stream(self._device)
         return within(self._stream, self._device)
+
+
+def _fetch(
+    receiver: Receiver, metas: tuple[TensorMeta, ...], handle: bytes, into: Delivered | None
+) -> Tensors:
+    """Where it is to lie, if that can be."""
+    if into is not None and receiver.receive_into(metas, handle, into):
+        return into
+    return receiver.receive(metas, handle)

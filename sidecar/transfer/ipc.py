@@ -20,12 +20,14 @@ from sidecar.transfer.base import (
     transfer_failed,
     views_of,
 )
+from sidecar.transfer.streams import synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bus.manifest import TensorMeta
     from bus.transfer import IpcMemory, Place
+    from sidecar.transfer.base import Delivered
 
 
 class IpcReceiver(Receiver):
@@ -56,27 +58,31 @@ class IpcReceiver(Receiver):
     def receive(
         self, tensors: tuple[TensorMeta, ...], handle: bytes
     ) -> list[tuple[str, torch.Tensor]]:
-        if not self._open:
-            raise transfer_failed("the trainer's memory is not mapped: open it first")
+        self._need_open()
         if self._packed:
-            return self._views(tensors, decoded(handle, IpcChunk))
-        lent = decoded(handle, IpcTensors)
-        check_lent(lent, tensors)
-        self._unmap_chunk()
-        self._chunk = self._map(lent.memories)
-        try:
-            memories = [mapped.memory for mapped in self._chunk]
-            return lent_views(memories, lent, tensors, self.device)
-        except BaseException:
-            self._unmap_chunk()
-            raise
+            chunk = decoded(handle, IpcChunk)
+            return views_of(self._buffer(chunk), chunk.offsets_bytes, tensors)
+        return self._lent(tensors, handle)
+
+    def receive_into(self, tensors: tuple[TensorMeta, ...], handle: bytes, into: Delivered) -> bool:
+        self._need_open()
+        if self._packed:
+            chunk = decoded(handle, IpcChunk)
+            buffer, size_bytes = self._buffer(chunk), into.memory.numel()
+            if chunk.offsets_bytes != into.offsets_bytes or size_bytes > buffer.numel():
+                return False
+            into.memory.copy_(buffer[:size_bytes])
+            return True
+        for (_, target), (_, source) in zip(into, self._lent(tensors, handle), strict=True):
+            target.copy_(source)
+        return True
 
     def release(self) -> None:
         """Who copies, is waited for: the trainer will write there next."""
         if self._chunk:
             self._unmap_chunk()
         elif self._buffers:
-            torch.cuda.synchronize(self.device)
+            synchronize(self.device)
 
     def close(self) -> None:
         self._open = False
@@ -96,12 +102,29 @@ class IpcReceiver(Receiver):
                 "use nccl between GPUs"
             )
 
-    def _views(
-        self, tensors: tuple[TensorMeta, ...], chunk: IpcChunk
-    ) -> list[tuple[str, torch.Tensor]]:
+    def _need_open(self) -> None:
+        if not self._open:
+            raise transfer_failed("the trainer's memory is not mapped: open it first")
+
+    def _buffer(self, chunk: IpcChunk) -> torch.Tensor:
         if chunk.buffer >= len(self._buffers):
             raise transfer_failed(f"buffer {chunk.buffer} of {len(self._buffers)}")
-        return views_of(self._buffers[chunk.buffer].memory, chunk.offsets_bytes, tensors)
+        return self._buffers[chunk.buffer].memory
+
+    def _lent(
+        self, tensors: tuple[TensorMeta, ...], handle: bytes
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Those of a chunk, in the trainer's own memory, which is mapped until :meth:`release`."""
+        lent = decoded(handle, IpcTensors)
+        check_lent(lent, tensors)
+        self._unmap_chunk()
+        self._chunk = self._map(lent.memories)
+        try:
+            memories = [mapped.memory for mapped in self._chunk]
+            return lent_views(memories, lent, tensors, self.device)
+        except BaseException:
+            self._unmap_chunk()
+            raise
 
     def _map(self, memories: Sequence[IpcMemory]) -> list[_Mapped]:
         mapped: list[_Mapped] = []

@@ -24,25 +24,29 @@ from bus.transfer import (
     NcclChunk,
     NcclInit,
     Place,
+    aligned,
     decode,
     encode,
 )
 from sidecar.transfer import available_backends as receivers
 from sidecar.transfer import make_receiver
-from sidecar.transfer.base import check_lent
-from sidecar.transfer.ipc import IpcReceiver
+from sidecar.transfer.base import Views, check_lent, packed_offsets
+from sidecar.transfer.ipc import IpcReceiver, _Mapped
 from sidecar.transfer.nccl import NcclReceiver
 from tests.contract.transfer_suite import METAS, TENSORS, raw
 from trainer_agent import SyncTrainerAgent, TrainerAgent
 from trainer_agent.sources import meta_of
 from trainer_agent.transfer import available_backends as senders
 from trainer_agent.transfer import current_gpu, make_sender
-from trainer_agent.transfer.base import gpu
+from trainer_agent.transfer.base import gpu, pack
 from trainer_agent.transfer.ipc import IpcSender
 from trainer_agent.transfer.nccl import NcclSender, _in_one_piece
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sidecar.transfer import Receiver
+    from sidecar.transfer.base import Delivered
 
 HANDLE = bytes(range(64))
 MEMORY = IpcMemory(HANDLE, 4096)
@@ -234,3 +238,80 @@ def test_the_suites_tensors_would_come_in_one_piece_each() -> None:
         assert torch.equal(piece, raw(tensor))
         if tensor.is_contiguous() and tensor.numel():
             assert piece.data_ptr() == tensor.data_ptr()
+
+
+class Opened(IpcReceiver):
+    """With ordinary memory in place of the trainer's GPU's, which is known by its handle."""
+
+    def __init__(self, memories: dict[bytes, torch.Tensor], *, packed: bool) -> None:
+        super().__init__()
+        self._memories = memories
+        self._open, self._packed = True, packed
+        lent = [IpcMemory(handle, memory.numel()) for handle, memory in memories.items()]
+        self._buffers = self._map(lent) if packed else []
+        self.unmapped = 0
+
+    def _map(self, memories: Sequence[IpcMemory]) -> list[_Mapped]:
+        mapped = [_Mapped.__new__(_Mapped) for _ in memories]
+        for each, memory in zip(mapped, memories, strict=True):
+            each.memory = self._memories[memory.handle]
+        return mapped
+
+    def _unmapped(self, mapped: Sequence[_Mapped]) -> list[_Mapped]:
+        self.unmapped += len(mapped)
+        return []
+
+
+def a_place() -> Delivered:
+    """Where the suite's tensors are to lie, packed; with nothing there yet."""
+    *offsets, end = packed_offsets(METAS)
+    return Views().of(torch.zeros(end, dtype=torch.uint8), tuple(offsets), METAS)
+
+
+def holds_all(place: Delivered) -> bool:
+    return all(torch.equal(raw(tensor), raw(TENSORS[name])) for name, tensor in place)
+
+
+def test_a_packed_chunk_of_ipc_is_copied_in_one_piece_to_where_it_is_to_lie() -> None:
+    """If it is packed alike, as it is by a trainer of this version; else it comes as ever."""
+    place, buffer = a_place(), torch.zeros(4096, dtype=torch.uint8)
+    *offsets, _ = pack(buffer, [TENSORS[meta.name] for meta in METAS])
+    receiver = Opened({HANDLE: buffer}, packed=True)
+    chunk = encode(IpcChunk(0, tuple(offsets)))
+    assert receiver.receive_into(METAS, chunk, place)
+    receiver.release()
+    assert holds_all(place)
+    moved = IpcChunk(0, (*offsets[:-1], offsets[-1] + 64))
+    assert not receiver.receive_into(METAS, encode(moved), place)
+    short = Opened({HANDLE: buffer[: place.memory.numel() - 1]}, packed=True)
+    assert not short.receive_into(METAS, chunk, place)
+    with pytest.raises(EngineError, match="buffer 1 of 1"):
+        receiver.receive_into(METAS, encode(IpcChunk(1, tuple(offsets))), place)
+
+
+def test_a_lent_chunk_of_ipc_is_copied_to_where_it_is_to_lie_and_unmapped() -> None:
+    """Tensor by tensor, from memories of the trainer's own."""
+    place, other = a_place(), bytes(64)
+    memories = {HANDLE: torch.zeros(512, dtype=torch.uint8), other: torch.zeros(512).byte()}
+    memory_of, offsets, end = [], [], 0
+    for index, meta in enumerate(METAS):
+        memory_of.append(index % 2)
+        offsets.append(end)
+        tensor = raw(TENSORS[meta.name])
+        list(memories.values())[index % 2][end : end + tensor.numel()] = tensor
+        end += aligned(tensor.numel())
+    lent = tuple(IpcMemory(handle, memory.numel()) for handle, memory in memories.items())
+    receiver = Opened(memories, packed=False)
+    chunk = encode(IpcTensors(lent, tuple(memory_of), tuple(offsets)))
+    assert receiver.receive_into(METAS, chunk, place)
+    assert not receiver.unmapped
+    receiver.release()
+    assert receiver.unmapped == 2
+    assert holds_all(place)
+    with pytest.raises(EngineError, match="tensors"):
+        receiver.receive_into(METAS[1:], chunk, place)
+
+
+def test_ipc_has_nothing_anywhere_before_it_is_opened() -> None:
+    with pytest.raises(EngineError, match="open it first"):
+        IpcReceiver().receive_into(METAS, b"", a_place())

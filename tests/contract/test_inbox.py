@@ -14,7 +14,7 @@ from bus.errors import EngineError
 from bus.messages import NackCode
 from bus.transfer import ALONE, NO_PLACE, Place, World
 from sidecar.transfer import make_receiver
-from sidecar.transfer.base import transfer_failed
+from sidecar.transfer.base import Views, packed_offsets, transfer_failed
 from sidecar.transfer.gloo import GlooReceiver
 from sidecar.transfer.inbox import Inbox
 from sidecar.transfer.shm import ShmReceiver
@@ -52,10 +52,10 @@ class Lane:
         self.sender.opened()
         self.inbox.use(backend, receiver)
 
-    def begin(self, seq: int) -> None:
+    def begin(self, seq: int, into: Delivered | None = None) -> None:
         """A chunk is put, and announced."""
         handle = self.sender.put(seq, tensors_of(seq))
-        self.inbox.begin(seq, METAS, self.backend, handle)
+        self.inbox.begin(seq, METAS, self.backend, handle, into)
 
     def arrived(self, seq: int) -> bool:
         """Take it; whether it is what was put."""
@@ -291,6 +291,18 @@ class Fleeting(ShmReceiver):
         self.released += 1
 
 
+class Placing(Fleeting):
+    """As long as there is room it copies to where tensors are to lie."""
+
+    room = True
+
+    def receive_into(self, tensors: tuple[TensorMeta, ...], handle: bytes, into: Delivered) -> bool:
+        if self.room:
+            for (_, target), (_, source) in zip(into, self.receive(tensors, handle), strict=True):
+                target.copy_(source)
+        return self.room
+
+
 class Owned(ShmReceiver):
     """Its tensors are whose who gets them."""
 
@@ -310,6 +322,40 @@ def test_what_does_not_last_is_copied_as_soon_as_it_is_there() -> None:
     lane.inbox.done(0)
     assert receiver.released == 1
     lane.close()
+
+
+def test_what_can_be_received_where_it_is_to_lie_is_copied_there_once() -> None:
+    """And not to where it would be for a moment. Its room is free at once."""
+    receiver = Placing()
+    lane = Lane("shm", receiver)
+    place = a_place()
+    lane.begin(0, place)
+    assert receiver.released == 1
+    lane.sender.put(0, tensors_of(7))
+    assert lane.inbox.take(0) is place
+    assert lane.arrived(0)
+    lane.inbox.done(0)
+    assert receiver.released == 1
+    lane.close()
+
+
+def test_who_cannot_receive_it_there_receives_it_as_ever() -> None:
+    receiver = Placing()
+    receiver.room = False
+    lane = Lane("shm", receiver)
+    place = a_place()
+    lane.begin(0, place)
+    assert receiver.released == 1
+    assert lane.inbox.take(0) is not place
+    assert lane.arrived(0)
+    assert not any(tensor.any() for _, tensor in place)
+    lane.close()
+
+
+def a_place() -> Delivered:
+    """For the tensors of a chunk, with nothing there yet."""
+    *offsets, end = packed_offsets(METAS)
+    return Views().of(torch.zeros(end, dtype=torch.uint8), tuple(offsets), METAS)
 
 
 def test_what_is_ones_own_is_not_copied() -> None:

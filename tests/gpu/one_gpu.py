@@ -28,16 +28,16 @@ def apart() -> None:
 
 
 def register() -> None:
-    """In each process of vLLM's, before it has met any other."""
+    """In each process of vLLM's, or in one that it is forked from."""
     from vllm.v1.worker.gpu_worker import Worker  # noqa: PLC0415 - vLLM has begun to load
 
-    apart()
     init_device = Worker.init_device
     if hasattr(init_device, "__wrapped__"):
         return
 
     @functools.wraps(init_device)
     def on_the_one_gpu(worker: Any) -> None:
+        apart()
         config = worker.parallel_config
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
         config.assigned_physical_gpu_ids = [int(visible)] * config.local_world_size

@@ -24,6 +24,8 @@ from tests.gpu.serving import command, descendants, tokens_of
 from trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from bus.messages import SleepLevel
 
 WARM_UP = 2
@@ -83,8 +85,7 @@ async def staged(
     await agent.update_weights(weights, how="paused")  # the transport is open, and the plan proven
     paused_s = await _timed(agent, weights)
     requests = [asyncio.create_task(asyncio.to_thread(tokens_of, e, tokens)) for e in endpoints]
-    while not all(e.in_flight for e in await agent.wait_for_engines(len(endpoints))):  # noqa: ASYNC110 - no event tells it
-        await asyncio.sleep(0.05)
+    await running(agent, requests)
     took, commits, why = [], [], set()
     report = agent.last_update
     for turn in range(STAGED):
@@ -107,6 +108,14 @@ async def staged(
         "tokens": came,
         **({"failure": failure} if failure else {}),
     }
+
+
+async def running(agent: TrainerAgent, requests: Sequence[asyncio.Task[tuple[int, ...]]]) -> None:
+    """Until every engine, of which each has one of these requests, says that it decodes."""
+    while not all(e.in_flight for e in await agent.wait_for_engines(len(requests))):
+        ended = [request for request in requests if request.done()]
+        assert not ended, f"{len(ended)} have ended before all were seen: --tokens for longer ones"
+        await asyncio.sleep(0.05)
 
 
 async def not_staged(agent: TrainerAgent, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -179,8 +188,7 @@ async def asleep(
     """An update of an engine that sleeps, in the middle of a request; what it gives back."""
     await agent.update_weights(weights, how="paused")  # the transport is open, and CUDA warm
     request = asyncio.create_task(asyncio.to_thread(tokens_of, endpoint, tokens))
-    while not (await agent.wait_for_engines(1))[0].in_flight:  # noqa: ASYNC110 - no event tells it
-        await asyncio.sleep(0.05)
+    await running(agent, [request])
     memory, marks = [used_mb()["gpu0"]], [time.perf_counter()]
 
     def mark() -> None:
