@@ -9,7 +9,7 @@ from __future__ import annotations
 from sidecar.transfer.base import Receiver
 from sidecar.transfer.checks import check_delivered, check_room, check_sums
 from sidecar.transfer.registry import available_backends, make_receiver, register_receiver
-from sidecar.transfer.room import free_memory, staging_room
+from sidecar.transfer.room import free_memory, spare_memory, staging_room
 
 __all__ = [
     "Receiver",
@@ -20,5 +20,6 @@ __all__ = [
     "free_memory",
     "make_receiver",
     "register_receiver",
+    "spare_memory",
     "staging_room",
 ]

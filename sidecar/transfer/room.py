@@ -44,16 +44,22 @@ def free_memory(device: torch.device) -> int:
     and does not use. Of a CPU, the host's."""
     if device.type != "cpu":
         free, _ = torch.cuda.mem_get_info(device)
-        stats = torch.cuda.memory_stats_as_nested_dict(device)
-        own, used = (
-            stats[each]["all"]["current"] for each in ("reserved_bytes", "allocated_bytes")
-        )
-        return int(free + own - used)
+        return int(free) + spare_memory(device)
     for line in _MEMORY_INFO.read_text().splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
             return int(rest.split()[0]) * 1024
     raise EngineError(f"{_MEMORY_INFO} does not tell how much memory is available")
+
+
+def spare_memory(device: torch.device) -> int:
+    """Bytes of the device that this process has and does not use; of a CPU, none. Its driver is not
+    asked, which takes time, and may keep a step from asking for anything meanwhile."""
+    if device.type == "cpu":
+        return 0
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    own, used = (stats[each]["all"]["current"] for each in ("reserved_bytes", "allocated_bytes"))
+    return int(own - used)
 
 
 def _size(size_bytes: int) -> str:

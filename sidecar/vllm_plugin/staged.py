@@ -74,6 +74,11 @@ class StagedWeights:
         """What the memory takes."""
         return self._memory.held_bytes
 
+    @property
+    def left_bytes(self) -> int:
+        """What it took, and has let go."""
+        return self._memory.left_bytes
+
     def begin(self, plan: CopyPlan, chunks: Chunks) -> None:
         """Have memory for all that the plan fills; what an update before has left, is used again.
 

@@ -33,7 +33,7 @@ from vllm.config import set_current_vllm_config
 from bus.errors import EngineError
 from bus.messages import NackCode
 from bus.staging import Room
-from sidecar.transfer import free_memory, staging_room
+from sidecar.transfer import free_memory, spare_memory, staging_room
 from sidecar.transfer.checks import LateSums
 from sidecar.transfer.streams import own_stream, synchronize, within
 from sidecar.vllm_plugin import ranks
@@ -132,7 +132,8 @@ class Stager:
         anew = self._laid_out_anew(known.plan)
         if anew:
             return Room(why_not=f"its weights are not as they are loaded: {anew}")
-        held, needed = self._loadable.staged.held_bytes, known.plan.size_bytes
+        needed = known.plan.size_bytes
+        held = self._own_bytes(needed)
         if needed > held and self._had_no_room(needed):
             return Room(needed, "there was no room when it was last tried")
         return staging_room(armed.staging, needed, self._device, held_bytes=held)
@@ -144,6 +145,14 @@ class Stager:
         except NoPlanError as error:
             return str(error)
         return ""
+
+    def _own_bytes(self, needed: int) -> int:
+        """What an update before has left here, and nobody must be asked for: it is held, or was
+        let go and is still this process's."""
+        staged = self._loadable.staged
+        if staged.left_bytes >= needed and spare_memory(self._device) >= needed:
+            return needed
+        return staged.held_bytes
 
     def _had_no_room(self, needed: int) -> bool:
         """What seems free may lie in pieces, or be had for CUDA graphs alone. So what could not be

@@ -38,6 +38,11 @@ class StagingMemory:
         """What it takes now."""
         return sum(each.nbytes for each in self.tensors.values()) if self._held else 0
 
+    @property
+    def left_bytes(self) -> int:
+        """What it took before it was let go, if it is to have the same again."""
+        return 0 if self._held else sum(each.nbytes for each in self.tensors.values())
+
     def have(self, shapes: Shapes) -> None:
         """Have tensors of these names, shapes and dtypes; if it has them, they stay as they are.
 

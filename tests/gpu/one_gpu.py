@@ -19,6 +19,7 @@ from typing import Any, Final
 SERVER: Final = ("--distributed-executor-backend=mp", "--disable-custom-all-reduce")
 ENVIRONMENT: Final = {"NCCL_SOCKET_IFNAME": "lo", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
 _HOST: Final = "NCCL_HOSTID"
+_PATCHED: Final = "wavebus_one_gpu"
 
 
 def apart() -> None:
@@ -32,7 +33,7 @@ def register() -> None:
     from vllm.v1.worker.gpu_worker import Worker  # noqa: PLC0415 - vLLM has begun to load
 
     init_device = Worker.init_device
-    if hasattr(init_device, "__wrapped__"):
+    if getattr(init_device, _PATCHED, False):
         return
 
     @functools.wraps(init_device)
@@ -43,4 +44,5 @@ def register() -> None:
         config.assigned_physical_gpu_ids = [int(visible)] * config.local_world_size
         init_device(worker)
 
+    setattr(on_the_one_gpu, _PATCHED, True)
     Worker.init_device = on_the_one_gpu

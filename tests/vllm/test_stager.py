@@ -82,6 +82,33 @@ def test_what_could_not_be_had_is_not_tried_again_before_there_is_more(
     stager._start(armed())
 
 
+def test_memory_that_was_let_go_and_is_nobody_elses_yet_is_not_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU's driver takes its time for an answer, and steps go on meanwhile."""
+    stager = stager_of(Whole())
+    needed, spare, asked = stager.room(armed(), broken=False).needed_bytes, 0, 0
+
+    def free(_: object) -> int:
+        nonlocal asked
+        asked += 1
+        return 0
+
+    monkeypatch.setattr("sidecar.transfer.room.free_memory", free)
+    monkeypatch.setattr("sidecar.vllm_plugin.stager.spare_memory", lambda _: spare)
+    memory = stager._loadable.staged._memory
+    memory.tensors = {"all": torch.empty(needed, dtype=torch.uint8)}  # as a GPU has it
+    assert stager._loadable.staged.left_bytes == needed
+    assert "can be had" in stager.room(armed(), broken=False).why_not
+    spare = needed
+    assert not stager.room(armed(), broken=False).why_not
+    assert asked == 1
+    small = Staging(required=False, budget_bytes=needed - 1, keep=False, clear_cache=True)
+    assert "may take" in stager.room(armed(small), broken=False).why_not
+    memory.tensors = {}
+    assert "can be had" in stager.room(armed(), broken=False).why_not
+
+
 def test_who_was_laid_out_anew_when_it_began_has_room_again_as_it_is_loaded() -> None:
     """It was no lack of memory."""
     model = Whole()
