@@ -104,8 +104,8 @@ class Receiver(ABC):
         into: Delivered,  # noqa: ARG002
     ) -> bool:
         """As :meth:`receive`, but into these tensors in memory of the weights' device, with one
-        copy: the device is asked for it in this thread's current stream, and has made it after
-        :meth:`release`. Returns whether this receiver has done so; if not, nothing has happened.
+        copy, which has been made when this returns. Returns whether this receiver has done so; if
+        not, nothing has happened.
 
         Raises:
             EngineError: code ``transfer_failed``; nothing is held then.

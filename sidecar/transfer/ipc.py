@@ -72,9 +72,10 @@ class IpcReceiver(Receiver):
             if chunk.offsets_bytes != into.offsets_bytes or size_bytes > buffer.numel():
                 return False
             into.memory.copy_(buffer[:size_bytes])
-            return True
-        for (_, target), (_, source) in zip(into, self._lent(tensors, handle), strict=True):
-            target.copy_(source)
+        else:
+            for (_, target), (_, source) in zip(into, self._lent(tensors, handle), strict=True):
+                target.copy_(source)
+        synchronize(self.device)
         return True
 
     def release(self) -> None:
