@@ -66,17 +66,21 @@ class Watched:
 
 
 class Client:
-    """Asks from :meth:`work` to :meth:`rest`, until it is closed. ``over`` are the requests that
-    have ended."""
+    """Asks one thing after the other from :meth:`work` to :meth:`rest`, until it is closed.
+    ``over`` are the requests that have ended.
 
-    def __init__(self, engine: str, world: World) -> None:
+    Args:
+        name: of several that ask one engine, each has its own, and prompts of its own.
+    """
+
+    def __init__(self, engine: str, world: World, *, name: str = "") -> None:
         self.engine = engine
         self.over: list[Asked] = []
         self.now: Asked | None = None
         self.tokens = 0  # that have come, of all requests
         self.watched = Watched()
         self._world = world
-        self._random = random.Random(engine)
+        self._random = random.Random(name or engine)
         self._go_on = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 

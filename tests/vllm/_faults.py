@@ -42,14 +42,15 @@ def cells(scene: str) -> list[Cell]:
     return [cell for cell in these if cell.scene == scene]
 
 
-def make_world(folder: Path, scene: str) -> World:
-    """``vllm``: the engine alone is vLLM. ``vllm_dp``: the two ranks in lockstep are."""
+def make_world(folder: Path, scene: str, *options: str) -> World:
+    """``vllm``: the engine alone is vLLM. ``vllm_dp``: the two ranks in lockstep are. ``options``:
+    of its servers."""
     checkpoint = certain_experts(folder / "moe", max_positions=MAX_POSITIONS)
     server = (
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--served-model-name", "tiny", "--skip-tokenizer-init", "--dtype", "float32"),
         *("--enforce-eager", "--max-num-seqs", "8", "--max-model-len", str(MAX_POSITIONS)),
-        *("--disable-uvicorn-access-log", "--model"),
+        *("--disable-uvicorn-access-log", *options, "--model"),
     )
     environment = boot_environment(folder / "plugin", rest_ms=_REST_MS)
     coordinated = ("--dp-coordinator", "bus") if scene == "vllm_dp" else ()

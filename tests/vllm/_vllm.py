@@ -72,6 +72,7 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
         "wavebus_twist = _twist:register\n"
         "wavebus_pair = tests.support.pair_plugin:register\n"
         "wavebus_reader = _reader:register\n"
+        "wavebus_piped = _piped:register\n"
         "wavebus_swap_hold = tests.support.swap_hold:hold_vllm\n"
     )
     path = [str(folder), str(root), str(Path(__file__).parent)]
