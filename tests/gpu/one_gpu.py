@@ -41,7 +41,8 @@ def register() -> None:
         apart()
         config = worker.parallel_config
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
-        config.assigned_physical_gpu_ids = [int(visible)] * config.local_world_size
+        # vLLM may count workers within a server, or within the whole group.
+        config.assigned_physical_gpu_ids = [int(visible)] * config.world_size_across_dp
         init_device(worker)
 
     setattr(on_the_one_gpu, _PATCHED, True)
