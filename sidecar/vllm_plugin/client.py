@@ -53,7 +53,7 @@ class PluginClient:
         self._adapter = ""
         self._load_comes_with_receive = False
         self._staged = False
-        self._staged_before = ""  # the digest of what was armed last, if that may be staged
+        self._armed: Manifest | None = None  # what was armed last, if it was of the whole model
         self._chunks = 0
         self._in_place = False
         self._sent: list[lane_wire.Sent] = []  # of which workers have not been told
@@ -105,22 +105,12 @@ class PluginClient:
             manifest.counts,
             staging,
         )
-        self._staged_before, again = "", self._staged_before
-        if staging is None:
-            await self._perform(arm)
-            return Room()
-        why_not = self._why_not_staged()
-        if why_not:
-            await self._perform(arm)
-            return need_room(staging, Room(why_not=why_not))
-        self._chunks = manifest.chunks
-        digest = manifest.digest() if target == "model" else ""
-        room = await self._arm_again(digest, staging) if digest and again == digest else None
-        if room is None:
-            room = await self._arm(arm)
-        if not room.why_not:
-            self._staged_before = digest
-        return need_room(staging, room)
+        of_model = target == "model" and not self._adapter
+        before, self._armed = self._armed, None
+        digest = manifest.digest() if of_model and staging and before == manifest else ""
+        room = await self._arm_for(staging, arm, digest)
+        self._armed = manifest if of_model else None
+        return room if staging is None else need_room(staging, room)
 
     async def start_update(self, *, recover: bool, target: Target, staged: bool = False) -> None:
         """See :class:`wire.Start`. LoRA adapters need none."""
@@ -220,6 +210,20 @@ class PluginClient:
         if not self._together:
             return "it has several cores behind one client"
         return self._no_lanes
+
+    async def _arm_for(self, staging: Staging | None, arm: wire.ArmManifest, digest: str) -> Room:
+        """For an update in a pause, or one that may be staged; the digest is of what workers know
+        from the update before."""
+        if staging is None:
+            await self._perform(arm)
+            return Room()
+        why_not = self._why_not_staged()
+        if why_not:
+            await self._perform(arm)
+            return Room(why_not=why_not)
+        self._chunks = len(arm.chunk_ends)
+        room = await self._arm_again(digest, staging) if digest else None
+        return await self._arm(arm) if room is None else room
 
     async def _arm(self, arm: wire.ArmManifest) -> Room:
         """By the lane, where it can be. Workers that have mates ask each other, which they can't by

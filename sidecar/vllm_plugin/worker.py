@@ -33,7 +33,6 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from bus.errors import EngineError, UsageError
 from bus.lora import PREFIX as ADAPTERS
@@ -166,7 +165,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         on meta from there on."""
         self._began = True
         loadable = self._loadable[self._target]
-        planned = loadable.plans.start(reloading=is_reloading(self.model))
+        planned = loadable.plans.start(reloading=loadable.reloading)
         self._inbox.clear()
         loadable.repacking.before_start()
         if not planned:
@@ -203,6 +202,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self._post_process()
         finally:
             plans.close()
+            self._began = self._loadable["model"].reloading  # seen while no step waits
 
     def _post_process(self) -> None:
         loadable = self._loadable[self._target]
@@ -226,7 +226,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def wavebus_room(self) -> Room:
         """Whether the armed update can be staged here."""
         if self._began:
-            self._began = is_reloading(self._loadable["model"].model)
+            self._began = self._loadable["model"].reloading
         return self._stager.room(self.armed, broken=self.session.open or self._began)
 
     @property
@@ -300,15 +300,9 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self.session.close(worker)
 
     def _discard(self) -> None:
-        """Empty the layers' buffers: with them, a tensor that can't be loaded would be tried
-        again by every finish, and fail it for good."""
+        """What of the update has come, is not loaded any more."""
         self._inbox.clear()
-        self._loadable[self._target].plans.close_comparison()
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            if info.can_load():
-                info.loaded_weights = []
-                info.load_numel = 0
+        self._loadable[self._target].discard()
 
     def open_transfer(self, operation: wire.Open) -> int:
         """Open the transport. Returns how many chunks may be received ahead.
@@ -479,11 +473,6 @@ def _check_protocol(theirs: int) -> None:
             f"the sidecar speaks plugin protocol {theirs}, the wavebus inside vLLM "
             f"{wire.PROTOCOL}: install one version of wavebus for both"
         )
-
-
-def is_reloading(model: torch.nn.Module) -> bool:
-    """Whether layers are in the middle of vLLM's reload."""
-    return any(get_layerwise_info(layer).can_load() for layer in model.modules())
 
 
 def worker_index(parallel: Any) -> int:

@@ -203,7 +203,8 @@ def test_chunks_that_are_received_where_they_are_staged_are_told_of_together(
 def test_a_manifest_that_was_armed_before_is_not_sent_again(
     closed: list[PluginClient | Lane],
 ) -> None:
-    """Unless workers know another one, or nothing could be staged."""
+    """Whether it was staged then, or loaded in a pause. Unless workers know another one, or the
+    tensors were an adapter's."""
     workers = Workers()
     client = client_of(workers, closed)
     told(workers, client.hello(cores=1), client.open_transfer("shm", b"", NO_PLACE))
@@ -218,8 +219,17 @@ def test_a_manifest_that_was_armed_before_is_not_sent_again(
     assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again, arm, arm]
     workers.forgets, workers.found = False, Room(64, "no room")
     assert asyncio.run(client.arm(MANIFEST, "model", MAY)) == workers.found
-    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
+    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again]
     told(workers, client.arm(MANIFEST, "model"))
+    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again]
+    told(workers, client.arm(other, "model"))
+    theirs = lane_wire.ArmAgain(other.digest(), MAY)
+    assert told(workers, client.arm(other, "model", MAY)) == [theirs]
+    told(workers, client.arm(MANIFEST, "draft"))
+    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
+    told(workers, client.open_transfer(adapter_backend("mine"), b"", NO_PLACE))
+    assert again not in told(workers, client.arm(MANIFEST, "model", MAY))
+    told(workers, client.open_transfer("shm", b"", NO_PLACE))
     assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
 
 
