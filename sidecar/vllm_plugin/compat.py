@@ -70,6 +70,16 @@ def deferred_layers(model: Any) -> list[Any]:
     return [layer for layer in model.modules() if is_deferred(layer)]
 
 
+def reloading_layers(model: Any) -> list[Any]:
+    """What vLLM keeps of the layers that are in the middle of its reload."""
+    from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: PLC0415 - as above
+        get_layerwise_info,
+    )
+
+    infos = map(get_layerwise_info, model.modules())
+    return [info for info in infos if info.can_load()]
+
+
 def check_backend(backend: str, who: str) -> None:
     """Refuse an engine whose weights the bus can't update.
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
 from bus.errors import EngineError
 from bus.messages import NackCode
 from sidecar.transfer import check_room
-from sidecar.vllm_plugin.compat import deferred_layers
+from sidecar.vllm_plugin.compat import deferred_layers, reloading_layers
 from sidecar.vllm_plugin.cpu import CpuRepacking
 from sidecar.vllm_plugin.manifest_check import ManifestChecker, tied_head
 from sidecar.vllm_plugin.plans import Plans
@@ -47,17 +45,15 @@ class Loadable:
     @property
     def reloading(self) -> bool:
         """Whether layers are in the middle of vLLM's reload."""
-        return any(get_layerwise_info(layer).can_load() for layer in self.model.modules())
+        return bool(reloading_layers(self.model))
 
     def discard(self) -> None:
         """Empty the layers' buffers: with them, a tensor that can't be loaded would be tried again
         by every finish, and fail it for good."""
         self.plans.close_comparison()
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            if info.can_load():
-                info.loaded_weights = []
-                info.load_numel = 0
+        for info in reloading_layers(self.model):
+            info.loaded_weights = []
+            info.load_numel = 0
 
     def process_deferred(self, dtype: torch.dtype) -> None:
         """Post-process those layers that vLLM leaves for the end of a load."""
