@@ -217,9 +217,9 @@ def tokens_of(endpoint: str, count: int, prompt: Sequence[int] = PROMPTS[0]) -> 
     return tuple(answer["choices"][0]["token_ids"])
 
 
-def served(endpoint: str) -> Served:
-    """Ask an engine."""
-    tokens = [tokens_of(endpoint, TOKENS, prompt) for prompt in PROMPTS]
+def served(endpoint: str, count: int = TOKENS) -> Served:
+    """Ask an engine for so many tokens after each of some prompts, and for its checksums."""
+    tokens = [tokens_of(endpoint, count, prompt) for prompt in PROMPTS]
     checked = _post(f"{endpoint}/weight_checker", {"action": "checksum"})
     return Served(tuple(tokens), dict(checked["checksums"]))
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from sidecar.bench.vllm_fleet import step_graphs
-from tests.gpu.serving import EngineSpec, Served, Serving, model_folder, served
+from tests.gpu.serving import TOKENS, EngineSpec, Served, Serving, model_folder, served
 from trainer_agent import TrainerAgent
 
 _MOE: Final = ("--enable-expert-parallel",)
@@ -136,6 +136,9 @@ class Run:
             found |= {"ok": False, "failure": f"{type(error).__name__}: {error}"[:400]}
         return found | {"took_s": round(time.monotonic() - since_s, 1)}
 
+    def served(self, endpoint: str) -> Served:
+        return served(endpoint, self.options.served_tokens)
+
     def backend(self, case: Case) -> str:
         on_cpu = self.options.device == "cpu"
         return ON_CPU.get(case.backend, case.backend) if on_cpu else case.backend
@@ -163,7 +166,7 @@ class Run:
                 reference = self.loaded.get((source, expected))
                 if reference is None:
                     return found | {"failure": f"nothing to compare with: {source} did not boot"}
-                differs = served(self.endpoints[rank]).difference(reference)
+                differs = self.served(self.endpoints[rank]).difference(reference)
                 if differs:
                     return found | {"failure": f"{rank} is not as {source} loaded it: {differs}"}
         return found | {"serves": f"as loaded from files ({expected})"}
@@ -235,7 +238,7 @@ async def booted(run: Run, names: set[str]) -> None:
         found = {view.name: view.endpoint for view in views}
         for spec in specs:
             for name in spec.names:
-                answer = await asyncio.to_thread(served, found[name])
+                answer = await asyncio.to_thread(run.served, found[name])
                 run.loaded[name, spec.checkpoint] = answer
                 run.endpoints[name] = found[name]
             run.serves[spec.name] = spec.checkpoint
@@ -274,6 +277,9 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=420.0, help="no case begins after it")
     parser.add_argument("--times", type=int, default=20, help="how often transports are remade")
     parser.add_argument("--tokens", type=int, default=600, help="of each request meanwhile")
+    parser.add_argument(
+        "--served-tokens", type=int, default=TOKENS, help="compared, of each prompt"
+    )
     parser.add_argument("--one-gpu", action="store_true", help="all on the first one")
     options = parser.parse_args()
     unknown = set(options.cases) - set(CASES)
