@@ -12,12 +12,12 @@ weights lie as they are loaded, and are copied into where they are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sidecar.vllm_plugin.copy_plan import Copies, NoPlanError, part
+from sidecar.vllm_plugin.copy_plan import Copies, part
+from sidecar.vllm_plugin.places import as_tensors, find_places, repacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -25,23 +25,6 @@ if TYPE_CHECKING:
     from sidecar.vllm_plugin.copy_plan import CopyPlan, Target
 
 Received = list[tuple[str, torch.Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a target lives in the serving model. ``address``: of its memory, which a parameter may
-    change."""
-
-    module: torch.nn.Module
-    key: str
-    tensor: torch.Tensor
-    address: int = 0
-
-    @property
-    def current(self) -> torch.Tensor | None:
-        """What the module has there now."""
-        found = self.module._parameters.get(self.key)  # noqa: SLF001 - the module's own, no child's
-        return found if found is not None else self.module._buffers.get(self.key)  # noqa: SLF001
 
 
 class Repacked:
@@ -115,9 +98,10 @@ class PlannedUpdate:
         Raises:
             KeyError: a tensor that the manifest doesn't have.
         """
-        planned, filled = copies(self._plan, tensors, self._memory)
-        padded = self._pad(name for name, _ in filled)
-        planned.run()
+        with as_tensors():
+            planned, filled = copies(self._plan, tensors, self._memory)
+            padded = self._pad(name for name, _ in filled)
+            planned.run()
         for name, numel in (*padded, *filled):
             if name in self._repacked:
                 self._repacked[name].note(numel)
@@ -277,59 +261,8 @@ def pad(plan: CopyPlan, name: str, target: torch.Tensor) -> int:
     return filled
 
 
-def find_places(plan: CopyPlan, model: torch.nn.Module, device: torch.device) -> dict[str, Place]:
-    """Where the plan's targets are in a model that serves.
-
-    Raises:
-        NoPlanError: names one that isn't there, or can't be filled as the plan says.
-    """
-    there: dict[str, Place] = {}
-    for prefix, module in model.named_modules():
-        own = prefix.replace(".base_layer", "")
-        for key, tensor in _own_tensors(module):
-            there[f"{own}.{key}" if own else key] = Place(module, key, tensor)
-    places: dict[str, Place] = {}
-    for name, target in plan.targets.items():
-        place = there.get(name)
-        if place is None:
-            raise NoPlanError(f"the serving model has no {name}")
-        tensor = place.tensor
-        if tensor.is_meta or tensor.device.type != device.type:
-            raise NoPlanError(f"{name} is on {tensor.device}")
-        if repacks(place.module, device):
-            if place.key not in place.module._parameters:  # noqa: SLF001 - see Place
-                raise NoPlanError(f"{name} is a buffer of a layer that repacks")
-        elif (tuple(tensor.shape), tensor.dtype) != (target.shape, target.dtype):
-            raise NoPlanError(f"{name} serves as {tensor.dtype} {list(tensor.shape)}")
-        elif not tensor.is_contiguous():
-            raise NoPlanError(f"{name} serves as it is not loaded: not contiguous")
-        places[name] = replace(place, address=tensor.data_ptr())
-    return places
-
-
-def are_there(plan: CopyPlan, places: dict[str, Place]) -> bool:
-    """Whether they are still what :func:`find_places` has found."""
-    for name, place in places.items():
-        tensor, target = place.tensor, plan.targets[name]
-        if place.current is not tensor or tensor.dtype != target.dtype or tensor.is_meta:
-            return False
-        if tensor.data_ptr() != place.address:
-            return False
-    return True
-
-
-def repacks(module: torch.nn.Module, device: torch.device) -> bool:
-    """Whether vLLM gives the layer's weights another form when they are loaded."""
-    return device.type == "cpu" and getattr(module, "quant_method", None) is not None
-
-
 def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Not-a-number, too, equals itself. ``other`` is cast, as a copy would."""
     other = other.to(device=one.device, dtype=one.dtype)
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
     return torch.equal(one.view(bits), other.view(bits))
-
-
-def _own_tensors(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    both: list[dict[str, Any]] = [module._parameters, module._buffers]  # noqa: SLF001 - see Place
-    return [(k, t) for own in both for k, t in own.items() if t is not None]

@@ -29,7 +29,8 @@ from bus.errors import EngineError
 from bus.messages import NackCode
 from sidecar.vllm_plugin.copy_plan import NoPlanError
 from sidecar.vllm_plugin.loader_trace import storage_of
-from sidecar.vllm_plugin.planned import are_there, equal_bits, find_places, put, repacks
+from sidecar.vllm_plugin.places import Standing, as_tensors, find_places, repacks
+from sidecar.vllm_plugin.planned import equal_bits, put
 from sidecar.vllm_plugin.staging_layouts import AsSent, ByTarget
 from sidecar.vllm_plugin.staging_memory import StagingMemory
 
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     from bus.manifest import TensorMeta
     from sidecar.transfer.base import Delivered
     from sidecar.vllm_plugin.copy_plan import Copies, CopyPlan
-    from sidecar.vllm_plugin.planned import Place, Received
+    from sidecar.vllm_plugin.places import Place
+    from sidecar.vllm_plugin.planned import Received
     from sidecar.vllm_plugin.staging_layouts import Layout
 
     Chunks: TypeAlias = tuple[tuple[TensorMeta, ...], ...]
@@ -57,7 +59,7 @@ class StagedWeights:
         self._model = model
         self._device = device
         self._memory = StagingMemory(device)
-        self._places: tuple[CopyPlan, dict[str, Place]] | None = None
+        self._places: tuple[CopyPlan, dict[str, Place], Standing] | None = None
         # The one that was used last, for which chunks; and whether an update is staged.
         self._layout: tuple[Layout, Chunks] | None = None
         self._begun = self._sealed = False
@@ -169,7 +171,7 @@ class StagedWeights:
     def swap(self) -> None:
         """Copy all of it to where :meth:`need_sealed` has found the targets. No step runs."""
         assert self._places is not None, "it was asked whether they are there"
-        _, places = self._places
+        _, places, _ = self._places
         repacked: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
         for name, place in places.items():
             if repacks(place.module, self._device):
@@ -198,11 +200,12 @@ class StagedWeights:
             known, copies = self._swap
             if all(map(operator.is_, known, (layout, memory, places))):
                 return copies
-        targets = {
-            name: place.tensor.data
-            for name, place in places.items()
-            if not repacks(place.module, self._device)
-        }
+        with as_tensors():
+            targets = {
+                name: place.tensor.data
+                for name, place in places.items()
+                if not repacks(place.module, self._device)
+            }
         copies = layout.into(targets)
         self._swap = (layout, memory, places), copies
         return copies
@@ -224,11 +227,11 @@ class StagedWeights:
     def _find_places(self, plan: CopyPlan) -> dict[str, Place]:
         """Where the targets are; where they were, if they still are."""
         if self._places is not None:
-            known, places = self._places
-            if known is plan and are_there(plan, places):
+            known, places, standing = self._places
+            if known is plan and standing:
                 return places
         places = find_places(plan, self._model, self._device)
-        self._places = plan, places
+        self._places = plan, places, Standing(places)
         return places
 
     def _need_layout(self) -> Layout:

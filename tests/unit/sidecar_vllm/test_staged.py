@@ -339,3 +339,32 @@ def test_a_plan_that_is_not_what_the_loader_does_is_found(tested: Staging, fault
             )
     with pytest.raises(EngineError, match="not what the loader does"):
         tested.prove(new)
+
+
+class _Asked(nn.Parameter):
+    """As vLLM's are: whatever is asked of one, a function in Python answers."""
+
+    count = 0
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        _Asked.count += 1
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def test_steps_wait_for_no_parameter_that_is_asked_in_python() -> None:
+    tested = Staging(Whole)
+    for name, parameter in list(tested.model.named_parameters()):
+        setattr(tested.model, name, _Asked(parameter.data, requires_grad=False))
+    tested.update(5)
+    _Asked.count = 0
+    tested.begin()
+    tested.stage(tested.new(6))
+    tested.weights.seal()
+    tested.weights.need_sealed()
+    assert _Asked.count == 0
+    tested.swap()
+    assert tested.serves(6)
+    assert _Asked.count > 0, "nobody has asked in Python: is it still as vLLM's?"
