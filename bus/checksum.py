@@ -121,23 +121,25 @@ def sums_of(
             if memo is not None:
                 memo["together"] = together
         running = (_mixed(together.words(there)) * together.weights).cumsum(0)
-        upto = running[together.last].tolist()
-    values = (now - then for now, then in zip(upto, [0, *upto], strict=False))
+        upto = running.index_select(0, together.last).tolist()
+    values = [value & _MASK for value in map(operator.sub, upto, [0, *upto])]
     found: list[tuple[int, ...]] = []
+    first = 0
     for each in looks:
-        sums = [0] * each.small.tensors
-        for place in each.small.places:
-            sums[place] = next(values) & _MASK
-        found.append(tuple(sums))
+        places, count = each.small.places, each.small.tensors
+        own = values[first : first + len(places)]
+        first += len(places)
+        if len(own) < count:
+            sums = dict(zip(places, own, strict=True))
+            own = [sums.get(place, 0) for place in range(count)]
+        found.append(tuple(own))
     return found
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
     """The place of the first tensor whose sum is another."""
-    for place, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
-        if theirs != ours:
-            return place
-    return None
+    differ = map(operator.ne, expected, found)
+    return next(itertools.compress(itertools.count(), differ), None)
 
 
 class _Small:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import torch
@@ -144,6 +145,16 @@ class Delivered(list["tuple[str, torch.Tensor]"]):
         self.memory = memory
         self.offsets_bytes = tuple(offsets_bytes)
         self.memo: dict[str, Any] = {}
+
+    @cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        """Without their names."""
+        return [tensor for _, tensor in self]
+
+    @cached_property
+    def numel(self) -> int:
+        """How many elements all of them have."""
+        return sum(tensor.numel() for tensor in self.tensors)
 
     def __eq__(self, other: object) -> bool:
         return self is other

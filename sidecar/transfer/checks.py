@@ -100,8 +100,7 @@ class LateSums:
         if verify != "sample" or not isinstance(received, Delivered):
             check_sums(seq, received, verify, sums)
             return
-        tensors = [tensor for _, tensor in received]
-        looked = look(torch, tensors, verify, received.memo, later=stays)
+        looked = look(torch, received.tensors, verify, received.memo, later=stays)
         self._looks.append(_Look(seq, received, sums, looked))
         if not stays and sum(each.looked.count for each in self._looks) > _MOST_WORDS:
             self.check()

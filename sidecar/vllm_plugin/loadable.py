@@ -38,7 +38,7 @@ class Loadable:
 
     def taken(self, received: Tensors) -> Tensors:
         """Of what was received, what is loaded: a tied head is another tensor already."""
-        if all(name != self.tied_head for name, _ in received):
+        if not self.tied_head or all(name != self.tied_head for name, _ in received):
             return received
         return [(name, tensor) for name, tensor in received if name != self.tied_head]
 

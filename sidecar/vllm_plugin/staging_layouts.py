@@ -73,15 +73,15 @@ class Layout(ABC):
         Raises:
             KeyError: a tensor that the manifest doesn't have.
         """
-        there = tensors is self.room(seq)
-        if there:
-            numel = sum(tensor.numel() for _, tensor in tensors)
+        room = self.room(seq)
+        if room is not None and room is tensors:
+            numel, copied = room.numel, False
         else:
-            numel = self._copy(seq, tensors).numel
+            numel, copied = self._copy(seq, tensors).numel, True
         if seq not in self._staged:
             self._staged.add(seq)
             self.missing -= numel
-        return not there
+        return copied
 
     def forget(self) -> None:
         """The memory is gone."""
@@ -149,8 +149,10 @@ class AsSent(Layout):
     def __init__(self, plan: CopyPlan, chunks: Sequence[tuple[TensorMeta, ...]]) -> None:
         super().__init__(plan)
         self._chunks = chunks
-        self._offsets = [packed_offsets(chunk) for chunk in chunks]
-        self.shapes = {_ALL: ((sum(offsets[-1] for offsets in self._offsets),), torch.uint8)}
+        offsets = [packed_offsets(chunk) for chunk in chunks]
+        self._begins = [each[:-1] for each in offsets]
+        self._sizes_bytes = [each[-1] for each in offsets]
+        self.shapes = {_ALL: ((sum(self._sizes_bytes),), torch.uint8)}
         self._rooms: list[torch.Tensor] = []
         self._numel = sum(torch.Size(meta.shape).numel() for chunk in chunks for meta in chunk)
         self._views = Views()
@@ -159,7 +161,7 @@ class AsSent(Layout):
     def begin(self, memory: Memory) -> None:
         super().begin(memory)
         if not self._rooms:
-            ends = itertools.accumulate((offsets[-1] for offsets in self._offsets), initial=0)
+            ends = itertools.accumulate(self._sizes_bytes, initial=0)
             self._rooms = [memory[_ALL][begin:end] for begin, end in itertools.pairwise(ends)]
 
     def forget(self) -> None:
@@ -200,7 +202,7 @@ class AsSent(Layout):
         return Copies([own[name] for name, _ in tensors], [tensor for _, tensor in tensors])
 
     def _own(self, seq: int) -> Delivered:
-        return self._views.of(self._rooms[seq], self._offsets[seq][:-1], self._chunks[seq])
+        return self._views.of(self._rooms[seq], self._begins[seq], self._chunks[seq])
 
     def _copies(self) -> Iterator[tuple[int, str, Copy]]:
         for seq, chunk in enumerate(self._chunks):
