@@ -121,7 +121,7 @@ def sums_of(
             if memo is not None:
                 memo["together"] = together
         running = (_mixed(together.words(there)) * together.weights).cumsum(0)
-        upto = running.index_select(0, together.last).tolist()
+        upto = running[together.last].tolist()
     values = [value & _MASK for value in map(operator.sub, upto, [0, *upto])]
     found: list[tuple[int, ...]] = []
     first = 0
