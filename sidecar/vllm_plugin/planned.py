@@ -98,10 +98,9 @@ class PlannedUpdate:
         Raises:
             KeyError: a tensor that the manifest doesn't have.
         """
-        with as_tensors():
-            planned, filled = copies(self._plan, tensors, self._memory)
-            padded = self._pad(name for name, _ in filled)
-            planned.run()
+        planned, filled = copies(self._plan, tensors, self._memory)
+        padded = self._pad(name for name, _ in filled)
+        planned.run()
         for name, numel in (*padded, *filled):
             if name in self._repacked:
                 self._repacked[name].note(numel)
@@ -115,7 +114,8 @@ class PlannedUpdate:
         place = self._places[name]
         if name in self._repacked:
             return self._repacked[name].memory(place.key, self._device)
-        return place.tensor.data
+        with as_tensors():
+            return place.tensor.data
 
 
 class Comparison:
