@@ -108,18 +108,21 @@ def _per_expert(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_workers_that_are_mates_stage_their_shards_and_swap_as_one(
     sharded: Sharded, backend: str
 ) -> None:
-    """Of a manifest that they don't know they ask each other, by their core."""
+    """Of a manifest that they don't know they ask each other, by their core. They know the one that
+    was armed last, and for an update in a pause as well."""
 
     async def scenario() -> None:
-        version = int(await sharded.engine.version())
-        for seed, asked in ((46, [ARM, SWAP]), (47, [SWAP])):
+        engine = sharded.engine
+        version = int(await engine.version()) + 1
+        await paused_update(engine, _per_expert(perturbed(sharded.weights, 45)), version)
+        for seed, asked in ((46, [ARM, SWAP]), (47, [SWAP]), (48, [SWAP])):
             new = perturbed(sharded.weights, seed)
             version += 1
-            done = await staged_update(sharded.engine, new, version, workers=2, backend=backend)
+            done = await staged_update(engine, new, version, workers=2, backend=backend)
             assert done == asked
             await sharded.assert_serves(new)
-        # What is known is of the last one that was armed.
-        await paused_update(sharded.engine, new, version + 1)
+            version += 1
+            await paused_update(engine, new, version)
 
     sharded.run(scenario())
 
