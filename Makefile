@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 SOURCES := bus sidecar trainer_agent tests examples
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check lint types layers test-fast slow mutants chaos soak bench clean
+.PHONY: demo test test-next slow-next check lint types layers test-fast slow mutants chaos soak bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/wavebus demo
@@ -17,6 +17,16 @@ demo: $(VENV)/.demo
 test: $(VENV)/.vllm test-fast
 	$(BIN)/python -m pytest -q -m 'not slow' -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
 	$(BIN)/python -m pytest -q -m 'not slow' tests/vllm/test_dp_*.py
+
+# The same suite of real vLLM under the newest release (.ci/setup says how it runs without a GPU).
+NEXT := .venv-next
+test-next: $(NEXT)/.vllm-next
+	$(NEXT)/bin/python -m pytest -q -m 'not slow' -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
+	$(NEXT)/bin/python -m pytest -q -m 'not slow' tests/vllm/test_dp_*.py
+
+slow-next: $(NEXT)/.vllm-next
+	$(NEXT)/bin/python -m pytest -q -m slow -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
+	$(NEXT)/bin/python -m pytest -q -m slow tests/vllm/test_dp_*.py
 
 # Without vLLM: some minutes. Half of these wait for timers, so there is one more than processors.
 test-fast: $(VENV)/.test check
@@ -48,6 +58,9 @@ layers: $(VENV)/.test
 $(VENV)/.demo $(VENV)/.test $(VENV)/.vllm: pyproject.toml .ci/setup
 	PYTHON=$(PYTHON) .ci/setup $(patsubst .%,%,$(notdir $@))
 
+$(NEXT)/.vllm-next: $(VENV)/.vllm .ci/setup
+	PYTHON=$(PYTHON) .ci/setup vllm-next
+
 # 10,000 schedules of bad networks and dying processes, on all cores; 300 rounds where
 # `make test` has some, a million fuzzed frames, 10,000 bad connections; and every cell of the fault
 # matrix (docs/faults.md), with those on real vLLM.
@@ -72,4 +85,4 @@ bench: $(VENV)/.vllm
 	$(BIN)/wavebus bench gap
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(NEXT) build *.egg-info
