@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING, Final
 
 from bus.commands.doctor import Check
 from bus.lora import FOLDER_PREFIX
+from bus.seams import RUN_ON, unsupported_reason, untested_reason
 from bus.transfer import SHM_FOLDER, SHM_PREFIX
-from sidecar.vllm_plugin import facts
-from sidecar.vllm_plugin.compat import TESTED, unsupported_reason
+from sidecar.vllm_plugin import facts, registry
 
 if TYPE_CHECKING:
     from bus.commands.doctor import Options
 
 _RL_ROUTES: Final = ("/pause", "/resume", "/collective_rpc", "/update_weight_version")
-_GAPS: Final = "wavebus gaps:"
 _PRESENCE_S: Final = 10
 _GENERATE: Final = "/inference/v1/generate"
 
@@ -108,11 +107,14 @@ def _vllm() -> list[Check]:
     reason = unsupported_reason(number)
     if reason:
         return [Check("vllm", "fail", f"{name} {number}", reason)]
-    tested = "" if number.startswith(TESTED) else f"; tested is {TESTED}"
+    untested = untested_reason(number)
     return [
-        Check("vllm", "ok", f"{name} {number}{tested}"),
+        Check("vllm", "warn", untested, "what fits works, see below; report what does not")
+        if untested
+        else Check("vllm", "ok", f"{name} {number}"),
         _plugin(),
-        *_inside(),
+        _backend(),
+        *_features(),
         *_cpu_build(name),
     ]
 
@@ -146,50 +148,45 @@ def _plugin() -> Check:
     )
 
 
-def _inside() -> list[Check]:
-    """What the plugin does inside vLLM, asked the way vLLM does it, in a process of its own: the
-    backend is registered; a core ends a pause that its sidecar has left."""
+def _backend() -> Check:
+    """Register the plugin as vLLM does, in a process of its own."""
     code = (
         "import vllm.engine.arg_utils;"
         "from sidecar.vllm_plugin import register; register();"
         "from vllm.distributed.weight_transfer import WeightTransferEngineFactory as f;"
-        "assert 'wavebus' in f._registry, sorted(f._registry);"
-        "from vllm.v1.engine import core; from sidecar.vllm_plugin.features import hold_gaps;"
-        f"print({_GAPS!r}, *hold_gaps(core))"
+        "assert 'wavebus' in f._registry, sorted(f._registry)"
     )
     try:
         result = subprocess.run(  # noqa: S603 - our own interpreter and text
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=False
         )
     except subprocess.TimeoutExpired:
-        return [Check("weight backend", "warn", "vLLM took over 180 s to import", "try again")]
+        return Check("weight backend", "warn", "vLLM took over 180 s to import", "try again")
     if result.returncode == 0:
-        registered = Check("weight backend", "ok", "wavebus registers with vLLM's factory")
-        return [registered, _deadline(result.stdout)]
+        return Check("weight backend", "ok", "wavebus registers with vLLM's factory")
     last = (result.stderr.strip().splitlines() or ["no output"])[-1]
-    return [
-        Check(
-            "weight backend",
-            "fail",
-            f"it does not register: {last[:200]}",
-            f"wavebus is tested with vLLM {TESTED}; look at the whole error with: python -c "
-            "'from sidecar.vllm_plugin import register; register()'",
-        )
-    ]
-
-
-def _deadline(output: str) -> Check:
-    """Who ends the pause of a sidecar that has died, in an engine that it was attached to."""
-    gaps = next((line for line in output.splitlines() if line.startswith(_GAPS)), _GAPS)
-    gaps = gaps.removeprefix(_GAPS).strip()
-    if not gaps:
-        return Check("deadline", "ok", "an engine core ends the pause of a sidecar that has died")
     return Check(
-        "deadline",
-        "warn",
-        f"a pause whose sidecar has died is not ended in an attached engine: {gaps[:200]}",
-        "let `wavebus sidecar … -- COMMAND` start and supervise the server",
+        "weight backend",
+        "fail",
+        f"it does not register: {last[:200]}",
+        f"wavebus was run on vLLM {' and '.join(RUN_ON)}; look at the whole error with: python -c "
+        "'from sidecar.vllm_plugin import register; register()'",
     )
+
+
+def _features() -> list[Check]:
+    """What of vLLM's inside is as wavebus expects it, and what is off because it is not."""
+    found = registry.report().features
+    off = {name: why for name, why in found.items() if why}
+    works = Check("vllm features", "ok", f"{len(found) - len(off)} of {len(found)} work here")
+    return [
+        works,
+        *(
+            Check(name, "warn", f"off: {why[:200]}", f"without it wavebus can't {words}")
+            for name, why in off.items()
+            for words in [registry.REGISTRY.features[name]]
+        ),
+    ]
 
 
 def _cpu_build(name: str) -> list[Check]:

@@ -37,11 +37,10 @@ module               what
 ``core_page``        the status page inside each engine core
 ``core_hold``        the deadline of a pause, held inside each engine core
 ``core_swap``        the swap of a staged update between two steps of an engine core
-``core_calls``       calls that a core answers by itself
 ``core_guard``       holes in the pause and resume of cores in lockstep, closed
 ``door``             who is let into an engine core
 ``coordinator``      the gateway in place of vLLM's DP coordinator
-``features``         what must be there before anything of vLLM's is replaced
+``registry``         what is wrapped inside vLLM, what it must look like, and what needs it
 ``cpu_experts``      collectives that vLLM's CPU build lacks
 ``environment``      environment variables
 ``compat``           which vLLM
@@ -56,8 +55,9 @@ from __future__ import annotations
 import logging
 import sys
 
-from sidecar.vllm_plugin import environment, native_factory
-from sidecar.vllm_plugin.compat import BACKEND, unsupported_reason
+from bus.seams import unsupported_reason
+from sidecar.vllm_plugin import environment, registry
+from sidecar.vllm_plugin.compat import BACKEND
 
 __all__ = ["BACKEND", "register"]
 
@@ -68,9 +68,8 @@ _registered = False
 def register() -> None:
     """Make the plugin known to vLLM; cheap, and harmless when repeated.
 
-    The engine's module is named, not imported: only a worker that uses it loads it.
-    On a vLLM that is too old nothing is registered and the log says so, since
-    raising here would break every other use of vLLM in the environment.
+    On a vLLM that is too old nothing is registered and the log says so, since raising here would
+    break every other use of vLLM in the environment.
 
     Raises:
         RuntimeError: the bus was to coordinate, which it can't do with this vLLM.
@@ -90,51 +89,24 @@ def register() -> None:
     if reason:
         _log.warning("wavebus: not registered: %s", reason)
         return
-    from vllm.distributed.weight_transfer.factory import (  # noqa: PLC0415
-        WeightTransferEngineFactory,
-    )
-
-    WeightTransferEngineFactory.register_engine(
-        BACKEND, "sidecar.vllm_plugin.worker", "WavebusWeightTransferEngine"
-    )
-    native_factory.install(WeightTransferEngineFactory)
     _registered = True
     _install(by_bus=by_bus)
 
 
 def _install(*, by_bus: bool) -> None:
-    """Hooks of front ends, cores and workers. Processes that are forked inherit them, and in
-    those vLLM loads no plugin again: a front end has them all."""
+    """Install the seams of this process. Processes that are forked inherit them, and vLLM loads no
+    plugin again there: so a front end has those of cores, too."""
+    registry.install("any")
     front_end = "vllm.engine.arg_utils" in sys.modules
     if front_end or "vllm.v1.engine.core" in sys.modules:
-        from vllm.v1.engine import core  # noqa: PLC0415 - of no use elsewhere, and slow
-
-        from sidecar.vllm_plugin import (  # noqa: PLC0415
-            core_guard,
-            core_hold,
-            core_page,
-            core_swap,
-            door,
-        )
-
-        if core_page.install(core):
-            core_hold.install(core)
-        core_guard.install(core)
-        door.install(core)
-        core_swap.install(core)
+        registry.install("core")
     if front_end and by_bus:
-        from sidecar.vllm_plugin import coordinator  # noqa: PLC0415
+        from sidecar.vllm_plugin import coordinator  # noqa: PLC0415 - of no use elsewhere
 
-        coordinator.install()
-    from vllm.platforms import current_platform  # noqa: PLC0415 - vLLM has chosen it by now
-
-    if current_platform.is_cpu():
-        from sidecar.vllm_plugin import cpu_experts  # noqa: PLC0415
-
-        cpu_experts.install()
+        why = registry.install_seam("dp coordinator")
+        if why:
+            raise coordinator.refusal(why)
+        form = registry.report().forms["dp coordinator"]
+        _log.info("wavebus: DP coordinator replaced; in this vLLM %s", form)
     if "vllm.v1.worker.worker_base" in sys.modules:
-        from vllm.v1.worker import worker_base  # noqa: PLC0415
-
-        from sidecar.vllm_plugin import facts  # noqa: PLC0415
-
-        facts.install(worker_base)
+        registry.install("worker")

@@ -25,18 +25,17 @@ from bus.errors import EngineError
 from bus.lora import FOLDER_PREFIX
 from bus.messages import NackCode
 from bus.transfer import SHM_FOLDER
-from sidecar.vllm_plugin import features
+from sidecar.vllm_plugin import registry
 from sidecar.vllm_plugin.adapter_check import check_adapter, peft_helper, weights_mapper
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import torch
 
     from bus.manifest import Manifest
 
 _OURS = os.path.join(SHM_FOLDER, FOLDER_PREFIX)  # noqa: PTH118 - a prefix of paths
-_installed = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class Adapters:
             return cls(None)
         known: Adapters | None = getattr(manager, "wavebus_adapters", None)
         if known is None:
-            known = manager.wavebus_adapters = cls(manager, "; ".join(_install()))
+            known = manager.wavebus_adapters = cls(manager, registry.install_seam("lora adapters"))
         return known
 
     def need(self) -> None:
@@ -191,42 +190,21 @@ class Adapters:
             self._manager.remove_adapter(adapter_id)
 
 
-def _install() -> list[str]:
-    """Have vLLM ask us before it loads an adapter, in this process.
+def load_adapter(original: Callable[..., Any], manager: Any, lora_request: Any) -> Any:
+    """Give vLLM an adapter that came over the bus in place of one from disk."""
+    adapters: Adapters | None = getattr(manager._adapter_manager, "wavebus_adapters", None)  # noqa: SLF001
+    if adapters is None:
+        return original(manager, lora_request)
+    built, request = adapters.instead_of(lora_request)
+    return original(manager, request) if built is None else built
 
-    Returns:
-        What forbids it, in words; then nothing is replaced.
-    """
-    global _installed  # noqa: PLW0603 - vLLM's classes are the process's
-    from vllm.lora import lora_model, worker_manager  # noqa: PLC0415 - as above
 
-    if _installed:
-        return []
-    gaps = features.adapter_gaps(worker_manager, lora_model)
-    if gaps:
-        return gaps
-    theirs = worker_manager.LRUCacheWorkerLoRAManager
-    load, apply = theirs._load_adapter, theirs._apply_adapters  # noqa: SLF001 - there is no other door
-
-    def load_adapter(self: Any, lora_request: Any) -> Any:
-        adapters: Adapters | None = getattr(self._adapter_manager, "wavebus_adapters", None)
-        if adapters is None:
-            return load(self, lora_request)
-        built, request = adapters.instead_of(lora_request)
-        return load(self, request) if built is None else built
-
-    def apply_adapters(self: Any, lora_requests: set[Any]) -> None:
-        adapters: Adapters | None = getattr(self._adapter_manager, "wavebus_adapters", None)
-        if adapters is None:
-            apply(self, lora_requests)
-            return
-        # Loaded in place it was, once; a step loads what is not there.
-        plain = {
-            msgspec.structs.replace(each, load_inplace=False) for each in lora_requests if each
-        }
-        with adapters.stepping():
-            apply(self, plain)
-
-    theirs._load_adapter, theirs._apply_adapters = load_adapter, apply_adapters  # noqa: SLF001
-    _installed = True
-    return []
+def apply_adapters(original: Callable[..., Any], manager: Any, lora_requests: set[Any]) -> None:
+    """Load for a step what is not there, and nothing in place a second time."""
+    adapters: Adapters | None = getattr(manager._adapter_manager, "wavebus_adapters", None)  # noqa: SLF001
+    if adapters is None:
+        original(manager, lora_requests)
+        return
+    plain = {msgspec.structs.replace(each, load_inplace=False) for each in lora_requests if each}
+    with adapters.stepping():
+        original(manager, plain)

@@ -1,9 +1,8 @@
-"""Which vLLM this works with."""
+"""What differs between the versions of vLLM inside a worker, and which engines can be driven."""
 
 from __future__ import annotations
 
 import contextlib
-import re
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.errors import EngineError
@@ -13,35 +12,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 BACKEND: Final = "wavebus"
-OLDEST: Final = (0, 28)
-TESTED: Final = "0.32"
 BACKEND_OPTION: Final = f'--weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
-
-
-def unsupported_reason(version: str) -> str:
-    """Why this vLLM can't be used, with what to do; empty if it can.
-
-    ``version`` is ``vllm.__version__``, such as ``0.32.0`` or ``0.33.1rc2.dev4+g0a1b2c3``.
-    """
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found and (int(found[1]), int(found[2])) >= OLDEST:
-        return ""
-    oldest = ".".join(map(str, OLDEST))
-    return (
-        f"vLLM {version or '(no version)'} is not supported; wavebus needs {oldest} or later "
-        f"and is tested on {TESTED}: pip install 'vllm>={oldest}'"
-    )
-
-
-def check_version(version: str) -> None:
-    """Refuse a vLLM that is too old.
-
-    Raises:
-        EngineError: names the version found and the one to install.
-    """
-    reason = unsupported_reason(version)
-    if reason:
-        raise EngineError(reason)
 
 
 def shared_communicators() -> AbstractContextManager[None]:

@@ -16,9 +16,8 @@ from typing import Any
 
 from sidecar.gateway.child import GatewayProcess
 from sidecar.vllm_plugin import environment
-from sidecar.vllm_plugin.features import COORDINATOR_CHECKED, coordinator_gaps
 
-__all__ = ["BusCoordinator", "install"]
+__all__ = ["BusCoordinator", "refusal"]
 
 _log = logging.getLogger("vllm.wavebus")
 _OPT_OUT = f"leave {environment.DP_COORDINATOR} unset (sidecar: --dp-coordinator vllm)"
@@ -101,23 +100,9 @@ def _refuse_other_shapes(parallel_config: Any, enable_wave_coordination: bool) -
         )
 
 
-def install() -> None:
-    """Put :class:`BusCoordinator` where vLLM takes its coordinator from.
-
-    Raises:
-        RuntimeError: this vLLM is not one whose coordination is known.
-    """
-    import vllm  # noqa: PLC0415 - only ever called by vLLM
-    from vllm.v1 import engine  # noqa: PLC0415
-    from vllm.v1.engine import coordinator, utils  # noqa: PLC0415
-
-    if utils.DPCoordinator is BusCoordinator:
-        return
-    gaps = coordinator_gaps(vllm.__version__, coordinator, utils, engine)
-    if gaps:
-        raise RuntimeError(
-            f"wavebus: {environment.DP_COORDINATOR}=bus can't be used with this vLLM: "
-            f"{'; '.join(gaps)}. Please {_OPT_OUT}"
-        )
-    utils.DPCoordinator = BusCoordinator
-    _log.info("wavebus: DP coordinator replaced; checked: %s", COORDINATOR_CHECKED)
+def refusal(why: str) -> RuntimeError:
+    """The error that keeps a server from booting which the bus was to coordinate."""
+    return RuntimeError(
+        f"wavebus: {environment.DP_COORDINATOR}=bus can't be used with this vLLM: {why}. "
+        f"Please {_OPT_OUT}"
+    )

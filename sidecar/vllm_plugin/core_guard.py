@@ -22,44 +22,13 @@ Off with ``WAVEBUS_CORE_GUARD=0``.
 
 from __future__ import annotations
 
-import functools
 import logging
-import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sidecar.vllm_plugin import environment
-from sidecar.vllm_plugin.features import guard_gaps
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _log = logging.getLogger("vllm.wavebus")
-
-
-def install(core: Any) -> bool:
-    """Guard ``DPEngineCoreProc`` of the module ``vllm.v1.engine.core``; False if it is not
-    as expected, or the guard is off."""
-    lockstep = core.DPEngineCoreProc
-    if hasattr(lockstep, "wavebus_guard"):
-        return True
-    if os.environ.get(environment.CORE_GUARD) == "0":
-        return False
-    gaps = guard_gaps(core)
-    if gaps:
-        _log.warning("wavebus: no guard in this vLLM's engine cores: %s", "; ".join(gaps))
-        return False
-    lockstep.resume_scheduler = _guarded_resume(lockstep.resume_scheduler)
-    lockstep._handle_client_request = _remembering(  # noqa: SLF001 - what there is to wrap
-        lockstep._handle_client_request,  # noqa: SLF001
-        core.EngineCoreRequestType.START_DP_WAVE,
-    )
-    lockstep.pause_scheduler = _guarded_pause(lockstep.pause_scheduler)
-    lockstep._pause_complete = _completed_alone(  # noqa: SLF001
-        lockstep._pause_complete,  # noqa: SLF001
-        core.EngineCoreProc._pause_complete,  # noqa: SLF001
-    )
-    # Class attributes stand for what an engine's own has not been set yet.
-    lockstep.wavebus_owed_wave = None
-    lockstep.wavebus_alone = False
-    lockstep.wavebus_guard = True
-    return True
 
 
 def _paused(core: Any) -> bool:
@@ -76,50 +45,42 @@ def _agreed(core: Any) -> bool:
     )
 
 
-def _guarded_resume(original: Any) -> Any:
-    @functools.wraps(original)
-    def resume_scheduler(self: Any) -> Any:
-        if not (_paused(self) or self.pending_pause or self.ignore_start_dp_wave):
-            _log.info("wavebus: a resume of a rank that is not paused; nothing is changed")
-            return None
-        owed = self.wavebus_owed_wave
-        result = original(self)  # raises while a pause is pending: then it is owed on
-        self.wavebus_owed_wave = None
-        if owed is not None and owed >= self.current_wave and not self.engines_running:
-            self.current_wave = owed
-            self.engines_running = True
-        return result
-
-    return resume_scheduler
+def resume_scheduler(original: Callable[..., Any], core: Any) -> Any:
+    """Resume a rank that is paused, and obey the wave that it dropped meanwhile."""
+    if not (_paused(core) or core.pending_pause or core.ignore_start_dp_wave):
+        _log.info("wavebus: a resume of a rank that is not paused; nothing is changed")
+        return None
+    owed = core.wavebus_owed_wave
+    result = original(core)  # raises while a pause is pending: then it is owed on
+    core.wavebus_owed_wave = None
+    if owed is not None and owed >= core.current_wave and not core.engines_running:
+        core.current_wave = owed
+        core.engines_running = True
+    return result
 
 
-def _remembering(original: Any, start_dp_wave: Any) -> Any:
-    @functools.wraps(original)
-    def _handle_client_request(self: Any, request_type: Any, request: Any) -> None:
-        if request_type == start_dp_wave and self.ignore_start_dp_wave:
-            wave, excluded = request
-            if excluded != self.engine_index:
-                self.wavebus_owed_wave = max(wave, self.wavebus_owed_wave or 0)
-        original(self, request_type, request)
-
-    return _handle_client_request
-
-
-def _guarded_pause(original: Any) -> Any:
-    @functools.wraps(original)
-    def pause_scheduler(self: Any, mode: str = "abort", clear_cache: bool = True) -> Any:
-        self.wavebus_alone = mode != "wait" and _agreed(self)
-        try:
-            return original(self, mode, clear_cache)
-        finally:
-            self.wavebus_alone = False
-
-    return pause_scheduler
+def handle_client_request(
+    original: Callable[..., Any], core: Any, request_type: Any, request: Any
+) -> None:
+    """Remember a START_DP_WAVE that the paused rank is about to drop."""
+    if request_type.name == "START_DP_WAVE" and core.ignore_start_dp_wave:
+        wave, excluded = request
+        if excluded != core.engine_index:
+            core.wavebus_owed_wave = max(wave, core.wavebus_owed_wave or 0)
+    original(core, request_type, request)
 
 
-def _completed_alone(original: Any, plain: Any) -> Any:
-    @functools.wraps(original)
-    def _pause_complete(self: Any) -> Any:
-        return plain(self) if self.wavebus_alone else original(self)
+def pause_scheduler(
+    original: Callable[..., Any], core: Any, mode: str = "abort", clear_cache: bool = True
+) -> Any:
+    """Have a rank of a paused group answer a further pause by itself."""
+    core.wavebus_alone = mode != "wait" and _agreed(core)
+    try:
+        return original(core, mode, clear_cache)
+    finally:
+        core.wavebus_alone = False
 
-    return _pause_complete
+
+def pause_complete(original: Callable[..., Any], core: Any) -> Any:
+    """Ask no other rank where there is nothing to agree upon."""
+    return core.wavebus_complete_alone() if core.wavebus_alone else original(core)

@@ -45,7 +45,6 @@ from sidecar.corepage import LOCALLY_PAUSED, NoPage, PageReader
 from sidecar.holdpage import EndState, Hold, HoldPage, NoHoldPage, hold_path
 from sidecar.vllm_plugin import wire
 from sidecar.vllm_plugin.core_page import page_path, stat_of
-from sidecar.vllm_plugin.features import hold_gaps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -280,61 +279,37 @@ class _Watches:
 _watches = _Watches()
 
 
-def install(core: Any) -> bool:
-    """Wrap the methods of the module ``vllm.v1.engine.core``; False if they aren't there."""
-    plain = core.EngineCoreProc
-    if hasattr(plain, "wavebus_hold"):
-        return True
-    gaps = hold_gaps(core)
-    if gaps:
-        _log.warning("wavebus: this vLLM's engine cores hold no deadline: %s", "; ".join(gaps))
-        return False
-    plain.wavebus_wakeup = core.EngineCoreRequestType.WAKEUP
-    plain.wavebus_aborted = core.RequestStatus.FINISHED_ABORTED
-    plain._process_input_queue = _beginning(plain._process_input_queue)  # noqa: SLF001 - what there is to wrap
-    plain._handle_client_request = _looking(plain._handle_client_request)  # noqa: SLF001
-    plain.collective_rpc = _fenced(plain.collective_rpc)
-    plain.wavebus_hold = True
-    return True
+def process_input_queue(original: Callable[..., Any], core: Any) -> None:
+    """Begin to watch the hold page at the core's first turn."""
+    _watches.of(core)
+    original(core)
 
 
-def _beginning(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _process_input_queue(self: Any) -> None:
-        _watches.of(self)
-        original(self)
-
-    return _process_input_queue
-
-
-def _looking(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _handle_client_request(self: Any, request_type: Any, request: Any) -> None:
-        if request is _DUE:
-            watch = _watches.of(self)
-            if watch is not None:
-                watch.look()
-        else:
-            original(self, request_type, request)
-
-    return _handle_client_request
+def handle_client_request(
+    original: Callable[..., Any], core: Any, request_type: Any, request: Any
+) -> None:
+    """Look at the hold page when the watching thread has asked for it."""
+    if request is not _DUE:
+        original(core, request_type, request)
+        return
+    watch = _watches.of(core)
+    if watch is not None:
+        watch.look()
 
 
-def _fenced(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def collective_rpc(
-        self: Any,
-        method: Any,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        watch = _watches.of(self) if method == _PERFORM else None
-        if watch is not None and kwargs and (void := watch.void()):
-            _refuse_updates(void, kwargs["operation"])
-        return original(self, method, timeout, args, kwargs)
-
-    return collective_rpc
+def collective_rpc(
+    original: Callable[..., Any],
+    core: Any,
+    method: Any,
+    timeout: float | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Let no update through whose pause lease is void."""
+    watch = _watches.of(core) if method == _PERFORM else None
+    if watch is not None and kwargs and (void := watch.void()):
+        _refuse_updates(void, kwargs["operation"])
+    return original(core, method, timeout, args, kwargs)
 
 
 def _refuse_updates(void: str, operation: str) -> None:

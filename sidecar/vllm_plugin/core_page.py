@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sidecar.corepage import GLOBALLY_PAUSED, LOCALLY_PAUSED, STEPPING, CorePage
 from sidecar.vllm_plugin import environment
-from sidecar.vllm_plugin.features import core_gaps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,40 +118,21 @@ class _Watches:
 _watches = _Watches()
 
 
-def install(core: Any) -> bool:
-    """Wrap the methods of the module ``vllm.v1.engine.core``; False if they aren't there."""
-    if hasattr(core.EngineCoreProc, "wavebus_page"):
-        return True
-    gaps = core_gaps(core)
-    if gaps:
-        _log.warning("wavebus: no status page in this vLLM's engine cores: %s", "; ".join(gaps))
-        return False
-    plain, lockstep = core.EngineCoreProc, core.DPEngineCoreProc
-    _wrap(plain, "_process_input_queue", _input_queue)
-    _wrap(plain, "_handle_client_request", _client_request)
-    _wrap(plain, "_process_engine_step", _engine_step)
-    for step in ("step", "step_with_batch_queue"):
-        _wrap(plain, step, _outputs_made)
-    _wrap(plain, "_send_abort_outputs_to_client", _abort_outputs)
-    _wrap(lockstep, "execute_dummy_batch", _dummy_batch)
-    _wrap(lockstep, "_has_global_unfinished_reqs", _sync)
-    _wrap(lockstep, "resume_scheduler", _barrier)
-    plain.wavebus_page = True
-    return True
+def _watched(around: Callable[..., Any]) -> Callable[..., Any]:
+    """Give the function the watch of the core that it is around; without one, it is left out."""
+
+    @functools.wraps(around)
+    def with_watch(original: Callable[..., Any], core: Any, *args: Any) -> Any:
+        watch = _watches.of(core)
+        if watch is None:
+            return original(core, *args)
+        return around(watch, original, core, *args)
+
+    return with_watch
 
 
-def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapped(self: Any, *args: Any) -> Any:
-        watch = _watches.of(self)
-        return original(self, *args) if watch is None else around(watch, original, self, *args)
-
-    setattr(owner, name, wrapped)
-
-
-def _input_queue(watch: CoreWatch, original: Callable[..., Any], core: Any) -> None:
+@_watched
+def input_queue(watch: CoreWatch, original: Callable[..., Any], core: Any) -> None:
     watch.count(core)
     watch.enter("work" if core.has_work() else "idle")
     original(core)
@@ -160,7 +140,8 @@ def _input_queue(watch: CoreWatch, original: Callable[..., Any], core: Any) -> N
     watch.enter("work")
 
 
-def _client_request(
+@_watched
+def client_request(
     watch: CoreWatch, original: Callable[..., Any], core: Any, request_type: Any, request: Any
 ) -> None:
     """Other than steps, this is what takes a core's time: calls on its workers, for one."""
@@ -170,7 +151,8 @@ def _client_request(
     watch.enter("work" if core.has_work() else "idle")
 
 
-def _outputs_made(watch: CoreWatch, original: Callable[..., Any], core: Any) -> Any:
+@_watched
+def outputs_made(watch: CoreWatch, original: Callable[..., Any], core: Any) -> Any:
     """Whoever has read a request's last output finds it counted no more."""
     outputs = original(core)
     watch.count(core)
@@ -178,31 +160,35 @@ def _outputs_made(watch: CoreWatch, original: Callable[..., Any], core: Any) -> 
     return outputs
 
 
-def _abort_outputs(
-    watch: CoreWatch, original: Callable[..., Any], core: Any, *request: Any
-) -> None:
+@_watched
+def abort_outputs(watch: CoreWatch, original: Callable[..., Any], core: Any, *request: Any) -> None:
     watch.count(core)
     watch.enter("work")
     original(core, *request)
 
 
-def _engine_step(watch: CoreWatch, original: Callable[..., Any], core: Any) -> Any:
+@_watched
+def engine_step(watch: CoreWatch, original: Callable[..., Any], core: Any) -> Any:
     watch.enter("step")
     executed = original(core)
-    if not hasattr(core, "step_counter"):  # in lockstep, _sync counts
+    if not hasattr(core, "step_counter"):  # in lockstep, agreement counts
         watch.steps += bool(executed)
     watch.enter("work")
     return executed
 
 
-def _dummy_batch(watch: CoreWatch, original: Callable[..., Any], core: Any) -> Any:
+@_watched
+def dummy_batch(watch: CoreWatch, original: Callable[..., Any], core: Any) -> Any:
     watch.enter("dummy")
     result = original(core)
     watch.enter("work")
     return result
 
 
-def _sync(watch: CoreWatch, original: Callable[..., Any], core: Any, local_unfinished: bool) -> Any:
+@_watched
+def agreement(
+    watch: CoreWatch, original: Callable[..., Any], core: Any, local_unfinished: bool
+) -> Any:
     watch.steps += 1
     watch.count(core)
     watch.enter("sync")
@@ -211,7 +197,8 @@ def _sync(watch: CoreWatch, original: Callable[..., Any], core: Any, local_unfin
     return result
 
 
-def _barrier(watch: CoreWatch, original: Callable[..., Any], core: Any) -> Any:
+@_watched
+def barrier(watch: CoreWatch, original: Callable[..., Any], core: Any) -> Any:
     watch.enter("barrier")
     try:
         return original(core)

@@ -36,7 +36,6 @@ compute all anew, and get it as well. So it is with a version that was loaded in
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import signal
@@ -46,12 +45,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.messages import NackCode
-from sidecar.vllm_plugin import core_calls, wire
-from sidecar.vllm_plugin.facts import CALL_OFF, PERFORM, SWAP
-from sidecar.vllm_plugin.features import swap_gaps
+from sidecar.vllm_plugin import wire
+from sidecar.vllm_plugin.facts import PERFORM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    import torch
 
 _log = logging.getLogger("vllm.wavebus")
 
@@ -88,52 +88,25 @@ class _Conference:
 _conference = _Conference()
 
 
-def install(core: Any) -> bool:
-    """Hang it into the cores of the module ``vllm.v1.engine.core``; False if they are not as
-    expected."""
-    plain, lockstep = core.EngineCoreProc, core.DPEngineCoreProc
-    if hasattr(plain, "wavebus_swaps"):
-        return True
-    gaps = swap_gaps(core)
-    if gaps:
-        _log.warning("wavebus: updates can't be staged in this vLLM: %s", "; ".join(gaps))
-        return False
-    core_calls.answer(plain, SWAP, _swap)
-    core_calls.answer(plain, CALL_OFF, _call_off)
-    plain.preprocess_add_request = _salting(plain.preprocess_add_request)
-    core.EngineCore.add_request = _resalting(core.EngineCore.add_request)
-    core.EngineCore.set_weight_version = _versioned(core.EngineCore.set_weight_version)
-    core.EngineCore._attach_weight_version = _labelled(  # noqa: SLF001 - what there is to wrap
-        core.EngineCore._attach_weight_version  # noqa: SLF001
-    )
-    lockstep._has_global_unfinished_reqs = _conferring(  # noqa: SLF001
-        lockstep._has_global_unfinished_reqs  # noqa: SLF001
-    )
-    core.ParallelConfig.sync_dp_state = staticmethod(_sync_dp_state)
-    plain.wavebus_outputs = core.EngineCoreOutputs
-    # Class attributes stand for what a core's own has not been set yet.
-    plain.wavebus_ready = None
-    plain.wavebus_salt = ""
-    plain.wavebus_swaps = True
-    return True
-
-
 # -- the swap ----------------------------------------------------------------------------
 
 
-def _swap(core: Any, version: int, check: str, operation: str, clear_cache: bool) -> Any:
+def swap(core: Any, version: int, check: str, operation: str, clear_cache: bool) -> Any:
+    """Answer :data:`sidecar.vllm_plugin.facts.SWAP`: swap, or get ready to."""
     made: Future[list[bool]] = Future()
-    swap = Swap(version, operation, clear_cache, made)
+    asked = Swap(version, operation, clear_cache, made)
     if not hasattr(core, "current_wave"):
         core.collective_rpc(PERFORM, None, (), {"operation": check})
-        _clear_caches(core, swap)
-        return _make(core, swap)
+        _clear_caches(core, asked)
+        return _make(core, asked)
+    if not hasattr(core, "wavebus_swaps_together"):
+        raise SwapRefused("called off: ranks in lockstep can't agree on a step in this vLLM")
     if core.pending_pause or core.ignore_start_dp_wave or int(core.scheduler.pause_state):
         raise SwapRefused("called off: the rank is paused")
     if core.wavebus_ready is not None:
         raise SwapRefused("called off: another one is under way")
     core.collective_rpc(PERFORM, None, (), {"operation": check})
-    core.wavebus_ready = swap
+    core.wavebus_ready = asked
     if not core.engines_running:
         core.engines_running = True
         if core.has_coordinator:
@@ -142,11 +115,12 @@ def _swap(core: Any, version: int, check: str, operation: str, clear_cache: bool
     return made
 
 
-def _call_off(core: Any) -> list[bool]:
-    swap, core.wavebus_ready = core.wavebus_ready, None
-    if swap is not None:
-        swap.made.set_exception(SwapRefused("called off"))
-    return [swap is not None]
+def call_off(core: Any) -> list[bool]:
+    """Answer :data:`sidecar.vllm_plugin.facts.CALL_OFF`: whether a swap was waiting."""
+    waiting, core.wavebus_ready = core.wavebus_ready, None
+    if waiting is not None:
+        waiting.made.set_exception(SwapRefused("called off"))
+    return [waiting is not None]
 
 
 def _make(core: Any, swap: Swap) -> list[bool]:
@@ -156,10 +130,11 @@ def _make(core: Any, swap: Swap) -> list[bool]:
     on_their_way = len(core.batch_queue or ())
     with _or_it_ends():
         core.collective_rpc(PERFORM, None, (), {"operation": swap.operation})
-    labels = _labels_of(core)
-    since_the_last = on_their_way - sum(count for count, _ in labels)
-    if since_the_last:
-        labels.append([since_the_last, before])
+    if hasattr(core, "wavebus_labels_steps"):
+        labels = _labels_of(core)
+        since_the_last = on_their_way - sum(count for count, _ in labels)
+        if since_the_last:
+            labels.append([since_the_last, before])
     core.set_weight_version(str(swap.version))
     if swap.clear_cache:
         _salt_anew(core, begun=True)
@@ -193,32 +168,60 @@ def _or_it_ends() -> Iterator[None]:
         raise
 
 
-def _conferring(original: Callable[..., Any]) -> Any:
-    @functools.wraps(original)
-    def _has_global_unfinished_reqs(self: Any, local_unfinished: bool) -> Any:
-        _conference.ready = self.wavebus_ready is not None
-        _conference.all_ready = False
-        unfinished = original(self, local_unfinished)
-        if _conference.all_ready:
-            swap, self.wavebus_ready = self.wavebus_ready, None
-            with _or_it_ends():  # the others do it now
-                _clear_caches(self, swap)
-            swap.made.set_result(_make(self, swap))
-        elif self.ignore_start_dp_wave:
-            _call_off(self)
-        return unfinished
+def has_global_unfinished_reqs(
+    original: Callable[..., Any], core: Any, local_unfinished: bool
+) -> Any:
+    """Swap when all ranks have said at this step that they are ready."""
+    _conference.ready = core.wavebus_ready is not None
+    _conference.all_ready = False
+    unfinished = original(core, local_unfinished)
+    if _conference.all_ready:
+        ready, core.wavebus_ready = core.wavebus_ready, None
+        with _or_it_ends():  # the others do it now
+            _clear_caches(core, ready)
+        ready.made.set_result(_make(core, ready))
+    elif core.ignore_start_dp_wave:
+        call_off(core)
+    return unfinished
 
-    return _has_global_unfinished_reqs
+
+def sum_by_torch(
+    _original: Callable[..., Any], dp_group: Any, has_unfinished: bool, pending_pause: bool
+) -> tuple[bool, bool]:
+    """``ParallelConfig.sync_dp_state`` as a static method, and which ranks are ready to swap."""
+    import torch  # noqa: PLC0415 - a core has it
+
+    def add_up(told: torch.Tensor) -> None:
+        torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.SUM, group=dp_group)
+
+    return _confer(add_up, dp_group.size(), has_unfinished, pending_pause)
 
 
-def _sync_dp_state(dp_group: Any, has_unfinished: bool, pending_pause: bool) -> tuple[bool, bool]:
-    """``ParallelConfig.sync_dp_state``, and who is ready to swap."""
+def sum_by_vllm(
+    _original: Callable[..., Any],
+    config: Any,
+    dp_group: Any,
+    has_unfinished: bool,
+    pending_pause: bool,
+) -> tuple[bool, bool]:
+    """The same as a method, whose sum is vLLM's own and has a time limit: all ranks must add up in
+    the same way, or they never meet."""
+    from vllm.distributed.utils import cpu_all_reduce_  # noqa: PLC0415 - only inside a core
+
+    def add_up(told: torch.Tensor) -> None:
+        cpu_all_reduce_(told, dp_group, timeout=config.cpu_distributed_timeout)
+
+    return _confer(add_up, dp_group.size(), has_unfinished, pending_pause)
+
+
+def _confer(
+    add_up: Callable[[torch.Tensor], None], size: int, has_unfinished: bool, pending_pause: bool
+) -> tuple[bool, bool]:
     import torch  # noqa: PLC0415 - a core has it
 
     mine = int(has_unfinished) + READY * _conference.ready
     told = torch.tensor([mine, int(pending_pause)], dtype=torch.int32, device="cpu")
-    torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.SUM, group=dp_group)
-    size = dp_group.size()
+    add_up(told)
     unfinished, pauses = (int(each) for each in told.tolist())
     _conference.all_ready = unfinished // READY == size
     work = unfinished % READY if _conference.all_ready else unfinished
@@ -235,62 +238,52 @@ def _labels_of(core: Any) -> deque[list[Any]]:
     return labels
 
 
-def _labelled(original: Callable[..., Any]) -> Any:
-    @functools.wraps(original)
-    def _attach_weight_version(self: Any, outputs: Any) -> None:
-        labels = _labels_of(self)
-        if not labels:
-            original(self, outputs)
-            return
-        for output in outputs.values():
-            output.weight_version = labels[0][1]
-        labels[0][0] -= 1
-        if not labels[0][0]:
-            labels.popleft()
-
-    return _attach_weight_version
+def attach_weight_version(original: Callable[..., Any], core: Any, outputs: Any) -> None:
+    """Label a step that was on its way at a swap with the version before."""
+    labels = _labels_of(core)
+    if not labels:
+        original(core, outputs)
+        return
+    for output in outputs.values():
+        output.weight_version = labels[0][1]
+    labels[0][0] -= 1
+    if not labels[0][0]:
+        labels.popleft()
 
 
 # -- prefix caches -----------------------------------------------------------------------
 
 
-def _versioned(original: Callable[..., Any]) -> Any:
-    @functools.wraps(original)
-    def set_weight_version(self: Any, weight_version: str) -> None:
-        changed = weight_version != self.get_weight_version()
-        original(self, weight_version)
-        if changed:
-            self.wavebus_salt = f"{_SALT}{weight_version}:"
-            _salt_anew(self, begun=False)
-
-    return set_weight_version
+def set_weight_version(original: Callable[..., Any], core: Any, weight_version: str) -> None:
+    """Give requests that have not begun the salt of a new version."""
+    changed = weight_version != core.get_weight_version()
+    original(core, weight_version)
+    if changed:
+        core.wavebus_salt = f"{_SALT}{weight_version}:"
+        _salt_anew(core, begun=False)
 
 
-def _salting(original: Callable[..., Any]) -> Any:
-    @functools.wraps(original)
-    def preprocess_add_request(self: Any, request: Any) -> Any:
-        own, salt = request.cache_salt, self.wavebus_salt
-        if salt:
-            request.cache_salt = salt + (own or "")
-        made, wave = original(self, request)
-        made.wavebus_own_salt, made.wavebus_salt = own, salt
-        return made, wave
-
-    return preprocess_add_request
+def preprocess_add_request(original: Callable[..., Any], core: Any, request: Any) -> Any:
+    """Hash a request's blocks with the salt of the version that serves."""
+    own, salt = request.cache_salt, core.wavebus_salt
+    if salt:
+        request.cache_salt = salt + (own or "")
+    made, wave = original(core, request)
+    made.wavebus_own_salt, made.wavebus_salt = own, salt
+    return made, wave
 
 
-def _resalting(original: Callable[..., Any]) -> Any:
-    """A request may have been made before a new version, and come behind it."""
-
-    @functools.wraps(original)
-    def add_request(self: Any, request: Any, request_wave: int = 0) -> Any:
-        _salt(self, request)
-        return original(self, request, request_wave)
-
-    return add_request
+def add_request(
+    original: Callable[..., Any], core: Any, request: Any, request_wave: int = 0
+) -> Any:
+    """Hash again where a new version came between: requests are hashed before their turn."""
+    _salt(core, request)
+    return original(core, request, request_wave)
 
 
 def _salt_anew(core: Any, *, begun: bool) -> None:
+    if not hasattr(core, "wavebus_salt"):
+        return
     for request in core.scheduler.requests.values():
         if begun or not (request.num_computed_tokens or request.num_output_tokens):
             _salt(core, request)

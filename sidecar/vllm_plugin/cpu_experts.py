@@ -13,7 +13,11 @@ from typing import Any
 
 
 def install() -> None:
-    """Give the communicator what it lacks; one that has it keeps its own."""
+    """Give the communicator what it lacks; one that has it keeps its own. On CPUs alone."""
+    from vllm.platforms import current_platform  # noqa: PLC0415 - vLLM has chosen it by now
+
+    if not current_platform.is_cpu():
+        return
     from vllm.distributed.device_communicators import cpu_communicator  # noqa: PLC0415
 
     communicator = cpu_communicator.CpuCommunicator

@@ -7,21 +7,19 @@ sidecar's own probes do.
 The sidecar turns it by vLLM's ``collective_rpc``, in a method that the core answers by itself.
 Nobody else is told, so it stays as it is while sidecars come and go.
 
-A core in lockstep that turns a request away joins the wave all the same that its front end has
-asked for: the other ranks start it, and can't step without this one.
+Where front ends start the waves of lockstep cores (``wavebus_joins_asked_waves``), a core that
+turns a request away joins the wave that its front end has asked for: the other ranks start it, and
+can't step without this one. Where cores start waves by themselves, nobody was asked, and a request
+that is turned away starts none.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from sidecar.vllm_plugin import core_calls
-from sidecar.vllm_plugin.features import door_gaps
-
-_log = logging.getLogger("vllm.wavebus")
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # The method; its arguments are those of Door that are to be changed.
 DOOR: Final = "wavebus_door"
@@ -41,25 +39,6 @@ class Door:
         return self.admits
 
 
-def install(core: Any) -> bool:
-    """Hang it into the cores of the module ``vllm.v1.engine.core``; False if they are not as
-    expected."""
-    plain = core.EngineCoreProc
-    if hasattr(plain, "wavebus_has_door"):
-        return True
-    gaps = door_gaps(core)
-    if gaps:
-        _log.warning("wavebus: no door in this vLLM's engine cores: %s", "; ".join(gaps))
-        return False
-    plain._handle_client_request = _guarded(  # noqa: SLF001 - what there is to wrap
-        plain._handle_client_request,  # noqa: SLF001
-        core.EngineCoreRequestType.ADD,
-    )
-    core_calls.answer(plain, DOOR, _turned)
-    plain.wavebus_has_door = True
-    return True
-
-
 def _of(core: Any) -> Door:
     door = getattr(core, "wavebus_door", None)
     if door is None:
@@ -67,20 +46,19 @@ def _of(core: Any) -> Door:
     return door
 
 
-def _guarded(original: Any, add: Any) -> Any:
-    @functools.wraps(original)
-    def _handle_client_request(self: Any, request_type: Any, request: Any) -> None:
-        if request_type == add and not _of(self).lets_in(request[0].request_id):
-            _turn_away(self, *request)
-            return
-        original(self, request_type, request)
-
-    return _handle_client_request
+def handle_client_request(
+    original: Callable[..., Any], core: Any, request_type: Any, request: Any
+) -> None:
+    """End a request at once that the door does not let in."""
+    if request_type.name == "ADD" and not _of(core).lets_in(request[0].request_id):
+        _turn_away(core, *request)
+        return
+    original(core, request_type, request)
 
 
 def _turn_away(core: Any, request: Any, wave: int) -> None:
     core._send_abort_outputs_to_client([request.request_id], request.client_index)  # noqa: SLF001
-    if not hasattr(core, "current_wave"):
+    if not getattr(core, "wavebus_joins_asked_waves", False):
         return
     if core.ignore_start_dp_wave:  # paused: with its resume, as the others
         core.wavebus_owed_wave = max(wave, getattr(core, "wavebus_owed_wave", None) or 0)
@@ -89,8 +67,11 @@ def _turn_away(core: Any, request: Any, wave: int) -> None:
         core.engines_running = True
 
 
-def _turned(core: Any, **turned: Any) -> list[dict[str, Any]]:
+def turned(core: Any, **how: Any) -> list[dict[str, Any] | None]:
+    """Set what is named of the door; answer how it stands, or nothing where there is no door."""
+    if hasattr(core, "current_wave") and not hasattr(core, "wavebus_joins_asked_waves"):
+        return [None]  # in lockstep, and nobody knows who starts its waves
     door = _of(core)
-    for name, value in turned.items():
+    for name, value in how.items():
         setattr(door, name, value)
     return [{"admits": door.admits, "passes": door.passes}]

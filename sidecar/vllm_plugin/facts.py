@@ -21,7 +21,6 @@ from bus.staging import Room, greatest
 from sidecar.holdpage import MAX_CORES, Cores
 from sidecar.vllm_plugin import environment, wire
 from sidecar.vllm_plugin.core_page import page_path, siblings
-from sidecar.vllm_plugin.door import DOOR
 
 ASK_FACTS: Final = "wavebus_facts"
 ASK_REQUESTS: Final = "wavebus_requests"
@@ -155,58 +154,50 @@ def is_ours(answer: Any) -> bool:
     return str(answer).startswith(_OURS)
 
 
-def install(worker_base: Any) -> None:
-    """Add the methods to ``WorkerBase`` of the module ``vllm.v1.worker.worker_base``."""
-    setattr(worker_base.WorkerBase, ASK_FACTS, _facts)
-    setattr(worker_base.WorkerBase, ASK_REQUESTS, _requests)
-    setattr(worker_base.WorkerBase, ASK_DRAFT, _draft)
-    setattr(worker_base.WorkerBase, ASK_LOADING, _loading)
-    setattr(worker_base.WorkerBase, ASK_LANE, _lane)
-    setattr(worker_base.WorkerBase, PERFORM, _perform)
-    setattr(worker_base.WorkerBase, ARM, _arm)
-    for answered_by_cores in (DOOR, SWAP, CALL_OFF):
-        setattr(worker_base.WorkerBase, answered_by_cores, _none)
-    setattr(worker_base.WorkerWrapperBase, ASK_PRESENCE, _presence)
+# -- in a worker: the registry adds these to vLLM's WorkerBase, as ``wavebus_`` and their name ----
 
 
-def _none(_worker: Any, **_asked: Any) -> None:
-    """Asked of a worker, since its core is not one that we know."""
+def door(_worker: Any, **_asked: Any) -> None:
+    """Answer nothing: it is the core that answers, if it is one that we know."""
 
 
-def _presence(wrapper: Any) -> str:
+swap = call_off = door
+
+
+def presence(wrapper: Any) -> str:
     engine = getattr(getattr(wrapper, "worker", None), "weight_transfer_engine", None)
     return _PRESENT + getattr(engine, "wavebus_drives", "none")
 
 
-def _perform(worker: Any, operation: str) -> int:
+def perform(worker: Any, operation: str) -> int:
     ahead: int = worker.weight_transfer_engine.wavebus_perform(worker, operation)
     return ahead
 
 
-def _loading(worker: Any) -> dict[str, Any]:
+def loading(worker: Any) -> dict[str, Any]:
     """How updates of this worker go: :meth:`sidecar.vllm_plugin.plans.Plans.account`; empty where
     no sidecar has spoken to it yet."""
     engine = getattr(worker, "weight_transfer_engine", None)
     return dict(getattr(engine, "wavebus_loading", {}))
 
 
-def _arm(worker: Any, operation: str) -> dict[str, Any]:
-    _perform(worker, operation)
+def arm(worker: Any, operation: str) -> dict[str, Any]:
+    perform(worker, operation)
     room = getattr(worker.weight_transfer_engine, "wavebus_room", None)
     told: dict[str, Any] = msgspec.to_builtins(room or Room(why_not="vLLM's own worker engine"))
     return told
 
 
-def _lane(worker: Any) -> str:
+def lane(worker: Any) -> str:
     """Where what is staged is asked for; empty where nothing is."""
     return str(getattr(worker.weight_transfer_engine, "wavebus_lane", ""))
 
 
-def _facts(_worker: Any) -> dict[str, Any]:
+def facts(_worker: Any) -> dict[str, Any]:
     # A worker is a process of its own, a child of the core; or a part of the core.
     core_pid = next((pid for pid in (os.getpid(), os.getppid()) if page_path(pid).exists()), 0)
     gateway = os.environ.get(environment.GATEWAY_PID, "0")
-    facts: dict[str, Any] = msgspec.to_builtins(
+    told: dict[str, Any] = msgspec.to_builtins(
         Facts(
             coordinator=environment.dp_coordinator(),
             dp_group=os.environ.get(environment.DP_GROUP, "")[:256],
@@ -216,10 +207,10 @@ def _facts(_worker: Any) -> dict[str, Any]:
             cores=siblings(core_pid)[:MAX_CORES] if core_pid else (),
         )
     )
-    return facts
+    return told
 
 
-def _draft(worker: Any) -> bool:
+def draft(worker: Any) -> bool:
     """Have the worker engine know the worker's draft model; whether its weights can be updated.
 
     An older vLLM has no such question, and other workers than those for GPUs and CPUs say no.
@@ -227,14 +218,14 @@ def _draft(worker: Any) -> bool:
     ask = getattr(worker, "supports_draft_weight_updates", None)
     if ask is None or not ask():
         return False
-    from sidecar.vllm_plugin import draft  # noqa: PLC0415 - needs torch
+    from sidecar.vllm_plugin.draft import introduce  # noqa: PLC0415 - needs torch
 
-    return draft.introduce(worker)
+    return introduce(worker)
 
 
-def _requests(worker: Any) -> list[str]:
+def requests(worker: Any) -> list[str]:
     """Ids of the requests that have begun, as their clients gave them."""
-    requests: dict[str, Any] = getattr(worker.model_runner, "requests", {})
+    begun: dict[str, Any] = getattr(worker.model_runner, "requests", {})
     keep = os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") == "1"
-    ids = [name if keep else _TAIL.sub("", name) for name in list(requests)[:MAX_REQUEST_IDS]]
+    ids = [name if keep else _TAIL.sub("", name) for name in list(begun)[:MAX_REQUEST_IDS]]
     return [name[:256] for name in ids]

@@ -7,34 +7,41 @@ theirs after this one. Importing this module imports neither vllm nor torch.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bus.native import UNDRIVEN
-from sidecar.vllm_plugin import features
 from sidecar.vllm_plugin.compat import BACKEND
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _log = logging.getLogger("vllm.wavebus")
 
 
-def install(factory: Any) -> None:
-    """Have vLLM's ``WeightTransferEngineFactory`` make engines that obey a sidecar, too.
+def register() -> None:
+    """Name wavebus's worker engine to vLLM's factory: only a worker that uses it imports it."""
+    from vllm.distributed.weight_transfer.factory import (  # noqa: PLC0415 - only called in vLLM
+        WeightTransferEngineFactory,
+    )
 
-    A factory that is not as expected stays as it is, and the log says so: engines work as
-    before, and a sidecar refuses them.
-    """
-    gaps = features.factory_gaps(factory)
-    if gaps:
-        _log.warning("wavebus: can't drive vLLM's own worker engines: %s", "; ".join(gaps))
-        return
-    create = factory.create_engine
+    WeightTransferEngineFactory.register_engine(
+        BACKEND, "sidecar.vllm_plugin.worker", "WavebusWeightTransferEngine"
+    )
 
-    def create_engine(config: Any, vllm_config: Any, device: Any, model: Any) -> Any:
-        engine = _guarded(factory, config.backend)
-        if engine is None:
-            return create(config, vllm_config, device, model)
-        return engine(config, vllm_config, device, model)
 
-    factory.create_engine = staticmethod(create_engine)
+def create_engine(
+    original: Callable[..., Any],
+    factory: Any,
+    config: Any,
+    vllm_config: Any,
+    device: Any,
+    model: Any,
+) -> Any:
+    """Make a worker engine of vLLM's that obeys a sidecar, too; around ``create_engine``."""
+    engine = _guarded(factory, config.backend)
+    if engine is None:
+        return original(factory, config, vllm_config, device, model)
+    return engine(config, vllm_config, device, model)
 
 
 def _guarded(factory: Any, backend: str) -> type[Any] | None:

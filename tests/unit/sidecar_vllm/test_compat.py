@@ -8,20 +8,20 @@ from bus.errors import EngineError
 from bus.messages import NackCode
 from sidecar.vllm_inprocess import parse_version
 from sidecar.vllm_plugin.client import engine_error
-from sidecar.vllm_plugin.compat import check_version
+from bus.seams import require_supported
 
 
 @pytest.mark.parametrize("version", ["0.28.0", "0.32.0", "0.33.1rc2.dev4+g0a1b2c3", "1.0.0"])
 def test_supported_versions(version: str) -> None:
     """0.28 and later, whatever stands behind the numbers."""
-    check_version(version)
+    require_supported(version)
 
 
 @pytest.mark.parametrize("version", ["0.27.9", "0.8.5.post1", "0.1.dev1+gabc", "dev", ""])
 def test_others_are_refused_by_name(version: str) -> None:
     """The text names what was found, and what to install."""
     with pytest.raises(EngineError, match=r"pip install 'vllm>=0\.28'") as refused:
-        check_version(version)
+        require_supported(version)
     assert version in refused.value.detail
 
 

@@ -15,7 +15,6 @@ import pytest
 from sidecar.gateway.child import GatewayFailed, GatewayProcess
 from sidecar.vllm_plugin import environment
 from sidecar.vllm_plugin.coordinator import BusCoordinator
-from sidecar.vllm_plugin.features import coordinator_gaps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,10 +131,3 @@ def test_the_environment_says_who_coordinates() -> None:
         environment.dp_coordinator({environment.DP_COORDINATOR: "buss"})
     told = environment.BusAddress("tcp://127.0.0.1:1", "policy", "moe")
     assert environment.bus_address(told.variables()) == told
-
-
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0", "dev"])
-def test_versions_whose_coordination_is_not_known(version: str) -> None:
-    """Nothing else is looked at: names may mean anything there."""
-    [gap] = coordinator_gaps(version, None, None, None)
-    assert gap == f"vLLM {version} is not among those whose coordination is known (0.32)"

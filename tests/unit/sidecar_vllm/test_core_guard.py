@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 
-from sidecar.vllm_plugin import core_guard, environment
+from tests.support.seams import install
 
 UNPAUSED, PAUSED_NEW, PAUSED_ALL = 0, 1, 2
 
 
 @pytest.fixture
 def guarded(core_module: Any) -> Any:
-    assert core_guard.install(core_module)
+    install(core_module, "lockstep pause fixes")
     return core_module
 
 
@@ -47,10 +46,8 @@ def test_a_second_resume_reaches_no_second_barrier(guarded: Any) -> None:
     assert core.scheduler.pause_state == UNPAUSED
 
 
-def test_without_the_guard_it_does(core_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_guard_it_does(core_module: Any) -> None:
     """Which is what hangs a real rank."""
-    monkeypatch.setenv(environment.CORE_GUARD, "0")
-    assert not core_guard.install(core_module)
     core = a_paused_rank(core_module)
     core.resume_scheduler()
     core.resume_scheduler()
@@ -127,20 +124,3 @@ def test_a_pause_that_must_be_agreed_upon_is(guarded: Any, how: str) -> None:
         core.resume_scheduler()
     assert core.pause_scheduler("wait" if how == "wait" else "keep", clear_cache=False) == "future"
     assert core.pending_pause
-
-
-def test_a_core_that_is_another_is_left_alone(
-    core_module: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    def resume_scheduler(self: Any, tags: Any) -> None: ...
-
-    core_module.DPEngineCoreProc.resume_scheduler = resume_scheduler
-    with caplog.at_level(logging.WARNING):
-        assert not core_guard.install(core_module)
-    assert "DPEngineCoreProc.resume_scheduler takes self, tags" in caplog.text
-
-
-def test_twice_is_once(guarded: Any) -> None:
-    before = guarded.DPEngineCoreProc.resume_scheduler
-    assert core_guard.install(guarded)
-    assert guarded.DPEngineCoreProc.resume_scheduler is before

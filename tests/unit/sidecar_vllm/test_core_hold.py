@@ -14,8 +14,8 @@ from sidecar.corepage import LOCALLY_PAUSED, CorePage
 from sidecar.holdpage import Hold, HoldEnd, hold_path, in_ms
 from sidecar.vllm_plugin import core_hold, environment, wire
 from sidecar.vllm_plugin.core_page import page_path
-from sidecar.vllm_plugin.features import hold_gaps
 from sidecar.vllm_plugin.ranks import WorkerRefusal
+from tests.support.seams import install
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -104,7 +104,7 @@ def module(core_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Wrapped, in a process that has no watch yet."""
     monkeypatch.setenv(environment.CORE_PAGES, str(tmp_path / "pages"))
     monkeypatch.setattr(core_hold, "_watches", core_hold._Watches())
-    assert core_hold.install(core_module)
+    install(core_module, "pause lease")
     return core_module
 
 
@@ -499,9 +499,3 @@ def test_the_core_looks_on_its_own_thread(module: Any) -> None:
     assert core.scheduler.pause_state == 0
     core._handle_client_request(kind, None)
     assert core.seen == ["input", "request"]
-
-
-def test_a_core_of_another_make_is_left_alone(core_module: Any) -> None:
-    del core_module.EngineCoreProc.collective_rpc
-    assert hold_gaps(core_module) == ["EngineCoreProc has no collective_rpc"]
-    assert not core_hold.install(core_module)

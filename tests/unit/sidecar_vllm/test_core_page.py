@@ -12,6 +12,7 @@ import pytest
 
 from sidecar.corepage import GLOBALLY_PAUSED, LOCALLY_PAUSED, STEPPING, CoreView, PageReader
 from sidecar.vllm_plugin import core_page, environment
+from tests.support.seams import install
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +52,7 @@ def test_each_phase_is_written_where_it_happens(core_module: Any, folder: Path) 
     dummies = seen_in(lockstep, "execute_dummy_batch")
     syncs = seen_in(lockstep, "_has_global_unfinished_reqs")
     barriers = seen_in(lockstep, "resume_scheduler")
-    assert core_page.install(core_module)
+    install(core_module, "core status")
 
     core = lockstep(engine_index=3)
     core._process_input_queue()
@@ -77,7 +78,7 @@ def test_each_phase_is_written_where_it_happens(core_module: Any, folder: Path) 
 
 
 def test_flags_tell_how_far_a_pause_is(core_module: Any, folder: Path) -> None:
-    core_page.install(core_module)
+    install(core_module, "core status")
     core = core_module.DPEngineCoreProc()
     core.pause_scheduler("keep", clear_cache=False)
     core._process_input_queue()
@@ -88,7 +89,7 @@ def test_flags_tell_how_far_a_pause_is(core_module: Any, folder: Path) -> None:
 
 
 def test_an_engine_that_steps_alone_counts_its_steps(core_module: Any, folder: Path) -> None:
-    core_page.install(core_module)
+    install(core_module, "core status")
     core = core_module.EngineCoreProc()
     for running in (1, 1, 1, 0):
         core.scheduler.running = running
@@ -102,7 +103,7 @@ def test_a_request_counts_no_more_before_its_last_output_leaves(
 ) -> None:
     """Whoever reads that output, and then the page, must not find the request still there."""
     outputs = seen_in(core_module.EngineCoreProc, "_put")
-    core_page.install(core_module)
+    install(core_module, "core status")
     core = core_module.EngineCoreProc()
     for end in (core._process_engine_step, functools.partial(core.pause_scheduler, "abort")):
         core.scheduler.running = 1
@@ -121,7 +122,7 @@ def test_pages_of_cores_that_were_killed_are_cleared(core_module: Any, folder: P
     mine = folder / f"{os.getppid()}.page"
     for path in (stale, mine):
         path.touch()
-    core_page.install(core_module)
+    install(core_module, "core status")
     core_module.EngineCoreProc()._process_input_queue()
     assert not stale.exists()
     assert mine.exists()
@@ -132,19 +133,10 @@ def test_a_page_that_cannot_be_made_stops_nothing(
 ) -> None:
     """It is said once."""
     folder.write_text("a file where the folder should be")
-    core_page.install(core_module)
+    install(core_module, "core status")
     core = core_module.EngineCoreProc()
     with caplog.at_level(logging.WARNING):
         core._process_input_queue()
         core._process_input_queue()
     assert core.seen == ["input", "input"]
     assert caplog.text.count("no status page") == 1
-
-
-def test_a_core_that_is_another_is_left_alone(
-    core_module: Any, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    del core_module.EngineCoreProc._process_engine_step
-    with caplog.at_level(logging.WARNING):
-        assert not core_page.install(core_module)
-    assert "EngineCoreProc has no _process_engine_step" in caplog.text

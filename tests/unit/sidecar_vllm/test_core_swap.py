@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import signal
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +15,7 @@ import torch
 from bus.messages import NackCode
 from sidecar.vllm_plugin import core_swap, wire
 from sidecar.vllm_plugin.facts import CALL_OFF, PERFORM, SWAP
-from sidecar.vllm_plugin.features import swap_gaps
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.support.seams import install
 
 
 @pytest.fixture
@@ -39,8 +35,7 @@ def bare() -> Any:
 
 @pytest.fixture
 def module(bare: Any) -> Any:
-    assert core_swap.install(bare)
-    assert core_swap.install(bare)  # once is enough
+    install(bare, "version labels", "prefix cache versions", "swap", "lockstep swap")
     return bare
 
 
@@ -67,6 +62,7 @@ class Ranks:
 
     def __init__(self, module: Any, monkeypatch: pytest.MonkeyPatch, size: int = 2) -> None:
         group = SimpleNamespace(size=lambda: size)
+        self._config = module.ParallelConfig
         self.cores = [module.DPEngineCoreProc(group) for _ in range(size)]
         self._brought: list[torch.Tensor] = []
         self._sum: torch.Tensor | None = None
@@ -86,7 +82,7 @@ class Ranks:
             saved = (core.pending_pause, core.ignore_start_dp_wave)
             core.wavebus_ready, kept = None, core.wavebus_ready
             core_swap._conference.ready = kept is not None
-            core_swap._sync_dp_state(core.dp_group, work, core.pending_pause)
+            self._config.sync_dp_state(core.dp_group, work, core.pending_pause)
             core.wavebus_ready = kept
             core.pending_pause, core.ignore_start_dp_wave = saved
         assert [core.wavebus_ready for core in self.cores] == ready
@@ -273,26 +269,3 @@ def test_a_rank_that_cant_clear_its_caches_ends_when_the_others_swap(
     with pytest.raises(core_swap.SwapRefused):
         ranks.confer(True, True)
     assert killed == [signal.SIGKILL]
-
-
-def _other_sum(module: Any) -> None:
-    module.ParallelConfig.sync_dp_state = staticmethod(
-        lambda dp_group, has_unfinished, pending_pause: (False, False)  # noqa: ARG005
-    )
-
-
-def _no_labels(module: Any) -> None:
-    del module.EngineCore._attach_weight_version
-
-
-@pytest.mark.parametrize("change", [_other_sum, _no_labels])
-def test_in_another_vllm_nothing_is_replaced(
-    bare: Any, change: Callable[[Any], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Updates can't be staged there, and the log says why."""
-    change(bare)
-    assert swap_gaps(bare)
-    with caplog.at_level(logging.WARNING, logger="vllm.wavebus"):
-        assert not core_swap.install(bare)
-    assert "can't be staged" in caplog.text
-    assert not hasattr(bare.EngineCoreProc, "wavebus_swaps")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,8 @@ import pytest
 from bus.errors import EngineError
 from bus.messages import NackCode, ProbeResult
 from sidecar.vllm_door import DoorHand
-from sidecar.vllm_plugin import core_guard, door
 from sidecar.vllm_plugin.door import DOOR
+from tests.support.seams import install
 
 if TYPE_CHECKING:
     from bus.messages import PauseMode
@@ -29,9 +28,7 @@ class Asked:
 
 @pytest.fixture
 def core_with_door(core_module: Any) -> Any:
-    assert core_guard.install(core_module)
-    assert door.install(core_module)
-    assert door.install(core_module)  # once is enough
+    install(core_module, "lockstep pause fixes", "admission", "lockstep admission")
     return core_module
 
 
@@ -107,12 +104,25 @@ def test_a_wave_that_is_over_is_not_joined(core_with_door: Any) -> None:
     assert (core.engines_running, core.current_wave) == (False, 4)
 
 
-def test_another_vllm_gets_no_door(core_module: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """And the log says what is different."""
-    del core_module.EngineCoreProc._send_abort_outputs_to_client
-    with caplog.at_level(logging.WARNING):
-        assert not door.install(core_module)
-    assert "_send_abort_outputs_to_client" in caplog.text
+def test_where_cores_start_waves_a_request_turned_away_starts_none(core_module: Any) -> None:
+    """No front end has woken the other ranks, so this one would step alone."""
+    install(core_module, "lockstep pause fixes", "admission")
+    install(core_module, "lockstep admission", form="engine cores start waves")
+    core = core_module.DPEngineCoreProc()
+    turn(core, admits=False)
+    add(core, core_module, "r1", wave=3)
+    assert core.outputs == ["r1"]
+    assert (core.engines_running, core.current_wave, core.wavebus_owed_wave) == (False, 0, None)
+
+
+def test_a_rank_whose_waves_are_unknown_has_no_door(core_module: Any) -> None:
+    """It can't be closed; an engine that steps alone can."""
+    install(core_module, "admission")
+    rank, alone = core_module.DPEngineCoreProc(), core_module.EngineCoreProc()
+    assert turn(rank, admits=False) == [None]
+    add(rank, core_module, "r1")
+    assert rank.added == ["r1"]
+    assert turn(alone, admits=False) == [{"admits": False, "passes": ""}]
 
 
 class Core:

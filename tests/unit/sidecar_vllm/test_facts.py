@@ -10,6 +10,7 @@ import pytest
 from bus.errors import EngineError
 from bus.staging import Room
 from sidecar.vllm_plugin import facts, wire
+from tests.support.seams import install
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_a_draft_is_there_if_every_worker_has_it(answer: Any, draft: bool) -> No
 def test_a_worker_that_cannot_update_a_draft_says_so(worker: SimpleNamespace) -> None:
     """An older vLLM has no such question; it must not fail, or all workers fail at once."""
     base = SimpleNamespace(WorkerBase=type("Base", (), {}), WorkerWrapperBase=type("W", (), {}))
-    facts.install(base)
+    install(base, "worker methods")
     ask: Any = getattr(base.WorkerBase, facts.ASK_DRAFT)
     assert ask(worker) is False
 
@@ -42,7 +43,7 @@ def test_a_worker_that_cannot_update_a_draft_says_so(worker: SimpleNamespace) ->
 def workers_with(engine: Any) -> tuple[Any, Any]:
     """A worker that has our methods, and what it is wrapped in."""
     base = SimpleNamespace(WorkerBase=type("Base", (), {}), WorkerWrapperBase=type("W", (), {}))
-    facts.install(base)
+    install(base, "worker methods")
     worker = base.WorkerBase()
     worker.weight_transfer_engine = engine
     wrapper = base.WorkerWrapperBase()

@@ -1,0 +1,617 @@
+"""Everything inside vLLM that the sidecar and its plugin depend on, in one list.
+
+:data:`REGISTRY` has one entry per seam, in the order of installation; :mod:`bus.seams` says what an
+entry is. :func:`install` is the only way by which anything of vLLM is wrapped or replaced.
+:func:`report` says which features the vLLM at hand supports, and why not the others.
+
+To port wavebus to a new vLLM: run ``wavebus doctor --vllm PATH`` on its wheel, add a form to each
+seam that does not fit, and its number to :data:`bus.seams.RUN_ON` when the tests have run on it.
+
+Importing this module imports neither vllm nor torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from bus.seams import Fields, Form, Has, Ref, Registry, Report, Says, Seam, SourceTree, Takes, Wrap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_log = logging.getLogger("vllm.wavebus")
+
+# Those that begin with "lockstep" concern ranks that step together (mixtures of experts with data
+# parallelism), and no other engine.
+_FEATURES: Final = {
+    "weight_updates": "load weights in a pause",
+    "staged_updates": "load weights without a pause",
+    "lockstep_staged_updates": "the same, in ranks that step in lockstep",
+    "version_labels": "label each token with the version that produced it",
+    "prefix_cache_versions": "keep prefix caches of different versions apart",
+    "admission": "close an engine to requests; run canary probes",
+    "lockstep_admission": "the same, in ranks that step in lockstep",
+    "pause_lease": "end a pause whose sidecar has died",
+    "core_status": "show what each engine core does, and where it hangs",
+    "lockstep_pause_fixes": "keep repeated pauses and resumes of lockstep ranks from hanging",
+    "dp_coordinator": "coordinate data parallel ranks by the bus",
+    "vllm_worker_engines": "drive vLLM's own worker engines, such as nccl",
+    "lora_updates": "update LoRA adapters",
+    "draft_updates": "update draft models",
+    "cpu_experts": "run mixtures of experts in lockstep on CPUs",
+}
+_LOCKSTEP_PREFIX: Final = "lockstep_"
+
+_CORE: Final = "vllm.v1.engine.core"
+_PLAIN: Final = f"{_CORE}:EngineCoreProc"
+_LOCKSTEP: Final = f"{_CORE}:DPEngineCoreProc"
+_BASE: Final = f"{_CORE}:EngineCore"
+_PARALLEL: Final = "vllm.config.parallel:ParallelConfig"
+_COORDINATOR: Final = "vllm.v1.engine.coordinator"
+_TRANSFER: Final = "vllm.distributed.weight_transfer"
+_WORKERS: Final = "vllm.v1.worker.worker_base"
+_LORA: Final = "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager"
+_PLUGIN: Final = "sidecar.vllm_plugin"
+_RPC: Final = Takes(f"{_PLAIN}.collective_rpc", ("self", "method", "timeout", "args", "kwargs"))
+_REQUESTS: Final = Takes(f"{_PLAIN}._handle_client_request", ("self", "request_type", "request"))
+_PAUSE: Final = Takes(f"{_PLAIN}.pause_scheduler", ("self", "mode", "clear_cache"))
+_RESUME: Final = Takes(f"{_PLAIN}.resume_scheduler", ("self",))
+_AGREE: Final = Takes(f"{_LOCKSTEP}._has_global_unfinished_reqs", ("self", "local_unfinished"))
+_START_WAVE: Final = "EngineCoreOutputs(start_wave=self.current_wave)"
+
+
+def _wraps(module: str, *pairs: tuple[str, str]) -> tuple[Wrap, ...]:
+    return tuple(Wrap(target, f"{_PLUGIN}.{module}:{around}") for target, around in pairs)
+
+
+# Who notices that an idle DP group has got a request: the front end, which tells the coordinator
+# FIRST_REQ; or the engine core itself, which starts the wave and reports that.
+_BY_FRONT_ENDS: Final = Form(
+    "front ends start waves",
+    (
+        Says("vllm.v1.engine.core_client:DPAsyncMPClient", ("'FIRST_REQ'",)),
+        Says(f"{_LOCKSTEP}.add_request", ("request_wave != self.current_wave",)),
+    ),
+    sets=((_LOCKSTEP, "wavebus_joins_asked_waves", True),),
+)
+_BY_CORES: Final = Form(
+    "engine cores start waves",
+    (
+        Says(
+            f"{_LOCKSTEP}.add_request",
+            (
+                "if self.has_coordinator:\n        if request_wave > self.current_wave:",
+                "self.scheduler.pause_state == PauseState.UNPAUSED",
+                _START_WAVE,
+            ),
+        ),
+    ),
+    sets=((_LOCKSTEP, "wavebus_joins_asked_waves", False),),
+)
+
+_SEAMS: Final = (
+    Seam(
+        "weight transfer engine",
+        ("weight_updates", "staged_updates", "lockstep_staged_updates"),
+        (
+            Takes(
+                f"{_TRANSFER}.factory:WeightTransferEngineFactory.register_engine",
+                ("cls", "name", "module_path_or_cls", "class_name"),
+            ),
+            Takes(
+                f"{_TRANSFER}.base:WeightTransferEngine.__init__",
+                ("self", "config", "vllm_config", "device", "model"),
+            ),
+            Has(
+                f"{_TRANSFER}.base:WeightTransferEngine",
+                (
+                    "parse_init_info",
+                    "init_transfer_engine",
+                    "start_weight_update",
+                    "update_weights",
+                    "finish_weight_update",
+                    "shutdown",
+                ),
+            ),
+            Has(f"{_TRANSFER}.base", ("WeightTransferInitInfo", "WeightTransferUpdateInfo")),
+        ),
+        process="any",
+        install=f"{_PLUGIN}.native_factory:register",
+    ),
+    Seam(
+        "model loading",
+        ("weight_updates", "staged_updates", "lockstep_staged_updates"),
+        (
+            Takes(
+                "vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload",
+                ("model",),
+            ),
+            Has("vllm.model_executor.model_loader.reload:finalize_layerwise_reload"),
+            Takes(
+                "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info", ("layer",)
+            ),
+            Has("vllm.model_executor.model_loader.utils:initialize_model"),
+            Takes("vllm.utils.torch_utils:set_default_torch_dtype", ("dtype",)),
+            Has("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT"),
+            Has("vllm.distributed.parallel_state", ("get_tp_group", "get_pp_group")),
+        ),
+    ),
+    Seam(
+        "worker methods",
+        ("weight_updates", "staged_updates", "lockstep_staged_updates"),
+        (Has(_WORKERS, ("WorkerBase", "WorkerWrapperBase")),),
+        process="worker",
+        sets=(
+            *(
+                (f"{_WORKERS}:WorkerBase", f"wavebus_{name}", Ref(f"{_PLUGIN}.facts:{name}"))
+                for name in (
+                    "facts",
+                    "requests",
+                    "draft",
+                    "loading",
+                    "lane",
+                    "perform",
+                    "arm",
+                    # Answered by engine cores; by workers where the cores don't know them.
+                    "door",
+                    "swap",
+                    "call_off",
+                )
+            ),
+            (f"{_WORKERS}:WorkerWrapperBase", "__str__", Ref(f"{_PLUGIN}.facts:presence")),
+        ),
+    ),
+    Seam(
+        "worker engines",
+        ("vllm_worker_engines",),
+        (
+            Takes(
+                f"{_TRANSFER}.factory:WeightTransferEngineFactory.create_engine",
+                ("cls", "config", "vllm_config", "device", "model"),
+            ),
+            Has(f"{_TRANSFER}.factory:WeightTransferEngineFactory._registry"),
+        ),
+        process="any",
+        wraps=_wraps(
+            "native_factory",
+            (f"{_TRANSFER}.factory:WeightTransferEngineFactory.create_engine", "create_engine"),
+        ),
+    ),
+    Seam(
+        "core status",
+        ("core_status", "pause_lease"),
+        (
+            Takes(f"{_PLAIN}._process_input_queue", ("self",)),
+            Takes(f"{_PLAIN}._process_engine_step", ("self",)),
+            _REQUESTS,
+            Takes(f"{_PLAIN}.step", ("self",)),
+            Takes(f"{_PLAIN}.step_with_batch_queue", ("self",)),
+            Takes(f"{_PLAIN}._send_abort_outputs_to_client", ("self", "req_ids", "client_index")),
+            Takes(f"{_PLAIN}.has_work", ("self",)),
+            _AGREE,
+            Takes(f"{_LOCKSTEP}.execute_dummy_batch", ("self",)),
+            Takes(f"{_LOCKSTEP}.resume_scheduler", ("self",)),
+        ),
+        process="core",
+        wraps=_wraps(
+            "core_page",
+            (f"{_PLAIN}._process_input_queue", "input_queue"),
+            (f"{_PLAIN}._handle_client_request", "client_request"),
+            (f"{_PLAIN}._process_engine_step", "engine_step"),
+            (f"{_PLAIN}.step", "outputs_made"),
+            (f"{_PLAIN}.step_with_batch_queue", "outputs_made"),
+            (f"{_PLAIN}._send_abort_outputs_to_client", "abort_outputs"),
+            (f"{_LOCKSTEP}.execute_dummy_batch", "dummy_batch"),
+            (f"{_LOCKSTEP}._has_global_unfinished_reqs", "agreement"),
+            (f"{_LOCKSTEP}.resume_scheduler", "barrier"),
+        ),
+    ),
+    Seam(
+        "pause lease",
+        ("pause_lease",),
+        (
+            Takes(f"{_PLAIN}._process_input_queue", ("self",)),
+            _REQUESTS,
+            Takes(f"{_PLAIN}._send_abort_outputs", ("self", "aborted_reqs")),
+            _RPC,
+            _PAUSE,
+            _RESUME,
+            Takes(f"{_PLAIN}.has_work", ("self",)),
+            Has(f"{_CORE}:EngineCoreRequestType", ("WAKEUP",)),
+            Has(f"{_CORE}:RequestStatus", ("FINISHED_ABORTED",)),
+        ),
+        process="core",
+        needs=("core status",),
+        sets=(
+            (_PLAIN, "wavebus_wakeup", Ref(f"{_CORE}:EngineCoreRequestType.WAKEUP")),
+            (_PLAIN, "wavebus_aborted", Ref(f"{_CORE}:RequestStatus.FINISHED_ABORTED")),
+        ),
+        wraps=_wraps(
+            "core_hold",
+            (f"{_PLAIN}._process_input_queue", "process_input_queue"),
+            (f"{_PLAIN}._handle_client_request", "handle_client_request"),
+            (f"{_PLAIN}.collective_rpc", "collective_rpc"),
+        ),
+    ),
+    Seam(
+        "lockstep pause fixes",
+        ("lockstep_pause_fixes",),
+        (
+            Takes(f"{_LOCKSTEP}.resume_scheduler", ("self",)),
+            Takes(f"{_LOCKSTEP}.pause_scheduler", ("self", "mode", "clear_cache")),
+            Takes(f"{_LOCKSTEP}._pause_complete", ("self",)),
+            Takes(f"{_LOCKSTEP}._handle_client_request", ("self", "request_type", "request")),
+            Says(f"{_LOCKSTEP}._handle_client_request", ("new_wave, exclude_eng_index = request",)),
+            Says(
+                f"{_LOCKSTEP}._has_global_unfinished_reqs",
+                ("self.ignore_start_dp_wave = True", "self.pending_pause = False"),
+            ),
+            Says(f"{_LOCKSTEP}.resume_scheduler", ("ParallelConfig.has_unfinished_dp(",)),
+            Has(f"{_CORE}:EngineCoreRequestType", ("START_DP_WAVE",)),
+        ),
+        process="core",
+        off="WAVEBUS_CORE_GUARD",
+        sets=(
+            (_LOCKSTEP, "wavebus_owed_wave", None),
+            (_LOCKSTEP, "wavebus_alone", False),
+            (_LOCKSTEP, "wavebus_complete_alone", Ref(f"{_PLAIN}._pause_complete")),
+        ),
+        wraps=_wraps(
+            "core_guard",
+            (f"{_LOCKSTEP}.resume_scheduler", "resume_scheduler"),
+            (f"{_LOCKSTEP}._handle_client_request", "handle_client_request"),
+            (f"{_LOCKSTEP}.pause_scheduler", "pause_scheduler"),
+            (f"{_LOCKSTEP}._pause_complete", "pause_complete"),
+        ),
+    ),
+    Seam(
+        "admission",
+        ("admission", "lockstep_admission"),
+        (
+            _REQUESTS,
+            _RPC,
+            Takes(f"{_PLAIN}._send_abort_outputs_to_client", ("self", "req_ids", "client_index")),
+            Says(f"{_PLAIN}._handle_client_request", ("req, request_wave = request",)),
+            Has(f"{_CORE}:EngineCoreRequestType", ("ADD",)),
+        ),
+        process="core",
+        wraps=_wraps("door", (f"{_PLAIN}._handle_client_request", "handle_client_request")),
+        answers=(("wavebus_door", f"{_PLUGIN}.door:turned"),),
+    ),
+    Seam(
+        "lockstep admission",
+        ("lockstep_admission",),
+        (Says(f"{_LOCKSTEP}._handle_client_request", ("self.ignore_start_dp_wave",)),),
+        forms=(_BY_FRONT_ENDS, _BY_CORES),
+        process="core",
+        needs=("admission",),
+    ),
+    Seam(
+        "version labels",
+        ("version_labels",),
+        (
+            Takes(f"{_BASE}._attach_weight_version", ("self", "outputs")),
+            Takes(f"{_PLAIN}.get_weight_version", ("self",)),
+            Says(f"{_BASE}.step_with_batch_queue", ("batch_queue.appendleft(",)),
+        ),
+        process="core",
+        sets=((_BASE, "wavebus_labels_steps", True),),
+        wraps=_wraps("core_swap", (f"{_BASE}._attach_weight_version", "attach_weight_version")),
+    ),
+    Seam(
+        "prefix cache versions",
+        ("prefix_cache_versions",),
+        (
+            Takes(f"{_PLAIN}.preprocess_add_request", ("self", "request")),
+            Takes(f"{_BASE}.add_request", ("self", "request", "request_wave")),
+            Takes(f"{_BASE}.set_weight_version", ("self", "weight_version")),
+            Takes(f"{_PLAIN}.get_weight_version", ("self",)),
+            Says("vllm.v1.core.kv_cache_utils", ("request.cache_salt",)),
+            Has("vllm.v1.request:Request", ("update_block_hashes",)),
+        ),
+        process="core",
+        sets=((_PLAIN, "wavebus_salt", ""),),
+        wraps=_wraps(
+            "core_swap",
+            (f"{_PLAIN}.preprocess_add_request", "preprocess_add_request"),
+            (f"{_BASE}.add_request", "add_request"),
+            (f"{_BASE}.set_weight_version", "set_weight_version"),
+        ),
+    ),
+    Seam(
+        "swap",
+        ("staged_updates", "lockstep_staged_updates"),
+        (
+            _RPC,
+            Takes(
+                f"{_PLAIN}.reset_prefix_cache",
+                ("self", "reset_running_requests", "reset_connector"),
+            ),
+            Takes(f"{_PLAIN}.reset_encoder_cache", ("self",)),
+            Takes(f"{_BASE}.set_weight_version", ("self", "weight_version")),
+            Takes(f"{_PLAIN}.get_weight_version", ("self",)),
+            Says(f"{_PLAIN}._invoke_utility_method", ("isinstance(result, Future)",)),
+            Says(f"{_BASE}.step_with_batch_queue", ("batch_queue.appendleft(",)),
+        ),
+        process="core",
+        answers=(
+            ("wavebus_swap", f"{_PLUGIN}.core_swap:swap"),
+            ("wavebus_call_off", f"{_PLUGIN}.core_swap:call_off"),
+        ),
+        sets=((_PLAIN, "wavebus_ready", None),),
+    ),
+    Seam(
+        "lockstep swap",
+        ("lockstep_staged_updates",),
+        (
+            _AGREE,
+            Says(
+                f"{_PARALLEL}.sync_dp_state",
+                (
+                    "[int(has_unfinished), int(pending_pause)], dtype=torch.int32",
+                    "tensor[0].item() > 0 or pause_count % dp_size != 0",
+                    "return (has_unfinished_global, pause_count == dp_size)",
+                ),
+            ),
+            Says(f"{_LOCKSTEP}.run_busy_loop", (_START_WAVE, "self.step_counter = 0")),
+        ),
+        forms=(
+            Form(
+                "torch adds up",
+                (
+                    Takes(
+                        f"{_PARALLEL}.sync_dp_state",
+                        ("dp_group", "has_unfinished", "pending_pause"),
+                    ),
+                    Says(f"{_PARALLEL}.sync_dp_state", ("torch.distributed.all_reduce(tensor",)),
+                ),
+                wraps=_wraps("core_swap", (f"{_PARALLEL}.sync_dp_state", "sum_by_torch")),
+            ),
+            Form(
+                "vLLM adds up",
+                (
+                    Takes(
+                        f"{_PARALLEL}.sync_dp_state",
+                        ("self", "dp_group", "has_unfinished", "pending_pause"),
+                    ),
+                    Says(
+                        f"{_PARALLEL}.sync_dp_state",
+                        ("cpu_all_reduce_(tensor, dp_group, timeout=",),
+                    ),
+                    Takes("vllm.distributed.utils:cpu_all_reduce_", ("tensor", "group", "timeout")),
+                ),
+                wraps=_wraps("core_swap", (f"{_PARALLEL}.sync_dp_state", "sum_by_vllm")),
+            ),
+        ),
+        process="core",
+        needs=("swap",),
+        sets=(
+            (_LOCKSTEP, "wavebus_swaps_together", True),
+            (_LOCKSTEP, "wavebus_outputs", Ref(f"{_CORE}:EngineCoreOutputs")),
+        ),
+        wraps=_wraps(
+            "core_swap", (f"{_LOCKSTEP}._has_global_unfinished_reqs", "has_global_unfinished_reqs")
+        ),
+    ),
+    Seam(
+        "dp coordinator",
+        ("dp_coordinator",),
+        (
+            Has(f"{_COORDINATOR}:DPCoordinator"),
+            Has("vllm.v1.engine.utils:DPCoordinator"),
+            Takes(
+                f"{_COORDINATOR}:DPCoordinator.__init__",
+                ("self", "parallel_config", "enable_wave_coordination", "logging_config"),
+            ),
+            Takes(f"{_COORDINATOR}:DPCoordinator.get_engine_socket_addresses", ("self",)),
+            Takes(f"{_COORDINATOR}:DPCoordinator.get_stats_publish_address", ("self",)),
+            Takes(f"{_COORDINATOR}:DPCoordinator.shutdown", ("self", "timeout")),
+            Fields(
+                "vllm.v1.engine:EngineCoreOutputs",
+                ((0, "engine_index"), (6, "wave_complete"), (7, "start_wave")),
+            ),
+            Says("vllm.v1.engine:EngineCoreRequestType", ("START_DP_WAVE = b'\\x02'",)),
+            Says(
+                f"{_COORDINATOR}:DPCoordinatorProc",
+                (
+                    "send(b'READY')",
+                    "outputs.wave_complete",
+                    "outputs.start_wave",
+                    "msgspec.msgpack.encode((wave, exclude_engine_index))",
+                ),
+            ),
+            Says(f"{_LOCKSTEP}.run_busy_loop", (_START_WAVE,)),
+        ),
+        forms=(_BY_FRONT_ENDS, _BY_CORES),
+        process="coordinator",
+        needs=("lockstep pause fixes",),
+        sets=(
+            (
+                "vllm.v1.engine.utils",
+                "DPCoordinator",
+                Ref(f"{_PLUGIN}.coordinator:BusCoordinator"),
+            ),
+        ),
+    ),
+    Seam(
+        "lora adapters",
+        ("lora_updates",),
+        (
+            Takes(f"{_LORA}._load_adapter", ("self", "lora_request")),
+            Takes(f"{_LORA}._apply_adapters", ("self", "lora_requests")),
+            Takes(
+                "vllm.lora.lora_model:LoRAModel.from_lora_tensors",
+                (
+                    "cls",
+                    "lora_model_id",
+                    "tensors",
+                    "peft_helper",
+                    "device",
+                    "dtype",
+                    "model_vocab_size",
+                    "weights_mapper",
+                    "skip_prefixes",
+                ),
+            ),
+            Has("vllm.lora.peft_helper:PEFTHelper"),
+            Has("vllm.lora.utils:parse_fine_tuned_lora_name"),
+        ),
+        wraps=_wraps(
+            "adapters",
+            (f"{_LORA}._load_adapter", "load_adapter"),
+            (f"{_LORA}._apply_adapters", "apply_adapters"),
+        ),
+    ),
+    Seam(
+        "draft models",
+        ("draft_updates",),
+        (Has(f"{_WORKERS}:WorkerBase", ("supports_draft_weight_updates",)),),
+    ),
+    Seam(
+        "CPU communicator",
+        ("cpu_experts",),
+        (
+            Has(
+                "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator",
+                ("all_gather",),
+            ),
+        ),
+        process="any",
+        install=f"{_PLUGIN}.cpu_experts:install",
+    ),
+)
+
+
+REGISTRY: Final = Registry(_FEATURES, _SEAMS)
+
+
+# -- how it fits -------------------------------------------------------------------------
+
+
+@functools.cache
+def report() -> Report:
+    """Check the vLLM that this process would import, without importing it.
+
+    Returns:
+        Nothing fits where no vLLM is installed.
+    """
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        missing = "vLLM is not installed here"
+        seams = {seam.name: missing for seam in _SEAMS}
+        return Report("", {}, dict.fromkeys(_FEATURES, missing), seams)
+    return REGISTRY.check(SourceTree.at(Path(spec.origin).parents[1]), os.environ)
+
+
+def features_of(engine: Report, *, lockstep: bool) -> dict[str, str]:
+    """Tell one engine's features, each with the reason why it is off, or an empty text.
+
+    Args:
+        lockstep: the engine's rank steps in lockstep with others: what such ranks lack counts.
+    """
+    found: dict[str, str] = {}
+    for name in _FEATURES:
+        plain = name.removeprefix(_LOCKSTEP_PREFIX)
+        if plain == name or (lockstep and plain in _FEATURES):
+            found[plain] = found.get(plain, "") or engine.features.get(name, "")
+        elif lockstep:
+            found[name] = engine.features.get(name, "")
+    return found
+
+
+# -- installation ------------------------------------------------------------------------
+
+_installed: set[str] = set()
+
+
+def install(*processes: str) -> None:
+    """Install every seam of these kinds of process that fits, once; log what does not."""
+    for seam in _SEAMS:
+        if seam.process in processes:
+            install_seam(seam.name)
+
+
+def install_seam(name: str) -> str:
+    """Install one seam, once.
+
+    Returns:
+        Why it does not fit; empty if it is installed.
+    """
+    if name in _installed:
+        return ""
+    seam = REGISTRY.seam(name)
+    found = report()
+    if name not in found.forms:
+        why = found.reasons[name]
+        _log.warning("wavebus: %s off in this vLLM: %s", ", ".join(seam.features), why)
+        return why
+    put(seam, found.forms[name], importlib.import_module)
+    _installed.add(name)
+    return ""
+
+
+def put(seam: Seam, form: str, load: Callable[[str], Any]) -> None:
+    """Wrap and set what the seam names, in the form that fits.
+
+    Args:
+        load: imports a module of vLLM's by its name.
+    """
+    chosen = next((each for each in seam.forms if each.name == form), Form("", ()))
+    for owner, name, value in (*seam.sets, *chosen.sets):
+        found = _resolve(value.target, load) if isinstance(value, Ref) else value
+        setattr(_resolve(owner, load), name, found)
+    for wrap in (*chosen.wraps, *seam.wraps):
+        path, _, name = wrap.target.rpartition(".")
+        _wrap(_resolve(path, load), name, _resolve(wrap.around, load))
+    for method, handler in seam.answers:
+        _answer(_resolve(_PLAIN, load), method, _resolve(handler, load))
+    if seam.install:
+        _resolve(seam.install, load)()
+
+
+def _resolve(target: str, load: Callable[[str], Any]) -> Any:
+    """What a target names: of vLLM, or of wavebus itself."""
+    module, _, path = target.partition(":")
+    found = load(module) if module.startswith("vllm.") else importlib.import_module(module)
+    for name in filter(None, path.split(".")):
+        found = getattr(found, name)
+    return found
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Have ``owner.name`` call ``around(original, *arguments)``."""
+    found = inspect.getattr_static(owner, name)
+    kind = type(found) if isinstance(found, staticmethod | classmethod) else None
+    original = found.__func__ if kind is not None else found
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, wrapped if kind is None else kind(wrapped))
+
+
+def _answer(cores: Any, method: str, handler: Callable[..., Any]) -> None:
+    """Have engine cores answer a method of ``collective_rpc`` by themselves: with what the handler
+    makes of the core and the call's keyword arguments, or a future of it."""
+
+    def around(
+        original: Callable[..., Any],
+        core: Any,
+        asked: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if asked != method:
+            return original(core, asked, timeout, args, kwargs)
+        return handler(core, **(kwargs or {}))
+
+    _wrap(cores, "collective_rpc", around)

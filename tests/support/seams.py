@@ -1,0 +1,19 @@
+"""Installs seams of the registry into a module that stands for vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sidecar.vllm_plugin.registry import REGISTRY, put
+
+
+def install(module: Any, *names: str, form: str = "") -> None:
+    """Wrap what the seams of these names are around, as if all of vLLM were that one module.
+
+    Args:
+        form: of a seam that has several; empty: its first.
+    """
+    for name in names:
+        seam = REGISTRY.seam(name)
+        chosen = form or (seam.forms[0].name if seam.forms else "only")
+        put(seam, chosen, lambda _: module)
