@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
 from bus.transfer import World
 from trainer_agent.vllm_infos import native_info
+from trainer_agent.vllm_sources import EitherForm, ParamMeta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,16 +35,16 @@ _ROUTES: Final = {
 _PAUSE: Final = "pause?mode=keep&clear_cache="
 
 
-class Weights(WeightSource):  # type: ignore[misc]
+class Weights(EitherForm):
     """Tensors by name, as vLLM's trainer engines take them."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
 
-    def metadata(self) -> list[Any]:
+    def describe(self) -> list[Any]:
         return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self._tensors.items()]
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._tensors.items())
 
 

@@ -2,76 +2,92 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer_agent import vllm_sources
 from trainer_agent.sources import tensor_metas
+from trainer_agent.vllm_sources import EitherForm, ParamMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from bus.manifest import TensorMeta
     from trainer_agent.sources import WeightSource
     from trainer_agent.weight_sync import WeightSync
 
 
-@dataclass(frozen=True)
-class ParamMeta:
-    """One tensor of a source, as vLLM's trainer engines want it told."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-class BusWeightSource:
+class BusWeightSource(EitherForm):
     """vLLM's ``WeightSource`` around another source: made by :meth:`TrainerAgent.source`.
 
     A pass over it yields nothing before every engine is armed and paused, on every rank of the
-    trainer. On rank 0 it yields what :meth:`metadata` told of, or raises.
-    """
+    trainer. On rank 0 it yields what its metadata describes, or raises:
 
-    shards = False  # what each rank yields; else every one gathers whole tensors
+    - ``UsageError``: the agent has another source by now, or this one does not yield what its
+      metadata says.
+    - ``Refused``: what the update was refused with; it was raised on rank 0 as well.
+    - ``BusTimeout``: no update was started within the agent's ``timeout_s``.
+
+    Its metadata is what the next update is armed with. Where reading it is a collective of all
+    ranks, read it on all before they send.
+    """
 
     def __init__(self, sync: WeightSync, inner: WeightSource) -> None:
         self._sync = sync
-        self.inner = inner
+        self._inner = inner
+        self._shards = vllm_sources.local_shards(inner)
         self._fresh: list[TensorMeta] | None = None
 
-    def metadata(self) -> list[ParamMeta]:
-        """What the next update is armed with. Where reading it is a collective of all ranks,
-        read it on all before they send."""
-        return [
-            ParamMeta(meta.name, getattr(torch, meta.dtype), meta.shape) for meta in self._read()
-        ]
+    def describe(self) -> list[Any]:
+        """Returns the inner source's metadata: vLLM's own, where that has a layout of shards."""
+        described = vllm_sources.own_metadata(self._inner)
+        metas = tensor_metas(self._inner.metadata() if described is None else described)
+        self._fresh = metas
+        if described is not None:
+            return described
+        return [ParamMeta(meta.name, getattr(torch, meta.dtype), meta.shape) for meta in metas]
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """A pass over the tensors.
+    def implements_iter_full(self) -> bool:
+        return not vllm_sources.yields_shards_only(self._inner)
 
-        Raises:
-            UsageError: the agent has another source by now, or this one does not yield what its
-                metadata says.
-            Refused: what the update was refused with; it was raised on rank 0 as well.
-            BusTimeout: no update was started within the agent's ``timeout_s``.
-        """
-        return self._sync.passing(self)
+    def implements_iter_local(self) -> bool:
+        return self._shards is not None
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._sync.passing(self, shards=False)
+
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._sync.passing(self, shards=True)
+
+    def tensors(self, *, shards: bool) -> WeightSource:
+        """Returns what a pass reads, for which nobody waits: this rank's shards if there are any
+        and ``shards`` is set, otherwise whole tensors."""
+        return self._shards if shards and self._shards is not None else self._inner
 
     def take_metas(self) -> list[TensorMeta]:
-        """The metadata that was read for the update that now begins; read here, if nobody did."""
-        metas = self._read() if self._fresh is None else self._fresh
-        self._fresh = None
+        """Returns the metadata that was read for the update that now begins; reads it if nobody
+        did."""
+        if self._fresh is None:
+            self.describe()
+        metas, self._fresh = self._fresh, None
+        assert metas is not None, "it was just read"
         return metas
 
-    def pieces(self, metas: Sequence[TensorMeta]) -> Sequence[TensorMeta]:
-        """What a pass yields on this rank of these tensors."""
-        return metas
 
-    def beside(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """A pass on another rank than 0."""
-        return iter(self.inner)
+class BusShardSource(BusWeightSource):
+    """A :class:`BusWeightSource` around vLLM's ``M2NWeightSource``."""
 
-    def _read(self) -> list[TensorMeta]:
-        self._fresh = tensor_metas(self.inner.metadata())
-        return self._fresh
+    _inner: Any
+
+    def mesh(self) -> Any:
+        """Returns the trainer's ranks, as vLLM's ``M2NMesh``."""
+        return self._inner.mesh()
+
+
+def wrapped(sync: WeightSync, source: WeightSource) -> BusWeightSource:
+    """Returns ``source`` on the bus."""
+    if not vllm_sources.is_m2n_source(source):
+        return BusWeightSource(sync, source)
+    vllm_sources.accept_as_m2n_source(BusShardSource)
+    return BusShardSource(sync, source)

@@ -58,8 +58,10 @@ class CurrentUpdate:
         self._left: Iterator[tuple[str, torch.Tensor]] | None = None
         self._taking = threading.Lock()
 
-    def begin_pass(self, pieces: Sequence[TensorMeta]) -> Iterator[tuple[str, torch.Tensor]]:
-        """``pieces``: what it yields.
+    def begin_pass(
+        self, tensors: Iterator[tuple[str, torch.Tensor]], metas: Sequence[TensorMeta]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Begins a pass over ``tensors``, which ``metas`` describe.
 
         Raises:
             UsageError: the update is a patch.
@@ -67,9 +69,9 @@ class CurrentUpdate:
         if self._inner is None:
             raise UsageError("the update under way is a patch, which reads no source")
         with self._taking:
-            self._left = iter(self._inner)
+            self._left = tensors
             self.untaken = len(self.plan.metas)
-        return as_announced(pieces, self._left)
+        return as_announced(metas, self._left)
 
     def take(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
         """The next one; None at the end. Once the update has failed, nobody takes any more."""

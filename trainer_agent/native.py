@@ -130,11 +130,13 @@ def opened_for(info: object, engine: str) -> tuple[Any, ...]:
     """For which tensors an ``init_info`` opens a transport, see :attr:`Native.opened_for`."""
     if engine not in native.SHARDING or not isinstance(info, dict):
         return ()
-    return (
-        tuple(info["names"]),
-        tuple(info["dtype_names"]),
-        tuple(tuple(shape) for shape in info["shapes"]),
-    )
+    params = info.get("params")  # vLLM 0.33 has one dict for each tensor, earlier ones columns
+    if params is None:
+        params = zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
+    else:
+        params = [(each["name"], each["dtype_name"], each["shape"]) for each in params]
+    rows = [(name, dtype, tuple(shape)) for name, dtype, shape in params]
+    return tuple(zip(*rows, strict=True))
 
 
 def meets(info: object) -> bool:
@@ -193,6 +195,10 @@ def chunk_messages(
         "num_updates_list": list(plan.manifest.counts),
     }
     told = [name for name in columns if name in rest]
+    if plan.chunks == 1 and told and not any(rest[name] for name in told):
+        # From 0.33 on vLLM's `nccl` describes the tensors once, and then leaves the lists empty.
+        # The plan describes them, and each engine is told of them in full, as in the first round.
+        rest |= {name: columns[name] for name in told}
     for name in told:
         found = rest.pop(name)
         if name == "shapes":

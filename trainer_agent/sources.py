@@ -16,6 +16,7 @@ import torch
 
 from bus.errors import UsageError
 from bus.manifest import TensorMeta
+from trainer_agent.vllm_sources import FullTensors, has_property_form
 
 
 class AnyMeta(Protocol):
@@ -34,8 +35,11 @@ class AnyMeta(Protocol):
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Metadata without transfer, and a fresh pass over the tensors for every update. vLLM's
-    own weight sources are such ones, too."""
+    """Metadata without transfer, and a fresh pass over the tensors for every update.
+
+    vLLM's own weight sources are accepted as well, in both of their forms: see
+    :mod:`trainer_agent.vllm_sources`.
+    """
 
     def metadata(self) -> Sequence[AnyMeta]:
         """Names, dtypes and full shapes, in the order of iteration."""
@@ -107,6 +111,8 @@ def as_source(weights: Weights) -> WeightSource:
         return PairSource(dict(weights.named_parameters()))
     if isinstance(weights, Mapping):
         return PairSource(weights)
+    if has_property_form(weights):  # first: to ask for the other form reads a property's metadata
+        return FullTensors(weights)
     if isinstance(weights, WeightSource):
         return weights
     if isinstance(weights, Iterable):

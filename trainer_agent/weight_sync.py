@@ -7,7 +7,7 @@ rank of the trainer. On the bus these are one update:
 ========================= ==============================================================
 the engine                the bus
 ========================= ==============================================================
-reads ``metadata()``      (that is the plan)
+reads the metadata        (that is the plan)
 ``start_weight_update``   ARM, with the plan; the other ranks hear GO. Behind it, beside the
                           engine: pause, UPDATE_START
 first tensor of a pass    waits for that, on every rank, or raises
@@ -30,8 +30,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
-import sys
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,12 +41,13 @@ from bus.messages import NackCode
 from bus.transfer import ALONE
 from trainer_agent import infos, native
 from trainer_agent.asking import announced, first_of
-from trainer_agent.bus_source import BusWeightSource
+from trainer_agent.bus_source import BusWeightSource, wrapped
 from trainer_agent.current import CurrentUpdate, once_more
 from trainer_agent.patches import NextPatch
 from trainer_agent.plan import Plan
 from trainer_agent.ranks import reached
 from trainer_agent.refusals import own_nack
+from trainer_agent.sources import as_announced, tensor_metas
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -200,7 +199,7 @@ class WeightSync:
 
     def wrap(self, source: WeightSource) -> BusWeightSource:
         """The agent's source from now on."""
-        self._source = _wrapper(source)(self, source)
+        self._source = wrapped(self, source)
         return self._source
 
     @property
@@ -222,7 +221,7 @@ class WeightSync:
         if self._source is None:
             raise UsageError("no source yet: give the trainer engine source=agent.source(model)")
         theirs = self._native
-        if self._source.shards and not self._sharding:
+        if not self._sharding and not self._source.implements_iter_full():
             raise UsageError(
                 "source: yields each rank's shards, which no trainer engine but nccl_m2n sends: "
                 "give the others agent.source(model)"
@@ -233,17 +232,22 @@ class WeightSync:
             theirs.check(plan)
         return plan
 
-    def passing(self, source: BusWeightSource) -> Iterator[tuple[str, torch.Tensor]]:
-        """One pass over a source."""
+    def passing(
+        self, source: BusWeightSource, *, shards: bool
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the tensors of a source: whole ones, or this rank's shards."""
         if source is not self._source:
             raise UsageError("this agent has another source by now: it has one at a time")
+        inner = source.tensors(shards=shards)
         if self._rank:
             self.call(self._go)
-            yield from source.beside()
+            beside = iter(inner)
+            yield from as_announced(tensor_metas(inner.metadata()), beside) if shards else beside
             return
         current = self.call(self._started)
         try:
-            tensors = current.begin_pass(source.pieces(current.plan.metas))
+            metas = tensor_metas(inner.metadata()) if shards else current.plan.metas
+            tensors = current.begin_pass(iter(inner), metas)
             while (pair := current.take(tensors)) is not None:
                 yield pair
         except GeneratorExit:
@@ -329,8 +333,8 @@ class WeightSync:
             assert patch or source is not None, "the plan is its"
             async with self._aside():
                 update = self._updates.begin(how, target, alone=patch)
-            inner = None if patch or source is None else source.inner
-            current = CurrentUpdate(update, plan, inner, self.loop)
+            sends = None if patch or source is None else source.tensors(shards=self._sharding)
+            current = CurrentUpdate(update, plan, sends, self.loop)
             self._current = current
             self._begun.set()
             self._begun = anyio.Event()
@@ -474,16 +478,6 @@ class WeightSync:
                 await current.update.end(error)
         finally:
             current.undone.set()
-
-
-def _wrapper(source: WeightSource) -> type[BusWeightSource]:
-    """By vLLM's class, which whoever made such a source has imported."""
-    theirs = sys.modules.get("vllm.distributed.weight_transfer.m2n_source")
-    if theirs is None or not isinstance(source, theirs.M2NWeightSource):
-        return BusWeightSource
-    shards = importlib.import_module("trainer_agent.vllm_shards")
-    found: type[BusWeightSource] = shards.BusShardSource
-    return found
 
 
 def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:

@@ -79,16 +79,40 @@ def test_what_can_not_be_told_is_refused(info: Any, text: str) -> None:
         native.chunk_messages({}, Plan.of_source(METAS, chunk_bytes=1 << 20), 1, "u1")
 
 
-def test_a_trainer_whose_ranks_all_send_takes_as_many_places() -> None:
-    """Engines begin behind them; and what is sent later is what the transport was opened for."""
-    world = World(7, 6, "10.0.0.1", 3)
+def test_a_round_that_describes_nothing_is_as_the_one_before() -> None:
+    """So vLLM's nccl has it from 0.33 on. Workers are told of all tensors; one of several chunks
+    would be of other tensors than the one before."""
+    empty: dict[str, Any] = {"names": [], "dtype_names": [], "shapes": []}
+    meta, _ = native.chunk_messages(empty, Plan.of_source(METAS, chunk_bytes=1 << 20), 0, "u1")
     told = {
-        "rank_offset": 3,
-        "world_size": 6,
         "names": ["a", "b"],
         "dtype_names": ["float32", "bfloat16"],
         "shapes": [[2, 3], [4]],
     }
+    assert blobs.decode_chunk(meta.handle, told) == told
+    chunked = Plan.of_source(METAS, chunk_bytes=24)
+    for partly, plan in ((empty | {"names": ["a", "b"]}, None), (empty, chunked)):
+        with pytest.raises(UsageError, match="than were armed"):
+            native.chunk_messages(
+                partly, plan or Plan.of_source(METAS, chunk_bytes=1 << 20), 0, "u1"
+            )
+
+
+@pytest.mark.parametrize("from_033", [False, True])
+def test_a_trainer_whose_ranks_all_send_takes_as_many_places(from_033: bool) -> None:
+    """Engines begin behind them; and what is sent later is what the transport was opened for."""
+    world = World(7, 6, "10.0.0.1", 3)
+    columns = {
+        "names": ["a", "b"],
+        "dtype_names": ["float32", "bfloat16"],
+        "shapes": [[2, 3], [4]],
+    }
+    rows = [
+        {"name": name, "dtype_name": dtype, "shape": shape, "src_mesh_dims": [3, 1]}
+        for name, dtype, shape in zip(*columns.values(), strict=True)
+    ]
+    plan = {"params": rows} if from_033 else columns
+    told: dict[str, Any] = {"rank_offset": 3, "world_size": 6, **plan}
     assert native.senders("nccl_m2n", 3) == 3
     assert native.senders("nccl", 3) == 1
     opening = native.transfer_init(told, "nccl_m2n", world, "t1")

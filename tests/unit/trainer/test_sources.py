@@ -57,6 +57,37 @@ def test_a_source_of_the_users_own_is_taken_as_it_is() -> None:
     assert as_source(own) is own
 
 
+class PropertySource:
+    """A source of the form that vLLM has from 0.33 on."""
+
+    def __init__(self, *, whole: bool = True) -> None:
+        self.whole = whole
+        self.reads = 0
+
+    @property
+    def metadata(self) -> list[TensorMeta]:
+        self.reads += 1
+        return [meta_of("x", torch.zeros(1))]
+
+    def implements_iter_full(self) -> bool:
+        return self.whole
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter([("x", torch.zeros(1))])
+
+
+def test_a_source_of_vllms_newer_form_is_taken() -> None:
+    """Its metadata is not read to know it, which may be a collective. One that has shards alone
+    is no source of whole tensors."""
+    own = PropertySource()
+    source = as_source(own)  # type: ignore[arg-type]
+    assert own.reads == 0
+    assert source.metadata() == [meta_of("x", torch.zeros(1))]
+    assert [name for name, _ in source] == [name for name, _ in source] == ["x"]
+    with pytest.raises(UsageError, match=r"implement iter_full\(\)"):
+        as_source(PropertySource(whole=False)).metadata()  # type: ignore[arg-type]
+
+
 def test_what_is_no_source_is_refused() -> None:
     """With the types there are."""
     with pytest.raises(UsageError, match="a mapping of names"):

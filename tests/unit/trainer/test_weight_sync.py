@@ -85,12 +85,18 @@ class TrainerEngine:
         self.sender.opened()
 
     def plan(self) -> Plan:
-        return Plan.of_source(tensor_metas(self.source.metadata()), chunk_bytes=CHUNK_BYTES)
+        return Plan.of_source(tensor_metas(self.metadata()), chunk_bytes=CHUNK_BYTES)
+
+    def metadata(self) -> list[Any]:
+        return self.source.metadata()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.source)
 
     def send_weights(self, label: str | None = None) -> None:
         plan = self.plan()
         self.client.start_weight_update()
-        with closing(iter(self.source)) as tensors:  # type: ignore[type-var]
+        with closing(self.tensors()) as tensors:  # type: ignore[type-var]
             for seq in range(plan.chunks):
                 self.send_chunk(plan, seq, tensors)
         self.client.finish_weight_update(label)
@@ -100,6 +106,17 @@ class TrainerEngine:
         handle = self.sender.put(seq, chunk)
         self.client.update_weights(chunk_info(plan, seq, handle, "off", ()))
         self.sender.taken(seq)
+
+
+class NewerTrainerEngine(TrainerEngine):
+    """The same, as vLLM's read their source from 0.33 on."""
+
+    def metadata(self) -> list[Any]:
+        assert self.source.implements_iter_full()
+        return self.source.metadata
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return self.source.iter_full()
 
 
 class Bench:
@@ -117,8 +134,10 @@ class Bench:
         weights = {**perturbed(self.checkpoint.weights, seed), **extra}
         return weights, Counted(weights)
 
-    async def trainer(self, source: Any) -> TrainerEngine:
-        trainer = TrainerEngine(self.agent.client(), self.agent.source(source))
+    async def trainer(
+        self, source: Any, make: type[TrainerEngine] = TrainerEngine
+    ) -> TrainerEngine:
+        trainer = make(self.agent.client(), self.agent.source(source))
         await asyncio.to_thread(trainer.init)
         return trainer
 
@@ -439,22 +458,46 @@ class VllmSource(Counted):
         return [Param(n, t.dtype, tuple(t.shape)) for n, t in self._told.items()]
 
 
-def test_a_source_of_vllms_kind(checkpoint: Checkpoint) -> None:
+class NewerVllmSource:
+    """The same in the form that vLLM has from 0.33 on."""
+
+    def __init__(self, told: Mapping[str, Tensor], yielded: Mapping[str, Tensor]) -> None:
+        self._source = VllmSource(told, yielded)
+
+    @property
+    def metadata(self) -> list[Any]:
+        return self._source.metadata()
+
+    def implements_iter_full(self) -> bool:
+        return True
+
+    def implements_iter_local(self) -> bool:
+        return False
+
+    def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._source)
+
+
+@pytest.mark.parametrize("make", [TrainerEngine, NewerTrainerEngine])
+@pytest.mark.parametrize("kind", [VllmSource, NewerVllmSource])
+def test_a_source_of_vllms_kind(
+    checkpoint: Checkpoint, kind: type[Any], make: type[TrainerEngine]
+) -> None:
     """It is read as it is; one that yields what it did not tell of is stopped there. The agent
     itself takes it as well."""
 
     async def scenario() -> None:
         async with a_bench(checkpoint) as bench:
             weights, _ = bench.source(12)
-            source = VllmSource(weights, weights)
-            trainer = await bench.trainer(source)
-            metas = trainer.source.metadata()
+            source = kind(weights, weights)
+            trainer = await bench.trainer(source, make)
+            metas = trainer.metadata()
             assert [(m.name, m.dtype) for m in metas] == [(n, torch.float32) for n in weights]
             await asyncio.to_thread(trainer.send_weights)
             await bench.assert_serves(weights, 1)
             first, *others = weights
             for told in ({n: weights[n] for n in (*others, first)}, weights | {"w": torch.ones(1)}):
-                trainer = await bench.trainer(VllmSource(weights, {**told}))
+                trainer = await bench.trainer(kind(weights, {**told}), make)
                 if told.keys() == weights.keys():
                     with pytest.raises(UsageError, match="its metadata says"):
                         await asyncio.to_thread(trainer.send_weights)
