@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 def alike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     folder = tmp_path_factory.mktemp("alike")
     with booted_two(folder, "nccl_m2n", pair_plugin.M2N, workers=1) as tested:
-        pair_plugin.register_m2n()
+        pair_plugin.register_on_cpu("nccl_m2n")
         yield tested
 
 

@@ -1,49 +1,63 @@
 """vLLM's own ``nccl_m2n``, both ends, on a CPU: over gloo, and otherwise as it is.
 
-What vLLM plans, checks, publishes, sends, receives and loads, is vLLM's. Not vLLM's are the
-communicator, the library ``nccl.m2n`` behind it (NVIDIA's, which needs GPUs), and that vLLM
+What vLLM plans, checks, agrees on, publishes, sends, receives and loads, is vLLM's. Not vLLM's are
+the communicator, the library ``nccl.m2n`` behind it (NVIDIA's, which needs GPUs), and that vLLM
 waits for a GPU. :mod:`tests.support.pair_plugin` registers both ends under vLLM's own name.
+
+From 0.33 on all ranks first meet without NCCL, and agree on the plan there: that is vLLM's, too.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.weight_transfer import m2n_engine, m2n_trainer
+from vllm.distributed.weight_transfer import m2n_common, m2n_engine, m2n_trainer
 
-from tests.support.pair import broadcast, join
+from tests.support.pair import broadcast, join, joined
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-# As vLLM hands it on, a communicator is a number: its handle.
+# As vLLM hands it on up to 0.32, a communicator is a number: its handle.
 _made: dict[int, Gloo] = {}
 _numbers = itertools.count(1)
 
 
 class Gloo:
-    """What vLLM's engines use of a ``PyNcclCommunicator``."""
+    """What vLLM's engines use of a ``PyNcclCommunicator``, or of NVIDIA's (from 0.33 on)."""
 
     device = torch.device("cpu")
 
-    def __init__(self, address: str, port: int, rank: int, size: int) -> None:
+    def __init__(self, group: Any, rank: int) -> None:
         self.rank = rank
-        self.group = join(address, port, rank, size)
+        self.group = group
         self.comm = next(_numbers)
         _made[self.comm] = self
 
-    def broadcast(self, tensor: Tensor, src: int) -> None:
-        broadcast(self.group, tensor, src)
+    def broadcast(
+        self,
+        tensor: Tensor,
+        src: object = 0,
+        *,
+        root: int | None = None,
+        stream: object = None,  # noqa: ARG002 - a GPU's
+    ) -> None:
+        """From rank ``src``; or, as NVIDIA's, from ``root`` into the same tensor."""
+        assert root is None or src is tensor
+        broadcast(self.group, tensor, src if root is None else root)  # type: ignore[arg-type]
 
     def destroy(self) -> None:
         del _made[self.comm]
         self.group = None
+
+    abort = destroy
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,7 @@ def within(part: Part, common: Part) -> tuple[slice, ...]:
 def reshard(
     src: Tensor | None,
     dst: Tensor | None,
-    comm: int,
+    comm: int | Gloo,
     stream: object,
     *,
     src_mesh: Mesh,
@@ -118,7 +132,7 @@ def reshard(
     handle: Handle,
 ) -> None:
     """Ranks of the first mesh have their parts of a tensor; those of the second get theirs."""
-    made = _made[comm]
+    made = comm if isinstance(comm, Gloo) else _made[comm]
     if src is not None:
         shape = _whole(src, src_mesh, src_placements)
     else:
@@ -153,11 +167,28 @@ def _whole(own: Tensor, mesh: Mesh, placements: Sequence[Any]) -> list[int]:
 
 def _of_worker(info: Any, parallel: Any) -> Gloo:
     place = parallel.data_parallel_index * parallel.world_size + parallel.rank
-    return Gloo(info.master_address, info.master_port, place + info.rank_offset, info.world_size)
+    rank = place + info.rank_offset
+    return Gloo(join(info.master_address, info.master_port, rank, info.world_size), rank)
 
 
 def _of_trainer(info: Any, rank: int) -> Gloo:
-    return Gloo(info["master_address"], info["master_port"], rank, info["world_size"])
+    group = join(info["master_address"], info["master_port"], rank, info["world_size"])
+    return Gloo(group, rank)
+
+
+def _among(nccl: object, group: Any, unique_id: bytes | None) -> Gloo:
+    """Of those who have agreed on the plan."""
+    assert unique_id is None
+    return Gloo(joined(group.store, "127.0.0.1", group.rank, group.world_size), group.rank)
+
+
+def _runtime(library: Any, max_cta: int | None) -> tuple[object, int, Handle]:
+    """Nothing of NCCL, the first device, and a handle."""
+    return object(), 0, Handle.create(library.Config(max_cta=max_cta))
+
+
+def _publish_on_a_cpu(comm: Gloo, device: object, *rest: Any) -> Any:
+    return m2n_common.publish_destination_placements(comm, torch.device("cpu"), *rest)
 
 
 def _library() -> Any:
@@ -186,8 +217,15 @@ def _nothing(*_: object) -> None:
     """There is no GPU that anything could be kept for."""
 
 
-m2n_engine.worker_init_process_group = _of_worker
-m2n_trainer.trainer_init = _of_trainer
+if hasattr(m2n_engine, "create_m2n_communicator"):  # from 0.33 on
+    for end in (m2n_engine, m2n_trainer):
+        end.create_m2n_communicator = _among
+        end.prepare_m2n_local_runtime = _runtime
+        end.publish_destination_placements = _publish_on_a_cpu
+    torch.accelerator.current_device_index = functools.partial(int, 0)
+else:
+    m2n_engine.worker_init_process_group = _of_worker
+    m2n_trainer.trainer_init = _of_trainer
 m2n_engine.import_m2n = m2n_trainer.import_m2n = _library
 torch.cuda.current_stream = _no_stream  # type: ignore[assignment]
 torch.Tensor.record_stream = _nothing  # type: ignore[assignment,method-assign]

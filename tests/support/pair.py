@@ -17,6 +17,7 @@ import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
     TrainerWeightTransferEngine,
+    WeightSource,
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MEET_S = 120.0
+PROPERTY_FORM = hasattr(WeightSource, "iter_full")
 
 
 @dataclass
@@ -75,8 +77,14 @@ def join(address: str, port: int, rank: int, size: int) -> Any:
     store = c10d.TCPStore(
         address, port, is_master=rank == 0, wait_for_workers=False, timeout=timeout
     )
+    return joined(store, address, rank, size)
+
+
+def joined(store: Any, address: str, rank: int, size: int) -> Any:
+    """The group of those who have this store."""
+    c10d: Any = dist
     options = c10d.ProcessGroupGloo._Options()
-    options._timeout = timeout
+    options._timeout = timedelta(seconds=MEET_S)
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
     return c10d.ProcessGroupGloo(c10d.PrefixStore("pair", store), rank, size, options)
 
@@ -86,6 +94,17 @@ def broadcast(group: Any, memory: Tensor, root: int = 0) -> None:
     options = dist.BroadcastOptions()
     options.rootRank = root
     group.broadcast([memory], options).wait()
+
+
+def _metadata(source: Any) -> Any:
+    """As vLLM's own trainer engines read it."""
+    return source.metadata if PROPERTY_FORM else source.metadata()
+
+
+def _tensors(source: Any) -> Iterator[tuple[str, Tensor]]:
+    """The same, for a pass over whole tensors."""
+    tensors: Iterator[tuple[str, Tensor]] = source.iter_full() if PROPERTY_FORM else iter(source)
+    return tensors
 
 
 class PairWorkerEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -174,10 +193,10 @@ class PairTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
 
     def send_weights(self) -> None:
         if not self.is_sender:
-            for _ in self.source:
+            for _ in _tensors(self.source):
                 pass
             return
-        self.source.metadata()
+        _metadata(self.source)
         self.client.start_weight_update()
         calls = ThreadPoolExecutor(1)
         try:
@@ -199,7 +218,7 @@ class PairTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     def _chunks(self) -> Iterator[list[tuple[str, Tensor]]]:
         chunk: list[tuple[str, Tensor]] = []
         filled = 0
-        for name, tensor in self.source:
+        for name, tensor in _tensors(self.source):
             size = tensor.numel() * tensor.element_size()
             if chunk and filled + size > self._info.buffer_bytes:
                 yield chunk

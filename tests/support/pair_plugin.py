@@ -1,6 +1,5 @@
 """Makes :mod:`tests.support.pair` known to vLLM, as somebody's plugin would: by name; and on
-request :mod:`tests.support.sparse_pair` and :mod:`tests.support.m2n_pair`, in place of what vLLM
-knows by their names.
+request vLLM's own engines as they run on CPUs, in place of what vLLM knows by their names.
 
 vLLM is told of it by an entry point (``boot_environment`` of the tests writes it).
 """
@@ -12,12 +11,20 @@ import os
 from typing import Final
 
 MODULE = "tests.support.pair"
-SPARSE_MODULE = "tests.support.sparse_pair"
-M2N_MODULE = "tests.support.m2n_pair"
-# Set to 1, engines take patches, for which their weights must lie as they were loaded.
+# Set to 1, vLLM's engine of that name is one for CPUs.
 SPARSE: Final = "WAVEBUS_TESTS_SPARSE"
-# Set to 1, engines take shards, which go into the weights where they serve.
 M2N: Final = "WAVEBUS_TESTS_M2N"
+NCCL: Final = "WAVEBUS_TESTS_NCCL"
+IPC: Final = "WAVEBUS_TESTS_IPC"
+# The variable, the module and its classes: the worker's and the trainer's.
+_ON_CPU: Final = {
+    "sparse_nccl": (SPARSE, "sparse_pair", "SparseWorkerEngine", "SparseTrainerEngine"),
+    "nccl_m2n": (M2N, "m2n_pair", "M2NWorkerEngine", "M2NTrainerEngine"),
+    "nccl": (NCCL, "nccl_pair", "NCCLWorkerEngine", "NCCLTrainerEngine"),
+    "ipc": (IPC, "ipc_pair", "IPCWorkerEngine", "IPCTrainerEngine"),
+}
+# Those that write into weights where they serve, for which these must lie as they were loaded.
+_IN_PLACE: Final = frozenset({"sparse_nccl", "nccl_m2n"})
 
 
 def register() -> None:
@@ -31,12 +38,11 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine("pair", MODULE, "PairWorkerEngine")
         WeightTransferTrainerFactory.register_engine("pair", MODULE, "PairTrainerEngine")
     bring_collectives()
-    if os.environ.get(SPARSE) == "1":
-        register_sparse()
-        keep_unpacked()
-    if os.environ.get(M2N) == "1":
-        register_m2n()
-        keep_unpacked()
+    for name, (variable, *_) in _ON_CPU.items():
+        if os.environ.get(variable) == "1":
+            register_on_cpu(name)
+            if name in _IN_PLACE:
+                keep_unpacked()
 
 
 def bring_collectives() -> None:
@@ -50,28 +56,20 @@ def bring_collectives() -> None:
         cpu_experts.install()
 
 
-def register_sparse() -> None:
-    """``sparse_nccl`` is the one for CPUs, from now on."""
-    _replace("sparse_nccl", SPARSE_MODULE, "SparseWorkerEngine", "SparseTrainerEngine")
-
-
-def register_m2n() -> None:
-    """``nccl_m2n`` is the one for CPUs, from now on."""
-    _replace("nccl_m2n", M2N_MODULE, "M2NWorkerEngine", "M2NTrainerEngine")
-
-
-def _replace(name: str, module: str, worker: str, trainer: str) -> None:
+def register_on_cpu(name: str) -> None:
+    """vLLM's engine ``name`` is the one for CPUs, from now on."""
     from vllm.distributed.weight_transfer.factory import (  # noqa: PLC0415 - only inside vLLM
         WeightTransferEngineFactory,
         WeightTransferTrainerFactory,
     )
 
+    _, module, worker, trainer = _ON_CPU[name]
     for factory, engine in (
         (WeightTransferEngineFactory, worker),
         (WeightTransferTrainerFactory, trainer),
     ):
         factory._registry.pop(name, None)
-        factory.register_engine(name, module, engine)
+        factory.register_engine(name, f"tests.support.{module}", engine)
 
 
 def keep_unpacked() -> None:

@@ -23,7 +23,7 @@ BREAKS: Final = 65_536.0
 
 
 class Gloo:
-    """What vLLM's engines use of a ``PyNcclCommunicator``."""
+    """What vLLM's broadcasting engines use of a ``PyNcclCommunicator``."""
 
     device = torch.device("cpu")
 
@@ -42,22 +42,22 @@ class Gloo:
         self._group = None
 
 
-def _of_worker(info: Any, parallel: Any) -> Gloo:
+def of_worker(info: Any, parallel: Any) -> Gloo:
     place = parallel.data_parallel_index * parallel.world_size + parallel.rank
     return Gloo(info.master_address, info.master_port, place + info.rank_offset, info.world_size)
 
 
-def _of_trainer(info: Any) -> Gloo:
+def of_trainer(info: Any) -> Gloo:
     return Gloo(info.master_address, info.master_port, 0, info.world_size)
 
 
-def _no_stream(device: object = None) -> None:
+def no_stream(device: object = None) -> None:
     """A CPU has none."""
 
 
-vllms.worker_init_process_group = _of_worker
-vllms.open_trainer_endpoint = _of_trainer
-torch.cuda.current_stream = _no_stream  # type: ignore[assignment]
+vllms.worker_init_process_group = of_worker
+vllms.open_trainer_endpoint = of_trainer
+torch.cuda.current_stream = no_stream  # type: ignore[assignment]
 
 
 class SparseWorkerEngine(vllms.SparseNCCLWeightTransferEngine):  # type: ignore[misc]

@@ -20,7 +20,6 @@ from tests.support import pair_plugin
 from tests.support.checkpoints import perturbed
 from tests.vllm._two import TOKENS, Two, booted_two
 from tests.vllm._vllm import require_vllm
-from trainer_agent.sources import PairSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -203,6 +202,7 @@ def test_who_has_no_bus_notices_nothing(two: Two) -> None:
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  # noqa: PLC0415
 
     from tests.support.pair import PairTrainerInitInfo  # noqa: PLC0415 - it needs vLLM
+    from trainer_agent.bench_native import Weights  # noqa: PLC0415 - same
 
     alone, both = perturbed(two.weights, 8), perturbed(two.weights, 9)
     url = two.server.base_url
@@ -211,7 +211,7 @@ def test_who_has_no_bus_notices_nothing(two: Two) -> None:
         trainer = WeightTransferTrainerFactory.trainer_init(
             PairTrainerInitInfo("127.0.0.1", free_port(), 2, rank=0),
             client=HTTPVLLMWeightSyncClient(url),
-            source=PairSource(alone),
+            source=Weights(alone),
         )
         trainer.send_weights()
         trainer.shutdown()

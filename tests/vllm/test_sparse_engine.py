@@ -46,7 +46,7 @@ K_PROJ = PATCHED[1]
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     folder = tmp_path_factory.mktemp("sparse")
     with booted_two(folder, "sparse_nccl", pair_plugin.SPARSE) as tested:
-        pair_plugin.register_sparse()
+        pair_plugin.register_on_cpu("sparse_nccl")
         yield tested
 
 

@@ -1,9 +1,9 @@
-"""One rank of a trainer that shards its model with FSDP2 over gloo, and sends its shards with
-vLLM's ``nccl_m2n``, as a process.
+"""One rank of a trainer that shards its model with FSDP2 over gloo, and sends it with one of vLLM's
+trainer engines, as a process.
 
-Run as ``python -m tests.support.m2n_rank '<JSON of its arguments>'``. It makes a trainer engine of
-each of the files of weights in turn, sends them as often as is said, and says of each, as a line of
-JSON, which version the bus gave (rank 0 alone knows it), or what was raised.
+Run as ``python -m tests.support.native_rank '<JSON of its arguments>'``. It makes a trainer engine
+of each of the files of weights in turn, sends them as often as is said, and says of each, as a line
+of JSON, which version the bus gave (rank 0 alone knows it), or what was raised.
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ from tests.support import pair_plugin
 from tests.support.fsdp_rank import Tree
 from trainer_agent import SyncTrainerAgent
 
+SHARDING = "nccl_m2n"
 
-def source(path: str, ranks: int) -> Any:
+
+def source(path: str, ranks: int, engine: str) -> Any:
     """vLLM's own, of parameters that are DTensors."""
-    from vllm.distributed.weight_transfer.m2n_source import (  # noqa: PLC0415 - only here
-        DTensorModuleSource,
-    )
+    from tests.support.m2n_source import module_source  # noqa: PLC0415 - it needs vLLM
 
     tree = Tree()
     for name, weight in load_file(path).items():
         tree.put(name, weight)
     fully_shard(tree)
-    return DTensorModuleSource(tree, ranks)
+    return module_source(tree, ranks, shards=engine == SHARDING)
 
 
-def send(agent: SyncTrainerAgent, path: str, ranks: int, times: int) -> int | None:
+def send(agent: SyncTrainerAgent, path: str, told: dict[str, Any]) -> int | None:
     """What a user writes."""
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
 
+    engine: str = told["engine"]
     trainer = WeightTransferTrainerFactory.trainer_init(
-        agent.init_info("nccl_m2n"),
+        agent.init_info(engine, **told["fields"]),
         client=agent.client(),
-        source=agent.source(source(path, ranks)),
+        source=agent.source(source(path, told["ranks"], engine)),
     )
     try:
-        for _ in range(times):
+        for _ in range(told["times"]):
             trainer.send_weights()
     finally:
         trainer.shutdown()
@@ -56,8 +57,8 @@ def send(agent: SyncTrainerAgent, path: str, ranks: int, times: int) -> int | No
 
 def main() -> None:
     bus.log.configure(level="warning", json=True)
-    pair_plugin.register_m2n()
     told: dict[str, Any] = json.loads(sys.argv[1])
+    pair_plugin.register_on_cpu(told["engine"])
     rank, ranks = told["rank"], told["ranks"]
     dist.init_process_group(
         "gloo", init_method=f"file://{told['store']}", rank=rank, world_size=ranks
@@ -68,7 +69,7 @@ def main() -> None:
         for path in told["weights"]:
             answer: dict[str, Any] = {}
             try:
-                answer["version"] = send(agent, path, ranks, told["times"])
+                answer["version"] = send(agent, path, told)
             except WavebusError as error:
                 answer["error"] = f"{type(error).__name__}: {error}"
             say(**answer)
