@@ -141,6 +141,30 @@ class CoreLink:
             self._gateway_pid = 0
 
 
+def check_ranks(who: str, *, hybrid: bool, elastic: bool) -> None:
+    """Refuse an engine whose data parallel ranks the bus can't tell apart, or can't count on.
+
+    Args:
+        who: the engine, in words.
+        hybrid: it was booted with ``data_parallel_hybrid_lb``.
+        elastic: it was booted with ``enable_elastic_ep``.
+
+    Raises:
+        EngineError: says what was found, and how to boot instead.
+    """
+    if hybrid:
+        raise EngineError(
+            f"{who} has --data-parallel-hybrid-lb, which puts several ranks of a DP group behind "
+            "one engine: start it with --data-parallel-external-lb, with one sidecar per rank"
+        )
+    if elastic:
+        raise EngineError(
+            f"{who} has --enable-elastic-ep, with which ranks join and leave a DP group while it "
+            "serves. The bus pauses and updates a fixed set of ranks: start it without "
+            "--enable-elastic-ep, and restart all ranks to change how many there are"
+        )
+
+
 def _refuse_uncoordinated(facts: Facts, info: EngineInfo) -> None:
     if facts.coordinator != "bus":
         raise EngineError(

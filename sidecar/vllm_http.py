@@ -23,6 +23,7 @@ import anyio
 
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.lora import adapter_of
+from bus.seams import require_supported
 from sidecar.engine import (
     EngineInfo,
     PauseMode,
@@ -32,12 +33,13 @@ from sidecar.engine import (
 )
 from sidecar.vllm_adapters import AdapterRoutes
 from sidecar.vllm_connections import Connections
-from sidecar.vllm_core import CoreLink
+from sidecar.vllm_core import CoreLink, check_ranks
 from sidecar.vllm_door import DoorHand
 from sidecar.vllm_inprocess import driven_backends, parse_version
 from sidecar.vllm_plugin import facts
 from sidecar.vllm_plugin.client import PluginClient, UpdatesByPlugin, engine_error
-from sidecar.vllm_plugin.compat import check_backend, check_version
+from sidecar.vllm_plugin.compat import check_backend
+from sidecar.vllm_plugin.wire import find_failure
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -128,7 +130,7 @@ class VllmHttpEngine(UpdatesByPlugin):
             self._connections = Connections(CONNECT_S)
         await self._wait_until_healthy()
         version = str((await self._ask("/version"))["version"])
-        check_version(version)
+        require_supported(version)
         config = await self._config()
         backend = str((config.get("weight_transfer_config") or {}).get("backend", ""))
         who = f"the server at {self._url}"
@@ -136,6 +138,11 @@ class VllmHttpEngine(UpdatesByPlugin):
         # Asked before any call of the plugin's: without it, that would fail in all workers.
         facts.check_drives(await self._ask_workers(facts.ASK_PRESENCE), backend, who)
         parallel = config["parallel_config"]
+        check_ranks(
+            who,
+            hybrid=bool(parallel.get("data_parallel_hybrid_lb")),
+            elastic=bool(parallel.get("enable_elastic_ep")),
+        )
         external = bool(parallel["data_parallel_external_lb"])
         cores = 1 if external else int(parallel["data_parallel_size"])
         await self._plugin.hello(cores=cores)
@@ -256,7 +263,7 @@ class VllmHttpEngine(UpdatesByPlugin):
 
     async def wake(self) -> None:
         await self._ask_workers("wake_up", {"tags": None})
-        await self.resume()
+        await self.post("/wake_up")
 
     async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
         """Where the cores have no door (another vLLM than we know), requests are queued."""
@@ -374,8 +381,25 @@ class VllmHttpEngine(UpdatesByPlugin):
         async with self._response(method, path, **how) as response:
             if not response.ok:
                 self._open().failed()
-                raise _refused(path, response.status, await response.text())
+                raise await self._failure(path, response.status, await response.text())
             yield response
+
+    async def _failure(self, path: str, status: int, text: str) -> EngineError:
+        """What an answer with an error status means.
+
+        A dead engine is recognised by ``/health``. The text can't say it: it differs between
+        releases of vLLM, and newer ones (0.33) keep the cause from clients.
+        """
+        if status == NOT_FOUND:
+            return EngineError(
+                f"the server has no {path}: start the server with VLLM_SERVER_DEV_MODE=1 "
+                "(it brings the RL routes), bound to 127.0.0.1"
+            )
+        if find_failure(text) is not None:
+            return engine_error(text)
+        if status >= SERVER_ERROR and await self._is_dead():
+            return EngineDead(f"{path}: the server's engine is dead")
+        return EngineError(f"{path} answered {status}: {text[:2000]}")
 
     @asynccontextmanager
     async def _response(
@@ -413,6 +437,15 @@ class VllmHttpEngine(UpdatesByPlugin):
             session.get(f"{self._url}/health", timeout=timeout) as response,
         ):
             return response.status
+
+    async def _is_dead(self) -> bool:
+        """Whether the server says that its engine is dead, or has ended with it."""
+        try:
+            return await self._health() == UNAVAILABLE
+        except TimeoutError:
+            return False
+        except aiohttp.ClientConnectionError:
+            return True
 
     async def _wait_until_healthy(self) -> None:
         last = "nothing was heard"
@@ -470,31 +503,10 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _refused(path: str, status: int, text: str) -> EngineError:
-    if status == NOT_FOUND:
-        return EngineError(
-            f"the server has no {path}: start the server with VLLM_SERVER_DEV_MODE=1 "
-            "(it brings the RL routes), bound to 127.0.0.1"
-        )
-    if "EngineDeadError" in text or "EngineCore encountered an issue" in text:
-        return EngineDead(f"{path}: the server's engine is dead")
-    error = engine_error(text)
-    return (
-        error
-        if error.tensor or error.detail != text
-        else EngineError(f"{path} answered {status}: {text[:2000]}")
-    )
-
-
 def _info(
     config: dict[str, Any], version: str, url: str, backend: str, *, draft: bool
 ) -> EngineInfo:
     parallel = config["parallel_config"]
-    if parallel.get("data_parallel_hybrid_lb"):
-        raise EngineError(
-            "--data-parallel-hybrid-lb puts several ranks of a DP group behind one server; "
-            "use --data-parallel-external-lb, with one sidecar per rank"
-        )
     external = bool(parallel["data_parallel_external_lb"])
     world, dp_size = int(parallel["world_size"]), int(parallel["data_parallel_size"])
     return EngineInfo(

@@ -14,6 +14,7 @@ import anyio
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.lora import adapter_of
 from bus.native import native_name
+from bus.seams import require_supported
 from sidecar.engine import (
     EngineInfo,
     PauseMode,
@@ -23,11 +24,11 @@ from sidecar.engine import (
 )
 from sidecar.transfer import available_backends
 from sidecar.vllm_adapters import adapter_id, adapter_path
-from sidecar.vllm_core import CoreLink
+from sidecar.vllm_core import CoreLink, check_ranks
 from sidecar.vllm_door import DoorHand
 from sidecar.vllm_plugin import facts
 from sidecar.vllm_plugin.client import PluginClient, UpdatesByPlugin, engine_error
-from sidecar.vllm_plugin.compat import BACKEND, check_backend, check_version
+from sidecar.vllm_plugin.compat import BACKEND, check_backend
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -66,7 +67,7 @@ class VllmEngine(UpdatesByPlugin):
         """
         import vllm  # noqa: PLC0415 - whoever has an AsyncLLM has vLLM; nobody else needs it
 
-        check_version(vllm.__version__)
+        require_supported(vllm.__version__)
         config = self._llm.vllm_config
         transfer = config.weight_transfer_config
         backend = "" if transfer is None else str(transfer.backend)
@@ -76,11 +77,11 @@ class VllmEngine(UpdatesByPlugin):
         present = await _call(self._llm.collective_rpc(facts.ASK_PRESENCE))
         facts.check_drives(present, backend, who)
         parallel = config.parallel_config
-        if parallel.data_parallel_hybrid_lb:
-            raise EngineError(
-                "data_parallel_hybrid_lb puts several ranks of a DP group behind one client; "
-                "use data_parallel_external_lb, with one sidecar per rank"
-            )
+        check_ranks(
+            who,
+            hybrid=parallel.data_parallel_hybrid_lb,
+            elastic=bool(getattr(parallel, "enable_elastic_ep", False)),
+        )
         # Behind an internal load balancer one client pauses all ranks: a DP group of one.
         external = bool(parallel.data_parallel_external_lb)
         cores = 1 if external else int(parallel.data_parallel_size)
@@ -162,8 +163,10 @@ class VllmEngine(UpdatesByPlugin):
         await self._rpc("wake_up", {"tags": ["weights"]})
 
     async def wake(self) -> None:
+        """The workers wake. Then vLLM's own wake finds nothing asleep: it resumes, and, on 0.33,
+        tells the KV connector where the cache lies now."""
         await self._rpc("wake_up", {"tags": None})
-        await self.resume()
+        await _call(self._llm.wake_up())
 
     async def _rpc(self, method: str, kwargs: dict[str, Any]) -> None:
         """Of the workers themselves: vLLM's own sleep pauses a second time, for which a rank

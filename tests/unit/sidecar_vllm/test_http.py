@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from bus.errors import EngineDead, EngineError, UsageError
+from bus.messages import NackCode
 from sidecar import vllm_connections
 from sidecar.engine import ProbeResult
 from sidecar.vllm_http import VllmHttpEngine
@@ -34,6 +36,13 @@ def test_urls_that_are_none(url: str) -> None:
         VllmHttpEngine(url)
 
 
+PRESENT = facts._PRESENT + "wavebus"
+FAILURE = wire.Failure(NackCode.CHECKSUM_MISMATCH, "lm_head.weight differs", "lm_head.weight")
+# What vLLM 0.32 and 0.33 answer on their RL routes when a call has failed.
+OLD_DEATH = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+NEW_DEATH = "The server had an error while processing your request."
+
+
 class Server:
     """Answers as an API server would: which of its routes it has is up to the test."""
 
@@ -41,13 +50,13 @@ class Server:
         self.routes: dict[str, Any] = {"health": None, **routes}
         self.ports: list[int] = []  # the callers', of each call
         self.posts: list[tuple[str, Any]] = []  # routes and bodies
+        self.names: list[str] = []  # the routes that were called
         self._asked = asyncio.Condition()
-        self._names: list[str] = []
 
     async def asked(self, name: str) -> None:
         """Wait until this route was called."""
         async with self._asked:
-            await self._asked.wait_for(lambda: name in self._names)
+            await self._asked.wait_for(lambda: name in self.names)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         name = request.path.strip("/")
@@ -56,7 +65,7 @@ class Server:
         if request.method == "POST" and request.can_read_body:
             self.posts.append((name, await request.json()))
         async with self._asked:
-            self._names.append(name)
+            self.names.append(name)
             self._asked.notify_all()
         if name not in self.routes:
             return web.json_response({"detail": "Not Found"}, status=404)
@@ -89,9 +98,9 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(scenario, 30))
 
 
-def config(backend: str | None) -> dict[str, Any]:
+def config(backend: str | None, **parallel: bool) -> dict[str, Any]:
     transfer = None if backend is None else {"backend": backend}
-    return {"vllm_config": {"weight_transfer_config": transfer}}
+    return {"vllm_config": {"weight_transfer_config": transfer, "parallel_config": parallel}}
 
 
 @pytest.mark.parametrize(
@@ -114,6 +123,22 @@ def config(backend: str | None) -> dict[str, Any]:
         (
             {"version": {"version": "0.32.0"}, "server_info": config("sharded_rdt")},
             "'sharded_rdt', which the bus can't drive",
+        ),
+        (
+            {
+                "version": {"version": "0.33.0"},
+                "server_info": config("wavebus", enable_elastic_ep=True),
+                "collective_rpc": {"results": [PRESENT]},
+            },
+            "has --enable-elastic-ep.*start it without",
+        ),
+        (
+            {
+                "version": {"version": "0.33.0"},
+                "server_info": config("wavebus", data_parallel_hybrid_lb=True),
+                "collective_rpc": {"results": [PRESENT]},
+            },
+            "has --data-parallel-hybrid-lb.*with one sidecar per rank",
         ),
         ({"health": web.HTTPServiceUnavailable()}, "no healthy server"),
     ],
@@ -251,7 +276,8 @@ def test_a_connection_that_saw_a_failure_is_not_used_again() -> None:
             await server.asked("pause")
             with pytest.raises(EngineError):
                 await engine.post("/abort_requests")
-            failed = server.ports[-1]
+            failed, asked_for_health = server.ports[-2:]
+            assert failed != asked_for_health
             await engine.resume()
             assert server.ports[-1] not in (failed, kept)
             waiting.set()
@@ -288,5 +314,75 @@ def test_a_server_may_say_that_its_engine_is_dead() -> None:
                 await engine.start()
             server.routes["health"] = web.HTTPServiceUnavailable()
             assert "503" in await engine.died()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("text", [OLD_DEATH, NEW_DEATH, "Failed to pause generation: whatever"])
+def test_a_dead_engine_is_recognised_by_its_servers_health(text: str) -> None:
+    """Whatever the answer says; the same answer of a healthy server is an error of the call."""
+
+    async def scenario() -> None:
+        server = Server(pause=web.HTTPInternalServerError(text=text))
+        async with serving(server) as (engine, _):
+            engine._connections = vllm_connections.Connections(5.0)
+            with pytest.raises(EngineError) as failed:
+                await engine.pause("keep", clear_cache=True)
+            assert failed.value.code is NackCode.ENGINE_FAILED
+            assert text in failed.value.detail
+            server.routes["pause"] = web.HTTPInternalServerError(text=text)
+            server.routes["health"] = web.HTTPServiceUnavailable()
+            with pytest.raises(EngineDead):
+                await engine.pause("keep", clear_cache=True)
+
+    run(scenario())
+
+
+def test_a_server_that_ends_with_its_engine_is_dead() -> None:
+    """It has answered, and nobody listens any more."""
+
+    async def scenario() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            server.close()
+            writer.write(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 2\r\n\r\n{}")
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        engine = VllmHttpEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        engine._connections = vllm_connections.Connections(5.0)
+        with pytest.raises(EngineDead, match="/pause: the server's engine is dead"):
+            await engine.pause("keep", clear_cache=True)
+        await engine.close()
+
+    run(scenario())
+
+
+def test_what_the_plugin_says_gets_through_an_error() -> None:
+    """With its code and its tensor; nobody asks for the server's health."""
+    said = {"error": {"message": f"Call failed: {FAILURE.to_text()}"}}
+    answer = web.HTTPInternalServerError(text=json.dumps(said))
+
+    async def scenario() -> None:
+        server = Server(collective_rpc=answer)
+        async with serving(server) as (engine, _):
+            engine._connections = vllm_connections.Connections(5.0)
+            with pytest.raises(EngineError) as failed:
+                await engine.start_update(recover=False)
+            assert (failed.value.code, failed.value.tensor) == (FAILURE.code, FAILURE.tensor)
+            assert len(server.ports) == 1
+
+    run(scenario())
+
+
+def test_an_engine_wakes_by_its_workers_and_resumes_by_vllms_own_wake() -> None:
+    """That one tells a KV connector where the cache lies now."""
+
+    async def scenario() -> None:
+        server = Server(collective_rpc={"results": [None]}, wake_up={"status": "awake"})
+        async with serving(server) as (engine, _):
+            engine._connections = vllm_connections.Connections(5.0)
+            await engine.wake()
+            assert server.names == ["collective_rpc", "wake_up"]
 
     run(scenario())
