@@ -8,8 +8,10 @@ engine, on the second GPU: patches onto a whole set of weights that the agent ha
 and onto each other; ``nccl_m2n`` to a fourth one, there as well, if NVIDIA's library for it is
 here: without it its rounds are skipped, and the table says why. After each update the engine's
 greedy tokens and the sums of ``/weight_checker`` must be those of an engine that was booted with
-the checkpoint which was sent. Prints one table, last; exits with 1 if anything is wrong or took too
-long, or nothing was run. Some two minutes, most of which is booting.
+the checkpoint which was sent. A whole set is sent twice by the same trainer engine, since some
+describe their tensors in the first update only. Prints one table, last; exits with 1 if anything is
+wrong or took too long, or nothing was run. Some two minutes, most of which is booting.
+``--one-gpu`` puts all on the first one (:mod:`tests.gpu.one_gpu`): its times mean nothing.
 
 Without GPUs the same runs with a pair of engines that is made like vLLM's own
 (:mod:`tests.support.pair`), and ``sparse_nccl`` and ``nccl_m2n`` over gloo
@@ -34,8 +36,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from tests.gpu import one_gpu
 from tests.gpu.checkpoints import dense_config, make
-from tests.gpu.register import register, register_pair
+from tests.gpu.register import register, register_one_gpu, register_pair
 from tests.gpu.serving import EngineSpec, Served, Serving, served
 from tests.support import pair_plugin
 from trainer_agent import SyncTrainerAgent
@@ -138,7 +141,7 @@ def _mix(
 # -- processes ------------------------------------------------------------------------
 
 
-def environment(folder: Path, *, cpu: bool) -> dict[str, str]:
+def environment(folder: Path, *, cpu: bool, share_gpu: bool) -> dict[str, str]:
     """Under which vLLM finds the plugin: the installed one, or this checkout's."""
     path = [str(ROOT)]
     try:
@@ -148,6 +151,9 @@ def environment(folder: Path, *, cpu: bool) -> dict[str, str]:
         path.insert(0, str(folder))
     if cpu:
         register_pair(folder)
+        path.insert(0, str(folder))
+    if share_gpu:
+        register_one_gpu(folder)
         path.insert(0, str(folder))
     more = os.environ.get("PYTHONPATH")
     return {
@@ -217,6 +223,8 @@ def update(
         begun_s = time.perf_counter()
         if this.base is None:
             trainer.send_weights()
+            begun_s = time.perf_counter()
+            trainer.send_weights()
         else:
             trainer.send_weights(agent.patches(difference(weights[this.base], new)))
         outcome.sent_ms = round((time.perf_counter() - begun_s) * 1000, 1)
@@ -254,10 +262,12 @@ class Bench:
         self.figures: dict[str, Any] = {}
         self._folder = folder
         options.logs.mkdir(parents=True, exist_ok=True)
-        variables = environment(folder, cpu=self.cpu)
+        variables = environment(folder, cpu=self.cpu, share_gpu=options.one_gpu)
         if self.cpu:  # all keep weights as they are loaded, or their sums could not be compared
             variables[pair_plugin.SPARSE] = variables[pair_plugin.M2N] = "1"
-        self.serving = Serving(options.device, folder, options.logs, variables)
+        self.serving = Serving(
+            options.device, folder, options.logs, variables, share_gpu=options.one_gpu
+        )
         self._agents: dict[str, SyncTrainerAgent] = {}
 
     def engines(self) -> list[EngineSpec]:
@@ -345,15 +355,18 @@ def main() -> None:
     parser.add_argument("--only", choices=["", "nccl", "ipc", "pair", SPARSE, M2N], default="")
     parser.add_argument("--boot-s", type=float, default=150.0)
     parser.add_argument("--logs", type=Path, default=Path("gpu-logs/native"))
+    parser.add_argument("--one-gpu", action="store_true", help="all on the first one")
     options = parser.parse_args()
     if options.device == "cuda":
-        need = 1 if options.only == "ipc" else 2
+        need = 1 if options.only == "ipc" or options.one_gpu else 2
+        if options.one_gpu:
+            one_gpu.apart()
         if torch.cuda.device_count() < need:
             parser.error(f"{need} GPUs are needed, and {torch.cuda.device_count()} are here")
     else:
         pair_plugin.register()
-        pair_plugin.register_sparse()
-        pair_plugin.register_m2n()
+        pair_plugin.register_on_cpu(SPARSE)
+        pair_plugin.register_on_cpu(M2N)
     options.logs = options.logs.resolve()
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(options, Path(name))
