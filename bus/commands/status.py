@@ -98,7 +98,8 @@ def _dp_groups(group: GroupStatus) -> list[str]:
             (
                 each.name,
                 each.state + (", a request waits" if each.first_req else ""),
-                str(each.wave),
+                str(each.wave)
+                + (f", begun by rank {each.started_by}" if each.started_by is not None else ""),
                 f"{each.ranks} of {each.size}",
                 each.health,
                 each.gateway or "-",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from bus.messages import EngineView, GroupStatus, OutView, Status, WaitView
+    from bus.messages import DpGroupView, EngineView, GroupStatus, OutView, Status, WaitView
 
 # blocked: it lives, and its own call has not returned. silent: not heard for two heartbeats.
 # wedged: its DP group stands in a collective. dead: a rank of its DP group is gone, or it is.
@@ -82,10 +82,17 @@ def _judge(engine: EngineView | None, group: GroupStatus, status: Status) -> tup
     heard = f"heard {_for(engine.last_heard_ms)} ago"
     if engine.last_heard_ms > _SILENT_BEATS * status.heartbeat_ms:
         return "silent", f"{heard}; it is lost at {_for(status.peer_timeout_ms)}"
+    wave = f"; {_wave(dp_group)}" if dp_group is not None else ""
     return "blocked", (
         f"it lives ({heard}), and its own call has not returned; it says that it is "
-        f"{engine.phase}, with {engine.in_flight} requests"
+        f"{engine.phase}, with {engine.in_flight} requests{wave}"
     )
+
+
+def _wave(dp_group: DpGroupView) -> str:
+    """Where the waves of a DP group stand."""
+    by = f", begun by rank {dp_group.started_by}" if dp_group.started_by is not None else ""
+    return f"DP group {dp_group.name} is {dp_group.state}, wave {dp_group.wave}{by}"
 
 
 def _between_steps(group: GroupStatus, status: Status) -> list[Finding]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _LONGEST_TEXT: Final = 80
 _MOST_ENTRIES: Final = 8
-_TOLD_AS_ZERO: Final = ("chunk", "version")
+_TOLD_AS_ZERO: Final = ("chunk", "version", "wave", "rank")
 
 
 @dataclass(frozen=True, slots=True)

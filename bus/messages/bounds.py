@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 from msgspec import Meta
 
 WIRE_MAJOR: Final = 1
-WIRE_MINOR: Final = 3
+WIRE_MINOR: Final = 4
 # Bounds. A frame over MAX_FRAME_BYTES is refused unread; 16 MiB hold the manifest
 # of a model of 100,000 tensors with names of 100 characters.
 MAX_FRAME_BYTES: Final = 16 * 1024 * 1024

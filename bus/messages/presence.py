@@ -62,12 +62,16 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class GatewayFacts:
-    """The coordinator of one DP group, and where its waves stand when it joins."""
+    """The coordinator of one DP group, and where its waves stand when it joins.
+
+    ``rank``: the rank that began the wave that runs; None if no wave runs, or nobody knows.
+    """
 
     dp_group: Name
     dp_size: Size
     wave: Count
     running: bool
+    rank: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)

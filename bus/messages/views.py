@@ -44,7 +44,8 @@ class EngineView:
 @dataclass(frozen=True, slots=True)
 class DpGroupView:
     """``state`` is the wave machine's; ``health`` is ok, slow, wedged or down, and
-    ``diagnosis`` says why in words."""
+    ``diagnosis`` says why in words. ``started_by`` is the rank that began the wave that runs;
+    None if no wave runs, or nobody knows."""
 
     name: ShortText
     state: ShortText
@@ -55,6 +56,7 @@ class DpGroupView:
     gateway: ShortText
     health: ShortText
     diagnosis: LongText
+    started_by: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,11 @@ from bus.messages.bounds import Count, Name, ShortText
 
 @dataclass(frozen=True, slots=True)
 class FirstReq:
-    """Rank ``rank`` of an idle DP group got a request; ``wave`` is the one to start."""
+    """Rank ``rank`` of an idle DP group got a request; ``wave`` is the one to start.
+
+    Only where front ends wake their group (vLLM 0.32, the embedded engine). Where engines start
+    waves by themselves (vLLM 0.33), WAVE_STARTED names the rank, and nothing is asked.
+    """
 
     dp_group: Name
     rank: Count
@@ -37,11 +41,17 @@ class StartDpWave:
 
 @dataclass(frozen=True, slots=True)
 class WaveStarted:
-    """``local``: decided without the broker, which had not answered."""
+    """A wave runs. Its coordinator tells the broker; it does not ask.
+
+    ``local``: the coordinator decided a FIRST_REQ by itself, because the broker had not answered.
+    ``rank``: the rank that began the wave with its first request. Rank 0 also reports a wave
+    that begins with a resume. None: an older coordinator, which does not name the rank.
+    """
 
     dp_group: Name
     wave: Count
     local: bool
+    rank: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,12 @@ tell it that a wave has started or is over, and it starts cores and tells front 
 asks the broker first, since the broker knows whether the group is paused; a broker that
 does not answer in time is not waited for.
 
+Who starts a wave depends on the vLLM. In 0.32, and in the embedded engine, a front end does, by a
+FIRST_REQ. In 0.33 an engine does: the rank that gets a request while its group is idle and not
+paused steps at once and reports STARTED. Then no FIRST_REQ comes, so of the states below only
+IDLE and RUNNING are entered, nobody asks the broker, and the START to the other ranks waits for
+nobody. The broker gets WAVE_STARTED with that rank, and WAVE_COMPLETE.
+
 ::
 
     state    event      next     what is done
@@ -19,11 +25,14 @@ does not answer in time is not waited for.
     HELD     ALLOWED    OWED     START
     HELD     OVERDUE    HELD     START: paused cores drop it, and a broker may be wrong
     HELD     JOINED     ASKED    FIRST_REQ to the new broker
-    any      STARTED    RUNNING  START to the others, front ends and the broker are told
+    any      STARTED    RUNNING  START to the others, front ends and the broker are told, with
+                                 the rank of the FIRST_REQ, or else the one that reports
     any      COMPLETE   IDLE     front ends and the broker are told
 
 Beside it, READY: cores subscribe, and once all have, they are told so, and again whenever
-one subscribes later. Nothing may come to a core before that: START waits for it.
+one subscribes later. Nothing may come to a core before that: START waits for it. A core that
+subscribes again has lost its connection, and perhaps a START with it. So in RUNNING the START
+follows its READY once more.
 
 Events that are not in a state's rows change nothing: a FIRST_REQ while one is under way,
 an answer of the broker that nobody waits for.
@@ -38,6 +47,8 @@ Invariants:
   FIRST_REQ. After a FIRST_REQ that did not start a wave they hear "not running" again.
 - A FIRST_REQ stays owed until a core says that its wave runs, or is over.
 - Cores get no START before READY.
+- The broker gets the end of every wave: a STARTED of the next number is one, too, when it
+  overtakes the COMPLETE of rank 0.
 """
 
 from __future__ import annotations
@@ -136,7 +147,7 @@ class Gateway:
         self.cores = 0  # subscriptions; a core that reconnects subscribes anew
         self.state = _S.IDLE
         self.wave = 0
-        self.rank = 0  # that asked last
+        self.rank = 0  # that asked last, or began the wave that runs
         self.local = False  # the wave under way was decided here
         self._asked_ms = 0.0
         self._due_ms: float | None = None
@@ -147,6 +158,11 @@ class Gateway:
     def running(self) -> bool:
         """Whether a core has said so."""
         return self.state is _S.RUNNING
+
+    @property
+    def started_by(self) -> int | None:
+        """The rank that began the wave that runs."""
+        return self.rank if self.running else None
 
     @property
     def ready(self) -> bool:
@@ -160,9 +176,13 @@ class Gateway:
         self.cores += 1
         if not self.ready:
             return []
-        if self.cores > self.size:
-            return [Ready()]
-        return [Ready(), Note("cores_ready", fields={"dp_group": self.dp_group})]
+        effects: list[GatewayEffect] = [Ready()]
+        if self.cores == self.size:
+            effects.append(Note("cores_ready", fields={"dp_group": self.dp_group}))
+        if self.running:
+            # The START of this wave may be lost with the connection that the core had before.
+            effects += self._start_cores()
+        return effects
 
     def front_subscribed(self, now_ms: float) -> list[GatewayEffect]:
         """A front end listens; until it hears where things stand, it believes in wave 0."""
@@ -185,17 +205,30 @@ class Gateway:
         return [Send(self._first_req()), self._publish(now_ms)]
 
     def started(self, wave: int, rank: int, now_ms: float) -> list[GatewayEffect]:
-        """A core says that this wave runs; the others may still have to join it."""
+        """A core says that this wave runs; the others may still have to join it.
+
+        ``rank`` got the first request, or, rank 0, says that all ranks step: after a FIRST_REQ,
+        or after a resume that found requests.
+        """
         if wave < self.wave or (wave == self.wave and self.running):
             return []
+        over = [Send(WaveComplete(self.dp_group, wave - 1))] if wave > self.wave else []
+        if wave > self.wave or self.state is _S.IDLE:
+            self.rank = rank
         self._go(_E.STARTED)
         self.wave = wave
         self._due_ms = None
-        took: dict[str, object] = {"dp_group": self.dp_group, "wave": wave, "local": self.local}
+        took: dict[str, object] = {
+            "dp_group": self.dp_group,
+            "wave": wave,
+            "rank": self.rank,
+            "local": self.local,
+        }
         return [
             *self._start_cores(rank),
             self._publish(now_ms),
-            Send(WaveStarted(self.dp_group, wave, self.local)),
+            *over,
+            Send(WaveStarted(self.dp_group, wave, self.local, self.rank)),
             Note("wave_started", "debug", took),
         ]
 

@@ -20,13 +20,15 @@ mirrors it, and knows what the coordinator can't: whether the group is being pau
     LOCAL    COMPLETE     LOCAL     the number grows
     LOCAL    PAUSE        LOCAL     (asked again)
     LOCAL    PAUSED       GLOBAL
-    LOCAL    RESUMED      IDLE      (fell out of the pause)
+    LOCAL    RESUMED      IDLE      (fell out of the pause) RUNNING if a wave is under way
     GLOBAL   FIRST_REQ    GLOBAL    FIRST_REQ_HELD: kept
-    GLOBAL   STARTED      GLOBAL    (a notice that was under way)
+    GLOBAL   STARTED      GLOBAL    (an old notice; or the resume began a wave, and not all
+                                    ranks have acked it)
     GLOBAL   COMPLETE     GLOBAL    the number grows
     GLOBAL   PAUSE        GLOBAL
     GLOBAL   PAUSED       GLOBAL
-    GLOBAL   RESUMED      IDLE      what was kept starts: START_DP_WAVE, RUNNING
+    GLOBAL   RESUMED      IDLE      what was kept starts: START_DP_WAVE, RUNNING; RUNNING
+                                    also if a wave is under way
     DOWN     FIRST_REQ    DOWN      FIRST_REQ_HELD
     DOWN     STARTED      DOWN
     DOWN     COMPLETE     DOWN
@@ -38,6 +40,11 @@ Invariants:
 - START_DP_WAVE is sent while the group may still step, and never after PAUSED: a rank
   that is paused for good must not be asked into a wave that the others don't join.
 - A FIRST_REQ that comes after PAUSED is kept, and starts a wave on RESUMED.
+- Where engines start waves by themselves (vLLM 0.33), no FIRST_REQ comes: STARTED and COMPLETE
+  are all that the broker learns, and it answers neither.
+- A wave is under way from STARTED to COMPLETE. PAUSED ends it as well, since all ranks are idle
+  then; a STARTED after PAUSED is remembered for RESUMED, because a resume may begin a wave
+  before the broker has the acks of all ranks.
 - The number never falls within one life of the DP group, and is never made up here:
   it is the greatest that a coordinator has told.
 - A rank is DOWN with all its mates, until all have joined anew.
@@ -113,6 +120,8 @@ class WaveMachine:
         self.state = _S.RUNNING if running else _S.IDLE
         self.wave = wave
         self.kept = False  # a FIRST_REQ that waits for the resume
+        self.under_way = running  # a coordinator, or a status page, has said so
+        self.rank: int | None = None  # that began it; None: nobody knows
 
     def first_req(self, wave: int) -> bool:
         """A request has come to an idle rank; True: START_DP_WAVE, False: it is kept."""
@@ -123,24 +132,35 @@ class WaveMachine:
             return False
         return True
 
-    def started(self, wave: int) -> None:
-        """A coordinator says that this wave runs; an old notice changes nothing."""
-        if wave < self.wave:
-            return
-        self._go(_E.STARTED)
-        self.wave = wave
+    @property
+    def started_by(self) -> int | None:
+        """The rank that began the wave under way; None if none is, or nobody knows."""
+        return self.rank if self.under_way else None
 
-    def complete(self, wave: int) -> None:
-        """A coordinator says that all ranks are idle; an old notice changes nothing."""
+    def started(self, wave: int, rank: int | None = None) -> bool:
+        """A coordinator says that ``rank`` began this wave; False: the notice is old, and
+        changes nothing."""
         if wave < self.wave:
-            return
+            return False
+        self._go(_E.STARTED)
+        self.wave, self.rank = wave, rank
+        self.under_way = self.state is not _S.DOWN
+        return True
+
+    def complete(self, wave: int) -> bool:
+        """A coordinator says that all ranks are idle; False: the notice is old, and changes
+        nothing."""
+        if wave < self.wave:
+            return False
         self._go(_E.COMPLETE)
         self.wave = wave + 1
+        self.under_way = False
+        return True
 
-    def mirror(self, wave: int, *, running: bool) -> None:
+    def mirror(self, wave: int, *, running: bool, rank: int | None = None) -> None:
         """Where a coordinator's waves stand: it may have told of them while nobody heard."""
         if running:
-            self.started(wave)
+            self.started(wave, rank)
         elif wave > self.wave:
             self.complete(wave - 1)
 
@@ -153,12 +173,15 @@ class WaveMachine:
         """Every rank has acked PAUSE_GLOBAL."""
         if self.state is not _S.DOWN:
             self._go(_E.PAUSED)
+            self.under_way = False
 
     def resumed(self) -> bool:
         """Every rank schedules again; True: a wave was kept, START it."""
         if self.state in (_S.IDLE, _S.RUNNING, _S.DOWN):
             return False
         self._go(_E.RESUMED)
+        if self.under_way:
+            self._go(_E.STARTED)
         if not self.kept:
             return False
         self.kept = False
@@ -167,7 +190,7 @@ class WaveMachine:
     def lost(self) -> None:
         """One of its ranks is gone."""
         self._go(_E.LOST)
-        self.kept = False
+        self.kept = self.under_way = False
 
     def whole(self) -> None:
         """All ranks are there again, in a new life that counts its waves anew."""

@@ -77,6 +77,7 @@ class DpGroup:
             gateway=self.gateway.name if self.gateway else "",
             health=self.diagnosis.health,
             diagnosis=self.diagnosis.text[:4096],
+            started_by=self.wave.started_by,
         )
 
 
@@ -147,8 +148,12 @@ class Waves:
         if group.gateway_boot not in (0, peer.boot):
             group.wave.wave = 0  # another life of the DP group, with a coordinator of its own
         group.gateway, group.gateway_boot = peer, peer.boot
-        group.wave.mirror(facts.wave, running=facts.running)
-        return []
+        effects: list[Effect] = []
+        if facts.wave > group.wave.wave:
+            effects += self._complete(group, facts.wave - 1, "join")
+        if facts.running:
+            effects += self._started(group, facts.wave, facts.rank, "join")
+        return effects
 
     def gateway_lost(self, peer: Peer) -> list[Effect]:
         """A coordinator is gone; its cores are woken by nobody now, unless it lives unheard."""
@@ -169,17 +174,40 @@ class Waves:
             case FirstReq(_, rank, wave):
                 peer.gateway = replace(facts, wave=wave, running=False)
                 return self._first_req(group, peer, msg_id, rank, wave)
-            case WaveStarted(_, wave, local):
-                peer.gateway = replace(facts, wave=wave, running=True)
-                group.wave.started(wave)
-                fields: dict[str, object] = {"wave": wave, "local": local}
-                return [self._note("wave_started", group, "debug", fields)]
+            case WaveStarted(_, wave, local, rank):
+                peer.gateway = replace(facts, wave=wave, running=True, rank=rank)
+                return self._started(group, wave, rank, "coordinator", local=local)
             case WaveComplete(_, wave):
-                peer.gateway = replace(facts, wave=wave + 1, running=False)
-                group.wave.complete(wave)
-                return [self._note("wave_complete", group, "debug", {"wave": wave})]
+                peer.gateway = replace(facts, wave=wave + 1, running=False, rank=None)
+                return self._complete(group, wave, "coordinator")
             case _:
                 return []
+
+    def _started(
+        self, group: DpGroup, wave: int, rank: int | None, source: str, *, local: bool = False
+    ) -> list[Effect]:
+        """A wave runs, says ``source``. It is told once, and an old notice never."""
+        waves = group.wave
+        known = waves.under_way and waves.wave == wave
+        fields: dict[str, object] = {
+            "wave": wave,
+            "rank": rank,
+            "local": local,
+            "state": waves.state.value,
+            "source": source,
+        }
+        if not waves.started(wave, rank) or known:
+            return []
+        return [self._note("wave_started", group, "debug", fields)]
+
+    def _complete(self, group: DpGroup, wave: int, source: str) -> list[Effect]:
+        """A wave is over, and all before it. ``start_seen``: its start was told before."""
+        waves = group.wave
+        seen = waves.under_way and waves.wave == wave
+        if not waves.complete(wave):
+            return []
+        fields: dict[str, object] = {"wave": wave, "start_seen": seen, "source": source}
+        return [self._note("wave_complete", group, "debug", fields)]
 
     def _first_req(
         self, group: DpGroup, peer: Peer, msg_id: int, rank: int, wave: int
@@ -205,16 +233,28 @@ class Waves:
         if group is None or peer.facts is None:
             return []
         group.watchdog.report(peer.facts.dp_rank, peer.name, status, now_ms)
+        effects: list[Effect] = []
         if group.gateway is None and group.wave.state is not WaveState.DOWN:
-            # vLLM's own coordinator tells nobody; what its cores do shows it.
-            if status.wave > group.wave.wave:
-                group.wave.complete(status.wave - 1)
-            if status.phase in ("step", "dummy", "sync") and group.wave.state is WaveState.IDLE:
-                group.wave.started(status.wave)
+            effects = self._read_page(group, status)
         # Looking at every rank for each one's every word would be much, where all is well.
         if group.diagnosis.health == "ok" and status.since_ms < group.watchdog.config.slow_ms:
-            return []
-        return self._diagnose(group, now_ms)
+            return effects
+        return effects + self._diagnose(group, now_ms)
+
+    def _read_page(self, group: DpGroup, status: CoreStatus) -> list[Effect]:
+        """vLLM's own coordinator tells nobody of waves; what its cores do shows them.
+
+        A page is a sample: of waves that began and ended between two of them, the number of the
+        last is told. It does not say which rank began a wave.
+        """
+        effects: list[Effect] = []
+        if status.wave > group.wave.wave:
+            effects += self._complete(group, status.wave - 1, "status_page")
+        steps = status.phase in ("step", "dummy", "sync")
+        may_step = group.wave.state in (WaveState.IDLE, WaveState.LOCAL)
+        if steps and may_step and not group.wave.under_way:
+            effects += self._started(group, status.wave, None, "status_page")
+        return effects
 
     # -- what the pause does --------------------------------------------------------
 
@@ -303,7 +343,7 @@ class Waves:
         told = group.gateway.gateway if group.gateway is not None else None
         group.wave.whole()
         if told is not None:
-            group.wave.mirror(told.wave, running=told.running)
+            group.wave.mirror(told.wave, running=told.running, rank=told.rank)
 
     def _note(self, event: str, group: DpGroup, level: str, fields: dict[str, object]) -> Note:
         return Note(event, level, {"group": self._group, "dp_group": group.name, **fields})

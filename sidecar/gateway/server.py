@@ -160,7 +160,9 @@ class GatewayServer:
 
     def _join(self) -> Join:
         machine = self.machine
-        facts = GatewayFacts(machine.dp_group, self._size, machine.wave, machine.running)
+        facts = GatewayFacts(
+            machine.dp_group, self._size, machine.wave, machine.running, machine.started_by
+        )
         return Join("gateway", HOST, PID, None, facts)
 
     def _on_message(self, _envelope: Envelope, message: Message) -> None:

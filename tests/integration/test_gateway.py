@@ -8,12 +8,16 @@ import signal
 import subprocess
 import sys
 import textwrap
+from typing import TYPE_CHECKING
 
 import pytest
 
 from sidecar.gateway import frames
-from tests.support.fake_group import FakeGroup, ready_group
-from tests.support.procs import ROOT, Proc, wavebus
+from tests.support.fake_group import DP_GROUP, FakeGroup, ready_group
+from tests.support.procs import ROOT, Proc, run_wavebus, wavebus
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 NOWHERE = "tcp://127.0.0.1:9"
 
@@ -130,6 +134,74 @@ def test_a_broker_that_hangs_is_not_waited_for() -> None:
             group.run_wave(wave)
             told = group.process.wait_event("first_req_decided_locally", wave=wave)
             assert told["silent_ms"] >= 5
+
+
+# -- waves that engines start by themselves, as in vLLM 0.33 ------------------------------
+
+
+def test_a_core_whose_start_was_lost_with_its_connection_is_started() -> None:
+    """The rank that began the wave waits for it, and reports only once."""
+    with ready_group(3) as group:
+        group.cores[2].lose_connection()
+        group.cores[1].report(started=0)
+        group.cores[0].heard_start(0, excluded=1)
+        group.cores[2].connect_anew()
+        assert group.cores[2].heard() is None
+        assert group.cores[2].heard() == frames.StartWave(0)
+
+
+def test_the_broker_shows_and_records_every_wave(tmp_path: Path) -> None:
+    """Also those of a time in which it was not there, and the one that runs when it is back. Nobody
+    waits for it, and it starts nobody."""
+    folder = tmp_path / "journal"
+    options = ("--log-level", "debug", "--journal", str(folder))
+    with wavebus("broker", "--listen", "tcp://127.0.0.1:*", *options) as broker:
+        address = broker.first_line()
+        with ready_group(2, "--broker", address) as group:
+            group.process.wait_event("joined")
+            for wave, rank in enumerate((1, 0)):
+                group.begin_by_engine(wave, rank)
+                told = broker.wait_event("wave_started", wave=wave)
+                assert (told["dp_group"], told["rank"], told["source"]) == (
+                    DP_GROUP,
+                    rank,
+                    "coordinator",
+                )
+                group.end(wave)
+                assert broker.wait_event("wave_complete", wave=wave)["start_seen"]
+            group.begin_by_engine(2, 0)
+            broker.wait_event("wave_started", wave=2)
+            assert broker.stop() == 0
+            group.end(2)
+            group.begin_by_engine(3, 1)
+            with wavebus("broker", "--listen", address, *options) as other:
+                assert other.wait_event("wave_complete", wave=2)["source"] == "join"
+                told = other.wait_event("wave_started", wave=3)
+                assert (told["rank"], told["source"]) == (1, "join")
+                shown = run_wavebus("status", "--broker", address)
+                assert "running  3, begun by rank 1" in shown.stdout, shown.stdout
+                group.end(3)
+                assert other.wait_event("wave_complete", wave=3)["start_seen"]
+                assert other.stop() == 0
+    lines = _shown(folder, "show")
+    assert [line.split("  ")[-1] for line in lines if "WAVE_STARTED" in line] == [
+        "dp_group=moe wave=0 rank=1",
+        "dp_group=moe wave=1 rank=0",
+        "dp_group=moe wave=2 rank=0",
+    ]
+    assert any("JOIN from gateway-moe" in each and "rank=1" in each for each in lines), lines
+    assert not any("FIRST_REQ" in each or "START_DP_WAVE" in each for each in lines)
+    replayed = run_wavebus("replay", str(folder), "--verbose")
+    assert replayed.returncode == 0, replayed.stdout
+    assert replayed.stdout.count("wave_started  ") == 4
+    assert "wave=3 rank=1 local=False state=idle source=join" in replayed.stdout
+
+
+def _shown(folder: Path, *command: str) -> list[str]:
+    """What `wavebus journal` prints."""
+    done = run_wavebus("journal", *command, str(folder))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 # -- its end --------------------------------------------------------------------------------

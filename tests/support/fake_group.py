@@ -59,11 +59,22 @@ class FakeCore:
         self, context: zmq.Context[zmq.Socket[bytes]], rank: int, core_in: str, core_out: str
     ) -> None:
         self.rank = rank
+        self._context = context
+        self._core_in = core_in
         self.input = Wire(context, zmq.XSUB, core_in)
         self.output = Wire(context, zmq.PUSH, core_out)
 
     def subscribe(self) -> None:
         self.input.send(frames.SUBSCRIBE)
+
+    def lose_connection(self) -> None:
+        """What was sent to it is lost."""
+        self.input.socket.close(linger=0)
+
+    def connect_anew(self) -> None:
+        """And subscribe, as ZeroMQ does for a core."""
+        self.input = Wire(self._context, zmq.XSUB, self._core_in)
+        self.subscribe()
 
     def heard(self) -> StartWave | None:
         """The next word; None is READY."""
@@ -145,6 +156,18 @@ class FakeGroup:
         self.cores[0].report(started=wave)
         for front in self.fronts:
             front.heard_standing(wave, running=True)
+        self.end(wave)
+
+    def begin_by_engine(self, wave: int, rank: int) -> None:
+        """As in vLLM 0.33: a core gets a request and steps, the others are started."""
+        self.cores[rank].report(started=wave)
+        for core in self.cores:
+            core.heard_start(wave, excluded=rank)
+        for front in self.fronts:
+            front.heard_standing(wave, running=True)
+
+    def end(self, wave: int) -> None:
+        """Rank 0 says that all are idle."""
         self.cores[0].report(complete=wave)
         for front in self.fronts:
             front.heard_standing(wave + 1, running=False)

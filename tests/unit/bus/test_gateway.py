@@ -89,7 +89,7 @@ def test_a_silent_broker_is_waited_for_five_milliseconds() -> None:
     assert note.event == "first_req_decided_locally"
     assert note.fields["silent_ms"] == 5
     started = gateway.started(3, 0, 6)
-    assert WaveStarted(GROUP, 3, local=True) in sent(started)
+    assert WaveStarted(GROUP, 3, local=True, rank=1) in sent(started)
 
 
 def test_what_is_owed_is_repeated_later_each_time() -> None:
@@ -125,11 +125,55 @@ def test_a_core_says_that_the_wave_runs(state: GatewayState) -> None:
     assert gateway.next_deadline_ms() == 9 + module.PUBLISH_MS
 
 
+@pytest.mark.parametrize("state", [_S.ASKED, _S.OWED, _S.HELD])
+def test_the_rank_of_the_first_request_began_the_wave(state: GatewayState) -> None:
+    """Not rank 0, which reports for all."""
+    gateway = a_gateway(state)
+    (told,) = sent(gateway.started(3, 0, 9))
+    assert isinstance(told, WaveStarted)
+    assert (told.rank, gateway.started_by) == (1, 1)
+
+
 @pytest.mark.parametrize("state", list(_S))
 def test_rank_0_says_that_the_wave_is_over(state: GatewayState) -> None:
     gateway = a_gateway(state)
     assert gateway.complete(3, 9) == [Publish(4, False), Send(WaveComplete(GROUP, 3))]
     assert (gateway.state, gateway.wave) == (_S.IDLE, 4)
+
+
+# -- waves that engines start by themselves, as in vLLM 0.33 ----------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_engine_starts_a_wave(rank: int) -> None:
+    """The others are started first and at once: it steps already, and waits for them. The broker
+    is told which rank began, and asked nothing."""
+    gateway = a_gateway()
+    effects = gateway.started(3, rank, 9)
+    told = WaveStarted(GROUP, 3, local=False, rank=rank)
+    assert without_notes(effects) == [StartCores(3, rank), Publish(3, True), Send(told)]
+    assert gateway.started_by == rank
+    assert gateway.started(3, 0, 10) == []  # rank 0 has made the first step
+    assert not any(isinstance(e, StartCores) for e in gateway.tick(9 + module.PUBLISH_MS))
+    assert gateway.complete(3, 3000) == [Publish(4, False), Send(WaveComplete(GROUP, 3))]
+    assert gateway.started_by is None
+
+
+def test_a_second_rank_that_starts_the_same_wave_changes_nothing() -> None:
+    """Both got a request; each steps, and both are in the START's wave."""
+    gateway = a_gateway()
+    gateway.started(3, 1, 9)
+    assert gateway.started(3, 0, 9) == []
+    assert gateway.started_by == 1
+
+
+def test_a_start_that_overtakes_the_end_of_the_wave_before_tells_that_end() -> None:
+    """Rank 1 gets a request before the report of rank 0 is here. The broker gets both waves."""
+    gateway = a_gateway(_S.RUNNING)
+    expected = [WaveComplete(GROUP, 3), WaveStarted(GROUP, 4, local=False, rank=1)]
+    assert sent(gateway.started(4, 1, 9)) == expected
+    assert gateway.complete(3, 10) == []
+    assert (gateway.wave, gateway.running) == (4, True)
 
 
 # -- what changes nothing --------------------------------------------------------------
@@ -213,6 +257,16 @@ def test_a_core_that_subscribes_again_gets_ready_again() -> None:
     assert a_gateway().core_subscribed() == [Ready()]
 
 
+def test_a_core_that_subscribes_again_while_a_wave_runs_is_started_again() -> None:
+    """Its connection broke, and the START may be lost with it: no core repeats its report. To those
+    that step it changes nothing."""
+    gateway = a_gateway()
+    gateway.started(3, 0, 9)
+    assert gateway.core_subscribed() == [Ready(), StartCores(3)]
+    gateway.complete(3, 10)
+    assert gateway.core_subscribed() == [Ready()]
+
+
 def test_a_front_end_that_comes_late_hears_at_once() -> None:
     assert a_gateway(_S.RUNNING).front_subscribed(7) == [Publish(3, True)]
 
@@ -251,6 +305,8 @@ class Played:
         self.told_by_cores = 0  # the greatest wave that a core's words allow
         self.told_running = False
         self.owed = False
+        self.over = -1  # the last wave whose end the broker was told
+        self.begun = -1  # and whose start
 
     def play(self, event: tuple[object, ...]) -> None:
         match event:
@@ -291,6 +347,10 @@ class Played:
         gateway = self.gateway
         self.reached[gateway.state.value] += 1
         assert gateway.wave == self.told_by_cores
+        # Of whatever core's word: the broker has it.
+        told = [each.message for each in effects if isinstance(each, Send)]
+        over = max([self.over, *(m.wave for m in told if isinstance(m, WaveComplete))])
+        assert over == gateway.wave - 1
         assert gateway.running == self.told_running
         # A request that woke nobody yet is never forgotten, and something will happen.
         assert self.owed == (gateway.state in (_S.ASKED, _S.OWED, _S.HELD))
@@ -304,6 +364,13 @@ class Played:
                     assert excluded is None or gateway.running
                 case Publish(wave, running):
                     assert (wave, running) == (gateway.wave, self.told_running)
+                case Send(WaveComplete(_, wave)):
+                    assert wave > self.over
+                    self.over = wave
+                case Send(WaveStarted(_, wave, _, rank)):
+                    assert wave > max(self.over, self.begun)
+                    assert rank == gateway.started_by
+                    self.begun = wave
                 case _:
                     pass
 

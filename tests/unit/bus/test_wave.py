@@ -179,6 +179,65 @@ def test_without_a_first_request_a_resume_starts_nothing() -> None:
         assert snapshot(waves) == (_S.IDLE, WAVE, False)
 
 
+# -- what is under way ------------------------------------------------------------------
+
+
+def test_a_wave_is_under_way_from_its_start_to_its_end() -> None:
+    """And it is known which rank began it."""
+    waves = machine(_S.IDLE)
+    assert waves.started(WAVE, 1)
+    assert (waves.under_way, waves.started_by) == (True, 1)
+    assert not waves.started(WAVE - 1, 0)
+    assert waves.started_by == 1
+    assert waves.complete(WAVE)
+    assert (waves.under_way, waves.started_by) == (False, None)
+
+
+def test_a_wave_that_a_resume_begins_runs_when_all_ranks_have_acked_it() -> None:
+    """Its start may be here before the last ack."""
+    waves = machine(_S.GLOBAL)
+    assert waves.started(WAVE, 0)
+    assert waves.state is _S.GLOBAL
+    assert not waves.resumed()
+    assert (waves.state, waves.started_by) == (_S.RUNNING, 0)
+
+
+def test_a_wave_that_ends_before_the_last_ack_of_the_resume_does_not_run() -> None:
+    waves = machine(_S.GLOBAL)
+    waves.started(WAVE, 0)
+    waves.complete(WAVE)
+    assert not waves.resumed()
+    assert snapshot(waves) == (_S.IDLE, WAVE + 1, False)
+
+
+def test_a_pause_ends_what_is_under_way() -> None:
+    """All ranks are idle; the notice of the end may come later, or with the next number."""
+    waves = machine(_S.RUNNING)
+    waves.pause_asked()
+    assert waves.under_way
+    waves.paused()
+    assert not waves.under_way
+    assert not waves.resumed()
+    assert waves.state is _S.IDLE
+
+
+def test_a_group_that_falls_out_of_its_pause_while_a_wave_runs_runs() -> None:
+    waves = machine(_S.RUNNING)
+    waves.pause_asked()
+    assert not waves.resumed()
+    assert waves.state is _S.RUNNING
+
+
+def test_nothing_is_under_way_in_a_group_that_is_down() -> None:
+    """Its mates step no more, whatever notice was on its way."""
+    waves = machine(_S.RUNNING)
+    waves.lost()
+    waves.started(WAVE, 1)
+    assert (waves.under_way, waves.started_by) == (False, None)
+    waves.whole()
+    assert not waves.under_way
+
+
 # -- the number ------------------------------------------------------------------------
 
 
@@ -284,6 +343,8 @@ class Played:
         elif event in (_E.RESUMED, _E.LOST):
             self.owed = False
         assert waves.kept == self.owed
+        assert not waves.under_way or waves.state is not _S.DOWN
+        assert not waves.under_way or waves.state is not _S.IDLE
 
     def tell(self, event: WaveEvent, wave: int) -> bool:
         waves = self.waves

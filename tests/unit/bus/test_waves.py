@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bus.journal.why import findings
 from bus.messages import (
     Ack,
     CorePhase,
@@ -56,9 +57,14 @@ _S = WaveState
 
 
 def gateway_join(
-    dp_group: str = "moe", *, size: int = 2, wave: int = 0, running: bool = False
+    dp_group: str = "moe",
+    *,
+    size: int = 2,
+    wave: int = 0,
+    running: bool = False,
+    rank: int | None = None,
 ) -> Join:
-    return Join("gateway", "host", 9, None, GatewayFacts(dp_group, size, wave, running))
+    return Join("gateway", "host", 9, None, GatewayFacts(dp_group, size, wave, running, rank))
 
 
 class Bench:
@@ -368,12 +374,91 @@ def test_ranks_that_completed_a_given_up_pause_by_themselves_are_paused(bench: B
 def test_waves_are_mirrored(bench: Bench) -> None:
     """Started, complete, and the number: the gateway's own, whoever decided."""
     bench.moe()
-    effects = bench.say("gw", WaveStarted("moe", 0, local=True))
+    effects = bench.say("gw", WaveStarted("moe", 0, local=True, rank=1))
     (note,) = [each for each in effects if isinstance(each, Note)]
-    assert (note.event, note.fields["local"], note.level) == ("wave_started", True, "debug")
-    assert (bench.view().state, bench.view().wave) == ("running", 0)
-    assert notes(bench.say("gw", WaveComplete("moe", 0))) == ["wave_complete"]
-    assert (bench.view().state, bench.view().wave) == ("idle", 1)
+    assert (note.event, note.level) == ("wave_started", "debug")
+    assert note.fields == {
+        "group": "policy",
+        "dp_group": "moe",
+        "wave": 0,
+        "rank": 1,
+        "local": True,
+        "state": "idle",
+        "source": "coordinator",
+    }
+    assert (bench.view().state, bench.view().wave, bench.view().started_by) == ("running", 0, 1)
+    assert told(bench.say("gw", WaveComplete("moe", 0))) == [(0, True, "coordinator")]
+    assert (bench.view().state, bench.view().wave, bench.view().started_by) == ("idle", 1, None)
+
+
+def told(effects: Iterable[Effect]) -> list[tuple[object, object, object]]:
+    """What the log says of waves: the number; the rank that began it, or whether the start of the
+    one that is over was told; and who says so."""
+    return [
+        (
+            each.fields["wave"],
+            each.fields["rank" if each.event == "wave_started" else "start_seen"],
+            each.fields["source"],
+        )
+        for each in effects
+        if isinstance(each, Note) and each.event in ("wave_started", "wave_complete")
+    ]
+
+
+def test_a_start_by_an_engine_is_shown_and_not_answered(bench: Bench) -> None:
+    """As in vLLM 0.33: nobody has asked, and nobody waits for the broker."""
+    bench.moe()
+    effects = bench.say("gw", WaveStarted("moe", 0, local=False, rank=1))
+    assert told(effects) == [(0, 1, "coordinator")]
+    assert sends(effects) == []
+    assert (bench.view().state, bench.view().started_by) == ("running", 1)
+    assert not bench.view().first_req
+
+
+def test_a_wave_is_told_once(bench: Bench) -> None:
+    """However often its coordinator says so, and as often as it joins."""
+    bench.moe()
+    bench.say("gw", WaveStarted("moe", 0, local=False, rank=1))
+    assert told(bench.say("gw", WaveStarted("moe", 0, local=False, rank=0))) == []
+    assert told(bench.say("gw", gateway_join(running=True, rank=1))) == []
+    bench.say("gw", WaveComplete("moe", 0))
+    assert told(bench.say("gw", WaveComplete("moe", 0))) == []
+    assert told(bench.say("gw", WaveStarted("moe", 0, local=False, rank=1))) == []
+    assert told(bench.say("gw", gateway_join(wave=1))) == []
+
+
+@pytest.mark.parametrize("first", ["started", "acked"])
+def test_a_wave_that_a_resume_begins_is_shown(bench: Bench, first: str) -> None:
+    """Rank 0 reports it. The report may be here before the ranks' acks, or after them."""
+    bench.moe(trainer=True).bring(_S.GLOBAL)
+    bench.say("gw", WaveComplete("moe", 0))
+    bench.say("t", Resume("u1"))
+    if first == "acked":
+        bench.ack(("r0", "r1"), Step.RESUME)
+        assert bench.view().state == "idle"
+    assert told(bench.say("gw", WaveStarted("moe", 1, local=False, rank=0)))
+    if first == "started":
+        assert bench.view().state == "globally paused"
+        assert not starts(bench.ack(("r0", "r1"), Step.RESUME))
+    assert (bench.view().state, bench.view().wave, bench.view().started_by) == ("running", 1, 0)
+
+
+def test_why_says_where_the_waves_of_a_rank_stand(bench: Bench) -> None:
+    """Of one that has not acked: it may be in a wave that somebody else has begun."""
+    bench.moe(trainer=True)
+    bench.say("gw", WaveStarted("moe", 0, local=False, rank=1))
+    bench.say("t", PAUSE)
+    bench.say("r0", Heartbeat("running", 0, 0, ""))
+    bench.ack(("r1",), Step.PAUSE_LOCAL)
+    (found,) = findings(only(bench.say("o", StatusRequest()), Status))
+    assert found.peer == "r0"
+    assert found.text.endswith("DP group moe is locally paused, wave 0, begun by rank 1")
+
+
+def test_a_wave_that_only_its_end_tells_of_is_shown(bench: Bench) -> None:
+    """A pause makes it of an idle group, or it ends with its first step: cores report no start."""
+    bench.moe(trainer=True).bring(_S.LOCAL)
+    assert told(bench.say("gw", WaveComplete("moe", 0))) == [(0, False, "coordinator")]
 
 
 def test_old_notices_change_nothing(bench: Bench) -> None:
@@ -434,10 +519,10 @@ def test_a_gateway_sends_nothing_else(bench: Bench, message: Message) -> None:
 def test_what_was_missed_of_a_gateway_is_caught_up_when_it_joins_again(bench: Bench) -> None:
     """It ended waves while its link was broken."""
     bench.moe().bring(_S.RUNNING)
-    bench.say("gw", gateway_join(wave=3))
+    assert told(bench.say("gw", gateway_join(wave=3))) == [(2, False, "join")]
     assert (bench.view().state, bench.view().wave) == ("idle", 3)
-    bench.say("gw", gateway_join(wave=3, running=True))
-    assert (bench.view().state, bench.view().wave) == ("running", 3)
+    assert told(bench.say("gw", gateway_join(wave=3, running=True, rank=1))) == [(3, 1, "join")]
+    assert (bench.view().state, bench.view().wave, bench.view().started_by) == ("running", 3, 1)
     bench.say("gw", gateway_join(wave=2))
     assert (bench.view().state, bench.view().wave) == ("running", 3)
 
@@ -567,14 +652,33 @@ def test_a_dp_group_may_come_back_larger(bench: Bench) -> None:
 def test_without_a_gateway_the_cores_pages_are_mirrored(bench: Bench) -> None:
     """vLLM's own coordinator tells nobody; what its cores do shows it."""
     bench.moe(gateway=False)
-    bench.page("r0", "step", wave=3)
+    assert bench.page("r0", "step", wave=3) == ["wave_complete", "wave_started"]
     assert (bench.view().state, bench.view().wave) == ("running", 3)
+    assert bench.page("r0", "step", wave=3) == []
     bench.page("r1", "idle", wave=2)  # it is behind
     assert (bench.view().state, bench.view().wave) == ("running", 3)
-    bench.page("r1", "idle", wave=4)
+    assert bench.page("r1", "idle", wave=4) == ["wave_complete"]
     assert (bench.view().state, bench.view().wave) == ("idle", 4)
-    bench.page("r0", "dummy", wave=3)  # it is behind
+    assert bench.page("r0", "dummy", wave=3) == []  # it is behind
     assert (bench.view().state, bench.view().wave) == ("idle", 4)
+    effects = bench.say("r0", CoreStatus("step", 0.0, 7, 6, 1))
+    assert told(effects) == [(5, False, "status_page"), (6, None, "status_page")]
+    assert bench.view().started_by is None
+
+
+def test_the_pages_show_the_waves_of_a_pause_and_of_its_resume(bench: Bench) -> None:
+    """Without a gateway. What runs is not taken for paused, nor what is over for running."""
+    bench.moe(gateway=False, trainer=True).bring(_S.LOCAL)
+    assert bench.page("r0", "dummy") == ["wave_started"]  # an idle group's pause makes one
+    assert bench.view().state == "locally paused"
+    bench.ack(("r0", "r1"), Step.PAUSE_GLOBAL)
+    assert bench.view().state == "globally paused"
+    assert bench.page("r0", "idle", wave=1) == ["wave_complete"]
+    bench.say("t", Resume("u1"))
+    assert bench.page("r0", "step", wave=1) == []  # the other rank has not resumed yet
+    bench.ack(("r0", "r1"), Step.RESUME)
+    assert bench.page("r0", "step", wave=1) == ["wave_started"]
+    assert (bench.view().state, bench.view().wave) == ("running", 1)
 
 
 def test_a_gateways_word_goes_before_the_cores_pages(bench: Bench) -> None:
