@@ -5,6 +5,9 @@ The ranks' waves are the embedded engine's own machine
 the sidecars' machines and the broker are the real ones. Made up are the collectives: one
 lasts a moment once every rank is in it, and ranks that wait in different ones wait for
 ever, which is the wedge that must never be.
+
+A group's waves are started by its front ends, as in vLLM 0.32, or by its engines, as in 0.33
+(``engines_start``).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from bus.messages import GatewayFacts, Heartbeat, Join
+from bus.messages import GatewayFacts, Heartbeat, Join, WaveComplete, WaveStarted
 from bus.protocol.calls import Call, CallEscalate, CallPause, CallResume
 from bus.protocol.effects import Note, Send
 from bus.protocol.gateway import Gateway, Publish, Ready, StartCores
@@ -23,6 +26,7 @@ from bus.runtime.peer import Peer, route_of
 from bus.testing.sim_engine import SimEngine
 from bus.testing.sim_truth import TruthError
 from sidecar.embedded.parallel.waves import Waves
+from sidecar.gateway.frames import CoreReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -31,7 +35,6 @@ if TYPE_CHECKING:
     from bus.protocol.gateway import GatewayEffect
     from bus.runtime.base import Handle
     from bus.testing.sim_world import SimWorld
-    from sidecar.gateway.frames import CoreReport
 
 HOP_MS: Final = 0.3  # between processes of one host
 STEP_MS: Final = 1.0
@@ -77,6 +80,24 @@ class Meeting:
         self._world.scheduler.call_at(self._world.now_ms + after_ms, action)
 
 
+class EngineStartedWaves(Waves):
+    """One rank's waves as vLLM 0.33 has them, without the guard of wavebus's plugin: only a rank
+    that is not paused starts a wave, and a rank that is paused for good drops every START."""
+
+    def request(self, wave: int) -> CoreReport | None:
+        self.number = max(self.number, wave)
+        if self.running or self.paused:
+            return None
+        self.running = True
+        return CoreReport(self.rank, started=self.number)
+
+    def start(self, wave: int, excluded: int | None) -> bool:
+        if excluded == self.rank or wave < self.number or self.agreed:
+            return False
+        self.number, self.running = wave, True
+        return True
+
+
 class Rank(SimEngine):
     """One rank: its sidecar's machines as in any simulated engine, and a core in lockstep."""
 
@@ -86,7 +107,9 @@ class Rank(SimEngine):
     def set_up(self, group: LockstepGroup) -> None:
         """Join the others of its group."""
         self.group = group
-        self.waves = Waves(self.dp_rank, self.dp_size, INTERVAL)
+        kind = EngineStartedWaves if group.engines_start else Waves
+        self.waves = kind(self.dp_rank, self.dp_size, INTERVAL)
+        self.connected = True  # to the gateway, which starts it
         self.requests: list[Request] = []
         self.believes_running = False
         self.believed_wave = 0
@@ -101,7 +124,7 @@ class Rank(SimEngine):
     def submit(self, request: Request) -> None:
         """A client's request."""
         wave = self.believed_wave
-        if not self.believes_running:
+        if not self.believes_running and not self.group.engines_start:
             self.believes_running = True
             self.group.later(lambda: self.group.gateway_first_req(self.dp_rank, wave))
         self.put(lambda: self._add(request, wave))
@@ -119,9 +142,12 @@ class Rank(SimEngine):
     def start_wave(self, wave: int, excluded: int | None) -> None:
         """START_DP_WAVE."""
         number, paused, agreed = self.waves.number, self.waves.paused, self.waves.agreed
+        running = self.waves.running
         self.waves.start(wave, excluded)
         if excluded == self.dp_rank or wave < number:
             return
+        if agreed and not running and self.group.engines_start:
+            raise TruthError(f"{self.name} drops START_DP_WAVE {wave} while globally paused")
         if agreed and self.waves.running and not self.may_step() and not self.pausing:
             raise TruthError(f"{self.name} obeys START_DP_WAVE {wave} while globally paused")
         if paused and not agreed:
@@ -188,9 +214,22 @@ class Rank(SimEngine):
             for each in done:
                 self.group.later(each)
 
+    def lose_connection(self) -> None:
+        """What the gateway publishes is lost, until the rank has connected and subscribed anew."""
+        if self.connected:
+            self.connected = False
+            self.group.later(self._subscribe, 20 * HOP_MS)
+
+    def _subscribe(self) -> None:
+        self.connected = True
+        self.group.subscribed()
+
     def _add(self, request: Request, wave: int) -> None:
         self.requests.append(request)
-        self._report(self.waves.request(wave))
+        report = self.waves.request(wave)
+        if report is not None and report.started is not None:
+            self.group.begun.setdefault(report.started, set()).add(self.dp_rank)
+        self._report(report)
 
     def _report(self, report: CoreReport | None) -> None:
         if report is not None:
@@ -260,6 +299,11 @@ class LockstepGroup:
     size: int
     ranks: list[Rank] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
+    engines_start: bool = False
+    # Which ranks have said of a wave that they began it, and what the broker is told of waves.
+    begun: dict[int, set[int]] = field(default_factory=dict)
+    told: list[WaveStarted | WaveComplete] = field(default_factory=list)
+    lost_starts: int = 0
     _boots: itertools.count[int] = field(default_factory=lambda: itertools.count(10**6))
 
     def __post_init__(self) -> None:
@@ -305,6 +349,10 @@ class LockstepGroup:
         self.requests.append(request)
         self.ranks[rank].submit(request)
 
+    def subscribed(self) -> None:
+        """A core has connected to the gateway again."""
+        self._perform(self.gateway.core_subscribed())
+
     def gateway_first_req(self, rank: int, wave: int) -> None:
         broker = self.peer.link.state is LinkState.JOINED
         self._perform(self.gateway.first_req(rank, wave, self.world.now_ms, broker=broker))
@@ -317,7 +365,10 @@ class LockstepGroup:
             self._perform(self.gateway.started(report.started, report.rank, now_ms))
 
     def _join(self) -> Join:
-        facts = GatewayFacts(self.name, self.size, self.gateway.wave, self.gateway.running)
+        gateway = self.gateway
+        facts = GatewayFacts(
+            self.name, self.size, gateway.wave, gateway.running, gateway.started_by
+        )
         return Join("gateway", "sim", 1, None, facts)
 
     def _on_message(self, _envelope: Envelope, message: Message) -> None:
@@ -328,11 +379,28 @@ class LockstepGroup:
         if state is LinkState.JOINED:
             self._perform(self.gateway.joined(self.world.now_ms))
 
+    def check_told(self) -> None:
+        """The broker was told of every wave's end, in order, of no start twice, and of the rank
+        that began it. Rank 0 alone reports a wave that a resume began."""
+        over = [each.wave for each in self.told if isinstance(each, WaveComplete)]
+        assert over == list(range(self.ranks[0].waves.number)), over
+        ended, started = -1, -1
+        for each in self.told:
+            if isinstance(each, WaveComplete):
+                ended = each.wave
+                continue
+            assert each.wave == ended + 1 > started, self.told
+            started = each.wave
+            assert each.rank in self.begun.get(each.wave, {0}), (each, self.begun)
+
     def _perform(self, effects: Iterable[GatewayEffect]) -> None:
         for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.message, WaveStarted | WaveComplete):
+                self.told.append(effect.message)
             match effect:
                 case StartCores(wave, excluded):
-                    for rank in self.ranks:
+                    self.lost_starts += sum(not rank.connected for rank in self.ranks)
+                    for rank in filter(lambda each: each.connected, self.ranks):
                         rank.put(lambda r=rank: r.start_wave(wave, excluded))  # type: ignore[misc]
                 case Publish(wave, running):
                     for rank in self.ranks:

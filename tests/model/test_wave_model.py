@@ -23,6 +23,7 @@ from tests.model._play import SETTLE_MS, play_all, reached
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Sequence
 
     from bus.messages import Escalation, PauseMode
     from bus.protocol.waves import DpGroup
@@ -48,6 +49,8 @@ KINDS: Final = [
     "restart_broker",
     "kill_trainer",
 ]
+# A rank that has lost its connection gets a request, or another rank does.
+ENGINE_STARTED_KINDS: Final = [*KINDS, "lose_start", "lose_start"]
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,15 @@ class Schedule:
     jitter_ms: int
     reorder: bool
     actions: tuple[Action, ...]
+    engines_start: bool = False
 
 
-def schedule(rng: random.Random) -> Schedule:
+def schedule(
+    rng: random.Random, kinds: Sequence[str] = KINDS, *, engines_start: bool = False
+) -> Schedule:
     """Short waits, so that requests and phases of pauses meet."""
     actions = [
-        Action(rng.randint(0, rng.choice([8, 40, 600])), rng.choice(KINDS), rng.randint(0, 60))
+        Action(rng.randint(0, rng.choice([8, 40, 600])), rng.choice(kinds), rng.randint(0, 60))
         for _ in range(rng.randint(4, 14))
     ]
     return Schedule(
@@ -86,7 +92,13 @@ def schedule(rng: random.Random) -> Schedule:
         jitter_ms=rng.choice([0, 2, 20]),
         reorder=rng.random() < 0.5,
         actions=tuple(actions),
+        engines_start=engines_start,
     )
+
+
+def engine_started(rng: random.Random) -> Schedule:
+    """The same of groups whose engines start waves by themselves."""
+    return schedule(rng, ENGINE_STARTED_KINDS, engines_start=True)
 
 
 class Wire:
@@ -174,7 +186,7 @@ class Play:
         self.watch = Watch(self.world, reach)
         self.wire = Wire(self.world, reach)
         self.groups = [
-            LockstepGroup(self.world, f"dp{number}", size)
+            LockstepGroup(self.world, f"dp{number}", size, engines_start=schedule.engines_start)
             for number, size in enumerate(schedule.sizes)
         ]
         for _ in range(schedule.dense):
@@ -210,6 +222,7 @@ class Play:
                 assert self.aborts, each
             self.reach[f"request ended by {each.ended}"] += 1
         self.watch.count_end()
+        self._check_waves()
         for group in self.groups:
             self.reach["decided locally"] += group.local_decisions
             self.reach["joined while locally paused"] += sum(r.obeyed_paused for r in group.ranks)
@@ -269,6 +282,13 @@ class Play:
             self.reach["stale start while agreed"] += rank.waves.agreed
             rank.put(lambda: rank.start_wave(wave, None))
 
+    def lose_start(self, index: int) -> None:
+        """A rank's connection to the gateway breaks in the moment in which another one begins."""
+        group = self.groups[index % len(self.groups)]
+        rank = index % group.size
+        group.ranks[rank].lose_connection()
+        group.submit((rank + 1) % group.size, 1 + index)
+
     def cut_rank(self, index: int) -> None:
         group = self.groups[index % len(self.groups)]
         self.watch.lost_ranks.add(group.name)
@@ -301,6 +321,34 @@ class Play:
         return self.world.add_trainer(f"trainer{self.trainers}")
 
     # -- inside ---------------------------------------------------------------------
+
+    def _check_waves(self) -> None:
+        """The last waves end, and the broker knows that, unless the network loses what a gateway
+        says. A frame that another one has overtaken is lost, too."""
+        cut = any(each.what == "cut_gateway" for each in self.schedule.actions)
+        honest = not (self.schedule.drop or self.schedule.reorder or cut)
+
+        def mirrored(group: LockstepGroup) -> bool:
+            held = self.world.group
+            found = held.waves.dp_groups.get(group.name) if held is not None else None
+            if found is None:
+                return False
+            number = group.ranks[0].waves.number
+            return (found.wave.state, found.wave.wave) == (WaveState.IDLE, number)
+
+        def rests(group: LockstepGroup) -> bool:
+            return not group.gateway.running and not any(r.waves.running for r in group.ranks)
+
+        def all_rest() -> bool:
+            return all(rests(each) and (mirrored(each) or not honest) for each in self.groups)
+
+        assert self.world.run_until(all_rest, within_ms=SETTLE_MS), self.story()
+        self.reach["mirrored"] += honest
+        for group in self.groups:
+            if group.engines_start:
+                group.check_told()
+                self.reach["started by an engine"] += len(group.begun)
+                self.reach["STARTs lost"] += group.lost_starts
 
     def _free_the_quarantined(self) -> None:
         """What an update that broke off has left: a whole one frees them."""
@@ -366,6 +414,27 @@ def test_no_order_of_requests_and_pauses_wedges_a_group() -> None:
             "wave locally paused": 200,
             "wave globally paused": 200,
             "wave down": 10,
+        },
+    )
+
+
+def test_no_order_wedges_a_group_whose_engines_start_waves() -> None:
+    """No front end asks, no broker answers, and the plugin's guard remembers nothing."""
+    reach = play_all(250, engine_started, Play)
+    assert not {"start sent", "held", "kept and started", "decided locally"} & set(+reach)
+    reached(
+        reach,
+        {
+            "all paused": 100,
+            "started by an engine": 300,
+            "STARTs lost": 100,
+            "mirrored": 100,
+            "joined while locally paused": 20,
+            "stale start while agreed": 10,
+            "request at pause paused": 5,
+            "request at pause resuming": 10,
+            "request ended by length": 700,
+            "broker restarted": 30,
         },
     )
 
