@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import itertools
 import json
 import os
@@ -210,6 +211,15 @@ class Pair:
     async def serves(self, rank: int, count: int = 5) -> None:
         """A request to this rank goes through."""
         await self.ends_exactly(rank, await self.begin(rank, count), count)
+
+
+def front_ends_wake() -> bool:
+    """Whether this vLLM's front ends tell the coordinator of a request for an idle group
+    (FIRST_REQ). Otherwise engines start waves by themselves."""
+    source = importlib.util.find_spec("vllm.v1.engine.core_client")
+    assert source is not None
+    assert source.origin is not None
+    return '"FIRST_REQ"' in Path(source.origin).read_text(encoding="utf-8")
 
 
 async def boot_pair(

@@ -19,7 +19,14 @@ import pytest
 
 from sidecar.corepage import GLOBALLY_PAUSED, LOCALLY_PAUSED
 from tests.support.procs import Proc, wavebus
-from tests.vllm._dp import OTHER_PROMPT, PATIENCE_S, Pair, boot_pair, shut_down
+from tests.vllm._dp import (
+    OTHER_PROMPT,
+    PATIENCE_S,
+    Pair,
+    boot_pair,
+    front_ends_wake,
+    shut_down,
+)
 from tests.vllm._vllm import PROMPT, make_moe, require_vllm
 
 if TYPE_CHECKING:
@@ -115,19 +122,63 @@ def test_requests_on_either_rank_and_on_both(tested: UnderTest, pair: Pair) -> N
     tested.run(scenario())
 
 
+async def next_wave(pair: Pair) -> int:
+    """Wait until no wave runs, and no front end believes so; the number of the next one."""
+    await pair.rests()
+    await pair.front_ends_know()
+    zero, one = await pair.both("view")
+    assert zero["wave"] == one["wave"]
+    number: int = zero["wave"]
+    return number
+
+
 @BUS_ONLY
-def test_first_requests_travel_over_the_broker(tested: UnderTest, pair: Pair) -> None:
-    """It answers, and mirrors the wave."""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_broker_shows_a_wave_and_who_began_it(tested: UnderTest, pair: Pair, rank: int) -> None:
+    """Where front ends wake their group, the broker is asked first. Where engines start waves,
+    nobody asks it, and it is told the same."""
+    numbers: list[int] = []
 
     async def scenario() -> None:
-        await pair.rests()
-        await pair.serves(1)
+        numbers.append(await next_wave(pair))
+        await pair.serves(rank)
 
     tested.run(scenario())
-    asked = tested.broker.wait_event("first_req", dp_group=DP_GROUP)
-    assert asked["state"] == "idle"
-    tested.broker.wait_event("wave_started", dp_group=DP_GROUP)
-    tested.broker.wait_event("wave_complete", dp_group=DP_GROUP)
+    [wave] = numbers
+    if front_ends_wake():
+        asked = tested.broker.wait_event("first_req", dp_group=DP_GROUP, wave=wave, rank=rank)
+        assert asked["state"] == "idle"
+    started = tested.broker.wait_event("wave_started", dp_group=DP_GROUP, wave=wave, rank=rank)
+    assert started["source"] == "coordinator"
+    over = tested.broker.wait_event("wave_complete", dp_group=DP_GROUP, wave=wave)
+    assert over["start_seen"]
+    if not front_ends_wake():
+        assert not [each for each in tested.broker.events if each["event"] == "first_req"]
+
+
+@BUS_ONLY
+def test_the_broker_shows_a_wave_that_a_resume_begins(tested: UnderTest, pair: Pair) -> None:
+    """Of a request that came in the pause. Where engines start waves, rank 0 reports it for all;
+    elsewhere its front end has named the rank. The pause of an idle group is a wave as well."""
+    numbers: list[int] = []
+
+    async def scenario() -> None:
+        numbers.append(await next_wave(pair))
+        await pair.both("pause", mode="keep")
+        await pair.front_ends_know()
+        name = await pair.begin(1, 20)
+        await pair.shows(1, waiting=1)
+        await pair.both("resume")
+        await pair.ends_exactly(1, name, 20)
+
+    tested.run(scenario())
+    [idle] = numbers
+    paused = tested.broker.wait_event("wave_complete", dp_group=DP_GROUP, wave=idle)
+    assert not paused["start_seen"]
+    rank = 1 if front_ends_wake() else 0
+    tested.broker.wait_event("wave_started", dp_group=DP_GROUP, wave=idle + 1, rank=rank)
+    over = tested.broker.wait_event("wave_complete", dp_group=DP_GROUP, wave=idle + 1)
+    assert over["start_seen"]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +262,8 @@ def test_a_request_that_comes_in_a_pause(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_request_that_comes_between_two_resumes(tested: UnderTest, pair: Pair, rank: int) -> None:
-    """Its START is dropped by the rank that is still paused, and obeyed all the same."""
+    """Where its front end wakes the group, the rank that is still paused drops the START, and
+    obeys it all the same. Where engines start waves, no START is sent before both have resumed."""
 
     async def scenario() -> None:
         await pair.both("pause", mode="keep")
@@ -648,8 +700,12 @@ def test_a_broker_that_is_killed_and_comes_back(tested: UnderTest, pair: Pair) -
     tested.run(serve())
     tested.start_broker()
     tested.broker.wait_event("peer_joined")
+    # Waves that nobody heard of are over, says the coordinator as it joins.
+    missed = tested.broker.wait_event("wave_complete", dp_group=DP_GROUP, source="join")
     tested.run(serve())
-    tested.broker.wait_event("first_req", dp_group=DP_GROUP)
+    for wave in range(missed["wave"] + 1, missed["wave"] + 4):
+        for event in ("wave_started", "wave_complete"):
+            tested.broker.wait_event(event, dp_group=DP_GROUP, wave=wave, source="coordinator")
 
 
 @BUS_ONLY
