@@ -18,13 +18,15 @@ from torch import nn
 from bus import native as blobs
 from bus.errors import UsageError
 from bus.transfer import World
+from sidecar.launch import free_port
+from sidecar.vllm_plugin.ipc import rebuildable
 from tests.vllm._vllm import require_vllm
 from trainer_agent import TrainerAgent, native
 from trainer_agent.plan import Plan
 from trainer_agent.sources import as_source, meta_of, tensor_metas
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch import Tensor
 
@@ -222,6 +224,77 @@ def test_a_worker_is_told_of_every_tensor_in_every_round() -> None:
     two = Plan.of_source(metas, chunk_bytes=24)
     with pytest.raises(UsageError, match="other names"):
         native.chunk_messages(as_before, two, 1, "u1")
+
+
+class Model(nn.Module):
+    """Keeps what a worker engine loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: dict[str, Tensor] = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.loaded.update({name: tensor.clone() for name, tensor in weights})
+
+
+class Carrying:
+    """In place of the bus's client: hands a worker engine what the bus would."""
+
+    def __init__(self, worker: Any, plan: Plan) -> None:
+        self._worker = worker
+        self._plan = plan
+        self.described: list[list[str]] = []
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        info = blobs.decode_info(blobs.encode_info(init_info))
+        self._worker.init_transfer_engine(self._worker.parse_init_info(info))
+
+    def start_weight_update(self) -> None: ...
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.described.append(update_info["names"])
+        meta, _ = native.chunk_messages(update_info, self._plan, 0, "u1")
+        columns = {
+            "names": list(meta.names),
+            "dtype_names": list(meta.dtypes),
+            "shapes": [list(shape) for shape in meta.shapes],
+        }
+        self._worker.update_weights(rebuildable(blobs.decode_chunk(meta.handle, columns)))
+
+
+@pytest.mark.parametrize("engine", ["nccl", "ipc"])
+def test_both_ends_of_vllms_engines_understand_what_the_bus_carries(engine: str) -> None:
+    """Twice: from 0.33 on nccl describes its tensors once. Both ends are vLLM's own, over gloo and
+    through files."""
+    from tests.support import ipc_pair, nccl_pair  # noqa: PLC0415 - after require_vllm
+    from trainer_agent.bench_native import Weights  # noqa: PLC0415 - same
+
+    nccl_ends = (nccl_pair.NCCLWorkerEngine, nccl_pair.NCCLTrainerEngine)
+    ipc_ends = (ipc_pair.IPCWorkerEngine, ipc_pair.IPCTrainerEngine)
+    worker_class, trainer_class = nccl_ends if engine == "nccl" else ipc_ends
+    meeting = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2}
+    info = trainer_class.init_info_cls(
+        **(meeting if engine == "nccl" else {}), packed=False, rank=0
+    )
+    parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+    config = SimpleNamespace(parallel_config=parallel, model_config=None)
+    model = Model()
+    worker = worker_class(None, config, torch.device("cpu"), model)
+    weights = {"a": torch.rand(3, 4), "b": torch.rand(5).bfloat16(), "c": torch.rand(4, 6)[:, :3]}
+    metas = [meta_of(name, tensor) for name, tensor in weights.items()]
+    client = Carrying(worker, Plan.of_source(metas, chunk_bytes=1 << 20))
+    trainer = trainer_class.trainer_init(info, client=client, source=Weights(weights))
+    for _ in range(2):
+        for tensor in weights.values():
+            tensor.add_(1)
+        trainer.send_weights()
+        assert model.loaded.keys() == weights.keys()
+        assert all(torch.equal(model.loaded[name], weights[name]) for name in weights)
+    once = engine == "nccl" and property_form()
+    assert client.described == [["a", "b", "c"], [] if once else ["a", "b", "c"]]
+    trainer.shutdown()
+    worker.shutdown()
 
 
 # -- shards -----------------------------------------------------------------------------
