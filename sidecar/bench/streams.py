@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
+from bus.rejection import is_rejected
 from sidecar.bench.processes import BenchBroken
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 PROMPT_TOKENS: Final = 32
 _DATA: Final = b"data: "
 _END: Final = b"[DONE]"
+_AGAIN_S: Final = 0.05
 
 
 class Streams:
@@ -63,16 +65,28 @@ class Streams:
             },
             "stream": True,
         }
-        async with session.post(f"{url}/inference/v1/generate", json=body) as response:
-            if not response.ok:
-                raise BenchBroken(f"request {index}: {(await response.text())[:500]}")
-            async for line in response.content:
-                if line.startswith(_DATA) and not line.startswith(_DATA + _END):
-                    self._note(index, json.loads(line[len(_DATA) :]))
+        while not await self._served(session, f"{url}/inference/v1/generate", body, index):  # noqa: ASYNC110
+            await asyncio.sleep(_AGAIN_S)
         if self.counts[index] != self._tokens:
             raise BenchBroken(
                 f"request {index} ended with {self.counts[index]} of {self._tokens} tokens"
             )
+
+    async def _served(
+        self, session: aiohttp.ClientSession, url: str, body: dict[str, Any], index: int
+    ) -> bool:
+        """False: the engine is paused, and rejects it until it is resumed."""
+        async with session.post(url, json=body) as response:
+            if not response.ok:
+                raise BenchBroken(f"request {index}: {(await response.text())[:500]}")
+            async for line in response.content:
+                if line.startswith(_DATA) and not line.startswith(_DATA + _END):
+                    told = json.loads(line[len(_DATA) :])
+                    # The status line is gone by then: the error is an event of the stream.
+                    if is_rejected(told):
+                        return False
+                    self._note(index, told)
+        return True
 
     def _note(self, index: int, told: dict[str, Any]) -> None:
         if "choices" not in told:

@@ -9,11 +9,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from bus.rejection import is_rejected
 from sidecar.bench.processes import VLLM_ON_CPU
 from tests.gpu import one_gpu
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 PROMPTS: Final = ([5, 17, 99, 3, 42, 7], [11, 200, 13], [250, 1, 1, 2, 3, 5, 8, 13, 21])
 TOKENS: Final = 48
 _ANSWER_S: Final = 60.0
+_AGAIN_S: Final = 0.05
 
 
 @dataclass(frozen=True)
@@ -228,5 +232,11 @@ def _post(url: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
-        return json.load(response)
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            if not is_rejected(json.load(error)):
+                raise
+        time.sleep(_AGAIN_S)

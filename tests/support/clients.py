@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
+from bus.rejection import is_rejected
 from sidecar.vllm_inprocess import parse_version
 from tests.support.oracle import Span
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 TOKENS: Final = 300
 _VOCABULARY: Final = 128
+_AGAIN_S: Final = 0.05
 
 
 @dataclass
@@ -108,7 +110,8 @@ class Client:
             self.now = asked = Asked(self.engine, prompt, TOKENS)
             watched = self.watched
             try:
-                await self._ask(seen.endpoint, asked)
+                while not await self._ask(seen.endpoint, asked):  # noqa: ASYNC110
+                    await asyncio.sleep(_AGAIN_S)
             except (aiohttp.ClientError, OSError) as error:
                 asked.error = f"{type(error).__name__}: {error}"
             self.now = None
@@ -123,14 +126,19 @@ class Client:
             elif not asked.tokens:  # its door is closed: it may be open when something has happened
                 await self._world.something()
 
-    async def _ask(self, endpoint: str, asked: Asked) -> None:
+    async def _ask(self, endpoint: str, asked: Asked) -> bool:
+        """False: the engine is paused, and rejects it until it is resumed."""
         sampling = {"temperature": 0.0, "max_tokens": asked.wanted, "ignore_eos": True}
         body = {"token_ids": asked.prompt, "sampling_params": sampling, "stream": True}
         url = f"{endpoint}/inference/v1/generate"
         async with self._world.session.post(url, json=body, raise_for_status=True) as response:
             async for raw in response.content:
                 if raw.startswith(b"data: {"):
-                    self._chunk(asked, json.loads(raw.removeprefix(b"data: ")))
+                    said = json.loads(raw.removeprefix(b"data: "))
+                    if is_rejected(said):
+                        return False
+                    self._chunk(asked, said)
+        return True
 
     def _chunk(self, asked: Asked, said: dict[str, Any]) -> None:
         if "error" in said:

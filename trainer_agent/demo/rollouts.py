@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import aiohttp
 
 from bus.errors import WavebusError
+from bus.rejection import is_rejected
 from trainer_agent.demo import task
 from trainer_agent.demo.grpo import Rollout
 
@@ -195,10 +196,7 @@ class RolloutPool:
         self.counts.requests += 1
         kills = self._kills[endpoint]
         try:
-            async with self._session.post(endpoint + _ROUTE, json=body) as response:
-                if response.status >= 400:  # noqa: PLR2004 - HTTP's border of errors
-                    raise WavebusError(f"{endpoint}: {response.status}: {await response.text()}")
-                answer = await response.json()
+            answer = await self._answer(endpoint, body)
         except (aiohttp.ClientError, TimeoutError) as error:
             if self._kills[endpoint] > kills or endpoint in self._down:
                 self.counts.cut_short["killed"] += 1
@@ -216,6 +214,17 @@ class RolloutPool:
             reasons = Counter(choice["finish_reason"] for choice in answer["choices"])
             self._lost(f"{len(whole)} of {n} sequences whole; they ended by {dict(reasons)}")
         return whole
+
+    async def _answer(self, endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        """One request's; what a paused engine rejects is sent again until it is resumed."""
+        while True:
+            async with self._session.post(endpoint + _ROUTE, json=body) as response:
+                answer: dict[str, Any] = await response.json()
+                if response.ok:
+                    return answer
+            if not is_rejected(answer):
+                raise WavebusError(f"{endpoint}: {response.status}: {answer}")
+            await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def _until_it_serves(self, endpoint: str) -> None:
         """An engine in the place of one that was killed."""
