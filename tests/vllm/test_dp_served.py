@@ -117,7 +117,7 @@ def test_pauses_of_the_group_lose_nothing(served: Served) -> None:
     assert view["gateway"].startswith("gateway-moe-")
     assert view["health"] == "ok"
     assert all(engine["core_phase"] for engine in served.status()["engines"])
-    served.broker.wait_event("first_req", dp_group="moe")
+    served.broker.wait_event("wave_started", dp_group="moe", source="coordinator")
 
 
 @pytest.mark.slow
