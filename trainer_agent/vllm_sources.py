@@ -78,7 +78,8 @@ class EitherForm:
 
     def owned_names(self, rank: int) -> list[str]:
         """Returns the names of the tensors that a pass yields on trainer rank ``rank``."""
-        return [meta.name for meta in self.metadata if _owns(meta, rank)]
+        metas = self.metadata
+        return [meta.name for meta in metas if meta.owners is None or rank in meta.owners]
 
     def describe(self) -> list[Any]:
         """Returns a :class:`ParamMeta`, or vLLM's own, of every tensor."""
@@ -185,10 +186,6 @@ def is_m2n_source(source: object) -> bool:
 def accept_as_m2n_source(wrapper: type[Any]) -> None:
     """Makes every ``wrapper`` an ``M2NWeightSource``, which vLLM's trainer engine asks for."""
     sys.modules[_M2N_SOURCE].M2NWeightSource.register(wrapper)
-
-
-def _owns(meta: Any, rank: int) -> bool:
-    return meta.owners is None or rank in meta.owners
 
 
 def _shard(meta: Any, dims: tuple[int, ...] | None) -> ParamMeta:
