@@ -99,16 +99,20 @@ class SourceTree:
 
         Imported names and base classes are followed into their own modules.
         """
+        return self.locate(target)[1]
+
+    def locate(self, target: str) -> tuple[str, Node | None]:
+        """The same, with the module that holds the definition."""
         module, _, path = target.partition(":")
         if not path:
-            return self._module(module)
+            return module, self._module(module)
         name, *attributes = path.split(".")
-        node = self._top_level(module, name, _MAX_IMPORTS)
+        module, node = self._top_level(module, name, _MAX_IMPORTS)
         for attribute in attributes:
             if node is None:
-                return None
-            node = self._attribute(module, node, attribute)
-        return node
+                break
+            module, node = self._attribute(module, node, attribute)
+        return module, node
 
     def _module(self, module: str) -> ast.Module | None:
         if module not in self._modules:
@@ -116,18 +120,17 @@ class SourceTree:
             self._modules[module] = ast.parse(text) if text else None
         return self._modules[module]
 
-    def _top_level(self, module: str, name: str, imports: int) -> Node | None:
+    def _top_level(self, module: str, name: str, imports: int) -> tuple[str, Node | None]:
         tree = self._module(module)
-        if tree is None:
-            return None
-        for node in _statements(tree.body):
+        for node in _statements(tree.body if tree is not None else ()):
             if _defines(node, name):
-                return node
+                return module, node
             if isinstance(node, ast.ImportFrom) and imports:
                 for alias in node.names:
                     if (alias.asname or alias.name) == name:
-                        return self._top_level(self._origin(module, node), alias.name, imports - 1)
-        return None
+                        origin = self._origin(module, node)
+                        return self._top_level(origin, alias.name, imports - 1)
+        return module, None
 
     def _origin(self, module: str, node: ast.ImportFrom) -> str:
         """The module that a ``from ... import`` in ``module`` names."""
@@ -138,21 +141,22 @@ class SourceTree:
             package.pop()
         return ".".join(filter(None, [*package[: len(package) - node.level + 1], node.module]))
 
-    def _attribute(self, module: str, owner: Node, name: str) -> Node | None:
+    def _attribute(self, module: str, owner: Node, name: str) -> tuple[str, Node | None]:
         if not isinstance(owner, ast.ClassDef):
-            return None
+            return module, None
         for node in _statements(owner.body):
             if _defines(node, name):
-                return node
+                return module, node
         for base in owner.bases:
             if isinstance(base, ast.Subscript):
                 base = base.value  # noqa: PLW2901 - Generic[T]
             if isinstance(base, ast.Name):
-                above = self._top_level(module, base.id, _MAX_IMPORTS)
-                found = None if above is None else self._attribute(module, above, name)
-                if found is not None:
-                    return found
-        return None
+                where, above = self._top_level(module, base.id, _MAX_IMPORTS)
+                if above is not None:
+                    where, found = self._attribute(where, above, name)
+                    if found is not None:
+                        return where, found
+        return module, None
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:

@@ -288,6 +288,8 @@ class Sidecar:
             update_id=self.session.shown_id,
             mate_address=self._direct.address if self._direct else "",
             closed=self.session.closed,
+            features=dict(info.features),
+            untested=info.untested,
         )
         return Join("engine", HOST, PID, facts, None)
 

@@ -8,8 +8,8 @@ it never runs two calls of one engine at the same time, apart from
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from bus.errors import EngineError
 from bus.manifest import Manifest, TensorMeta
@@ -27,6 +27,9 @@ from bus.staging import Room
 from bus.transfer import Place
 from sidecar.corepage import CoreView
 from sidecar.holdpage import Hold, HoldEnd, LeftBehind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = [
     "CanaryWay",
@@ -68,6 +71,8 @@ class EngineInfo:
     draft: bool = False
     canary: CanaryWay = ""
     closed: bool = False
+    features: Mapping[str, str] = field(default_factory=dict)
+    untested: str = ""
 
 
 @dataclass(frozen=True, slots=True)

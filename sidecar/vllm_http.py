@@ -23,7 +23,7 @@ import anyio
 
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.lora import adapter_of
-from bus.seams import require_supported
+from bus.seams import require_supported, untested_reason
 from sidecar.engine import (
     EngineInfo,
     PauseMode,
@@ -145,7 +145,8 @@ class VllmHttpEngine(UpdatesByPlugin):
         )
         external = bool(parallel["data_parallel_external_lb"])
         cores = 1 if external else int(parallel["data_parallel_size"])
-        await self._plugin.hello(cores=cores)
+        told = facts.read(await self._ask_workers(facts.ASK_FACTS))
+        await self._plugin.hello(told.features, cores=cores)
         await self._gauges()  # fails here rather than later, if nothing is counted
         await self._door.look()
         draft = facts.read_draft(await self._ask_workers(facts.ASK_DRAFT))
@@ -153,8 +154,9 @@ class VllmHttpEngine(UpdatesByPlugin):
             _info(config, version, self._url, backend, draft=draft),
             canary="abort" if self._door.there and await self._serves_us() else "",
             closed=self._door.found_closed,
+            features=told.features,
+            untested=untested_reason(version),
         )
-        told = facts.read(await self._ask_workers(facts.ASK_FACTS))
         self._core.learn(told, info, cores=cores, here=self._here)
         return info
 
@@ -248,7 +250,8 @@ class VllmHttpEngine(UpdatesByPlugin):
         return parse_version(str((await self._ask("/weight_info"))["weight_version"]))
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        query = {"mode": mode, "clear_cache": "true" if clear_cache else "false"}
+        clear = self._plugin.clears_cache(clear_cache)
+        query = {"mode": mode, "clear_cache": "true" if clear else "false"}
         await self.post("/pause", query=query)
 
     async def resume(self) -> None:

@@ -14,7 +14,7 @@ import anyio
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.lora import adapter_of
 from bus.native import native_name
-from bus.seams import require_supported
+from bus.seams import require_supported, untested_reason
 from sidecar.engine import (
     EngineInfo,
     PauseMode,
@@ -85,7 +85,8 @@ class VllmEngine(UpdatesByPlugin):
         # Behind an internal load balancer one client pauses all ranks: a DP group of one.
         external = bool(parallel.data_parallel_external_lb)
         cores = 1 if external else int(parallel.data_parallel_size)
-        await self._plugin.hello(cores=cores)
+        told = facts.read(await _call(self._llm.collective_rpc(facts.ASK_FACTS)))
+        await self._plugin.hello(told.features, cores=cores)
         await self._door.look()
         draft = facts.read_draft(await _call(self._llm.collective_rpc(facts.ASK_DRAFT)))
         info = EngineInfo(
@@ -101,8 +102,9 @@ class VllmEngine(UpdatesByPlugin):
             draft=draft,
             canary="abort" if self._door.there else "",
             closed=self._door.found_closed,
+            features=told.features,
+            untested=untested_reason(vllm.__version__),
         )
-        told = facts.read(await _call(self._llm.collective_rpc(facts.ASK_FACTS)))
         self._core.learn(told, info, cores=cores)
         return info
 
@@ -150,7 +152,8 @@ class VllmEngine(UpdatesByPlugin):
         return parse_version(await _call(self._llm.get_weight_version()))
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        await _call(self._llm.pause_generation(mode=mode, clear_cache=clear_cache))
+        clear = self._plugin.clears_cache(clear_cache)
+        await _call(self._llm.pause_generation(mode=mode, clear_cache=clear))
 
     async def resume(self) -> None:
         await _call(self._llm.resume_generation())

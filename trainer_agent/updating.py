@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Self
 import anyio
 import anyio.to_thread
 
-from bus.errors import Refused, UsageError
+import bus.log
+from bus.errors import Refused, UsageError, WavebusError
 from bus.messages import Abort, Arm, Commit, NackCode, Resume, UpdateFinish, UpdateStart
 from trainer_agent.asking import in_turn
 from trainer_agent.canary import compare
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         Behind,
         CanaryWay,
         Differing,
+        EngineView,
         GroupAck,
         Staging,
         Target,
@@ -69,6 +71,7 @@ class Updates:
         self._alone = alone
         self._begun = 0  # refused ones too: the other ranks count as well
         self._busy = False
+        self._fell_back = False
 
     def begin(
         self,
@@ -131,6 +134,25 @@ class Updates:
             report = replace(report, kept_bytes=self._snapshot.memory_bytes)
         self.last = report
         return report
+
+    async def warn_of_fallback(self) -> None:
+        """Warn, once, if updates take a pause because of an engine's version of vLLM."""
+        if self._fell_back:
+            return
+        self._fell_back = True
+        engines: tuple[EngineView, ...] = ()
+        with contextlib.suppress(WavebusError):  # the update goes on without the warning
+            engines = await self._line.engines()
+        lacking = (each for each in engines if each.features.get("staged_updates"))
+        engine = next(lacking, None)
+        if engine is not None:
+            bus.log.logger().warning(
+                "staged_updates_off",
+                engine=engine.name,
+                software=engine.software,
+                reason=engine.features["staged_updates"],
+                hint="updates take a pause; `wavebus doctor --vllm PATH` shows what a vLLM can do",
+            )
 
     def ended(self) -> None:
         """The next may begin."""
@@ -233,6 +255,8 @@ class Update:
             await self._pause_unless_held()
             await self._steps.wake()
             self._armed = await self._ask_to_arm(ask)
+        if self._how.how == "auto" and self._armed.why_paused:
+            await self._updates.warn_of_fallback()
 
     def _canary_way(self) -> CanaryWay:
         """What the pause leaves of requests, if there is a canary."""

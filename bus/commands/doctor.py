@@ -12,20 +12,19 @@ import platform
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
 
 import click
 
 from bus.address import is_loopback
+from bus.commands import features
 from bus.commands.options import broker_option, json_option, key_options
 from bus.errors import BusTimeout, UsageError, WavebusError
 from bus.keys import Security, security
 from bus.runtime.loop import chosen, run
 from bus.runtime.query import fetch_status
 from bus.runtime.zmq_transport import ZmqServer, library_version
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 State: TypeAlias = Literal["ok", "note", "warn", "fail"]
 ENOUGH_FILES: Final = 4096
@@ -60,11 +59,23 @@ class Options:
     default=None,
     help="Also look at a vLLM server that runs there: its RL routes and its backend.",
 )
+@click.option(
+    "--vllm",
+    "wheels",
+    metavar="PATH",
+    multiple=True,
+    type=click.Path(exists=True, path_type=Path),
+    help="Check what wavebus supports with the vLLM there, and nothing else: an unpacked wheel, a "
+    "wheel, or a site-packages folder. Nothing of it is imported. Several make one table.",
+)
+@click.option("--markdown", is_flag=True, help="With --vllm: print the table for a document.")
 @key_options
 @json_option
 def doctor(
     broker: str,
     attach: str | None,
+    wheels: tuple[Path, ...],
+    markdown: bool,
     key: Path | None,
     broker_key: Path | None,
     insecure: bool,
@@ -72,8 +83,12 @@ def doctor(
 ) -> None:
     """Check this machine: versions, vLLM and its RL routes, plugin, ports, shared memory, clock.
 
-    Exits with 1 if something is broken, 0 otherwise.
+    Exits with 1 if something is broken, or, with --vllm, if a feature is off; 0 otherwise.
     """
+    if wheels:
+        _show_features(wheels, markdown=markdown, as_json=as_json)
+    if markdown:
+        raise UsageError("--markdown goes with --vllm PATH")
     options = Options(broker, attach, security(key, broker_key, insecure=insecure))
     checks = bus_checks(options)
     for entry in sorted(entry_points(group="wavebus.doctor"), key=lambda e: e.name):
@@ -98,6 +113,15 @@ def doctor(
             if check.hint and check.state != "ok":
                 click.echo(f"  {'':<22} → {check.hint}")
     raise click.exceptions.Exit(1 if failed else 0)
+
+
+def _show_features(wheels: tuple[Path, ...], *, markdown: bool, as_json: bool) -> None:
+    found = features.reports(wheels)
+    if as_json:
+        click.echo(json.dumps(features.as_json(wheels, found)))
+    else:
+        click.echo(features.markdown(found) if markdown else features.table(found))
+    raise click.exceptions.Exit(0 if all(map(features.works, found)) else 1)
 
 
 def bus_checks(options: Options) -> list[Check]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 import msgspec
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bus.messages import GroupStatus, Status
+
+_NAMED: Final = 4  # engines of which one line says the same
 
 
 @click.command()
@@ -83,8 +85,24 @@ def _table(address: str, answer: Status) -> str:
                 for engine in group.engines
             ],
         )
+        lines += _lacks(group)
         lines += _dp_groups(group)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _lacks(group: GroupStatus) -> list[str]:
+    """What the engines' vLLM does not support, and on which versions wavebus was not run."""
+    who: dict[str, list[str]] = {}
+    for engine in group.engines:
+        off = [f"{name} is off: {why}" for name, why in engine.features.items() if why]
+        for text in (*off, *filter(None, [engine.untested])):
+            who.setdefault(text, []).append(engine.name)
+    return [f"  {text} ({_some(names)})" for text, names in who.items()]
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _dp_groups(group: GroupStatus) -> list[str]:

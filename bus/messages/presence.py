@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from msgspec import Meta
@@ -11,6 +11,7 @@ from bus.messages.bounds import (
     CanaryWay,
     CorePhase,
     Count,
+    Features,
     LongText,
     Name,
     Phase,
@@ -37,7 +38,9 @@ class EngineFacts:
     its requests while it runs a canary's probes, empty if it can't;
     ``kind`` is the adapter (``embedded``, ``vllm``, ``vllm-http``) and
     ``software`` what runs behind it, with its version;
-    ``closed``: as in :class:`Heartbeat`.
+    ``closed``: as in :class:`Heartbeat`;
+    ``features``: what its vLLM supports, and why not; empty for an engine that lacks nothing;
+    ``untested``: says that wavebus was not run on its version of vLLM; empty if it was.
     """
 
     kind: ShortText
@@ -58,6 +61,8 @@ class EngineFacts:
     update_id: UpdateId
     mate_address: ShortText
     closed: bool = False
+    features: Features = field(default_factory=dict)
+    untested: ShortText = ""
 
 
 @dataclass(frozen=True, slots=True)

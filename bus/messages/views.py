@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from bus.messages.bounds import CorePhase, Count, LongText, ShortText, Target, UpdateId
+from bus.messages.bounds import CorePhase, Count, Features, LongText, ShortText, Target, UpdateId
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,8 @@ class WaitEngines:
 @dataclass(frozen=True, slots=True)
 class EngineView:
     """``core_since_ms``: for how long its core has been in ``core_phase``, as far as the
-    sidecar's last word goes."""
+    sidecar's last word goes. ``features`` and ``untested`` are the engine's own
+    (:class:`bus.messages.EngineFacts`)."""
 
     name: ShortText
     dp_group: ShortText
@@ -39,6 +40,8 @@ class EngineView:
     core_since_ms: float
     core_step: Count
     core_wave: Count
+    features: Features = field(default_factory=dict)
+    untested: ShortText = ""
 
 
 @dataclass(frozen=True, slots=True)

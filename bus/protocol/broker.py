@@ -48,6 +48,7 @@ from bus.protocol.limits import (
 )
 from bus.protocol.membership import WATCHERS, Membership, Peer
 from bus.protocol.roles import JOINS_AS, outside_key, outside_role
+from bus.protocol.wording import lacking
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -324,10 +325,12 @@ class Broker:
             ]
         peer, group = result
         again = known is not None and known.boot == envelope.boot
+        lacks = lacking(join.engine)
         effects: list[Effect] = [
             Note(
                 "peer_rejoined" if again else "peer_joined",
-                fields={
+                "warning" if lacks else "info",
+                {
                     "peer": peer.name,
                     "group": peer.group,
                     "role": peer.role,
@@ -336,6 +339,7 @@ class Broker:
                     "epoch": group.epoch if group else 0,
                     "version": peer.version,
                     **({"phase": peer.phase, "kind": join.engine.kind} if join.engine else {}),
+                    **lacks,
                 },
             ),
             self._welcome(peer, group, route, envelope.id),

@@ -100,6 +100,8 @@ class Peer:
             core_since_ms=round(core_for_ms, 1),
             core_step=self.core.step if self.core else 0,
             core_wave=self.core.wave if self.core else 0,
+            features=self.facts.features,
+            untested=self.facts.untested,
         )
 
 

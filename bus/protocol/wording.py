@@ -26,6 +26,7 @@ from bus.messages import (
 )
 
 if TYPE_CHECKING:
+    from bus.messages import EngineFacts
     from bus.protocol.instructions import Failure, StepDone
     from bus.protocol.pause import PauseMachine
     from bus.protocol.update import UpdateMachine
@@ -140,3 +141,16 @@ def failed_nack(failure: Failure, step: str, update_id: str, chunk: int = 0) -> 
         hint=failure.hint[:4096],
         retry_after_ms=0,
     )
+
+
+def lacking(facts: EngineFacts | None) -> dict[str, object]:
+    """What the join line says of an engine whose vLLM does not support everything.
+
+    Returns:
+        ``features_off`` and ``untested``, in words; each only if there is something to say.
+    """
+    if facts is None:
+        return {}
+    off = "; ".join(f"{name}: {why}" for name, why in facts.features.items() if why)
+    told = {"features_off": off, "untested": facts.untested}
+    return {key: text for key, text in told.items() if text}

@@ -13,6 +13,8 @@ from sidecar.vllm_plugin import facts, lane_wire, wire
 from sidecar.vllm_plugin.lanes import Lanes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from bus.manifest import Manifest
     from bus.messages import Staging, Target, Verify
     from bus.transfer import Place
@@ -59,24 +61,35 @@ class PluginClient:
         self._sent: list[lane_wire.Sent] = []  # of which workers have not been told
         self._lanes = Lanes()
         self._no_lanes = ""
-        self._swaps = True
+        self._cannot_stage = ""
+        self._mixes_caches = False
         self._together = True
 
-    async def hello(self, *, cores: int) -> None:
+    async def hello(self, features: Mapping[str, str], *, cores: int) -> None:
         """Does the plugin speak our protocol? What a sidecar before us has staged, or loaded of a
         LoRA adapter, and not committed, goes.
 
         Args:
             cores: how many engine cores stand behind the one client; workers of different cores
                 can't agree on anything.
+            features: what this vLLM supports, and why not (:class:`bus.messages.EngineFacts`).
         """
         self._together = cores == 1
+        why = features.get("staged_updates", "")
+        self._cannot_stage = f"this vLLM takes no staged updates: {why}" if why else ""
+        self._mixes_caches = bool(features.get("prefix_cache_versions"))
         await self._perform(wire.Hello(wire.PROTOCOL))
         await self._perform(wire.UndoAdapter(settled=False))
-        self._swaps = await self._call_off() is not None
+        if await self._call_off() is None and not why:
+            self._cannot_stage = "its cores can't swap between steps (their log says why)"
         # Whoever came before us is not heard by the lanes from here on.
         await self._reach_lanes()
         await self._perform(wire.LetGo())
+
+    def clears_cache(self, asked: bool) -> bool:
+        """Whether a pause, or a swap, is to drop caches: also where nobody asked for it, in a
+        vLLM that would find keys and values of older weights in them."""
+        return asked or self._mixes_caches
 
     def close(self) -> None:
         """Let the workers' lanes go."""
@@ -181,7 +194,7 @@ class PluginClient:
             "version": version,
             "check": wire.encode(wire.Ready()),
             "operation": wire.encode(wire.Swap()),
-            "clear_cache": clear_cache,
+            "clear_cache": self.clears_cache(clear_cache),
         }
         await self._doors.ask(facts.SWAP, kwargs)
 
@@ -205,8 +218,8 @@ class PluginClient:
 
     def _why_not_staged(self) -> str:
         """Why nothing can be staged in this engine, whatever it is."""
-        if not self._swaps:
-            return "its cores can't swap between steps (their log says why)"
+        if self._cannot_stage:
+            return self._cannot_stage
         if not self._together:
             return "it has several cores behind one client"
         return self._no_lanes

@@ -265,6 +265,8 @@ class _Watches:
         self._tried_in = 0  # the process: forks need their own
 
     def of(self, core: Any) -> HoldWatch | None:
+        if hasattr(core, "current_wave") and not hasattr(core, "wavebus_shows_barriers"):
+            return None  # ranks in lockstep decide by what their pages show of resumes
         if self._tried_in != os.getpid():
             self._tried_in, self._watch = os.getpid(), None
             try:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from bus.errors import EngineError
-from bus.messages import MAX_REQUEST_IDS, Count, ShortText
+from bus.messages import MAX_REQUEST_IDS, Count, Features, ShortText
 from bus.staging import Room, greatest
 from sidecar.holdpage import MAX_CORES, Cores
 from sidecar.vllm_plugin import environment, wire
@@ -49,7 +49,8 @@ _TAIL: Final = re.compile(r"-[0-9a-f]{8}\Z")
 class Facts(msgspec.Struct, frozen=True):
     """``page``: the core's status page, empty without one; ``gateway_pid``: of the gateway
     that this rank started, 0 if it started none; ``cores``: the processes of all cores with such
-    pages that the core's own parent has started."""
+    pages that the core's own parent has started; ``features``: as in
+    :class:`bus.messages.EngineFacts`."""
 
     coordinator: environment.DpCoordinator
     dp_group: ShortText
@@ -57,6 +58,7 @@ class Facts(msgspec.Struct, frozen=True):
     core_pid: Count
     page: Annotated[str, Meta(max_length=_MAX_PATH)]
     cores: Cores
+    features: Features
 
 
 def read(answer: Any) -> Facts:
@@ -193,7 +195,8 @@ def lane(worker: Any) -> str:
     return str(getattr(worker.weight_transfer_engine, "wavebus_lane", ""))
 
 
-def facts(_worker: Any) -> dict[str, Any]:
+def facts(worker: Any) -> dict[str, Any]:
+    """Tell what the sidecar must know of this engine, see :class:`Facts`."""
     # A worker is a process of its own, a child of the core; or a part of the core.
     core_pid = next((pid for pid in (os.getpid(), os.getppid()) if page_path(pid).exists()), 0)
     gateway = os.environ.get(environment.GATEWAY_PID, "0")
@@ -205,9 +208,19 @@ def facts(_worker: Any) -> dict[str, Any]:
             core_pid=core_pid,
             page=str(page_path(core_pid)) if core_pid else "",
             cores=siblings(core_pid)[:MAX_CORES] if core_pid else (),
+            features=_features(worker),
         )
     )
     return told
+
+
+def _features(worker: Any) -> dict[str, str]:
+    from sidecar.vllm_plugin import registry  # noqa: PLC0415 - it names what is here
+
+    config = worker.vllm_config
+    lockstep = config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe
+    found = registry.features_of(registry.report(), lockstep=lockstep)
+    return {name: why[:256] for name, why in found.items()}
 
 
 def draft(worker: Any) -> bool:

@@ -39,7 +39,9 @@ _FEATURES: Final = {
     "admission": "close an engine to requests; run canary probes",
     "lockstep_admission": "the same, in ranks that step in lockstep",
     "pause_lease": "end a pause whose sidecar has died",
+    "lockstep_pause_lease": "the same, in ranks that step in lockstep",
     "core_status": "show what each engine core does, and where it hangs",
+    "lockstep_core_status": "the same, in ranks that step in lockstep",
     "lockstep_pause_fixes": "keep repeated pauses and resumes of lockstep ranks from hanging",
     "dp_coordinator": "coordinate data parallel ranks by the bus",
     "vllm_worker_engines": "drive vLLM's own worker engines, such as nccl",
@@ -186,7 +188,7 @@ _SEAMS: Final = (
     ),
     Seam(
         "core status",
-        ("core_status", "pause_lease"),
+        ("core_status", "lockstep_core_status", "pause_lease", "lockstep_pause_lease"),
         (
             Takes(f"{_PLAIN}._process_input_queue", ("self",)),
             Takes(f"{_PLAIN}._process_engine_step", ("self",)),
@@ -195,9 +197,6 @@ _SEAMS: Final = (
             Takes(f"{_PLAIN}.step_with_batch_queue", ("self",)),
             Takes(f"{_PLAIN}._send_abort_outputs_to_client", ("self", "req_ids", "client_index")),
             Takes(f"{_PLAIN}.has_work", ("self",)),
-            _AGREE,
-            Takes(f"{_LOCKSTEP}.execute_dummy_batch", ("self",)),
-            Takes(f"{_LOCKSTEP}.resume_scheduler", ("self",)),
         ),
         process="core",
         wraps=_wraps(
@@ -208,6 +207,21 @@ _SEAMS: Final = (
             (f"{_PLAIN}.step", "outputs_made"),
             (f"{_PLAIN}.step_with_batch_queue", "outputs_made"),
             (f"{_PLAIN}._send_abort_outputs_to_client", "abort_outputs"),
+        ),
+    ),
+    Seam(
+        "lockstep core status",
+        ("lockstep_core_status", "lockstep_pause_lease"),
+        (
+            _AGREE,
+            Takes(f"{_LOCKSTEP}.execute_dummy_batch", ("self",)),
+            Takes(f"{_LOCKSTEP}.resume_scheduler", ("self",)),
+        ),
+        process="core",
+        needs=("core status",),
+        sets=((_LOCKSTEP, "wavebus_shows_barriers", True),),
+        wraps=_wraps(
+            "core_page",
             (f"{_LOCKSTEP}.execute_dummy_batch", "dummy_batch"),
             (f"{_LOCKSTEP}._has_global_unfinished_reqs", "agreement"),
             (f"{_LOCKSTEP}.resume_scheduler", "barrier"),
@@ -215,7 +229,7 @@ _SEAMS: Final = (
     ),
     Seam(
         "pause lease",
-        ("pause_lease",),
+        ("pause_lease", "lockstep_pause_lease"),
         (
             Takes(f"{_PLAIN}._process_input_queue", ("self",)),
             _REQUESTS,

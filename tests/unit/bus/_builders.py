@@ -63,6 +63,8 @@ def facts(
     supervised: bool = False,
     version: int = 0,
     phase: Phase = "running",
+    features: dict[str, str] | None = None,
+    untested: str = "",
 ) -> EngineFacts:
     """What an engine joins with."""
     return EngineFacts(
@@ -83,6 +85,8 @@ def facts(
         phase=phase,
         update_id="",
         mate_address="",
+        features=features or {},
+        untested=untested,
     )
 
 

@@ -119,7 +119,7 @@ def test_an_update_is_one_call_for_each_step(closed: list[PluginClient | Lane]) 
     """A chunk is two: it is verified where it is loaded."""
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client.hello(cores=1), client.open_transfer("shm", b"", NO_PLACE))
+    told(workers, client.hello({}, cores=1), client.open_transfer("shm", b"", NO_PLACE))
     steps = (
         client.arm(MANIFEST, "model"),
         client.start_update(recover=False, target="model"),
@@ -143,7 +143,7 @@ def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap(
     """Chunks come by the lane, so that no step waits for them."""
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client.hello(cores=1), client.open_transfer("shm", b"", NO_PLACE))
+    told(workers, client.hello({}, cores=1), client.open_transfer("shm", b"", NO_PLACE))
     steps = (
         client.arm(MANIFEST, "model", MAY),
         client.start_update(recover=False, target="model", staged=True),
@@ -173,7 +173,7 @@ def test_chunks_that_are_received_where_they_are_staged_are_told_of_together(
     workers = Workers()
     workers.in_place = True
     client = client_of(workers, closed)
-    told(workers, client.hello(cores=1), client.open_transfer("nccl", b"", NO_PLACE))
+    told(workers, client.hello({}, cores=1), client.open_transfer("nccl", b"", NO_PLACE))
     manifest = replace(
         MANIFEST, names=tuple("abc"), dtypes=("int8",) * 3, shapes=((1,),) * 3, chunk_ends=(1, 2, 3)
     )
@@ -207,7 +207,7 @@ def test_a_manifest_that_was_armed_before_is_not_sent_again(
     tensors were an adapter's."""
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client.hello(cores=1), client.open_transfer("shm", b"", NO_PLACE))
+    told(workers, client.hello({}, cores=1), client.open_transfer("shm", b"", NO_PLACE))
     arm = wire.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), MAY)
     again = lane_wire.ArmAgain(MANIFEST.digest(), MAY)
     other = replace(MANIFEST, shapes=((3,),))
@@ -242,7 +242,7 @@ def test_what_may_take_long_is_asked_of_lanes(
     workers = Workers()
     workers.mates += [Lane(workers._carry_out, lambda: None) for _ in range(workers_there - 1)]
     client = client_of(workers, closed)
-    told(workers, client.hello(cores=1))
+    told(workers, client.hello({}, cores=1))
     assert asyncio.run(client.open_transfer("shm", b"", NO_PLACE)) == 3
     assert workers.by_lane == [wire.Open("shm", b"", 0, 1, 0)] * workers_there
     told(workers, client.arm(MANIFEST, "model", MAY))
@@ -268,7 +268,7 @@ def test_an_engine_without_room_says_so_and_refuses_what_must_be_staged(
     workers.found = Room(64, "no room" if cores == 1 else "")
     workers.calls_off = False if cores else None
     client = client_of(workers, closed)
-    told(workers, client.hello(cores=cores))
+    told(workers, client.hello({}, cores=cores))
     found = asyncio.run(client.arm(MANIFEST, "model", MAY))
     why_not = {1: "no room", 2: "several cores", 0: "can't swap"}[cores]
     assert why_not in found.why_not
@@ -277,12 +277,36 @@ def test_an_engine_without_room_says_so_and_refuses_what_must_be_staged(
     assert refused.value.code is NackCode.STAGING_REFUSED
 
 
+def test_a_vllm_that_takes_no_staged_updates_is_named_with_the_reason(
+    closed: list[PluginClient | Lane],
+) -> None:
+    """Nobody has to look for it in a core's log."""
+    workers = Workers()
+    client = client_of(workers, closed)
+    why = "ParallelConfig.sync_dp_state takes more"
+    told(workers, client.hello({"staged_updates": why, "admission": ""}, cores=1))
+    found = asyncio.run(client.arm(MANIFEST, "model", MAY))
+    assert found.why_not == f"this vLLM takes no staged updates: {why}"
+
+
+@pytest.mark.parametrize("mixes", ["", "EngineCoreProc.preprocess_add_request takes more"])
+def test_where_versions_would_share_a_prefix_cache_it_is_always_cleared(
+    mixes: str, closed: list[PluginClient | Lane]
+) -> None:
+    workers = Workers()
+    client = client_of(workers, closed)
+    told(workers, client.hello({"prefix_cache_versions": mixes}, cores=1))
+    assert client.clears_cache(True)
+    assert client.clears_cache(False) == bool(mixes)
+    assert told(workers, client.swap(5, clear_cache=False))[-1] == f"swap to 5, {bool(mixes)}"
+
+
 def test_workers_that_cannot_be_reached_stage_nothing(closed: list[PluginClient | Lane]) -> None:
     """As on another host; the reason says so."""
     workers = Workers()
     workers.lane_name = "wavebus-lane-nobody"
     client = client_of(workers, closed)
-    told(workers, client.hello(cores=1))
+    told(workers, client.hello({}, cores=1))
     found = asyncio.run(client.arm(MANIFEST, "model", MAY))
     assert "must run on one host" in found.why_not
 
@@ -316,7 +340,7 @@ def test_cores_that_cannot_agree_verify_before_any_of_them_loads(
     """One that finds another sum keeps all of them from loading."""
     workers = Workers(fails=fails)
     client = client_of(workers, closed)
-    told(workers, client.hello(cores=2))
+    told(workers, client.hello({}, cores=2))
     if fails:
         with pytest.raises(EngineError, match="another sum"):
             told(workers, client.load(0, "full", (7,)))
@@ -334,7 +358,9 @@ def test_an_adapter_is_staged_by_the_workers_and_loaded_by_vllm(
     workers = Workers()
     client = client_of(workers, closed)
     told(
-        workers, client.hello(cores=1), client.open_transfer(adapter_backend("mine"), b"", NO_PLACE)
+        workers,
+        client.hello({}, cores=1),
+        client.open_transfer(adapter_backend("mine"), b"", NO_PLACE),
     )
     steps = (
         client.start_update(recover=False, target="model"),

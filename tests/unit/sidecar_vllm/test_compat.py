@@ -6,9 +6,9 @@ import pytest
 
 from bus.errors import EngineError
 from bus.messages import NackCode
+from bus.seams import require_supported
 from sidecar.vllm_inprocess import parse_version
 from sidecar.vllm_plugin.client import engine_error
-from bus.seams import require_supported
 
 
 @pytest.mark.parametrize("version", ["0.28.0", "0.32.0", "0.33.1rc2.dev4+g0a1b2c3", "1.0.0"])

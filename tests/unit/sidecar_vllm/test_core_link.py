@@ -29,7 +29,7 @@ class Pages:
         paths = [folder / f"{pid}.page" for pid in PIDS]
         self.status = [CorePage(path) for path in paths]
         self.holds = [HoldPage.make(hold_path(path)) for path in paths]
-        self.facts = Facts("vllm", "", 0, PIDS[0], str(paths[0]), PIDS)
+        self.facts = Facts("vllm", "", 0, PIDS[0], str(paths[0]), PIDS, {})
         self.link = self.new_link()
 
     def new_link(self, cores: int = 2) -> CoreLink:

@@ -52,7 +52,7 @@ def test_each_phase_is_written_where_it_happens(core_module: Any, folder: Path) 
     dummies = seen_in(lockstep, "execute_dummy_batch")
     syncs = seen_in(lockstep, "_has_global_unfinished_reqs")
     barriers = seen_in(lockstep, "resume_scheduler")
-    install(core_module, "core status")
+    install(core_module, "core status", "lockstep core status")
 
     core = lockstep(engine_index=3)
     core._process_input_queue()
@@ -78,7 +78,7 @@ def test_each_phase_is_written_where_it_happens(core_module: Any, folder: Path) 
 
 
 def test_flags_tell_how_far_a_pause_is(core_module: Any, folder: Path) -> None:
-    install(core_module, "core status")
+    install(core_module, "core status", "lockstep core status")
     core = core_module.DPEngineCoreProc()
     core.pause_scheduler("keep", clear_cache=False)
     core._process_input_queue()
@@ -89,7 +89,7 @@ def test_flags_tell_how_far_a_pause_is(core_module: Any, folder: Path) -> None:
 
 
 def test_an_engine_that_steps_alone_counts_its_steps(core_module: Any, folder: Path) -> None:
-    install(core_module, "core status")
+    install(core_module, "core status", "lockstep core status")
     core = core_module.EngineCoreProc()
     for running in (1, 1, 1, 0):
         core.scheduler.running = running
@@ -103,7 +103,7 @@ def test_a_request_counts_no_more_before_its_last_output_leaves(
 ) -> None:
     """Whoever reads that output, and then the page, must not find the request still there."""
     outputs = seen_in(core_module.EngineCoreProc, "_put")
-    install(core_module, "core status")
+    install(core_module, "core status", "lockstep core status")
     core = core_module.EngineCoreProc()
     for end in (core._process_engine_step, functools.partial(core.pause_scheduler, "abort")):
         core.scheduler.running = 1
@@ -122,7 +122,7 @@ def test_pages_of_cores_that_were_killed_are_cleared(core_module: Any, folder: P
     mine = folder / f"{os.getppid()}.page"
     for path in (stale, mine):
         path.touch()
-    install(core_module, "core status")
+    install(core_module, "core status", "lockstep core status")
     core_module.EngineCoreProc()._process_input_queue()
     assert not stale.exists()
     assert mine.exists()
@@ -133,7 +133,7 @@ def test_a_page_that_cannot_be_made_stops_nothing(
 ) -> None:
     """It is said once."""
     folder.write_text("a file where the folder should be")
-    install(core_module, "core status")
+    install(core_module, "core status", "lockstep core status")
     core = core_module.EngineCoreProc()
     with caplog.at_level(logging.WARNING):
         core._process_input_queue()

@@ -1,0 +1,137 @@
+"""A vLLM that is not as it was: single definitions of the installed one, changed in memory, as a
+new release might have them."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bus.seams import Fields, Has, Says, SourceTree, Takes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from bus.seams import Expectation
+
+NEW = "wavebus_never_saw"
+
+
+class NewVllm:
+    """Makes changed copies of the vLLM below ``root``."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._tree = SourceTree(root)
+
+    def renamed(self, target: str) -> SourceTree:
+        """The definition has another name."""
+        return self._changed(target, _rename)
+
+    def reshaped(self, target: str) -> SourceTree:
+        """The function takes one more parameter; the class has one more field, the first."""
+        return self._changed(target, _reshape)
+
+    def without(self, target: str, text: str) -> SourceTree:
+        """The definition does not do that: the innermost statements that say so are gone."""
+        return self._changed(target, lambda node: _Without(text).visit(node))
+
+    def against(self, expectation: Expectation) -> Iterator[SourceTree]:
+        """Every way in which the expectation comes to be disappointed."""
+        target = expectation.target
+        match expectation:
+            case Takes():
+                yield from self._gone(target)
+                yield self.reshaped(target)
+            case Says(texts=texts):
+                yield from (self.without(target, text) for text in texts)
+            case Fields():
+                yield self.reshaped(target)
+            case Has(attributes=attributes):
+                joint = "." if ":" in target else ":"
+                for path in [f"{target}{joint}{name}" for name in attributes] or [target]:
+                    yield from self._gone(path)
+
+    def _gone(self, target: str) -> Iterator[SourceTree]:
+        """It has another name, unless a base class has one of its name."""
+        tree = self.renamed(target)
+        if tree.find(target) is None:
+            yield tree
+
+    def _changed(self, target: str, change: Callable[[ast.AST], ast.AST]) -> SourceTree:
+        module, node = self._tree.locate(target)
+        assert node is not None, f"{target} is not there to be changed"
+        lines = self._tree.text(module).split("\n")
+        if isinstance(node, ast.Module):
+            begin, end, indent = 1, len(lines), 0
+        else:
+            assert isinstance(node, ast.stmt)
+            decorators = getattr(node, "decorator_list", ())
+            begin = min([node.lineno, *(each.lineno for each in decorators)])
+            assert node.end_lineno is not None
+            end, indent = node.end_lineno, node.col_offset
+        new = ast.unparse(ast.fix_missing_locations(change(copy.deepcopy(node))))
+        lines[begin - 1 : end] = [textwrap.indent(new, " " * indent)]
+        changed = "\n".join(lines)
+        assert changed != self._tree.text(module)
+        return SourceTree(self._root, {self._tree.module_path(module): changed})
+
+
+def _rename(node: ast.AST) -> ast.AST:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        node.name = NEW
+    elif isinstance(node, ast.Assign):
+        node.targets = [ast.Name(NEW, ast.Store())]
+    else:
+        assert isinstance(node, ast.AnnAssign), ast.dump(node)
+        node.target = ast.Name(NEW, ast.Store())
+    return node
+
+
+def _reshape(node: ast.AST) -> ast.AST:
+    if isinstance(node, ast.ClassDef):
+        field = ast.AnnAssign(ast.Name(NEW, ast.Store()), ast.Name("int", ast.Load()), None, 1)
+        node.body.insert(0, field)
+        return node
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef), ast.dump(node)
+    node.args.kwonlyargs.append(ast.arg(NEW))
+    node.args.kw_defaults.append(ast.Constant(None))
+    return node
+
+
+class _Without(ast.NodeTransformer):
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        inner = isinstance(node, ast.stmt) and self._text in ast.unparse(node)
+        node = super().generic_visit(node)
+        definition = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if inner and not definition and self._text in ast.unparse(node):
+            return ast.Pass()
+        return node
+
+
+def write(root: Path, changed: Mapping[str, str], folder: Path) -> Path:
+    """Lay a vLLM out in ``folder`` that is the one below ``root`` but for these files.
+
+    Args:
+        changed: new texts, by their path below ``root``.
+    """
+    _link_all_but(root / "vllm", folder / "vllm", {Path(path) for path in changed}, Path("vllm"))
+    for path, text in changed.items():
+        (folder / path).write_text(text)
+    return folder
+
+
+def _link_all_but(source: Path, copy: Path, changed: set[Path], here: Path) -> None:
+    copy.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.name == "__pycache__" or here / path.name in changed:
+            continue
+        if any(here / path.name in each.parents for each in changed):
+            _link_all_but(path, copy / path.name, changed, here / path.name)
+        else:
+            (copy / path.name).symlink_to(path)
