@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.weight_transfer import m2n_common, m2n_engine, m2n_trainer
 
-from tests.support.pair import broadcast, join, joined
+from tests.support.pair import broadcast, join, joined, no_stream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -202,17 +202,6 @@ def _library() -> Any:
     )
 
 
-class _NoStream:
-    """A CPU has none."""
-
-    def synchronize(self) -> None:
-        pass
-
-
-def _no_stream(device: object = None) -> _NoStream:
-    return _NoStream()
-
-
 def _nothing(*_: object) -> None:
     """There is no GPU that anything could be kept for."""
 
@@ -227,7 +216,7 @@ else:
     m2n_engine.worker_init_process_group = _of_worker
     m2n_trainer.trainer_init = _of_trainer
 m2n_engine.import_m2n = m2n_trainer.import_m2n = _library
-torch.cuda.current_stream = _no_stream  # type: ignore[assignment]
+torch.cuda.current_stream = no_stream  # type: ignore[assignment]
 torch.Tensor.record_stream = _nothing  # type: ignore[assignment,method-assign]
 torch.accelerator.synchronize = _nothing
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer import nccl_engine as vllms
 
-from tests.support.sparse_pair import no_stream, of_trainer, of_worker
+from tests.support.pair import no_stream
+from tests.support.sparse_pair import of_trainer, of_worker
 
 vllms.worker_init_process_group = of_worker
 vllms.open_trainer_endpoint = of_trainer

@@ -89,6 +89,18 @@ def joined(store: Any, address: str, rank: int, size: int) -> Any:
     return c10d.ProcessGroupGloo(c10d.PrefixStore("pair", store), rank, size, options)
 
 
+class NoStream:
+    """In place of a GPU's stream."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def no_stream(device: object = None) -> NoStream:
+    """In place of ``torch.cuda.current_stream``."""
+    return NoStream()
+
+
 def broadcast(group: Any, memory: Tensor, root: int = 0) -> None:
     """From one rank to all."""
     options = dist.BroadcastOptions()

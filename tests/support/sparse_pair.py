@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from vllm.distributed.weight_transfer import sparse_nccl_engine as vllms
 
-from tests.support.pair import broadcast, join
+from tests.support.pair import broadcast, join, no_stream
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,10 +49,6 @@ def of_worker(info: Any, parallel: Any) -> Gloo:
 
 def of_trainer(info: Any) -> Gloo:
     return Gloo(info.master_address, info.master_port, 0, info.world_size)
-
-
-def no_stream(device: object = None) -> None:
-    """A CPU has none."""
 
 
 vllms.worker_init_process_group = of_worker

@@ -263,28 +263,43 @@ class Carrying:
         self._worker.update_weights(rebuildable(blobs.decode_chunk(meta.handle, columns)))
 
 
-@pytest.mark.parametrize("engine", ["nccl", "ipc"])
+def both_ends(engine: str) -> tuple[Any, Any, Any]:
+    """The classes of vLLM's worker and trainer engines, as they run on CPUs; and of a source."""
+    from tests.support import ipc_pair, m2n_pair, nccl_pair  # noqa: PLC0415 - after require_vllm
+    from tests.support.m2n_source import Replicated  # noqa: PLC0415 - same
+    from trainer_agent.bench_native import Weights  # noqa: PLC0415 - same
+
+    if engine == "nccl":
+        return nccl_pair.NCCLWorkerEngine, nccl_pair.NCCLTrainerEngine, Weights
+    if engine == "ipc":
+        return ipc_pair.IPCWorkerEngine, ipc_pair.IPCTrainerEngine, Weights
+    return m2n_pair.M2NWorkerEngine, m2n_pair.M2NTrainerEngine, Replicated
+
+
+@pytest.mark.parametrize("engine", ["nccl", "ipc", "nccl_m2n"])
 def test_both_ends_of_vllms_engines_understand_what_the_bus_carries(engine: str) -> None:
     """Twice: from 0.33 on nccl describes its tensors once. Both ends are vLLM's own, over gloo and
     through files."""
-    from tests.support import ipc_pair, nccl_pair  # noqa: PLC0415 - after require_vllm
-    from trainer_agent.bench_native import Weights  # noqa: PLC0415 - same
-
-    nccl_ends = (nccl_pair.NCCLWorkerEngine, nccl_pair.NCCLTrainerEngine)
-    ipc_ends = (ipc_pair.IPCWorkerEngine, ipc_pair.IPCTrainerEngine)
-    worker_class, trainer_class = nccl_ends if engine == "nccl" else ipc_ends
-    meeting = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2}
-    info = trainer_class.init_info_cls(
-        **(meeting if engine == "nccl" else {}), packed=False, rank=0
+    worker_class, trainer_class, source_class = both_ends(engine)
+    meeting: dict[str, Any] = {
+        "master_address": "127.0.0.1",
+        "master_port": free_port(),
+        "world_size": 2,
+    }
+    fields = {"nccl": meeting | {"packed": False}, "ipc": {"packed": False}, "nccl_m2n": meeting}
+    info = trainer_class.init_info_cls(**fields[engine], rank=0)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            data_parallel_index=0, world_size=1, rank=0, pipeline_parallel_size=1
+        ),
+        model_config=SimpleNamespace(quantization=None),
     )
-    parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
-    config = SimpleNamespace(parallel_config=parallel, model_config=None)
     model = Model()
     worker = worker_class(None, config, torch.device("cpu"), model)
     weights = {"a": torch.rand(3, 4), "b": torch.rand(5).bfloat16(), "c": torch.rand(4, 6)[:, :3]}
     metas = [meta_of(name, tensor) for name, tensor in weights.items()]
     client = Carrying(worker, Plan.of_source(metas, chunk_bytes=1 << 20))
-    trainer = trainer_class.trainer_init(info, client=client, source=Weights(weights))
+    trainer = trainer_class.trainer_init(info, client=client, source=source_class(weights))
     for _ in range(2):
         for tensor in weights.values():
             tensor.add_(1)
