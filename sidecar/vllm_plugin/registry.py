@@ -66,6 +66,10 @@ _REQUESTS: Final = Takes(f"{_PLAIN}._handle_client_request", ("self", "request_t
 _PAUSE: Final = Takes(f"{_PLAIN}.pause_scheduler", ("self", "mode", "clear_cache"))
 _RESUME: Final = Takes(f"{_PLAIN}.resume_scheduler", ("self",))
 _AGREE: Final = Takes(f"{_LOCKSTEP}._has_global_unfinished_reqs", ("self", "local_unfinished"))
+_RESUMES_AT_ONCE: Final = (
+    "self.ignore_start_dp_wave = False\n"
+    "    has_global_unfinished = ParallelConfig.has_unfinished_dp("
+)
 _START_WAVE: Final = "EngineCoreOutputs(start_wave=self.current_wave)"
 
 
@@ -441,7 +445,14 @@ _SEAMS: Final = (
                     "msgspec.msgpack.encode((wave, exclude_engine_index))",
                 ),
             ),
-            Says(f"{_LOCKSTEP}.run_busy_loop", (_START_WAVE,)),
+            Says(f"{_LOCKSTEP}.run_busy_loop", (_START_WAVE, "not self.pending_pause")),
+            # A rank that resumes obeys a START before it waits for the others (docs/waves.md).
+            Says(
+                f"{_LOCKSTEP}.resume_scheduler",
+                (_RESUMES_AT_ONCE,),
+            ),
+            # A core that has heard READY ignores it when it comes again.
+            Says(f"{_PLAIN}.process_input_sockets", ("type_frame.buffer == b'READY'",)),
         ),
         forms=(_BY_FRONT_ENDS, _BY_CORES),
         process="coordinator",

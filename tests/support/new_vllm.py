@@ -36,7 +36,8 @@ class NewVllm:
 
     def without(self, target: str, text: str) -> SourceTree:
         """The definition does not do that: the innermost statements that say so are gone."""
-        return self._changed(target, lambda node: _Without(text).visit(node))
+        first = text.partition("\n")[0]
+        return self._changed(target, lambda node: _Without(first).visit(node))
 
     def against(self, expectation: Expectation) -> Iterator[SourceTree]:
         """Every way in which the expectation comes to be disappointed."""
