@@ -97,7 +97,8 @@ def markdown(found: Sequence[Report]) -> str:
         f"| `{name}` | {words[name]} |" + "".join(f" {_mark(each, name)} |" for each in found)
         for name in found[0].features
     ]
-    return "\n".join([head, rule, *rows, *(f"{line.strip()}  " for line in _notes(found))])
+    notes = [f"- {line}" for line in _notes(found) if line]
+    return "\n".join([head, rule, *rows, *([""] if notes else []), *notes])
 
 
 def _mark(report: Report, name: str) -> str:
