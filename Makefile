@@ -5,10 +5,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+NEXT := .venv-next
 SOURCES := bus sidecar trainer_agent tests examples
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-next slow-next check lint types layers test-fast slow mutants chaos soak bench clean
+.PHONY: demo test test-next test-fast check lint types layers slow mutants chaos soak bench clean \
+	ci-next ci-slow
 
 demo: $(VENV)/.demo
 	$(BIN)/wavebus demo
@@ -18,26 +20,38 @@ test: $(VENV)/.vllm test-fast
 	$(BIN)/python -m pytest -q -m 'not slow' -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
 	$(BIN)/python -m pytest -q -m 'not slow' tests/vllm/test_dp_*.py
 
-# The same suite of real vLLM under the newest release (.ci/setup says how it runs without a GPU).
-NEXT := .venv-next
+# The tests of real vLLM under the newest release (.ci/setup says how it runs without a GPU).
 test-next: $(NEXT)/.vllm-next
 	$(NEXT)/bin/python -m pytest -q -m 'not slow' -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
-	$(NEXT)/bin/python -m pytest -q -m 'not slow' tests/vllm/test_dp_*.py
+	$(NEXT)/bin/python -m pytest -q -m 'not slow or own_coordinator' tests/vllm/test_dp_*.py
 
-slow-next: $(NEXT)/.vllm-next
-	$(NEXT)/bin/python -m pytest -q -m slow -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
-	$(NEXT)/bin/python -m pytest -q -m slow tests/vllm/test_dp_*.py
+# What CI has time for of that: staged, in process, over HTTP, vLLM's trainer engines, and ranks under
+# vLLM's own coordinator, where `make test` has those under the bus.
+ci-next: $(NEXT)/.vllm-next
+	$(NEXT)/bin/python -m pytest -q -m 'not slow' -n 2 --dist loadfile tests/vllm/test_engine_inprocess.py \
+		tests/vllm/test_engine_http.py tests/vllm/test_vllm_sources.py tests/vllm/test_new_vllm.py \
+		tests/vllm/test_trainer_engine.py tests/unit/sidecar_vllm/test_registry.py \
+		tests/unit/trainer/test_vllm_registry.py
+	$(NEXT)/bin/python -m pytest -q -m slow tests/vllm/test_broadcast_engines.py
+	$(NEXT)/bin/python -m pytest -q -m own_coordinator tests/vllm/test_dp_ranks.py
+	$(NEXT)/bin/python -m pytest -q -m 'not slow' tests/vllm/test_dp_staged.py
 
 # Without vLLM: some minutes. Half of these wait for timers, so there is one more than processors.
 test-fast: $(VENV)/.test check
 	$(BIN)/python -m pytest -q -m 'not slow' -n 3 --dist worksteal --ignore=tests/vllm \
 		--ignore=tests/mutants --ignore=tests/slow
 
-# What takes minutes and tells little more than the others do when all is well.
-slow: $(VENV)/.vllm
+# What takes minutes and tells little more than the others do when all is well; on both vLLMs.
+slow: ci-slow $(NEXT)/.vllm-next
+	$(BIN)/python -m pytest -q -m slow tests/vllm/test_dp_*.py
+	$(MAKE) test-next
+	$(NEXT)/bin/python -m pytest -q -m slow -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
+	$(NEXT)/bin/python -m pytest -q -m 'slow and not own_coordinator' tests/vllm/test_dp_*.py
+
+# The part of it that CI has time for.
+ci-slow: $(VENV)/.vllm
 	$(BIN)/python -m pytest -q -m slow -n 3 --dist loadfile --ignore=tests/vllm tests
 	$(BIN)/python -m pytest -q -m slow -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
-	$(BIN)/python -m pytest -q -m slow tests/vllm/test_dp_*.py
 
 # Tests of the tests: each guarantee, broken on purpose, must make its suite fail.
 mutants: $(VENV)/.test
