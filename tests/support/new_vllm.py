@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import copy
 import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,32 @@ from bus.seams import Fields, Has, Says, SourceTree, Takes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from bus.seams import Expectation
+    from bus.seams import Expectation, Registry, Seam
 
 NEW = "wavebus_never_saw"
+
+
+def installed() -> Path:
+    """The folder that has the package ``vllm`` in it; nothing of it is imported."""
+    spec = find_spec("vllm")
+    assert spec is not None, "after require_vllm"
+    assert spec.origin is not None
+    return Path(spec.origin).parents[1]
+
+
+def check_nothing_is_missed(registry: Registry, seam: Seam) -> None:
+    """Disappoint each single expectation of the seam, of what is common to all forms and of the
+    form that fits here: the seam must be missed, and its features be off."""
+    root = installed()
+    intact, changing = SourceTree(root), NewVllm(root)
+    form = next((each for each in seam.forms if not each.gaps(intact)), None)
+    expectations = (*seam.expects, *(form.expects if form else ()))
+    assert expectations
+    for expectation in expectations:
+        for tree in changing.against(expectation):
+            report = registry.check(tree)
+            assert seam.name in report.reasons, expectation
+            assert all(report.features[name] for name in seam.features), expectation
 
 
 class NewVllm:

@@ -5,12 +5,10 @@ The changed copy serves as a vLLM does, and is driven over the bus by what still
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,13 +16,14 @@ import pytest
 from bus.errors import UpdateFailed
 from bus.seams import SourceTree
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
-from tests.support.new_vllm import write
+from tests.support.new_vllm import installed, write
 from tests.support.procs import run_wavebus, wavebus
 from tests.vllm._vllm import MAX_POSITIONS, boot_environment, require_vllm, server_argv
 from trainer_agent import SyncTrainerAgent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from trainer_agent import UpdateReport
 
@@ -33,10 +32,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 BOOT_S = 300.0
 NUMBER = "0.99.0"
-_SPEC = importlib.util.find_spec("vllm")
-assert _SPEC is not None
-assert _SPEC.origin is not None
-ROOT = Path(_SPEC.origin).parents[1]
+ROOT = installed()
 
 
 def copy_with(folder: Path, changes: dict[str, tuple[str, str]]) -> Path:

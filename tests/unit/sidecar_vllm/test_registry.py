@@ -7,10 +7,8 @@ vLLM is imported.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import zipfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,18 +24,17 @@ from sidecar.vllm_plugin import facts as worker_facts
 from sidecar.vllm_plugin import registry
 from sidecar.vllm_plugin.door import DOOR
 from sidecar.vllm_plugin.registry import REGISTRY, features_of
-from tests.support.new_vllm import NewVllm, write
+from tests.support.new_vllm import NewVllm, check_nothing_is_missed, installed, write
 from tests.unit.bus._builders import envelope, facts, only
 from tests.vllm._vllm import require_vllm
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from bus.seams import Report, Seam
 
 require_vllm()
-_SPEC = importlib.util.find_spec("vllm")
-assert _SPEC is not None
-assert _SPEC.origin is not None
-ROOT = Path(_SPEC.origin).parents[1]
+ROOT = installed()
 INTACT = SourceTree(ROOT)
 NEXT = NewVllm(ROOT)
 
@@ -198,15 +195,7 @@ def test_only_what_depends_on_it_goes_off_and_status_says_why(
 
 @pytest.mark.parametrize("seam", REGISTRY.seams, ids=lambda seam: seam.name)
 def test_whatever_a_seam_expects_it_is_missed(seam: Seam) -> None:
-    """Each single expectation, of what is common to all forms and of the form that fits here."""
-    form = next((each for each in seam.forms if not each.gaps(INTACT)), None)
-    expectations = (*seam.expects, *(form.expects if form else ()))
-    assert expectations
-    for expectation in expectations:
-        for tree in NEXT.against(expectation):
-            report = REGISTRY.check(tree)
-            assert seam.name in report.reasons, expectation
-            assert all(report.features[name] for name in seam.features), expectation
+    check_nothing_is_missed(REGISTRY, seam)
 
 
 def test_dense_engines_never_depend_on_lockstep_code() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from bus.seams import SourceTree
-from tests.support.new_vllm import NewVllm
+from tests.support.new_vllm import NewVllm, check_nothing_is_missed, installed
 from tests.vllm._vllm import require_vllm
 from trainer_agent.vllm_registry import REGISTRY
 
@@ -17,10 +15,7 @@ if TYPE_CHECKING:
     from bus.seams import Seam
 
 require_vllm()
-_SPEC = importlib.util.find_spec("vllm")
-assert _SPEC is not None
-assert _SPEC.origin is not None
-ROOT = Path(_SPEC.origin).parents[1]
+ROOT = installed()
 INTACT = SourceTree(ROOT)
 NEXT = NewVllm(ROOT)
 TRANSFER = "vllm.distributed.weight_transfer"
@@ -56,9 +51,4 @@ def test_only_the_trainer_engines_that_need_it_go_off(target: str, off: set[str]
 
 @pytest.mark.parametrize("seam", REGISTRY.seams, ids=lambda seam: seam.name)
 def test_whatever_a_seam_expects_it_is_missed(seam: Seam) -> None:
-    form = next((each for each in seam.forms if not each.gaps(INTACT)), None)
-    for expectation in (*seam.expects, *(form.expects if form else ())):
-        for tree in NEXT.against(expectation):
-            report = REGISTRY.check(tree)
-            assert seam.name in report.reasons, expectation
-            assert all(report.features[name] for name in seam.features), expectation
+    check_nothing_is_missed(REGISTRY, seam)
