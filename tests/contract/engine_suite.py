@@ -50,6 +50,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.count = 0
+        self.rejections = 0
         self._ended = False
         self._changed = asyncio.Condition()
 
@@ -58,6 +59,18 @@ class Watch:
         async with self._changed:
             self.count += fresh
             self._changed.notify_all()
+
+    async def reject(self) -> None:
+        """The adapter under test says that the engine has rejected the request, which is paused:
+        it is sent again."""
+        async with self._changed:
+            self.rejections += 1
+            self._changed.notify_all()
+
+    async def rejected(self) -> None:
+        """The request has been rejected."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.rejections)
 
     async def of(self, request: Awaitable[Generated]) -> Generated:
         """The request, of which nobody waits for a token any more when it has ended."""
@@ -94,6 +107,8 @@ class EngineUnderTest(Protocol):
         quiet_s: seconds without a token that count as silence: many steps' worth.
         wait_s: seconds after which a test gives up waiting.
         canary: what a pause must leave of requests, so that probes can run.
+        rejects: a pause that keeps no requests rejects new ones until the resume, with an error
+            that says that they may be sent again. Else it queues them.
     """
 
     engine: Engine
@@ -106,13 +121,17 @@ class EngineUnderTest(Protocol):
     wait_s: float
     canary: Literal["abort", "keep"]
 
+    @property
+    def rejects(self) -> bool: ...
+
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine to its end, in the event loop that the engine lives in."""
 
     async def generate(
         self, prompt: Sequence[int], max_tokens: int, *, watch: Watch | None = None
     ) -> Generated:
-        """Greedy, past any end of sequence; streams, and tells ``watch`` of tokens at once."""
+        """Greedy, past any end of sequence; streams, and tells ``watch`` of tokens at once. What a
+        paused engine rejects is sent again until it is served, and ``watch`` told of it."""
 
     def reference(
         self, weights: Mapping[str, Tensor], prompt: Sequence[int], count: int
@@ -227,15 +246,17 @@ class EngineContract:
         await under_test.engine.pause("keep", clear_cache=True)
         watch = Watch()
         request = asyncio.create_task(under_test.generate(OTHER_PROMPT, 8, watch=watch))
+        await _held(under_test, 1)
         await _assert_quiet(under_test, watch)
-        assert watch.count == 0
+        assert (watch.count, watch.rejections) == (0, 0)
         await under_test.engine.resume()
         result = await request
         assert result.tokens == under_test.reference(under_test.weights, OTHER_PROMPT, 8)
 
     @contract
     async def test_wait_lets_a_running_request_end_first(self, under_test: EngineUnderTest) -> None:
-        """The pause returns when the request has all its tokens; a new one waits."""
+        """The pause returns when the request has all its tokens. A new one is queued, or rejected
+        and sent again: it is served after the resume."""
         first, watch = await running(under_test)
         pause = asyncio.create_task(under_test.engine.pause("wait", clear_cache=True))
         await pause
@@ -244,6 +265,7 @@ class EngineContract:
         assert len(result.tokens) == watch.count == under_test.long_tokens
         later_watch = Watch()
         later = asyncio.create_task(under_test.generate(OTHER_PROMPT, 8, watch=later_watch))
+        await _taken(under_test, later_watch)
         await _assert_quiet(under_test, later_watch)
         assert later_watch.count == 0
         await under_test.engine.resume()
@@ -368,12 +390,13 @@ class EngineContract:
     async def test_nobody_is_served_by_weights_that_are_being_probed(
         self, under_test: EngineUnderTest
     ) -> None:
-        """Who comes meanwhile waits for the commit, or is ended with no tokens; so is who came in
-        the pause, where the engine must be resumed for the probes."""
+        """A request that comes meanwhile waits for the commit, or is ended with no tokens. So is
+        one that was queued in the pause, where the engine must be resumed for the probes."""
         engine, new = under_test.engine, under_test.other_weights(32)
         await engine.pause(under_test.canary, clear_cache=True)
-        early = asyncio.create_task(under_test.generate(PROMPT, 8))
-        await _held(under_test, 1)
+        early_watch = Watch()
+        early = asyncio.create_task(under_test.generate(PROMPT, 8, watch=early_watch))
+        await _taken(under_test, early_watch)
         push = Push(engine, new, plan(new, MANY_BYTES), workers=under_test.workers)
         await push.begin()
         await push.chunk(0)
@@ -711,6 +734,15 @@ async def _held(under_test: EngineUnderTest, count: int) -> None:
     """Wait until the engine holds so many requests."""
     while await under_test.engine.in_flight() != count:  # noqa: ASYNC110 - no event tells it
         await asyncio.sleep(0.01)
+
+
+async def _taken(under_test: EngineUnderTest, watch: Watch) -> None:
+    """Wait until the paused engine holds the request, or, if it is such an engine, rejects it."""
+    if under_test.rejects:
+        await watch.rejected()
+    else:
+        await _held(under_test, 1)
+        assert watch.rejections == 0
 
 
 async def _assert_quiet(under_test: EngineUnderTest, watch: Watch) -> None:

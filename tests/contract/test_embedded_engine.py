@@ -31,6 +31,7 @@ class Embedded:
     quiet_s = 0.15
     wait_s = 30.0
     canary: Literal["abort", "keep"] = "keep"
+    rejects = False
 
     def __init__(self, checkpoint: Checkpoint, runner: asyncio.Runner) -> None:
         self._runner = runner

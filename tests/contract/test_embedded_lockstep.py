@@ -34,6 +34,7 @@ class Lockstep:
     quiet_s = 0.15
     wait_s = 30.0
     canary: Literal["abort", "keep"] = "keep"
+    rejects = False
 
     def __init__(self, checkpoint: Checkpoint, group: DpGroup, runner: asyncio.Runner) -> None:
         self._runner = runner

@@ -34,6 +34,7 @@ def register() -> None:
 
 def _sleep(worker: Any, level: int = 1) -> None:
     weights, cache = list(_weights(worker)), list(_cache(worker))
+    _tell_connector("unregister_kv_caches")
     worker.wavebus_asleep = {"weights", "kv_cache"}
     worker.wavebus_kept = [each.clone() for each in weights] if level == 1 else []
     for each in (*weights, *cache):
@@ -52,6 +53,15 @@ def _wake_up(worker: Any, tags: list[str] | None = None) -> None:
     if "kv_cache" in woken:
         for each in _cache(worker):
             each.zero_()
+        _tell_connector("restore_kv_caches")
+
+
+def _tell_connector(what: str) -> None:
+    """As a worker on a GPU does, where vLLM's connectors can be told (0.33)."""
+    from vllm.distributed import kv_transfer  # noqa: PLC0415 - only where there is a vLLM
+
+    if kv_transfer.has_kv_transfer_group():
+        getattr(kv_transfer.get_kv_transfer_group(), what, lambda: None)()
 
 
 def _weights(worker: Any) -> Iterator[torch.Tensor]:

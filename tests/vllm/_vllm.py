@@ -6,6 +6,7 @@ transformers with the same weights, token for token.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import sys
@@ -31,6 +32,8 @@ PROMPT = [5, 17, 99, 3, 42, 7]
 MAX_POSITIONS = 4096
 # Of engines whose requests a test stops in the middle: see _tuned.
 REST_MS = 2.0
+# A client sends again what a pause has rejected, after so long.
+AGAIN_S = 0.02
 
 
 def require_vllm() -> None:
@@ -81,6 +84,9 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # vLLM 0.33 gives each core of a client a memory node of its own, and boots no second one
+        # where there is one node. With this set, each may take any; "0" simulates no others.
+        "VLLM_CPU_SIM_MULTI_NUMA": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -210,6 +216,16 @@ async def async_llm(environment: dict[str, str], args: dict[str, Any]) -> AsyncI
             llm.shutdown()
 
 
+def rejects_in_pauses() -> bool:
+    """Whether this vLLM rejects requests in a pause that keeps none (0.33), or queues them (0.32).
+
+    Its API server pauses by that method of the core's, where there is one.
+    """
+    from vllm.v1.engine.core import EngineCoreProc  # noqa: PLC0415 - after require_vllm
+
+    return hasattr(EngineCoreProc, "pause_generation")
+
+
 async def generate(
     llm: Any,
     name: str,
@@ -217,9 +233,30 @@ async def generate(
     prompt: Sequence[int] = PROMPT,
     note: Callable[[int], Awaitable[None]] | None = None,
     lora: Any = None,
+    rejected: Callable[[], Awaitable[None]] | None = None,
 ) -> Any:
     """A greedy request to an ``AsyncLLM``: vLLM's last output, with all tokens; ``note`` is
-    told how many are new, as they arrive."""
+    told how many are new, as they arrive. What a pause rejects is sent again; ``rejected`` is told
+    of it."""
+    from vllm.exceptions import RetryableRequestError  # noqa: PLC0415 - after require_vllm
+
+    while True:
+        try:
+            return await _generate(llm, name, tokens, prompt, note, lora)
+        except RetryableRequestError:
+            if rejected is not None:
+                await rejected()
+            await asyncio.sleep(AGAIN_S)
+
+
+async def _generate(
+    llm: Any,
+    name: str,
+    tokens: int,
+    prompt: Sequence[int],
+    note: Callable[[int], Awaitable[None]] | None,
+    lora: Any,
+) -> Any:
     from vllm import SamplingParams  # noqa: PLC0415 - after require_vllm
 
     # Not min_tokens, which forbids the end-of-sequence token instead of going past it.

@@ -7,14 +7,16 @@ import json
 import os
 import signal
 import sys
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
 import anyio
 import pytest
 
-from bus.errors import EngineError
+from bus.errors import EngineDead, EngineError
 from bus.messages import NackCode
+from bus.rejection import is_rejected
 from sidecar.supervise import SupervisedServer
 from sidecar.vllm_http import VllmHttpEngine
 from sidecar.vllm_inprocess import parse_version
@@ -23,11 +25,13 @@ from tests.contract.engine_suite import EngineContract, Generated, Watch
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.processes import children, descendants, runs
 from tests.vllm._vllm import (
+    AGAIN_S,
     MAX_POSITIONS,
     REST_MS,
     Oracle,
     boot_environment,
     paused_update,
+    rejects_in_pauses,
     require_vllm,
     server_argv,
 )
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from sidecar.engine import Engine
+    from sidecar.engine import Engine, PauseMode
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
@@ -65,12 +69,26 @@ class Served:
         self.version = 0
         self._runner = runner
 
+    @property
+    def rejects(self) -> bool:
+        return rejects_in_pauses()
+
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         self._runner.run(work)
 
     async def generate(
         self, prompt: Sequence[int], max_tokens: int, *, watch: Watch | None = None
     ) -> Generated:
+        while (served := await self._generate(prompt, max_tokens, watch)) is None:
+            if watch is not None:
+                await watch.reject()
+            await asyncio.sleep(AGAIN_S)
+        return served
+
+    async def _generate(
+        self, prompt: Sequence[int], max_tokens: int, watch: Watch | None
+    ) -> Generated | None:
+        """None: a pause has rejected it."""
         body = {
             "token_ids": list(prompt),
             "sampling_params": {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True},
@@ -87,7 +105,10 @@ class Served:
                 event = line.decode().strip().removeprefix("data: ")
                 if not event or event == "[DONE]":
                     continue
-                [choice] = json.loads(event)["choices"]
+                told = json.loads(event)
+                if is_rejected(told):
+                    return None
+                [choice] = told["choices"]
                 tokens += choice["token_ids"]
                 if watch is not None:
                     await watch.note(len(choice["token_ids"]))
@@ -181,6 +202,43 @@ def test_live_update_matches_transformers(under_test: Served) -> None:
     under_test.run(scenario())
 
 
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_a_request_that_comes_in_a_pause(under_test: Served, mode: PauseMode) -> None:
+    """`keep` queues it. So do `wait` and `abort`, or else they reject it with HTTP 503, and it may
+    be sent again: as the vLLM at hand does. A closed door is another answer, in each mode."""
+    engine = under_test.engine
+    sampling = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+    body = {"token_ids": [4, 5, 6], "sampling_params": sampling}
+    url = f"{under_test.server.base_url}/inference/v1/generate"
+
+    async def scenario() -> None:
+        async def answer() -> tuple[int, Any]:
+            async with session.post(url, json=body) as response:
+                return response.status, await response.json()
+
+        async with aiohttp.ClientSession() as session:
+            await engine.pause(mode, clear_cache=True)
+            asked = asyncio.create_task(answer())
+            rejects = mode != "keep" and under_test.rejects
+            if rejects:
+                status, told = await asked
+                assert (status, is_rejected(told)) == (HTTPStatus.SERVICE_UNAVAILABLE, True)
+            while await engine.in_flight() != (not rejects):  # noqa: ASYNC110
+                await asyncio.sleep(AGAIN_S)
+            await engine.admit(open=False)
+            status, told = await answer()
+            assert (status, told["choices"][0]["finish_reason"]) == (HTTPStatus.OK, "abort")
+            await engine.admit(open=True)
+            await engine.resume()
+            for served in (await answer(), *([] if rejects else [await asked])):
+                assert served[0] == HTTPStatus.OK
+                assert served[1]["choices"][0]["token_ids"] == under_test.oracle.greedy(
+                    under_test.weights, 8, (4, 5, 6)
+                )
+
+    under_test.run(asyncio.wait_for(scenario(), under_test.wait_s))
+
+
 def test_a_second_adapter_attaches_to_a_running_server(under_test: Served) -> None:
     """And lets it run on when it is closed."""
 
@@ -225,22 +283,35 @@ def test_what_runs_is_told_from_inside(under_test: Served) -> None:
 
 # The server dies here: this test stays the last one that uses it.
 def test_death_is_reported_and_nothing_is_left(under_test: Served) -> None:
-    """The API server is killed; its engine core and workers go with it."""
+    """The engine core is killed. Every call from then on says so, whatever text vLLM answers with;
+    the server ends, and its workers with it."""
+    engine = under_test.engine
 
     async def scenario() -> None:
         guard = under_test.server.pid
         [api_server] = children(guard)
         family = [api_server, *descendants(api_server)]
         assert len(family) >= 3
-        death = asyncio.create_task(under_test.engine.died())
-        os.kill(api_server, signal.SIGKILL)
-        assert "exit code 137" in await asyncio.wait_for(death, 60)
+        view = engine.core_view()
+        assert view is not None
+        death = asyncio.create_task(engine.died())
+        os.kill(view.pid, signal.SIGKILL)
+        assert await death
+        calls = (
+            engine.version(),
+            engine.pause("keep", clear_cache=True),
+            engine.resume(),
+            engine.clear_cache(),
+            engine.admit(open=True),
+            engine.commit(under_test.version + 1),
+        )
+        for failed in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(failed, EngineDead), failed
         await gone(family)
-        with pytest.raises(EngineError) as failed:
-            await under_test.engine.version()
-        assert failed.value.code is NackCode.ENGINE_DEAD
+        with pytest.raises(EngineDead):
+            await engine.version()
 
-    under_test.run(scenario())
+    under_test.run(asyncio.wait_for(scenario(), under_test.wait_s))
 
 
 def test_a_server_that_cannot_boot_says_why(environment: dict[str, str], tmp_path: Path) -> None:

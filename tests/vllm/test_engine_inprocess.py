@@ -32,6 +32,7 @@ from tests.vllm._vllm import (
     generate,
     in_another_order,
     paused_update,
+    rejects_in_pauses,
     require_vllm,
     staged_update,
     ways,
@@ -69,6 +70,10 @@ class InProcess:
         self._runner = runner
         self._names = itertools.count()
 
+    @property
+    def rejects(self) -> bool:
+        return rejects_in_pauses()
+
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         self._runner.run(work)
 
@@ -76,7 +81,10 @@ class InProcess:
         self, prompt: Sequence[int], max_tokens: int, *, watch: Watch | None = None
     ) -> Generated:
         note = watch.note if watch is not None else None
-        last = await generate(self.llm, f"r{next(self._names)}", max_tokens, prompt, note)
+        rejected = watch.reject if watch is not None else None
+        last = await generate(
+            self.llm, f"r{next(self._names)}", max_tokens, prompt, note, rejected=rejected
+        )
         spans = [(parse_version(s.version), s.start, s.end) for s in last.weight_versions]
         return Generated(list(last.token_ids), last.finish_reason, spans)
 
@@ -564,6 +572,20 @@ def test_what_runs_is_told_from_inside(under_test: InProcess) -> None:
         coordinated = VllmEngine(under_test.llm, dp_coordinator="bus")
         with pytest.raises(EngineError, match="was booted with its own coordinator"):
             await coordinated.start()
+
+    under_test.run(scenario())
+
+
+def test_ranks_that_come_and_go_are_refused(
+    under_test: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elastic expert parallelism, by the option's name; nothing is asked of the engine."""
+    parallel = under_test.llm.vllm_config.parallel_config
+    monkeypatch.setattr(parallel, "enable_elastic_ep", True)
+
+    async def scenario() -> None:
+        with pytest.raises(EngineError, match=r"has --enable-elastic-ep.*start it without"):
+            await VllmEngine(under_test.llm).start()
 
     under_test.run(scenario())
 
