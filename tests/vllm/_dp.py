@@ -152,6 +152,11 @@ class Pair:
         while await self.ranks[rank].do("count", name=name) < count:  # noqa: ASYNC110 - it is afar
             await asyncio.sleep(0.005)
 
+    async def is_rejected(self, rank: int, name: str) -> None:
+        """Wait until a pause has rejected the request, which is sent again."""
+        while not await self.ranks[rank].do("rejected", name=name):  # noqa: ASYNC110 - it is afar
+            await asyncio.sleep(0.005)
+
     async def shows(
         self, rank: int, *, age_ms: float = 0, flags: int = 0, **wanted: object
     ) -> None:

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from sidecar.holdpage import Hold, in_ms
 from sidecar.vllm_inprocess import VllmEngine
-from tests.vllm._vllm import PROMPT, engine_args
+from tests.vllm._vllm import AGAIN_S, PROMPT, engine_args
 
 ANSWERS = 3
 NOBODY = 2**22 + 1  # no process has this number
@@ -33,6 +33,7 @@ class Rank:
         self._engine = engine
         self._answers = answers
         self._tokens: dict[str, list[int]] = {}
+        self._rejected: set[str] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def say(self, call: int, began_s: float, *, ok: bool, out: object) -> None:
@@ -59,15 +60,28 @@ class Rank:
 
     async def _generate(self, name: str, count: int, prompt: list[int]) -> None:
         from vllm import SamplingParams  # noqa: PLC0415 - after the environment is set
+        from vllm.exceptions import RetryableRequestError  # noqa: PLC0415
 
         params = SamplingParams(
             temperature=0.0, max_tokens=count, detokenize=False, ignore_eos=True
         )
-        async for output in self._llm.generate({"prompt_token_ids": prompt}, params, name):
-            self._tokens[name] = list(output.outputs[0].token_ids)
+        asked = {"prompt_token_ids": prompt}
+        while True:
+            try:
+                async for output in self._llm.generate(asked, params, name):
+                    self._tokens[name] = list(output.outputs[0].token_ids)
+            except RetryableRequestError:  # a pause has rejected it: it is sent again
+                self._rejected.add(name)
+                await asyncio.sleep(AGAIN_S)
+            else:
+                return
 
     async def do_count(self, name: str) -> int:
         return len(self._tokens[name])
+
+    async def do_rejected(self, name: str) -> bool:
+        """Whether a pause has ever rejected it."""
+        return name in self._rejected
 
     async def do_tokens(self, name: str) -> list[int]:
         """All its tokens, once it has ended."""
