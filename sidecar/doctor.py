@@ -20,7 +20,8 @@ from bus.commands.doctor import Check
 from bus.lora import FOLDER_PREFIX
 from bus.seams import RUN_ON, unsupported_reason, untested_reason
 from bus.transfer import SHM_FOLDER, SHM_PREFIX
-from sidecar.vllm_plugin import facts, registry
+from sidecar.vllm_plugin import facts, installation
+from sidecar.vllm_plugin.registry import REGISTRY
 
 if TYPE_CHECKING:
     from bus.commands.doctor import Options
@@ -176,7 +177,7 @@ def _backend() -> Check:
 
 def _features() -> list[Check]:
     """What of vLLM's inside is as wavebus expects it, and what is off because it is not."""
-    found = registry.report().features
+    found = installation.report().features
     off = {name: why for name, why in found.items() if why}
     works = Check("vllm features", "ok", f"{len(found) - len(off)} of {len(found)} work here")
     return [
@@ -184,7 +185,7 @@ def _features() -> list[Check]:
         *(
             Check(name, "warn", f"off: {why[:200]}", f"without it wavebus can't {words}")
             for name, why in off.items()
-            for words in [registry.REGISTRY.features[name]]
+            for words in [REGISTRY.features[name]]
         ),
     ]
 

@@ -132,8 +132,8 @@ class Engine(Protocol):
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Stop generation; return when the engine is idle on its device.
 
-        ``keep`` freezes requests, ``wait`` lets running ones end and queues new
-        ones, ``abort`` ends all with the tokens they have. ``clear_cache`` drops
+        ``keep`` freezes requests, ``wait`` lets running ones end and queues or
+        rejects new ones, ``abort`` ends all with the tokens they have. ``clear_cache`` drops
         KV and prefix cache, so that kept requests are recomputed after the resume.
         """
 

@@ -41,6 +41,8 @@ module               what
 ``door``             who is let into an engine core
 ``coordinator``      the gateway in place of vLLM's DP coordinator
 ``registry``         what is wrapped inside vLLM, what it must look like, and what needs it
+``called``           what is called inside vLLM: a part of that registry
+``installation``     installs that, and says what does not fit
 ``cpu_experts``      collectives that vLLM's CPU build lacks
 ``environment``      environment variables
 ``compat``           which vLLM
@@ -56,7 +58,7 @@ import logging
 import sys
 
 from bus.seams import unsupported_reason
-from sidecar.vllm_plugin import environment, registry
+from sidecar.vllm_plugin import environment, installation
 from sidecar.vllm_plugin.compat import BACKEND
 
 __all__ = ["BACKEND", "register"]
@@ -96,17 +98,17 @@ def register() -> None:
 def _install(*, by_bus: bool) -> None:
     """Install the seams of this process. Processes that are forked inherit them, and vLLM loads no
     plugin again there: so a front end has those of cores, too."""
-    registry.install("any")
+    installation.install("any")
     front_end = "vllm.engine.arg_utils" in sys.modules
     if front_end or "vllm.v1.engine.core" in sys.modules:
-        registry.install("core")
+        installation.install("core")
     if front_end and by_bus:
         from sidecar.vllm_plugin import coordinator  # noqa: PLC0415 - of no use elsewhere
 
-        why = registry.install_seam("dp coordinator")
+        why = installation.install_seam("dp coordinator")
         if why:
             raise coordinator.refusal(why)
-        form = registry.report().forms["dp coordinator"]
+        form = installation.report().forms["dp coordinator"]
         _log.info("wavebus: DP coordinator replaced; in this vLLM %s", form)
     if "vllm.v1.worker.worker_base" in sys.modules:
-        registry.install("worker")
+        installation.install("worker")

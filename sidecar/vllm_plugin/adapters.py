@@ -25,7 +25,7 @@ from bus.errors import EngineError
 from bus.lora import FOLDER_PREFIX
 from bus.messages import NackCode
 from bus.transfer import SHM_FOLDER
-from sidecar.vllm_plugin import registry
+from sidecar.vllm_plugin import installation
 from sidecar.vllm_plugin.adapter_check import check_adapter, peft_helper, weights_mapper
 
 if TYPE_CHECKING:
@@ -80,7 +80,8 @@ class Adapters:
             return cls(None)
         known: Adapters | None = getattr(manager, "wavebus_adapters", None)
         if known is None:
-            known = manager.wavebus_adapters = cls(manager, registry.install_seam("lora adapters"))
+            lacking = installation.install_seam("lora adapters")
+            known = manager.wavebus_adapters = cls(manager, lacking)
         return known
 
     def need(self) -> None:

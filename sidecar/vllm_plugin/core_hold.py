@@ -163,6 +163,9 @@ class HoldWatch:
             self._perform(wire.Restore(hold.begun))
         if hold.asleep:
             self._core.collective_rpc("wake_up", kwargs={"tags": None})
+            publish = getattr(self._core, "wavebus_publish_caches", None)
+            if publish is not None:
+                publish()  # peers of a KV connector would go on with the caches from before
 
     def _perform(self, operation: wire.Operation) -> None:
         self._core.collective_rpc(_PERFORM, kwargs={"operation": wire.encode(operation)})

@@ -215,11 +215,11 @@ def facts(worker: Any) -> dict[str, Any]:
 
 
 def _features(worker: Any) -> dict[str, str]:
-    from sidecar.vllm_plugin import registry  # noqa: PLC0415 - it names what is here
+    from sidecar.vllm_plugin import installation  # noqa: PLC0415 - it names what is here
 
     config = worker.vllm_config
     lockstep = config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe
-    found = registry.features_of(registry.report(), lockstep=lockstep)
+    found = installation.features_of(installation.report(), lockstep=lockstep)
     return {name: why[:256] for name, why in found.items()}
 
 

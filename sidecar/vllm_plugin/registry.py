@@ -1,8 +1,7 @@
 """Everything inside vLLM that the sidecar and its plugin depend on, in one list.
 
-:data:`REGISTRY` has one entry per seam, in the order of installation; :mod:`bus.seams` says what an
-entry is. :func:`install` is the only way by which anything of vLLM is wrapped or replaced.
-:func:`report` says which features the vLLM at hand supports, and why not the others.
+:data:`REGISTRY` has one entry per seam, in the order of installation; :mod:`bus.seams` says what
+an entry is. Only :mod:`sidecar.vllm_plugin.installation` installs them.
 
 To port wavebus to a new vLLM: run ``wavebus doctor --vllm PATH`` on its wheel, add a form to each
 seam that does not fit, and its number to :data:`bus.seams.RUN_ON` when the tests have run on it.
@@ -12,21 +11,10 @@ Importing this module imports neither vllm nor torch.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import inspect
-import logging
-import os
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
-from bus.seams import Fields, Form, Has, Ref, Registry, Report, Says, Seam, SourceTree, Takes, Wrap
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-_log = logging.getLogger("vllm.wavebus")
+from bus.seams import Fields, Form, Has, Lacks, Ref, Registry, Says, Seam, Takes, Wrap
+from sidecar.vllm_plugin.called import CALLED
 
 # Those that begin with "lockstep" concern ranks that step together (mixtures of experts with data
 # parallelism), and no other engine.
@@ -47,14 +35,17 @@ _FEATURES: Final = {
     "vllm_worker_engines": "drive vLLM's own worker engines, such as nccl",
     "lora_updates": "update LoRA adapters",
     "draft_updates": "update draft models",
+    "sleep": "have engines sleep and wake, also with a KV connector",
+    "in_process": "drive an AsyncLLM in its own process",
+    "over_http": "drive an API server through its RL routes",
     "cpu_experts": "run mixtures of experts in lockstep on CPUs",
 }
-_LOCKSTEP_PREFIX: Final = "lockstep_"
 
 _CORE: Final = "vllm.v1.engine.core"
 _PLAIN: Final = f"{_CORE}:EngineCoreProc"
 _LOCKSTEP: Final = f"{_CORE}:DPEngineCoreProc"
 _BASE: Final = f"{_CORE}:EngineCore"
+_PUBLISH: Final = f"{_BASE}._set_kv_connector_handshake_metadata"
 _PARALLEL: Final = "vllm.config.parallel:ParallelConfig"
 _COORDINATOR: Final = "vllm.v1.engine.coordinator"
 _TRANSFER: Final = "vllm.distributed.weight_transfer"
@@ -65,6 +56,9 @@ _RPC: Final = Takes(f"{_PLAIN}.collective_rpc", ("self", "method", "timeout", "a
 _REQUESTS: Final = Takes(f"{_PLAIN}._handle_client_request", ("self", "request_type", "request"))
 _PAUSE: Final = Takes(f"{_PLAIN}.pause_scheduler", ("self", "mode", "clear_cache"))
 _RESUME: Final = Takes(f"{_PLAIN}.resume_scheduler", ("self",))
+_ABORTS: Final = Takes(
+    f"{_PLAIN}._send_abort_outputs_to_client", ("self", "req_ids", "client_index")
+)
 _AGREE: Final = Takes(f"{_LOCKSTEP}._has_global_unfinished_reqs", ("self", "local_unfinished"))
 _RESUMES_AT_ONCE: Final = (
     "self.ignore_start_dp_wave = False\n"
@@ -132,24 +126,6 @@ _SEAMS: Final = (
         install=f"{_PLUGIN}.native_factory:register",
     ),
     Seam(
-        "model loading",
-        ("weight_updates", "staged_updates", "lockstep_staged_updates"),
-        (
-            Takes(
-                "vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload",
-                ("model",),
-            ),
-            Has("vllm.model_executor.model_loader.reload:finalize_layerwise_reload"),
-            Takes(
-                "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info", ("layer",)
-            ),
-            Has("vllm.model_executor.model_loader.utils:initialize_model"),
-            Takes("vllm.utils.torch_utils:set_default_torch_dtype", ("dtype",)),
-            Has("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT"),
-            Has("vllm.distributed.parallel_state", ("get_tp_group", "get_pp_group")),
-        ),
-    ),
-    Seam(
         "worker methods",
         ("weight_updates", "staged_updates", "lockstep_staged_updates"),
         (Has(_WORKERS, ("WorkerBase", "WorkerWrapperBase")),),
@@ -199,7 +175,7 @@ _SEAMS: Final = (
             _REQUESTS,
             Takes(f"{_PLAIN}.step", ("self",)),
             Takes(f"{_PLAIN}.step_with_batch_queue", ("self",)),
-            Takes(f"{_PLAIN}._send_abort_outputs_to_client", ("self", "req_ids", "client_index")),
+            _ABORTS,
             Takes(f"{_PLAIN}.has_work", ("self",)),
         ),
         process="core",
@@ -295,7 +271,7 @@ _SEAMS: Final = (
         (
             _REQUESTS,
             _RPC,
-            Takes(f"{_PLAIN}._send_abort_outputs_to_client", ("self", "req_ids", "client_index")),
+            _ABORTS,
             Says(f"{_PLAIN}._handle_client_request", ("req, request_wave = request",)),
             Has(f"{_CORE}:EngineCoreRequestType", ("ADD",)),
         ),
@@ -419,6 +395,28 @@ _SEAMS: Final = (
         ),
     ),
     Seam(
+        "wake",
+        ("sleep",),
+        (
+            Takes(f"{_BASE}.wake_up", ("self", "tags")),
+            Says(
+                f"{_BASE}.wake_up", ("self.model_executor.wake_up(tags)", "self.resume_scheduler()")
+            ),
+        ),
+        forms=(
+            Form("caches stay known to peers", (Lacks(_PUBLISH),)),
+            Form(
+                "caches are published again",
+                (
+                    Takes(_PUBLISH, ("self",)),
+                    Says(f"{_BASE}.wake_up", ("self._set_kv_connector_handshake_metadata()",)),
+                ),
+                sets=((_BASE, "wavebus_publish_caches", Ref(_PUBLISH)),),
+            ),
+        ),
+        process="core",
+    ),
+    Seam(
         "dp coordinator",
         ("dp_coordinator",),
         (
@@ -495,11 +493,6 @@ _SEAMS: Final = (
         ),
     ),
     Seam(
-        "draft models",
-        ("draft_updates",),
-        (Has(f"{_WORKERS}:WorkerBase", ("supports_draft_weight_updates",)),),
-    ),
-    Seam(
         "CPU communicator",
         ("cpu_experts",),
         (
@@ -514,129 +507,6 @@ _SEAMS: Final = (
 )
 
 
-REGISTRY: Final = Registry(_FEATURES, _SEAMS)
-
-
-# -- how it fits -------------------------------------------------------------------------
-
-
-@functools.cache
-def report() -> Report:
-    """Check the vLLM that this process would import, without importing it.
-
-    Returns:
-        Nothing fits where no vLLM is installed.
-    """
-    spec = find_spec("vllm")
-    if spec is None or spec.origin is None:
-        missing = "vLLM is not installed here"
-        seams = {seam.name: missing for seam in _SEAMS}
-        return Report("", {}, dict.fromkeys(_FEATURES, missing), seams)
-    return REGISTRY.check(SourceTree.at(Path(spec.origin).parents[1]), os.environ)
-
-
-def features_of(engine: Report, *, lockstep: bool) -> dict[str, str]:
-    """Tell one engine's features, each with the reason why it is off, or an empty text.
-
-    Args:
-        lockstep: the engine's rank steps in lockstep with others: what such ranks lack counts.
-    """
-    found: dict[str, str] = {}
-    for name in _FEATURES:
-        plain = name.removeprefix(_LOCKSTEP_PREFIX)
-        if plain == name or (lockstep and plain in _FEATURES):
-            found[plain] = found.get(plain, "") or engine.features.get(name, "")
-        elif lockstep:
-            found[name] = engine.features.get(name, "")
-    return found
-
-
-# -- installation ------------------------------------------------------------------------
-
-_installed: set[str] = set()
-
-
-def install(*processes: str) -> None:
-    """Install every seam of these kinds of process that fits, once; log what does not."""
-    for seam in _SEAMS:
-        if seam.process in processes:
-            install_seam(seam.name)
-
-
-def install_seam(name: str) -> str:
-    """Install one seam, once.
-
-    Returns:
-        Why it does not fit; empty if it is installed.
-    """
-    if name in _installed:
-        return ""
-    seam = REGISTRY.seam(name)
-    found = report()
-    if name not in found.forms:
-        why = found.reasons[name]
-        _log.warning("wavebus: %s off in this vLLM: %s", ", ".join(seam.features), why)
-        return why
-    put(seam, found.forms[name], importlib.import_module)
-    _installed.add(name)
-    return ""
-
-
-def put(seam: Seam, form: str, load: Callable[[str], Any]) -> None:
-    """Wrap and set what the seam names, in the form that fits.
-
-    Args:
-        load: imports a module of vLLM's by its name.
-    """
-    chosen = next((each for each in seam.forms if each.name == form), Form("", ()))
-    for owner, name, value in (*seam.sets, *chosen.sets):
-        found = _resolve(value.target, load) if isinstance(value, Ref) else value
-        setattr(_resolve(owner, load), name, found)
-    for wrap in (*chosen.wraps, *seam.wraps):
-        path, _, name = wrap.target.rpartition(".")
-        _wrap(_resolve(path, load), name, _resolve(wrap.around, load))
-    for method, handler in seam.answers:
-        _answer(_resolve(_PLAIN, load), method, _resolve(handler, load))
-    if seam.install:
-        _resolve(seam.install, load)()
-
-
-def _resolve(target: str, load: Callable[[str], Any]) -> Any:
-    """What a target names: of vLLM, or of wavebus itself."""
-    module, _, path = target.partition(":")
-    found = load(module) if module.startswith("vllm.") else importlib.import_module(module)
-    for name in filter(None, path.split(".")):
-        found = getattr(found, name)
-    return found
-
-
-def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Have ``owner.name`` call ``around(original, *arguments)``."""
-    found = inspect.getattr_static(owner, name)
-    kind = type(found) if isinstance(found, staticmethod | classmethod) else None
-    original = found.__func__ if kind is not None else found
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    setattr(owner, name, wrapped if kind is None else kind(wrapped))
-
-
-def _answer(cores: Any, method: str, handler: Callable[..., Any]) -> None:
-    """Have engine cores answer a method of ``collective_rpc`` by themselves: with what the handler
-    makes of the core and the call's keyword arguments, or a future of it."""
-
-    def around(
-        original: Callable[..., Any],
-        core: Any,
-        asked: Any,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if asked != method:
-            return original(core, asked, timeout, args, kwargs)
-        return handler(core, **(kwargs or {}))
-
-    _wrap(cores, "collective_rpc", around)
+REGISTRY: Final = Registry(_FEATURES, (*_SEAMS, *CALLED))
+# The class whose ``collective_rpc`` answers what is in :attr:`Seam.answers`.
+CORES: Final = _PLAIN

@@ -133,8 +133,10 @@ class _Without(ast.NodeTransformer):
     def generic_visit(self, node: ast.AST) -> ast.AST:
         inner = isinstance(node, ast.stmt) and self._text in ast.unparse(node)
         node = super().generic_visit(node)
-        definition = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if inner and not definition and self._text in ast.unparse(node):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            decorators = node.decorator_list
+            node.decorator_list = [d for d in decorators if self._text not in ast.unparse(d)]
+        elif inner and self._text in ast.unparse(node):
             return ast.Pass()
         return node
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sidecar.vllm_plugin.registry import REGISTRY, put
+from sidecar.vllm_plugin.installation import put
+from sidecar.vllm_plugin.registry import REGISTRY
 
 
 def install(module: Any, *names: str, form: str = "") -> None:

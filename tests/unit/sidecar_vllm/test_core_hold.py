@@ -203,6 +203,14 @@ def test_what_sleeps_is_woken(alone: Core) -> None:
     assert alone.runs
 
 
+def test_what_sleeps_is_woken_and_its_caches_are_published_again(alone: Core) -> None:
+    """Where vLLM's own wake does that: peers of a KV connector hold addresses that are gone."""
+    core = alone.core
+    core.wavebus_publish_caches = lambda: core.calls.append("published")
+    assert alone.paused().held(a_hold(asleep=True)).looks() == "resumed"
+    assert core.calls == [("wake_up", {"tags": None}), "published"]
+
+
 def test_who_lacks_a_part_stays_paused_and_ends_its_requests(alone: Core) -> None:
     alone.paused(requests=2).held(a_hold(begun="model", broken=("model",)))
     assert alone.looks() == "quarantined"

@@ -21,9 +21,10 @@ from bus.protocol.broker import Broker, BrokerConfig
 from bus.protocol.effects import Note
 from bus.seams import RUN_ON, SourceTree, untested_reason
 from sidecar.vllm_plugin import facts as worker_facts
-from sidecar.vllm_plugin import registry
+from sidecar.vllm_plugin import installation
 from sidecar.vllm_plugin.door import DOOR
-from sidecar.vllm_plugin.registry import REGISTRY, features_of
+from sidecar.vllm_plugin.installation import features_of
+from sidecar.vllm_plugin.registry import REGISTRY
 from tests.support.new_vllm import NewVllm, check_nothing_is_missed, installed, write
 from tests.unit.bus._builders import envelope, facts, only
 from tests.vllm._vllm import require_vllm
@@ -123,6 +124,17 @@ CHANGES: dict[str, list[tuple[str, str, set[str]]]] = {
             "rename",
             "vllm.v1.worker.worker_base:WorkerBase.supports_draft_weight_updates",
             {"draft_updates"},
+        )
+    ],
+    "wake": [("reshape", "vllm.v1.engine.core:EngineCore.wake_up", {"sleep"})],
+    "AsyncLLM": [
+        ("reshape", "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc", {"in_process"}),
+    ],
+    "routes": [
+        (
+            "without Response(status_code=503)",
+            "vllm.entrypoints.serve.instrumentator.health:health",
+            {"over_http"},
         )
     ],
     "CPU communicator": [
@@ -239,14 +251,14 @@ def test_a_newer_vllm_that_fits_supports_everything_and_is_untested(tmp_path: Pa
 
 
 def test_without_a_vllm_every_feature_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry.report.cache_clear()
-    monkeypatch.setattr(registry, "find_spec", lambda _: None)
+    installation.report.cache_clear()
+    monkeypatch.setattr(installation, "find_spec", lambda _: None)
     try:
-        report = registry.report()
+        report = installation.report()
         assert set(report.features.values()) == {"vLLM is not installed here"}
-        assert registry.install_seam("swap") == "vLLM is not installed here"
+        assert installation.install_seam("swap") == "vLLM is not installed here"
     finally:
-        registry.report.cache_clear()
+        installation.report.cache_clear()
 
 
 def test_workers_get_every_method_that_sidecars_ask_for() -> None:
@@ -291,7 +303,7 @@ def test_wraps_keep_the_kind_of_a_method(monkeypatch: pytest.MonkeyPatch) -> Non
         return original(*args[:-1], 2 * args[-1])
 
     for name in ("plain", "of_class", "of_none"):
-        registry._wrap(Theirs, name, twice)
+        installation._wrap(Theirs, name, twice)
     assert (Theirs().plain(2), Theirs().of_class(2), Theirs.of_class(3)) == (
         4,
         ("Theirs", 4),

@@ -1,0 +1,91 @@
+"""What the sidecar and its plugin call in vLLM, where nothing is installed: a part of the registry.
+
+Importing this module imports neither vllm nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from bus.seams import Form, Has, Says, Seam, Takes
+
+_LLM: Final = "vllm.v1.engine.async_llm:AsyncLLM"
+_ENTRY: Final = "vllm.entrypoints"
+_PAUSE_ROUTES: Final = ("'/pause'", "'/resume'", "'/update_weight_version'", "'/weight_info'")
+
+CALLED: Final = (
+    Seam(
+        "model loading",
+        ("weight_updates", "staged_updates", "lockstep_staged_updates"),
+        (
+            Takes(
+                "vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload",
+                ("model",),
+            ),
+            Has("vllm.model_executor.model_loader.reload:finalize_layerwise_reload"),
+            Takes(
+                "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info", ("layer",)
+            ),
+            Has("vllm.model_executor.model_loader.utils:initialize_model"),
+            Takes("vllm.utils.torch_utils:set_default_torch_dtype", ("dtype",)),
+            Has("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT"),
+            Has("vllm.distributed.parallel_state", ("get_tp_group", "get_pp_group")),
+        ),
+    ),
+    Seam(
+        "draft models",
+        ("draft_updates",),
+        (Has("vllm.v1.worker.worker_base:WorkerBase", ("supports_draft_weight_updates",)),),
+    ),
+    Seam(
+        "AsyncLLM",
+        ("in_process",),
+        (
+            Takes(f"{_LLM}.resume_generation", ("self",)),
+            Takes(f"{_LLM}.collective_rpc", ("self", "method", "timeout", "args", "kwargs")),
+            Takes(f"{_LLM}.wake_up", ("self", "tags")),
+            Takes(f"{_LLM}.update_weight_version", ("self", "new_version")),
+            Takes(f"{_LLM}.add_lora", ("self", "lora_request")),
+            Has(
+                _LLM,
+                (
+                    "pause_generation",
+                    "get_weight_version",
+                    "reset_prefix_cache",
+                    "reset_mm_cache",
+                    "reset_encoder_cache",
+                    "abort",
+                    "generate",
+                    "errored",
+                ),
+            ),
+            Says(
+                "vllm.v1.engine.output_processor:OutputProcessor.__init__",
+                ("self.request_states", "self.parent_requests"),
+            ),
+            Has("vllm.v1.engine.exceptions:EngineDeadError"),
+        ),
+    ),
+    Seam(
+        "routes",
+        ("over_http",),
+        (
+            Says(f"{_ENTRY}.serve.dev.rpc.api_router", ("'/collective_rpc'",)),
+            Says(
+                f"{_ENTRY}.serve.dev.cache.api_router",
+                ("'/reset_prefix_cache'", "'/reset_mm_cache'", "'/reset_encoder_cache'"),
+            ),
+            Says(f"{_ENTRY}.serve.dev.sleep.api_router", ("'/wake_up'",)),
+            Says(f"{_ENTRY}.serve.dev.server_info.api_router", ("'/server_info'",)),
+            # A dead engine is recognised by it.
+            Says(
+                f"{_ENTRY}.serve.instrumentator.health",
+                ("except EngineDeadError:", "Response(status_code=503)"),
+            ),
+        ),
+        forms=(
+            Form("RL routes", (Says(f"{_ENTRY}.rl.online.api_router", _PAUSE_ROUTES),)),
+            Form("RLHF routes", (Says(f"{_ENTRY}.serve.dev.rlhf.api_router", _PAUSE_ROUTES),)),
+        ),
+    ),
+)
