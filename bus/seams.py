@@ -52,6 +52,7 @@ class SourceTree:
         self._root = root
         self._changed = dict(changed or {})
         self._modules: dict[str, ast.Module | None] = {}
+        self._printed: dict[Node, str] = {}
 
     @classmethod
     def at(cls, path: Path) -> SourceTree:
@@ -70,6 +71,21 @@ class SourceTree:
                 f"{path}: no vLLM there: expected a wheel, or a folder with vllm/__init__.py in it"
             )
         return cls(root)
+
+    def changed(self, texts: Mapping[str, str]) -> SourceTree:
+        """The same tree with other texts for some files, which are all that is parsed anew."""
+        other = SourceTree(self._root, texts)
+        for name, node in self._modules.items():
+            if self.module_path(name) not in texts:
+                other._modules[name] = node
+        other._printed = self._printed
+        return other
+
+    def printed(self, node: Node) -> str:
+        """The source of a definition, as :func:`ast.unparse` prints it."""
+        if node not in self._printed:
+            self._printed[node] = ast.unparse(node)
+        return self._printed[node]
 
     @functools.cached_property
     def version(self) -> str:
@@ -248,7 +264,7 @@ class Says:
         node = tree.find(self.target)
         if node is None:
             return f"there is no {short(self.target)}"
-        source = _unparsed(node)
+        source = tree.printed(node)
         missing = next((text for text in self.texts if text not in source), "")
         return f"{short(self.target)} does not say `{missing}`" if missing else ""
 
@@ -280,11 +296,6 @@ def _parameters(arguments: ast.arguments) -> tuple[str, ...]:
     named = [each.arg for each in arguments.kwonlyargs]
     last = [] if arguments.kwarg is None else [f"**{arguments.kwarg.arg}"]
     return (*first, *rest, *named, *last)
-
-
-@functools.lru_cache(maxsize=256)
-def _unparsed(node: Node) -> str:
-    return ast.unparse(node)
 
 
 def short(target: str) -> str:

@@ -28,11 +28,10 @@ def installed() -> Path:
     return Path(spec.origin).parents[1]
 
 
-def check_nothing_is_missed(registry: Registry, seam: Seam) -> None:
+def check_nothing_is_missed(registry: Registry, seam: Seam, intact: SourceTree) -> None:
     """Disappoint each single expectation of the seam, of what is common to all forms and of the
     form that fits here: the seam must be missed, and its features be off."""
-    root = installed()
-    intact, changing = SourceTree(root), NewVllm(root)
+    changing = NewVllm(intact)
     form = next((each for each in seam.forms if not each.gaps(intact)), None)
     expectations = (*seam.expects, *(form.expects if form else ()))
     assert expectations
@@ -44,11 +43,10 @@ def check_nothing_is_missed(registry: Registry, seam: Seam) -> None:
 
 
 class NewVllm:
-    """Makes changed copies of the vLLM below ``root``."""
+    """Makes changed copies of a vLLM."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._tree = SourceTree(root)
+    def __init__(self, tree: SourceTree) -> None:
+        self._tree = tree
 
     def renamed(self, target: str) -> SourceTree:
         """The definition has another name."""
@@ -101,7 +99,7 @@ class NewVllm:
         lines[begin - 1 : end] = [textwrap.indent(new, " " * indent)]
         changed = "\n".join(lines)
         assert changed != self._tree.text(module)
-        return SourceTree(self._root, {self._tree.module_path(module): changed})
+        return self._tree.changed({self._tree.module_path(module): changed})
 
 
 def _rename(node: ast.AST) -> ast.AST:
