@@ -53,6 +53,7 @@ class SourceTree:
         self._changed = dict(changed or {})
         self._modules: dict[str, ast.Module | None] = {}
         self._printed: dict[Node, str] = {}
+        self._unreadable: set[str] = set()
 
     @classmethod
     def at(cls, path: Path) -> SourceTree:
@@ -133,8 +134,18 @@ class SourceTree:
     def _module(self, module: str) -> ast.Module | None:
         if module not in self._modules:
             text = self.text(module)
-            self._modules[module] = ast.parse(text) if text else None
+            try:
+                self._modules[module] = ast.parse(text) if text else None
+            except SyntaxError:  # a later Python's
+                self._modules[module] = None
+                self._unreadable.add(module)
         return self._modules[module]
+
+    def absent(self, target: str, kind: str = "") -> str:
+        """Say that a target is not there, or that its file can't be read."""
+        module = target.partition(":")[0]
+        why = " (this Python can't parse its file)" if module in self._unreadable else ""
+        return f"there is no {kind}{short(target)}{why}"
 
     def _top_level(self, module: str, name: str, imports: int) -> tuple[str, Node | None]:
         tree = self._module(module)
@@ -220,7 +231,7 @@ class Has:
 
     def gap(self, tree: SourceTree) -> str:
         if tree.find(self.target) is None:
-            return f"there is no {short(self.target)}"
+            return tree.absent(self.target)
         where = f"{self.target}." if ":" in self.target else f"{self.target}:"
         missing = [name for name in self.attributes if tree.find(f"{where}{name}") is None]
         return f"{short(self.target)} has no {', '.join(missing)}" if missing else ""
@@ -246,7 +257,7 @@ class Takes:
     def gap(self, tree: SourceTree) -> str:
         node = tree.find(self.target)
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            return f"there is no function {short(self.target)}"
+            return tree.absent(self.target, "function ")
         found = _parameters(node.args)
         if found == self.parameters:
             return ""
@@ -263,7 +274,7 @@ class Says:
     def gap(self, tree: SourceTree) -> str:
         node = tree.find(self.target)
         if node is None:
-            return f"there is no {short(self.target)}"
+            return tree.absent(self.target)
         source = tree.printed(node)
         missing = next((text for text in self.texts if text not in source), "")
         return f"{short(self.target)} does not say `{missing}`" if missing else ""
@@ -279,7 +290,7 @@ class Fields:
     def gap(self, tree: SourceTree) -> str:
         node = tree.find(self.target)
         if not isinstance(node, ast.ClassDef):
-            return f"there is no class {short(self.target)}"
+            return tree.absent(self.target, "class ")
         names = [
             each.target.id
             for each in node.body

@@ -250,6 +250,15 @@ def test_a_newer_vllm_that_fits_supports_everything_and_is_untested(tmp_path: Pa
     assert "0.34.0 is untested" in untested_reason(report.version)
 
 
+def test_a_file_in_a_later_pythons_syntax_is_named() -> None:
+    """It turns off what depends on it, and the doctor does not fail."""
+    path = INTACT.module_path("vllm.v1.engine.coordinator")
+    report = REGISTRY.check(INTACT.changed({path: "this is no Python"}))
+    off = {name: why for name, why in report.features.items() if why}
+    assert list(off) == ["dp_coordinator"]
+    assert "this Python can't parse its file" in off["dp_coordinator"]
+
+
 def test_without_a_vllm_every_feature_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     installation.report.cache_clear()
     monkeypatch.setattr(installation, "find_spec", lambda _: None)
