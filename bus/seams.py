@@ -238,16 +238,6 @@ class Has:
 
 
 @dataclass(frozen=True)
-class Lacks:
-    """The target is not defined."""
-
-    target: str
-
-    def gap(self, tree: SourceTree) -> str:
-        return "" if tree.find(self.target) is None else f"there is a {short(self.target)}"
-
-
-@dataclass(frozen=True)
 class Takes:
     """The target is a function with exactly these parameters, in this order."""
 
@@ -278,6 +268,22 @@ class Says:
         source = tree.printed(node)
         missing = next((text for text in self.texts if text not in source), "")
         return f"{short(self.target)} does not say `{missing}`" if missing else ""
+
+
+@dataclass(frozen=True)
+class SaysNot:
+    """The target is defined, and none of these texts are in its source."""
+
+    target: str
+    texts: tuple[str, ...]
+
+    def gap(self, tree: SourceTree) -> str:
+        node = tree.find(self.target)
+        if node is None:
+            return tree.absent(self.target)
+        source = tree.printed(node)
+        found = next((text for text in self.texts if text in source), "")
+        return f"{short(self.target)} says `{found}`" if found else ""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from bus.seams import Fields, Form, Has, Lacks, Ref, Registry, Says, Seam, Takes, Wrap
+from bus.seams import Fields, Form, Has, Ref, Registry, Says, SaysNot, Seam, Takes, Wrap
 from sidecar.vllm_plugin.called import CALLED
 
 # Those that begin with "lockstep" concern ranks that step together (mixtures of experts with data
@@ -404,7 +404,7 @@ _SEAMS: Final = (
             ),
         ),
         forms=(
-            Form("caches stay known to peers", (Lacks(_PUBLISH),)),
+            Form("caches stay known to peers", (SaysNot(f"{_BASE}.wake_up", ("kv_connector",)),)),
             Form(
                 "caches are published again",
                 (
