@@ -71,7 +71,8 @@ class Updates:
         self._alone = alone
         self._begun = 0  # refused ones too: the other ranks count as well
         self._busy = False
-        self._fell_back = False
+        self._warned = False
+        self._looked_into = ""  # the reason for which engines were asked last
 
     def begin(
         self,
@@ -135,17 +136,19 @@ class Updates:
         self.last = report
         return report
 
-    async def warn_of_fallback(self) -> None:
-        """Warn, once, if updates take a pause because of an engine's version of vLLM."""
-        if self._fell_back:
+    async def warn_of_fallback(self, why_paused: str) -> None:
+        """Warn, once, if updates take a pause because of an engine's version of vLLM. Engines are
+        asked for it once per reason, which may be another one at first: want of memory, say."""
+        if self._warned or why_paused == self._looked_into:
             return
-        self._fell_back = True
+        self._looked_into = why_paused
         engines: tuple[EngineView, ...] = ()
         with contextlib.suppress(WavebusError):  # the update goes on without the warning
             engines = await self._line.engines()
         lacking = (each for each in engines if each.features.get("staged_updates"))
         engine = next(lacking, None)
         if engine is not None:
+            self._warned = True
             bus.log.logger().warning(
                 "staged_updates_off",
                 engine=engine.name,
@@ -256,7 +259,7 @@ class Update:
             await self._steps.wake()
             self._armed = await self._ask_to_arm(ask)
         if self._how.how == "auto" and self._armed.why_paused:
-            await self._updates.warn_of_fallback()
+            await self._updates.warn_of_fallback(self._armed.why_paused)
 
     def _canary_way(self) -> CanaryWay:
         """What the pause leaves of requests, if there is a canary."""
