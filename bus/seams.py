@@ -16,13 +16,14 @@ import functools
 import re
 import zipfile
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from bus.errors import EngineError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
 
 Node: TypeAlias = ast.AST
 _MAX_IMPORTS: Final = 4  # of a name through packages, until it is defined
@@ -34,8 +35,6 @@ class Folder(Protocol):
     def joinpath(self, *parts: str) -> Folder: ...
 
     def is_file(self) -> bool: ...
-
-    def is_dir(self) -> bool: ...
 
     def read_text(self, encoding: str) -> str: ...
 
@@ -73,6 +72,14 @@ class SourceTree:
             )
         return cls(root)
 
+    @classmethod
+    def installed(cls) -> SourceTree | None:
+        """The vLLM that this process would import; None if there is none."""
+        spec = find_spec("vllm")
+        if spec is None or spec.origin is None:
+            return None
+        return cls(Path(spec.origin).parents[1])
+
     def changed(self, texts: Mapping[str, str]) -> SourceTree:
         """The same tree with other texts for some files, which are all that is parsed anew."""
         other = SourceTree(self._root, texts)
@@ -82,11 +89,12 @@ class SourceTree:
         other._printed = self._printed
         return other
 
-    def printed(self, node: Node) -> str:
-        """The source of a definition, as :func:`ast.unparse` prints it."""
-        if node not in self._printed:
+    def source(self, target: str) -> str | None:
+        """The source of a definition, as :func:`ast.unparse` prints it; None if there is none."""
+        node = self.find(target)
+        if node is not None and node not in self._printed:
             self._printed[node] = ast.unparse(node)
-        return self._printed[node]
+        return None if node is None else self._printed[node]
 
     @functools.cached_property
     def version(self) -> str:
@@ -262,10 +270,9 @@ class Says:
     texts: tuple[str, ...]
 
     def gap(self, tree: SourceTree) -> str:
-        node = tree.find(self.target)
-        if node is None:
+        source = tree.source(self.target)
+        if source is None:
             return tree.absent(self.target)
-        source = tree.printed(node)
         missing = next((text for text in self.texts if text not in source), "")
         return f"{short(self.target)} does not say `{missing}`" if missing else ""
 
@@ -278,10 +285,9 @@ class SaysNot:
     texts: tuple[str, ...]
 
     def gap(self, tree: SourceTree) -> str:
-        node = tree.find(self.target)
-        if node is None:
+        source = tree.source(self.target)
+        if source is None:
             return tree.absent(self.target)
-        source = tree.printed(node)
         found = next((text for text in self.texts if text in source), "")
         return f"{short(self.target)} says `{found}`" if found else ""
 
@@ -416,6 +422,11 @@ class Report:
     forms: Mapping[str, str] = field(default_factory=dict)
     features: Mapping[str, str] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def off(self) -> dict[str, str]:
+        """The features that are off, each with the reason."""
+        return {name: why for name, why in self.features.items() if why}
 
 
 @dataclass(frozen=True)

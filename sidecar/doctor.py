@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from bus.commands.doctor import Check
+from bus.commands.doctor import Check, feature_checks
 from bus.lora import FOLDER_PREFIX
 from bus.seams import RUN_ON, unsupported_reason, untested_reason
 from bus.transfer import SHM_FOLDER, SHM_PREFIX
@@ -115,7 +115,7 @@ def _vllm() -> list[Check]:
         else Check("vllm", "ok", f"{name} {number}"),
         _plugin(),
         _backend(),
-        *_features(),
+        *feature_checks("vllm features", REGISTRY, installation.report()),
         *_cpu_build(name),
     ]
 
@@ -173,21 +173,6 @@ def _backend() -> Check:
         f"wavebus was run on vLLM {' and '.join(RUN_ON)}; look at the whole error with: python -c "
         "'from sidecar.vllm_plugin import register; register()'",
     )
-
-
-def _features() -> list[Check]:
-    """What of vLLM's inside is as wavebus expects it, and what is off because it is not."""
-    found = installation.report().features
-    off = {name: why for name, why in found.items() if why}
-    works = Check("vllm features", "ok", f"{len(found) - len(off)} of {len(found)} work here")
-    return [
-        works,
-        *(
-            Check(name, "warn", f"off: {why[:200]}", f"without it wavebus can't {words}")
-            for name, why in off.items()
-            for words in [REGISTRY.features[name]]
-        ),
-    ]
 
 
 def _cpu_build(name: str) -> list[Check]:

@@ -13,7 +13,7 @@ import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import click
 
@@ -25,6 +25,9 @@ from bus.keys import Security, security
 from bus.runtime.loop import chosen, run
 from bus.runtime.query import fetch_status
 from bus.runtime.zmq_transport import ZmqServer, library_version
+
+if TYPE_CHECKING:
+    from bus.seams import Registry, Report
 
 State: TypeAlias = Literal["ok", "note", "warn", "fail"]
 ENOUGH_FILES: Final = 4096
@@ -122,6 +125,20 @@ def _show_features(wheels: tuple[Path, ...], *, markdown: bool, as_json: bool) -
     else:
         click.echo(features.markdown(found) if markdown else features.table(found))
     raise click.exceptions.Exit(0 if all(map(features.works, found)) else 1)
+
+
+def feature_checks(name: str, registry: Registry, report: Report) -> list[Check]:
+    """What the installed vLLM supports of a registry: one line for all, and one for each that is
+    off."""
+    off = report.off
+    works = len(registry.features) - len(off)
+    return [
+        Check(name, "ok", f"{works} of {len(registry.features)} work here"),
+        *(
+            Check(each, "warn", f"off: {why[:200]}", f"wavebus can't {registry.features[each]}")
+            for each, why in off.items()
+        ),
+    ]
 
 
 def bus_checks(options: Options) -> list[Check]:

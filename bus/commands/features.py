@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ def reports(paths: Sequence[Path]) -> list[Report]:
     return [seams.check(SourceTree.at(path)) for path in paths]
 
 
+@functools.cache
 def _all_seams() -> Registry:
     found: list[Registry] = []
     for entry in sorted(entry_points(group="wavebus.seams"), key=lambda each: each.name):
@@ -62,28 +64,22 @@ def as_json(paths: Sequence[Path], found: Sequence[Report]) -> list[dict[str, An
 
 def works(report: Report) -> bool:
     """Whether this vLLM supports every feature."""
-    return not unsupported_reason(report.version) and not any(report.features.values())
+    return not unsupported_reason(report.version) and not report.off
 
 
 def table(found: Sequence[Report]) -> str:
     """A row per feature and a column per vLLM; below it, the reasons. Of one vLLM, also what each
     feature is for."""
-    words = _all_seams().features if len(found) == 1 else {}
     names = list(found[0].features)
-    head = (
-        "feature",
-        *(f"vLLM {each.version or '?'}" for each in found),
-        *["what for"][: len(words)],
-    )
-    rows = [
-        (name, *(_mark(each, name) for each in found), *filter(None, [words.get(name)]))
-        for name in names
-    ]
-    rows.insert(0, head)
-    widths = [max(len(row[at]) for row in rows) for at in range(len(head))]
+    columns = [["feature", *names]]
+    columns += [[f"vLLM {each.version or '?'}", *(_mark(each, n) for n in names)] for each in found]
+    if len(found) == 1:
+        words = _all_seams().features
+        columns.append(["what for", *(words[name] for name in names)])
+    widths = [max(map(len, column)) for column in columns]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
+        for row in zip(*columns, strict=True)
     ]
     return "\n".join([*lines, *_notes(found)])
 
@@ -110,9 +106,8 @@ def _mark(report: Report, name: str) -> str:
 def _notes(found: Sequence[Report]) -> Iterator[str]:
     yield ""
     for report in found:
-        for name, why in report.features.items():
-            if why:
-                yield f"{name} is off in {report.version}: {why}"
+        for name, why in report.off.items():
+            yield f"{name} is off in {report.version}: {why}"
     for report in found:
         reason = unsupported_reason(report.version) or untested_reason(report.version)
         if reason:

@@ -13,8 +13,6 @@ import importlib
 import inspect
 import logging
 import os
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bus.seams import Form, Ref, Report, SourceTree
@@ -39,12 +37,12 @@ def report() -> Report:
     Returns:
         Nothing fits where no vLLM is installed.
     """
-    spec = find_spec("vllm")
-    if spec is None or spec.origin is None:
+    tree = SourceTree.installed()
+    if tree is None:
         missing = "vLLM is not installed here"
         seams = {seam.name: missing for seam in REGISTRY.seams}
         return Report("", {}, dict.fromkeys(REGISTRY.features, missing), seams)
-    return REGISTRY.check(SourceTree.at(Path(spec.origin).parents[1]), os.environ)
+    return REGISTRY.check(tree, os.environ)
 
 
 def features_of(engine: Report, *, lockstep: bool) -> dict[str, str]:

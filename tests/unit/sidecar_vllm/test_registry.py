@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from bus import seams
 from bus.cli import run
 from bus.commands.status import _table
 from bus.errors import UsageError
@@ -261,7 +262,7 @@ def test_a_file_in_a_later_pythons_syntax_is_named() -> None:
 
 def test_without_a_vllm_every_feature_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     installation.report.cache_clear()
-    monkeypatch.setattr(installation, "find_spec", lambda _: None)
+    monkeypatch.setattr(seams, "find_spec", lambda _: None)
     try:
         report = installation.report()
         assert set(report.features.values()) == {"vLLM is not installed here"}
