@@ -263,6 +263,8 @@ def test_a_file_in_a_later_pythons_syntax_is_named() -> None:
 def test_without_a_vllm_every_feature_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     installation.report.cache_clear()
     monkeypatch.setattr(seams, "find_spec", lambda _: None)
+    # Other tests of this process may have installed seams.
+    monkeypatch.setattr(installation, "_installed", set())
     try:
         report = installation.report()
         assert set(report.features.values()) == {"vLLM is not installed here"}
