@@ -1,0 +1,842 @@
+"""Snapshots of what users hold on to: commands, JSON, wire, log events, settings, Python names.
+
+Each test renders one part of the surface as text and compares it with a file of
+``tests/contract/surface``. The files have no module path of the product, so they stay the same when
+code moves. ``WAVEBUS_RECORD_SURFACE=1`` records all of them anew.
+
+All names of the product that the tests use are in the imports below, so a module that moves needs
+no other edit. The benches' private functions, which ``_quick_…`` replaces, are named there.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import io
+import json
+import os
+import re
+import signal
+import socket
+import sys
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import click
+import pytest
+from anyio.from_thread import start_blocking_portal
+from safetensors.torch import load_file
+
+# The implementation, wherever it lives: the one place to edit when modules move.
+from bus import errors
+from bus.cli import main, wavebus
+from bus.commands.diagrams import diagrams
+from bus.errors import DecodeError, EngineDead, EngineError, Refused, WavebusError, refusal
+from bus.journal import records
+from bus.journal.reader import Entry, read
+from bus.journal.writer import journal_files
+from bus.manifest import Manifest, TensorMeta
+from bus.messages import (
+    MAX_FRAME_BYTES,
+    WIRE_MAJOR,
+    WIRE_MINOR,
+    WIRE_NAMES,
+    CanaryWay,
+    Envelope,
+    Escalation,
+    Nack,
+    NackCode,
+    PauseMode,
+    SleepLevel,
+    Status,
+    Step,
+    Target,
+    Verify,
+)
+from bus.protocol.broker import BrokerConfig
+from bus.protocol.watchdog import Health
+from bus.settings import DEFAULT_BROKER, DEFAULT_FILE
+from bus.transfer import Place, World, decode, encode
+from sidecar import Sidecar
+from sidecar.bench import (
+    cli_common,
+    control,
+    gap,
+    gap_embedded,
+    gap_vllm,
+    pause,
+    transfer,
+    transfer_vllm,
+)
+from sidecar.bench import vllm_fleet as fleet
+from sidecar.bench.window import Window
+from sidecar.embedded import EmbeddedEngine, SamplingParams
+from sidecar.engine import Chunk, Engine, EngineInfo
+from sidecar.gateway.__main__ import gateway
+from sidecar.transfer import Receiver, register_receiver
+from sidecar.vllm_inprocess import VllmEngine
+from tests.support.checkpoints import make_checkpoint
+from tests.support.log_calls import LogCalls
+from tests.support.procs import wavebus as start_wavebus
+from tests.support.surface import (
+    ROOT,
+    annotation_text,
+    check_snapshot,
+    class_text,
+    declared_shape,
+    field_lines,
+    json_shape,
+    plain,
+    product_files,
+    product_packages,
+    product_trees,
+    pyproject,
+    shape_text,
+    signature_text,
+    type_text,
+)
+from trainer_agent import (
+    Canary,
+    CpuCache,
+    SyncTrainerAgent,
+    TrainerAgent,
+    UpdateReport,
+    WeightSource,
+    share_memory,
+)
+from trainer_agent.demo import chaos as demo_chaos
+from trainer_agent.demo import report as demo_report
+from trainer_agent.demo import run as demo_run
+from trainer_agent.how import How, Quorum, UpdateOptions
+from trainer_agent.transfer import Sender, register_sender
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
+
+# What users import, subclass or are handed.
+CLASSES: list[type] = [
+    *(TrainerAgent, SyncTrainerAgent, Canary, CpuCache, UpdateReport, WeightSource),
+    UpdateOptions,
+    *(Sidecar, Engine, EngineInfo, Chunk, EmbeddedEngine, SamplingParams, VllmEngine),
+    *(Sender, Receiver, Place, World, Manifest, TensorMeta),
+]
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "share_memory": share_memory,
+    "register_receiver": register_receiver,
+    "register_sender": register_sender,
+    "encode": encode,
+    "decode": decode,
+    "refusal": refusal,
+}
+# What arguments may be, by the name in the signatures.
+CHOICES = {
+    "How": How,
+    "Quorum": Quorum,
+    "PauseMode": PauseMode,
+    "Escalation": Escalation,
+    "SleepLevel": SleepLevel,
+    "Target": Target,
+    "Verify": Verify,
+    "CanaryWay": CanaryWay,
+}
+# Programs of their own, by what they are called in the snapshots.
+PROGRAMS = {"DP coordinator": gateway, "state diagrams": diagrams}
+# Commands that refuse to run without arguments in their body, after parsing.
+REFUSES_IN_ITS_BODY = ("sidecar",)
+PARSED = 99
+
+
+class Done(NamedTuple):
+    """A command that ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(autouse=True)
+def plain_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """80 columns, no settings of the caller's, and a current folder without wavebus.toml."""
+    for name in [name for name in os.environ if name.startswith("WAVEBUS_")]:
+        if name != "WAVEBUS_RECORD_SURFACE":
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def ask(*arguments: object) -> Done:
+    """Runs the command in this process, as its script does."""
+    out, err = io.StringIO(), io.StringIO()
+    before, sys.argv = sys.argv, ["wavebus", *map(str, arguments)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            main()
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else 0
+    else:
+        code = 0
+    finally:
+        sys.argv = before
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def ask_json(*arguments: object, code: int = 0) -> Any:
+    """The JSON object that a command prints."""
+    done = ask(*arguments)
+    assert done.code == code, done
+    return json.loads(done.out)
+
+
+# -- commands ----------------------------------------------------------------------------------
+
+
+def commands() -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Every command with the words that lead to it, the root first."""
+    yield from _below((), wavebus, click.Context(wavebus, info_name="wavebus"))
+
+
+def _below(
+    words: tuple[str, ...], command: click.Command, ctx: click.Context
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    yield words, command
+    if isinstance(command, click.Group):
+        for name in sorted(command.list_commands(ctx)):
+            inner = command.get_command(ctx, name)
+            assert inner is not None
+            yield from _below((*words, name), inner, click.Context(inner, ctx, name))
+
+
+def test_help() -> None:
+    """The help text of every command."""
+    texts: list[str] = []
+    for words, _ in commands():
+        done = ask(*words, "--help")
+        assert done.code == 0, done.err
+        assert done == ask(*words, "-h")
+        texts += [f"$ {' '.join(('wavebus', *words))} --help", "", done.out]
+    for name, program in PROGRAMS.items():
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            assert isinstance(program, click.Command)
+            program.main(["--help"], prog_name="PROGRAM", standalone_mode=False)
+        texts += [f"$ {name} --help", "", out.getvalue()]
+    check_snapshot("help.txt", "\n".join(texts))
+
+
+def test_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes of every command for --help, for no arguments and for an option that it has not;
+    and the code of each error."""
+    with monkeypatch.context() as patch:
+        patch.setattr(click.Command, "invoke", _only_parse)
+        lines = ["command: --help, no arguments, an unknown option"]
+        for words, _ in commands():
+            told = [ask(*words, *more).code for more in (("--help",), (), ("--no-such-option",))]
+            shown = ["parsed" if code == PARSED else str(code) for code in told]
+            lines.append(f"  {' '.join(('wavebus', *words))}: {', '.join(shown)}")
+    lines += ["", "what ends a command: exit code"]
+    with monkeypatch.context() as patch:
+        for name, error in sorted(_errors()):
+            patch.setattr(click.Command, "invoke", _raising(error))
+            lines.append(f"  {name}: {ask('status').code}")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        nobody = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        code = ask("status", "--broker", nobody, "--timeout-s", "0.1").code
+    lines.append(f"  no broker answers: {code}")
+    lines.append(f"  no such command: {ask('no-such-command').code}")
+    lines.append(f"  --version: {ask('--version').code}")
+    check_snapshot("exit_codes.txt", "\n".join(lines))
+
+
+_invoke = click.Command.invoke
+
+
+def _only_parse(self: click.Command, ctx: click.Context) -> Any:
+    """Stands for a command's body, so that a broker or a demo does not start."""
+    if isinstance(self, click.Group) or self.name in REFUSES_IN_ITS_BODY:
+        return _invoke(self, ctx)
+    return PARSED
+
+
+def _raising(error: BaseException) -> Callable[[click.Command, click.Context], Any]:
+    def invoke(self: click.Command, ctx: click.Context) -> Any:
+        if isinstance(self, click.Group):
+            return _invoke(self, ctx)
+        raise error
+
+    return invoke
+
+
+def _nack(code: NackCode = NackCode.TIMEOUT, step: str = "") -> Nack:
+    return Nack(code, step, "u1", 0, "detail", "", "peer", "", "", 0)
+
+
+def _errors() -> Iterator[tuple[str, BaseException]]:
+    """One of each error class, and the interruption of a user."""
+    yield "Ctrl-C", KeyboardInterrupt()
+    yield "Refused by a dead engine", Refused(_nack(NackCode.ENGINE_DEAD))
+    for cls in _error_classes():
+        if issubclass(cls, Refused):
+            yield cls.__name__, cls(_nack())
+        elif issubclass(cls, DecodeError):
+            yield cls.__name__, cls(NackCode.MALFORMED, "field", "detail")
+        else:
+            yield cls.__name__, cls("detail")
+
+
+def _error_classes() -> list[type[WavebusError]]:
+    found = {
+        each
+        for each in vars(errors).values()
+        if isinstance(each, type) and issubclass(each, WavebusError)
+    }
+    return sorted(found, key=lambda cls: cls.__name__)
+
+
+def test_settings() -> None:
+    """Options with environment variables and defaults, the file of settings, and limits of the
+    broker that a journal shows."""
+    lines = [f"default broker: {DEFAULT_BROKER}", f"default file: {DEFAULT_FILE}"]
+    for words, command in commands():
+        lines += ["", " ".join(("wavebus", *words))]
+        for param in command.params:
+            name = " ".join(param.opts + param.secondary_opts)
+            told = [f"  {name} [{param.param_type_name}]: {_kind(param.type)}"]
+            if isinstance(param, click.Option):
+                told.append(f"key {param.name}")
+            if param.envvar:
+                told.append(f"env {param.envvar}")
+            if param.required:
+                told.append("required")
+            if param.multiple or param.nargs != 1:
+                told.append("several")
+            if not param.required and (default := _default(param)) is not None:
+                told.append(f"default {default}")
+            lines.append(", ".join(told))
+    lines += ["", "broker's limits", *field_lines(BrokerConfig)]
+    check_snapshot("settings.txt", "\n".join(lines))
+
+
+def _kind(kind: Any) -> str:
+    if isinstance(kind, click.Choice):
+        return " | ".join(kind.choices)
+    if isinstance(kind, click.IntRange | click.FloatRange):
+        least, most = ("" if each is None else each for each in (kind.min, kind.max))
+        return f"{kind.name} {least}..{most}"
+    return str(kind.name)
+
+
+def _default(param: click.Parameter) -> str | None:
+    found = param.to_info_dict().get("default")
+    if found is None or found == ():
+        return None
+    return json.dumps(found, default=str)
+
+
+def test_environment_variables() -> None:
+    """Every variable of wavebus that the product's code names."""
+    named: set[str] = set()
+    for tree in product_trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named |= set(re.findall(r"WAVEBUS_[A-Z0-9_]*[A-Z0-9]", node.value))
+    check_snapshot("environment.txt", "\n".join(sorted(named)))
+
+
+def test_entry_points() -> None:
+    """Scripts, entry points and extras of pyproject.toml; not the modules that they lead to."""
+    project = pyproject()["project"]
+    lines = [f"script: {name}" for name in sorted(project["scripts"])]
+    for group, entries in sorted(project["entry-points"].items()):
+        lines += [f"entry point {group}: {name}" for name in sorted(entries)]
+    lines += [f"extra: {name}" for name in sorted(project["optional-dependencies"])]
+    check_snapshot("entry_points.txt", "\n".join(lines))
+
+
+# -- JSON that commands print --------------------------------------------------------------------
+
+
+def test_json_of_a_live_bus(tmp_path: Path) -> None:
+    """A real broker, an embedded engine and a trainer: status, routes, why, journal, replay and
+    trace print these keys."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", seed=1)
+    weights = load_file(checkpoint.folder / "model.safetensors")
+    folder = tmp_path / "journal"
+    with contextlib.ExitStack() as stack:
+        broker = stack.enter_context(
+            start_wavebus("broker", "--listen", "tcp://127.0.0.1:*", "--journal", str(folder))
+        )
+        address = broker.first_line()
+        portal = stack.enter_context(start_blocking_portal("asyncio"))
+        engine = EmbeddedEngine(checkpoint.folder)
+        sidecar = portal.call(lambda: _made(Sidecar, engine, broker=address, name="e0"))
+        stack.enter_context(portal.wrap_async_context_manager(sidecar))
+        with SyncTrainerAgent(address, name="trainer") as agent:
+            agent.wait_for_engines(1)
+            agent.update_weights(weights, how="paused")
+            agent.update_weights(weights, how="staged")
+            with agent.paused():
+                held = ask_json("why", "--json", "--broker", address)
+                status = ask_json("status", "--json", "--broker", address)
+            routes = ask_json("routes", "--json", "--broker", address)
+        assert broker.stop() == 0
+
+    shown = [json.loads(line) for line in _out("journal", "show", folder, "--json", "--full")]
+    replayed = ask_json("replay", "--json", folder)
+    assert _out("trace", folder, "-o", tmp_path / "trace.json")
+    traced = json.loads((tmp_path / "trace.json").read_text())
+    differs = ask_json("replay", "--json", _without_an_ack(folder, tmp_path / "other"), code=1)
+    shown += [json.loads(line) for line in _out("journal", "show", _odd(tmp_path), "--json")]
+
+    found = json_shape(status)
+    declared = declared_shape(Status)
+    assert {path: kinds - declared.get(path, set()) for path, kinds in found.items()} == {
+        path: set() for path in found
+    }
+    assert "$.groups[].engines[].name" in found
+    fields = {name: {each.split(":")[0].strip() for each in _own(cls)} for cls, name in _wire()}
+    for each in shown:
+        if "message" in each:
+            assert set(each["message"]) <= fields[each["kind"]], each["kind"]
+            each["message"] = "the fields of the message, as wire.txt has them"
+    texts = [
+        shape_text("wavebus status --json", declared),
+        shape_text("wavebus routes --json, one object for each group", json_shape(routes)),
+        shape_text("wavebus why --json", json_shape(held)),
+        *(
+            shape_text(
+                f'wavebus journal show --json, "what": "{what}"',
+                json_shape(*(each for each in shown if each["what"] == what)),
+            )
+            for what in sorted({each["what"] for each in shown})
+        ),
+        shape_text("wavebus replay --json", json_shape(replayed, differs)),
+        *(
+            shape_text(
+                f'wavebus trace, "ph": "{kind}"',
+                json_shape(*(each for each in traced["traceEvents"] if each["ph"] == kind)),
+            )
+            for kind in sorted({each["ph"] for each in traced["traceEvents"]})
+        ),
+        shape_text("wavebus trace", json_shape({**traced, "traceEvents": []})),
+    ]
+    check_snapshot("json_live.txt", "\n".join(texts))
+
+
+async def _made(cls: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Makes something where the event loop runs."""
+    return cls(*args, **kwargs)
+
+
+def _out(*arguments: object) -> list[str]:
+    done = ask(*arguments)
+    assert done.code == 0, done
+    return done.out.splitlines()
+
+
+def _without_an_ack(folder: Path, changed: Path) -> Path:
+    """A journal that lacks the first ACK, so that its replay differs."""
+    (path,) = journal_files(folder)
+    acks = _out("journal", "show", folder, "--json", "--message", "ACK")
+    number = json.loads(acks[0])["record"]
+    entries = [each for each in read(path) if isinstance(each, Entry)]
+    return _written(changed, [each.record for each in entries if each.number != number])
+
+
+def _odd(folder: Path) -> Path:
+    """A journal of the records that no quiet bus leaves, and of a damaged frame."""
+    began = records.Began(1, 0, 0, 0.0, 0.0, "wavebus", BrokerConfig(), {"key": "engine"})
+    return _written(
+        folder / "odd",
+        [
+            began,
+            records.Refused(1.0, b"e0", 5),
+            records.Rekeyed(2.0, {"key": "engine"}),
+            records.Ticked(3.0),
+            records.Received(4.0, b"e0", b"damaged", "key"),
+            records.Sent(5.0, (b"e0",), b"damaged"),
+            records.Closed(6.0),
+        ],
+    )
+
+
+def _written(folder: Path, kept: list[records.Record]) -> Path:
+    folder.mkdir()
+    path = folder / f"0{records.SUFFIX}"
+    path.write_bytes(records.MAGIC + b"".join(map(records.packed, kept)))
+    return path
+
+
+def test_json_of_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `doctor --json` prints with and without --vllm, and the names of checks and features.
+
+    The checks of the roles take long, so here those of the bus alone run. All return the same
+    class.
+    """
+    unpacked = tmp_path / "wheel" / "vllm"
+    unpacked.mkdir(parents=True)
+    (unpacked / "__init__.py").write_text("")
+    (unpacked / "_version.py").write_text('__version__ = version = "0.1.0"\n')
+    features = ask_json("doctor", "--json", "--vllm", unpacked.parent, code=1)
+
+    load = EntryPoint.load
+
+    def quick(self: EntryPoint) -> Any:
+        return (lambda _: []) if self.group == "wavebus.doctor" else load(self)
+
+    monkeypatch.setattr(EntryPoint, "load", quick)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        checks = ask_json("doctor", "--json", "--broker", address)
+    names = sorted(name for tree in product_trees() for name in _check_names(tree))
+    texts = [
+        shape_text("wavebus doctor --json", json_shape(checks)),
+        shape_text("wavebus doctor --vllm PATH --json", json_shape(features)),
+        "names of features",
+        *(f"  {name}" for name in sorted(features[0]["features"])),
+        "",
+        "names of checks",
+        *(f"  {name}" for name in dict.fromkeys(names)),
+    ]
+    assert {each["name"] for each in checks["checks"]} <= set(names)
+    check_snapshot("json_doctor.txt", "\n".join(texts))
+
+
+def _check_names(tree: ast.Module) -> Iterator[str]:
+    """The names of the doctor's checks in a file."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(
+                func=ast.Name(id="Check" | "feature_checks"),
+                args=[ast.Constant(value=str() as name), *_],
+            ):
+                yield name
+
+
+def test_json_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`demo --json` and `demo --chaos --json` print their result's object. No demo runs here."""
+    plan = demo_run.DemoOptions()
+    result = demo_run.DemoResult(plan)
+    monkeypatch.setattr(demo_run, "run_demo", lambda *_, **__: result)
+    monkeypatch.setattr(demo_report, "picture", lambda *_: None)
+    demo = ask_json("demo", "--json")
+    assert demo == json.loads(json.dumps(result.as_json()))
+
+    chaos = demo_chaos.ChaosResult(
+        demo_chaos.ChaosOptions(tmp_path), healed=True, versions=[1, 2], updates=2
+    )
+    for counter in (chaos.kills, chaos.errors, chaos.why_lost, chaos.cut_short):
+        counter["some"] = 1
+    monkeypatch.setattr(demo_chaos, "run_chaos", lambda *_, **__: chaos)
+    faults = ask_json("demo", "--chaos", "--json", "--journal", tmp_path / "journal")
+    assert faults == json.loads(json.dumps(chaos.as_json()))
+    texts = [
+        shape_text("wavebus demo --json", json_shape(demo)),
+        shape_text("wavebus demo --chaos --json", json_shape(faults)),
+    ]
+    check_snapshot("json_demo.txt", "\n".join(texts))
+
+
+# -- JSON of the benches: the real code makes the figures; what takes long is replaced. ------------
+
+
+def test_json_of_the_benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each bench's command prints these keys. Processes and rounds are replaced by numbers."""
+    for replace in (_quick_control, _quick_pause, _quick_transfer, _quick_gap):
+        replace(monkeypatch)
+    monkeypatch.setattr(cli_common, "find_spec", lambda _: True)  # vLLM need not be installed
+    json_and = ("--json", "--rounds", 1)
+    bench = [
+        ("control", ask_json("bench", "control", *json_and)),
+        (
+            "control --curve --scale --idle --journal",
+            ask_json(
+                *("bench", "control", *json_and, "--curve", "--scale", "--idle", "--journal"),
+            ),
+        ),
+        ("pause", ask_json("bench", "pause", *json_and)),
+        ("pause --engine vllm", ask_json("bench", "pause", "--engine", "vllm", *json_and)),
+        ("transfer", ask_json("bench", "transfer", *json_and)),
+        ("transfer --backend gloo", ask_json("bench", "transfer", "--backend", "gloo", *json_and)),
+        (
+            "transfer --engine vllm",
+            ask_json("bench", "transfer", "--engine", "vllm", "--device", "cpu", *json_and),
+        ),
+        ("gap", ask_json("bench", "gap", "--picture", tmp_path / "a.png", *json_and)),
+        (
+            "gap --engine vllm",
+            ask_json(
+                *("bench", "gap", "--engine", "vllm", "--device", "cpu", "--native-engine"),
+                *("other", "--picture", tmp_path / "b.png", *json_and),
+            ),
+        ),
+    ]
+    texts = [shape_text(f"wavebus bench {name} --json", json_shape(each)) for name, each in bench]
+    check_snapshot("json_bench.txt", "\n".join(texts))
+
+
+class _Worker:
+    """Stands for a process of a bench: it answers at once, always the same."""
+
+    told: ClassVar[dict[str, Any]] = {
+        "address": "tcp://127.0.0.1:1",
+        "endpoints": ["http://127.0.0.1:1"],
+        "pause_ms": 3.0,
+        "engines_ms": 1.0,
+        "rss_bytes": 1_000_000,
+    }
+
+    async def answer(self) -> dict[str, Any]:
+        return self.told
+
+    async def ask(self, _word: str) -> dict[str, Any]:
+        return self.told
+
+
+@contextlib.asynccontextmanager
+async def _a_worker(*_: Any, **__: Any) -> AsyncIterator[_Worker]:
+    yield _Worker()
+
+
+@contextlib.asynccontextmanager
+async def _nothing(*_: Any, **__: Any) -> AsyncIterator[None]:
+    yield
+
+
+async def _do_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _quick_control(patch: pytest.MonkeyPatch) -> None:
+    async def compare(engines: int, rounds: int, *_: Any, **how: bool) -> control.Samples:
+        one = [1.0] * rounds
+        curve, journal = (one if how[name] else [] for name in ("curve", "journal"))
+        return control.Samples(engines, one, one, one, rounds, 1.0, 1.0, curve, journal, 1.0)
+
+    async def bus_round(_: object) -> float:
+        return 1.0
+
+    async def share(*_: object) -> float:
+        return 0.5
+
+    patch.setattr(control, "compare", compare)
+    patch.setattr(control, "raise_file_limit", lambda _: None)
+    patch.setattr(control, "_bus", _a_worker)
+    patch.setattr(control, "_bus_round", bus_round)
+    patch.setattr(control, "_idle_share", share)
+    patch.setattr(control, "_CALM_S", 0.0)
+
+
+def _quick_pause(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pause, "worker", _a_worker)
+    patch.setattr(pause, "_running", _nothing)
+    for name in ("_run", "_idle", "_warm", "_post", "_all"):
+        patch.setattr(pause, name, _do_nothing)
+
+
+def _quick_transfer(patch: pytest.MonkeyPatch) -> None:
+    async def number() -> float:
+        return 1.0
+
+    async def update() -> transfer.Round:
+        return transfer.Round(1.0, 1.0, 1.0, 1.0, 1.0)
+
+    @contextlib.asynccontextmanager
+    async def running(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield SimpleNamespace(
+            memcpy_ms=number, two_memcpy_ms=number, update=update, size_bytes=1_000_000, tensors=1
+        )
+
+    patch.setattr(transfer, "_running", running)
+
+    seen = Window(4.0, 1.0, 1.0, {"load": 1.0})
+
+    async def one_round(*_: Any) -> transfer_vllm.Round:
+        return transfer_vllm.Round(1.0, [1.0], 1.0, 1.0, seen)
+
+    async def arrived(*_: Any) -> bool:
+        return True
+
+    patch.setattr(transfer_vllm, "_round", one_round)
+    patch.setattr(transfer_vllm, "_arrived", arrived)
+    patch.setattr(transfer_vllm, "fleet", _a_fleet)
+    patch.setattr(fleet.Plan, "check", lambda _: None)
+
+
+@contextlib.asynccontextmanager
+async def _a_fleet(*_: Any) -> AsyncIterator[Any]:
+    async def number() -> float:
+        return 1.0
+
+    async def serves(*_: Any) -> None:
+        pass
+
+    yield SimpleNamespace(
+        made={"size_bytes": 1_000_000, "tensors": 1},
+        ends=SimpleNamespace(raw_ms=number, copy_ms=number),
+        serves=serves,
+        expected=serves,
+        servers=dict.fromkeys(("native", "bus"), ()),
+        urls=dict.fromkeys(("native", "bus"), ()),
+        trainer=None,
+    )
+
+
+def _quick_gap(patch: pytest.MonkeyPatch) -> None:
+    async def measure(*_: Any, **__: Any) -> gap.Measured:
+        trace = gap.Trace(100.0, ((-20.0, 20.0), (10.0, 20.0), (120.0, 20.0)))
+        paused, staged = (
+            gap.Round(20.0, (20.0, 20.0), 100.0, 50.0, commit_ms, swap_ms, 10.0, 9.0, 0, trace)
+            for commit_ms, swap_ms in ((5.0, 0.0), (5.0, 1.0))
+        )
+        native = gap.Round(20.0, (20.0, 20.0), 100.0, 50.0, 0.0, 0.0, 10.0, 0.0, 0, trace)
+        rounds: dict[gap.Way, list[gap.Round]] = {
+            "native": [native],
+            "paused": [paused],
+            "staged": [staged],
+        }
+        return gap.Measured(rounds, [1.0], [1.0], arrived=True)
+
+    @contextlib.asynccontextmanager
+    async def running(*_: Any) -> AsyncIterator[Any]:
+        yield SimpleNamespace(size_bytes=1_000_000, tensors=1, not_compared="")
+
+    patch.setattr(gap, "measure", measure)
+    patch.setattr(gap_embedded, "_running", running)
+    patch.setattr(gap_vllm, "fleet", _a_fleet)
+
+
+# -- wire, journal and logs ----------------------------------------------------------------------
+
+
+def _wire() -> Iterator[tuple[type, str]]:
+    yield from sorted(WIRE_NAMES.items(), key=lambda each: each[1])
+
+
+def _own(cls: type) -> list[str]:
+    """The lines of a message's own fields, without those of fields of fields."""
+    return [line for line in field_lines(cls) if not line.startswith("   ")]
+
+
+def test_wire() -> None:
+    """Every message: its wire name, and its fields with types, bounds and defaults."""
+    lines = [
+        f"wire version: {WIRE_MAJOR}.{WIRE_MINOR}",
+        f"largest frame: {MAX_FRAME_BYTES} bytes",
+        "",
+        "envelope",
+        *field_lines(Envelope),
+    ]
+    for cls, name in _wire():
+        lines += ["", name, *field_lines(cls)]
+    lines += ["", "NACK codes", *(f"  {code.value}" for code in NackCode)]
+    lines += ["", "steps", *(f"  {step.value}" for step in Step)]
+    check_snapshot("wire.txt", "\n".join(lines))
+
+
+def test_journal_records() -> None:
+    """Every record's tag and fields. A record is an array, so the order counts, too."""
+    lines = [f"magic: {records.MAGIC!r}", f"mark: {records.MARK!r}", f"suffix: {records.SUFFIX}"]
+    for cls in records.Record.__args__:
+        lines += ["", str(cls.__struct_config__.tag), *field_lines(cls)]
+        assert cls.__struct_config__.array_like
+    check_snapshot("journal.txt", "\n".join(lines))
+
+
+def test_log_events() -> None:
+    """Every event of a log line with the names of its fields; a line for each set of them.
+
+    ``*`` stands for what is known only at run time.
+    """
+    calls = LogCalls(product_trees())
+    lines = [
+        f"{event}: {' '.join(fields)}" if fields else event
+        for event, fields in sorted((event, sorted(fields)) for event, fields in calls.lines())
+    ]
+    assert not [line for line in lines if "?" in line], "an event or a field that can't be followed"
+    lines += ["", f"the end of dp_group_*: {type_text(Health)}"]
+    lines += ["", "fields on every line of a logger"]
+    lines += sorted(f"  {' '.join(sorted(fields))}" for fields in calls.bound())
+    check_snapshot("log_events.txt", "\n".join(lines))
+
+
+# -- Python --------------------------------------------------------------------------------------
+
+
+def test_python_names() -> None:
+    """What the packages export, and what README, docs and examples import from them."""
+    packages = product_packages()
+    lines: list[str] = []
+    for package in packages:
+        exported = getattr(importlib.import_module(package), "__all__", [])
+        lines += [f"{package} exports: {name}" for name in sorted(exported)]
+    used: set[tuple[str, str]] = set()
+    for text in _python_of_users():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                package = node.module.partition(".")[0]
+                if package in packages:
+                    module = importlib.import_module(node.module)
+                    for each in node.names:
+                        assert hasattr(module, each.name), (node.module, each.name)
+                        used.add((package, each.name))
+    lines += ["", *(f"users import from {package}: {name}" for package, name in sorted(used))]
+    check_snapshot("python_names.txt", "\n".join(lines))
+
+
+def _python_of_users() -> Iterator[str]:
+    """The examples, and the Python blocks of the documents."""
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        yield path.read_text(encoding="utf-8")
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = path.read_text(encoding="utf-8")
+        for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            # A block may be a part of a program, such as one with an ellipsis for an argument.
+            lines = [line for line in block.splitlines() if line.startswith(("from ", "import "))]
+            yield "\n".join(lines)
+
+
+def test_python_signatures() -> None:
+    """The public methods and attributes of the classes that users are handed, and functions."""
+    texts = [class_text(cls, product_packages()) for cls in CLASSES]
+    texts += [signature_text(name, function) for name, function in sorted(FUNCTIONS.items())]
+    texts += ["", *(f"{name}: {type_text(each)}" for name, each in sorted(CHOICES.items()))]
+    check_snapshot("python_signatures.txt", "\n".join(texts))
+
+
+def test_errors() -> None:
+    """The tree of errors, what each has, and which NACK becomes which error."""
+    lines: list[str] = []
+    for cls in _error_classes():
+        lines += [f"bases of {cls.__name__}: {', '.join(each.__name__ for each in cls.__bases__)}"]
+        lines += [class_text(cls, product_packages())]
+    lines += ["codes of engine errors"]
+    lines += [f"  {error.code.value}" for error in (EngineError("detail"), EngineDead("detail"))]
+    lines += ["", "errors of NACKs, by step and code"]
+    for step in ("", Step.PAUSE_LOCAL.value, Step.COMMIT.value):
+        for code in NackCode:
+            error = type(refusal(_nack(code, step)))
+            lines.append(f"  {step or 'no step'}, {code.value}: {error.__name__}")
+    check_snapshot("errors.txt", "\n".join(lines))
+
+
+def test_no_module_path_is_recorded() -> None:
+    """No snapshot names a module of the product, since modules move."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in product_files()
+    }
+    modules = {name for name in modules if "." in name}
+    assert annotation_text("bus.messages.Nack | None") == "Nack | None"
+    assert plain(errors) == "<module>"
+    for path in sorted((ROOT / "tests" / "contract" / "surface").iterdir()):
+        words = set(re.findall(r"[A-Za-z_][\w.]*\w", path.read_text(encoding="utf-8")))
+        assert not words & modules, path.name
