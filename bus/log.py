@@ -15,7 +15,7 @@ import structlog
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from bus.protocol.effects import Note
+    from bus.protocol.core.effects import Note
 
 LEVELS: Final = ("debug", "info", "warning", "error")
 # Fields that say who and what come first in every line, in this order.

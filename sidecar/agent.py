@@ -28,19 +28,19 @@ from bus.messages import (
     NackCode,
     Restart,
 )
-from bus.protocol.calls import (
+from bus.protocol.core.effects import Note, Send
+from bus.protocol.core.failures import Failure
+from bus.protocol.core.link import LinkConfig, LinkState
+from bus.protocol.engine.calls import (
     COMMANDS,
     Call,
+    CallCancelSwap,
     CallEscalate,
-    CallOff,
     CallSwap,
+    SendToPeers,
     SessionEffect,
-    ToMates,
 )
-from bus.protocol.effects import Note, Send
-from bus.protocol.engine_session import EngineSession
-from bus.protocol.instructions import Failure
-from bus.protocol.link import LinkConfig, LinkState
+from bus.protocol.engine.session import EngineSession
 from bus.runtime.aio import AsyncioScheduler
 from bus.runtime.peer import HOST, PID, Peer, default_name, route_of
 from bus.runtime.zmq_transport import ZmqClient
@@ -247,7 +247,7 @@ class Sidecar:
             if not self.death:
                 with anyio.move_on_after(CLOSE_PATIENCE_S):
                     await self._last_call()
-                    if self.session.door.closed and not self.session.update.partial:
+                    if self.session.admission.closed and not self.session.update.partial:
                         await self.engine.admit(open=True)  # it is nobody's any more to close
                     if self.session.phase == "paused":
                         await self.engine.resume()
@@ -287,7 +287,7 @@ class Sidecar:
             phase=self.session.phase,
             update_id=self.session.shown_id,
             mate_address=self._direct.address if self._direct else "",
-            closed=self.session.closed,
+            closed=self.session.is_closed,
             features=dict(info.features),
             untested=info.untested,
         )
@@ -312,8 +312,8 @@ class Sidecar:
             now_ms = link.last_heard_ms  # when this came
             self._perform(self.session.command(envelope.id, envelope.epoch, message, now_ms))
         elif isinstance(message, HeartbeatAck):
-            self.session.renewed(envelope.epoch, message.held, link.last_heard_ms)
-            self._perform(self.session.told(message.version, self._peer.now_ms()))
+            self.session.on_lease_renewed(envelope.epoch, message.held, link.last_heard_ms)
+            self._perform(self.session.on_group_version(message.version, self._peer.now_ms()))
         elif isinstance(message, Mates) and self._direct is not None:
             self._direct.introduce(message)
         elif isinstance(message, Restart):
@@ -321,7 +321,7 @@ class Sidecar:
 
     def _on_word(self, word: LeaseWord) -> None:
         if self._peer is not None:
-            self._perform(self.session.word(word, self._peer.now_ms()))
+            self._perform(self.session.on_lease_word(word, self._peer.now_ms()))
 
     def _restart(self, epoch: int, reason: str) -> None:
         """The broker finds the engine stuck: end, so that it is started anew."""
@@ -335,7 +335,9 @@ class Sidecar:
     def _on_state(self, state: LinkState) -> None:
         self._changed.set()
         if state is LinkState.JOINED and self._peer is not None:
-            self._perform(self.session.told(self._peer.link.version, self._peer.now_ms()))
+            self._perform(
+                self.session.on_group_version(self._peer.link.version, self._peer.now_ms())
+            )
         if state is LinkState.REFUSED:
             self._ended.set()
 
@@ -351,12 +353,12 @@ class Sidecar:
                 peer.send(effect.message, reply_to=effect.reply_to)
             elif isinstance(effect, Note):
                 peer.note(effect)
-            elif isinstance(effect, ToMates):
+            elif isinstance(effect, SendToPeers):
                 if self._direct is not None:
-                    self._direct.send(effect.word, effect.ranks)
+                    self._direct.send(effect.vote, effect.ranks)
             elif isinstance(effect, CallEscalate):
                 self._beside(self._escalate(effect))
-            elif isinstance(effect, CallOff):
+            elif isinstance(effect, CallCancelSwap):
                 self._beside(self._call_off(effect))
             else:
                 assert self._next_call is None, "the machine makes one call at a time"
@@ -412,12 +414,12 @@ class Sidecar:
             told = await make(self.engine, call)
         except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged and told
             failure = self._failure(call, error)
-            self._perform(self.session.failed(call, failure, self._peer.now_ms()))
+            self._perform(self.session.on_call_failed(call, failure, self._peer.now_ms()))
         else:
             now_ms = self._peer.now_ms()
-            self._perform(self.session.done(call, now_ms, told=told))
+            self._perform(self.session.on_call_done(call, now_ms, result=told))
 
-    def _failure(self, call: Call | CallEscalate | CallOff, error: Exception) -> Failure:
+    def _failure(self, call: Call | CallEscalate | CallCancelSwap, error: Exception) -> Failure:
         """What the machine is told of a call that failed; the log has more."""
         assert self._peer is not None
         name = type(call).__name__
@@ -439,9 +441,9 @@ class Sidecar:
         except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged and told
             failure = self._failure(call, error)
         now_ms = self._peer.now_ms()
-        self._perform(self.session.escalation_done(failure, now_ms, in_flight=in_flight))
+        self._perform(self.session.on_escalation_done(failure, now_ms, in_flight=in_flight))
 
-    async def _call_off(self, call: CallOff) -> None:
+    async def _call_off(self, call: CallCancelSwap) -> None:
         """Call the swap off that waits for other ranks; its own return tells what came of it. Until
         then it is said again: it may have come before the swap, or not at all."""
         swap = self.session.update.swap

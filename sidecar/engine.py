@@ -1,7 +1,7 @@
 """What a sidecar needs of an engine, whatever stands behind it.
 
 An adapter is dumb on purpose: no timeouts, no retries, no memory of epochs. The
-machine in :mod:`bus.protocol.engine_session` decides what may be called when;
+machine in :mod:`bus.protocol.engine.session` decides what may be called when;
 it never runs two calls of one engine at the same time, apart from
 :meth:`Engine.in_flight` and :meth:`Engine.died`.
 """
@@ -170,7 +170,7 @@ class Engine(Protocol):
         """Open the out-of-band transport (again, with new params, replaces it). Returns how many
         chunks may be received before the first of them is loaded; at least one.
 
-        ``place``: where the engine's first worker stands in the communicator; its other
+        ``assignment``: where the engine's first worker stands in the communicator; its other
         workers follow.
 
         Raises:

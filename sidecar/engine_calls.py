@@ -5,26 +5,26 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from bus.protocol.calls import (
+from bus.protocol.engine.calls import (
     Call,
     CallAbortRequests,
+    CallAdmit,
     CallArm,
     CallCommit,
     CallFinish,
     CallLoad,
-    CallOpen,
     CallOpenTransfer,
     CallPause,
     CallProbe,
     CallReceive,
     CallRestore,
+    CallResult,
     CallResume,
-    CallSharpen,
     CallSleep,
     CallStart,
+    CallStrengthenPause,
     CallSwap,
     CallWakeWeights,
-    Told,
 )
 from sidecar.engine import Chunk, Engine
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from bus.messages import PauseMode
 
 
-async def make(engine: Engine, call: Call) -> Told:
+async def make(engine: Engine, call: Call) -> CallResult:
     """Make the call; what it has told.
 
     Raises:
@@ -41,7 +41,7 @@ async def make(engine: Engine, call: Call) -> Told:
     match call:
         case CallPause(mode, clear_cache):
             return await _pause(engine, mode, clear_cache=clear_cache)
-        case CallSharpen(aborts, clears):
+        case CallStrengthenPause(aborts, clears):
             if aborts:
                 await engine.abort_requests()
             if clears:
@@ -71,14 +71,14 @@ async def make(engine: Engine, call: Call) -> Told:
             await engine.commit(version)
         case CallSwap(version, clear_cache):
             await engine.swap(version, clear_cache=clear_cache)
-        case CallOpenTransfer(backend=backend, params=params, place=place):
+        case CallOpenTransfer(backend=backend, params=params, assignment=place):
             return await engine.open_transfer(backend, params, place)
         case CallRestore(target):
             await engine.restore(target)
         case CallAbortRequests():
             await engine.admit(open=False)
             await engine.abort_requests()
-        case CallOpen():
+        case CallAdmit():
             await engine.admit(open=True)
     return None
 

@@ -15,7 +15,8 @@ from bus.errors import EngineError
 from bus.lora import PREFIX as ADAPTERS
 from bus.messages import NackCode
 from bus.native import loads_when_received
-from bus.protocol.calls import (
+from bus.protocol.core.effects import Note
+from bus.protocol.engine.calls import (
     CallCommit,
     CallFinish,
     CallLoad,
@@ -24,13 +25,12 @@ from bus.protocol.calls import (
     CallResume,
     CallStart,
 )
-from bus.protocol.effects import Note
-from bus.protocol.engine_pause import EnginePauseState
+from bus.protocol.engine.pause import EnginePauseState
 from sidecar.holdpage import Begun, Hold, HoldEnd, LeftBehind, in_ms
 
 if TYPE_CHECKING:
-    from bus.protocol.calls import Call
-    from bus.protocol.engine_session import EngineSession
+    from bus.protocol.engine.calls import Call
+    from bus.protocol.engine.session import EngineSession
     from sidecar.engine import Engine
 
 _SERIAL_BITS: Final = 53
@@ -89,7 +89,7 @@ class Holder:
             await engine.admit(open=False)
             await engine.abort_requests()
         left_ms = (hold.until_ns - time.monotonic_ns()) / 1e6
-        self._session.found_paused(
+        self._session.on_found_paused(
             hold.pause_id,
             max(left_ms, _LEASE_AT_LEAST_MS),
             now_ms,
@@ -109,8 +109,8 @@ class Holder:
         elif end.state == "resumed":
             session.found_running()
         else:
-            broken = {*session.update.partial, session.update.begun or "model"}
-            session.found_paused(
+            broken = {*session.update.partial, session.update.part_in_place or "model"}
+            session.on_found_paused(
                 session.pause.update_id,
                 0.0,
                 now_ms,
@@ -122,14 +122,14 @@ class Holder:
 
     def _hold(self, left_ms: float, call: Call | None) -> Hold:
         session, update = self._session, self._session.update
-        part = update.begun
+        part = update.part_in_place
         begun: Begun = ""
         if part.startswith(ADAPTERS):
             begun = "adapter"
         elif part:
             begun = "draft" if part == "draft" else "model"
         broken = set(update.partial)
-        if begun in ("model", "draft") and (update.loaded or _loads(call)):
+        if begun in ("model", "draft") and (update.has_loaded or _loads(call)):
             broken.add(part)
         return Hold(
             serial=self._serial,

@@ -62,7 +62,7 @@ class Hold:
         dp_group: on the bus; for those who read.
         version: the weight version that the engine serves.
         begun: an update was started that a restore undoes.
-        broken: parts of which not all weights are there (:mod:`bus.protocol.engine_update`):
+        broken: parts of which not all weights are there (:mod:`bus.protocol.engine.update`):
             something of an update was loaded, or a sleep has discarded them.
         asleep: memory was given back.
         resuming: the sidecar is ending the pause; all ranks of its DP group are.

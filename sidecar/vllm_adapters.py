@@ -56,7 +56,7 @@ class AdapterRoutes:
 
         Raises:
             EngineError: code ``backend_missing``: it has no such routes, or keeps them to those
-                who have its API key; ``malformed``: its own model has that name.
+                who have its API key; ``on_malformed_frame``: its own model has that name.
         """
         # vLLM refuses a request without a name; one for a route that is not there it doesn't find.
         status, text = await self._status_of("POST", LOAD, {"lora_name": "", "lora_path": ""})

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from bus.protocol.link import LinkConfig
+    from bus.protocol.core.link import LinkConfig
     from bus.runtime.base import ClientTransport
     from trainer_agent.canary import Canary
     from trainer_agent.how import How, Quorum, UpdateOptions

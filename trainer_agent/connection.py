@@ -23,7 +23,7 @@ from bus.messages import (
     Status,
     StatusRequest,
 )
-from bus.protocol.link import LinkConfig, LinkState
+from bus.protocol.core.link import LinkConfig, LinkState
 from bus.runtime.aio import AsyncioScheduler
 from bus.runtime.peer import HOST, PID, Peer, route_of
 from bus.runtime.zmq_transport import ZmqClient

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from bus.errors import BusTimeout
 from bus.messages import WIRE_NAMES, ChunkSent, WeightChunkMeta, step_name
-from bus.protocol.broker import BROKER_NAME
-from bus.protocol.wording import ASKS_FOR
+from bus.protocol.broker.broker import BROKER_NAME
+from bus.protocol.broker.replies import ASKS_FOR
 
 if TYPE_CHECKING:
     from bus.messages import GroupStatus, Message, WaitView

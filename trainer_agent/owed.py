@@ -16,7 +16,7 @@ import anyio
 import bus.log
 from bus.errors import BusClosed, BusTimeout, Refused, WavebusError
 from bus.messages import Abort, GroupAck, Resume, TrainerStep
-from bus.protocol.broker import BROKER_NAME
+from bus.protocol.broker.broker import BROKER_NAME
 
 if TYPE_CHECKING:
     from trainer_agent.connection import Connection

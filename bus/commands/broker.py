@@ -14,8 +14,8 @@ from bus.errors import UsageError
 from bus.ids import new_boot
 from bus.journal.writer import DEFAULT_BYTES, LEAST_BYTES, MOST_BYTES, JournalWriter
 from bus.keys import read_keyring
-from bus.protocol.broker import BrokerConfig
-from bus.protocol.effects import Note
+from bus.protocol.broker.broker import BrokerConfig
+from bus.protocol.core.effects import Note
 from bus.runtime.aio import AsyncioScheduler
 from bus.runtime.broker import BrokerServer
 from bus.runtime.zmq_transport import ZmqServer

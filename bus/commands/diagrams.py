@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from bus.protocol.diagram import filled
+from bus.protocol.diagrams import fill_page
 
 
 @click.command()
@@ -20,7 +20,7 @@ from bus.protocol.diagram import filled
 def diagrams(page: Path, write: bool) -> None:
     """Draw the machines' tables into PAGE, between its markers."""
     before = page.read_text(encoding="utf-8")
-    after = filled(before)
+    after = fill_page(before)
     if after == before:
         return
     if not write:

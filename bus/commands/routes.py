@@ -20,7 +20,7 @@ from bus.errors import BusTimeout, refusal
 from bus.ids import new_boot
 from bus.keys import security, silence_hint
 from bus.messages import Envelope, Heartbeat, Join, Message, Route, Routes
-from bus.protocol.link import LinkState
+from bus.protocol.core.link import LinkState
 from bus.runtime.aio import AsyncioScheduler
 from bus.runtime.loop import run
 from bus.runtime.peer import HOST, PID, Peer, default_name, route_of

@@ -16,8 +16,8 @@ from zlib import crc32
 
 import msgspec
 
-from bus.protocol.broker import BrokerConfig  # noqa: TC001 - msgspec looks it up
-from bus.protocol.roles import KeyRole  # noqa: TC001 - msgspec looks it up
+from bus.protocol.broker.admission import KeyRole  # noqa: TC001 - msgspec looks it up
+from bus.protocol.broker.broker import BrokerConfig  # noqa: TC001 - msgspec looks it up
 
 MAGIC: Final = b"wavebus journal 1\n"
 MARK: Final = b"\xf7WB\xf8"
@@ -59,7 +59,7 @@ class Refused(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="refus
     """A frame came and was not read, for its size or for how many came; its sender is told.
 
     What is dropped without a word is not recorded: it changes nothing
-    (:meth:`bus.protocol.broker.Broker.admit`).
+    (:meth:`bus.protocol.broker.broker.Broker.admit`).
     """
 
     now_ms: float

@@ -21,8 +21,8 @@ from bus.journal.records import Began, Closed, Received, Refused, Rekeyed, Sent,
 from bus.journal.why import findings
 from bus.journal.wording import describe, fields_of, peer_of, summary
 from bus.messages import WIRE_NAMES, HeartbeatAck, Status
-from bus.protocol.broker import Broker
-from bus.protocol.effects import Note, Send
+from bus.protocol.broker.broker import Broker
+from bus.protocol.core.effects import Note, Send
 from bus.runtime.acks import Acks
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from bus.journal.reader import Entry, Item
     from bus.messages import Envelope, Message
-    from bus.protocol.effects import Effect
+    from bus.protocol.core.effects import Effect
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Replay:
         try:
             envelope, message = codec.decode(record.frame)
         except DecodeError as error:
-            return self.machine.malformed(record.route, error, record.now_ms)
+            return self.machine.on_malformed_frame(record.route, error, record.now_ms)
         return self.machine.receive(record.route, envelope, message, record.now_ms, record.user)
 
     def _perform(self, effects: Iterable[Effect]) -> tuple[Note, ...]:

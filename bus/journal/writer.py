@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from bus.protocol.broker import BrokerConfig
-    from bus.protocol.roles import KeyRole
+    from bus.protocol.broker.admission import KeyRole
+    from bus.protocol.broker.broker import BrokerConfig
     from bus.runtime.base import Handle, Scheduler
 
 DEFAULT_BYTES: Final = 64 * 1024 * 1024

@@ -57,7 +57,7 @@ PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 SleepLevel: TypeAlias = Literal[1, 2]
 # What a `wait` pause becomes at its deadline.
 Escalation: TypeAlias = Literal["keep", "abort"]
-# How a rank stands whose mates ask it; see bus.protocol.engine_lease.
+# How a rank stands whose mates ask it; see bus.protocol.engine.lease.
 Stand: TypeAlias = Literal["held", "pausing", "clean", "partial", "running"]
 # Which of an engine's models an update is for: the one that it serves, or the draft model of its
 # speculative decoding.

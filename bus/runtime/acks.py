@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bus.protocol.effects import Send
+from bus.protocol.core.effects import Send
 
 if TYPE_CHECKING:
     from bus.messages import HeartbeatAck

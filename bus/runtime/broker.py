@@ -24,15 +24,15 @@ from bus.messages import (
     Status,
     Step,
 )
-from bus.protocol.broker import BROKER_NAME, Broker, BrokerConfig
-from bus.protocol.effects import Effect, Note, Send
+from bus.protocol.broker.broker import BROKER_NAME, Broker, BrokerConfig
+from bus.protocol.core.effects import Effect, Note, Send
 from bus.runtime.acks import Acks
 from bus.runtime.alarm import Alarm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from bus.protocol.roles import KeyRole
+    from bus.protocol.broker.admission import KeyRole
     from bus.runtime.base import Handle, Journal, Scheduler, ServerTransport
 
 # Heartbeats within this time are answered by one frame, encoded once and sent in one
@@ -41,7 +41,7 @@ _ACKS_WAIT_MS: Final = 50.0
 
 
 class BrokerServer:
-    """Runs a :class:`bus.protocol.broker.Broker` on a transport, until :meth:`close`.
+    """Runs a :class:`bus.protocol.broker.broker.Broker` on a transport, until :meth:`close`.
 
     What comes in and goes out is recorded in ``journal``: with it the machine can be run again
     (:mod:`bus.journal.replay`). A commit is flushed before it has any effect.
@@ -103,7 +103,7 @@ class BrokerServer:
         try:
             envelope, message = codec.decode(frame)
         except DecodeError as error:
-            self._perform(self.machine.malformed(route, error, now_ms))
+            self._perform(self.machine.on_malformed_frame(route, error, now_ms))
             return
         if self._journal is not None and _commits(message):
             self._journal.flush()  # before anybody sees what comes of it

@@ -22,8 +22,8 @@ from bus.messages import (
     Nack,
     NackCode,
 )
-from bus.protocol.effects import Effect, Note, Send
-from bus.protocol.link import LINK_MESSAGES, Link, LinkConfig, LinkState
+from bus.protocol.core.effects import Effect, Note, Send
+from bus.protocol.core.link import LINK_MESSAGES, Link, LinkConfig, LinkState
 from bus.runtime.alarm import Alarm
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from bus.journal.records import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from bus.protocol.broker import BrokerConfig
-    from bus.protocol.roles import KeyRole
+    from bus.protocol.broker.admission import KeyRole
+    from bus.protocol.broker.broker import BrokerConfig
     from bus.runtime.base import Scheduler
 
 

@@ -30,28 +30,28 @@ from bus.messages import (
     Resume,
     Step,
 )
-from bus.protocol.calls import (
+from bus.protocol.core.effects import Note, Send
+from bus.protocol.core.failures import Failure
+from bus.protocol.core.link import LinkConfig, LinkState
+from bus.protocol.engine.calls import (
     COMMANDS,
     Call,
     CallArm,
+    CallCancelSwap,
     CallEscalate,
     CallLoad,
-    CallOff,
     CallOpenTransfer,
     CallPause,
     CallProbe,
     CallReceive,
+    CallResult,
     CallResume,
-    CallSharpen,
+    CallStrengthenPause,
     CallSwap,
+    SendToPeers,
     SessionEffect,
-    Told,
-    ToMates,
 )
-from bus.protocol.effects import Note, Send
-from bus.protocol.engine_session import EngineSession
-from bus.protocol.instructions import Failure
-from bus.protocol.link import LinkConfig, LinkState
+from bus.protocol.engine.session import EngineSession
 from bus.runtime.peer import Peer, route_of
 from bus.staging import Room
 from bus.testing.sim_truth import Truth, TruthError
@@ -236,7 +236,7 @@ class SimEngine:
             phase=session.phase,
             update_id=session.shown_id,
             mate_address="",
-            closed=session.closed,
+            closed=session.is_closed,
         )
         return Join("engine", "sim", 1, facts, None)
 
@@ -251,9 +251,9 @@ class SimEngine:
     def _on_message(self, envelope: Envelope, message: Message) -> None:
         if isinstance(message, HeartbeatAck) and self.joined:
             now_ms = self._scheduler.now_ms()
-            self.session.renewed(envelope.epoch, message.held, now_ms)
+            self.session.on_lease_renewed(envelope.epoch, message.held, now_ms)
             self.truth.group_version = message.version
-            self._perform(self.session.told(message.version, now_ms))
+            self._perform(self.session.on_group_version(message.version, now_ms))
         if not self.joined or not envelope.group or type(message) not in COMMANDS:
             return
         self.commands.append(message)
@@ -279,7 +279,7 @@ class SimEngine:
         if message.update_id != update.update_id:
             return
         self.truth.sent[message.chunk] = bool(message.sums)
-        if message.chunk < update.applied:
+        if message.chunk < update.applied_chunks:
             self.met["sent, already applied"] += 1
         elif isinstance(call, CallReceive) and call.chunk == message.chunk:
             self.met["sent while it is received"] += 1
@@ -292,7 +292,9 @@ class SimEngine:
         self.joins += state is LinkState.JOINED
         if state is LinkState.JOINED:
             self.truth.group_version = self.peer.link.version
-            self._perform(self.session.told(self.peer.link.version, self._scheduler.now_ms()))
+            self._perform(
+                self.session.on_group_version(self.peer.link.version, self._scheduler.now_ms())
+            )
 
     def _on_tick(self, now_ms: float) -> None:
         self._perform(self.session.tick(now_ms))
@@ -307,9 +309,9 @@ class SimEngine:
                 self.peer.send(effect.message, reply_to=effect.reply_to)
             elif isinstance(effect, CallEscalate):
                 self._escalate(effect)
-            elif isinstance(effect, CallOff):
+            elif isinstance(effect, CallCancelSwap):
                 self._call_off()
-            elif isinstance(effect, ToMates):
+            elif isinstance(effect, SendToPeers):
                 self._tell(effect)
             elif isinstance(effect, Note):
                 if effect.event == "lease_expired":
@@ -321,18 +323,20 @@ class SimEngine:
                 self._begin(effect)
         self.peer.arm()
 
-    def _tell(self, effect: ToMates) -> None:
+    def _tell(self, effect: SendToPeers) -> None:
         """Over the direct link of its DP group, which is as bad as the broker's."""
-        self.words += [effect.word] * len(effect.ranks)
+        self.words += [effect.vote] * len(effect.ranks)
         for rank in effect.ranks:
             mate = self._mate(self.dp_group, rank)
             if mate is not None:
-                hear = partial(mate.hear, effect.word)
+                hear = partial(mate.hear, effect.vote)
                 self.process.direct(self.route, mate.route, hear)
 
     def hear(self, word: LeaseWord) -> None:
         """A mate's word has come."""
-        self.process.run(lambda: self._perform(self.session.word(word, self.process.now_ms())))
+        self.process.run(
+            lambda: self._perform(self.session.on_lease_word(word, self.process.now_ms()))
+        )
 
     def _begin(self, call: Call) -> None:
         self.calls.append(call)
@@ -416,7 +420,7 @@ class SimEngine:
                     self._timer.cancel()
                 self._returned(waiting)
             self.truth.escalated(clear_cache=call.clear_cache)
-            self._perform(self.session.escalation_done(None, self._scheduler.now_ms()))
+            self._perform(self.session.on_escalation_done(None, self._scheduler.now_ms()))
 
         self._scheduler.call_at(self._scheduler.now_ms() + self.behaviour.min_ms, end)
 
@@ -438,10 +442,10 @@ class SimEngine:
             self.truth.fail(call)
             self.pause_failed = self.pause_failed or isinstance(call, CallPause)
             failure = Failure(error.code, error.detail, tensor=error.tensor)
-            self._perform(self.session.failed(call, failure, now_ms))
+            self._perform(self.session.on_call_failed(call, failure, now_ms))
             return
-        told: Told = None
-        if isinstance(call, CallPause | CallSharpen):
+        told: CallResult = None
+        if isinstance(call, CallPause | CallStrengthenPause):
             told = self.truth.in_flight
         elif isinstance(call, CallOpenTransfer):
             told = self.truth.ahead = self.behaviour.ahead
@@ -456,7 +460,7 @@ class SimEngine:
             self.truth.garble()
         if isinstance(call, CallResume):
             self.truth.in_flight = self._random.randrange(8)
-        self._perform(self.session.done(call, now_ms, told=told))
+        self._perform(self.session.on_call_done(call, now_ms, result=told))
 
     def _bad_luck(self, call: Call) -> EngineError | None:
         behaviour = self.behaviour

@@ -25,7 +25,7 @@ from bus.messages import (
     Resume,
     Step,
 )
-from bus.protocol.link import LinkConfig, LinkState
+from bus.protocol.core.link import LinkConfig, LinkState
 from bus.runtime.peer import Peer, route_of
 from bus.testing.sim_scripts import Later, Outcome, Script, Scripts
 

@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING, Final
 
 from bus.errors import EngineError
 from bus.messages import NackCode, ProbeResult
-from bus.protocol.calls import (
+from bus.protocol.engine.calls import (
     Call,
     CallAbortRequests,
+    CallAdmit,
     CallArm,
     CallCommit,
     CallFinish,
     CallLoad,
-    CallOpen,
     CallOpenTransfer,
     CallPause,
     CallProbe,
     CallReceive,
     CallRestore,
     CallResume,
-    CallSharpen,
     CallSleep,
     CallStart,
+    CallStrengthenPause,
     CallSwap,
     CallWakeWeights,
 )
@@ -140,7 +140,7 @@ class Truth:
             case CallPause():
                 if not self.running and not self.doubtful:
                     self._refuse("paused twice")
-            case CallSharpen():
+            case CallStrengthenPause():
                 self._need_idle("its pause does more")
             case CallSleep():
                 self._begin_sleep(call)
@@ -151,7 +151,7 @@ class Truth:
                 self._begin_resume(asleep=asleep)
             case CallOpenTransfer() | CallAbortRequests():
                 pass
-            case CallOpen():
+            case CallAdmit():
                 if self.version < self.group_version or self.mixed or self.broken:
                     self._refuse("opened, and is not to serve")
             case _:
@@ -228,7 +228,7 @@ class Truth:
                 self.idle = True
                 self.cleared = clear_cache
                 self.pauses += 1
-            case CallSharpen(aborts, clears):
+            case CallStrengthenPause(aborts, clears):
                 self.cleared = self.cleared or clears
                 self.in_flight = 0 if aborts else self.in_flight
             case CallWakeWeights():
@@ -264,7 +264,7 @@ class Truth:
                 self.in_flight = 0
                 if self._load_begun:
                     self._break_off()
-            case CallOpen():
+            case CallAdmit():
                 self.closed = False
 
     def fail(self, call: Call) -> None:

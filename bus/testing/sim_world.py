@@ -10,12 +10,12 @@ import itertools
 import random
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from bus.protocol.broker import BrokerConfig
-from bus.protocol.engine_pause import EnginePauseState
-from bus.protocol.engine_update import EngineUpdateState
-from bus.protocol.link import LinkConfig
-from bus.protocol.pause import PauseState
-from bus.protocol.update import UpdateState
+from bus.protocol.broker.broker import BrokerConfig
+from bus.protocol.broker.pause import PauseState
+from bus.protocol.broker.update import UpdateState
+from bus.protocol.core.link import LinkConfig
+from bus.protocol.engine.pause import EnginePauseState
+from bus.protocol.engine.update import EngineUpdateState
 from bus.runtime.broker import BrokerServer
 from bus.runtime.memory import Faults, MemoryNetwork
 from bus.testing.clock import SimScheduler
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from bus.messages import Message
-    from bus.protocol.group import Group
+    from bus.protocol.broker.group import Group
 
 E = TypeVar("E", bound=SimEngine)
 
@@ -335,11 +335,11 @@ class SimWorld:
         wanted = [each.name for each in self.alive] if names is None else list(names)
         if group is None:
             return False
-        roster = group.roster
+        roster = group.registry
         known = {
             name: peer.boot
             for name, peer in roster.engines.items()
-            if name in roster.ready() or roster.broken(name)
+            if name in roster.ready() or roster.is_incomplete(name)
         }
         return all(
             known.get(name) == self.engines[name].boot and self.engines[name].joined

@@ -20,17 +20,17 @@ from bus.messages import (
     Step,
     WeightChunkMeta,
 )
-from bus.protocol.calls import CallResume
-from bus.protocol.engine_lease import LEASE_RETRY_MS, LeaseState
-from bus.protocol.engine_pause import EnginePauseState
-from bus.protocol.engine_update import EngineUpdateState
-from bus.protocol.pause import PauseState
-from bus.protocol.update import UpdateState
+from bus.protocol.broker.pause import PauseState
+from bus.protocol.broker.update import UpdateState
+from bus.protocol.engine.calls import CallResume
+from bus.protocol.engine.lease import LEASE_RETRY_MS, LeaseState
+from bus.protocol.engine.pause import EnginePauseState
+from bus.protocol.engine.update import EngineUpdateState
 from bus.testing.sim_truth import GARBLED, TruthError
 
 if TYPE_CHECKING:
-    from bus.protocol.group import Group
-    from bus.protocol.membership import Peer
+    from bus.protocol.broker.group import Group
+    from bus.protocol.broker.membership import Peer
     from bus.testing.sim_engine import SimEngine
     from bus.testing.sim_world import SimWorld
 
@@ -122,10 +122,10 @@ class Watch:
         if group is None or not engine.joined or not engine.truth.running:
             return
         session = engine.session
-        if not session.at_rest or session.door.doubtful:
+        if not session.at_rest or session.admission.unconfirmed:
             return
-        self.reach["behind its door at the end"] += session.behind
-        if session.behind != engine.truth.closed:
+        self.reach["behind its door at the end"] += session.is_stale
+        if session.is_stale != engine.truth.closed:
             raise TruthError(
                 f"{engine.name} serves {session.version}, its group {group.version}, and its door "
                 f"is {'closed' if engine.truth.closed else 'open'}"
@@ -173,7 +173,7 @@ class Watch:
             return
         world = self.world
         renewed_ms = process.heard_ms
-        if world.group is not None and world.group.roster.broken(engine.name):
+        if world.group is not None and world.group.registry.is_incomplete(engine.name):
             self._down_ms[engine.boot] = world.now_ms  # its DP group is, and is said to be
         if self._alone_ms is not None:
             alone_ms = self._alone_ms + world.config.peer_timeout_ms
@@ -214,7 +214,7 @@ class Watch:
                 raise TruthError(f"{name} was dropped, and was heard just now")
             self.reach["peer gone"] += 1
         self._peers = dict(peers)
-        holder = group.holder
+        holder = group.owner
         if group.epoch < self._epoch:
             raise TruthError(f"the epoch fell from {self._epoch} to {group.epoch}")
         if holder is not None and (self._holder is None or holder.boot != self._holder.boot):
@@ -258,10 +258,10 @@ class Watch:
     def _check_window(self, group: Group) -> None:
         """A trainer that was told of a pause, and still holds the group, holds it truly."""
         for trainer in self.world.trainers.values():
-            if trainer.window is None or group.holder is None:
+            if trainer.window is None or group.owner is None:
                 continue
             update_id, epoch = trainer.window
-            current = group.holder.boot == trainer.boot and group.epoch == epoch
+            current = group.owner.boot == trainer.boot and group.epoch == epoch
             if not current or update_id != self._round_id:
                 continue
             if group.pause.update_id != update_id:
@@ -276,8 +276,8 @@ class Watch:
         update = group.update
         if update.state is self._update:
             return
-        if update.state is UpdateState.ARMING and update.round is not None:
-            (arm,) = update.round.messages
+        if update.state is UpdateState.ARMING and update.barrier is not None:
+            (arm,) = update.barrier.messages
             assert isinstance(arm, Arm)
             self._digest = arm.digest
             if arm.communicator:
@@ -306,11 +306,11 @@ class Watch:
             if engine is None:
                 continue
             opened = engine.truth.transfer
-            if opened is None or opened.place.communicator != number:
+            if opened is None or opened.assignment.communicator != number:
                 raise TruthError(f"ARM in communicator {number}, {name} has {opened}")
-            if opened.place.world_size != size:
+            if opened.assignment.world_size != size:
                 raise TruthError(f"{size} take part, {name} has {opened}")
-            ranks.append(opened.place.rank)
+            ranks.append(opened.assignment.rank)
         if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(1, size)):
             raise TruthError(f"ranks of a communicator of {size}: {ranks}")
         self.reach["armed in a communicator"] += 1
@@ -343,7 +343,7 @@ class Watch:
     def _member(self, group: Group, name: str) -> SimEngine | None:
         """The engine, unless it is another life than the one that the bus knows."""
         engine = self.world.engines.get(name)
-        peer = group.roster.engines.get(name)
+        peer = group.registry.engines.get(name)
         if engine is None or peer is None or not engine.alive or engine.boot != peer.boot:
             return None
         return engine
@@ -351,7 +351,7 @@ class Watch:
     def _check_mates(self) -> None:
         """No rank generates while the weights of a mate are touched, or not whole."""
         for touched in self.world.alive:
-            if touched.dp_size == 1 or not touched.session.update.mixed:
+            if touched.dp_size == 1 or not touched.session.update.is_mixed:
                 continue
             for mate in self.world.alive:
                 if mate.dp_group != touched.dp_group or touched.dp_group in self.lost_ranks:

@@ -27,7 +27,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from bus.protocol.broker import BrokerConfig
+from bus.protocol.broker.broker import BrokerConfig
 from sidecar.bench.curve import BROKER, ENGINE, TRAINER, keyed
 from sidecar.bench.posts import HttpGroup
 from sidecar.bench.processes import Worker, raise_file_limit, worker

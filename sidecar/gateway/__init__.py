@@ -2,6 +2,6 @@
 
 It stands where vLLM's ``DPCoordinator`` does, and speaks its frames: see
 :mod:`sidecar.gateway.frames` for those, :mod:`sidecar.gateway.server` for the process,
-:mod:`bus.protocol.gateway` for what it decides. Started by the plugin inside vLLM or by
+:mod:`bus.protocol.dp.coordinator` for what it decides. Started by the plugin inside vLLM or by
 the embedded engine, as ``python -m sidecar.gateway``; imports neither vllm nor torch.
 """

@@ -1,7 +1,7 @@
 """The gateway's shell: three sockets to the DP group, a peer on the bus, one timer.
 
 A broker is asked when there is one and waited for by nobody: see
-:mod:`bus.protocol.gateway`.
+:mod:`bus.protocol.dp.coordinator`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from bus.address import is_loopback
 from bus.ids import new_boot
 from bus.keys import security
 from bus.messages import GatewayFacts, Heartbeat, Join
-from bus.protocol.effects import Note, Send
-from bus.protocol.gateway import Gateway, Publish, Ready, StartCores
-from bus.protocol.link import LinkState
+from bus.protocol.core.effects import Note, Send
+from bus.protocol.core.link import LinkState
+from bus.protocol.dp.coordinator import DpCoordinator, Publish, Ready, StartCores
 from bus.runtime.aio import AsyncioScheduler
 from bus.runtime.alarm import Alarm
 from bus.runtime.peer import HOST, PID, Peer, default_name, route_of
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.messages import Envelope, Message
-    from bus.protocol.gateway import GatewayEffect
+    from bus.protocol.dp.coordinator import CoordinatorEffect
     from bus.runtime.base import Handle
 
 # A broker that refused is asked again: the next one there may be another.
@@ -52,7 +52,7 @@ class GatewayServer:
     def __init__(
         self, *, dp_group: str, size: int, host: str, broker: str = "", group: str = "policy"
     ) -> None:
-        self.machine = Gateway(dp_group, size)
+        self.machine = DpCoordinator(dp_group, size)
         self.name = default_name(f"gateway-{dp_group[:64]}")
         self.sockets = CoordinatorSockets(host)
         self._size = size
@@ -111,14 +111,14 @@ class GatewayServer:
                 broker = self._joined()
                 self._perform(self.machine.first_req(rank, wave, now_ms, broker=broker))
             case frames.FrontSubscribed():
-                self._perform(self.machine.front_subscribed(now_ms))
+                self._perform(self.machine.on_front_subscribed(now_ms))
             case frames.FrontGone():
                 pass
 
     def _on_core_subscription(self, parts: list[bytes]) -> None:
         try:
             if frames.is_core_subscription(parts):
-                self._perform(self.machine.core_subscribed())
+                self._perform(self.machine.on_core_subscribed())
         except frames.BadFrame as error:
             self._note_bad(error)
 
@@ -132,7 +132,7 @@ class GatewayServer:
         if report.complete is not None:
             self._perform(self.machine.complete(report.complete, now_ms))
         if report.started is not None:
-            self._perform(self.machine.started(report.started, report.rank, now_ms))
+            self._perform(self.machine.on_started(report.started, report.rank, now_ms))
 
     def _note_bad(self, error: frames.BadFrame) -> None:
         self._log.warning("bad_frame", detail=str(error))
@@ -167,12 +167,12 @@ class GatewayServer:
 
     def _on_message(self, _envelope: Envelope, message: Message) -> None:
         if self._joined():
-            self._perform(self.machine.heard(message, self._scheduler.now_ms()))
+            self._perform(self.machine.on_message(message, self._scheduler.now_ms()))
 
     def _on_state(self, state: LinkState) -> None:
         now_ms = self._scheduler.now_ms()
         if state is LinkState.JOINED:
-            self._perform(self.machine.joined(now_ms))
+            self._perform(self.machine.on_joined(now_ms))
         elif state is LinkState.REFUSED and not self._closed:
             self._rejoin = self._scheduler.call_at(now_ms + REFUSED_RETRY_MS, self._join_anew)
 
@@ -185,7 +185,7 @@ class GatewayServer:
 
     # -- what is to be done ----------------------------------------------------------
 
-    def _perform(self, effects: Iterable[GatewayEffect]) -> None:
+    def _perform(self, effects: Iterable[CoordinatorEffect]) -> None:
         for effect in effects:
             match effect:
                 case StartCores(wave, excluded):

@@ -209,7 +209,7 @@ class BusContract:
             result = await request
             assert result.finish_reason == "abort"
             assert 0 < len(result.tokens) < under_test.long_tokens
-            assert "engine" in bus.server.machine.groups["policy"].roster.quarantined
+            assert "engine" in bus.server.machine.groups["policy"].registry.quarantined
             turned_away = await under_test.generate(PROMPT, 8)
             assert (turned_away.tokens, turned_away.finish_reason) == ([], "abort")
             version = await bus.agent.update_weights(new, how="paused")
@@ -217,7 +217,7 @@ class BusContract:
             served = await under_test.generate(PROMPT, 8)
             assert served.tokens == under_test.reference(new, PROMPT, 8)
             assert served.weight_versions == [(version, 0, 8)]
-            assert not bus.server.machine.groups["policy"].roster.quarantined
+            assert not bus.server.machine.groups["policy"].registry.quarantined
 
     @contract
     async def test_a_quarantined_engine_catches_up_alone(self, under_test: EngineUnderTest) -> None:
@@ -235,9 +235,9 @@ class BusContract:
             new = under_test.other_weights(46)
             with pytest.raises(UsageError, match="ended before"):
                 await bus.agent.update_weights(BreaksOff(new, after=len(new) // 2), how="paused")
-            assert "engine" in group.roster.quarantined
+            assert "engine" in group.registry.quarantined
             await until(lambda: group.routing.now.engines != ())
-            assert "engine" not in group.roster.quarantined
+            assert "engine" not in group.registry.quarantined
             result = await under_test.generate(PROMPT, 16)
             assert result.tokens == under_test.reference(kept, PROMPT, 16)
             assert result.weight_versions == [(version, 0, 16)]
@@ -371,12 +371,12 @@ class BusContract:
                 async with bus.agent.asleep(level=2):
                     raise KeyError("loss")
             assert "no engine is left" in failed.value.__notes__[0]
-            assert "engine" in bus.server.machine.groups["policy"].roster.quarantined
+            assert "engine" in bus.server.machine.groups["policy"].registry.quarantined
             waiting = asyncio.create_task(under_test.generate(PROMPT, 8))
             new = under_test.other_weights(39)
             version = await bus.agent.update_weights(new, how="paused")
             under_test.version, under_test.weights = version, new
-            assert not bus.server.machine.groups["policy"].roster.quarantined
+            assert not bus.server.machine.groups["policy"].registry.quarantined
             result = await under_test.generate(PROMPT, 8)
             assert result.tokens == under_test.reference(new, PROMPT, 8)
             # What came meanwhile was ended when the engine heard that nobody brings weights,

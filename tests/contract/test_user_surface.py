@@ -55,8 +55,8 @@ from bus.messages import (
     Target,
     Verify,
 )
-from bus.protocol.broker import BrokerConfig
-from bus.protocol.watchdog import Health
+from bus.protocol.broker.broker import BrokerConfig
+from bus.protocol.dp.watchdog import Health
 from bus.settings import DEFAULT_BROKER, DEFAULT_FILE
 from bus.transfer import Place, World, decode, encode
 from sidecar import Sidecar

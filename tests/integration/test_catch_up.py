@@ -16,7 +16,7 @@ import torch
 
 from bus.errors import EngineError, UpdateFailed
 from bus.messages import NackCode
-from bus.protocol.broker import BrokerConfig
+from bus.protocol.broker.broker import BrokerConfig
 from sidecar import Sidecar
 from sidecar.bench.agents import StubEngine
 from sidecar.transfer import register_receiver
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from bus.manifest import Manifest
     from bus.messages import Staging, Target
-    from bus.protocol.group import Group
+    from bus.protocol.broker.group import Group
     from bus.runtime.broker import BrokerServer
     from bus.staging import Room
     from tests.integration.conftest import Bus
@@ -227,10 +227,10 @@ def test_all_that_a_broken_update_has_quarantined_come_back_alone(bus: Bus) -> N
                 await agent.update_weights(second, how="paused")
             assert failed.value.code is NackCode.CHECKSUM_MISMATCH
             state = server.machine.groups["policy"]
-            assert set(state.roster.quarantined) == {"e0", "e1"}
+            assert set(state.registry.quarantined) == {"e0", "e1"}
             assert state.routing.now.engines == ()
             await until(lambda: len(state.routing.now.engines) == 2)
-            assert not state.roster.quarantined
+            assert not state.registry.quarantined
             await assert_serve(checkpoint, first, 1, e0, e1)
             version = await agent.update_weights(second, how="paused")
             await assert_serve(checkpoint, second, version, e0, e1)
@@ -282,7 +282,7 @@ class Running:
         return self.server.machine.groups["policy"]
 
     def version_of(self, name: str) -> int:
-        known = self.group.roster.engines.get(name)
+        known = self.group.registry.engines.get(name)
         return known.version if known else 0
 
 
@@ -358,8 +358,8 @@ def test_an_agent_that_closes_undoes_what_is_under_way() -> None:
             await until(lambda: state.update.state.value == "aborting")
             late.may_arm.set()
             await closing
-            await until(lambda: state.holder is None and not state.next_deadline_ms())
+            await until(lambda: state.owner is None and not state.next_deadline_ms())
             assert sidecar.session.phase == "running"
-            assert sidecar.session.behind
+            assert sidecar.session.is_stale
 
     run(scenario())

@@ -15,8 +15,8 @@ from bus.journal.records import MAGIC
 from bus.journal.replay import Unplayable, replayed
 from bus.journal.wording import line
 from bus.messages import Staging
-from bus.protocol.behind import dp_groups_behind
-from bus.protocol.link import LinkState
+from bus.protocol.broker.catch_up import stale_dp_groups
+from bus.protocol.core.link import LinkState
 from bus.runtime.memory import Faults
 from bus.testing.process import Died
 from bus.testing.sim_truth import TruthError
@@ -309,7 +309,7 @@ class Chaos(Play):
         """Who can come to the group's version without an update of all, has."""
         world, trainer = self.world, self.trainer
         group = world.group
-        if group is None or group.holder is None or group.holder.boot != trainer.boot:
+        if group is None or group.owner is None or group.owner.boot != trainer.boot:
             return
         if not trainer.alive:  # and not missed yet
             return
@@ -319,7 +319,7 @@ class Chaos(Play):
         def caught_up() -> bool:
             if trainer.kept[0] != group.version:  # an engine was heard that serves a later one
                 return True
-            return not dp_groups_behind(group.roster, group.version) and world.quiet()
+            return not stale_dp_groups(group.registry, group.version) and world.quiet()
 
         assert world.run_until(caught_up, within_ms=HEALS_MS), self.story()
         self.reach["all at the version that is kept"] += 1
@@ -337,7 +337,7 @@ class Chaos(Play):
 
     def _all_known(self) -> bool:
         """Whether the broker knows who lives, and has missed who does not."""
-        return self.world.joined() and set(self.world.held.roster.engines) == {
+        return self.world.joined() and set(self.world.held.registry.engines) == {
             each.name for each in self.world.alive
         }
 

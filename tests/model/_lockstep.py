@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from bus.messages import GatewayFacts, Heartbeat, Join, WaveComplete, WaveStarted
-from bus.protocol.calls import Call, CallEscalate, CallPause, CallResume
-from bus.protocol.effects import Note, Send
-from bus.protocol.gateway import Gateway, Publish, Ready, StartCores
-from bus.protocol.link import LinkState
+from bus.protocol.core.effects import Note, Send
+from bus.protocol.core.link import LinkState
+from bus.protocol.dp.coordinator import DpCoordinator, Publish, Ready, StartCores
+from bus.protocol.engine.calls import Call, CallEscalate, CallPause, CallResume
 from bus.runtime.peer import Peer, route_of
 from bus.testing.sim_engine import SimEngine
 from bus.testing.sim_truth import TruthError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from bus.messages import Envelope, Message, PauseMode
-    from bus.protocol.gateway import GatewayEffect
+    from bus.protocol.dp.coordinator import CoordinatorEffect
     from bus.runtime.base import Handle
     from bus.testing.sim_world import SimWorld
 
@@ -285,7 +285,7 @@ class Rank(SimEngine):
         def returned() -> None:
             if self.alive:
                 self.truth.escalated(clear_cache=call.clear_cache)
-                self._perform(self.session.escalation_done(None, self._scheduler.now_ms()))
+                self._perform(self.session.on_escalation_done(None, self._scheduler.now_ms()))
 
         self.put(lambda: self._pause(call.mode, returned))
 
@@ -309,7 +309,7 @@ class LockstepGroup:
     def __post_init__(self) -> None:
         world = self.world
         self.meeting = Meeting(world, self.size)
-        self.gateway = Gateway(self.name, self.size)
+        self.gateway = DpCoordinator(self.name, self.size)
         self.local_decisions = 0
         self.held = 0
         self._timer: Handle | None = None
@@ -330,7 +330,7 @@ class LockstepGroup:
             engine = world.add_rank(Rank, f"{self.name}-{rank}", self.name, rank, self.size)
             engine.set_up(self)
             self.ranks.append(engine)
-            self._perform(self.gateway.core_subscribed())
+            self._perform(self.gateway.on_core_subscribed())
         self.peer.start()
         self._perform(self.gateway.tick(world.now_ms))
 
@@ -351,7 +351,7 @@ class LockstepGroup:
 
     def subscribed(self) -> None:
         """A core has connected to the gateway again."""
-        self._perform(self.gateway.core_subscribed())
+        self._perform(self.gateway.on_core_subscribed())
 
     def gateway_first_req(self, rank: int, wave: int) -> None:
         broker = self.peer.link.state is LinkState.JOINED
@@ -362,7 +362,7 @@ class LockstepGroup:
         if report.complete is not None:
             self._perform(self.gateway.complete(report.complete, now_ms))
         if report.started is not None:
-            self._perform(self.gateway.started(report.started, report.rank, now_ms))
+            self._perform(self.gateway.on_started(report.started, report.rank, now_ms))
 
     def _join(self) -> Join:
         gateway = self.gateway
@@ -373,11 +373,11 @@ class LockstepGroup:
 
     def _on_message(self, _envelope: Envelope, message: Message) -> None:
         if self.peer.link.state is LinkState.JOINED:
-            self._perform(self.gateway.heard(message, self.world.now_ms))
+            self._perform(self.gateway.on_message(message, self.world.now_ms))
 
     def _on_state(self, state: LinkState) -> None:
         if state is LinkState.JOINED:
-            self._perform(self.gateway.joined(self.world.now_ms))
+            self._perform(self.gateway.on_joined(self.world.now_ms))
 
     def check_told(self) -> None:
         """The broker was told of every wave's end, in order, of no start twice, and of the rank
@@ -393,7 +393,7 @@ class LockstepGroup:
             started = each.wave
             assert each.rank in self.begun.get(each.wave, {0}), (each, self.begun)
 
-    def _perform(self, effects: Iterable[GatewayEffect]) -> None:
+    def _perform(self, effects: Iterable[CoordinatorEffect]) -> None:
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.message, WaveStarted | WaveComplete):
                 self.told.append(effect.message)

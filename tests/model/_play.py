@@ -25,7 +25,8 @@ from bus.messages import (
     UpdateStart,
     Verify,
 )
-from bus.protocol.calls import (
+from bus.protocol.core.link import LinkState
+from bus.protocol.engine.calls import (
     Call,
     CallArm,
     CallCommit,
@@ -40,7 +41,6 @@ from bus.protocol.calls import (
     CallStart,
     CallWakeWeights,
 )
-from bus.protocol.link import LinkState
 from bus.runtime.memory import Faults
 from bus.testing.sim_engine import Behaviour, SimEngine
 from bus.testing.sim_world import GROUP, SimWorld
@@ -527,9 +527,9 @@ class Play:
         waiting = [r.message for r in self.trainer.waiting]
         return (
             f"{self.schedule}\npause {group.pause.state} {group.pause.update_id}, "
-            f"update {group.update.state}, epoch {group.epoch}, holder {group.holder}, "
+            f"update {group.update.state}, epoch {group.epoch}, holder {group.owner}, "
             f"engines {engines}, trainer {self.trainer.peer.link.state} waits for {waiting}, "
-            f"quarantined {group.roster.quarantined}"
+            f"quarantined {group.registry.quarantined}"
         )
 
     def _wait_for(self, where: str) -> None:
@@ -540,7 +540,7 @@ class Play:
         def there() -> bool:
             group = self.world.group
             if group is not None and state == "unsent":
-                return any(chunk.awaits_sender for chunk in group.update.chunks.values())
+                return any(chunk.waiting_for_trainer for chunk in group.update.chunks.values())
             machine = "update" if kind == "update_draft" else kind
             return group is not None and getattr(group, machine).state == state
 
@@ -566,7 +566,7 @@ class Play:
             self.reach[f"{what} in pause {group.pause.state.value}"] += 1
             self.reach[f"{what} in update {group.update.state.value}"] += 1
             self.reach[f"{what} in sleep {group.sleep.state.value}"] += 1
-            unsent = any(chunk.awaits_sender for chunk in group.update.chunks.values())
+            unsent = any(chunk.waiting_for_trainer for chunk in group.update.chunks.values())
             self.reach[f"{what} with a chunk unsent"] += unsent
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 from bus import codec
 from bus.messages import FirstReqHeld, PauseLocal, StartDpWave
-from bus.protocol.calls import CallPause
-from bus.protocol.link import LinkState
-from bus.protocol.pause import PauseState
-from bus.protocol.wave import WaveState
+from bus.protocol.broker.pause import PauseState
+from bus.protocol.core.link import LinkState
+from bus.protocol.dp.wave import WaveState
+from bus.protocol.engine.calls import CallPause
 from bus.runtime.memory import Faults
 from bus.testing.sim_truth import TruthError
 from bus.testing.sim_world import SimWorld
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bus.messages import Escalation, PauseMode
-    from bus.protocol.waves import DpGroup
+    from bus.protocol.dp.groups import DpGroup
     from bus.testing.sim_trainer import SimTrainer
 
 _MODES: Final[list[PauseMode]] = ["keep", "keep", "wait", "abort"]
@@ -135,15 +135,15 @@ class Wire:
             self._broker, self._pause, self._before = self._world.broker, PauseState.RUNNING, {}
         if group is not None:
             if group.pause.state is PauseState.LOCAL and self._pause is PauseState.RUNNING:
-                routes = set(group.roster.routes(group.pause.members))
+                routes = set(group.registry.routes(group.pause.members))
                 if routes - self._asked:
                     raise TruthError("PAUSE_LOCAL is not asked of all ranks at once")
             self._pause = group.pause.state
             if group.pause.state is PauseState.RUNNING:
-                for name, peer in group.roster.engines.items():
-                    unsure = peer.phase == "paused" and group.roster.unsure(name)
+                for name, peer in group.registry.engines.items():
+                    unsure = peer.phase == "paused" and group.registry.is_pause_unknown(name)
                     self._reach["paused beside an unsure rank"] += unsure
-            for name, dp_group in group.waves.dp_groups.items():
+            for name, dp_group in group.dp_groups.dp_groups.items():
                 self._check_wave(dp_group)
                 self._before[name] = (dp_group.wave.state, dp_group.wave.kept)
         self._asked.clear()
@@ -155,11 +155,11 @@ class Wire:
         self._reach[f"wave {state.value}"] += state is not before
         if before is WaveState.GLOBAL and kept and state in (WaveState.IDLE, WaveState.RUNNING):
             self._reach["kept and started"] += 1
-            if group.gateway is not None and group.gateway.route not in self._started:
+            if group.coordinator is not None and group.coordinator.route not in self._started:
                 raise TruthError(f"a FIRST_REQ of {group.name} that was kept is lost")
 
     def _held(self, held: FirstReqHeld) -> None:
-        group = self._world.held.waves.dp_groups[held.dp_group]
+        group = self._world.held.dp_groups.dp_groups[held.dp_group]
         self._reach["held"] += 1
         if group.wave.state not in (WaveState.GLOBAL, WaveState.DOWN):
             raise TruthError(f"a FIRST_REQ is held while {group.name} is {group.wave.state.value}")
@@ -330,7 +330,7 @@ class Play:
 
         def mirrored(group: LockstepGroup) -> bool:
             held = self.world.group
-            found = held.waves.dp_groups.get(group.name) if held is not None else None
+            found = held.dp_groups.dp_groups.get(group.name) if held is not None else None
             if found is None:
                 return False
             number = group.ranks[0].waves.number
@@ -377,7 +377,7 @@ class Play:
         """Where everybody stands."""
         told = [f"{self.schedule}", f"pause {self.world.held.pause.state}"]
         for group in self.groups:
-            view = self.world.held.waves.dp_groups.get(group.name)
+            view = self.world.held.dp_groups.dp_groups.get(group.name)
             told.append(
                 f"{group.name}: gateway {group.gateway.state} wave {group.gateway.wave}, "
                 f"broker {view.view() if view else None}"

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import bus.log
 from bus.ids import new_boot
-from bus.protocol.broker import BrokerConfig
-from bus.protocol.limits import Limits, Rate
+from bus.protocol.broker.admission import Limits, Rate
+from bus.protocol.broker.broker import BrokerConfig
 from bus.runtime.broker import rss_bytes
 from bus.runtime.lines import answer, commands
 from bus.runtime.peer import route_of

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from bus.ids import new_boot
 from bus.messages import Heartbeat
-from bus.protocol.link import LinkState
+from bus.protocol.core.link import LinkState
 from bus.runtime.aio import AsyncioScheduler
 from bus.runtime.peer import Peer, route_of
 from bus.runtime.zmq_transport import ZmqClient

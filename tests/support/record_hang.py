@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 import bus.log
-from bus.protocol.calls import CallPause
+from bus.protocol.engine.calls import CallPause
 from bus.runtime.memory import Faults
 from bus.testing.sim_world import SimWorld
 

@@ -19,9 +19,9 @@ from bus.messages import (
     Phase,
     Step,
 )
-from bus.protocol.effects import Send
-from bus.protocol.instructions import Failure
-from bus.protocol.membership import Peer
+from bus.protocol.broker.membership import Peer
+from bus.protocol.core.effects import Send
+from bus.protocol.core.failures import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -13,16 +13,16 @@ from bus.messages import (
     UpdateFinish,
     UpdateStart,
 )
-from bus.protocol.calls import CallEscalate, CallOff, ToMates
-from bus.protocol.effects import Note, Send
-from bus.protocol.engine_session import EngineSession
-from bus.protocol.instructions import Failure
+from bus.protocol.core.effects import Note, Send
+from bus.protocol.core.failures import Failure
+from bus.protocol.engine.calls import CallCancelSwap, CallEscalate, SendToPeers
+from bus.protocol.engine.session import EngineSession
 from bus.staging import Room
 from bus.testing.makers import make_arm, make_chunk, make_manifest, make_sent
 
 if TYPE_CHECKING:
     from bus.messages import Message, Stand
-    from bus.protocol.calls import Call, SessionEffect, Told
+    from bus.protocol.engine.calls import Call, CallResult, SessionEffect
 
 MANIFEST = make_manifest(("a", "b"))
 STAGING = Staging(required=False, budget_bytes=0, keep=False, clear_cache=True)
@@ -43,15 +43,15 @@ class Driver:
         self.id += 1
         return self.take(self.session.command(self.id, epoch, message, 0.0))
 
-    def returned(self, told: Told = None) -> list[SessionEffect]:
+    def returned(self, told: CallResult = None) -> list[SessionEffect]:
         call, self.running = self.running, None
         assert call is not None
-        return self.take(self.session.done(call, 10.0, told=told))
+        return self.take(self.session.on_call_done(call, 10.0, result=told))
 
     def failed(self, code: NackCode = NackCode.ENGINE_FAILED) -> list[SessionEffect]:
         call, self.running = self.running, None
         assert call is not None
-        return self.take(self.session.failed(call, Failure(code, "it broke"), 10.0))
+        return self.take(self.session.on_call_failed(call, Failure(code, "it broke"), 10.0))
 
     def tick(self, now_ms: float) -> list[SessionEffect]:
         return self.take(self.session.tick(now_ms))
@@ -59,11 +59,11 @@ class Driver:
     def word(self, rank: int, stand: Stand, now_ms: float = 0.0, **fields: Any) -> list[Any]:
         """A mate's word, at this rank's version and of its pause unless it is said otherwise."""
         told = {"pause_id": "u1", "version": 3, "asks": False, **fields}
-        return self.take(self.session.word(LeaseWord("dp0", rank, stand, **told), now_ms))
+        return self.take(self.session.on_lease_word(LeaseWord("dp0", rank, stand, **told), now_ms))
 
     def take(self, effects: list[SessionEffect]) -> list[SessionEffect]:
         for effect in effects:
-            if not isinstance(effect, Send | Note | CallEscalate | CallOff | ToMates):
+            if not isinstance(effect, Send | Note | CallEscalate | CallCancelSwap | SendToPeers):
                 assert self.running is None, "two calls at a time"
                 self.running = effect
                 self.calls.append(effect)

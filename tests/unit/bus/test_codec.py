@@ -34,8 +34,8 @@ from bus.messages import (
     TransferPlan,
 )
 from bus.messages.bounds import MAX_MEETING_BYTES
-from bus.protocol.broker import Broker
-from bus.protocol.effects import Note, Send
+from bus.protocol.broker.broker import Broker
+from bus.protocol.core.effects import Note, Send
 from bus.testing.makers import make_arm, make_manifest
 from tests.unit.bus._builders import nack_in
 
@@ -392,7 +392,7 @@ def test_the_broker_answers_a_bad_frame_and_changes_nothing() -> None:
     for data in (b"", frame(body_of(PAUSE, mode="nap")), frame(DEEP), bytes(MAX_FRAME_BYTES + 1)):
         error = refused(data)
         error.reply_to = 5
-        effects = broker.malformed(b"r", error, 0.0)
+        effects = broker.on_malformed_frame(b"r", error, 0.0)
         nack = nack_in(effects)
         assert (nack.code, nack.field) == (error.code, error.field)
         assert [each.reply_to for each in effects if isinstance(each, Send)] == [5]

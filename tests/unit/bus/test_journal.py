@@ -30,9 +30,8 @@ from bus.journal.records import (
 )
 from bus.journal.writer import DEFAULT_BYTES, LEAST_BYTES, JournalWriter, journal_files
 from bus.messages import MAX_FRAME_BYTES
-from bus.protocol.broker import BrokerConfig
-from bus.protocol.limits import Limits, Rate
-from bus.protocol.roles import KeyRole
+from bus.protocol.broker.admission import KeyRole, Limits, Rate
+from bus.protocol.broker.broker import BrokerConfig
 from bus.testing.clock import SimScheduler
 from tests.support.procs import ROOT
 

@@ -9,7 +9,7 @@ import pytest
 
 from bus.cli import run
 from bus.journal.records import MAGIC, Began, packed
-from bus.protocol.calls import CallPause
+from bus.protocol.engine.calls import CallPause
 from tests.support.record_hang import HANG
 from tests.unit.bus._recorded import ask_status, updated, world_of
 

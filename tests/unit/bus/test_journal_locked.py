@@ -14,8 +14,8 @@ from bus.journal.reader import Entry
 from bus.journal.records import Began, Received, Record, Refused, Rekeyed, Sent, packed
 from bus.journal.wording import as_json, line
 from bus.messages import Heartbeat, Join, Message, Nack, NackCode, StatusRequest
-from bus.protocol.broker import BrokerConfig
-from bus.protocol.limits import STRANGERS_FRAME_BYTES, Limits, Rate
+from bus.protocol.broker.admission import STRANGERS_FRAME_BYTES, Limits, Rate
+from bus.protocol.broker.broker import BrokerConfig
 from bus.runtime.broker import BrokerServer
 from bus.runtime.memory import MemoryNetwork
 from bus.testing.clock import SimScheduler
@@ -26,7 +26,7 @@ from tests.unit.bus._recorded import difference, message_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bus.protocol.roles import KeyRole
+    from bus.protocol.broker.admission import KeyRole
 
 KEYS: dict[str, KeyRole] = {"key-e": "engine", "key-t": "trainer", "key-o": "observer"}
 LIMITS = Limits(peer=Rate(100, 1000), stranger=Rate(10, 40), status=Rate(5, 8))

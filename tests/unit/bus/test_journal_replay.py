@@ -13,7 +13,7 @@ from bus.journal.records import Began, Received, Sent
 from bus.journal.replay import Replay, Unplayable, replayed
 from bus.journal.why import Finding, findings
 from bus.messages import Commit, GroupAck, Heartbeat, HeartbeatAck, Status, Step
-from bus.protocol.calls import CallPause
+from bus.protocol.engine.calls import CallPause
 from tests.unit.bus._recorded import (
     ask_status,
     difference,

@@ -14,7 +14,7 @@ from bus.journal.records import Received, Sent
 from bus.journal.spans import Span, spans
 from bus.journal.trace import trace
 from bus.messages import Step
-from bus.protocol.calls import CallLoad, CallPause
+from bus.protocol.engine.calls import CallLoad, CallPause
 from bus.testing.sim_engine import Behaviour
 from tests.unit.bus._builders import ack, engine_join, envelope
 from tests.unit.bus._recorded import updated, world_of

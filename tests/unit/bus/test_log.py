@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import bus.log
-from bus.protocol.effects import Note
+from bus.protocol.core.effects import Note
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

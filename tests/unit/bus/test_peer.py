@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from bus import codec
 from bus.messages import Heartbeat, Join, Message, NackCode, Role, WaitEngines, Welcome
-from bus.protocol.link import LinkState
+from bus.protocol.core.link import LinkState
 from bus.runtime.peer import Peer
 from bus.testing.clock import SimScheduler
 from bus.testing.makers import make_nack

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from bus.protocol.calls import CallCommit, CallLoad, CallPause, CallResume, CallStart
+from bus.protocol.engine.calls import CallCommit, CallLoad, CallPause, CallResume, CallStart
 from bus.runtime.memory import Faults, MemoryNetwork
 from bus.testing.clock import SimScheduler
 from bus.testing.process import Process

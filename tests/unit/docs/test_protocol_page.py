@@ -11,7 +11,7 @@ PAGE = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
 
 def test_the_machines_that_it_names_exist() -> None:
     """In the first column of the table of all machines."""
-    rows = [line for line in PAGE.splitlines() if re.match(r"\| `\w+\.py`", line)]
-    named = [name for row in rows for name in re.findall(r"`(\w+\.py)`", row.split("|")[1])]
+    rows = [line for line in PAGE.splitlines() if re.match(r"\| `[\w/]+\.py`", line)]
+    named = [name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row.split("|")[1])]
     assert len(named) > 20
     assert [name for name in named if not (ROOT / "bus/protocol" / name).exists()] == []

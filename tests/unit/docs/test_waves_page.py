@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bus.protocol.diagram import diagrams, filled
+from bus.protocol.diagrams import diagrams, fill_page
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/waves.md").read_text(encoding="utf-8")
@@ -13,7 +13,7 @@ PAGE = (ROOT / "docs/waves.md").read_text(encoding="utf-8")
 
 def test_its_diagrams_are_the_machines_tables() -> None:
     """Else: ``python -m bus.commands.diagrams --write docs/waves.md``."""
-    assert filled(PAGE) == PAGE
+    assert fill_page(PAGE) == PAGE
 
 
 def test_it_shows_every_machine_that_has_a_table() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from bus.errors import EngineError
 from bus.messages import Commit, NackCode, Resume, Sleep, UpdateFinish, UpdateStart
-from bus.protocol.calls import (
+from bus.protocol.engine.calls import (
     CallCommit,
     CallFinish,
     CallLoad,
@@ -20,15 +20,15 @@ from bus.protocol.calls import (
     CallResume,
     CallStart,
 )
-from bus.protocol.engine_pause import EnginePauseState
+from bus.protocol.engine.pause import EnginePauseState
 from bus.testing.makers import make_chunk, make_sent
 from sidecar.holder import Holder
 from sidecar.holdpage import Hold, HoldEnd, LeftBehind, in_ms
 from tests.unit.bus._session import MANIFEST, PAUSE, Driver
 
 if TYPE_CHECKING:
-    from bus.protocol.calls import Call
-    from bus.protocol.effects import Note
+    from bus.protocol.core.effects import Note
+    from bus.protocol.engine.calls import Call
     from sidecar.holdpage import Begun, EndState
 
 _S = EnginePauseState
@@ -187,7 +187,7 @@ def test_an_engine_that_has_resumed_by_itself_runs(kept: Kept) -> None:
     (note,) = kept.keep()
     assert (note.event, note.fields["state"]) == ("engine_decided", "resumed")
     assert (kept.session.phase, kept.session.version) == ("running", 3)
-    assert not kept.session.update.mixed
+    assert not kept.session.update.is_mixed
     kept.keep()
     assert kept.page.held is None
 

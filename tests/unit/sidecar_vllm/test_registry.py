@@ -18,8 +18,8 @@ from bus.cli import run
 from bus.commands.status import _table
 from bus.errors import UsageError
 from bus.messages import Join, Status, StatusRequest
-from bus.protocol.broker import Broker, BrokerConfig
-from bus.protocol.effects import Note
+from bus.protocol.broker.broker import Broker, BrokerConfig
+from bus.protocol.core.effects import Note
 from bus.seams import RUN_ON, SourceTree, untested_reason
 from sidecar.vllm_plugin import facts as worker_facts
 from sidecar.vllm_plugin import installation

@@ -4,7 +4,7 @@ the peer was heard."""
 from __future__ import annotations
 
 from bus.messages import Commit, StatusRequest, WeightChunkMeta
-from bus.protocol.calls import CallLoad
+from bus.protocol.engine.calls import CallLoad
 from tests.unit.bus._scene import Scene
 from trainer_agent.late import silent_broker, waits_on
 
@@ -31,7 +31,7 @@ def test_who_holds_up_the_chunk_that_was_asked_for_is_named() -> None:
     scene.update()
     group = scene.world.held
     assert scene.world.run_until(
-        lambda: any(each.waiting == {"e1"} for each in group.update.rounds())
+        lambda: any(each.waiting == {"e1"} for each in group.update.barriers())
     )
     (held,) = (each for each in group.update.chunks.values() if each.waiting == {"e1"})
     asked = WeightChunkMeta(group.update.update_id, held.chunk, (), (), (), (), b"")

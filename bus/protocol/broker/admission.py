@@ -1,0 +1,242 @@
+"""How much one peer may ask of the broker, so that none starves the others.
+
+Every route has a bucket of tokens, which fills at a steady rate; a small one until its peer has
+joined. A frame costs one token, and one more per 4 KiB; one that is refused costs
+more, since it is answered and logged. With an empty bucket frames are dropped unread, and
+their sender is told once a second.
+
+What a role has to say bounds a frame's size: manifests are a trainer's alone.
+
+Who may say what: the roles of peers, the roles of keys, and the verbs of each.
+
+A peer says its role when it joins. Where the broker has keys, its key says which roles
+those can be, and nothing that the peer says of itself counts for more:
+
+========= ==================== ==========================================================
+key       may join as          its verbs
+========= ==================== ==========================================================
+trainer   trainer, follower    all commands of a trainer, and what its other ranks ask
+engine    engine, gateway      acks and status of an engine, the waves of its DP group
+observer  observer             STATUS_REQUEST
+scheduler scheduler            STATUS_REQUEST
+========= ==================== ==========================================================
+
+Every role has JOIN, HEARTBEAT, LEAVE, STATUS_REQUEST and NACK beside these. SLEEP and WAKE are
+steps of a pause, which is its trainer's alone; a scheduler may watch.
+
+Invariants: what is refused here has changed nothing; a frame counts for the peer that it names
+only under the key with which that peer has joined.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from bus.messages import (
+    MAX_FRAME_BYTES,
+    WIRE_NAMES,
+    Abort,
+    Ack,
+    Arm,
+    Armed,
+    AwaitStep,
+    ChunkSent,
+    Commit,
+    CoreStatus,
+    FirstReq,
+    Heartbeat,
+    Join,
+    Leave,
+    Message,
+    Nack,
+    NackCode,
+    PauseLocal,
+    PlanTransfer,
+    Probe,
+    Probed,
+    Resume,
+    Role,
+    Sleep,
+    StatusRequest,
+    TrainerStep,
+    TransferInit,
+    UpdateFinish,
+    UpdateStart,
+    WaitEngines,
+    Wake,
+    WaveComplete,
+    WaveStarted,
+    WeightChunkMeta,
+)
+from bus.protocol.core.failures import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+KIB: Final = 1024
+
+BYTES_PER_TOKEN: Final = 4 * KIB
+
+REFUSED_COST: Final = 10
+
+REPORT_EVERY_MS: Final = 1000
+
+# Requests that one trainer may have open at a time.
+OPEN_REQUESTS: Final = 1024
+
+
+STRANGERS_FRAME_BYTES: Final = 64 * KIB
+
+FRAME_BYTES: Final[dict[Role, int]] = {
+    "trainer": MAX_FRAME_BYTES,
+    "follower": 64 * KIB,
+    "engine": 4 * KIB * KIB,  # an ack may name thousands of requests
+    "gateway": 64 * KIB,
+    "observer": 64 * KIB,
+    "scheduler": 64 * KIB,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """``per_s``: tokens that come in a second. ``burst``: as many are there at most."""
+
+    per_s: float
+    burst: float
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``peer``: of each that has joined. ``stranger``: of each route that has not.
+    ``status``: requests for the whole view, of all strangers together."""
+
+    peer: Rate = field(default_factory=lambda: Rate(5_000, 20_000))
+    stranger: Rate = field(default_factory=lambda: Rate(50, 200))
+    status: Rate = field(default_factory=lambda: Rate(50, 100))
+
+
+class Bucket:
+    """Tokens of one peer; full at first."""
+
+    __slots__ = ("_at_ms", "_reported_ms", "_tokens", "rate")
+
+    def __init__(self, rate: Rate, now_ms: float) -> None:
+        self.rate = rate
+        self._tokens = rate.burst
+        self._at_ms = now_ms
+        self._reported_ms = -float(REPORT_EVERY_MS)
+
+    def take(self, cost: float, now_ms: float) -> bool:
+        """Take so many tokens; False, and nothing at all is changed, if none is left."""
+        rate = self.rate
+        tokens = self._tokens + (now_ms - self._at_ms) * rate.per_s / 1000
+        tokens = min(tokens, rate.burst)
+        if tokens < 1:
+            return False
+        self._at_ms = now_ms
+        self._tokens = tokens - cost
+        return True
+
+    def charge(self, cost: float) -> None:
+        """Take tokens afterwards; there may be less than none then."""
+        self._tokens -= cost
+
+    def should_report(self, now_ms: float) -> bool:
+        """Whether the sender is to be told that it is limited."""
+        if now_ms < self._reported_ms + REPORT_EVERY_MS:
+            return False
+        self._reported_ms = now_ms
+        return True
+
+    def full(self, now_ms: float) -> bool:
+        """Whether forgetting it would change nothing."""
+        return self._tokens + (now_ms - self._at_ms) * self.rate.per_s / 1000 >= self.rate.burst
+
+
+def cost_of(size_bytes: int) -> int:
+    """What a frame costs."""
+    return 1 + size_bytes // BYTES_PER_TOKEN
+
+
+KeyRole: TypeAlias = Literal["trainer", "engine", "observer", "scheduler"]
+
+Verbs: TypeAlias = frozenset[type[Message]]
+
+
+_EVERYBODY: Final[Verbs] = frozenset({Join, Heartbeat, Leave, StatusRequest, Nack})
+
+
+VERBS: Final[dict[Role, Verbs]] = {
+    "trainer": _EVERYBODY
+    | {
+        PauseLocal,
+        Sleep,
+        Wake,
+        Resume,
+        PlanTransfer,
+        TransferInit,
+        Arm,
+        UpdateStart,
+        WeightChunkMeta,
+        ChunkSent,
+        UpdateFinish,
+        Probe,
+        Commit,
+        Abort,
+        TrainerStep,
+        WaitEngines,
+    },
+    "follower": _EVERYBODY | {AwaitStep},
+    "engine": _EVERYBODY | {Ack, Armed, CoreStatus, Probed},
+    "gateway": _EVERYBODY | {FirstReq, WaveStarted, WaveComplete},
+    "observer": _EVERYBODY,
+    "scheduler": _EVERYBODY,
+}
+
+
+JOINS_AS: Final[dict[KeyRole, frozenset[Role]]] = {
+    "trainer": frozenset({"trainer", "follower"}),
+    "engine": frozenset({"engine", "gateway"}),
+    "observer": frozenset({"observer"}),
+    "scheduler": frozenset({"scheduler"}),
+}
+
+
+KEY_VERBS: Final[dict[KeyRole, Verbs]] = {
+    key: frozenset[type[Message]]().union(*(VERBS[role] for role in roles))
+    for key, roles in JOINS_AS.items()
+}
+
+
+def outside_role(role: Role, message: Message) -> Failure | None:
+    """Why a peer that has joined in this role does not send that; None: it may."""
+    if type(message) in VERBS[role]:
+        return None
+    return _forbidden(f"a peer of role {role} does not send {WIRE_NAMES[type(message)]}")
+
+
+def outside_key(keys: Mapping[str, KeyRole], user: str, message: Message) -> Failure | None:
+    """Why a key does not let that in; None: it does.
+
+    Args:
+        keys: the authorised ones, with their roles.
+        user: the key that the sender has proven to have.
+    """
+    role = keys.get(user)
+    if role is None:
+        return _forbidden("the key is not authorised", field="sender")
+    if type(message) not in KEY_VERBS[role]:
+        return _forbidden(f"a key of role {role} does not send {WIRE_NAMES[type(message)]}")
+    if isinstance(message, Join) and message.role not in JOINS_AS[role]:
+        return _forbidden(f"a key of role {role} does not join as {message.role}", field="role")
+    return None
+
+
+def _forbidden(detail: str, field: str = "kind") -> Failure:
+    hints = {
+        "sender": "copy its public file into the broker's folder of authorised keys, then SIGHUP",
+        "role": "make a key for it: wavebus keygen NAME --role ROLE",
+    }
+    return Failure(NackCode.FORBIDDEN, detail, field=field, hint=hints.get(field, ""))

@@ -1,0 +1,541 @@
+"""The broker as a machine without I/O: frames in, effects out.
+
+The way of a message: :meth:`Broker.admit` looks at its size and its sender's bucket before
+anybody reads it; :meth:`Broker.receive` looks at the sender's key, finds the peer by its route,
+drops what is old, doubled or not of its role, and hands the rest to the peer's group; what the
+group wants done comes back as effects. :meth:`Broker.tick` is time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from bus.messages import (
+    Ack,
+    Armed,
+    AwaitStep,
+    CoreStatus,
+    Envelope,
+    FirstReq,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Leave,
+    Message,
+    Nack,
+    NackCode,
+    Phase,
+    Probed,
+    Status,
+    StatusRequest,
+    Step,
+    WaveComplete,
+    WaveStarted,
+    Welcome,
+)
+from bus.protocol.broker.admission import (
+    FRAME_BYTES,
+    JOINS_AS,
+    REFUSED_COST,
+    REPORT_EVERY_MS,
+    STRANGERS_FRAME_BYTES,
+    Bucket,
+    Limits,
+    cost_of,
+    outside_key,
+    outside_role,
+)
+from bus.protocol.broker.group import Group
+from bus.protocol.broker.membership import WATCHERS, Membership, Peer
+from bus.protocol.broker.replies import lacking
+from bus.protocol.core.effects import Effect, Note, Send
+from bus.protocol.core.failures import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bus.errors import DecodeError
+    from bus.protocol.broker.admission import KeyRole
+
+BROKER_NAME: Final = "broker"
+# A pause must outlive what the bus needs to miss a peer, or an engine could run
+# again while its group still counts it as paused.
+LEASE_PER_PEER_TIMEOUT: Final = 2
+# With more groups than this, those that nobody is in are forgotten.
+MAX_GROUPS: Final = 1024
+
+WAVE_MESSAGES: Final = (FirstReq, WaveStarted, WaveComplete)
+
+_PHASE_AFTER: Final[dict[Step, Phase]] = {
+    Step.PAUSE_LOCAL: "pausing",
+    Step.PAUSE_GLOBAL: "paused",
+    Step.SLEEP: "asleep",
+    Step.RESUME: "running",
+    Step.START: "updating",
+    Step.COMMIT: "paused",
+}
+_PHASE_AFTER_STAGED: Final[dict[Step, Phase]] = {
+    **_PHASE_AFTER,
+    Step.START: "staging",
+    Step.COMMIT: "running",
+}
+# What an ABORT found; an engine that was untouched is where it was.
+_PHASE_FOUND: Final[dict[str, Phase]] = {"partial": "quarantined", "restored": "paused"}
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerConfig:
+    """Times are in milliseconds.
+
+    ``peer_timeout_ms``: silence after which a peer is lost. ``retry_ms``: how often
+    engines that have not answered are asked again. ``step_timeout_ms``: how long an
+    engine that lives may take for one step of an update or pause. ``limits``: how much a peer may
+    ask for.
+    """
+
+    heartbeat_ms: int = 1000
+    peer_timeout_ms: int = 5000
+    retry_ms: int = 1000
+    step_timeout_ms: int = 300_000
+    limits: Limits = field(default_factory=Limits)
+
+
+class Broker:
+    """All groups and peers. One door for frames, one for time.
+
+    ``keys`` are the roles of the authorised keys, and may be replaced at any time; None: there
+    are no keys, and a peer's role is what it says.
+    """
+
+    def __init__(
+        self, config: BrokerConfig | None = None, keys: Mapping[str, KeyRole] | None = None
+    ) -> None:
+        self.config = config or BrokerConfig()
+        self.keys = keys
+        self.peers = Membership(self.config.peer_timeout_ms)
+        self.groups: dict[str, Group] = {}
+        self._sweep_ms = 0.0
+        self._strangers: dict[bytes, Bucket] = {}
+        self._views = Bucket(self.config.limits.status, 0.0)
+
+    # -- frames ---------------------------------------------------------------
+
+    def admit(self, route: bytes, size_bytes: int, now_ms: float) -> list[Effect] | None:
+        """Whether a frame is to be read: None. Or else what its sender is told instead; where that
+        is nothing, nothing has changed, and the frame might as well not have come."""
+        peer = self.peers.by_route.get(route)
+        bound = FRAME_BYTES[peer.role] if peer else STRANGERS_FRAME_BYTES
+        bucket = self._bucket(peer, route, now_ms)
+        cost = cost_of(size_bytes) if size_bytes <= bound else REFUSED_COST
+        if not bucket.take(cost, now_ms):
+            return self._on_rate_limited(peer, route, bucket, now_ms)
+        if size_bytes > bound:
+            who = f"role {peer.role}" if peer else "one who has not joined"
+            detail = f"frame of {size_bytes} bytes; of {who} at most {bound}"
+            return self._bad(peer, route, Failure(NackCode.OVERSIZED, detail), 0)
+        return None
+
+    def receive(
+        self, route: bytes, envelope: Envelope, message: Message, now_ms: float, user: str = ""
+    ) -> list[Effect]:
+        """One decoded frame. ``user``: the key that its sender has proven to have."""
+        effects = self._on_message(route, envelope, message, now_ms, user)
+        rerouted = self._reroute()
+        return effects + rerouted if rerouted else effects
+
+    def _reroute(self) -> list[Effect]:
+        """Whoever watches hears of routable engines that have changed."""
+        return [each for group in self.groups.values() for each in group.reroute(self._watchers)]
+
+    def _watchers(self) -> tuple[bytes, ...]:
+        return tuple(peer.route for peer in self.peers if peer.role in WATCHERS)
+
+    def _on_message(
+        self, route: bytes, envelope: Envelope, message: Message, now_ms: float, user: str
+    ) -> list[Effect]:
+        if self.keys is not None:
+            outside = outside_key(self.keys, user, message)
+            if outside is not None:
+                return self._reject_key(route, envelope, message, outside, user, now_ms)
+        if type(message) is Join:
+            return self._join(route, envelope, message, now_ms, user)
+        peer = self.peers.by_route.get(route)
+        if (
+            peer is None
+            or peer.boot != envelope.boot
+            or peer.name != envelope.sender
+            or peer.user != user
+        ):
+            return self._stranger(route, envelope, message, now_ms)
+        outside = outside_role(peer.role, message)
+        if outside is not None:
+            return self._forbidden(route, envelope, outside, now_ms)
+        if envelope.seq <= peer.last_seq:
+            if type(message) is Nack:
+                return []
+            self._bucket(peer, route, now_ms).charge(REFUSED_COST)
+            failure = Failure(
+                NackCode.STALE,
+                f"frame {envelope.seq} after {peer.last_seq}",
+                field="seq",
+            )
+            return [
+                Note("stale_frame", "debug", {"peer": peer.name, "kind": envelope.kind}),
+                self._nack((route,), envelope.id, failure),
+            ]
+        peer.last_seq = envelope.seq
+        if type(message) is Heartbeat:
+            peer.is_unreachable = False
+        peer.on_frame(now_ms)
+        if type(message) is Ack:
+            # Between heartbeats, acks tell where an engine stands.
+            group = self.groups[peer.group]
+            after = _PHASE_AFTER_STAGED if group.update.staged else _PHASE_AFTER
+            peer.phase = after.get(message.step, peer.phase)
+            if message.outcome in _PHASE_FOUND:
+                peer.phase = _PHASE_FOUND[message.outcome]
+            return group.on_ack(peer.name, message, now_ms)
+        return self._from_peer(peer, envelope, message, now_ms)
+
+    def on_malformed_frame(self, route: bytes, error: DecodeError, now_ms: float) -> list[Effect]:
+        """A frame that could not be decoded: say which field, change nothing."""
+        peer = self.peers.by_route.get(route)
+        self._bucket(peer, route, now_ms).charge(REFUSED_COST)
+        failure = Failure(error.code, error.detail, field=error.field)
+        return self._bad(peer, route, failure, error.reply_to)
+
+    def _bad(
+        self, peer: Peer | None, route: bytes, failure: Failure, reply_to: int
+    ) -> list[Effect]:
+        fields = {
+            "peer": peer.name if peer else "",
+            "code": failure.code.value,
+            "field": failure.field,
+            "detail": failure.detail,
+        }
+        return [Note("bad_frame", "warning", fields), self._nack((route,), reply_to, failure)]
+
+    def _bucket(self, peer: Peer | None, route: bytes, now_ms: float) -> Bucket:
+        if peer is not None and peer.bucket is not None:
+            return peer.bucket
+        bucket = self._strangers.get(route)
+        if bucket is None:
+            bucket = self._strangers[route] = Bucket(self.config.limits.stranger, now_ms)
+        return bucket
+
+    def _on_rate_limited(
+        self, peer: Peer | None, route: bytes, bucket: Bucket, now_ms: float
+    ) -> list[Effect]:
+        """Too much: told once in a while, and otherwise nothing."""
+        if not bucket.should_report(now_ms):
+            return []
+        name = peer.name if peer else route.decode(errors="replace")
+        failure = Failure(
+            NackCode.RATE_LIMITED,
+            f"more than {bucket.rate.per_s:g} frames a second, each of up to 4 KiB",
+            hint="frames are dropped until fewer come",
+        )
+        return [
+            Note("rate_limited", "warning", {"peer": name, "detail": failure.detail}),
+            self._nack((route,), 0, failure, retry_ms=REPORT_EVERY_MS),
+        ]
+
+    def _reject_key(
+        self,
+        route: bytes,
+        envelope: Envelope,
+        message: Message,
+        failure: Failure,
+        user: str,
+        now_ms: float,
+    ) -> list[Effect]:
+        """A frame that its sender's key does not let in."""
+        assert self.keys is not None
+        if user in self.keys or type(message) is Join:
+            return self._forbidden(route, envelope, failure, now_ms)
+        # A key that was taken away gets no word, or its peer would believe the link alive.
+        self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
+        return [Note("forbidden", "warning", {"peer": envelope.sender, "detail": failure.detail})]
+
+    def _from_peer(
+        self, peer: Peer, envelope: Envelope, message: Message, now_ms: float
+    ) -> list[Effect]:
+        group = self.groups.get(peer.group)
+        if isinstance(message, Heartbeat):
+            beat: list[Effect] = [
+                Send(
+                    HeartbeatAck(
+                        group.version if group else 0,
+                        group.pause_held_at(peer.name) if group else "",
+                    ),
+                    (peer.route,),
+                    envelope.id,
+                    peer.group,
+                    group.epoch if group else 0,
+                )
+            ]
+            if peer.role == "engine" and group is not None:
+                beat += group.on_engine_heartbeat(peer, message)
+            elif group is not None and group.owner is peer:
+                if envelope.epoch < group.session.granted_epoch:  # its WELCOME was lost
+                    beat.append(self._welcome(peer, group, peer.route, envelope.id))
+                beat += group.on_owner_heartbeat(message)
+            return beat
+        if isinstance(message, CoreStatus) and group is not None:
+            return group.dp_groups.on_core_status(peer, message, now_ms)
+        if isinstance(message, Armed) and group is not None:
+            return group.on_armed(peer.name, message, now_ms)
+        if isinstance(message, Probed) and group is not None:
+            return group.on_probed(peer.name, message, now_ms)
+        if isinstance(message, Leave):
+            return self._remove_peer(peer, "peer_left", message.reason or "left", now_ms)
+        if isinstance(message, StatusRequest):
+            return [Send(self.status(now_ms), (peer.route,), envelope.id, peer.group)]
+        if isinstance(message, Nack):
+            if peer.role == "engine" and group is not None and message.step:
+                return group.on_nack(peer.name, message, now_ms)
+            note = {"peer": peer.name, "code": message.code.value, "detail": message.detail}
+            return [Note("peer_nack", "warning", note)]
+        assert group is not None, "watchers have no verbs but those above"
+        if isinstance(message, WAVE_MESSAGES):
+            return group.dp_groups.on_message(peer, envelope.id, message)
+        if isinstance(message, AwaitStep):
+            return group.followers.on_await_step(peer, envelope.id, message)
+        return group.command(peer, envelope.id, envelope.epoch, message, now_ms)
+
+    def _join(
+        self, route: bytes, envelope: Envelope, join: Join, now_ms: float, user: str
+    ) -> list[Effect]:
+        known = self.peers.by_name.get(envelope.sender)
+        if known is not None and known.boot == envelope.boot and envelope.seq <= known.last_seq:
+            return []  # an old copy of a join that was answered
+        result = self._admit(route, envelope, join, now_ms, user)
+        if isinstance(result, Failure):
+            self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
+            return [
+                Note(
+                    "join_refused",
+                    "warning",
+                    {
+                        "peer": envelope.sender,
+                        "group": envelope.group,
+                        "code": result.code.value,
+                        "detail": result.detail,
+                    },
+                ),
+                self._nack((route,), envelope.id, result, retry_ms=self.config.retry_ms),
+            ]
+        peer, group = result
+        again = known is not None and known.boot == envelope.boot
+        lacks = lacking(join.engine)
+        effects: list[Effect] = [
+            Note(
+                "peer_rejoined" if again else "peer_joined",
+                "warning" if lacks else "info",
+                {
+                    "peer": peer.name,
+                    "group": peer.group,
+                    "role": peer.role,
+                    "host": peer.host,
+                    "pid": peer.pid,
+                    "epoch": group.epoch if group else 0,
+                    "version": peer.version,
+                    **({"phase": peer.phase, "kind": join.engine.kind} if join.engine else {}),
+                    **lacks,
+                },
+            ),
+            self._welcome(peer, group, route, envelope.id),
+        ]
+        if peer.role == "engine" and group is not None:
+            effects += group.on_engine_joined(peer, now_ms)
+        elif peer.role == "gateway" and group is not None:
+            effects += group.dp_groups.on_coordinator_joined(peer)
+        elif peer.role in WATCHERS:
+            for each in self.groups.values():
+                effects += each.tell_routes((route,))
+        return effects
+
+    def _welcome(self, peer: Peer, group: Group | None, route: bytes, reply_to: int) -> Send:
+        config = self.config
+        version, epoch = (group.version, group.epoch) if group else (0, 0)
+        welcome = Welcome(config.heartbeat_ms, config.peer_timeout_ms, version)
+        return Send(welcome, (route,), reply_to, peer.group, epoch)
+
+    def _admit(
+        self, route: bytes, envelope: Envelope, join: Join, now_ms: float, user: str
+    ) -> tuple[Peer, Group | None] | Failure:
+        refused = self._refuse_more(route, envelope)
+        if refused is not None:
+            return refused
+        peer = self.peers.join(
+            name=envelope.sender,
+            group=envelope.group,
+            route=route,
+            boot=envelope.boot,
+            seq=envelope.seq,
+            join=join,
+            now_ms=now_ms,
+            user=user,
+        )
+        if isinstance(peer, Failure):
+            return peer
+        if peer.bucket is None:
+            peer.bucket = self._bucket(None, route, now_ms)
+            peer.bucket.rate = self.config.limits.peer
+            del self._strangers[route]
+        if peer.role in WATCHERS:
+            return peer, None
+        group = self.groups.get(peer.group)
+        if group is None:
+            group = self.groups[peer.group] = Group(
+                peer.group,
+                retry_ms=self.config.retry_ms,
+                step_timeout_ms=self.config.step_timeout_ms,
+                min_lease_ms=self.config.peer_timeout_ms * LEASE_PER_PEER_TIMEOUT,
+            )
+        # A peer that outlived an earlier broker knows how far the fencing had come.
+        if peer.role == "engine" or group.owner is None:
+            group.session.epoch = max(group.epoch, envelope.epoch)
+        if peer.role == "trainer":
+            refused = group.session.claim(peer, now_ms)
+            if refused is not None:
+                self.peers.remove(peer)
+                return refused
+        return peer, group
+
+    def _refuse_more(self, route: bytes, envelope: Envelope) -> Failure | None:
+        """One connection is one peer's, and groups are bounded."""
+        other = self.peers.by_route.get(route)
+        if other is not None and other.name != envelope.sender:
+            detail = f"this connection is {other.name}'s"
+            return Failure(NackCode.FORBIDDEN, detail, field="sender", peer=other.name)
+        if envelope.group not in self.groups and len(self.groups) >= MAX_GROUPS:
+            used = {peer.group for peer in self.peers}
+            self.groups = {name: each for name, each in self.groups.items() if name in used}
+            if len(self.groups) >= MAX_GROUPS:
+                detail = f"there are {len(self.groups)} groups"
+                return Failure(NackCode.RATE_LIMITED, detail, field="group")
+        return None
+
+    def _stranger(
+        self, route: bytes, envelope: Envelope, message: Message, now_ms: float
+    ) -> list[Effect]:
+        """A frame of a peer that has not joined (or that another one replaced)."""
+        if isinstance(message, StatusRequest):
+            if not self._views.take(1, now_ms):
+                return self._on_rate_limited(None, route, self._views, now_ms)
+            return [Send(self.status(now_ms), (route,), envelope.id)]
+        self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
+        if isinstance(message, (Nack, Leave)):
+            return []
+        failure = Failure(
+            NackCode.NOT_JOINED,
+            f"{envelope.sender} has not joined this broker",
+            field="sender",
+            hint="JOIN first",
+        )
+        return [self._nack((route,), envelope.id, failure)]
+
+    def _forbidden(
+        self, route: bytes, envelope: Envelope, failure: Failure, now_ms: float
+    ) -> list[Effect]:
+        self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
+        note = {"peer": envelope.sender, "kind": envelope.kind, "detail": failure.detail}
+        return [Note("forbidden", "warning", note), self._nack((route,), envelope.id, failure)]
+
+    def rekey(self, keys: Mapping[str, KeyRole], now_ms: float) -> list[Effect]:
+        """Other keys count from now on; peers whose key is none of them, or of another role, go."""
+        self.keys = keys
+        effects: list[Effect] = []
+        for peer in list(self.peers):
+            key = keys.get(peer.user)
+            if key is None or peer.role not in JOINS_AS[key]:
+                effects += self._remove_peer(peer, "peer_lost", "its key was taken away", now_ms)
+        return effects + self._reroute()
+
+    # -- time -----------------------------------------------------------------
+
+    def tick(self, now_ms: float) -> list[Effect]:
+        """Miss silent peers, ask again, end what took too long."""
+        effects: list[Effect] = []
+        if now_ms >= self._sweep_ms:
+            self._sweep_ms = now_ms + self.config.heartbeat_ms / 2
+            idle = [r for r, bucket in self._strangers.items() if bucket.full(now_ms)]
+            for route in idle:
+                del self._strangers[route]
+            for peer in self.peers.silent(now_ms):
+                silent_ms = now_ms - peer.last_heard_ms
+                reason = f"{peer.name} was not heard for {silent_ms:.0f} ms"
+                if peer.is_unreachable:
+                    reason = f"{peer.name} has not heard the broker for {silent_ms:.0f} ms"
+                effects += self._remove_peer(peer, "peer_lost", reason, now_ms)
+        for group in self.groups.values():
+            effects += group.tick(now_ms)
+        return effects + self._reroute()
+
+    def next_deadline_ms(self) -> float:
+        """When :meth:`tick` is due."""
+        due_ms = self._sweep_ms
+        for group in self.groups.values():
+            group_ms = group.next_deadline_ms()
+            if group_ms is not None and group_ms < due_ms:
+                due_ms = group_ms
+        return due_ms
+
+    def _remove_peer(self, peer: Peer, event: str, reason: str, now_ms: float) -> list[Effect]:
+        self.peers.remove(peer)
+        if peer.bucket is not None:  # who comes and goes gets no new one by that
+            peer.bucket.rate = self.config.limits.stranger
+            self._strangers[peer.route] = peer.bucket
+        note = Note(
+            event,
+            "info" if event == "peer_left" else "warning",
+            {"peer": peer.name, "group": peer.group, "role": peer.role, "reason": reason},
+        )
+        effects: list[Effect] = [note]
+        group = self.groups.get(peer.group)
+        if group is None:
+            return effects
+        if peer.role == "gateway":
+            return effects + group.dp_groups.on_coordinator_lost(peer)
+        if peer.role == "engine":
+            failure = Failure(NackCode.PEER_LOST, reason, peer.name)
+            return effects + group.on_engine_lost(peer, failure, now_ms)
+        if peer.role == "follower":
+            group.followers.on_gone(peer)
+        if group.owner is peer:
+            effects += group.on_owner_gone(f"trainer {reason}", now_ms)
+        return effects
+
+    # -- answers --------------------------------------------------------------
+
+    def status(self, now_ms: float) -> Status:
+        """The whole view; the shell adds what it knows of the process."""
+        return Status(
+            broker=BROKER_NAME,
+            uptime_s=round(now_ms / 1000, 3),
+            cpu_s=0.0,
+            rss_bytes=0,
+            heartbeat_ms=self.config.heartbeat_ms,
+            peer_timeout_ms=self.config.peer_timeout_ms,
+            peers=len(self.peers),
+            groups=tuple(self.groups[name].status(now_ms) for name in sorted(self.groups)),
+        )
+
+    def _nack(
+        self, routes: tuple[bytes, ...], reply_to: int, failure: Failure, retry_ms: int = 0
+    ) -> Send:
+        nack = Nack(
+            code=failure.code,
+            step="",
+            update_id="",
+            chunk=0,
+            detail=failure.detail[:4096],
+            field=failure.field[:256],
+            peer=failure.peer[:256],
+            tensor="",
+            hint=failure.hint,
+            retry_after_ms=retry_ms,
+        )
+        return Send(nack, routes, reply_to)

@@ -1,0 +1,89 @@
+"""The canary, broker's side: who can run it, what all have answered, who is not to serve.
+
+The broker compares nothing: it has no model. The trainer does, and its COMMIT names who differs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bus.messages import (
+    MAX_PROBED,
+    Differing,
+    EngineProbes,
+    GroupAck,
+    NackCode,
+    ProbeReport,
+)
+from bus.protocol.core.failures import Declined, Failure, wrong_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bus.messages import CanaryWay
+    from bus.protocol.broker.engine_registry import EngineRegistry
+    from bus.protocol.broker.update import UpdateMachine
+
+
+def require_probes(
+    way: CanaryWay, names: Iterable[str], roster: EngineRegistry, *, asleep: bool
+) -> None:
+    """Before anything is touched: whether all of them can run probes while requests are treated
+    that way. Without a canary, all can.
+
+    Raises:
+        Declined: names those that can't.
+    """
+    if not way:
+        return
+    names = list(names)
+    if len(names) > MAX_PROBED:
+        raise wrong_state(f"{len(names)} engines: a canary is for {MAX_PROBED}", "canary")
+    if asleep:
+        raise wrong_state(
+            "no engine runs probes while its KV cache sleeps", "canary", hint="update when awake"
+        )
+    unable = roster.unable_to_probe(names, way)
+    if not unable:
+        return
+    can_abort = way == "keep" and not roster.unable_to_probe(unable, "abort")
+    detail = (
+        "would serve the requests that the pause keeps with weights that are not proven"
+        if can_abort
+        else "can't run probes"
+    )
+    hint = 'pause with mode="abort", or update without a canary' if can_abort else ""
+    raise Declined(
+        Failure(
+            NackCode.WRONG_STATE,
+            f"{', '.join(unable[:8])}: {detail}",
+            unable[0],
+            field="canary",
+            hint=hint or "update without a canary",
+        )
+    )
+
+
+def probe_report(update: UpdateMachine, done: GroupAck) -> ProbeReport:
+    """What the trainer hears when all have answered."""
+    answers = ((name, update.probed[name]) for name in sorted(update.members))
+    return ProbeReport(
+        update_id=update.update_id,
+        version=update.version,
+        engines=tuple(EngineProbes(name, results) for name, results in answers),
+        excluded=done.excluded,
+        duration_ms=done.duration_ms,
+    )
+
+
+def failures(differing: Iterable[Differing]) -> dict[str, Failure]:
+    """Why each of them falls out, by name."""
+    return {
+        each.engine: Failure(
+            NackCode.CANARY_FAILED,
+            f"canary: {each.engine} differs on probe {each.probe}: expected {each.expected}, "
+            f"found {each.found}",
+            each.engine,
+        )
+        for each in differing
+    }

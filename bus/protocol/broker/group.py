@@ -1,0 +1,490 @@
+"""One group: its engines, its trainer, its pause, sleep and update, composed.
+
+The machines stay readable alone; what binds them stands here, and is little:
+
+- Only the trainer that holds the group may command it, and only with the group's
+  epoch, which grows with every new holder: a trainer that comes back after it was
+  replaced is refused.
+- UPDATE_START needs the group PAUSED. RESUME waits while an update could leave engines
+  with different or half-loaded weights (``update.UNSAFE``).
+- SLEEP and WAKE need the group PAUSED and no update under way. Engines whose weights a
+  sleep has discarded are not resumed: without a commit they are quarantined.
+- An engine that joins while the group is paused or an update is under way takes
+  part from the next one on.
+- When the trainer is gone, an unsafe update is aborted, then the group resumes;
+  engines that had loaded a part, or whose weights are gone, stay paused, quarantined.
+
+Methods take what happened, with ``now_ms``, and return effects.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from bus.messages import (
+    Ack,
+    Armed,
+    Behind,
+    GroupAck,
+    GroupView,
+    Heartbeat,
+    Message,
+    Nack,
+    NackCode,
+    Probed,
+    Step,
+    step_name,
+)
+from bus.protocol.broker.canary import probe_report
+from bus.protocol.broker.catch_up import stale_dp_groups
+from bus.protocol.broker.commands import Commands
+from bus.protocol.broker.engine_registry import EngineRegistry
+from bus.protocol.broker.followers import Followers
+from bus.protocol.broker.pause import PauseMachine, PauseState
+from bus.protocol.broker.reconciliation import Reconciliation
+from bus.protocol.broker.replies import (
+    DONE_EVENTS,
+    PAUSE_STEPS,
+    SLEEP_STEPS,
+    WINDOW_STEPS,
+    done_ack,
+    done_fields,
+    nack_of,
+)
+from bus.protocol.broker.routing import Routing
+from bus.protocol.broker.sleep import SleepMachine
+from bus.protocol.broker.status import DepartedEngines, status_of
+from bus.protocol.broker.timeouts import Timeouts
+from bus.protocol.broker.trainer_session import TrainerSession
+from bus.protocol.broker.update import UpdateMachine, UpdateState
+from bus.protocol.core.effects import Effect, Note, Send
+from bus.protocol.core.failures import Declined, Failure
+from bus.protocol.core.instructions import Ask, StepDone, StepFailed
+from bus.protocol.dp.groups import DpGroups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from bus.messages import GroupStatus
+    from bus.protocol.broker.membership import Peer
+    from bus.protocol.core.ack_barrier import AckBarrier
+
+Instruction: TypeAlias = Ask | StepDone | StepFailed
+
+
+# What these do to engines' phases and versions may change where requests go.
+_MOVES: Final = frozenset({Step.SLEEP, Step.RESUME, Step.COMMIT, Step.ABORT})
+
+
+class Group:
+    """See the module. ``retry_ms`` is how often engines that don't answer are asked again;
+    ``step_timeout_ms`` how long an engine that lives may take for one step."""
+
+    def __init__(
+        self, name: str, *, retry_ms: float, step_timeout_ms: float, min_lease_ms: float
+    ) -> None:
+        self.name = name
+        self.retry_ms = retry_ms
+        self.step_timeout_ms = step_timeout_ms
+        self.min_lease_ms = min_lease_ms
+        self.version = 0
+        self.session = TrainerSession(name)
+        self.registry = EngineRegistry(name)
+        self.followers = Followers()
+        self.dp_groups = DpGroups(name, lambda: self.epoch)
+        self.pause = PauseMachine(self.registry.kept_paused, lambda: self.version)
+        self.sleep = SleepMachine()
+        self.update = UpdateMachine()
+        self.routing = Routing(self.registry, self.update)
+        self._reconciliation = Reconciliation(
+            self.registry,
+            self.pause,
+            self.update,
+            lambda: self.version,
+            lease_ms=min_lease_ms,
+            timeout_ms=step_timeout_ms,
+        )
+        self.departed = DepartedEngines()
+        self.last_resumed = ""
+        self.orphaned = False  # who asked for the pause under way is gone
+        self.resume_asked = False  # while an update was being committed, or undone
+        self._commands = Commands(self)
+        self._timeouts = Timeouts(self, self._commands)
+
+    @property
+    def epoch(self) -> int:
+        """The fencing number of the trainer that holds the group."""
+        return self.session.epoch
+
+    @property
+    def owner(self) -> Peer | None:
+        """The trainer that holds the group."""
+        return self.session.owner
+
+    # -- the trainer ----------------------------------------------------------
+
+    def on_owner_gone(self, reason: str, now_ms: float) -> list[Effect]:
+        """The holder is gone: recover forward, so that engines generate again."""
+        self.session.release()
+        self.orphaned = True
+        failure = Failure(NackCode.CANCELLED, reason)
+        self.pause.fail(failure)
+        effects = self.abandon_discarded_weights(
+            "its weights went in a sleep, and its trainer has gone"
+        )
+        effects += self.followers.on_leader_gone(nack_of(failure, "update", ""))
+        if self.update.state not in (
+            UpdateState.IDLE,
+            UpdateState.COMMITTING,
+            UpdateState.ABORTING,
+        ):
+            effects += self.apply(self.update.abort(failure, now_ms), now_ms)
+        return effects + self.run_follow_ups(now_ms)
+
+    def command(
+        self, trainer: Peer, msg_id: int, epoch: int, message: Message, now_ms: float
+    ) -> list[Effect]:
+        """A command of a trainer. Asked again under the same id, it is answered again."""
+        again = self.session.answer_again(trainer, msg_id)
+        if again is not None:
+            return again
+        try:
+            self.session.check(trainer, epoch)
+            return self._commands.execute(msg_id, message, now_ms)
+        except Declined as declined:
+            return self.session.decline(trainer, msg_id, message, declined.failure)
+
+    def abandon_discarded_weights(self, reason: str) -> list[Effect]:
+        """The pause ends for engines that a sleep has left without weights: they sleep on."""
+        effects: list[Effect] = []
+        for name in sorted(self.sleep.discarded & self.registry.engines.keys()):
+            effects += self._quarantine(name, reason, self.pause.update_id)
+        return effects
+
+    def _quarantine(self, name: str, reason: str, update_id: str) -> list[Effect]:
+        """Unless it is already."""
+        if name in self.registry.quarantined:
+            return []
+        self.registry.quarantine(name, reason)
+        return [self.note("quarantined", update_id, "error", {"peer": name, "reason": reason})]
+
+    def resume(self, now_ms: float) -> list[Effect]:
+        """End the pause, for all who have weights."""
+        told = self.abandon_discarded_weights("its weights went in a sleep, and no update came")
+        return told + self.apply(self.pause.resume(now_ms), now_ms)
+
+    # -- the engines ----------------------------------------------------------
+
+    def on_engine_joined(self, peer: Peer, now_ms: float) -> list[Effect]:
+        """An engine is there (again)."""
+        in_it = peer.name in self.pause.members or peer.name in self.update.members
+        self.registry.add(peer, late=self.is_busy() and not in_it)
+        self.departed.discard(peer.name)
+        self.version = max(self.version, peer.version)
+        return [
+            *self.dp_groups.on_rank_joined(peer),
+            *self._introduce(peer),
+            *self.serve_waiters(now_ms),
+        ]
+
+    def _introduce(self, peer: Peer) -> list[Effect]:
+        """The ranks of a DP group that is whole, to each other."""
+        mates = self.registry.dp_peers(peer.name)
+        if len(mates) == 1 or self.registry.is_incomplete(peer.name):
+            return []
+        return [self.send(self.registry.introduction(mates), mates)]
+
+    def on_engine_lost(self, peer: Peer, failure: Failure, now_ms: float) -> list[Effect]:
+        """An engine is gone: left, silent, or dead."""
+        if not self.registry.remove(peer):
+            return []
+        self.departed.add(peer.name, failure.detail)
+        effects = self.dp_groups.on_rank_lost(peer, failure.detail, now_ms)
+        effects += self.apply(self.update.on_lost(peer.name, failure, now_ms), now_ms)
+        effects += self.apply(self.sleep.on_lost(peer.name, failure), now_ms)
+        effects += self.apply(self.pause.on_lost(peer.name, failure, now_ms), now_ms)
+        return effects + self.run_follow_ups(now_ms)
+
+    def on_engine_heartbeat(self, peer: Peer, beat: Heartbeat) -> list[Effect]:
+        """A heartbeat; an engine left behind by a pause or update that is over comes back."""
+        self.registry.changes += (peer.phase, peer.version) != (beat.phase, beat.version)
+        peer.phase = beat.phase
+        peer.version = beat.version
+        peer.in_flight = beat.in_flight
+        self.version = max(self.version, beat.version)
+        self.registry.on_phase(peer.name, beat.phase, closed=beat.closed)
+        effects = self.dp_groups.on_phase_changed(peer.name, self.pause.members)
+        return effects + self._reconcile(peer, beat)
+
+    def on_owner_heartbeat(self, beat: Heartbeat) -> list[Effect]:
+        """A heartbeat of the trainer: if it keeps the weights that the group serves, it hears who
+        is behind."""
+        if self.is_busy() or not self.version or beat.version != self.version:
+            return []
+        names = stale_dp_groups(self.registry, self.version)
+        return self.session.notify(Behind(self.version, names)) if names else []
+
+    def pause_held_at(self, name: str) -> str:
+        """The pause that its trainer holds at this engine, as long as that is heard: what renews
+        the engine's lease."""
+        held = self.pause.state is not PauseState.RUNNING and not self.orphaned
+        return self.pause.update_id if held and name in self.pause.members else ""
+
+    def _reconcile(self, peer: Peer, beat: Heartbeat) -> list[Effect]:
+        found = self._reconciliation.find(peer, beat)
+        if found is None:
+            return []
+        stray, names = found
+        fields = {"peer": peer.name, "phase": beat.phase}
+        return [self.note("stray", beat.update_id, "warning", fields), self.send(stray, names)]
+
+    def on_ack(self, name: str, ack: Ack, now_ms: float) -> list[Effect]:
+        """An engine's ack: the hot path; until the last one it changes a set and no more."""
+        if ack.step in PAUSE_STEPS:
+            if ack.step is Step.RESUME:
+                self.registry.on_resumed(name)
+            instructions = self.pause.on_ack(name, ack, now_ms)
+            if name in self.dp_groups:
+                moved = self.dp_groups.on_phase_changed(name, self.pause.members)
+                return moved + (self.apply(instructions, now_ms) if instructions else [])
+        elif ack.step in SLEEP_STEPS:
+            instructions = self.sleep.on_ack(name, ack, now_ms)
+        else:
+            if ack.step is Step.ABORT and self.registry.on_abort_ack(name, ack.outcome):
+                fields = {"peer": name, "reason": self.registry.quarantined[name]}
+                note = self.note("quarantined", ack.update_id, "error", fields)
+                return [note, *self.apply(self.update.on_ack(name, ack, now_ms), now_ms)]
+            instructions = self.update.on_ack(name, ack, now_ms)
+        return self.apply(instructions, now_ms) if instructions else []
+
+    def on_nack(self, name: str, nack: Nack, now_ms: float) -> list[Effect]:
+        """An engine's refusal of a step."""
+        what = step_name(nack.step, nack.chunk)
+        in_chunk = nack.step == Step.CHUNK and what not in nack.detail
+        detail = f"{what}: {nack.detail}" if in_chunk else nack.detail
+        failure = Failure(nack.code, detail, name, nack.tensor, nack.field, nack.hint)
+        fields: dict[str, object] = {
+            "peer": name,
+            "step": nack.step,
+            "code": nack.code.value,
+            "detail": nack.detail,
+            "tensor": nack.tensor,
+            **({"chunk": nack.chunk} if nack.step == Step.CHUNK else {}),
+        }
+        effects: list[Effect] = [self.note("engine_refused", nack.update_id, "warning", fields)]
+        if nack.code is NackCode.FENCED:  # somebody else's command; ours is asked again
+            return effects
+        if nack.step in PAUSE_STEPS:
+            if nack.update_id == self.pause.update_id:
+                effects += self.apply(self.pause.on_refused(name, failure, now_ms), now_ms)
+        elif nack.step in SLEEP_STEPS:
+            if nack.update_id == self.pause.update_id:
+                effects += self.apply(self.sleep.on_refused(name, nack.step, failure), now_ms)
+        elif nack.update_id == self.update.update_id and (
+            # While all undo what they can, only an ABORT that is refused is news.
+            self.update.state is not UpdateState.ABORTING or nack.step == Step.ABORT
+        ):
+            effects += self.exclude(name, failure, now_ms)
+        return effects + self.run_follow_ups(now_ms)
+
+    def exclude(self, name: str, failure: Failure, now_ms: float) -> list[Effect]:
+        """An engine can't go on with the update: who falls out for it may hold a part."""
+        before = set(self.update.excluded)
+        instructions = self.update.on_refused(name, failure, now_ms)
+        if not self.update.staged:
+            for each in self.update.excluded.keys() - before:
+                self.registry.quarantine(each, failure.detail)  # before a resume that follows
+        return self.apply(instructions, now_ms)
+
+    def on_armed(self, name: str, armed: Armed, now_ms: float) -> list[Effect]:
+        """An engine's answer to an ARM of what may be staged."""
+        return self.apply(self.update.on_armed(name, armed, now_ms), now_ms)
+
+    def on_probed(self, name: str, probed: Probed, now_ms: float) -> list[Effect]:
+        """An engine's answer to the canary's probes."""
+        return self.apply(self.update.on_probed(name, probed, now_ms), now_ms)
+
+    def expel(self, failures: dict[str, Failure], now_ms: float) -> list[Effect]:
+        """Who differs by the canary falls out of the update with its DP group."""
+        before = set(self.update.excluded)
+        effects: list[Effect] = [
+            self.note(
+                "canary_failed", self.update.update_id, "error", {"peer": n, "detail": f.detail}
+            )
+            for n, f in failures.items()
+        ]
+        instructions = self.update.expel(failures, now_ms)
+        gone = self.update.excluded.keys() - before
+        for each in gone:
+            self.registry.quarantine(each, self.update.excluded[each].detail)
+        self.registry.expel(gone, self.update.version)
+        return effects + self.apply(instructions, now_ms)
+
+    # -- time -----------------------------------------------------------------
+
+    def tick(self, now_ms: float) -> list[Effect]:
+        """Ask again those who have not answered; end what took too long."""
+        return self._timeouts.tick(now_ms)
+
+    def next_deadline_ms(self) -> float | None:
+        """When :meth:`tick` has something to do, at the latest."""
+        return self._timeouts.next_ms()
+
+    # -- obeying the machines -------------------------------------------------
+
+    def ask_engines(
+        self,
+        msg_id: int,
+        step: Step,
+        instructions: list[Instruction],
+        now_ms: float,
+        *,
+        chunk: int = 0,
+    ) -> list[Effect]:
+        self.session.requests.ask((step, chunk), msg_id)
+        return self.apply(instructions, now_ms)
+
+    def apply(self, instructions: Iterable[Instruction], now_ms: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for each in instructions:
+            if isinstance(each, StepDone) and each.step in _MOVES:
+                self.registry.changes += 1
+            if isinstance(each, Ask):
+                effects.append(self.send(each.message, each.names))
+            elif isinstance(each, StepDone):
+                effects += self._on_step_done(each, now_ms)
+            else:
+                effects += self._on_step_failed(each)
+        if effects:
+            effects += self.run_follow_ups(now_ms)
+        return effects
+
+    def _on_step_done(self, done: StepDone, now_ms: float) -> list[Effect]:
+        if done.step is Step.COMMIT:
+            return [*self._on_committed(), *self._answer(done, now_ms)]
+        if done.step is Step.RESUME:
+            self.last_resumed = self.pause.update_id
+        return self._answer(done, now_ms)
+
+    def _on_committed(self) -> list[Effect]:
+        """All serve the version, but those whose other model is not whole yet."""
+        update = self.update
+        members, partial = update.members, update.partial
+        self.version = max(self.version, update.version)
+        self.registry.on_committed(
+            members, update.version, partial, update.target, staged=update.staged
+        )
+        self.sleep.on_committed(members.keys() - partial)
+        effects: list[Effect] = []
+        for name in sorted(members.keys() & partial - self.sleep.discarded):
+            reason = "it holds a part of an update of its other model"
+            effects += self._quarantine(name, reason, self.update.update_id)
+        return effects
+
+    def _answer(self, done: StepDone, now_ms: float) -> list[Effect]:
+        left_out = self.registry.incomplete()
+        answer = done_ack(done, self.pause, self.update, self.version, left_out, now_ms)
+        fields = done_fields(done, answer, self.update)
+        note = self.note(DONE_EVENTS[done.step], answer.update_id, "info", fields)
+        told = probe_report(self.update, answer) if done.step is Step.PROBE else answer
+        return [note, *self.session.answer((done.step, done.chunk), told)]
+
+    def _on_step_failed(self, failed: StepFailed) -> list[Effect]:
+        step, failure = failed.step, failed.failure
+        in_pause = step in WINDOW_STEPS
+        update_id = self.pause.update_id if in_pause else self.update.update_id
+        fields = {
+            "step": step.value,
+            "code": failure.code.value,
+            "detail": failure.detail,
+            "peer": failure.peer,
+            "tensor": failure.tensor,
+            **({"chunk": failed.chunk} if step is Step.CHUNK else {}),
+        }
+        event = "update_failed"
+        if in_pause:
+            event = "sleep_failed" if step in SLEEP_STEPS else "pause_failed"
+        effects: list[Effect] = [self.note(event, update_id, "warning", fields)]
+        keys = [(step, failed.chunk)]
+        if step is Step.ABORT:
+            self.registry.on_update_aborted(self.update.partial, self.update.update_id)
+            aborted = self._group_ack(Step.ABORT, update_id)
+            effects += self.session.answer((Step.ABORT, 0), aborted)
+            keys = [key for key in self.session.requests.steps() if key[0] not in WINDOW_STEPS]
+        for key in keys:
+            nack = nack_of(failure, key[0].value, update_id, key[1])
+            effects += self.session.answer(key, nack)
+        return effects
+
+    def run_follow_ups(self, now_ms: float) -> list[Effect]:
+        """What follows by itself: a group without its trainer resumes; joiners come in."""
+        if self.pause.state is PauseState.RUNNING:
+            over = self.sleep.over()
+            if over:
+                return self.apply(over, now_ms)
+        followed = self._commands.run_queued(now_ms)
+        if followed:
+            return followed
+        paused = self.pause.state is PauseState.PAUSED
+        if self.pause.state in (PauseState.RUNNING, PauseState.RESUMING):
+            self.resume_asked = False
+        elif (self.orphaned or self.resume_asked) and self.update.state is UpdateState.IDLE:
+            return self.resume(now_ms) if paused else []
+        if not self.is_busy() and self.registry.admit_joined_late():
+            return self.serve_waiters(now_ms)
+        return []
+
+    def reroute(self, watchers: Callable[[], tuple[bytes, ...]]) -> list[Effect]:
+        """Tell which engines are routable, if those are others now."""
+        routes = self.routing.changed(self.version)
+        if routes is None:
+            return []
+        engines = [route.engine for route in routes.engines]
+        note = self.note("routes", "", "info", {"version": routes.version, "engines": engines})
+        return [note, *self.tell_routes(watchers())]
+
+    def tell_routes(self, watchers: tuple[bytes, ...]) -> list[Effect]:
+        """What was told last."""
+        return [Send(self.routing.now, watchers, 0, self.name, self.epoch)] if watchers else []
+
+    # -- small things ---------------------------------------------------------
+
+    def is_busy(self) -> bool:
+        return (
+            self.pause.state is not PauseState.RUNNING or self.update.state is not UpdateState.IDLE
+        )
+
+    def serve_waiters(self, now_ms: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for msg_id, (wait, _) in list(self.session.requests.waiters.items()):
+            if self.registry.ready_count() >= wait.count:
+                view = GroupView(self.registry.views(now_ms, self.registry.ready()), self.version)
+                effects += self.session.answer_ids([msg_id], view)
+        return effects
+
+    def status(self, now_ms: float) -> GroupStatus:
+        """What `wavebus status` shows of the group."""
+        return status_of(self, now_ms)
+
+    def barriers(self) -> list[AckBarrier]:
+        """What engines are asked for now."""
+        alone = (self.pause.barrier, self.sleep.barrier)
+        return [*(each for each in alone if each is not None), *self.update.barriers()]
+
+    def send(self, message: Message, names: Iterable[str]) -> Send:
+        return Send(message, self.registry.routes(names), 0, self.name, self.epoch)
+
+    def answer_now(self, msg_id: int, step: Step, update_id: str) -> list[Effect]:
+        answer = self._group_ack(step, update_id)
+        return self.session.answer_ids([msg_id], answer)
+
+    def _group_ack(self, step: Step, update_id: str) -> GroupAck:
+        """An answer for what was done before, or needed nothing done."""
+        engines, excluded = len(self.registry.engines), tuple(self.update.excluded)
+        return GroupAck(
+            step, update_id, self.version, engines, excluded, 0, "", 0.0, 0.0, 0.0, (), ()
+        )
+
+    def note(self, event: str, update_id: str, level: str, fields: Mapping[str, object]) -> Note:
+        common = {"group": self.name, "update_id": update_id, "epoch": self.epoch}
+        return Note(event, level, {**common, **fields})

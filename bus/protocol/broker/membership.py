@@ -1,0 +1,261 @@
+"""Who is on the bus: joins, heartbeats, leaves and losses.
+
+::
+
+    state    event              next     effect
+    (none)   join               JOINED   WELCOME
+    JOINED   join, same boot    JOINED   WELCOME again: the peer reconnected; or it hears nothing
+    JOINED   join, other boot   JOINED   NACK name_taken, as long as the first one is heard
+    JOINED   join, other key    JOINED   the same
+    JOINED   any frame          JOINED   it lives; of one that has joined again, from its next
+                                         heartbeat on, for only then has it heard the WELCOME
+    JOINED   leave              (none)   its group hears it
+    JOINED   silent too long    (none)   its group hears it: lost
+
+Invariant: one name is one process (one ``boot``) at any time. A restarted process
+takes its name back as soon as the old one has left or has not been heard for
+``peer_timeout_ms``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from bus.errors import UsageError
+from bus.ids import check_name
+from bus.messages import (
+    CoreStatus,
+    EngineFacts,
+    EngineView,
+    GatewayFacts,
+    Join,
+    NackCode,
+    Phase,
+    Role,
+)
+from bus.protocol.core.failures import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bus.protocol.broker.admission import Bucket
+
+# Who belongs to no group.
+WATCHERS: Final = ("observer", "scheduler")
+
+
+@dataclass(slots=True)
+class Peer:
+    """One peer as the broker knows it. ``route`` is the transport's name of it, ``user`` the key
+    that it has joined with, ``bucket`` what it may ask for still (None: no bounds).
+    ``is_unreachable``: it
+    has joined again, and nothing shows yet that it has heard the answer."""
+
+    name: str
+    role: Role
+    group: str
+    route: bytes
+    boot: int
+    host: str
+    pid: int
+    last_seq: int
+    last_heard_ms: float
+    facts: EngineFacts | None
+    coordinator: GatewayFacts | None = None
+    core: CoreStatus | None = None
+    core_reported_ms: float = 0.0
+    phase: Phase = "running"
+    version: int = 0
+    in_flight: int = 0
+    user: str = ""
+    bucket: Bucket | None = None
+    is_unreachable: bool = False
+
+    def on_frame(self, now_ms: float) -> None:
+        """A frame of it has come. A link that is cut one way carries those of a peer that can be
+        told nothing: it is not to hold anything up by them."""
+        if not self.is_unreachable:
+            self.last_heard_ms = now_ms
+
+    def view(self, now_ms: float) -> EngineView:
+        """What a status shows of an engine."""
+        assert self.facts is not None
+        core_for_ms = self.core.since_ms + now_ms - self.core_reported_ms if self.core else 0.0
+        return EngineView(
+            name=self.name,
+            dp_group=self.facts.dp_group,
+            dp_rank=self.facts.dp_rank,
+            endpoint=self.facts.endpoint,
+            kind=self.facts.kind,
+            software=self.facts.software,
+            draft=self.facts.draft,
+            version=self.version,
+            phase=self.phase,
+            in_flight=self.in_flight,
+            host=self.host,
+            pid=self.pid,
+            last_heard_ms=round(now_ms - self.last_heard_ms, 1),
+            backends=self.facts.backends,
+            core_phase=self.core.phase if self.core else "",
+            core_since_ms=round(core_for_ms, 1),
+            core_step=self.core.step if self.core else 0,
+            core_wave=self.core.wave if self.core else 0,
+            features=self.facts.features,
+            untested=self.facts.untested,
+        )
+
+
+_Rank: TypeAlias = tuple[str, str, int]  # group, DP group, rank
+
+
+def _rank(group: str, facts: EngineFacts) -> _Rank:
+    return group, facts.dp_group, facts.dp_rank
+
+
+class Membership:
+    """The peers by name, and by route."""
+
+    def __init__(self, peer_timeout_ms: float) -> None:
+        self.peer_timeout_ms = peer_timeout_ms
+        self.by_name: dict[str, Peer] = {}
+        self.by_route: dict[bytes, Peer] = {}
+        self._by_rank: dict[_Rank, Peer] = {}
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(self.by_name.values())
+
+    def __len__(self) -> int:
+        return len(self.by_name)
+
+    def join(
+        self,
+        *,
+        name: str,
+        group: str,
+        route: bytes,
+        boot: int,
+        seq: int,
+        join: Join,
+        now_ms: float,
+        user: str = "",
+    ) -> Peer | Failure:
+        """Take a peer in, or say why not. A second join of one boot refreshes its facts."""
+        refused = self._refuse(name, group, boot, user, join, now_ms)
+        if refused is not None:
+            return refused
+        old = self.by_name.get(name)
+        heard_ms = now_ms
+        if old is not None:
+            self.remove(old)
+            if old.is_unreachable:
+                heard_ms = old.last_heard_ms
+        peer = Peer(
+            name=name,
+            role=join.role,
+            group=group,
+            route=route,
+            boot=boot,
+            host=join.host,
+            pid=join.pid,
+            last_seq=seq,
+            last_heard_ms=heard_ms,
+            facts=join.engine,
+            coordinator=join.gateway,
+            user=user,
+            bucket=old.bucket if old is not None else None,
+            is_unreachable=old is not None,
+        )
+        if join.engine is not None:
+            peer.phase = join.engine.phase
+            peer.version = join.engine.version
+        self.by_name[name] = peer
+        self.by_route[route] = peer
+        if join.engine is not None:
+            self._by_rank[_rank(group, join.engine)] = peer
+        return peer
+
+    def _refuse(
+        self, name: str, group: str, boot: int, user: str, join: Join, now_ms: float
+    ) -> Failure | None:
+        try:
+            check_name(name, "sender")
+            if join.role not in WATCHERS:
+                check_name(group, "group")
+        except UsageError as error:
+            return Failure(NackCode.MALFORMED, str(error), field=str(error).split("=", 1)[0])
+        if (join.role == "engine") != (join.engine is not None):
+            return Failure(
+                NackCode.MALFORMED,
+                "an engine, and nobody else, joins with its facts",
+                field="engine",
+            )
+        if (join.role == "gateway") != (join.gateway is not None):
+            return Failure(
+                NackCode.MALFORMED,
+                "a gateway, and nobody else, joins with its DP group",
+                field="gateway",
+            )
+        if join.engine is not None and join.engine.dp_rank >= join.engine.dp_size:
+            return Failure(
+                NackCode.MALFORMED,
+                f"rank {join.engine.dp_rank} of a DP group of {join.engine.dp_size}",
+                field="engine.dp_rank",
+            )
+        held = self.by_name.get(name)
+        if held is None or (held.boot, held.user) == (boot, user):
+            return self._refuse_rank(name, group, join)
+        silent_ms = now_ms - held.last_heard_ms
+        return Failure(
+            NackCode.NAME_TAKEN,
+            f"the name is held by {held.role} {held.host}:{held.pid}, heard {silent_ms:.0f} ms ago",
+            field="sender",
+            peer=name,
+            hint=f"choose another with --name, or wait {self.peer_timeout_ms:.0f} ms if it is dead",
+        )
+
+    def _refuse_rank(self, name: str, group: str, join: Join) -> Failure | None:
+        """Two engines can't be the same rank of one DP group, nor two its gateway."""
+        if join.gateway is not None:
+            return self._refuse_coordinator(name, group, join.gateway)
+        if join.engine is None:
+            return None
+        other = self._by_rank.get(_rank(group, join.engine))
+        if other is None or other.name == name:
+            return None
+        return Failure(
+            NackCode.NAME_TAKEN,
+            f"rank {join.engine.dp_rank} of DP group {join.engine.dp_group} is {other.name}",
+            field="engine.dp_rank",
+            peer=other.name,
+            hint="give every DP group its own --dp-group, every rank its own --dp-rank",
+        )
+
+    def _refuse_coordinator(self, name: str, group: str, facts: GatewayFacts) -> Failure | None:
+        for other in self.by_name.values():
+            if other.coordinator is None or other.group != group or other.name == name:
+                continue
+            if other.coordinator.dp_group == facts.dp_group:
+                return Failure(
+                    NackCode.NAME_TAKEN,
+                    f"the gateway of DP group {facts.dp_group} is {other.name}",
+                    field="gateway.dp_group",
+                    peer=other.name,
+                    hint=f"give every DP group its own --dp-group, or wait "
+                    f"{self.peer_timeout_ms:.0f} ms if it is dead",
+                )
+        return None
+
+    def remove(self, peer: Peer) -> None:
+        """Forget a peer (a newer one under its name stays)."""
+        if self.by_name.get(peer.name) is peer:
+            del self.by_name[peer.name]
+        if self.by_route.get(peer.route) is peer:
+            del self.by_route[peer.route]
+        if peer.facts is not None and self._by_rank.get(_rank(peer.group, peer.facts)) is peer:
+            del self._by_rank[_rank(peer.group, peer.facts)]
+
+    def silent(self, now_ms: float) -> list[Peer]:
+        """Peers not heard for too long."""
+        limit = now_ms - self.peer_timeout_ms
+        return [peer for peer in self.by_name.values() if peer.last_heard_ms < limit]

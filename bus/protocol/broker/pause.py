@@ -1,0 +1,282 @@
+"""The two-phase pause of a group, broker's side.
+
+::
+
+    state      event              next       what is asked
+    RUNNING    ASKED              LOCAL      PAUSE_LOCAL of every rank, at once
+    LOCAL      ALL_LOCAL          GLOBAL     PAUSE_GLOBAL of every rank
+    GLOBAL     ALL_GLOBAL         PAUSED     (the trainer hears: paused)
+    GLOBAL     ALL_GLOBAL_FAILED  RESUMING   RESUME of every rank: recovered forward
+    PAUSED     RESUME_ASKED       RESUMING   RESUME of every rank
+    RESUMING   ALL_RESUMED        RUNNING    (the trainer hears: resumed; or, after a
+                                             failure, why there was no pause)
+    LOCAL, GLOBAL, RESUMING
+               (a rank refuses)   (same)     it is asked again: its mates wait for it
+    LOCAL, GLOBAL, PAUSED, RESUMING
+               EMPTIED            RUNNING    nothing: no engine is left
+
+Invariants:
+
+- PAUSE_GLOBAL is asked only after every rank has acked PAUSE_LOCAL, RESUME only
+  after every rank has acked PAUSE_GLOBAL: no engine gets a resume without a
+  completed pause, and the group is called paused only when every engine in it is.
+- An engine that can't resume holds up nobody: the others' resume is done without it, and the
+  trainer hears its name. It is still paused, and is asked again later
+  (:mod:`bus.protocol.broker.group`).
+- A half-made pause is never undone. What goes wrong on the way (an engine lost or
+  refusing, the trainer gone, a resume asked too early, time over) is noted as the
+  failure; the pause is completed on whoever is left, and then all resume, once.
+- The unit is the DP group: with a rank that is lost, all its ranks fall out of the
+  round. A rank that refuses does not: its mates' pauses complete only with its own, so
+  it is asked again until it has paused too, or the caller of :meth:`PauseMachine.lost`
+  gives its DP group up.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from bus.messages import NackCode, PauseGlobal, PauseLocal, Resume, Step
+from bus.protocol.core.ack_barrier import AckBarrier
+from bus.protocol.core.failures import Failure
+from bus.protocol.core.instructions import Ask, StepDone, StepFailed
+from bus.protocol.core.state_table import IllegalTransition
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bus.messages import Ack
+
+Instruction: TypeAlias = Ask | StepDone | StepFailed
+
+
+class PauseState(StrEnum):
+    RUNNING = "running"
+    LOCAL = "local"
+    GLOBAL = "global"
+    PAUSED = "paused"
+    RESUMING = "resuming"
+
+
+class PauseEvent(StrEnum):
+    ASKED = "asked"
+    ALL_LOCAL = "all_local"
+    ALL_GLOBAL = "all_global"
+    ALL_GLOBAL_FAILED = "all_global_failed"
+    RESUME_ASKED = "resume_asked"
+    ALL_RESUMED = "all_resumed"
+    EMPTIED = "emptied"
+
+
+TRANSITIONS: Final[dict[tuple[PauseState, PauseEvent], PauseState]] = {
+    (PauseState.RUNNING, PauseEvent.ASKED): PauseState.LOCAL,
+    (PauseState.LOCAL, PauseEvent.ALL_LOCAL): PauseState.GLOBAL,
+    (PauseState.GLOBAL, PauseEvent.ALL_GLOBAL): PauseState.PAUSED,
+    (PauseState.GLOBAL, PauseEvent.ALL_GLOBAL_FAILED): PauseState.RESUMING,
+    (PauseState.PAUSED, PauseEvent.RESUME_ASKED): PauseState.RESUMING,
+    (PauseState.RESUMING, PauseEvent.ALL_RESUMED): PauseState.RUNNING,
+    (PauseState.LOCAL, PauseEvent.EMPTIED): PauseState.RUNNING,
+    (PauseState.GLOBAL, PauseEvent.EMPTIED): PauseState.RUNNING,
+    (PauseState.PAUSED, PauseEvent.EMPTIED): PauseState.RUNNING,
+    (PauseState.RESUMING, PauseEvent.EMPTIED): PauseState.RUNNING,
+}
+
+
+class PauseMachine:
+    """One group's pause. Methods take what happened and return instructions.
+
+    ``kept_paused`` says who is quarantined when a pause is resumed; they remain paused.
+    """
+
+    def __init__(
+        self,
+        staying: Callable[[], frozenset[str]] = frozenset,
+        version: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._staying = staying
+        self._version = version
+        self.state = PauseState.RUNNING
+        self.update_id = ""
+        self.members: dict[str, str] = {}  # engine -> its DP group, of those in this pause
+        self.barrier: AckBarrier | None = None
+        self.failure: Failure | None = None
+        self.unresumed: dict[str, Failure] = {}  # who fell out of the resume, and why
+        self.asked_ms = 0.0
+        self.deadline_ms: float | None = None
+        self._in_flight = 0
+        self._asked: PauseLocal | None = None
+        self._again: set[str] = set()  # ranks whose pause failed, to be asked once more
+
+    def ask(self, message: PauseLocal, members: dict[str, str], now_ms: float) -> list[Instruction]:
+        """Phase 1, of every engine in ``members`` (name to DP group) at once."""
+        self._go(PauseEvent.ASKED)
+        self.update_id = message.update_id
+        self.members = dict(members)
+        self.failure = None
+        self.unresumed = {}
+        self.asked_ms = now_ms
+        self.deadline_ms = now_ms + message.timeout_ms
+        self._asked = message
+        self._again.clear()
+        return self._ask(Step.PAUSE_LOCAL, message, now_ms)
+
+    @property
+    def clears_cache(self) -> bool:
+        """Whether the pause under way drops KV caches."""
+        return self._asked is not None and self._asked.clear_cache
+
+    def resume(self, now_ms: float) -> list[Instruction]:
+        """Resume everybody but those who are quarantined.
+
+        In a pause that is not complete, this is noted as its failure, and the
+        resume comes when it is.
+        """
+        if self.state in (PauseState.LOCAL, PauseState.GLOBAL):
+            self.fail(Failure(NackCode.CANCELLED, "a resume was asked before the pause was made"))
+            return []
+        return self._resume(PauseEvent.RESUME_ASKED, now_ms)
+
+    def fail(self, failure: Failure) -> None:
+        """Note why the pause under way is not wanted any more; the first reason stays."""
+        if self.state in (PauseState.LOCAL, PauseState.GLOBAL) and self.failure is None:
+            self.failure = failure
+
+    def on_ack(self, name: str, ack: Ack, now_ms: float) -> list[Instruction]:
+        """An engine has done what it was asked; duplicates and old ones change nothing."""
+        current = self.barrier
+        if current is None or ack.step is not current.step or ack.update_id != self.update_id:
+            return []
+        if not current.on_ack(name, ack, now_ms) or current.waiting:
+            return []
+        return self._check_barrier(now_ms)
+
+    def on_refused(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
+        """An engine can't: the pause fails (or the resume goes on). One that steps alone
+        falls out; a rank with mates is asked again, see :meth:`retry`."""
+        self.fail(failure)
+        if name not in self.members:
+            return []
+        if list(self.members.values()).count(self.members[name]) == 1:
+            return self.on_lost(name, failure, now_ms)
+        if self.state in (PauseState.LOCAL, PauseState.GLOBAL):
+            self._again.add(name)
+            if self.barrier is not None and self.state is PauseState.GLOBAL:
+                self.barrier.waiting.add(name)
+        return []
+
+    def retry(self) -> list[Instruction]:
+        """Ask those again who have not answered: all that is overdue, in order."""
+        current = self.barrier
+        if current is None:
+            return []
+        instructions: list[Instruction] = []
+        again = tuple(sorted(self._again))
+        if again and self._asked is not None:
+            self._again.clear()
+            instructions.append(Ask(self._asked, again))
+        if current.waiting:
+            instructions.append(Ask(current.messages[0], tuple(sorted(current.waiting))))
+        return instructions
+
+    def on_lost(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
+        """An engine is gone, and with it all ranks of its DP group."""
+        if name not in self.members:
+            return []
+        self.fail(failure)
+        dp_group = self.members[name]
+        gone = [n for n, g in self.members.items() if g == dp_group]
+        for each in gone:
+            del self.members[each]
+        self._again.difference_update(gone)
+        if self.state is PauseState.RESUMING:
+            self.unresumed.update(dict.fromkeys(gone, failure))
+        if not self.members:
+            return self._on_emptied()
+        if self.barrier is not None:
+            self.barrier.remove(gone)
+            if self.barrier.is_done:
+                return self._check_barrier(now_ms)
+        return []
+
+    def expire(self, now_ms: float, told: Callable[[str], str] = str) -> list[Instruction]:
+        """The caller's time is over: it hears why now; the pause itself goes on. ``told``: what is
+        said of an engine that is waited for."""
+        if self.deadline_ms is None or now_ms < self.deadline_ms:
+            return []
+        self.deadline_ms = None
+        if self.barrier is None or self.state not in (PauseState.LOCAL, PauseState.GLOBAL):
+            return []
+        waiting = ", ".join(told(name) for name in sorted(self.barrier.waiting)[:8])
+        failure = Failure(
+            NackCode.TIMEOUT,
+            f"no {self.barrier.step.value} ack after {now_ms - self.asked_ms:.0f} ms from: "
+            f"{waiting}; the pause will be completed and then resumed",
+            peer=min(self.barrier.waiting),
+        )
+        self.fail(failure)
+        return [StepFailed(Step.PAUSE_GLOBAL, failure)]
+
+    def _check_barrier(self, now_ms: float) -> list[Instruction]:
+        assert self.barrier is not None
+        done = self.barrier
+        self.barrier = None
+        if self.state is PauseState.LOCAL:
+            self._in_flight = done.in_flight
+            self._go(PauseEvent.ALL_LOCAL)
+            return [
+                StepDone(Step.PAUSE_LOCAL, done),
+                *self._ask(Step.PAUSE_GLOBAL, PauseGlobal(self.update_id), now_ms),
+            ]
+        if self.state is PauseState.GLOBAL and self.failure is None:
+            self._go(PauseEvent.ALL_GLOBAL)
+            self.deadline_ms = None
+            done.in_flight = max(done.in_flight, self._in_flight)
+            return [StepDone(Step.PAUSE_GLOBAL, done)]
+        if self.state is PauseState.GLOBAL:
+            self.deadline_ms = None
+            return self._resume(PauseEvent.ALL_GLOBAL_FAILED, now_ms)
+        self._go(PauseEvent.ALL_RESUMED)
+        self.members.clear()
+        if self.failure is not None:
+            failed = StepFailed(Step.PAUSE_GLOBAL, self.failure)
+            return [failed, StepDone(Step.RESUME, done)]
+        return [StepDone(Step.RESUME, done)]
+
+    def _resume(self, event: PauseEvent, now_ms: float) -> list[Instruction]:
+        for name in self._staying().intersection(self.members):
+            del self.members[name]
+        if not self.members:
+            return self._on_emptied()
+        self._go(event)
+        return self._ask(Step.RESUME, Resume(self.update_id, self._version()), now_ms)
+
+    def _on_emptied(self) -> list[Instruction]:
+        # Of a pause that failed both are awaited: the pause, and a resume asked too early.
+        made = self.failure is None
+        steps = (Step.RESUME,) if made else (Step.PAUSE_GLOBAL, Step.RESUME)
+        self._go(PauseEvent.EMPTIED)
+        self.barrier = None
+        self.deadline_ms = None
+        failure = (
+            self.failure
+            or next(iter(self.unresumed.values()), None)
+            or Failure(
+                NackCode.EMPTY_GROUP,
+                "no engine is left in the pause",
+                hint="those that are quarantined wait for an update of all weights",
+            )
+        )
+        return [StepFailed(step, failure) for step in steps]
+
+    def _ask(
+        self, step: Step, message: PauseLocal | PauseGlobal | Resume, now_ms: float
+    ) -> list[Instruction]:
+        self.barrier = AckBarrier(step, message, self.members, now_ms)
+        return [Ask(message, tuple(self.members))]
+
+    def _go(self, event: PauseEvent) -> None:
+        following = TRANSITIONS.get((self.state, event))
+        if following is None:
+            raise IllegalTransition("pause", self.state.value, event.value)
+        self.state = following

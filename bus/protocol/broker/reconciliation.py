@@ -1,0 +1,108 @@
+"""What a pause or an update has left behind at an engine, and what ends it there.
+
+An engine says in its heartbeats what it is in the middle of. What the group knows nothing of, or
+has gone past, nobody else would end:
+
+======================  ==========================================  ==============================
+phase                   when                                        what is sent
+======================  ==========================================  ==============================
+armed, staging,         the group makes no such update              ABORT
+updating
+paused                  the group begins another pause, and the     RESUME
+                        lease of this one is over
+paused, asleep          nobody wants it paused, and no mate's       RESUME
+                        weights are touched
+pausing                 a mate of its DP group has not been asked   PAUSE_LOCAL to its mates: all
+                                                                    pause, so that all can resume
+unsure                  its pause has failed, and may have been     PAUSE_LOCAL to it and its
+                        made                                        mates
+======================  ==========================================  ==============================
+
+The last three only while the group is RUNNING, and the engine's DP group whole.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bus.messages import Abort, Heartbeat, Message, PauseLocal, Resume
+from bus.protocol.broker.pause import PauseMachine, PauseState
+from bus.protocol.broker.update import UpdateMachine, UpdateState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from bus.protocol.broker.engine_registry import EngineRegistry
+    from bus.protocol.broker.membership import Peer
+
+
+class Reconciliation:
+    """Of one group, by what its machines know.
+
+    Args:
+        version: what the group serves.
+        lease_ms: of a pause that is completed so that it can end.
+        timeout_ms: how long an engine may take for that.
+    """
+
+    def __init__(
+        self,
+        roster: EngineRegistry,
+        pause: PauseMachine,
+        update: UpdateMachine,
+        version: Callable[[], int],
+        *,
+        lease_ms: float,
+        timeout_ms: float,
+    ) -> None:
+        self._registry = roster
+        self._pause = pause
+        self._update = update
+        self._version = version
+        self._lease_ms = int(lease_ms)
+        self._timeout_ms = int(timeout_ms)
+
+    def find(self, peer: Peer, beat: Heartbeat) -> tuple[Message, Iterable[str]] | None:
+        """What to send to whom, after this heartbeat."""
+        roster, alone = self._registry, (peer.name,)
+        if beat.phase in ("armed", "staging", "updating") and (
+            self._update.state is UpdateState.IDLE or self._update.update_id != beat.update_id
+        ):
+            return Abort(beat.update_id, "the bus knows nothing of this update"), alone
+        if self._is_abandoned(peer, beat):
+            return self._resume(beat), alone
+        if self._pause.state is not PauseState.RUNNING or roster.is_incomplete(peer.name):
+            return None
+        if roster.is_pause_unknown(peer.name):
+            # It may have been made; so all of them are paused first.
+            mates = roster.dp_peers(peer.name)
+            return (self._complete_pause(beat), mates) if beat.phase == "unsure" else None
+        if beat.phase in ("paused", "asleep") and peer.name not in roster.kept_paused():
+            if roster.has_updating_peer(peer.name):
+                return None  # its weights are touched: it gives that up first
+            # Of a DP group, all have paused, or this one would not have; those that
+            # have resumed wait for it.
+            return self._resume(beat), alone
+        if beat.phase == "pausing" and roster.is_still_pausing(peer.name):
+            others = [name for name in roster.dp_peers(peer.name) if name != peer.name]
+            return self._complete_pause(beat), others
+        return None
+
+    def _is_abandoned(self, peer: Peer, beat: Heartbeat) -> bool:
+        """It is still in a pause before this one, whose lease is over, and waits for its mates."""
+        return (
+            self._pause.state is PauseState.LOCAL
+            and beat.phase == "paused"
+            and peer.name in self._pause.members
+            and beat.update_id != self._pause.update_id
+            and peer.name not in self._registry.kept_paused()
+        )
+
+    def _resume(self, beat: Heartbeat) -> Resume:
+        return Resume(beat.update_id, self._version())
+
+    def _complete_pause(self, beat: Heartbeat) -> PauseLocal:
+        """Half-made: the mates are asked too, so that it completes, and all can resume."""
+        return PauseLocal(
+            beat.update_id, "keep", False, self._lease_ms, self._timeout_ms, 0, "keep"
+        )

@@ -1,0 +1,157 @@
+"""How a group says what was done: the log's line and the trainer's answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from bus.messages import (
+    MAX_REQUEST_IDS,
+    Abort,
+    Arm,
+    ChunkSent,
+    Commit,
+    GroupAck,
+    Message,
+    Nack,
+    PauseLocal,
+    Probe,
+    Resume,
+    Sleep,
+    Step,
+    TransferInit,
+    UpdateFinish,
+    UpdateStart,
+    Wake,
+    WeightChunkMeta,
+)
+
+if TYPE_CHECKING:
+    from bus.messages import EngineFacts
+    from bus.protocol.broker.pause import PauseMachine
+    from bus.protocol.broker.update import UpdateMachine
+    from bus.protocol.core.failures import Failure
+    from bus.protocol.core.instructions import StepDone
+
+PAUSE_STEPS: Final = frozenset({Step.PAUSE_LOCAL, Step.PAUSE_GLOBAL, Step.RESUME})
+SLEEP_STEPS: Final = frozenset({Step.SLEEP, Step.WAKE})
+# Those that go by the pause's id, not the update's.
+WINDOW_STEPS: Final = PAUSE_STEPS | SLEEP_STEPS
+# The log's word for a step that is done.
+DONE_EVENTS: Final = {
+    Step.PAUSE_LOCAL: "pause_local",
+    Step.PAUSE_GLOBAL: "paused",
+    Step.SLEEP: "asleep",
+    Step.WAKE: "weights_awake",
+    Step.RESUME: "resumed",
+    Step.TRANSFER_INIT: "transfer_open",
+    Step.ARM: "armed",
+    Step.START: "update_started",
+    Step.CHUNK: "chunk_applied",
+    Step.FINISH: "update_finished",
+    Step.PROBE: "probed",
+    Step.COMMIT: "committed",
+}
+# The step that each of a trainer's commands asks for.
+ASKS_FOR: Final[dict[type[Message], Step]] = {
+    PauseLocal: Step.PAUSE_GLOBAL,
+    Sleep: Step.SLEEP,
+    Wake: Step.WAKE,
+    Resume: Step.RESUME,
+    TransferInit: Step.TRANSFER_INIT,
+    Arm: Step.ARM,
+    UpdateStart: Step.START,
+    WeightChunkMeta: Step.CHUNK,
+    ChunkSent: Step.CHUNK,
+    UpdateFinish: Step.FINISH,
+    Probe: Step.PROBE,
+    Commit: Step.COMMIT,
+    Abort: Step.ABORT,
+}
+
+
+def done_ack(
+    done: StepDone,
+    pause: PauseMachine,
+    update: UpdateMachine,
+    version: int,
+    left_out: tuple[str, ...],
+    now_ms: float,
+) -> GroupAck:
+    """The trainer's answer when every engine has done a step, but those ``left_out``."""
+    step, current = done.step, done.barrier
+    in_pause = step in WINDOW_STEPS
+    fallen = pause.unresumed if in_pause else update.excluded
+    since_ms = pause.asked_ms if step is Step.PAUSE_GLOBAL else current.asked_ms
+    return GroupAck(
+        step=step,
+        update_id=pause.update_id if in_pause else update.update_id,
+        version=version if in_pause else update.version,
+        engines=current.engines,
+        excluded=tuple({**fallen, **dict.fromkeys(left_out)}),
+        in_flight=current.in_flight,
+        slowest=current.slowest,
+        slowest_ms=round(current.slowest_ms, 3),
+        duration_ms=round(now_ms - since_ms, 3),
+        paused_ms=round(now_ms - pause.asked_ms, 3) if step is Step.RESUME else 0.0,
+        escalated=tuple(sorted(current.escalated)),
+        waited_for=tuple(current.waited_for[:MAX_REQUEST_IDS]),
+        staging_bytes=update.staging.needed_bytes if step is Step.ARM else 0,
+        why_paused=update.staging.pause_reason if step is Step.ARM else "",
+    )
+
+
+def done_fields(done: StepDone, answer: GroupAck, update: UpdateMachine) -> dict[str, object]:
+    """What the log says beside the event."""
+    fields: dict[str, object] = {
+        "engines": answer.engines,
+        "duration_ms": answer.duration_ms,
+        "slowest": answer.slowest,
+        "slowest_ms": answer.slowest_ms,
+    }
+    match done.step:
+        case Step.CHUNK:
+            fields |= {"chunk": done.chunk, "chunks": update.chunks_planned}
+        case Step.ARM | Step.COMMIT:
+            fields |= {
+                "version": update.version,
+                "label": update.label,
+                "target": update.target,
+            }
+        case Step.PAUSE_GLOBAL:
+            fields["in_flight"] = answer.in_flight
+        case Step.RESUME:
+            fields["paused_ms"] = answer.paused_ms
+        case _:
+            pass
+    if answer.excluded:
+        fields["excluded"] = list(answer.excluded)
+    return fields
+
+
+def nack_of(failure: Failure, step: str, update_id: str, chunk: int = 0) -> Nack:
+    """The trainer's answer when a step can't be had."""
+    return Nack(
+        code=failure.code,
+        step=step,
+        update_id=update_id,
+        chunk=chunk,
+        detail=failure.detail[:4096],
+        field=failure.field[:256],
+        peer=failure.peer[:256],
+        tensor=failure.tensor[:512],
+        hint=failure.hint[:4096],
+        retry_after_ms=0,
+    )
+
+
+def lacking(facts: EngineFacts | None) -> dict[str, object]:
+    """What the join line says of an engine whose vLLM does not support everything.
+
+    Returns:
+        ``features_off`` and ``untested``, in words; each only if there is something to say.
+    """
+    if facts is None:
+        return {}
+    off = "; ".join(f"{name}: {why}" for name, why in facts.features.items() if why)
+    told = {"features_off": off, "untested": facts.untested}
+    return {key: text for key, text in told.items() if text}

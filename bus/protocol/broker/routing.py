@@ -1,0 +1,66 @@
+"""Which engines of a group requests are to be sent to.
+
+An engine is routable if it serves the group's version, all of it, awake, with all ranks of its DP
+group. In a pause it is still: its requests wait. But who was behind, or quarantined, is not before
+it is resumed: until then its door is closed, and ends what comes. Nor is who says that it is: as an
+engine that was behind, of which a new broker knows no more than that. While a commit is under way
+nothing changes, so that routers see it as one: who has committed, and nobody else. While one is
+given up, nobody comes back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from bus.messages import Route, Routes
+from bus.protocol.broker.update import UpdateState
+
+if TYPE_CHECKING:
+    from bus.messages import Phase
+    from bus.protocol.broker.engine_registry import EngineRegistry
+    from bus.protocol.broker.update import UpdateMachine
+
+_OUT: Final[frozenset[Phase]] = frozenset({"asleep", "emptied", "quarantined", "unsure"})
+
+
+class Routing:
+    """One group's. ``now`` is what was told last."""
+
+    def __init__(self, roster: EngineRegistry, update: UpdateMachine) -> None:
+        self.now = Routes(0, ())
+        self._registry = roster
+        self._update = update
+        self._seen = (-1, -1)
+
+    def changed(self, version: int) -> Routes | None:
+        """The routable engines, if they are others than before; ``version``: the group's."""
+        seen = (self._registry.changes, version)
+        if seen == self._seen or self._update.state is UpdateState.COMMITTING:
+            return None
+        self._seen = seen
+        routable = self._routable(version)
+        if self._update.state is UpdateState.ABORTING:  # what some have loaded, is to be heard yet
+            before = {route.engine for route in self.now.engines}
+            routable = tuple(route for route in routable if route.engine in before)
+        routes = Routes(version, routable)
+        if routes == self.now:
+            return None
+        self.now = routes
+        return routes
+
+    def _routable(self, version: int) -> tuple[Route, ...]:
+        roster = self._registry
+        out = {
+            mate
+            for name, peer in roster.engines.items()
+            if peer.version != version
+            or peer.phase in _OUT
+            or name in roster.quarantined
+            or roster.is_not_admitting(name)
+            for mate in roster.dp_peers(name)
+        }
+        return tuple(
+            Route(name, peer.facts.dp_group, peer.facts.endpoint)
+            for name, peer in sorted(roster.engines.items())
+            if name not in out and not roster.is_incomplete(name) and peer.facts is not None
+        )

@@ -1,0 +1,167 @@
+"""A group's sleep inside a pause, broker's side.
+
+::
+
+    state          event        next           what is asked
+    AWAKE          SLEEP_ASKED  FALLING        SLEEP of every rank, at once
+    FALLING        ALL_ASLEEP   ASLEEP         (the trainer hears: asleep; or who couldn't, and why)
+    AWAKE, ASLEEP, WEIGHTS_AWAKE
+                   WAKE_ASKED   WAKING         WAKE of every rank, at once
+    WAKING         ALL_AWAKE    WEIGHTS_AWAKE  (the trainer hears: the weights are awake)
+    WAKING         SOME_FAILED  ASLEEP         (the trainer hears who, and why; it may ask again)
+    all but AWAKE  OVER         AWAKE          nothing: the pause has ended, and its RESUME woke all
+
+Invariants:
+
+- Engines are asked only in a pause that is complete, and while no update is under way.
+- A sleep is local to each engine, other than a pause: one that refuses holds up nobody. What
+  was begun is awaited on all others; the trainer hears the first reason, and a RESUME wakes
+  whatever sleeps.
+- Whose weights a sleep of level 2 discards is known from the moment it is asked: they are
+  ``discarded`` until a commit, and without one they are left asleep, quarantined.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from bus.messages import Sleep, Step, Wake
+from bus.protocol.core.ack_barrier import AckBarrier
+from bus.protocol.core.instructions import Ask, StepDone, StepFailed
+from bus.protocol.core.state_table import IllegalTransition
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bus.messages import Ack
+    from bus.protocol.core.failures import Failure
+
+Instruction: TypeAlias = Ask | StepDone | StepFailed
+
+
+class SleepState(StrEnum):
+    AWAKE = "awake"
+    FALLING = "falling"
+    ASLEEP = "asleep"
+    WAKING = "waking"
+    WEIGHTS_AWAKE = "weights_awake"
+
+
+class SleepEvent(StrEnum):
+    SLEEP_ASKED = "sleep_asked"
+    ALL_ASLEEP = "all_asleep"
+    WAKE_ASKED = "wake_asked"
+    ALL_AWAKE = "all_awake"
+    SOME_FAILED = "some_failed"
+    OVER = "over"
+
+
+_S, _E = SleepState, SleepEvent
+
+TRANSITIONS: Final[dict[tuple[SleepState, SleepEvent], SleepState]] = {
+    (_S.AWAKE, _E.SLEEP_ASKED): _S.FALLING,
+    (_S.FALLING, _E.ALL_ASLEEP): _S.ASLEEP,
+    (_S.AWAKE, _E.WAKE_ASKED): _S.WAKING,
+    (_S.ASLEEP, _E.WAKE_ASKED): _S.WAKING,
+    (_S.WEIGHTS_AWAKE, _E.WAKE_ASKED): _S.WAKING,
+    (_S.WAKING, _E.ALL_AWAKE): _S.WEIGHTS_AWAKE,
+    (_S.WAKING, _E.SOME_FAILED): _S.ASLEEP,
+    **{(state, _E.OVER): _S.AWAKE for state in _S if state is not _S.AWAKE},
+}
+
+
+class SleepMachine:
+    """One group's sleep. Methods take what happened and return instructions."""
+
+    def __init__(self) -> None:
+        self.state = _S.AWAKE
+        self.barrier: AckBarrier | None = None
+        self.discarded: set[str] = set()  # engines whose weights are gone, until a commit
+        self._members: dict[str, str] = {}  # engine -> its DP group
+        self._pause_id = ""
+        self._failure: Failure | None = None
+
+    def sleep(self, message: Sleep, members: dict[str, str], now_ms: float) -> list[Instruction]:
+        """SLEEP of every engine in ``members`` (name to DP group)."""
+        self._go(_E.SLEEP_ASKED)
+        if message.level == 2:  # noqa: PLR2004 - the level
+            self.discarded.update(members)
+        return self._ask(Step.SLEEP, message, members, now_ms)
+
+    def wake(self, message: Wake, members: dict[str, str], now_ms: float) -> list[Instruction]:
+        """WAKE of every engine."""
+        self._go(_E.WAKE_ASKED)
+        return self._ask(Step.WAKE, message, members, now_ms)
+
+    def on_ack(self, name: str, ack: Ack, now_ms: float) -> list[Instruction]:
+        """An engine has done what it was asked; duplicates and old ones change nothing."""
+        current = self.barrier
+        if current is None or ack.step is not current.step or ack.update_id != self._pause_id:
+            return []
+        if not current.on_ack(name, ack, now_ms) or current.waiting:
+            return []
+        return self._check_barrier()
+
+    def on_refused(self, name: str, step: str, failure: Failure) -> list[Instruction]:
+        """An engine can't; the others are awaited."""
+        current = self.barrier
+        if current is None or step != current.step or name not in current.waiting:
+            return []
+        self._failure = self._failure or failure
+        current.waiting.remove(name)
+        return self._check_barrier() if current.is_done else []
+
+    def on_lost(self, name: str, failure: Failure) -> list[Instruction]:
+        """An engine is gone, and with it all ranks of its DP group."""
+        dp_group = self._members.get(name)
+        gone = [each for each, group in self._members.items() if group == dp_group]
+        for each in gone:
+            del self._members[each]
+        self.discarded.discard(name)
+        current = self.barrier
+        if current is None or not gone:
+            return []
+        self._failure = self._failure or failure
+        current.remove(gone)
+        return self._check_barrier() if current.is_done else []
+
+    def on_committed(self, names: Iterable[str]) -> None:
+        """These have whole weights again."""
+        self.discarded.difference_update(names)
+
+    def over(self) -> list[Instruction]:
+        """The pause has ended, or nobody is left in it."""
+        current, self.barrier = self.barrier, None
+        self.discarded.clear()
+        if self.state is not _S.AWAKE:
+            self._go(_E.OVER)
+        if current is None or self._failure is None:
+            return []
+        return [StepFailed(current.step, self._failure)]
+
+    def _ask(
+        self, step: Step, message: Sleep | Wake, members: dict[str, str], now_ms: float
+    ) -> list[Instruction]:
+        self._members = dict(members)
+        self._pause_id = message.update_id
+        self._failure = None
+        self.barrier = AckBarrier(step, message, members, now_ms)
+        return [Ask(message, tuple(members))]
+
+    def _check_barrier(self) -> list[Instruction]:
+        assert self.barrier is not None
+        done, self.barrier = self.barrier, None
+        if self.state is _S.FALLING:
+            self._go(_E.ALL_ASLEEP)
+        else:
+            self._go(_E.SOME_FAILED if self._failure else _E.ALL_AWAKE)
+        if self._failure is not None:
+            return [StepFailed(done.step, self._failure)]
+        return [StepDone(done.step, done)]
+
+    def _go(self, event: SleepEvent) -> None:
+        following = TRANSITIONS.get((self.state, event))
+        if following is None:
+            raise IllegalTransition("sleep", self.state.value, event.value)
+        self.state = following

@@ -1,0 +1,85 @@
+"""What `wavebus status` shows of a group: its state, who is waited for, who is out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from bus.messages import GroupStatus, OutView, WaitView
+from bus.protocol.broker.pause import PauseState
+from bus.protocol.broker.sleep import SleepState
+from bus.protocol.broker.update import UpdateState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from bus.protocol.broker.group import Group
+    from bus.protocol.core.ack_barrier import AckBarrier
+
+
+DEPARTED_KEPT: Final = 64
+
+
+def waits(rounds: Iterable[AckBarrier], now_ms: float) -> tuple[WaitView, ...]:
+    """Every ack that has not come, by round, and by name."""
+    found: list[WaitView] = []
+    for each in rounds:
+        asked = each.messages[0]
+        update_id: str = getattr(asked, "update_id", "")
+        waited_ms = round(now_ms - each.asked_ms, 1)
+        names = [""] if each.waiting_for_trainer else sorted(each.waiting)
+        found += [
+            WaitView(name, each.step.value, update_id, each.chunk, waited_ms) for name in names
+        ]
+    return tuple(found)
+
+
+class DepartedEngines:
+    """Engines that were of a group, the last :data:`DEPARTED_KEPT`, until they are back."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, str] = {}
+
+    def add(self, name: str, reason: str) -> None:
+        """It has left, or was lost."""
+        self._reasons[name] = reason
+        if len(self._reasons) > DEPARTED_KEPT:
+            del self._reasons[next(iter(self._reasons))]
+
+    def discard(self, name: str) -> None:
+        """It is there."""
+        self._reasons.pop(name, None)
+
+    def views(self, quarantined: Mapping[str, str]) -> tuple[OutView, ...]:
+        """These, and those that are there but quarantined, by name."""
+        found = [OutView(n, "gone", why[:4096]) for n, why in self._reasons.items()]
+        found += [OutView(n, "quarantined", why[:4096]) for n, why in quarantined.items()]
+        return tuple(sorted(found, key=lambda view: (view.state, view.engine)))
+
+
+def status_of(group: Group, now_ms: float) -> GroupStatus:
+    """As it is now; it changes nothing."""
+    pause, sleep, update, holder = group.pause, group.sleep, group.update, group.owner
+    update_id = ""
+    updating = update.state is not UpdateState.IDLE
+    if updating:
+        update_id = update.update_id
+    elif pause.state is not PauseState.RUNNING:
+        update_id = pause.update_id
+    rounds = group.barriers()
+    return GroupStatus(
+        name=group.name,
+        epoch=group.epoch,
+        version=group.version,
+        holder=holder.name if holder else "",
+        holder_heard_ms=round(now_ms - holder.last_heard_ms, 1) if holder else 0.0,
+        pause=(pause if sleep.state is SleepState.AWAKE else sleep).state.value,
+        update=update.state.value,
+        update_id=update_id,
+        update_target=update.target if updating else "model",
+        waiting_for=tuple(sorted({name for each in rounds for name in each.waiting})),
+        waits=waits(rounds, now_ms),
+        out=group.departed.views(group.registry.quarantined),
+        routable=tuple(route.engine for route in group.routing.now.engines),
+        engines=group.registry.views(now_ms),
+        dp_groups=group.dp_groups.views(),
+    )

@@ -1,0 +1,454 @@
+"""A weight update of a group, broker's side: init, arm, start, chunks, finish, commit.
+
+::
+
+    state       event         next        what is asked
+    IDLE        INIT_ASKED    OPENING     TRANSFER_INIT of every engine
+    OPENING     ALL_DONE      IDLE        (the trainer hears: open)
+    OPENING     FAILED        IDLE        (the trainer hears why)
+    IDLE        ARM_ASKED     ARMING      ARM with the manifest and the version
+    ARMING      ALL_DONE      ARMED       (the trainer hears: armed)
+    ARMED       START_ASKED   STARTING    UPDATE_START
+    STARTING    ALL_DONE      LOADING
+    LOADING     FINISH_ASKED  FINISHING   UPDATE_FINISH
+    FINISHING   ALL_DONE      FINISHED
+    FINISHED    PROBE_ASKED   PROBING     PROBE: engines run the canary's probes
+    PROBING     ALL_DONE      FINISHED    (the trainer hears what they gave)
+    FINISHED    COMMIT_ASKED  COMMITTING  COMMIT: engines serve the version
+    COMMITTING  ALL_DONE      IDLE        (the trainer hears: committed)
+    ARMING, ARMED, STARTING, LOADING, FINISHING, FINISHED, PROBING
+                GIVEN_UP      ABORTING    ABORT: each engine undoes what it can
+    ABORTING    ALL_DONE      IDLE        (the trainer hears why)
+    any but IDLE
+                EMPTIED       IDLE        nothing: no engine is left
+
+Chunks travel from STARTING on, several at a time; they are numbered and taken in order. Each is
+one round with two messages: WEIGHT_CHUNK_META, with which engines begin to receive, and
+CHUNK_SENT, with which they verify and load. Until the second the trainer is waited for, and no
+engine's time runs. Engines do what they are told in the order in which they were told: so the
+first chunks are told while they start, and UPDATE_FINISH while they load the last one.
+
+Invariants:
+
+- Nothing is loaded anywhere before every engine has armed: one refusal gives the
+  update up, with no engine touched.
+- FINISH is asked only when every chunk of the manifest has been sent, and is done when every
+  chunk is applied on every engine that is left; COMMIT is asked only then.
+- From the first chunk on, an engine that fails or is lost falls out of the update
+  with all ranks of its DP group (they are told to ABORT, and quarantine themselves
+  if they loaded anything) and the others go on: giving up would leave them all
+  half-loaded. The trainer reads the names in ``excluded``.
+- No COMMIT is asked with fewer DP groups left than the quorum: the update is given up as soon as
+  they are fewer. Once it is asked, whoever commits serves.
+- Who differs by the canary falls out in the same way, before the COMMIT is asked of anybody.
+
+An update that is staged loads nothing anywhere before it is committed: see
+:mod:`bus.protocol.broker.staging`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from bus.messages import (
+    Abort,
+    Ack,
+    Arm,
+    Armed,
+    CanaryWay,
+    ChunkSent,
+    Commit,
+    Message,
+    NackCode,
+    Probe,
+    Probed,
+    ProbeResult,
+    Step,
+    Target,
+    TransferInit,
+    UpdateFinish,
+    UpdateStart,
+    WeightChunkMeta,
+)
+from bus.protocol.broker.staging import StagingDecision
+from bus.protocol.core.ack_barrier import AckBarrier
+from bus.protocol.core.failures import Failure, wrong_state
+from bus.protocol.core.instructions import Ask, StepDone, StepFailed
+from bus.protocol.core.state_table import IllegalTransition
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Instruction: TypeAlias = Ask | StepDone | StepFailed
+
+
+class UpdateState(StrEnum):
+    IDLE = "idle"
+    OPENING = "opening"
+    ARMING = "arming"
+    ARMED = "armed"
+    STARTING = "starting"
+    LOADING = "loading"
+    FINISHING = "finishing"
+    FINISHED = "finished"
+    PROBING = "probing"
+    COMMITTING = "committing"
+    ABORTING = "aborting"
+
+
+class UpdateEvent(StrEnum):
+    INIT_ASKED = "init_asked"
+    ARM_ASKED = "arm_asked"
+    START_ASKED = "start_asked"
+    FINISH_ASKED = "finish_asked"
+    PROBE_ASKED = "probe_asked"
+    COMMIT_ASKED = "commit_asked"
+    ALL_DONE = "all_done"
+    FAILED = "failed"
+    GIVEN_UP = "given_up"
+    EMPTIED = "emptied"
+
+
+_S, _E = UpdateState, UpdateEvent
+
+TRANSITIONS: Final[dict[tuple[UpdateState, UpdateEvent], UpdateState]] = {
+    (_S.IDLE, _E.INIT_ASKED): _S.OPENING,
+    (_S.OPENING, _E.ALL_DONE): _S.IDLE,
+    (_S.OPENING, _E.FAILED): _S.IDLE,
+    (_S.IDLE, _E.ARM_ASKED): _S.ARMING,
+    (_S.ARMING, _E.ALL_DONE): _S.ARMED,
+    (_S.ARMED, _E.START_ASKED): _S.STARTING,
+    (_S.STARTING, _E.ALL_DONE): _S.LOADING,
+    (_S.LOADING, _E.FINISH_ASKED): _S.FINISHING,
+    (_S.FINISHING, _E.ALL_DONE): _S.FINISHED,
+    (_S.FINISHED, _E.PROBE_ASKED): _S.PROBING,
+    (_S.PROBING, _E.ALL_DONE): _S.FINISHED,
+    (_S.FINISHED, _E.COMMIT_ASKED): _S.COMMITTING,
+    (_S.COMMITTING, _E.ALL_DONE): _S.IDLE,
+    (_S.ABORTING, _E.ALL_DONE): _S.IDLE,
+    **{
+        (state, _E.GIVEN_UP): _S.ABORTING
+        for state in (
+            _S.ARMING,
+            _S.ARMED,
+            _S.STARTING,
+            _S.LOADING,
+            _S.FINISHING,
+            _S.FINISHED,
+            _S.PROBING,
+        )
+    },
+    **{(state, _E.EMPTIED): _S.IDLE for state in UpdateState if state is not _S.IDLE},
+}
+
+# In these, weights may differ between engines, or within one, unless the update is staged.
+UNSAFE: Final = frozenset(
+    {
+        _S.STARTING,
+        _S.LOADING,
+        _S.FINISHING,
+        _S.FINISHED,
+        _S.PROBING,
+        _S.COMMITTING,
+        _S.ABORTING,
+    }
+)
+
+# In these, chunks are told.
+TAKES_CHUNKS: Final = (_S.STARTING, _S.LOADING)
+
+
+class UpdateMachine:
+    """One group's update. Methods take what happened and return instructions."""
+
+    def __init__(self) -> None:
+        self.state = UpdateState.IDLE
+        self.update_id = ""
+        self.version = 0
+        self.label = ""
+        self.target: Target = "model"
+        self.canary: CanaryWay = ""
+        self.staging = StagingDecision()
+        self.staged = False  # engines serve until they swap, and beyond
+        self.quorum = 1  # DP groups
+        self.probed: dict[str, tuple[ProbeResult, ...]] = {}  # by engine
+        self.members: dict[str, str] = {}  # engine -> its DP group, of those in this update
+        self.excluded: dict[str, Failure] = {}
+        self.partial: set[str] = set()  # who say that they hold a part, of this target or another
+        self.barrier: AckBarrier | None = None
+        self.chunks: dict[int, AckBarrier] = {}  # those under way, by number
+        self.chunks_asked = 0
+        self.chunks_planned = 0
+        self.failure: Failure | None = None
+        self._communicator = 0  # that is being opened; 0: each engine opens its end alone
+
+    def require(self, *states: UpdateState, update_id: str = "") -> None:
+        """A command that fits these states, and (if given) this update, only.
+
+        Raises:
+            Declined: the update is elsewhere, or is another one.
+        """
+        if self.state not in states:
+            under_way = f" (update {self.update_id})" if self.update_id else ""
+            raise wrong_state(
+                f"the update is {self.state.value}{under_way}, not {' or '.join(states)}",
+                hint="one update at a time, its steps in order",
+            )
+        if update_id and update_id != self.update_id:
+            raise wrong_state(f"the update under way is {self.update_id}", "update_id")
+
+    # -- what the trainer asks ------------------------------------------------
+
+    def open(
+        self, message: TransferInit, members: dict[str, str], now_ms: float
+    ) -> list[Instruction]:
+        """Every engine opens its end of the transport."""
+        self._begin(_E.INIT_ASKED, message.update_id, members)
+        self._communicator = message.communicator
+        return self._ask(Step.TRANSFER_INIT, message, now_ms)
+
+    def arm(
+        self,
+        message: Arm,
+        members: dict[str, str],
+        now_ms: float,
+        stageable: StagingDecision | None = None,
+    ) -> list[Instruction]:
+        """Every engine checks the manifest; ``message.version`` is the bus's."""
+        self._begin(_E.ARM_ASKED, message.update_id, members)
+        self.staging = stageable or StagingDecision()
+        self.version = message.version
+        self.label = message.label
+        self.target = message.target
+        self.canary = message.canary
+        self.quorum = message.quorum or len(set(members.values()))
+        self.chunks_planned = len(message.chunk_ends)
+        return self._ask(Step.ARM, message, now_ms)
+
+    def start(self, message: UpdateStart, now_ms: float) -> list[Instruction]:
+        self._go(_E.START_ASKED)
+        self.staged = message.staged
+        return self._ask(Step.START, message, now_ms)
+
+    def chunk(self, message: WeightChunkMeta, now_ms: float) -> list[Instruction]:
+        """The next chunk; the group has checked that it is the next one."""
+        if self.state not in TAKES_CHUNKS or message.chunk != self.chunks_asked:
+            raise IllegalTransition("update", self.state.value, f"chunk {message.chunk}")
+        self.chunks_asked += 1
+        chunk = AckBarrier(Step.CHUNK, message, self.members, now_ms)
+        chunk.waiting_for_trainer = True
+        self.chunks[message.chunk] = chunk
+        return [Ask(message, tuple(self.members))]
+
+    def on_chunk_sent(self, message: ChunkSent, now_ms: float) -> list[Instruction]:
+        """A chunk under way has left the trainer: now it is for the engines."""
+        chunk = self.chunks[message.chunk]
+        chunk.messages.append(message)
+        chunk.waiting_for_trainer = False
+        chunk.asked_ms = chunk.resent_ms = now_ms
+        return [Ask(message, tuple(sorted(chunk.waiting)))]
+
+    def finish(self, message: UpdateFinish, now_ms: float) -> list[Instruction]:
+        if not self.has_sent_all:
+            raise IllegalTransition("update", self.state.value, "finish before the last chunk")
+        self._go(_E.FINISH_ASKED)
+        return self._ask(Step.FINISH, message, now_ms)
+
+    def probe(self, message: Probe, now_ms: float) -> list[Instruction]:
+        self._go(_E.PROBE_ASKED)
+        self.probed = {}
+        return self._ask(Step.PROBE, message, now_ms)
+
+    def expel(self, failures: dict[str, Failure], now_ms: float) -> list[Instruction]:
+        """These are not to be committed."""
+        expelled: list[Instruction] = []
+        for name, why in failures.items():
+            if self.state is not _S.ABORTING:  # the quorum is missing without those before
+                expelled += self.on_refused(name, why, now_ms)
+        return expelled
+
+    def commit(self, message: Commit, now_ms: float) -> list[Instruction]:
+        self._go(_E.COMMIT_ASKED)
+        return self._ask(Step.COMMIT, message, now_ms)
+
+    def abort(self, failure: Failure, now_ms: float) -> list[Instruction]:
+        """Abort on every engine; the failure is told when all have undone what they can."""
+        if self.state is _S.OPENING:
+            self._end(_E.FAILED)
+            return [StepFailed(Step.TRANSFER_INIT, failure)]
+        self._go(_E.GIVEN_UP)
+        self.failure = failure
+        self.chunks.clear()
+        return self._ask(Step.ABORT, Abort(self.update_id, failure.detail[:4096]), now_ms)
+
+    # -- what the engines answer ----------------------------------------------
+
+    def on_ack(self, name: str, ack: Ack, now_ms: float) -> list[Instruction]:
+        """An engine has done a step; duplicates and old ones change nothing."""
+        if ack.update_id != self.update_id:
+            return []
+        if ack.step in (Step.ABORT, Step.COMMIT) and ack.outcome == "partial":
+            self.partial.add(name)
+        if ack.step is Step.CHUNK:
+            return self._on_chunk_ack(name, ack, now_ms)
+        current = self.barrier
+        if current is None or ack.step is not current.step:
+            return []
+        current.on_ack(name, ack, now_ms)
+        return self._check_barrier()
+
+    def on_armed(self, name: str, armed: Armed, now_ms: float) -> list[Instruction]:
+        """An engine has armed an update that may be staged."""
+        if self.state is _S.ARMING and armed.update_id == self.update_id:
+            self.staging.on_armed(name, armed)
+        done = Ack(Step.ARM, armed.update_id, 0, 0, armed.duration_ms, "", ())
+        return self.on_ack(name, done, now_ms)
+
+    def on_probed(self, name: str, probed: Probed, now_ms: float) -> list[Instruction]:
+        """An engine has run the probes."""
+        if self.state is _S.PROBING and probed.update_id == self.update_id:
+            self.probed[name] = probed.results
+        done = Ack(Step.PROBE, probed.update_id, 0, 0, probed.duration_ms, "", ())
+        return self.on_ack(name, done, now_ms)
+
+    def on_refused(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
+        """An engine can't do what it was asked."""
+        if name not in self.members or self.state is _S.IDLE:
+            return []
+        if self.state is _S.OPENING:
+            return self.abort(failure, now_ms)
+        if self.state in (_S.ARMING, _S.STARTING):
+            return self.abort(failure, now_ms)
+        if self.state is _S.ABORTING:
+            return self._exclude([name], failure, now_ms)
+        gone = self._dp_group_of(name)
+        abort = Ask(Abort(self.update_id, failure.detail[:4096]), tuple(gone))
+        return [abort, *self._exclude(gone, failure, now_ms)]
+
+    def on_lost(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
+        """An engine is gone, and with it all ranks of its DP group."""
+        if name not in self.members or self.state is _S.IDLE:
+            return []
+        if self.state is _S.OPENING and self._communicator:
+            # The others wait for it in the rendezvous: it must be another one, without it.
+            closed = replace(failure, code=NackCode.TRANSFER_CLOSED)
+            self._end(_E.FAILED)
+            return [StepFailed(Step.TRANSFER_INIT, closed)]
+        return self._exclude(self._dp_group_of(name), failure, now_ms)
+
+    @property
+    def is_unsafe(self) -> bool:
+        """Whether weights may differ between engines, or within one: nobody may resume."""
+        return self.state in UNSAFE and not self.staged
+
+    @property
+    def has_sent_all(self) -> bool:
+        """Whether the trainer has sent every chunk that was planned."""
+        return self.chunks_asked == self.chunks_planned and not any(
+            chunk.waiting_for_trainer for chunk in self.chunks.values()
+        )
+
+    def barriers(self) -> list[AckBarrier]:
+        """Everything that is waited for."""
+        return [*([self.barrier] if self.barrier else []), *self.chunks.values()]
+
+    # -- inside ---------------------------------------------------------------
+
+    def _dp_group_of(self, name: str) -> list[str]:
+        """All ranks in the update that fall out with this one."""
+        return [n for n, g in self.members.items() if g == self.members[name]]
+
+    def _begin(self, event: UpdateEvent, update_id: str, members: dict[str, str]) -> None:
+        self._go(event)
+        self.update_id = update_id
+        self.members = dict(members)
+        self.excluded = {}
+        self.partial = set()
+        self.target = "model"
+        self.canary = ""
+        self.staging = StagingDecision()
+        self.staged = False
+        self.quorum = 1
+        self.probed = {}
+        self.failure = None
+        self.chunks.clear()
+        self.chunks_asked = 0
+        self.chunks_planned = 0
+
+    def _ask(self, step: Step, message: Message, now_ms: float) -> list[Instruction]:
+        self.barrier = AckBarrier(step, message, self.members, now_ms)
+        return [Ask(message, tuple(self.members))]
+
+    def _on_chunk_ack(self, name: str, ack: Ack, now_ms: float) -> list[Instruction]:
+        current = self.chunks.get(ack.chunk)
+        if current is None or current.waiting_for_trainer:
+            return []
+        if not current.on_ack(name, ack, now_ms) or current.waiting:
+            return []
+        del self.chunks[ack.chunk]
+        if self.barrier is not None:
+            self.barrier.asked_ms = now_ms  # what it waits for goes on
+        return [StepDone(Step.CHUNK, current, ack.chunk), *self._check_barrier()]
+
+    def _exclude(self, names: Iterable[str], failure: Failure, now_ms: float) -> list[Instruction]:
+        gone = list(names)
+        for name in gone:
+            del self.members[name]
+            self.excluded[name] = failure
+        if not self.members:
+            return self._on_emptied(failure)
+        done: list[Instruction] = []
+        for number, current in list(self.chunks.items()):
+            current.remove(gone)
+            if current.is_done:
+                del self.chunks[number]
+                done.append(StepDone(Step.CHUNK, current, number))
+        left = len(set(self.members.values()))
+        if left < self.quorum and (self.state, _E.GIVEN_UP) in TRANSITIONS:
+            detail = f"{left} of {self.quorum} DP groups are left: {failure.detail}"
+            too_few = replace(failure, code=NackCode.QUORUM_MISSING, detail=detail)
+            return [*done, *self.abort(too_few, now_ms)]
+        if self.barrier is not None:
+            self.barrier.remove(gone)
+        return [*done, *self._check_barrier()]
+
+    def _on_emptied(self, failure: Failure) -> list[Instruction]:
+        failed: list[Instruction] = [
+            StepFailed(Step.CHUNK, failure, number) for number in self.chunks
+        ]
+        if self.barrier is not None:
+            failed.append(StepFailed(self.barrier.step, self.failure or failure))
+        self.failure = self.failure or failure
+        self._end(_E.EMPTIED)
+        return failed
+
+    def _check_barrier(self) -> list[Instruction]:
+        """What follows if it is. Who has finished, has applied every chunk: an ack of one that was
+        lost on its way comes yet."""
+        done = self.barrier
+        if done is None or not done.is_done or (self.state is _S.FINISHING and self.chunks):
+            return []
+        if self.state is _S.ABORTING:
+            failure = self.failure
+            assert failure is not None
+            self._end(_E.ALL_DONE)
+            return [StepFailed(Step.ABORT, failure)]
+        if self.state in (_S.OPENING, _S.COMMITTING):
+            self._end(_E.ALL_DONE)
+        else:
+            self._go(_E.ALL_DONE)
+            self.barrier = None
+        return [StepDone(done.step, done)]
+
+    def _end(self, event: UpdateEvent) -> None:
+        self._go(event)
+        self.barrier = None
+        self.chunks.clear()
+
+    def _go(self, event: UpdateEvent) -> None:
+        following = TRANSITIONS.get((self.state, event))
+        if following is None:
+            raise IllegalTransition("update", self.state.value, event.value)
+        self.state = following

@@ -1,0 +1,87 @@
+"""A round: one step asked of several engines at once, and who has not answered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bus.messages import Ack, Message, Step
+
+
+# The outcome of a `wait` pause that came to its deadline.
+ESCALATED: Final = "escalated"
+
+
+class AckBarrier:
+    """Asked of all together; done when nobody is waited for any more.
+
+    One object per step and not one per engine: with a thousand engines that is
+    the difference between microseconds and milliseconds.
+    """
+
+    __slots__ = (
+        "asked_ms",
+        "engines",
+        "escalated",
+        "in_flight",
+        "messages",
+        "resent_ms",
+        "slowest",
+        "slowest_ms",
+        "step",
+        "waited_for",
+        "waiting",
+        "waiting_for_trainer",
+    )
+
+    def __init__(self, step: Step, message: Message, names: Iterable[str], now_ms: float) -> None:
+        self.step = step
+        self.messages = [message]  # asked again together
+        self.waiting_for_trainer = False  # nobody can have done it: the trainer has yet to send
+        self.waiting = set(names)
+        self.engines = len(self.waiting)
+        self.asked_ms = now_ms
+        self.resent_ms = now_ms
+        self.in_flight = 0
+        self.slowest = ""
+        self.slowest_ms = 0.0
+        self.escalated: set[str] = set()  # whose `wait` pause came to its deadline,
+        self.waited_for: list[str] = []  # and the requests that it waited for until then
+
+    def on_ack(self, name: str, ack: Ack, now_ms: float) -> bool:
+        """Take an engine's ack; False if it was not waited for (a duplicate)."""
+        if name not in self.waiting:
+            return False
+        self.waiting.remove(name)
+        self.in_flight += ack.in_flight
+        self.slowest = name
+        self.slowest_ms = now_ms - self.asked_ms
+        if ack.outcome == ESCALATED:
+            self.escalated.add(name)
+            self.waited_for += ack.waited_for
+        return True
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Wait for these no longer: they are gone."""
+        gone = self.waiting.intersection(names)
+        self.waiting -= gone
+        self.engines -= len(gone)
+
+    @property
+    def chunk(self) -> int:
+        """The number of the chunk that is asked of them; 0 for any other step."""
+        found: int = getattr(self.messages[0], "chunk", 0)
+        return found
+
+    @property
+    def is_done(self) -> bool:
+        return not self.waiting
+
+    def overdue(self, retry_ms: float, now_ms: float) -> bool:
+        """Whether to ask those again who have not answered; counts as asked when True."""
+        if not self.waiting or now_ms < self.resent_ms + retry_ms:  # as the deadline is computed
+            return False
+        self.resent_ms = now_ms
+        return True

@@ -1,0 +1,191 @@
+"""A peer's side of its membership: join, heartbeat, miss the broker, join again.
+
+::
+
+    state     event               next      effect
+    JOINING   welcome             JOINED    heartbeats begin
+    JOINING   nack, worth a wait  JOINING   JOIN again after retry_ms (name taken, group held)
+    JOINING   nack, final         REFUSED
+    JOINING   unreadable version  REFUSED
+    JOINED    nack not_joined     JOINING   JOIN: the broker is a new one
+    JOINED    welcome             JOINED    its epoch, if that is a later one
+    JOINED    broker silent       JOINING   JOIN again every retry_ms
+    JOINED    leave               CLOSED    LEAVE
+    JOINING   leave               CLOSED    LEAVE, if a JOIN was sent: the answer may be on its way
+    REFUSED   leave               CLOSED
+
+Invariant: while not JOINED, nothing but JOIN and LEAVE is sent on the peer's own account;
+a frame of the broker that is old or doubled changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+from bus.messages import (
+    Envelope,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Leave,
+    Message,
+    Nack,
+    NackCode,
+    Welcome,
+)
+from bus.protocol.core.effects import Effect, Note, Send
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# What Link.receive acts upon; every other message of the broker passes it by.
+LINK_MESSAGES: Final = frozenset({Welcome, HeartbeatAck, Nack})
+_WORTH_A_WAIT: Final = frozenset({NackCode.NAME_TAKEN, NackCode.GROUP_HELD})
+# These are of frames that were sent before it.
+_NOT_OF_THE_JOIN: Final = frozenset(
+    {NackCode.NOT_JOINED, NackCode.STALE, NackCode.OVERSIZED, NackCode.RATE_LIMITED}
+)
+
+
+class LinkState(StrEnum):
+    JOINING = "joining"
+    JOINED = "joined"
+    REFUSED = "refused"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkConfig:
+    """``patience_ms``: how long a name or group that is held is tried for (its holder
+    may be dead and not yet missed)."""
+
+    retry_ms: int = 500
+    patience_ms: int = 8_000
+
+
+class Link:
+    """One peer's membership. ``join`` and ``beat`` are asked whenever one is sent."""
+
+    def __init__(
+        self,
+        *,
+        group: str,
+        join: Callable[[], Join],
+        beat: Callable[[], Heartbeat],
+        config: LinkConfig | None = None,
+    ) -> None:
+        self.group = group
+        self.config = config or LinkConfig()
+        self.state = LinkState.JOINING
+        self.epoch = 0
+        self.version = 0
+        self.heartbeat_ms = 1000.0
+        self.peer_timeout_ms = 5000.0
+        self.last_heard_ms = 0.0
+        self.refusal: Nack | None = None
+        self._join = join
+        self._beat = beat
+        self._asked = False  # so the broker may have let it in, or still count it in
+        self._commanded = False  # an engine: it hears of later epochs, a trainer has its own
+        self._broker_boot = 0
+        self._last_seq = 0
+        self._next_ms = 0.0
+        self._held_ms: float | None = None  # since when name or group is held by another
+
+    def start(self, now_ms: float) -> list[Effect]:
+        """Ask to be let in."""
+        return self._ask(now_ms)
+
+    def fresh(self, envelope: Envelope, now_ms: float) -> bool:
+        """Whether a frame of the broker is new; an old or doubled one is to be dropped."""
+        if envelope.boot != self._broker_boot:
+            self._broker_boot = envelope.boot
+            self._last_seq = 0
+        if envelope.seq <= self._last_seq:
+            return False
+        self._last_seq = envelope.seq
+        self.last_heard_ms = now_ms
+        if self._commanded and envelope.group == self.group and envelope.epoch > self.epoch:
+            # An engine tells a broker that comes after this one how far the fencing had come.
+            self.epoch = envelope.epoch
+        return True
+
+    def receive(self, envelope: Envelope, message: Message, now_ms: float) -> list[Effect]:
+        """A frame that concerns the membership; any other changes nothing."""
+        if isinstance(message, Welcome):
+            return self._welcome(envelope, message, now_ms)
+        if isinstance(message, HeartbeatAck):
+            self.version = message.version
+            return []
+        if isinstance(message, Nack):
+            return self._nack(message, now_ms)
+        return []
+
+    def other_version(self, nack: Nack) -> list[Effect]:
+        """The broker's frames are of a wire version that this side does not read."""
+        return self._on_refused(nack) if self.state is LinkState.JOINING else []
+
+    def leave(self, reason: str) -> list[Effect]:
+        """Go, in order."""
+        may_be_in = self._asked and self.state in (LinkState.JOINING, LinkState.JOINED)
+        self.state = LinkState.CLOSED
+        return [Send(Leave(reason))] if may_be_in else []
+
+    def tick(self, now_ms: float) -> list[Effect]:
+        """Send what is due."""
+        if now_ms < self._next_ms or self.state in (LinkState.REFUSED, LinkState.CLOSED):
+            return []
+        if self.state is LinkState.JOINING:
+            return self._ask(now_ms)
+        silent_ms = now_ms - self.last_heard_ms
+        if silent_ms > self.peer_timeout_ms:
+            self.state = LinkState.JOINING
+            note = Note("broker_lost", "warning", {"silent_ms": round(silent_ms)})
+            return [note, *self._ask(now_ms)]
+        self._next_ms = now_ms + self.heartbeat_ms
+        return [Send(self._beat(), group=self.group, epoch=self.epoch)]
+
+    def next_deadline_ms(self) -> float | None:
+        """When :meth:`tick` is due."""
+        return None if self.state in (LinkState.REFUSED, LinkState.CLOSED) else self._next_ms
+
+    def _ask(self, now_ms: float) -> list[Effect]:
+        self._next_ms = now_ms + self.config.retry_ms
+        self._asked = True
+        join = self._join()
+        self._commanded = join.role == "engine"
+        return [Send(join, group=self.group, epoch=self.epoch)]
+
+    def _welcome(self, envelope: Envelope, welcome: Welcome, now_ms: float) -> list[Effect]:
+        if self.state is LinkState.JOINED:
+            # It was let in by a broker that is gone since, whose word was long on its way.
+            self.epoch = max(self.epoch, envelope.epoch)
+        if self.state is not LinkState.JOINING:
+            return []
+        self._held_ms = None
+        self.state = LinkState.JOINED
+        self.epoch = envelope.epoch
+        self.version = welcome.version
+        self.heartbeat_ms = float(max(welcome.heartbeat_ms, 1))
+        self.peer_timeout_ms = float(max(welcome.peer_timeout_ms, 1))
+        self._next_ms = now_ms + self.heartbeat_ms
+        return [Note("joined", fields={"epoch": self.epoch, "version": self.version})]
+
+    def _nack(self, nack: Nack, now_ms: float) -> list[Effect]:
+        if nack.code is NackCode.NOT_JOINED and self.state is LinkState.JOINED:
+            self.state = LinkState.JOINING
+            return [Note("broker_new", "warning"), *self._ask(now_ms)]
+        if self.state is not LinkState.JOINING or nack.code in _NOT_OF_THE_JOIN:
+            return []
+        if self._held_ms is None:
+            self._held_ms = now_ms
+        if nack.code in _WORTH_A_WAIT and now_ms < self._held_ms + self.config.patience_ms:
+            return [Note("join_waits", "warning", {"code": nack.code.value, "detail": nack.detail})]
+        return self._on_refused(nack)
+
+    def _on_refused(self, nack: Nack) -> list[Effect]:
+        self.state = LinkState.REFUSED
+        self.refusal = nack
+        return [Note("join_refused", "error", {"code": nack.code.value, "detail": nack.detail})]

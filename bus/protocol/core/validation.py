@@ -1,0 +1,84 @@
+"""What an update's messages must agree on: asked by the broker, and by every engine again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bus.manifest import Manifest
+from bus.messages import NackCode
+from bus.native import takes_patches
+from bus.protocol.core.failures import Declined, Failure
+
+if TYPE_CHECKING:
+    from bus.messages import Arm, ChunkSent, WeightChunkMeta
+
+
+def manifest_of(message: Arm) -> Manifest:
+    """The manifest that an ARM carries.
+
+    Raises:
+        Declined: it contradicts itself or its digest; names the field.
+    """
+    try:
+        manifest = Manifest(
+            message.names, message.dtypes, message.shapes, message.chunk_ends, message.counts
+        )
+    except ValueError as error:
+        field, _, detail = str(error).partition(": ")
+        raise Declined(Failure(NackCode.MANIFEST_REFUSED, detail, field=field)) from error
+    if manifest.digest() != message.digest:
+        raise Declined(
+            Failure(NackCode.MANIFEST_REFUSED, "is not the manifest's digest", field="digest")
+        )
+    if bool(message.base) is not bool(message.counts):
+        raise Declined(
+            Failure(NackCode.MANIFEST_REFUSED, "a patch has both counts and a base", field="base")
+        )
+    if bool(message.counts) is not takes_patches(message.backend):
+        sent = "patches" if message.counts else "whole sets of weights"
+        raise Declined(
+            Failure(NackCode.BACKEND_MISSING, f"{message.backend} has no {sent}", field="backend")
+        )
+    return manifest
+
+
+def check_chunk(manifest: Manifest, message: WeightChunkMeta) -> None:
+    """A chunk is the one that the manifest plans.
+
+    Raises:
+        Declined: names the field that differs.
+    """
+    part = manifest.part(message.chunk)
+    for field, planned, told in (
+        ("names", manifest.names[part], message.names),
+        ("dtypes", manifest.dtypes[part], message.dtypes),
+        ("shapes", manifest.shapes[part], message.shapes),
+        ("sizes_bytes", manifest.sizes_bytes(message.chunk), message.sizes_bytes),
+    ):
+        if planned != told:
+            raise Declined(
+                Failure(
+                    NackCode.MANIFEST_REFUSED,
+                    f"chunk {message.chunk} differs from the armed manifest",
+                    field=field,
+                )
+            )
+
+
+def check_sums(manifest: Manifest, message: ChunkSent) -> None:
+    """There is a sum for each of the chunk's tensors, or for none where nothing is verified.
+
+    Raises:
+        Declined: there are more, or fewer.
+    """
+    part = manifest.part(message.chunk)
+    expected = part.stop - part.start if message.verify in ("sample", "full") else 0
+    if len(message.sums) != expected:
+        raise Declined(
+            Failure(
+                NackCode.MALFORMED,
+                f"{len(message.sums)} sums to verify ({message.verify}) {expected} tensors "
+                f"of chunk {message.chunk}",
+                field="sums",
+            )
+        )

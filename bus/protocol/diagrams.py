@@ -1,0 +1,55 @@
+"""The machines' diagrams, and a page's diagrams brought up to date.
+
+A page marks where a diagram stands, and everything between the two lines is made here::
+
+    <!-- diagram: wave -->
+    <!-- end of diagram -->
+
+``python -m bus.commands.diagrams`` writes them; a test compares.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from bus.errors import UsageError
+from bus.protocol.broker import pause, sleep, update
+from bus.protocol.core.state_table import state_diagram
+from bus.protocol.dp import coordinator, wave
+
+_MARKED: Final = re.compile(
+    r"(?P<begin><!-- diagram: (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end of diagram -->)",
+    re.DOTALL,
+)
+
+
+def diagrams() -> dict[str, str]:
+    """The machines that have a table, by name."""
+    return {
+        "wave": state_diagram(wave.TRANSITIONS, wave.WaveState.IDLE),
+        "pause": state_diagram(pause.TRANSITIONS, pause.PauseState.RUNNING),
+        "sleep": state_diagram(sleep.TRANSITIONS, sleep.SleepState.AWAKE),
+        "gateway": state_diagram(coordinator.TRANSITIONS, coordinator.CoordinatorState.IDLE),
+        "update": state_diagram(update.TRANSITIONS, update.UpdateState.IDLE),
+    }
+
+
+def fill_page(page: str) -> str:
+    """The page with all its diagrams as the tables are now.
+
+    Raises:
+        UsageError: it names a machine that has no table, or marks no diagram at all.
+    """
+    drawn = diagrams()
+
+    def fill(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in drawn:
+            raise UsageError(f"diagram: {name!r}: there are {', '.join(drawn)}")
+        return f"{match['begin']}```mermaid\n{drawn[name]}```\n{match['end']}"
+
+    text, count = _MARKED.subn(fill, page)
+    if not count:
+        raise UsageError("no `<!-- diagram: NAME -->` … `<!-- end of diagram -->` in this page")
+    return text

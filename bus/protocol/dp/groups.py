@@ -1,0 +1,349 @@
+"""The DP groups of a group: their waves, their gateways, and how their ranks are.
+
+Composes a :class:`~bus.protocol.dp.wave.WaveMachine` and a
+:class:`~bus.protocol.dp.watchdog.Watchdog` per DP group of more than one rank. What the
+pause does to a wave is read off the ranks' phases, which their acks and heartbeats tell
+in order: locally paused from the moment PAUSE_LOCAL is asked, globally when every rank
+is paused, running again when every rank is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from bus.messages import (
+    CoreStatus,
+    DpGroupView,
+    FirstReq,
+    FirstReqHeld,
+    Phase,
+    StartDpWave,
+    WaveComplete,
+    WaveStarted,
+)
+from bus.protocol.core.effects import Effect, Note, Send
+from bus.protocol.dp.restarts import Restarts
+from bus.protocol.dp.watchdog import Diagnosis, Watchdog, WatchdogConfig
+from bus.protocol.dp.wave import WaveMachine, WaveState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from bus.messages import Message
+    from bus.protocol.broker.membership import Peer
+
+_STILL: Final[frozenset[Phase]] = frozenset({"paused", "updating", "quarantined"})
+_LEVELS: Final = {"ok": "info", "slow": "warning", "unknown": "debug"}
+
+
+class DpGroup:
+    """One DP group: its ranks by number, its gateway if it has one."""
+
+    def __init__(self, name: str, size: int, config: WatchdogConfig) -> None:
+        self.name = name
+        self.size = size
+        self.wave = WaveMachine()
+        self.watchdog = Watchdog(size, config)
+        self.ranks: dict[int, Peer] = {}
+        self.coordinator: Peer | None = None
+        self.coordinator_boot = 0  # of the last one, which may be gone
+        self.diagnosis = Diagnosis("unknown")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank is there."""
+        return len(self.ranks) == self.size
+
+    def is_idle(self) -> bool:
+        """Whether every rank is idle on its device, for good."""
+        return self.is_complete and all(peer.phase in _STILL for peer in self.ranks.values())
+
+    def is_moving(self) -> bool:
+        """Whether every rank schedules."""
+        return self.is_complete and not any(
+            peer.phase in _STILL or peer.phase in ("pausing", "resuming")
+            for peer in self.ranks.values()
+        )
+
+    def view(self) -> DpGroupView:
+        return DpGroupView(
+            name=self.name,
+            state=self.wave.state.value,
+            wave=self.wave.wave,
+            ranks=len(self.ranks),
+            size=self.size,
+            first_req=self.wave.kept,
+            gateway=self.coordinator.name if self.coordinator else "",
+            health=self.diagnosis.health,
+            diagnosis=self.diagnosis.text[:4096],
+            started_by=self.wave.started_by,
+        )
+
+
+class DpGroups:
+    """All DP groups of more than one rank, of one group. ``epoch`` is the group's."""
+
+    def __init__(
+        self, group: str, epoch: Callable[[], int], config: WatchdogConfig | None = None
+    ) -> None:
+        self.dp_groups: dict[str, DpGroup] = {}
+        self._of: dict[str, DpGroup] = {}  # by rank's name
+        self._group = group
+        self._epoch = epoch
+        self._config = config or WatchdogConfig()
+        self.restarts = Restarts(group, epoch)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._of
+
+    def of(self, name: str) -> DpGroup | None:
+        """The DP group of a rank; None for an engine that steps alone."""
+        return self._of.get(name)
+
+    # -- membership -------------------------------------------------------------
+
+    def on_rank_joined(self, peer: Peer) -> list[Effect]:
+        """A rank is there (again)."""
+        facts = peer.facts
+        if facts is None:
+            return []
+        if facts.dp_size == 1:
+            self.restarts.over(peer.name)
+            return []
+        group = self._get(facts.dp_group, facts.dp_size)
+        group.ranks[facts.dp_rank] = peer
+        self._of[peer.name] = group
+        effects: list[Effect] = []
+        if group.is_complete and group.wave.state is WaveState.DOWN:
+            self._mirror_anew(group)
+            group.watchdog.whole()
+            group.diagnosis = Diagnosis("unknown")
+            self.restarts.over(group.name)
+            effects.append(self._note("dp_group_up", group, "info", {"ranks": group.size}))
+        return effects + self._review(group, falls_out=True)
+
+    def on_rank_lost(self, peer: Peer, reason: str, now_ms: float) -> list[Effect]:
+        """A rank is gone: its DP group is down, and restarts as one."""
+        group = self._of.pop(peer.name, None)
+        if group is None or peer.facts is None:
+            return []
+        rank = peer.facts.dp_rank
+        if group.ranks.get(rank) is peer:
+            del group.ranks[rank]
+        was_down = group.wave.state is WaveState.DOWN
+        group.wave.on_rank_lost()
+        group.watchdog.on_rank_lost(rank, peer.name, reason, now_ms)
+        group.diagnosis = group.watchdog.diagnose(now_ms)
+        if was_down:
+            return []
+        fields = {"rank": rank, "peer": peer.name, "reason": reason, "left": len(group.ranks)}
+        return [self._note("dp_group_down", group, "error", fields)]
+
+    def on_coordinator_joined(self, peer: Peer) -> list[Effect]:
+        """A coordinator is there (again), and tells where its waves stand."""
+        facts = peer.coordinator
+        assert facts is not None
+        group = self._get(facts.dp_group, facts.dp_size)
+        if group.coordinator_boot not in (0, peer.boot):
+            group.wave.wave = 0  # another life of the DP group, with a coordinator of its own
+        group.coordinator, group.coordinator_boot = peer, peer.boot
+        effects: list[Effect] = []
+        if facts.wave > group.wave.wave:
+            effects += self._complete(group, facts.wave - 1, "join")
+        if facts.running:
+            effects += self._on_wave_started(group, facts.wave, facts.rank, "join")
+        return effects
+
+    def on_coordinator_lost(self, peer: Peer) -> list[Effect]:
+        """A coordinator is gone; its cores are woken by nobody now, unless it lives unheard."""
+        for group in self.dp_groups.values():
+            if group.coordinator is peer:
+                group.coordinator = None
+        return []
+
+    # -- what coordinators and cores say ------------------------------------------
+
+    def on_message(self, peer: Peer, msg_id: int, message: Message) -> list[Effect]:
+        """A coordinator's word; one of a DP group that is not its own changes nothing."""
+        facts = peer.coordinator
+        if facts is None or getattr(message, "dp_group", None) != facts.dp_group:
+            return []
+        group = self.dp_groups[facts.dp_group]
+        match message:
+            case FirstReq(_, rank, wave):
+                peer.coordinator = replace(facts, wave=wave, running=False)
+                return self._first_req(group, peer, msg_id, rank, wave)
+            case WaveStarted(_, wave, local, rank):
+                peer.coordinator = replace(facts, wave=wave, running=True, rank=rank)
+                return self._on_wave_started(group, wave, rank, "coordinator", local=local)
+            case WaveComplete(_, wave):
+                peer.coordinator = replace(facts, wave=wave + 1, running=False, rank=None)
+                return self._complete(group, wave, "coordinator")
+            case _:
+                return []
+
+    def _on_wave_started(
+        self, group: DpGroup, wave: int, rank: int | None, source: str, *, local: bool = False
+    ) -> list[Effect]:
+        """A wave runs, says ``source``. It is told once, and an old notice never."""
+        waves = group.wave
+        known = waves.under_way and waves.wave == wave
+        fields: dict[str, object] = {
+            "wave": wave,
+            "rank": rank,
+            "local": local,
+            "state": waves.state.value,
+            "source": source,
+        }
+        if not waves.on_started(wave, rank) or known:
+            return []
+        return [self._note("wave_started", group, "debug", fields)]
+
+    def _complete(self, group: DpGroup, wave: int, source: str) -> list[Effect]:
+        """A wave is over, and all before it. ``start_seen``: its start was told before."""
+        waves = group.wave
+        seen = waves.under_way and waves.wave == wave
+        if not waves.complete(wave):
+            return []
+        fields: dict[str, object] = {"wave": wave, "start_seen": seen, "source": source}
+        return [self._note("wave_complete", group, "debug", fields)]
+
+    def _first_req(
+        self, group: DpGroup, peer: Peer, msg_id: int, rank: int, wave: int
+    ) -> list[Effect]:
+        fields: dict[str, object] = {"wave": wave, "rank": rank, "state": group.wave.state.value}
+        if group.wave.first_req(wave):
+            note = self._note("first_req", group, "debug", fields)
+            return [self._start(group, peer, msg_id), note]
+        held = FirstReqHeld(group.name, wave, f"DP group is {group.wave.state.value}")
+        return [
+            Send(held, (peer.route,), msg_id, self._group, self._epoch()),
+            self._note("first_req_held", group, "info", fields),
+        ]
+
+    def _start(self, group: DpGroup, gateway: Peer, reply_to: int = 0) -> Send:
+        start = StartDpWave(group.name, group.wave.wave, None)
+        return Send(start, (gateway.route,), reply_to, self._group, self._epoch())
+
+    def on_core_status(self, peer: Peer, status: CoreStatus, now_ms: float) -> list[Effect]:
+        """A rank's status page."""
+        peer.core, peer.core_reported_ms = status, now_ms
+        group = self._of.get(peer.name)
+        if group is None or peer.facts is None:
+            return []
+        group.watchdog.report(peer.facts.dp_rank, peer.name, status, now_ms)
+        effects: list[Effect] = []
+        if group.coordinator is None and group.wave.state is not WaveState.DOWN:
+            effects = self._read_page(group, status)
+        # Looking at every rank for each one's every word would be much, where all is well.
+        if group.diagnosis.health == "ok" and status.since_ms < group.watchdog.config.slow_ms:
+            return effects
+        return effects + self._diagnose(group, now_ms)
+
+    def _read_page(self, group: DpGroup, status: CoreStatus) -> list[Effect]:
+        """vLLM's own coordinator tells nobody of waves; what its cores do shows them.
+
+        A page is a sample: of waves that began and ended between two of them, the number of the
+        last is told. It does not say which rank began a wave.
+        """
+        effects: list[Effect] = []
+        if status.wave > group.wave.wave:
+            effects += self._complete(group, status.wave - 1, "status_page")
+        steps = status.phase in ("step", "dummy", "sync")
+        may_step = group.wave.state in (WaveState.IDLE, WaveState.LOCAL)
+        if steps and may_step and not group.wave.under_way:
+            effects += self._on_wave_started(group, status.wave, None, "status_page")
+        return effects
+
+    # -- what the pause does --------------------------------------------------------
+
+    def on_pause_asked(self, dp_groups: Iterable[str]) -> None:
+        """PAUSE_LOCAL goes to all ranks of these."""
+        for name in dp_groups:
+            if name in self.dp_groups:
+                self.dp_groups[name].wave.on_pause_asked()
+
+    def on_phase_changed(self, name: str, pausing: Mapping[str, str]) -> list[Effect]:
+        """A rank's phase may have changed. ``pausing``: who is in the pause under way."""
+        group = self._of.get(name)
+        return self._review(group, falls_out=name not in pausing) if group else []
+
+    def _review(self, group: DpGroup, *, falls_out: bool) -> list[Effect]:
+        state = group.wave.state
+        if group.is_idle():
+            if state is not WaveState.GLOBAL:
+                group.wave.on_pause_asked()
+                group.wave.on_paused()
+        elif (
+            (state is WaveState.GLOBAL or (state is WaveState.LOCAL and falls_out))
+            and group.is_moving()
+            and group.wave.on_resumed()
+            and group.coordinator is not None
+        ):
+            fields: dict[str, object] = {"wave": group.wave.wave, "kept": True}
+            note = self._note("first_req", group, "debug", fields)
+            return [self._start(group, group.coordinator), note]
+        return []
+
+    # -- time, status -----------------------------------------------------------------
+
+    def on_stuck(self, peer: Peer, text: str, now_ms: float) -> tuple[str, list[Effect]]:
+        """An engine's call has not returned, and its core stands still. Returns what is to be said
+        of it, and done."""
+        group = self._of.get(peer.name)
+        ranks = [peer] if group is None else [each for _, each in sorted(group.ranks.items())]
+        name = peer.name if group is None else group.name
+        advice = self.restarts.advice(ranks, 1 if group is None else group.size)
+        told = "; ".join(filter(None, (text, advice)))
+        return told, self.restarts.stuck(name, ranks, f"{peer.name}: {told}", now_ms)
+
+    def tick(self, now_ms: float) -> list[Effect]:
+        """Look at every DP group; what it is like now is told when it changes."""
+        effects: list[Effect] = []
+        for group in self.dp_groups.values():
+            effects += self._diagnose(group, now_ms)
+        return effects
+
+    def views(self) -> tuple[DpGroupView, ...]:
+        """What a status shows."""
+        return tuple(self.dp_groups[name].view() for name in sorted(self.dp_groups))
+
+    def _diagnose(self, group: DpGroup, now_ms: float) -> list[Effect]:
+        before, now = group.diagnosis, group.watchdog.diagnose(now_ms)
+        ranks = [peer for _, peer in sorted(group.ranks.items())]
+        effects: list[Effect] = []
+        if now.stuck:
+            advice = self.restarts.advice(ranks, group.size)
+            now = replace(now, text="; ".join(filter(None, (now.text, advice))))
+            effects = self.restarts.stuck(group.name, ranks, now.text, now_ms)
+        elif before.stuck:
+            self.restarts.over(group.name)
+        group.diagnosis = now
+        if before.health == now.health:
+            return effects
+        if now.health == "ok" and before.health == "unknown":
+            return effects
+        fields: dict[str, object] = {
+            "diagnosis": now.text,
+            "absent": list(now.absent),
+            "state": group.wave.state.value,
+        }
+        level = _LEVELS.get(now.health, "error")
+        return [self._note(f"dp_group_{now.health}", group, level, fields), *effects]
+
+    def _get(self, name: str, size: int) -> DpGroup:
+        group = self.dp_groups.get(name)
+        if group is None:
+            group = self.dp_groups[name] = DpGroup(name, size, self._config)
+        group.size = group.watchdog.size = size  # a new life may be larger, or smaller
+        return group
+
+    def _mirror_anew(self, group: DpGroup) -> None:
+        told = group.coordinator.coordinator if group.coordinator is not None else None
+        group.wave.whole()
+        if told is not None:
+            group.wave.mirror(told.wave, running=told.running, rank=told.rank)
+
+    def _note(self, event: str, group: DpGroup, level: str, fields: dict[str, object]) -> Note:
+        return Note(event, level, {"group": self._group, "dp_group": group.name, **fields})

@@ -1,0 +1,198 @@
+"""Why the ranks of a DP group don't step: told from their cores' status pages.
+
+Ranks step in lockstep: in a collective each waits for all. So a rank that stands in one
+for long is not the culprit; who is absent from it, is.
+
+==========  =====================================================================
+health      when
+==========  =====================================================================
+ok          every rank is idle, or has moved within ``slow_ms``
+slow        a rank has stood in a step or a collective for longer, and nobody is
+            absent; or not yet for ``wedged_ms``
+wedged      a rank has stood in a collective for ``wedged_ms``, and another one is
+            not in it (idle, or in another one); or all stand in it for
+            ``stuck_ms``
+down        a rank is gone; the others can't step until it is back, or all are restarted
+unknown     a rank has no status page, or has not told what it says for ``silent_ms``
+==========  =====================================================================
+
+Stuck are ranks that are wedged; and those that are left of a DP group that is down, once one
+of them has stood in a collective for ``wedged_ms``: it doesn't end any more. Of an engine that
+steps alone see :func:`describe_stall`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from bus.messages import CorePhase, CoreStatus
+
+Health: TypeAlias = Literal["ok", "slow", "wedged", "down", "unknown"]
+
+# A rank in one of these waits for the others; `step` and `dummy` meet in the same one.
+_MEETING: Final[dict[CorePhase, str]] = {
+    "step": "forward pass",
+    "dummy": "forward pass",
+    "sync": "all-reduce",
+    "barrier": "resume barrier",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WatchdogConfig:
+    """Times in ms, see the module. A forward pass with a long prompt takes seconds; a
+    collective on a host that still works does not take ``stuck_ms``. Pages come as
+    heartbeats do; one that is old says nothing of the present."""
+
+    silent_ms: float = 5_000.0
+    slow_ms: float = 2_000.0
+    wedged_ms: float = 10_000.0
+    stuck_ms: float = 60_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """``absent`` names the ranks that the others wait for; ``stuck``: only a restart of all
+    ranks helps."""
+
+    health: Health
+    text: str = ""
+    absent: tuple[int, ...] = ()
+    stuck: bool = False
+
+
+@dataclass(slots=True)
+class _Report:
+    name: str
+    status: CoreStatus
+    received_ms: float
+
+    def stalled_ms(self, now_ms: float) -> float:
+        return self.status.since_ms + now_ms - self.received_ms
+
+    def where(self) -> str:
+        return _MEETING.get(self.status.phase, "")
+
+
+class Watchdog:
+    """One DP group's, of ``size`` ranks."""
+
+    def __init__(self, size: int, config: WatchdogConfig | None = None) -> None:
+        self.size = size
+        self.config = config or WatchdogConfig()
+        self._reports: dict[int, _Report] = {}
+        self._lost: dict[int, tuple[str, str, float]] = {}  # name, reason, when
+
+    def report(self, rank: int, name: str, status: CoreStatus, now_ms: float) -> None:
+        """A rank's status page, as its sidecar has just read it."""
+        self._reports[rank] = _Report(name, status, now_ms)
+
+    def on_rank_lost(self, rank: int, name: str, reason: str, now_ms: float) -> None:
+        """A rank is gone."""
+        self._lost[rank] = (name, reason, now_ms)
+
+    def whole(self) -> None:
+        """All ranks have joined anew; what the old ones said is void."""
+        self._reports.clear()
+        self._lost.clear()
+
+    def diagnose(self, now_ms: float) -> Diagnosis:
+        """How the ranks are, and if they don't step: which is where, who is absent, since when."""
+        if self._lost:
+            return self._down(now_ms)
+        without = [rank for rank in range(self.size) if not self._has_page(rank)]
+        if without:
+            return Diagnosis("unknown", f"no status page of rank {_format_ranks(without)}")
+        silent = [
+            f"rank {rank} ({report.name}) has told nothing for "
+            f"{_seconds(now_ms - report.received_ms)}"
+            for rank, report in sorted(self._reports.items())
+            if now_ms - report.received_ms > self.config.silent_ms
+        ]
+        if silent:
+            return Diagnosis("unknown", "; ".join(silent))
+        return self._stepping(now_ms)
+
+    def _has_page(self, rank: int) -> bool:
+        report = self._reports.get(rank)
+        return report is not None and report.status.phase != ""
+
+    def _down(self, now_ms: float) -> Diagnosis:
+        parts = [
+            f"rank {rank} ({name}) is gone since {_seconds(now_ms - when_ms)}: {reason}"
+            for rank, (name, reason, when_ms) in sorted(self._lost.items())
+        ]
+        standing = [
+            (rank, report)
+            for rank, report in sorted(self._reports.items())
+            if rank not in self._lost
+            and report.where()
+            and report.stalled_ms(now_ms) > self.config.wedged_ms
+        ]
+        parts += [_describe_rank(rank, report, now_ms) for rank, report in standing]
+        text = f"{'; '.join(parts)}; all {self.size} ranks restart together"
+        return Diagnosis("down", text, tuple(sorted(self._lost)), bool(standing))
+
+    def _stepping(self, now_ms: float) -> Diagnosis:
+        limits = self.config
+        standing = {
+            rank: report
+            for rank, report in sorted(self._reports.items())
+            if report.where() and report.stalled_ms(now_ms) > limits.slow_ms
+        }
+        if not standing:
+            return Diagnosis("ok")
+        longest_ms = max(report.stalled_ms(now_ms) for report in standing.values())
+        absent = self._absent_ranks(standing, now_ms)
+        told = [_describe_rank(rank, self._reports[rank], now_ms) for rank in standing]
+        if absent:
+            told += [
+                f"{_describe_rank(rank, self._reports[rank], now_ms)}: absent"
+                for rank in absent
+                if rank not in standing
+            ]
+        limit_ms = limits.wedged_ms if absent else limits.stuck_ms
+        health: Health = "wedged" if longest_ms > limit_ms else "slow"
+        return Diagnosis(health, "; ".join(told), tuple(absent), health == "wedged")
+
+    def _absent_ranks(self, standing: dict[int, _Report], now_ms: float) -> list[int]:
+        """Who is not where the first to stand waits for it."""
+        first = max(standing.values(), key=lambda report: report.stalled_ms(now_ms))
+        return [
+            rank
+            for rank, report in sorted(self._reports.items())
+            if report.where() != first.where()
+        ]
+
+
+def describe_stall(
+    status: CoreStatus | None, heard_ms: float, now_ms: float, limit_ms: float
+) -> str:
+    """Of an engine that has not answered for ``limit_ms``: where its core stands since before
+    then; empty if it moves, is idle, or has no page."""
+    if status is None or status.phase in ("", "idle"):
+        return ""
+    stands_ms = status.since_ms + now_ms - heard_ms
+    if stands_ms <= limit_ms:
+        return ""
+    return f"its core stands in `{status.phase}` since {_seconds(stands_ms)}, step {status.step}"
+
+
+def _describe_rank(rank: int, report: _Report, now_ms: float) -> str:
+    status = report.status
+    doing = {"idle": "is idle", "work": "is between steps"}.get(status.phase, "")
+    doing = doing or f"stands in the {report.where()} ({status.phase})"
+    since = _seconds(report.stalled_ms(now_ms))
+    return (
+        f"rank {rank} ({report.name}) {doing} since {since}, step {status.step}, wave {status.wave}"
+    )
+
+
+def _seconds(ms: float) -> str:
+    return f"{ms / 1000:.1f} s"
+
+
+def _format_ranks(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,205 @@
+"""The waves of one DP group, as the broker sees them.
+
+A wave is one running period of a DP group: from its first request until every rank is
+idle. The group's coordinator (its gateway, or vLLM's own) owns the number; the broker
+mirrors it, and knows what the coordinator can't: whether the group is being paused.
+
+::
+
+    state    event        next      effect
+    IDLE     FIRST_REQ    RUNNING   START_DP_WAVE
+    IDLE     STARTED      RUNNING   (decided without the broker)
+    IDLE     COMPLETE     IDLE      the number grows
+    IDLE     PAUSE        LOCAL
+    RUNNING  FIRST_REQ    RUNNING   START_DP_WAVE again: the one before may be lost
+    RUNNING  STARTED      RUNNING
+    RUNNING  COMPLETE     IDLE      the number grows
+    RUNNING  PAUSE        LOCAL
+    LOCAL    FIRST_REQ    LOCAL     START_DP_WAVE: a wave is joined until all are paused
+    LOCAL    STARTED      LOCAL
+    LOCAL    COMPLETE     LOCAL     the number grows
+    LOCAL    PAUSE        LOCAL     (asked again)
+    LOCAL    PAUSED       GLOBAL
+    LOCAL    RESUMED      IDLE      (fell out of the pause) RUNNING if a wave is under way
+    GLOBAL   FIRST_REQ    GLOBAL    FIRST_REQ_HELD: kept
+    GLOBAL   STARTED      GLOBAL    (an old notice; or the resume began a wave, and not all
+                                    ranks have acked it)
+    GLOBAL   COMPLETE     GLOBAL    the number grows
+    GLOBAL   PAUSE        GLOBAL
+    GLOBAL   PAUSED       GLOBAL
+    GLOBAL   RESUMED      IDLE      what was kept starts: START_DP_WAVE, RUNNING; RUNNING
+                                    also if a wave is under way
+    DOWN     FIRST_REQ    DOWN      FIRST_REQ_HELD
+    DOWN     STARTED      DOWN
+    DOWN     COMPLETE     DOWN
+    any      LOST         DOWN      a rank died: what was kept died with it
+    DOWN     WHOLE        IDLE      all ranks are there again, restarted as one
+
+Invariants:
+
+- START_DP_WAVE is sent while the group may still step, and never after PAUSED: a rank
+  that is paused for good must not be asked into a wave that the others don't join.
+- A FIRST_REQ that comes after PAUSED is kept, and starts a wave on RESUMED.
+- Where engines start waves by themselves (vLLM 0.33), no FIRST_REQ comes: STARTED and COMPLETE
+  are all that the broker learns, and it answers neither.
+- A wave is under way from STARTED to COMPLETE. PAUSED ends it as well, since all ranks are idle
+  then; a STARTED after PAUSED is remembered for RESUMED, because a resume may begin a wave
+  before the broker has the acks of all ranks.
+- The number never falls within one life of the DP group, and is never made up here:
+  it is the greatest that a coordinator has told.
+- A rank is DOWN with all its mates, until all have joined anew.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+from bus.protocol.core.state_table import IllegalTransition
+
+
+class WaveState(StrEnum):
+    IDLE = "idle"
+    RUNNING = "running"
+    LOCAL = "locally paused"
+    GLOBAL = "globally paused"
+    DOWN = "down"
+
+
+class WaveEvent(StrEnum):
+    FIRST_REQ = "first_req"
+    STARTED = "started"
+    COMPLETE = "complete"
+    PAUSE = "pause"
+    PAUSED = "paused"
+    RESUMED = "resumed"
+    LOST = "lost"
+    WHOLE = "whole"
+
+
+_S = WaveState
+_E = WaveEvent
+
+TRANSITIONS: Final[dict[tuple[WaveState, WaveEvent], WaveState]] = {
+    (_S.IDLE, _E.FIRST_REQ): _S.RUNNING,
+    (_S.IDLE, _E.STARTED): _S.RUNNING,
+    (_S.IDLE, _E.COMPLETE): _S.IDLE,
+    (_S.IDLE, _E.PAUSE): _S.LOCAL,
+    (_S.IDLE, _E.LOST): _S.DOWN,
+    (_S.RUNNING, _E.FIRST_REQ): _S.RUNNING,
+    (_S.RUNNING, _E.STARTED): _S.RUNNING,
+    (_S.RUNNING, _E.COMPLETE): _S.IDLE,
+    (_S.RUNNING, _E.PAUSE): _S.LOCAL,
+    (_S.RUNNING, _E.LOST): _S.DOWN,
+    (_S.LOCAL, _E.FIRST_REQ): _S.LOCAL,
+    (_S.LOCAL, _E.STARTED): _S.LOCAL,
+    (_S.LOCAL, _E.COMPLETE): _S.LOCAL,
+    (_S.LOCAL, _E.PAUSE): _S.LOCAL,
+    (_S.LOCAL, _E.PAUSED): _S.GLOBAL,
+    (_S.LOCAL, _E.RESUMED): _S.IDLE,
+    (_S.LOCAL, _E.LOST): _S.DOWN,
+    (_S.GLOBAL, _E.FIRST_REQ): _S.GLOBAL,
+    (_S.GLOBAL, _E.STARTED): _S.GLOBAL,
+    (_S.GLOBAL, _E.COMPLETE): _S.GLOBAL,
+    (_S.GLOBAL, _E.PAUSE): _S.GLOBAL,
+    (_S.GLOBAL, _E.PAUSED): _S.GLOBAL,
+    (_S.GLOBAL, _E.RESUMED): _S.IDLE,
+    (_S.GLOBAL, _E.LOST): _S.DOWN,
+    (_S.DOWN, _E.FIRST_REQ): _S.DOWN,
+    (_S.DOWN, _E.STARTED): _S.DOWN,
+    (_S.DOWN, _E.COMPLETE): _S.DOWN,
+    (_S.DOWN, _E.LOST): _S.DOWN,
+    (_S.DOWN, _E.WHOLE): _S.IDLE,
+}
+
+
+class WaveMachine:
+    """One DP group's. Methods that take a FIRST_REQ or a resume say whether to START."""
+
+    def __init__(self, wave: int = 0, *, running: bool = False) -> None:
+        self.state = _S.RUNNING if running else _S.IDLE
+        self.wave = wave
+        self.kept = False  # a FIRST_REQ that waits for the resume
+        self.under_way = running  # a coordinator, or a status page, has said so
+        self.rank: int | None = None  # that began it; None: nobody knows
+
+    def first_req(self, wave: int) -> bool:
+        """A request has come to an idle rank; True: START_DP_WAVE, False: it is kept."""
+        self._go(_E.FIRST_REQ)
+        self.wave = max(self.wave, wave)
+        if self.state in (_S.GLOBAL, _S.DOWN):
+            self.kept = self.state is _S.GLOBAL
+            return False
+        return True
+
+    @property
+    def started_by(self) -> int | None:
+        """The rank that began the wave under way; None if none is, or nobody knows."""
+        return self.rank if self.under_way else None
+
+    def on_started(self, wave: int, rank: int | None = None) -> bool:
+        """A coordinator says that ``rank`` began this wave; False: the notice is old, and
+        changes nothing."""
+        if wave < self.wave:
+            return False
+        self._go(_E.STARTED)
+        self.wave, self.rank = wave, rank
+        self.under_way = self.state is not _S.DOWN
+        return True
+
+    def complete(self, wave: int) -> bool:
+        """A coordinator says that all ranks are idle; False: the notice is old, and changes
+        nothing."""
+        if wave < self.wave:
+            return False
+        self._go(_E.COMPLETE)
+        self.wave = wave + 1
+        self.under_way = False
+        return True
+
+    def mirror(self, wave: int, *, running: bool, rank: int | None = None) -> None:
+        """Where a coordinator's waves stand: it may have told of them while nobody heard."""
+        if running:
+            self.on_started(wave, rank)
+        elif wave > self.wave:
+            self.complete(wave - 1)
+
+    def on_pause_asked(self) -> None:
+        """PAUSE_LOCAL was sent to all its ranks."""
+        if self.state is not _S.DOWN:
+            self._go(_E.PAUSE)
+
+    def on_paused(self) -> None:
+        """Every rank has acked PAUSE_GLOBAL."""
+        if self.state is not _S.DOWN:
+            self._go(_E.PAUSED)
+            self.under_way = False
+
+    def on_resumed(self) -> bool:
+        """Every rank schedules again; True: a wave was kept, START it."""
+        if self.state in (_S.IDLE, _S.RUNNING, _S.DOWN):
+            return False
+        self._go(_E.RESUMED)
+        if self.under_way:
+            self._go(_E.STARTED)
+        if not self.kept:
+            return False
+        self.kept = False
+        return self.first_req(self.wave)
+
+    def on_rank_lost(self) -> None:
+        """One of its ranks is gone."""
+        self._go(_E.LOST)
+        self.kept = self.under_way = False
+
+    def whole(self) -> None:
+        """All ranks are there again, in a new life that counts its waves anew."""
+        if self.state is _S.DOWN:
+            self._go(_E.WHOLE)
+            self.wave = 0
+
+    def _go(self, event: WaveEvent) -> None:
+        following = TRANSITIONS.get((self.state, event))
+        if following is None:
+            raise IllegalTransition("wave", self.state.value, event.value)
+        self.state = following

@@ -1,0 +1,351 @@
+"""Engine calls as the session machine asks for them, and the queue they wait in."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from bus.messages import (
+    Abort,
+    Ack,
+    Arm,
+    ChunkSent,
+    Commit,
+    LeaseWord,
+    Message,
+    Nack,
+    PauseGlobal,
+    PauseLocal,
+    PauseMode,
+    Probe,
+    ProbeResult,
+    Resume,
+    Sleep,
+    SleepLevel,
+    Staging,
+    Step,
+    Target,
+    TransferInit,
+    UpdateFinish,
+    UpdateStart,
+    Verify,
+    Wake,
+    WeightChunkMeta,
+)
+from bus.protocol.core.effects import Effect, Send
+from bus.staging import Room
+
+if TYPE_CHECKING:
+    from bus.manifest import Manifest, TensorMeta
+    from bus.protocol.core.failures import Failure
+    from bus.transfer import Place
+
+
+@dataclass(frozen=True, slots=True)
+class CallPause:
+    mode: PauseMode
+    clear_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CallEscalate:
+    """A second pause, beside the `wait` that still drains: both are awaited. The only call
+    that does not stand in the queue. Before it, ask which requests are waited for."""
+
+    mode: PauseMode
+    clear_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CallSleep:
+    level: SleepLevel
+
+
+@dataclass(frozen=True, slots=True)
+class CallWakeWeights:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class CallStrengthenPause:
+    """Of a pause that is made, do what another one asks for beyond it: end its requests with the
+    tokens they have (``aborts``), drop keys, values and prefix caches (``clears``)."""
+
+    aborts: bool
+    clears: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CallResume:
+    """``asleep``: by waking all that sleeps. ``opens``: the door, first."""
+
+    asleep: bool = False
+    opens: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallOpenTransfer:
+    update_id: str
+    backend: str
+    params: bytes
+    assignment: Place
+
+
+@dataclass(frozen=True, slots=True)
+class CallArm:
+    """``staging``: as ARM has it."""
+
+    manifest: Manifest
+    target: Target
+    staging: Staging | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """``recover``: an update, of this target or the other, broke off after a load. ``staged``: it
+    is not loaded, but staged beside the weights."""
+
+    recover: bool
+    target: Target
+    staged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallReceive:
+    chunk: int
+    backend: str
+    tensors: tuple[TensorMeta, ...]
+    handle: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CallLoad:
+    """Verified first, if there are ``sums``; nothing is loaded of what is not what was sent."""
+
+    chunk: int
+    verify: Verify
+    sums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallRestore:
+    target: Target
+
+
+@dataclass(frozen=True, slots=True)
+class CallFinish:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class CallProbe:
+    """Resume for these probes alone, and pause again, as the pause was made."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int
+    salt: str
+    mode: PauseMode
+    clear_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CallCommit:
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallSwap:
+    """Between two steps, the same one on all ranks of the DP group, take what is staged."""
+
+    version: int
+    clear_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CallCancelSwap:
+    """Don't make the swap that is under way, if it is not made. It does not stand in the queue:
+    the swap's own return tells which it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallAbortRequests:
+    """Close the door, then end every request with the tokens it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallAdmit:
+    """Open the door of an engine that runs."""
+
+
+Call: TypeAlias = (
+    CallPause
+    | CallStrengthenPause
+    | CallSleep
+    | CallWakeWeights
+    | CallResume
+    | CallOpenTransfer
+    | CallArm
+    | CallStart
+    | CallReceive
+    | CallLoad
+    | CallRestore
+    | CallFinish
+    | CallProbe
+    | CallCommit
+    | CallSwap
+    | CallAbortRequests
+    | CallAdmit
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SendToPeers:
+    """Tell these ranks of the DP group, over the direct link."""
+
+    vote: LeaseWord
+    ranks: tuple[int, ...]
+
+
+SessionEffect: TypeAlias = Effect | Call | CallEscalate | CallCancelSwap | SendToPeers
+# What a call has told: a pause how many requests are held, an opening how many chunks may be
+# received ahead, an arming whether the update can be staged, a probe what it gave.
+CallResult: TypeAlias = int | Room | tuple[ProbeResult, ...] | None
+
+COMMAND_STEPS: Final[dict[type[Message], Step]] = {
+    PauseLocal: Step.PAUSE_LOCAL,
+    PauseGlobal: Step.PAUSE_GLOBAL,
+    Sleep: Step.SLEEP,
+    Wake: Step.WAKE,
+    Resume: Step.RESUME,
+    TransferInit: Step.TRANSFER_INIT,
+    Arm: Step.ARM,
+    UpdateStart: Step.START,
+    WeightChunkMeta: Step.CHUNK,
+    ChunkSent: Step.CHUNK,
+    UpdateFinish: Step.FINISH,
+    Probe: Step.PROBE,
+    Commit: Step.COMMIT,
+    Abort: Step.ABORT,
+}
+COMMANDS: Final = frozenset(COMMAND_STEPS)
+CALL_STEPS: Final[dict[type[Call], Step]] = {
+    CallPause: Step.PAUSE_GLOBAL,
+    CallStrengthenPause: Step.PAUSE_GLOBAL,
+    CallSleep: Step.SLEEP,
+    CallWakeWeights: Step.WAKE,
+    CallResume: Step.RESUME,
+    CallOpenTransfer: Step.TRANSFER_INIT,
+    CallArm: Step.ARM,
+    CallStart: Step.START,
+    CallReceive: Step.CHUNK,
+    CallLoad: Step.CHUNK,
+    CallRestore: Step.ABORT,
+    CallFinish: Step.FINISH,
+    CallProbe: Step.PROBE,
+    CallCommit: Step.COMMIT,
+    CallSwap: Step.COMMIT,
+    CallAbortRequests: Step.ABORT,
+}
+_NOT_THE_UPDATES: Final = (
+    CallPause,
+    CallStrengthenPause,
+    CallSleep,
+    CallWakeWeights,
+    CallResume,
+    CallAdmit,
+)
+
+
+@dataclass(slots=True)
+class Job:
+    """One engine call with what its ack needs. ``reply_to`` is the command's id."""
+
+    call: Call
+    reply_to: int
+    since_ms: float = 0.0
+    issued: bool = False
+
+
+class CallQueue:
+    """Engine calls in order, one at a time: the first one runs, the others wait."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[Job] = deque()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, call: Call, reply_to: int) -> None:
+        """Run it when those before it have ended."""
+        self._jobs.append(Job(call, reply_to))
+
+    def add_first(self, call: Call, reply_to: int) -> None:
+        """Run it next, before what waits. Only while nothing runs."""
+        assert not (self._jobs and self._jobs[0].issued), "a call runs"
+        self._jobs.appendleft(Job(call, reply_to))
+
+    def __contains__(self, call: Call) -> bool:
+        return any(job.call == call for job in self._jobs)
+
+    def running(self) -> Call | None:
+        """The call that runs, or is about to."""
+        return self._jobs[0].call if self._jobs else None
+
+    def end(self, call: Call) -> Job:
+        """The running call has returned or raised."""
+        job = self._jobs.popleft()
+        assert job.call is call, f"{call} ended, but {job.call} was running"
+        return job
+
+    def drop_waiting(self) -> None:
+        """An update's calls that don't run yet will not; a pause's still do."""
+        self._jobs = deque(
+            job for job in self._jobs if job.issued or isinstance(job.call, _NOT_THE_UPDATES)
+        )
+
+    def issue(self, now_ms: float) -> list[Call]:
+        """The call that is to be made now, if any."""
+        if not self._jobs or self._jobs[0].issued:
+            return []
+        job = self._jobs[0]
+        job.issued = True
+        job.since_ms = now_ms
+        return [job.call]
+
+
+def ack(
+    reply_to: int,
+    step: Step,
+    update_id: str,
+    *,
+    chunk: int = 0,
+    in_flight: int = 0,
+    took_ms: float = 0.0,
+    outcome: str = "",
+    waited_for: tuple[str, ...] = (),
+) -> Send:
+    """An engine's ACK."""
+    took_ms = round(took_ms, 3)
+    return Send(
+        Ack(step, update_id, chunk, in_flight, took_ms, outcome, waited_for), reply_to=reply_to
+    )
+
+
+def nack(reply_to: int, step: str, failure: Failure, update_id: str, chunk: int = 0) -> Send:
+    """An engine's NACK."""
+    return Send(
+        Nack(
+            code=failure.code,
+            step=step,
+            update_id=update_id,
+            chunk=chunk,
+            detail=failure.detail[:4096],
+            field=failure.field,
+            peer="",
+            tensor=failure.tensor[:512],
+            hint=failure.hint,
+            retry_after_ms=0,
+        ),
+        reply_to=reply_to,
+    )

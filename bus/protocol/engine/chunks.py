@@ -1,0 +1,134 @@
+"""The chunks of one engine's update, sidecar's side: which engine call is next.
+
+::
+
+    of chunk k         once                                       engine call, ack
+    CHUNK_META k       the engine has room for it                 receive(k)
+    CHUNK_SENT k       receive(k) is queued, and every chunk      load(k, verify); ack chunk k
+                       before k was sent
+    CHUNK_SENT k,      receive(k) has returned                    none: receive has loaded it;
+    vLLM's own                                                    ack chunk k
+
+An engine has room for ``ahead`` chunks that are received and not loaded: with two, one is loaded
+while the next one comes. A message ahead of its turn is forgotten: one before it was lost on its
+way, and all are asked again. What is applied is acked as often as it is asked.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from bus.messages import ChunkSent, Step, WeightChunkMeta
+from bus.native import loads_when_received
+from bus.protocol.core.failures import wrong_state
+from bus.protocol.core.validation import check_chunk, check_sums
+from bus.protocol.engine.calls import CallLoad, CallQueue, CallReceive, SessionEffect, ack
+
+if TYPE_CHECKING:
+    from bus.manifest import Manifest
+
+
+class EngineChunks:
+    """Those of one update after the other. Calls go into ``queue``.
+
+    Attributes:
+        applied: so many are loaded.
+        ahead: so many may be received and not loaded, in the transport that is open.
+    """
+
+    def __init__(self, queue: CallQueue) -> None:
+        self.applied = 0
+        self.ahead = 1
+        self._queue = queue
+        self._update_id = ""
+        self._backend = ""
+        self._manifest: Manifest | None = None
+        # Chunks that WEIGHT_CHUNK_META has told of, and those that CHUNK_SENT has; the last of each
+        # wait for their turn, the others' receives and loads are queued or done.
+        self._ack_received = self._sent = self._received = 0
+        self._metas: deque[tuple[int, WeightChunkMeta]] = deque()
+        self._checks: deque[tuple[int, ChunkSent]] = deque()
+
+    def begin(self, update_id: str, backend: str, manifest: Manifest) -> None:
+        """Another update."""
+        self._update_id = update_id
+        self._backend = backend
+        self._manifest = manifest
+        self.applied = 0
+        self.discard()
+
+    def discard(self) -> None:
+        """All that were not applied, wherever they are."""
+        self._ack_received = self._sent = self._received = self.applied
+        self._metas.clear()
+        self._checks.clear()
+
+    @property
+    def total(self) -> int:
+        """How many the update has."""
+        return self._armed_manifest().chunks
+
+    @property
+    def has_sent_all(self) -> bool:
+        """Whether the last one was, and nothing but calls is between it and its ack."""
+        return self._sent == self.total
+
+    def is_new(self, message: WeightChunkMeta | ChunkSent) -> bool:
+        """Whether it was not heard before."""
+        following = self._ack_received if isinstance(message, WeightChunkMeta) else self._sent
+        return message.chunk >= following
+
+    def take(self, msg_id: int, message: WeightChunkMeta | ChunkSent) -> list[SessionEffect]:
+        """One of a chunk's two messages.
+
+        Raises:
+            Declined: there is no such chunk, or it is not the manifest's.
+        """
+        if message.chunk >= self.total:
+            raise wrong_state(f"chunk {message.chunk} of {self.total}", "chunk")
+        if message.chunk < self.applied:
+            return [ack(msg_id, Step.CHUNK, self._update_id, chunk=message.chunk)]
+        if isinstance(message, WeightChunkMeta) and message.chunk == self._ack_received:
+            check_chunk(self._armed_manifest(), message)
+            self._ack_received += 1
+            self._metas.append((msg_id, message))
+        elif isinstance(message, ChunkSent) and message.chunk == self._sent < self._ack_received:
+            check_sums(self._armed_manifest(), message)
+            self._sent += 1
+            self._checks.append((msg_id, message))
+        return self._go_on()
+
+    def on_received(self) -> list[SessionEffect]:
+        """A receive has returned."""
+        self._received += 1
+        return self._go_on()
+
+    def on_loaded(self) -> None:
+        """A load has returned."""
+        self.applied += 1
+
+    def _go_on(self) -> list[SessionEffect]:
+        """Receive and load, one chunk after the other."""
+        acks: list[SessionEffect] = []
+        theirs = loads_when_received(self._backend)
+        while True:
+            received, passed = self._ack_received - len(self._metas), self._sent - len(self._checks)
+            if self._metas and received - passed < (1 if theirs else self.ahead):
+                msg_id, meta = self._metas.popleft()
+                tensors = self._armed_manifest().chunk(meta.chunk)
+                receive = CallReceive(meta.chunk, self._backend, tensors, meta.handle)
+                self._queue.add(receive, msg_id)
+            elif theirs and self._checks and passed < self._received:
+                msg_id, sent = self._checks.popleft()
+                self.applied += 1
+                acks.append(ack(msg_id, Step.CHUNK, self._update_id, chunk=sent.chunk))
+            elif not theirs and self._checks and passed < received:
+                msg_id, sent = self._checks.popleft()
+                self._queue.add(CallLoad(sent.chunk, sent.verify, sent.sums), msg_id)
+            else:
+                return acks
+
+    def _armed_manifest(self) -> Manifest:
+        assert self._manifest is not None
+        return self._manifest

@@ -1,0 +1,158 @@
+"""One engine's lease on its pause, sidecar's side; the ranks of a DP group end it as one.
+
+The lease runs from PAUSE_LOCAL, and anew from every heartbeat's answer that names the pause: the
+broker does so as long as the trainer that holds the group is heard, or as long as it is itself
+about to end what a lost trainer has left behind. So whatever is lost on the way, trainer, broker or
+link, is missed here.
+
+::
+
+    state    event                     next     what is done
+    FREE     PAUSE_LOCAL               HELD
+    HELD     PAUSE_LOCAL, renewed      HELD     the lease runs anew
+    HELD     the lease is over         OVER     the update is given up: restored, or partial
+    HELD     it has resumed            FREE
+    OVER     told to resume            FREE     resume
+    OVER     (alone) clean             FREE     resume
+    OVER     (alone) partial           SETTLED  it stays paused, and its requests are ended
+    OVER     (a rank)                  OVER     LEASE_WORD to every mate, once a second
+    OVER     all mates clean, or run   FREE     resume
+    OVER     one of them is partial    SETTLED  it stays paused, and its requests are ended
+    OVER     (a rank) PAUSE_LOCAL      OVER     remembered: it follows the resume
+    SETTLED  PAUSE_LOCAL               HELD
+
+What a rank says of itself, its *stand*:
+
+========= ==================================================================================
+held      its lease runs: somebody sees to the pause
+pausing   its pause has not returned, or what it undoes has not: it can't say yet
+clean     its lease is over, its pause complete, and its weights are those of ``version``
+partial   its weights are not whole
+running   it is not paused, and serves ``version``
+========= ==================================================================================
+
+Invariants: a rank resumes by itself only when every mate has said, since its own lease was over,
+that it is clean or runs, at the same version; whoever has said clean begins no update, and no
+other pause, before it has resumed, or heard of a mate that is partial; so that no rank generates
+while the weights of another one are touched. A mate that runs while the pause of this one has not
+returned joins the pause: half-made, it would never return. A rank that does not hear of all its
+mates stays paused, and says whom it misses; unless engines hold deadlines by themselves, and agree
+on this one without sidecars
+(see :meth:`~bus.protocol.engine.session.EngineSession.held_for_ms`).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bus.messages import LeaseWord, Stand
+
+# How often mates are asked, and a resume that failed is tried again.
+LEASE_RETRY_MS: Final = 1000.0
+
+
+class LeaseState(StrEnum):
+    FREE = "free"
+    HELD = "held"
+    OVER = "over"
+    SETTLED = "settled"
+
+
+class EngineLease:
+    """See the module. ``mates`` are the other ranks of its DP group."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.state = LeaseState.FREE
+        self.rank = rank
+        self.peers: Final = tuple(each for each in range(size) if each != rank)
+        self.clean_said = False
+        self._lease_ms = 0.0
+        self._renewed_ms = 0.0
+        self._tried_ms = -LEASE_RETRY_MS
+        self._votes: dict[int, LeaseWord] = {}
+
+    def begin(self, lease_ms: float, now_ms: float) -> None:
+        """PAUSE_LOCAL was taken."""
+        self.state = LeaseState.HELD
+        self._lease_ms = lease_ms
+        self._renewed_ms = now_ms
+
+    def renew(self, now_ms: float) -> None:
+        """Somebody sees to the pause. A lease that is over is not renewed, told or not: mates, or
+        the engine itself, may count on it."""
+        if self.over_ms is not None and now_ms < self.over_ms:
+            self._renewed_ms = now_ms
+
+    def end(self) -> None:
+        """It has resumed."""
+        self.state = LeaseState.FREE
+        self.clean_said = False
+
+    def run_out(self) -> None:
+        """The lease is over; what mates have said before counts for nothing."""
+        self.state = LeaseState.OVER
+        self.clean_said = False
+        self._votes.clear()
+
+    def stay_paused(self) -> None:
+        """It stays paused until an update brings whole weights."""
+        self.state = LeaseState.SETTLED
+        self.clean_said = False
+
+    @property
+    def over_ms(self) -> float | None:
+        """When the lease is over; None while there is none that could be."""
+        return self.ran_out_ms if self.state is LeaseState.HELD else None
+
+    @property
+    def ran_out_ms(self) -> float:
+        """When the lease that is over was so."""
+        return self._renewed_ms + self._lease_ms
+
+    @property
+    def again_ms(self) -> float | None:
+        """When to try to end what is over once more."""
+        return self._tried_ms + LEASE_RETRY_MS if self.state is LeaseState.OVER else None
+
+    def record_attempt(self, now_ms: float) -> None:
+        self._tried_ms = now_ms
+
+    @property
+    def has_promised(self) -> bool:
+        """Mates count on its weights not being touched, and on no other pause."""
+        return self.state is LeaseState.OVER and self.clean_said
+
+    def on_vote(self, word: LeaseWord) -> None:
+        """A mate has said how it stands."""
+        self._votes[word.dp_rank] = word
+
+    def all_agree(self, version: int) -> bool:
+        """Whether every mate is clean, or runs, at this version."""
+        return all(
+            self._position(mate) in ("clean", "running") and self._votes[mate].version == version
+            for mate in self.peers
+        )
+
+    def any_partial(self, version: int) -> bool:
+        """Whether the DP group can't run: a mate is partial, or clean at another version."""
+        return any(
+            word.stand == "partial"
+            or (word.stand in ("clean", "running") and word.version != version)
+            for word in self._votes.values()
+        )
+
+    def missing(self) -> Iterable[tuple[int, str]]:
+        """Which mates are waited for, and how they stand, as far as they have said."""
+        return [
+            (mate, self._position(mate))
+            for mate in self.peers
+            if self._position(mate) not in ("clean", "running")
+        ]
+
+    def _position(self, mate: int) -> Stand | str:
+        word = self._votes.get(mate)
+        return "" if word is None else word.stand

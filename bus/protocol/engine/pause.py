@@ -1,0 +1,359 @@
+"""One engine's pause, sidecar's side.
+
+::
+
+    state     event            next      engine call, ack
+    RUNNING   PAUSE_LOCAL      PAUSING   pause(mode, clear_cache); ack pause_local when issued
+    PAUSING   wait_ms is over  PAUSING   pause(escalate) too, beside the `wait` that drains
+    PAUSING   pause returned   PAUSED    ack pause_global, if it was asked; of two pauses
+                                         the later return counts
+    PAUSING   pause failed     UNSURE    nack pause_global; of two, if both failed
+    UNSURE    PAUSE_LOCAL      PAUSING   pause(mode, clear_cache); ack pause_local when issued
+    PAUSED    PAUSE_LOCAL of another pause, which wants more dropped than this one did
+                               PAUSING   sharpen(aborts, clears); ack pause_local at once. While
+                                         PAUSING, it follows the pause's return
+    PAUSING   sharpen returned PAUSED    ack pause_global, if it was asked
+    PAUSING   sharpen failed   UNSURE    nack pause_global
+    PAUSED    a probe failed   UNSURE    (the update's nack)
+    PAUSED    RESUME           RESUMING  resume()
+    PAUSING   RESUME           PAUSING   remembered: resume() follows the pause's return
+    RESUMING  resume returned  RUNNING   ack resume
+    RESUMING  resume failed    PAUSED    nack resume
+    RESUMING  PAUSE_LOCAL      RESUMING  remembered: pause() follows the resume's return
+    PAUSED    PAUSE_LOCAL, while mates count on this pause (:mod:`bus.protocol.engine.lease`)
+                               PAUSED    remembered: pause() follows the resume's return
+    RUNNING, UNSURE
+              a mate's pause   PAUSING   pause(keep), so that the mate's can return
+
+Invariants: an engine gets a resume only after its pause has returned, and one resume
+per pause; paused is acked by that return and by nothing else; an engine that is paused has dropped
+what its pause asks for, whoever made it; doubled commands are
+acked again and call nothing. A pause that failed may have been made all the same: only
+another one, which returns, tells, and until then there is no resume. What sleeps in a
+pause (:mod:`bus.protocol.engine.memory`) is woken by its resume, and the door of an engine that
+was quarantined is opened by it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+from bus.messages import Escalation, PauseGlobal, PauseLocal, PauseMode, Resume, Step
+from bus.protocol.core.ack_barrier import ESCALATED
+from bus.protocol.core.failures import wrong_state
+from bus.protocol.engine.calls import (
+    CallAbortRequests,
+    CallEscalate,
+    CallPause,
+    CallQueue,
+    CallResume,
+    CallStrengthenPause,
+    Job,
+    SessionEffect,
+    ack,
+    nack,
+)
+
+if TYPE_CHECKING:
+    from bus.protocol.core.failures import Failure
+    from bus.protocol.engine.admission import Admission
+    from bus.protocol.engine.lease import EngineLease
+    from bus.protocol.engine.memory import EngineMemory
+
+
+# The outcome of a `wait` pause whose requests ended in time.
+DRAINED: Final = "drained"
+
+
+class EnginePauseState(StrEnum):
+    RUNNING = "running"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    RESUMING = "resuming"
+    UNSURE = "unsure"
+
+
+_S = EnginePauseState
+
+
+class EnginePause:
+    """See the module. Calls go into ``queue``."""
+
+    def __init__(
+        self, queue: CallQueue, memory: EngineMemory, lease: EngineLease, door: Admission
+    ) -> None:
+        self.state = _S.RUNNING
+        self.update_id = ""
+        self.in_flight = 0
+        self._queue = queue
+        self._memory = memory
+        self._lease = lease
+        self._admission = door
+        self._last_resume = ""
+        self._call = CallPause("keep", clear_cache=False)  # the last one made
+        self._escalation: Escalation = "keep"
+        self._escalate_ms: float | None = None  # when a `wait` that still drains becomes that
+        self._pending = 0  # pause calls that have not returned: two after an escalation
+        self._returned = False  # one of them has
+        self._lacks: CallStrengthenPause | None = (
+            None  # what the pause does not do, and the next one asks
+        )
+        self._outcome = ""
+        self._waited_for: tuple[str, ...] = ()
+        self._global_asked = 0  # id of the PAUSE_GLOBAL that waits for the pause's return
+        self._resume_asked: int | None = None  # id of the RESUME that waits for it
+        self._next: tuple[int, PauseLocal] | None = None  # waits for the resume's return
+
+    def local(self, msg_id: int, message: PauseLocal, now_ms: float) -> list[SessionEffect]:
+        """PAUSE_LOCAL."""
+        waits = self._lease.has_promised and message.update_id != self.update_id
+        if self.state is _S.RESUMING or waits:
+            self._next = (msg_id, message)
+            return []
+        if not self._lease.has_promised:
+            self._lease.begin(float(message.lease_ms), now_ms)
+        begins = self.state in (_S.RUNNING, _S.UNSURE)
+        if begins:
+            self._begin(msg_id, message, now_ms)
+        else:
+            self._strengthen(msg_id, message)
+        if message.update_id != self.update_id:
+            # A new pause; or one that was left behind, half made, is taken over by this one.
+            self.update_id = message.update_id
+            self._global_asked = 0
+            self._resume_asked = None
+        return [ack(msg_id, Step.PAUSE_LOCAL, self.update_id, in_flight=self.in_flight)]
+
+    def _strengthen(self, msg_id: int, message: PauseLocal) -> None:
+        """The pause that is there may have kept what this one does not want kept: it was another's,
+        or nobody knew more of this one than that it was half made."""
+        made = self.effective_call
+        aborts = message.mode == "abort" and made.mode != "abort"
+        clears = message.clear_cache and not made.clear_cache
+        if not (aborts or clears):
+            return
+        self._call = CallPause("abort" if aborts else made.mode, made.clear_cache or clears)
+        self._outcome = ""
+        if self._lacks is not None:  # somebody before has asked for more, and it is not done
+            aborts, clears = aborts or self._lacks.aborts, clears or self._lacks.clears
+        self._lacks = CallStrengthenPause(aborts, clears)
+        if self.state is _S.PAUSED:
+            self.state = _S.PAUSING
+            self._add_what_lacks(msg_id)
+
+    def _add_what_lacks(self, reply_to: int) -> None:
+        lacks, self._lacks = self._lacks, None
+        assert lacks is not None
+        self._queue.add(lacks, reply_to)
+
+    def _begin(self, msg_id: int, message: PauseLocal, now_ms: float) -> None:
+        self.state = _S.PAUSING
+        self._call = CallPause(message.mode, message.clear_cache)
+        self._pending = 1
+        self._returned = False
+        self._lacks = None
+        self._waited_for = ()
+        self._outcome = ""
+        self._escalate_ms = None
+        if message.mode == "wait":
+            self._outcome = DRAINED
+            self._escalation = message.escalate
+            if message.wait_ms:
+                self._escalate_ms = now_ms + message.wait_ms
+        self._queue.add(self._call, msg_id)
+
+    def beside(self, pause_id: str, now_ms: float) -> None:
+        """A mate's pause can't return without this one: nobody else asks for it, and its lease is
+        over as soon as it is made."""
+        if pause_id != self._last_resume:
+            self.local(0, _unrequested_pause(pause_id), now_ms)
+
+    def pause_again(self, now_ms: float) -> None:
+        """A pause that failed may have been made: make it once more, and wait for nobody."""
+        made = self.effective_call
+        mode: PauseMode = "abort" if made.mode == "abort" else "keep"
+        self._begin(
+            0, _unrequested_pause(self.update_id, mode, clear_cache=made.clear_cache), now_ms
+        )
+
+    @property
+    def effective_call(self) -> CallPause:
+        """As which the engine is paused: a `wait` that came to its deadline became another."""
+        if self._outcome == ESCALATED:
+            return CallPause(self._escalation, self._call.clear_cache)
+        return self._call
+
+    def on_state_unknown(self) -> None:
+        """What resumes the engine and pauses it again has failed in between, or did not begin."""
+        self.state = _S.UNSURE
+
+    @property
+    def clears_cache(self) -> bool:
+        """Whether the pause drops KV caches."""
+        return self._call.clear_cache
+
+    @property
+    def escalate_ms(self) -> float | None:
+        """When :meth:`escalate` is due, if it is to come."""
+        return self._escalate_ms
+
+    def escalate(self) -> list[SessionEffect]:
+        """A `wait` has come to its deadline: pause again, in the mode the caller chose."""
+        self._escalate_ms = None
+        self._pending += 1
+        return [CallEscalate(self._escalation, self._call.clear_cache)]
+
+    def on_escalated(self, waited_for: tuple[str, ...]) -> None:
+        """The escalation is about to be made; these requests still ran."""
+        self._outcome = ESCALATED
+        self._waited_for = waited_for
+
+    def globally(self, msg_id: int, message: PauseGlobal) -> list[SessionEffect]:
+        """PAUSE_GLOBAL."""
+        if self.state in (_S.RUNNING, _S.UNSURE) or message.update_id != self.update_id:
+            raise wrong_state(
+                f"the engine is {self.state.value} (pause {self.update_id or 'none'})", "update_id"
+            )
+        if self.state is _S.PAUSING:
+            self._global_asked = msg_id
+            return []
+        if self.state is _S.RESUMING:
+            raise wrong_state("the engine is resuming")
+        return [self._paused_ack(msg_id, 0.0)]
+
+    def resume(self, msg_id: int, message: Resume) -> list[SessionEffect]:
+        """RESUME; the session has checked that the weights are whole."""
+        if self.state is _S.RUNNING:
+            if message.update_id and message.update_id == self._last_resume:
+                return [ack(msg_id, Step.RESUME, message.update_id, in_flight=self.in_flight)]
+            raise wrong_state("the engine is not paused", "update_id")
+        if message.update_id != self.update_id:
+            raise wrong_state(f"the engine is in pause {self.update_id}", "update_id")
+        if self.state is _S.UNSURE:
+            raise wrong_state("nobody knows whether the engine is paused", hint="pause it again")
+        if self.state is _S.PAUSING:
+            self._resume_asked = msg_id
+        elif self.state is _S.PAUSED:
+            self.begin_resume(msg_id)
+        return []
+
+    def begin_resume(self, msg_id: int) -> None:
+        """The pause is complete: resume."""
+        self.state = _S.RESUMING
+        door = self._admission
+        if door.is_stale and not door.closed:
+            self._queue.add(CallAbortRequests(), 0)
+        opens = door.closed and not door.is_stale
+        self._queue.add(CallResume(asleep=not self._memory.awake, opens=opens), msg_id)
+
+    def on_paused(self, took_ms: float) -> list[SessionEffect]:
+        """A pause call is back; with no other one pending, the engine is idle on its device."""
+        self._pending -= 1
+        self._returned = True
+        self._escalate_ms = None
+        return [] if self._pending else self.on_strengthened(took_ms)
+
+    def on_strengthened(self, took_ms: float) -> list[SessionEffect]:
+        """The pause is made: it counts as soon as it does all that is asked of it."""
+        if self._lacks is not None:
+            self._add_what_lacks(self._global_asked)
+            return []
+        self.state = _S.PAUSED
+        effects: list[SessionEffect] = []
+        if self._global_asked:
+            effects.append(self._paused_ack(self._global_asked, took_ms))
+            self._global_asked = 0
+        if self._resume_asked is not None:
+            msg_id, self._resume_asked = self._resume_asked, None
+            self.begin_resume(msg_id)
+        return effects
+
+    def on_strengthen_failed(self, reply_to: int, failure: Failure) -> list[SessionEffect]:
+        """What it was to drop may be there."""
+        self._pending, self._returned = 1, False
+        return self.on_pause_failed(reply_to, failure)
+
+    def on_pause_failed(self, reply_to: int, failure: Failure) -> list[SessionEffect]:
+        """A pause call raised: the engine runs, or does not. Of two, the other one decides."""
+        self._pending -= 1
+        self._escalate_ms = None
+        if self._pending:
+            return []
+        if self._returned:
+            self._pending += 1
+            return self.on_paused(0.0)
+        self.state = _S.UNSURE
+        reply_to = self._global_asked or reply_to
+        self._global_asked = 0
+        self._resume_asked = None
+        return [nack(reply_to, Step.PAUSE_GLOBAL, failure, self.update_id)]
+
+    def on_resumed(self, job: Job, took_ms: float, now_ms: float) -> list[SessionEffect]:
+        """The engine schedules again; a pause that came meanwhile follows."""
+        self.state = _S.RUNNING
+        self._lease.end()
+        if isinstance(job.call, CallResume) and job.call.opens:
+            self._admission.closed = self._admission.unconfirmed = False
+        self._memory.on_resumed()
+        self._last_resume = self.update_id
+        effects: list[SessionEffect] = [
+            ack(
+                job.reply_to,
+                Step.RESUME,
+                self.update_id,
+                in_flight=self.in_flight,
+                took_ms=took_ms,
+            )
+        ]
+        return effects + self.run_queued(now_ms)
+
+    def on_resume_failed(self, job: Job, failure: Failure, now_ms: float) -> list[SessionEffect]:
+        """The engine is still paused."""
+        self.state = _S.PAUSED
+        self._memory.on_resume_failed()
+        effects: list[SessionEffect] = [nack(job.reply_to, Step.RESUME, failure, self.update_id)]
+        return effects + self.run_queued(now_ms)
+
+    def on_found_paused(self, update_id: str, lease_ms: float, now_ms: float) -> None:
+        """The engine was found in this pause, which an earlier sidecar has made: nobody knows what
+        it has dropped."""
+        self.state = _S.PAUSED
+        self._call, self._outcome = CallPause("keep", clear_cache=False), ""
+        self.update_id = update_id
+        self._next = None  # whoever asked for it asks again
+        self._lease.begin(lease_ms, now_ms)
+
+    def found_running(self) -> None:
+        """The engine has ended the pause by itself."""
+        self.state = _S.RUNNING
+        self._last_resume = self.update_id
+        self._next = None  # whoever asked for it asks again
+        self._lease.end()
+        self._memory.on_resumed()
+
+    def run_queued(self, now_ms: float) -> list[SessionEffect]:
+        """The pause that came meanwhile, if one did."""
+        if self._next is None:
+            return []
+        (msg_id, message), self._next = self._next, None
+        return self.local(msg_id, message, now_ms)
+
+    def _paused_ack(self, msg_id: int, took_ms: float) -> SessionEffect:
+        return ack(
+            msg_id,
+            Step.PAUSE_GLOBAL,
+            self.update_id,
+            in_flight=self.in_flight,
+            took_ms=took_ms,
+            outcome=self._outcome,
+            waited_for=self._waited_for,
+        )
+
+
+def _unrequested_pause(
+    pause_id: str, mode: PauseMode = "keep", *, clear_cache: bool = False
+) -> PauseLocal:
+    return PauseLocal(
+        pause_id, mode, clear_cache, lease_ms=0, timeout_ms=0, wait_ms=0, escalate="keep"
+    )

@@ -1,0 +1,528 @@
+"""The sidecar's machine: one engine's pause, memory and update, composed.
+
+Invariants, beside those of :mod:`bus.protocol.engine.pause`,
+:mod:`bus.protocol.engine.memory` and :mod:`bus.protocol.engine.update`:
+
+- One engine call at a time, in order; a call that is slow is still pending, and
+  nothing is decided in its place.
+- No resume while weights may be mixed: an engine that loaded a part of an update is
+  quarantined, and stays paused until a whole one of the same target is committed.
+- The door of an engine that becomes quarantined is closed: its requests end, and so does what
+  reaches it from then on. So is that of one that runs and hears that its group serves a later
+  version. The resume after it has got all of that version opens it; where none follows, since the
+  update was staged, it is opened before the commit is acked. A sidecar that finds it closed takes
+  over an engine that is quarantined.
+- Commands of an older epoch change nothing.
+- When the pause's lease is over, an engine that loaded nothing gives the update up and resumes
+  by itself, waking what sleeps; the ranks of a DP group do so as one, or not at all
+  (:mod:`bus.protocol.engine.lease`). One whose weights were discarded ends its requests, and sleeps
+  on, quarantined.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bus.messages import (
+    Abort,
+    Arm,
+    ChunkSent,
+    Commit,
+    Heartbeat,
+    LeaseWord,
+    Message,
+    NackCode,
+    PauseGlobal,
+    PauseLocal,
+    Phase,
+    Probe,
+    Resume,
+    Sleep,
+    Stand,
+    TransferInit,
+    UpdateFinish,
+    UpdateStart,
+    Wake,
+    WeightChunkMeta,
+)
+from bus.protocol.core.effects import Note
+from bus.protocol.core.failures import Declined, Failure, wrong_state
+from bus.protocol.engine.admission import Admission
+from bus.protocol.engine.calls import (
+    COMMAND_STEPS,
+    Call,
+    CallAbortRequests,
+    CallAdmit,
+    CallCancelSwap,
+    CallPause,
+    CallProbe,
+    CallQueue,
+    CallRestore,
+    CallResult,
+    CallResume,
+    CallSleep,
+    CallStrengthenPause,
+    CallSwap,
+    CallWakeWeights,
+    SendToPeers,
+    SessionEffect,
+    nack,
+)
+from bus.protocol.engine.lease import LEASE_RETRY_MS, EngineLease, LeaseState
+from bus.protocol.engine.memory import EngineMemory
+from bus.protocol.engine.pause import EnginePause, EnginePauseState
+from bus.protocol.engine.update import MIXED, EngineUpdate, EngineUpdateState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class EngineSession:
+    """Commands and results of engine calls go in, effects come out. ``draft``: the engine has a
+    draft model whose weights can be updated. ``closed``: its door is, since a sidecar before this
+    one has closed it."""
+
+    def __init__(
+        self,
+        name: str = "",
+        *,
+        version: int = 0,
+        draft: bool = False,
+        closed: bool = False,
+        dp_group: str = "",
+        dp_rank: int = 0,
+        dp_size: int = 1,
+    ) -> None:
+        self._dp_group = dp_group or name
+        self._queue = CallQueue()
+        self.admission = Admission(closed)
+        self.memory = EngineMemory(self._queue)
+        self.lease = EngineLease(dp_rank, dp_size)
+        self.pause = EnginePause(self._queue, self.memory, self.lease, self.admission)
+        self.update = EngineUpdate(self._queue, version, name, self.admission, draft=draft)
+        self.epoch = 0
+        self._waits_for_admission: list[SessionEffect] = []
+        self._abandoned = False  # asleep without weights, and nobody holds the pause any more
+
+    @property
+    def version(self) -> int:
+        """The weight version that the engine serves."""
+        return self.update.version
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its door is: requests that reach it are ended."""
+        return self.admission.closed
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it lacks weights of the version that its group serves, and is not to serve."""
+        return bool(self.update.partial) or self.admission.is_stale
+
+    @property
+    def phase(self) -> Phase:
+        """One word for heartbeats and status."""
+        if self.update.in_place:
+            return "updating"
+        if self.update.partial:
+            return "emptied" if self._awaits_weights else "quarantined"
+        if not self.memory.awake:
+            return "asleep"
+        if (
+            self.pause.state is EnginePauseState.RUNNING
+            and self.update.state is not EngineUpdateState.NONE
+        ):
+            return "staging" if self.update.state in MIXED else "armed"
+        return self.pause.state.value
+
+    @property
+    def _awaits_weights(self) -> bool:
+        """Its own were discarded by the sleep under way, and somebody is to bring others."""
+        return self.memory.has_discarded_weights and not self._abandoned
+
+    def beat(self) -> Heartbeat:
+        """How it stands."""
+        in_flight = self.pause.in_flight
+        return Heartbeat(self.phase, self.version, in_flight, self.shown_id, self.is_closed)
+
+    @property
+    def shown_id(self) -> str:
+        """The id that belongs to :attr:`phase`."""
+        if self.phase in ("updating", "armed", "staging"):
+            return self.update.update_id
+        return self.pause.update_id if self.pause.state is not EnginePauseState.RUNNING else ""
+
+    def command(
+        self, msg_id: int, epoch: int, message: Message, now_ms: float
+    ) -> list[SessionEffect]:
+        """One command of the broker."""
+        try:
+            if epoch < self.epoch:
+                raise Declined(
+                    Failure(
+                        NackCode.FENCED,
+                        f"epoch {epoch}, this engine has seen {self.epoch}",
+                        field="epoch",
+                    )
+                )
+            self.epoch = epoch
+            return self._with_calls(self._command(msg_id, message, now_ms), now_ms)
+        except Declined as declined:
+            step = COMMAND_STEPS.get(type(message), "")
+            update_id = getattr(message, "update_id", "")
+            chunk = getattr(message, "chunk", 0)
+            return [nack(msg_id, step, declined.failure, update_id, chunk)]
+
+    def _command(self, msg_id: int, message: Message, now_ms: float) -> list[SessionEffect]:
+        match message:
+            case PauseLocal():
+                return [*self.pause.local(msg_id, message, now_ms), *self._pause_first()]
+            case PauseGlobal():
+                return self.pause.globally(msg_id, message)
+            case Resume():
+                if self.update.is_mixed and self.pause.state is not EnginePauseState.RUNNING:
+                    raise wrong_state(
+                        f"weights may be mixed: the engine is {self.phase}",
+                        hint="COMMIT or ABORT the update first",
+                    )
+                self.admission.group_version = max(self.admission.group_version, message.version)
+                return self.pause.resume(msg_id, message)
+            case Sleep():
+                self._require_paused(message.update_id)
+                self._require_lease()
+                return self._sleep(msg_id, message)
+            case Wake():
+                self._require_paused(message.update_id)
+                return self.memory.wake(msg_id, message)
+            case TransferInit():
+                return self.update.open(msg_id, message)
+            case Arm():
+                self.memory.need_weights()
+                return self.update.arm(msg_id, message)
+            case UpdateStart():
+                self._require_lease()
+                paused = self.pause.state is EnginePauseState.PAUSED
+                return self.update.start(msg_id, message, paused=paused)
+            case WeightChunkMeta():
+                return self.update.chunk(msg_id, message)
+            case ChunkSent():
+                return self.update.chunk(msg_id, message)
+            case UpdateFinish():
+                return self.update.finish(msg_id, message)
+            case Probe():
+                if self.pause.state is not EnginePauseState.PAUSED or not self.memory.awake:
+                    raise wrong_state(f"the engine is {self.phase}; probes are run in a pause")
+                return self.update.probe(msg_id, message, self.pause.effective_call)
+            case Commit() if self._waits_for_admission:
+                return []  # it will be answered
+            case Commit():
+                runs = self.pause.state is EnginePauseState.RUNNING
+                return self.update.commit(msg_id, message, swaps=runs or not self.lease.peers)
+            case Abort():
+                return self.update.abort(msg_id, message)
+            case _:
+                raise Declined(
+                    Failure(NackCode.FORBIDDEN, "an engine does not take this", field="kind")
+                )
+
+    def _pause_first(self) -> list[SessionEffect]:
+        """A swap that waits for mates would hold up the pause that was asked for."""
+        return [CallCancelSwap()] if self.update.swapping and self.lease.peers else []
+
+    def _sleep(self, msg_id: int, message: Sleep) -> list[SessionEffect]:
+        if self.update.state is not EngineUpdateState.NONE:
+            raise wrong_state(f"update {self.update.update_id} is {self.update.state.value}")
+        if not self.pause.clears_cache:
+            raise wrong_state("the pause keeps KV caches, which a sleep drops", "clear_cache")
+        self._abandoned = False
+        return self.memory.sleep(msg_id, message)
+
+    def _abandon_discarded_weights(self) -> None:
+        """Nobody will bring the weights that this sleep has discarded, until somebody does."""
+        self._abandoned = True
+        if self.update.state is EngineUpdateState.NONE:
+            self.update.abandon_discarded_weights()
+
+    def _require_lease(self) -> None:
+        if self.lease.state is LeaseState.OVER:
+            raise wrong_state("the pause's lease is over; the engine is about to resume")
+
+    def _require_paused(self, update_id: str) -> None:
+        if self.pause.state is not EnginePauseState.PAUSED:
+            raise wrong_state(f"the engine is {self.pause.state.value}, not paused")
+        if update_id != self.pause.update_id:
+            raise wrong_state(f"the engine is in pause {self.pause.update_id}", "update_id")
+
+    def on_call_done(
+        self, call: Call, now_ms: float, *, result: CallResult = None
+    ) -> list[SessionEffect]:
+        """The running engine call has returned."""
+        if isinstance(result, int) and isinstance(call, CallPause | CallStrengthenPause):
+            self.pause.in_flight = result
+        job = self._queue.end(call)
+        took_ms = now_ms - job.since_ms
+        if isinstance(call, CallPause):
+            effects = self.pause.on_paused(took_ms)
+        elif isinstance(call, CallStrengthenPause):
+            effects = self.pause.on_strengthened(took_ms)
+        elif isinstance(call, CallResume):
+            effects = self.pause.on_resumed(job, took_ms, now_ms)
+            effects += self._update_admission()
+        elif isinstance(call, CallSleep | CallWakeWeights):
+            effects = self.memory.on_call_done(job, took_ms)
+        elif isinstance(call, CallAdmit):
+            self.admission.closed = self.admission.unconfirmed = False
+            effects = self._take_waiting_for_admission()
+        else:
+            effects = self.update.on_call_done(job, took_ms, result)
+            if isinstance(call, CallSwap):  # no resume follows that would
+                effects = self._admit_first(effects)
+            elif isinstance(call, CallRestore):  # what it was about to serve, it does not
+                effects += self._update_admission()
+        return self._with_calls(effects, now_ms)
+
+    def on_call_failed(self, call: Call, failure: Failure, now_ms: float) -> list[SessionEffect]:
+        """The running engine call has raised."""
+        job = self._queue.end(call)
+        if isinstance(call, CallPause):
+            effects = self.pause.on_pause_failed(job.reply_to, failure)
+        elif isinstance(call, CallStrengthenPause):
+            effects = self.pause.on_strengthen_failed(job.reply_to, failure)
+        elif isinstance(call, CallResume):
+            effects = self.pause.on_resume_failed(job, failure, now_ms)
+        elif isinstance(call, CallSleep | CallWakeWeights):
+            effects = self.memory.on_call_failed(job, failure)
+        elif isinstance(call, CallAdmit):
+            note = Note("open_failed", "warning", {"detail": failure.detail})
+            effects = [note, *self._take_waiting_for_admission()]
+        else:
+            effects = self.update.on_call_failed(job, failure)
+            if isinstance(call, CallProbe):
+                self.pause.on_state_unknown()
+            elif isinstance(call, CallRestore):
+                effects += self._update_admission()
+        return self._with_calls(effects, now_ms)
+
+    def escalating(self, waited_for: tuple[str, ...]) -> None:
+        """The escalation asked for is about to be made; these requests still ran."""
+        self.pause.on_escalated(waited_for)
+
+    def on_escalation_done(
+        self, failure: Failure | None, now_ms: float, *, in_flight: int | None = None
+    ) -> list[SessionEffect]:
+        """The second pause call has returned, or raised."""
+        if in_flight is not None:
+            self.pause.in_flight = in_flight
+        if failure is None:
+            return self._with_calls(self.pause.on_paused(0.0), now_ms)
+        return self._with_calls(self.pause.on_pause_failed(0, failure), now_ms)
+
+    # -- what was found ---------------------------------------------------------
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no engine call is under way, or waits."""
+        return not len(self._queue)
+
+    def on_found_paused(
+        self,
+        pause_id: str,
+        lease_ms: float,
+        now_ms: float,
+        *,
+        broken: Iterable[str],
+        asleep: bool,
+    ) -> None:
+        """The engine was found in this pause, which an earlier sidecar, or the engine itself, has
+        left; of the ``broken`` parts it has not all weights. Only :attr:`at_rest`."""
+        self.pause.on_found_paused(pause_id, lease_ms, now_ms)
+        self.update.on_found(broken)
+        if asleep:
+            self.memory.found_asleep()
+
+    def found_running(self) -> None:
+        """The engine has ended its pause by itself, with the weights that it had. Only
+        :attr:`at_rest`."""
+        self.update.on_found(())
+        self.pause.found_running()
+
+    # -- time -----------------------------------------------------------------
+
+    def tick(self, now_ms: float) -> list[SessionEffect]:
+        """The time of :meth:`next_deadline_ms` has come; before it, nothing is done."""
+        due_ms = self.next_deadline_ms()
+        if due_ms is None or now_ms < due_ms:
+            return []
+        if self.pause.escalate_ms is not None:
+            note = Note("wait_is_over", "info", {"update_id": self.pause.update_id})
+            return [note, *self.pause.escalate()]
+        effects: list[SessionEffect] = []
+        if self.lease.state is LeaseState.HELD:
+            fields = {"update_id": self.pause.update_id, "phase": self.phase}
+            effects.append(Note("lease_expired", "warning", fields))
+            self.lease.run_out()
+        return self._with_calls([*effects, *self._end_lease(now_ms)], now_ms)
+
+    def next_deadline_ms(self) -> float | None:
+        """When :meth:`tick` is due; None while there is no pause that it could end."""
+        if self.pause.escalate_ms is not None:
+            return self.pause.escalate_ms
+        if not self._lease_counts:
+            return None
+        return self.lease.over_ms if self.lease.state is LeaseState.HELD else self.lease.again_ms
+
+    def held_for_ms(self, now_ms: float) -> float:
+        """For how long the engine is to stay paused, if this sidecar is never heard again; below
+        zero: since when not any more. It is for the sidecar to end a lease, as long as it lives.
+        But a rank that has told its mates that it is clean, and misses one, touches nothing before
+        it has resumed: then the engines' cores may end the pause among themselves."""
+        if self.lease.has_promised:
+            return self.lease.ran_out_ms - now_ms
+        over_ms = self.lease.over_ms
+        left_ms = over_ms - now_ms if over_ms is not None else LEASE_RETRY_MS
+        return max(left_ms, 0.0) + 2 * LEASE_RETRY_MS
+
+    @property
+    def _lease_counts(self) -> bool:
+        """Whether it is for the lease to end the pause: no call is under way, but for a pause that
+        waits for mates."""
+        if self.pause.state is EnginePauseState.PAUSING:
+            return bool(self.lease.peers)
+        paused = self.pause.state in (EnginePauseState.PAUSED, EnginePauseState.UNSURE)
+        return paused and not len(self._queue)
+
+    def on_lease_renewed(self, epoch: int, pause_id: str, now_ms: float) -> None:
+        """The broker sees to this pause."""
+        if pause_id and pause_id == self.pause.update_id and epoch >= self.epoch:
+            self.lease.renew(now_ms)
+
+    def on_group_version(self, group_version: int, now_ms: float) -> list[SessionEffect]:
+        """The broker has said which version the group serves: who runs and is behind it closes
+        its door; who is not any more, since all of a later one are gone, opens it."""
+        self.admission.group_version = group_version
+        return self._with_calls(self._update_admission(), now_ms)
+
+    def _update_admission(self) -> list[SessionEffect]:
+        door = self.admission
+        if self.pause.state is not EnginePauseState.RUNNING or not self.at_rest:
+            return []
+        if self.update.about_to_serve(door.group_version):
+            return []
+        if self.is_stale and (door.unconfirmed or not door.closed):
+            self._queue.add(CallAbortRequests(), 0)
+            return [] if door.unconfirmed else [Note("closed_behind", "warning", self._versions)]
+        if door.closed and not self.is_stale:
+            self._queue.add(CallAdmit(), 0)
+            return [self._admitting_note()]
+        return []
+
+    def _admitting_note(self) -> Note:
+        return Note("opened", "info", self._versions)
+
+    @property
+    def _versions(self) -> dict[str, object]:
+        return {"version": self.version, "group_version": self.admission.group_version}
+
+    def _admit_first(self, effects: list[SessionEffect]) -> list[SessionEffect]:
+        """Requests are sent to who has committed: so the door is opened, before anything else that
+        waits, and then that is said. In a pause, too: what comes is held then, and not ended."""
+        if self.is_stale or not self.admission.closed:
+            return effects + self._update_admission()
+        self._queue.add_first(CallAdmit(), 0)
+        self._waits_for_admission = effects
+        return [self._admitting_note()]
+
+    def _take_waiting_for_admission(self) -> list[SessionEffect]:
+        effects, self._waits_for_admission = self._waits_for_admission, []
+        return effects
+
+    def on_lease_word(self, word: LeaseWord, now_ms: float) -> list[SessionEffect]:
+        """A mate has said how it stands, and may ask how this rank does."""
+        if word.dp_rank not in self.lease.peers:
+            return []
+        self.lease.on_vote(word)
+        effects: list[SessionEffect] = []
+        if word.stand == "pausing" and self.pause.state is EnginePauseState.RUNNING:
+            self.pause.beside(word.pause_id, now_ms)
+            effects += self._pause_first()
+        if word.asks:
+            effects.append(SendToPeers(self._vote(asks=False), (word.dp_rank,)))
+        if self.lease.state is LeaseState.OVER and self._lease_counts:
+            effects += self._decide(now_ms)
+        return self._with_calls(effects, now_ms)
+
+    def _end_lease(self, now_ms: float) -> list[SessionEffect]:
+        """Undo what was begun; then resume, alone or as one with the mates."""
+        self.lease.record_attempt(now_ms)
+        if self.pause.state is EnginePauseState.UNSURE:
+            # It may run, or not: only a pause that returns tells.
+            self.pause.pause_again(now_ms)
+            return self._ask_peers()
+        if self.pause.state is EnginePauseState.PAUSING:
+            return self._ask_peers()
+        effects: list[SessionEffect] = []
+        if self.update.in_place:  # one that is armed and no more may be of a later pause
+            effects += self.update.abort(0, Abort(self.update.update_id, "lease expired"))
+            if len(self._queue):
+                self.lease.record_attempt(
+                    now_ms - LEASE_RETRY_MS
+                )  # goes on as soon as that is undone
+                return effects
+        if self.update.partial:
+            if self._awaits_weights:
+                self._abandon_discarded_weights()
+            return [*effects, *self._stay(), *self._ask_peers()]
+        return [*effects, *self._decide(now_ms), *self._ask_peers()]
+
+    def _decide(self, now_ms: float) -> list[SessionEffect]:
+        """Whether it resumes, if it is known."""
+        if self._position() != "clean":
+            return []
+        if self.lease.any_partial(self.version):
+            self._queue.add(CallAbortRequests(), 0)
+            return [*self._stay(), *self.pause.run_queued(now_ms)]
+        if self.lease.all_agree(self.version):
+            self.pause.begin_resume(0)
+        return []
+
+    def _stay(self) -> list[SessionEffect]:
+        self.lease.stay_paused()
+        fields = {"update_id": self.pause.update_id, "phase": self.phase}
+        return [Note("lease_settled", "error", fields)]
+
+    def _ask_peers(self) -> list[SessionEffect]:
+        """Tell all how this rank stands; ask those who are waited for."""
+        if not self.lease.peers or self.pause.state is EnginePauseState.RESUMING:
+            return []
+        effects: list[SessionEffect] = [SendToPeers(self._vote(asks=True), self.lease.peers)]
+        missing = self.lease.missing() if self.lease.state is LeaseState.OVER else []
+        if missing:
+            told = ", ".join(f"rank {rank}: {stand or 'not heard'}" for rank, stand in missing)
+            fields = {"update_id": self.pause.update_id, "waits_for": told}
+            effects.append(Note("lease_undecided", "warning", fields))
+        return effects
+
+    def _vote(self, *, asks: bool) -> LeaseWord:
+        stand = self._position()
+        if stand == "clean":
+            self.lease.clean_said = True
+        rank, pause_id = self.lease.rank, self.pause.update_id
+        return LeaseWord(self._dp_group, rank, stand, pause_id, self.version, asks)
+
+    def _position(self) -> Stand:
+        """See :mod:`bus.protocol.engine.lease`."""
+        if self.pause.state in (EnginePauseState.RUNNING, EnginePauseState.RESUMING):
+            return "running"
+        undone = not self.update.in_place and not len(self._queue)  # armed touches nothing
+        if self.lease.state is LeaseState.SETTLED or (self.update.partial and undone):
+            return "partial"
+        if self.lease.state is LeaseState.HELD:
+            return "held"
+        return "clean" if self.pause.state is EnginePauseState.PAUSED and undone else "pausing"
+
+    def _with_calls(self, effects: Iterable[SessionEffect], now_ms: float) -> list[SessionEffect]:
+        """Acks first, then the engine call that is to be made now."""
+        calls = self._queue.issue(now_ms)
+        for call in calls:
+            self.update.on_issued(call)
+        return [*effects, *calls]

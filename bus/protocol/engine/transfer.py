@@ -1,0 +1,91 @@
+"""One engine's end of the out-of-band transport, sidecar's side.
+
+::
+
+    state    event                          next     engine call, ack
+    any      TRANSFER_INIT of another one   (same)   open_transfer(backend, params, place)
+    any      opened                         OPEN     ack transfer_init
+    any      opening failed                 CLOSED   nack transfer_init
+    OPEN     TRANSFER_INIT of the same one  OPEN     ack transfer_init, again
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bus.messages import Arm, NackCode, Step, TransferInit
+from bus.protocol.core.failures import Declined, Failure
+from bus.protocol.engine.calls import CallOpenTransfer, CallQueue, SessionEffect, ack
+from bus.transfer import NO_PLACE, Place
+
+if TYPE_CHECKING:
+    from bus.protocol.core.effects import Send
+
+
+class EngineTransfer:
+    """See the module. Calls go into ``queue``; ``name`` is the engine's."""
+
+    def __init__(self, queue: CallQueue, name: str) -> None:
+        self._queue = queue
+        self._name = name
+        self._open: CallOpenTransfer | None = None
+
+    def open(self, msg_id: int, message: TransferInit) -> list[SessionEffect]:
+        """TRANSFER_INIT.
+
+        Raises:
+            Declined: the engine has no place in the communicator.
+        """
+        opening = self._opening(message)
+        if self._open == opening:
+            return [ack(msg_id, Step.TRANSFER_INIT, opening.update_id)]
+        if opening not in self._queue:
+            self._queue.add(opening, msg_id)
+        return []
+
+    def is_open(self, message: TransferInit) -> bool:
+        """Whether it is this one.
+
+        Raises:
+            Declined: as :meth:`open`.
+        """
+        return self._open == self._opening(message)
+
+    def _opening(self, message: TransferInit) -> CallOpenTransfer:
+        place = NO_PLACE
+        if message.communicator:
+            first_rank = message.first_ranks.get(self._name)
+            if first_rank is None:  # 0 is the sender's
+                raise Declined(
+                    Failure(
+                        NackCode.MALFORMED,
+                        f"{self._name} has no place in the communicator",
+                        field="first_ranks",
+                    )
+                )
+            place = Place(message.communicator, message.world_size, first_rank)
+        return CallOpenTransfer(message.update_id, message.backend, message.params, place)
+
+    def on_opened(self, msg_id: int, call: CallOpenTransfer, took_ms: float) -> Send:
+        """The call has returned."""
+        self._open = call
+        return ack(msg_id, Step.TRANSFER_INIT, call.update_id, took_ms=took_ms)
+
+    def on_open_failed(self) -> None:
+        """It has raised."""
+        self._open = None
+
+    def require(self, message: Arm) -> None:
+        """An update comes over the transport that is open.
+
+        Raises:
+            Declined: it is not.
+        """
+        if self._open is None or self._open.backend != message.backend:
+            field, found = "backend", f"no {message.backend} transport is open here"
+        elif self._open.assignment.communicator != message.communicator:
+            field, found = "communicator", "the transport was made for another communicator"
+        else:
+            return
+        hint = "send TRANSFER_INIT first"
+        raise Declined(Failure(NackCode.TRANSFER_CLOSED, found, field=field, hint=hint))

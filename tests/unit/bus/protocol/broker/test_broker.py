@@ -1,0 +1,1105 @@
+"""The broker as one machine: who may say what, in which order, and how often."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bus.messages import (
+    Abort,
+    Ack,
+    Arm,
+    ChunkSent,
+    Commit,
+    CoreStatus,
+    FirstReq,
+    FirstReqHeld,
+    GatewayFacts,
+    GroupAck,
+    GroupView,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    LeaseWord,
+    Leave,
+    Mates,
+    Message,
+    Nack,
+    NackCode,
+    PauseGlobal,
+    PauseLocal,
+    PlanTransfer,
+    Probe,
+    Probed,
+    ProbeReport,
+    Resume,
+    Routes,
+    StartDpWave,
+    Status,
+    StatusRequest,
+    Step,
+    TransferInit,
+    TransferPlan,
+    UpdateFinish,
+    UpdateStart,
+    Verify,
+    WaitEngines,
+    WaveComplete,
+    WaveStarted,
+    WeightChunkMeta,
+    Welcome,
+)
+from bus.protocol.broker.broker import Broker, BrokerConfig
+from bus.protocol.core.effects import Effect, Note, Send
+from bus.testing.makers import (
+    make_arm,
+    make_chunk,
+    make_manifest,
+    make_nack,
+    make_sent,
+)
+from tests.unit.bus._builders import (
+    TRAINER_JOIN,
+    engine_join,
+    envelope,
+    messages,
+    nack_in,
+    only,
+)
+
+CONFIG = BrokerConfig(
+    heartbeat_ms=1000, peer_timeout_ms=5000, retry_ms=1000, step_timeout_ms=30_000
+)
+MANIFEST = make_manifest(("a", "b"))
+PAUSE = PauseLocal("u1", "keep", True, 10_000, 60_000, 0, "keep")
+BEAT = Heartbeat("running", 0, 0, "")
+GATEWAY = Join("gateway", "h", 1, None, GatewayFacts("e0", 1, 0, running=False))
+OBSERVER = Join("observer", "h", 1, None, None)
+
+
+class Bench:
+    """A broker, and whoever speaks to it, one frame at a time."""
+
+    def __init__(self) -> None:
+        self.broker = Broker(CONFIG)
+        self.now_ms = 0.0
+        self.seq: dict[str, int] = {}
+        self.epoch = 0
+        self.id = 100
+
+    def say(
+        self,
+        sender: str,
+        message: Message,
+        *,
+        boot: int = 1,
+        seq: int | None = None,
+        msg_id: int | None = None,
+        epoch: int | None = None,
+        group: str = "policy",
+    ) -> list[Effect]:
+        """One frame; its number and id are new unless they are given."""
+        self.seq[sender] = self.seq.get(sender, 0) + 1 if seq is None else seq
+        self.id += 1
+        told = envelope(
+            message,
+            sender,
+            boot=boot,
+            seq=self.seq[sender],
+            msg_id=self.id if msg_id is None else msg_id,
+            epoch=self.epoch if epoch is None else epoch,
+            group=group,
+        )
+        return self.broker.receive(f"{sender}#{boot}".encode(), told, message, self.now_ms)
+
+    def engine(
+        self, name: str, *, dp_group: str = "", rank: int = 0, size: int = 1
+    ) -> list[Effect]:
+        what = engine_join(dp_group=dp_group or name, dp_rank=rank, dp_size=size)
+        return self.say(name, what)
+
+    def trainer(self, name: str = "t", *, boot: int = 1) -> list[Effect]:
+        effects = self.say(name, TRAINER_JOIN, boot=boot)
+        self.epoch = self.broker.groups["policy"].epoch
+        return effects
+
+    def ack(self, name: str, step: Step, update_id: str = "u1", chunk: int = 0) -> list[Effect]:
+        return self.say(name, Ack(step, update_id, chunk, 0, 1.0, "", ()))
+
+    def all_ack(self, step: Step, update_id: str = "u1", chunk: int = 0) -> list[Effect]:
+        effects: list[Effect] = []
+        for name in sorted(self.broker.groups["policy"].registry.engines):
+            effects += self.ack(name, step, update_id, chunk)
+        return effects
+
+    def begin(self, k: int, *, ids: tuple[int | None, int | None] = (None, None)) -> None:
+        """A chunk is told and sent: now it is for the engines."""
+        told, sent = ids
+        self.say("t", make_chunk("u1", MANIFEST, k, 1), msg_id=told)
+        self.say("t", make_sent("u1", MANIFEST, k, 1), msg_id=sent)
+
+    def paused(self) -> Bench:
+        """Two engines, a trainer, and a completed pause u1."""
+        self.engine("e0")
+        self.engine("e1")
+        self.trainer()
+        self.say("t", PAUSE, msg_id=1)
+        self.all_ack(Step.PAUSE_LOCAL)
+        told = only(self.all_ack(Step.PAUSE_GLOBAL), GroupAck)
+        assert told.step is Step.PAUSE_GLOBAL
+        return self
+
+    def loading(self) -> Bench:
+        """Two engines paused, with an update u1 that takes chunks."""
+        self.paused()
+        self.say("t", make_arm("u1", MANIFEST))
+        self.all_ack(Step.ARM)
+        self.say("t", UpdateStart("u1"))
+        self.all_ack(Step.START)
+        return self
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+# -- coming and going ---------------------------------------------------------------
+
+
+def test_a_join_is_welcomed_with_what_the_peer_needs(bench: Bench) -> None:
+    """How often to beat, when it is missed, and, for a trainer, its epoch."""
+    effects = bench.engine("e0")
+    welcome = only(effects, Welcome)
+    assert (welcome.heartbeat_ms, welcome.peer_timeout_ms) == (1000, 5000)
+    sent = [each for each in bench.trainer() if isinstance(each, Send)]
+    assert [(each.epoch, each.reply_to != 0) for each in sent] == [(1, True)]
+
+
+def test_a_refused_join_leaves_no_trace(bench: Bench) -> None:
+    """And says when to try again."""
+    nack = nack_in(bench.say("e0", Join("engine", "h", 1, None, None)))
+    assert (nack.code, nack.field, nack.retry_after_ms) == (NackCode.MALFORMED, "engine", 1000)
+    assert not bench.broker.groups
+    assert not len(bench.broker.peers)
+
+
+def test_the_same_boot_joins_again(bench: Bench) -> None:
+    """The peer reconnected: it is welcomed, and is one peer."""
+    bench.engine("e0")
+    effects = bench.engine("e0")
+    assert only(effects, Welcome)
+    assert [each.event for each in effects if isinstance(each, Note)] == ["peer_rejoined"]
+    assert len(bench.broker.peers) == 1
+
+
+def test_who_joins_again_and_again_is_lost_although_it_is_heard(bench: Bench) -> None:
+    """Its link is cut one way: it speaks, and nothing reaches it. It holds no pause up by that."""
+    bench.engine("e0")
+    bench.trainer()
+    bench.say("t", PAUSE)
+    bench.now_ms = 4000.0
+    bench.say("e0", BEAT)
+    bench.trainer()  # it may have heard nothing for as long as its own link is slow
+    for bench.now_ms in range(4500, 9000, 500):
+        bench.say("t", Resume("u1"))  # a command asked again is no sign, either
+        bench.trainer()
+        bench.say("e0", BEAT)
+        assert bench.broker.tick(bench.now_ms) is not None
+    assert "t" in bench.broker.peers.by_name
+    bench.now_ms = 9001.0
+    notes = [each for each in bench.broker.tick(bench.now_ms) if isinstance(each, Note)]
+    lost = next(each for each in notes if each.event == "peer_lost")
+    assert lost.fields["reason"] == "t has not heard the broker for 5001 ms"
+    assert "e0" in bench.broker.peers.by_name
+
+
+def test_who_joins_again_and_beats_is_there(bench: Bench) -> None:
+    """Its link was broken, and is whole."""
+    bench.trainer()
+    for bench.now_ms in (4000.0, 4500.0):
+        bench.trainer()
+    bench.now_ms = 8000.0
+    bench.say("t", BEAT)
+    bench.now_ms = 12_000.0
+    bench.broker.tick(bench.now_ms)
+    assert "t" in bench.broker.peers.by_name
+
+
+def test_an_old_copy_of_a_join_changes_nothing(bench: Bench) -> None:
+    """Not even a second welcome."""
+    bench.engine("e0")
+    assert bench.say("e0", engine_join(dp_group="e0"), seq=1) == []
+
+
+def test_a_name_that_is_taken_is_refused_until_its_holder_is_missed(bench: Bench) -> None:
+    """Its first life has not been heard for peer_timeout_ms: then the second is let in."""
+    bench.engine("e0")
+    bench.now_ms = 4900.0
+    nack = nack_in(bench.say("e0", engine_join(dp_group="e0"), boot=2))
+    assert (nack.code, nack.field) == (NackCode.NAME_TAKEN, "sender")
+    bench.now_ms = 5000.0
+    assert not [each for each in bench.broker.tick(5000.0) if isinstance(each, Note)]
+    bench.now_ms = 5600.0
+    lost = [each.event for each in bench.broker.tick(5600.0) if isinstance(each, Note)]
+    assert lost == ["peer_lost", "routes"]
+    assert only(bench.say("e0", engine_join(dp_group="e0"), boot=2), Welcome)
+    nack = nack_in(bench.say("e0", engine_join(dp_group="e0"), boot=1))
+    assert nack.code is NackCode.NAME_TAKEN
+
+
+def test_a_name_is_free_at_once_when_its_holder_leaves(bench: Bench) -> None:
+    """No wait for who goes in order."""
+    bench.engine("e0")
+    bench.say("e0", Leave("bye"))
+    assert only(bench.say("e0", engine_join(dp_group="e0"), boot=2), Welcome)
+
+
+def test_a_group_that_is_held_is_refused(bench: Bench) -> None:
+    """The refusal names the holder; the group stays its own, epoch and all."""
+    bench.trainer("t")
+    nack = nack_in(bench.say("t2", TRAINER_JOIN, boot=2, epoch=9))
+    assert (nack.code, nack.field, nack.peer) == (NackCode.GROUP_HELD, "group", "t")
+    group = bench.broker.groups["policy"]
+    assert group.epoch == 1
+    assert group.owner is not None
+    assert group.owner.name == "t"
+    assert nack_in(bench.say("t2", PAUSE, boot=2)).code is NackCode.NOT_JOINED
+
+
+def test_every_new_holder_gets_a_new_epoch_and_a_returning_one_keeps_it(bench: Bench) -> None:
+    """The same boot that joins again has not been replaced."""
+    bench.trainer("t")
+    bench.trainer("t")
+    assert bench.epoch == 1
+    bench.say("t", Leave(""))
+    bench.trainer("t2")
+    assert bench.epoch == 2
+
+
+def test_an_epoch_that_an_engine_outlived_a_broker_with_is_not_undercut(bench: Bench) -> None:
+    """Whether the trainer or the engine comes first, both understand each other."""
+    bench.say("e0", engine_join(dp_group="e0"), epoch=6)
+    bench.trainer("t")
+    assert bench.epoch == 7
+    other = Bench()
+    other.trainer("t")
+    other.say("e0", engine_join(dp_group="e0"), epoch=6)
+    asked = other.say("t", PAUSE, epoch=1)
+    sent = [each for each in asked if isinstance(each, Send)]
+    assert [(type(each.message), each.epoch) for each in sent] == [(PauseLocal, 6)]
+
+
+def test_a_holder_whose_welcome_was_lost_is_welcomed_again(bench: Bench) -> None:
+    """It holds the group in an epoch that it has not heard of: all its commands are refused."""
+    bench.trainer()
+    bench.say("t", Leave(""))
+    bench.trainer()
+    assert bench.epoch == 2
+    assert nack_in(bench.say("t", PAUSE, epoch=1)).code is NackCode.FENCED
+    said = [each for each in bench.say("t", BEAT, epoch=1) if isinstance(each, Send)]
+    assert [(type(each.message), each.epoch) for each in said] == [(HeartbeatAck, 2), (Welcome, 2)]
+    assert [type(each) for each in messages(bench.say("t", BEAT))] == [HeartbeatAck]
+
+
+def test_a_heartbeat_is_answered_with_the_version_and_the_epoch(bench: Bench) -> None:
+    """So that peers know that the broker lives."""
+    bench.engine("e0")
+    bench.trainer()
+    (sent,) = [each for each in bench.say("e0", BEAT) if isinstance(each, Send)]
+    assert isinstance(sent.message, HeartbeatAck)
+    assert sent.epoch == 1
+
+
+def test_a_peer_that_beats_is_not_missed(bench: Bench) -> None:
+    """Any frame of its is a sign of life."""
+    bench.engine("e0")
+    for now_ms in range(0, 20_000, 1000):
+        bench.now_ms = float(now_ms)
+        bench.say("e0", BEAT)
+        assert not [each for each in bench.broker.tick(bench.now_ms) if isinstance(each, Note)]
+    bench.now_ms = 26_000.0
+    lost = [each.event for each in bench.broker.tick(bench.now_ms) if isinstance(each, Note)]
+    assert lost == ["peer_lost", "routes"]
+
+
+# -- who may say what ---------------------------------------------------------------
+
+ALL: dict[str, Message] = {
+    "WELCOME": Welcome(1, 1, 0),
+    "HEARTBEAT_ACK": HeartbeatAck(0, ""),
+    "MATES": Mates(()),
+    "ROUTES": Routes(1, ()),
+    "LEASE_WORD": LeaseWord("dp0", 0, "clean", "u1", 1, False),
+    "PAUSE_LOCAL": PAUSE,
+    "PAUSE_GLOBAL": PauseGlobal("u1"),
+    "RESUME": Resume("u1"),
+    "PLAN_TRANSFER": PlanTransfer(),
+    "TRANSFER_PLAN": TransferPlan(1, 2),
+    "TRANSFER_INIT": TransferInit("t1", "sim", b"", 0, 0, {}),
+    "ARM": make_arm("u1", MANIFEST),
+    "UPDATE_START": UpdateStart("u1"),
+    "WEIGHT_CHUNK_META": make_chunk("u1", MANIFEST, 0, 1),
+    "CHUNK_SENT": make_sent("u1", MANIFEST, 0, 1),
+    "UPDATE_FINISH": UpdateFinish("u1"),
+    "PROBE": Probe("u1", ((1,),), 1, ""),
+    "PROBED": Probed("u1", (), 0.0),
+    "PROBE_REPORT": ProbeReport("u1", 0, (), (), 0.0),
+    "COMMIT": Commit("u1", 1, "", ()),
+    "ABORT": Abort("u1", ""),
+    "WAIT_ENGINES": WaitEngines(1, 10),
+    "GROUP_VIEW": GroupView((), 0),
+    "STATUS": Status("b", 0.0, 0.0, 0, 0, 0, 0, ()),
+    "ACK": Ack(Step.ARM, "u1", 0, 0, 0.0, "", ()),
+    "FIRST_REQ": FirstReq("e0", 0, 0),
+    "FIRST_REQ_HELD": FirstReqHeld("e0", 0, ""),
+    "START_DP_WAVE": StartDpWave("e0", 0, None),
+    "WAVE_STARTED": WaveStarted("e0", 0, False),
+    "WAVE_COMPLETE": WaveComplete("e0", 0),
+    "CORE_STATUS": CoreStatus("idle", 0.0, 0, 0, 0),
+    "GROUP_ACK": GroupAck(Step.ARM, "u1", 0, 0, (), 0, "", 0.0, 0.0, 0.0, (), ()),
+}
+MAY = {
+    "engine": {"ACK", "CORE_STATUS", "PROBED"},
+    "gateway": {"FIRST_REQ", "WAVE_STARTED", "WAVE_COMPLETE"},
+    "observer": set[str](),
+    "trainer": {
+        "PAUSE_LOCAL",
+        "RESUME",
+        "PLAN_TRANSFER",
+        "TRANSFER_INIT",
+        "ARM",
+        "UPDATE_START",
+        "WEIGHT_CHUNK_META",
+        "CHUNK_SENT",
+        "UPDATE_FINISH",
+        "PROBE",
+        "COMMIT",
+        "ABORT",
+        "WAIT_ENGINES",
+    },
+}
+
+
+@pytest.mark.parametrize("role", MAY)
+@pytest.mark.parametrize("kind", ALL)
+def test_a_role_may_send_only_its_verbs(bench: Bench, role: str, kind: str) -> None:
+    """Everything else is forbidden by name, and reaches no engine."""
+    bench.engine("e0")
+    bench.trainer("t")
+    bench.say("o", OBSERVER)
+    bench.say("gw", GATEWAY)
+    sender = {"engine": "e0", "gateway": "gw", "trainer": "t", "observer": "o"}[role]
+    effects = bench.say(sender, ALL[kind])
+    if kind in MAY[role]:
+        assert not any(
+            isinstance(each, Nack) and each.code is NackCode.FORBIDDEN for each in messages(effects)
+        )
+        return
+    nack = nack_in(effects)
+    assert (nack.code, nack.field) == (NackCode.FORBIDDEN, "kind")
+    routes = [each.routes for each in effects if isinstance(each, Send)]
+    assert routes == [(f"{sender}#1".encode(),)]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_who_has_not_joined_is_told_to(bench: Bench, kind: str) -> None:
+    """Whatever it sends changes nothing."""
+    nack = nack_in(bench.say("stranger", ALL[kind]))
+    assert (nack.code, nack.field) == (NackCode.NOT_JOINED, "sender")
+    assert not bench.broker.groups
+
+
+def test_a_strangers_nack_or_farewell_is_not_answered(bench: Bench) -> None:
+    """Two brokers must not refuse each other's refusals for ever."""
+    assert bench.say("stranger", make_nack(NackCode.STALE)) == []
+    assert bench.say("stranger", Leave("")) == []
+
+
+def test_anybody_may_ask_for_the_status(bench: Bench) -> None:
+    """Also who has not joined."""
+    bench.engine("e0")
+    for sender in ("stranger", "e0"):
+        status = only(bench.say(sender, StatusRequest()), Status)
+        assert (status.peers, [group.name for group in status.groups]) == (1, ["policy"])
+
+
+def test_another_life_on_the_route_of_a_member_is_a_stranger(bench: Bench) -> None:
+    """Name, boot and route belong together."""
+    bench.engine("e0")
+    bench.trainer()
+    told = envelope(PAUSE, "t", boot=2, seq=50, epoch=1)
+    nack = nack_in(bench.broker.receive(b"t#1", told, PAUSE, 0.0))
+    assert nack.code is NackCode.NOT_JOINED
+
+
+def test_another_key_on_the_route_of_a_member_is_a_stranger() -> None:
+    """Key, name, boot and route belong together: whoever takes over a route says nothing for it."""
+    broker = Broker(keys={"key-a": "engine", "key-b": "engine"})
+    what = engine_join()
+    broker.receive(b"e0#1", envelope(what, "e0"), what, 0.0, "key-a")
+    told = envelope(BEAT, "e0", seq=2)
+    nack = nack_in(broker.receive(b"e0#1", told, BEAT, 0.0, "key-b"))
+    assert nack.code is NackCode.NOT_JOINED
+    assert [type(each) for each in messages(broker.receive(b"e0#1", told, BEAT, 0.0, "key-a"))] == [
+        HeartbeatAck
+    ]
+
+
+# -- in which order, and how often ------------------------------------------------------
+
+
+@pytest.mark.parametrize("back", [0, 1, 2])
+def test_a_frame_that_is_old_or_doubled_changes_nothing(bench: Bench, back: int) -> None:
+    """It is called stale, whatever it says, and does not even count as a sign of life."""
+    bench.engine("e0")
+    bench.trainer()
+    bench.now_ms = 100.0
+    last = bench.seq["t"]
+    nack = nack_in(bench.say("t", PAUSE, seq=last - back))
+    assert (nack.code, nack.field) == (NackCode.STALE, "seq")
+    assert bench.broker.groups["policy"].pause.state == "running"
+    assert bench.broker.peers.by_name["t"].last_heard_ms == 0.0
+
+
+def test_a_stale_refusal_is_not_refused(bench: Bench) -> None:
+    """Or it would go back and forth."""
+    bench.engine("e0")
+    assert bench.say("e0", make_nack(NackCode.STALE), seq=1) == []
+
+
+def test_a_command_asked_again_is_answered_the_same_and_done_once(bench: Bench) -> None:
+    """While it waits it goes on waiting; answered, it gets the same answer, every time."""
+    bench.engine("e0")
+    bench.trainer()
+    asked = bench.say("t", PAUSE, msg_id=1)
+    assert only(asked, PauseLocal)
+    assert bench.say("t", PAUSE, msg_id=1) == []
+    bench.all_ack(Step.PAUSE_LOCAL)
+    first = only(bench.all_ack(Step.PAUSE_GLOBAL), GroupAck)
+    for _ in range(3):
+        again = bench.say("t", PAUSE, msg_id=1)
+        assert [each.message for each in again if isinstance(each, Send)] == [first]
+    refusal = nack_in(bench.say("t", Resume("u9"), msg_id=2))
+    assert nack_in(bench.say("t", Resume("u9"), msg_id=2)) == refusal
+
+
+def test_an_answer_of_one_holder_is_not_given_to_the_next(bench: Bench) -> None:
+    """Ids are counted anew in every process."""
+    bench.paused()
+    bench.say("t", Leave(""))
+    bench.all_ack(Step.RESUME)
+    bench.trainer("t2")
+    assert only(bench.say("t2", PAUSE, msg_id=1), PauseLocal)
+
+
+@pytest.mark.parametrize(
+    "message", [Resume("u1"), UpdateStart("u1"), make_arm("u1", MANIFEST), Abort("u1", "")]
+)
+@pytest.mark.parametrize("wrong", [-1, 1])
+def test_another_epoch_is_fenced_and_changes_nothing(
+    bench: Bench, message: Message, wrong: int
+) -> None:
+    """Older ones of who was replaced, and newer ones that nobody gave."""
+    bench.paused()
+    nack = nack_in(bench.say("t", message, epoch=bench.epoch + wrong))
+    assert (nack.code, nack.field) == (NackCode.FENCED, "epoch")
+    group = bench.broker.groups["policy"]
+    assert (group.pause.state, group.update.state) == ("paused", "idle")
+
+
+def test_a_trainer_that_was_replaced_does_not_command(bench: Bench) -> None:
+    """It has to join again, and then hears that the group is held."""
+    bench.paused()
+    bench.now_ms = 6000.0
+    bench.say("e0", BEAT)
+    bench.say("e1", BEAT)
+    bench.broker.tick(bench.now_ms)
+    bench.trainer("t2", boot=2)
+    assert nack_in(bench.say("t", Resume("u1"))).code is NackCode.NOT_JOINED
+    assert nack_in(bench.say("t", TRAINER_JOIN)).code is NackCode.GROUP_HELD
+
+
+def test_engines_that_do_not_answer_are_asked_again_and_the_others_are_not(bench: Bench) -> None:
+    """Every retry_ms, the same message."""
+    bench.engine("e0")
+    bench.engine("e1")
+    bench.trainer()
+    bench.say("t", PAUSE)
+    bench.ack("e0", Step.PAUSE_LOCAL)
+    assert messages(bench.broker.tick(999.0)) == []
+    for now_ms in (1000.0, 2000.0):
+        (again,) = [each for each in bench.broker.tick(now_ms) if isinstance(each, Send)]
+        assert (again.message, again.routes) == (PAUSE, (b"e1#1",))
+    assert bench.broker.next_deadline_ms() <= 3000.0
+
+
+@pytest.mark.parametrize("start_ms", [0.0, 0.1, 123.456, 1e7 / 3])
+def test_the_deadline_is_always_ahead(bench: Bench, start_ms: float) -> None:
+    """A timer set to it must not fire for nothing, whatever the fractions."""
+    bench.now_ms = start_ms
+    bench.engine("e0")
+    bench.trainer()
+    bench.say("t", PAUSE)
+    for _ in range(20):
+        due_ms = bench.broker.next_deadline_ms()
+        bench.say("e0", BEAT)
+        bench.say("t", BEAT)
+        bench.now_ms = due_ms
+        bench.broker.tick(due_ms)
+        assert bench.broker.next_deadline_ms() > due_ms
+
+
+# -- the steps, in their order ------------------------------------------------------------
+
+
+def test_a_lease_shorter_than_a_missed_peer_is_refused(bench: Bench) -> None:
+    """An engine could run again while its group still counts it as paused."""
+    bench.engine("e0")
+    bench.trainer()
+    nack = nack_in(bench.say("t", PauseLocal("u1", "keep", True, 9_999, 60_000, 0, "keep")))
+    assert (nack.code, nack.field) == (NackCode.MALFORMED, "lease_ms")
+    assert only(
+        bench.say("t", PauseLocal("u1", "keep", True, 10_000, 60_000, 0, "keep")), PauseLocal
+    )
+
+
+def test_a_dp_group_that_lacks_ranks_is_not_paused(bench: Bench) -> None:
+    """A pause of some ranks would wedge them; nobody is asked anything."""
+    bench.engine("r0", dp_group="dp", rank=0, size=2)
+    bench.trainer()
+    effects = bench.say("t", PAUSE)
+    assert nack_in(effects).code is NackCode.WRONG_STATE
+    assert "DP group dp has 1 of 2" in nack_in(effects).detail
+    assert not [each for each in messages(effects) if isinstance(each, PauseLocal)]
+    bench.engine("r1", dp_group="dp", rank=1, size=2)
+    assert only(bench.say("t", PAUSE), PauseLocal)
+
+
+def test_a_second_pause_waits_for_the_first(bench: Bench) -> None:
+    """It is refused, with what is under way."""
+    bench.paused()
+    nack = nack_in(bench.say("t", PauseLocal("u2", "keep", True, 10_000, 60_000, 0, "keep")))
+    assert nack.code is NackCode.WRONG_STATE
+    assert "u1" in nack.detail
+
+
+def test_a_resume_is_of_the_pause_under_way(bench: Bench) -> None:
+    """And one that is over may be asked again."""
+    bench.paused()
+    assert nack_in(bench.say("t", Resume("u9"))).field == "update_id"
+    assert only(bench.say("t", Resume("u1")), Resume)
+    assert only(bench.all_ack(Step.RESUME), GroupAck).step is Step.RESUME
+    assert only(bench.say("t", Resume("u1")), GroupAck).step is Step.RESUME
+    assert nack_in(bench.say("t", Resume("u0"))).code is NackCode.WRONG_STATE
+
+
+def test_a_resume_asked_twice_is_asked_of_the_engines_once(bench: Bench) -> None:
+    """Both callers hear of it."""
+    bench.paused()
+    bench.say("t", Resume("u1"), msg_id=7)
+    assert bench.say("t", Resume("u1"), msg_id=8) == []
+    told = [each for each in bench.all_ack(Step.RESUME) if isinstance(each, Send)]
+    assert sorted(each.reply_to for each in told) == [7, 8]
+
+
+def armed(bench: Bench) -> None:
+    bench.engine("e0")
+    bench.engine("e1")
+    bench.trainer()
+    bench.say("t", make_arm("u1", MANIFEST))
+    bench.all_ack(Step.ARM)
+
+
+def test_a_resume_that_waits_for_an_abort_and_for_its_pause_comes(bench: Bench) -> None:
+    """The update ends first, then the pause is made: nobody has to ask again."""
+    armed(bench)
+    bench.say("t", PAUSE)
+    bench.all_ack(Step.PAUSE_LOCAL)
+    bench.say("t", Abort("u1", "given up"))
+    bench.say("t", Resume("u1"), msg_id=9)
+    bench.all_ack(Step.ABORT)
+    effects = bench.all_ack(Step.PAUSE_GLOBAL)
+    assert only(effects, Resume) == Resume("u1")
+    told = [each for each in bench.all_ack(Step.RESUME) if isinstance(each, Send)]
+    assert 9 in [each.reply_to for each in told]
+
+
+@pytest.mark.parametrize("first", ["pause", "start"])
+def test_an_update_starts_in_a_pause(bench: Bench, first: str) -> None:
+    """Asked before it is made, or even before it is asked for: engines hear of it when all are
+    paused, and not before."""
+    armed(bench)
+    asks: dict[str, Message] = {"pause": PAUSE, "start": UpdateStart("u1")}
+    effects = bench.say("t", asks.pop(first), msg_id=1)
+    effects += bench.say("t", *asks.values(), msg_id=2)
+    effects += bench.all_ack(Step.PAUSE_LOCAL)
+    effects += bench.ack("e0", Step.PAUSE_GLOBAL)
+    assert not [each for each in messages(effects) if isinstance(each, UpdateStart | Nack)]
+    paused = bench.ack("e1", Step.PAUSE_GLOBAL)
+    assert only(paused, UpdateStart)
+    assert only(paused, GroupAck).step is Step.PAUSE_GLOBAL
+    assert only(bench.all_ack(Step.START), GroupAck).step is Step.START
+
+
+def test_an_update_does_not_start_in_a_pause_that_ends(bench: Bench) -> None:
+    """The engines are being resumed."""
+    armed(bench)
+    bench.say("t", PAUSE)
+    bench.all_ack(Step.PAUSE_LOCAL)
+    bench.all_ack(Step.PAUSE_GLOBAL)
+    bench.say("t", Resume("u1"))
+    nack = nack_in(bench.say("t", UpdateStart("u1")))
+    assert nack.code is NackCode.WRONG_STATE
+    assert "pause" in nack.detail
+
+
+def test_a_start_before_its_turn_ends_with_the_update(bench: Bench) -> None:
+    """The trainer gives it up meanwhile: refused, and the next pause starts nothing."""
+    armed(bench)
+    bench.say("t", UpdateStart("u1"), msg_id=7)
+    effects = bench.say("t", Abort("u1", "")) + bench.all_ack(Step.ABORT)
+    sends = [each for each in effects if isinstance(each, Send)]
+    assert [each.reply_to for each in sends if isinstance(each.message, Nack)] == [7]
+    bench.say("t", PAUSE)
+    effects = bench.all_ack(Step.PAUSE_LOCAL) + bench.all_ack(Step.PAUSE_GLOBAL)
+    assert not [each for each in messages(effects) if isinstance(each, UpdateStart)]
+
+
+def test_a_start_before_its_turn_does_not_outlive_its_trainer(bench: Bench) -> None:
+    """The next one has another update."""
+    armed(bench)
+    bench.say("t", UpdateStart("u1"))
+    bench.say("t", Leave(""))
+    bench.all_ack(Step.ABORT)
+    bench.trainer("t2")
+    bench.say("t2", make_arm("u2", MANIFEST))
+    bench.all_ack(Step.ARM, "u2")
+    bench.say("t2", replace(PAUSE, update_id="u2"))
+    effects = bench.all_ack(Step.PAUSE_LOCAL, "u2") + bench.all_ack(Step.PAUSE_GLOBAL, "u2")
+    assert not [each for each in messages(effects) if isinstance(each, UpdateStart)]
+
+
+def test_the_bus_gives_the_version(bench: Bench) -> None:
+    """One more than the highest that anybody serves or was given."""
+    bench.say("e0", engine_join(dp_group="e0", version=7))
+    bench.trainer()
+    assert only(bench.say("t", make_arm("u1", MANIFEST)), Arm).version == 8
+    bench.all_ack(Step.ARM)
+    bench.say("t", Abort("u1", ""))
+    bench.all_ack(Step.ABORT)
+    assert only(bench.say("t", make_arm("u2", MANIFEST)), Arm).version == 9
+
+
+def test_a_version_that_only_the_trainer_knows_is_not_given_twice(bench: Bench) -> None:
+    """This broker is new, and the engine that serves it has not joined yet."""
+    bench.say("e0", engine_join(dp_group="e0", version=7))
+    bench.trainer()
+    arm = replace(make_arm("u1", MANIFEST), version=11)
+    assert only(bench.say("t", arm), Arm).version == 12
+
+
+def test_one_refusal_at_arm_cancels_and_names_engine_and_tensor(bench: Bench) -> None:
+    """The trainer hears it when nothing is armed any more anywhere."""
+    bench.engine("e0")
+    bench.engine("e1")
+    bench.trainer()
+    bench.say("t", make_arm("u1", MANIFEST), msg_id=1)
+    bench.ack("e0", Step.ARM)
+    refusal = Nack(NackCode.MANIFEST_REFUSED, "arm", "u1", 0, "no such", "", "", "b", "", 0)
+    effects = bench.say("e1", refusal)
+    assert {route for each in effects if isinstance(each, Send) for route in each.routes} == {
+        b"e0#1",
+        b"e1#1",
+    }
+    assert only(effects, Abort)
+    nack = nack_in(bench.all_ack(Step.ABORT))
+    assert (nack.code, nack.peer, nack.tensor) == (NackCode.MANIFEST_REFUSED, "e1", "b")
+    assert bench.broker.groups["policy"].update.state == "idle"
+
+
+@pytest.mark.parametrize("field", ["digest", "names", "dtypes", "shapes", "chunk_ends"])
+def test_a_manifest_that_contradicts_itself_reaches_no_engine(bench: Bench, field: str) -> None:
+    """The broker names the field."""
+    bench.engine("e0")
+    bench.trainer()
+    arm = make_arm("u1", MANIFEST)
+    wrong = {"digest": "0", "names": ("a", "a"), "dtypes": ("x", "y"), "shapes": ((1,),)}
+    object.__setattr__(arm, field, wrong.get(field, (9,)))
+    effects = bench.say("t", arm)
+    assert nack_in(effects).code is NackCode.MANIFEST_REFUSED
+    assert nack_in(effects).field == field
+    assert not [each for each in messages(effects) if isinstance(each, Arm)]
+
+
+def test_chunks_are_taken_in_order_and_once(bench: Bench) -> None:
+    """An early one waits to be asked again, a doubled one is answered, one too many refused."""
+    bench.loading()
+    early = make_chunk("u1", MANIFEST, 1, 1)
+    assert bench.say("t", early, msg_id=50) == []
+    first = make_chunk("u1", MANIFEST, 0, 1)
+    assert only(bench.say("t", first, msg_id=51), WeightChunkMeta)
+    assert messages(bench.say("t", first, msg_id=52)) == []
+    assert only(bench.say("t", early, msg_id=50), WeightChunkMeta)
+    sent = make_sent("u1", MANIFEST, 0, 1)
+    assert only(bench.say("t", sent, msg_id=54), ChunkSent)
+    assert messages(bench.say("t", first, msg_id=55)) == []
+    assert messages(bench.say("t", sent, msg_id=56)) == []
+    assert answered(bench.all_ack(Step.CHUNK, chunk=0)) == [51, 52, 54, 55, 56]
+    assert only(bench.say("t", first, msg_id=53), GroupAck).step is Step.CHUNK
+    beyond = make_chunk("u1", MANIFEST, 1, 1)
+    object.__setattr__(beyond, "chunk", 2)
+    assert nack_in(bench.say("t", beyond)).field == "chunk"
+
+
+def answered(effects: list[Effect]) -> list[int]:
+    """The requests that are answered."""
+    return sorted(
+        each.reply_to
+        for each in effects
+        if isinstance(each, Send) and isinstance(each.message, GroupAck | Nack)
+    )
+
+
+def test_a_chunk_that_is_sent_before_it_is_told_is_asked_again(bench: Bench) -> None:
+    """What tells of it was lost; the repeated pair is taken."""
+    bench.loading()
+    sent = make_sent("u1", MANIFEST, 0, 1)
+    assert bench.say("t", sent, msg_id=61) == []
+    assert only(bench.say("t", make_chunk("u1", MANIFEST, 0, 1), msg_id=60), WeightChunkMeta)
+    assert only(bench.say("t", sent, msg_id=61), ChunkSent)
+    assert answered(bench.all_ack(Step.CHUNK, chunk=0)) == [60, 61]
+
+
+def test_both_messages_of_a_chunk_are_answered_when_every_engine_has_applied_it(
+    bench: Bench,
+) -> None:
+    """Not before; asked again, each is answered again, with the same."""
+    bench.loading()
+    bench.begin(0, ids=(60, 61))
+    assert answered(bench.ack("e0", Step.CHUNK)) == []
+    assert answered(bench.ack("e1", Step.CHUNK)) == [60, 61]
+    told = [only(bench.say("t", make_chunk("u1", MANIFEST, 0, 1), msg_id=60), GroupAck)]
+    told += [only(bench.say("t", make_sent("u1", MANIFEST, 0, 1), msg_id=61), GroupAck)]
+    assert told[0] == told[1]
+
+
+def test_a_chunk_sent_that_is_applied_is_answered_at_once(bench: Bench) -> None:
+    """Under a new id as well; and no engine hears of it again."""
+    bench.loading()
+    bench.begin(0)
+    bench.all_ack(Step.CHUNK, chunk=0)
+    effects = bench.say("t", make_sent("u1", MANIFEST, 0, 1), msg_id=62)
+    assert only(effects, GroupAck).step is Step.CHUNK
+    assert [type(each) for each in messages(effects)] == [GroupAck]
+
+
+def test_acks_before_the_chunk_is_sent_answer_nobody(bench: Bench) -> None:
+    """All engines say that they have it; nothing has left, and the update can't be finished."""
+    bench.loading()
+    bench.say("t", make_chunk("u1", MANIFEST, 0, 1), msg_id=60)
+    assert answered(bench.all_ack(Step.CHUNK, chunk=0)) == []
+    group = bench.broker.groups["policy"]
+    assert group.update.chunks[0].waiting == {"e0", "e1"}
+    bench.say("t", make_sent("u1", MANIFEST, 0, 1), msg_id=61)
+    assert group.update.chunks[0].waiting == {"e0", "e1"}
+    assert answered(bench.all_ack(Step.CHUNK, chunk=0)) == [60, 61]
+
+
+def silent_until(bench: Bench, now_ms: float) -> list[Effect]:
+    """Time passes; everybody beats, and nobody acks."""
+    effects: list[Effect] = []
+    while bench.now_ms < now_ms:
+        bench.now_ms += 1000.0
+        for name in ("e0", "e1", "t"):
+            bench.say(name, BEAT)
+        effects += bench.broker.tick(bench.now_ms)
+    return effects
+
+
+def test_no_engines_time_runs_until_the_chunk_is_sent(bench: Bench) -> None:
+    """However long the trainer takes, nobody falls out; from then on an engine may."""
+    bench.loading()
+    bench.say("t", make_chunk("u1", MANIFEST, 0, 1))
+    group = bench.broker.groups["policy"]
+    asked = messages(silent_until(bench, 3 * CONFIG.step_timeout_ms))
+    assert {type(each) for each in asked} == {WeightChunkMeta}
+    assert set(group.update.members) == {"e0", "e1"}
+    bench.say("t", make_sent("u1", MANIFEST, 0, 1))
+    bench.ack("e0", Step.CHUNK)
+    silent_until(bench, bench.now_ms + CONFIG.step_timeout_ms)
+    assert set(group.update.members) == {"e0", "e1"}
+    effects = silent_until(bench, bench.now_ms + 2000.0)
+    assert set(group.update.members) == {"e0"}
+    failure = group.update.excluded["e1"]
+    assert failure.code is NackCode.TIMEOUT
+    assert "e1 (heard 0 ms ago) lives but has not acked chunk 0 for " in failure.detail
+    (note,) = [
+        each for each in effects if isinstance(each, Note) and each.event == "engine_overdue"
+    ]
+    assert note.fields["peer"] == "e1"
+    assert note.fields["detail"] == failure.detail
+
+
+def test_a_chunk_that_is_sent_is_asked_again_with_both_its_messages(bench: Bench) -> None:
+    """In order, of whom has not answered: it may have lost either."""
+    bench.loading()
+    bench.begin(0)
+    bench.ack("e0", Step.CHUNK)
+    bench.now_ms = 1000.0
+    again = [each for each in bench.broker.tick(1000.0) if isinstance(each, Send)]
+    assert [type(each.message) for each in again] == [WeightChunkMeta, ChunkSent]
+    assert {each.routes for each in again} == {(b"e1#1",)}
+
+
+def test_a_chunk_that_is_not_sent_is_asked_again_with_its_first_message(bench: Bench) -> None:
+    """There is no other yet."""
+    bench.loading()
+    bench.say("t", make_chunk("u1", MANIFEST, 0, 1))
+    again = [each for each in bench.broker.tick(1000.0) if isinstance(each, Send)]
+    assert [type(each.message) for each in again] == [WeightChunkMeta]
+    assert {each.routes for each in again} == {(b"e0#1", b"e1#1")}
+
+
+@pytest.mark.parametrize(
+    ("verify", "sums"),
+    [("full", ()), ("full", (1, 1)), ("sample", ()), ("off", (1,)), ("unsupported", (1,))],
+)
+def test_the_wrong_number_of_sums_reaches_no_engine(
+    bench: Bench, verify: Verify, sums: tuple[int, ...]
+) -> None:
+    """It is refused by its field, and the chunk still awaits its sender."""
+    bench.loading()
+    bench.say("t", make_chunk("u1", MANIFEST, 0, 1))
+    effects = bench.say("t", ChunkSent("u1", 0, verify, sums))
+    assert (nack_in(effects).code, nack_in(effects).field) == (NackCode.MALFORMED, "sums")
+    assert [type(each) for each in messages(effects)] == [Nack]
+    assert bench.broker.groups["policy"].update.chunks[0].waiting_for_trainer
+    assert only(bench.say("t", make_sent("u1", MANIFEST, 0, 1)), ChunkSent)
+
+
+@pytest.mark.parametrize("chunk", [MANIFEST.chunks, MANIFEST.chunks + 7])
+def test_a_chunk_sent_that_the_manifest_lacks_is_refused(bench: Bench, chunk: int) -> None:
+    bench.loading()
+    refused = nack_in(bench.say("t", ChunkSent("u1", chunk, "off", ())))
+    assert (refused.code, refused.field) == (NackCode.WRONG_STATE, "chunk")
+
+
+@pytest.mark.parametrize("wrong", [ChunkSent("u9", 0, "off", ()), ChunkSent("u1", 0, "off", ())])
+def test_a_chunk_sent_outside_its_update_is_refused(bench: Bench, wrong: ChunkSent) -> None:
+    """Of another one, or of one that takes no chunks yet."""
+    if wrong.update_id == "u1":
+        bench.paused()
+    else:
+        bench.loading()
+    effects = bench.say("t", wrong)
+    assert nack_in(effects).code is NackCode.WRONG_STATE
+    assert [type(each) for each in messages(effects)] == [Nack]
+
+
+def test_an_engine_that_finds_another_sum_falls_out_and_is_named(bench: Bench) -> None:
+    """The other one goes on; both messages are answered without it."""
+    bench.loading()
+    bench.begin(0, ids=(60, 61))
+    wrong = Nack(NackCode.CHECKSUM_MISMATCH, "chunk", "u1", 0, "not it", "", "", "a", "", 0)
+    assert only(bench.say("e1", wrong), Abort)
+    effects = bench.ack("e0", Step.CHUNK)
+    assert answered(effects) == [60, 61]
+    group = bench.broker.groups["policy"]
+    assert group.update.excluded["e1"].code is NackCode.CHECKSUM_MISMATCH
+    assert group.update.excluded["e1"].tensor == "a"
+    assert group.update.excluded["e1"].detail == "chunk 0: not it"
+    assert group.registry.quarantined["e1"] == "chunk 0: not it"
+
+
+def test_with_nobody_left_both_messages_of_a_chunk_are_refused_with_the_reason(
+    bench: Bench,
+) -> None:
+    """The code, the tensor and the chunk."""
+    bench.loading()
+    bench.begin(0, ids=(60, 61))
+    wrong = Nack(NackCode.CHECKSUM_MISMATCH, "chunk", "u1", 0, "not it", "", "", "a", "", 0)
+    bench.say("e0", wrong)
+    effects = bench.say("e1", wrong)
+    assert answered(effects) == [60, 61]
+    nacks = [each for each in messages(effects) if isinstance(each, Nack)]
+    assert {(each.code, each.tensor, each.chunk) for each in nacks} == {
+        (NackCode.CHECKSUM_MISMATCH, "a", 0)
+    }
+
+
+def test_a_chunk_that_is_not_the_planned_one_reaches_no_engine(bench: Bench) -> None:
+    """It is refused by its field."""
+    bench.loading()
+    chunk = make_chunk("u1", MANIFEST, 0, 1)
+    object.__setattr__(chunk, "names", ("b",))
+    effects = bench.say("t", chunk)
+    assert (nack_in(effects).code, nack_in(effects).field) == (NackCode.MANIFEST_REFUSED, "names")
+    assert not [each for each in messages(effects) if isinstance(each, WeightChunkMeta)]
+
+
+def test_finish_is_asked_when_the_last_chunk_is_sent(bench: Bench) -> None:
+    """Asked by the trainer at any time before, engines hear of it behind that chunk."""
+    bench.loading()
+    assert bench.say("t", UpdateFinish("u1"), msg_id=7) == []
+    for k in range(MANIFEST.chunks):
+        told = bench.say("t", make_chunk("u1", MANIFEST, k, 1))
+        assert not [each for each in messages(told) if isinstance(each, UpdateFinish)]
+        sent = messages(bench.say("t", make_sent("u1", MANIFEST, k, 1)))
+        last = k + 1 == MANIFEST.chunks
+        assert [type(each) for each in sent] == [ChunkSent, *[UpdateFinish] * last]
+
+
+def test_steps_asked_before_their_turn_follow_each_other_by_themselves(bench: Bench) -> None:
+    """Finish, commit and resume, all asked with the last chunk: each when the one before is done
+    by all."""
+    bench.loading()
+    for k in range(MANIFEST.chunks):
+        bench.begin(k)
+    assert only(bench.say("t", UpdateFinish("u1"), msg_id=7), UpdateFinish)
+    assert bench.say("t", Commit("u1", 1, "", ()), msg_id=8) == []
+    assert bench.say("t", Resume("u1"), msg_id=9) == []
+    for k in range(MANIFEST.chunks):
+        effects = bench.all_ack(Step.CHUNK, chunk=k)
+        assert not [each for each in messages(effects) if isinstance(each, Commit | Resume)]
+    bench.ack("e0", Step.FINISH)
+    finished = bench.ack("e1", Step.FINISH)
+    assert only(finished, Commit)
+    assert only(finished, GroupAck).step is Step.FINISH
+    bench.ack("e0", Step.COMMIT)
+    committed = bench.ack("e1", Step.COMMIT)
+    assert only(committed, Resume)
+    assert only(committed, GroupAck).step is Step.COMMIT
+    answers = [each for each in bench.all_ack(Step.RESUME) if isinstance(each, Send)]
+    assert [(type(each.message), each.reply_to) for each in answers] == [(GroupAck, 9)]
+
+
+def test_who_waits_for_a_turn_that_never_comes_is_told(bench: Bench) -> None:
+    """No engine is left: there is nothing to finish, to commit or to resume."""
+    bench.loading()
+    bench.say("t", UpdateFinish("u1"), msg_id=7)
+    bench.say("t", Commit("u1", 1, "", ()), msg_id=8)
+    effects = bench.say("e0", Leave("")) + bench.say("e1", Leave(""))
+    nacks = [each for each in effects if isinstance(each, Send) and isinstance(each.message, Nack)]
+    assert sorted(each.reply_to for each in nacks) == [7, 8]
+
+
+def finished(bench: Bench) -> None:
+    bench.loading()
+    for k in range(MANIFEST.chunks):
+        bench.begin(k)
+        bench.all_ack(Step.CHUNK, chunk=k)
+    bench.say("t", UpdateFinish("u1"))
+    bench.all_ack(Step.FINISH)
+
+
+def test_commit_is_of_the_version_that_was_given(bench: Bench) -> None:
+    """And the group serves it when the last engine has committed."""
+    finished(bench)
+    assert nack_in(bench.say("t", Commit("u1", 2, "", ()))).field == "version"
+    assert nack_in(bench.say("t", Commit("u9", 1, "", ()))).field == "update_id"
+    assert only(bench.say("t", Commit("u1", 1, "", ())), Commit)
+    bench.ack("e0", Step.COMMIT)
+    assert bench.broker.groups["policy"].version == 0
+    assert only(bench.ack("e1", Step.COMMIT), GroupAck).version == 1
+    assert bench.broker.groups["policy"].version == 1
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 2])
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_no_resume_in_the_middle_of_an_update(bench: Bench, chunks: int, end: str) -> None:
+    """From the start to its end no engine hears of it, and then all do."""
+    bench.loading()
+    for k in range(chunks):
+        bench.begin(k)
+        bench.all_ack(Step.CHUNK, chunk=k)
+    effects = bench.say("t", Resume("u1"))
+    if end == "abort":
+        effects += bench.say("t", Abort("u1", ""))
+        effects += bench.ack("e0", Step.ABORT)
+        last = bench.ack("e1", Step.ABORT)
+    else:
+        for k in range(chunks, MANIFEST.chunks):
+            bench.begin(k)
+            effects += bench.all_ack(Step.CHUNK, chunk=k)
+        effects += bench.say("t", UpdateFinish("u1"))
+        effects += bench.all_ack(Step.FINISH)
+        effects += bench.say("t", Commit("u1", 1, "", ()))
+        effects += bench.ack("e0", Step.COMMIT)
+        last = bench.ack("e1", Step.COMMIT)
+    assert not [each for each in messages(effects) if isinstance(each, Resume)]
+    assert only(last, Resume)
+
+
+def test_no_abort_in_the_middle_of_a_commit(bench: Bench) -> None:
+    """Some engine may serve the version already."""
+    finished(bench)
+    bench.say("t", Commit("u1", 1, "", ()))
+    assert nack_in(bench.say("t", Abort("u1", ""))).code is NackCode.WRONG_STATE
+
+
+def test_an_abort_of_what_is_not_there_is_answered(bench: Bench) -> None:
+    """There is nothing to undo."""
+    bench.paused()
+    assert only(bench.say("t", Abort("u9", "")), GroupAck).step is Step.ABORT
+
+
+def test_a_command_of_another_broker_that_an_engine_fenced_is_not_ours(bench: Bench) -> None:
+    """The engine stays in the update: what it refused, we had not asked."""
+    bench.loading()
+    bench.say("e0", make_nack(NackCode.FENCED, step="abort", update_id="u1"))
+    bench.say("e0", make_nack(NackCode.FENCED, step="resume", update_id="u1"))
+    group = bench.broker.groups["policy"]
+    assert set(group.update.members) == set(group.pause.members) == {"e0", "e1"}
+    assert not group.registry.quarantined
+
+
+# -- strays -------------------------------------------------------------------------------
+
+
+def test_an_engine_left_paused_is_resumed(bench: Bench) -> None:
+    """Its heartbeat says so, and the group knows of no pause."""
+    bench.engine("e0")
+    resume = only(bench.say("e0", Heartbeat("paused", 0, 0, "u0")), Resume)
+    assert resume.update_id == "u0"
+
+
+@pytest.mark.parametrize("phase", ["armed", "updating"])
+def test_an_engine_left_in_an_update_is_told_to_abort(bench: Bench, phase: str) -> None:
+    """The group knows of no update."""
+    bench.engine("e0")
+    beat = Heartbeat("armed" if phase == "armed" else "updating", 0, 0, "u0")
+    assert only(bench.say("e0", beat), Abort).update_id == "u0"
+
+
+def test_an_engine_of_the_pause_under_way_is_no_stray(bench: Bench) -> None:
+    """Nor is a quarantined one, ever."""
+    bench.paused()
+    for phase in ("paused", "quarantined"):
+        beat = Heartbeat("paused" if phase == "paused" else "quarantined", 0, 0, "u1")
+        assert not [each for each in messages(bench.say("e0", beat)) if isinstance(each, Resume)]
+
+
+# -- waiting for engines ----------------------------------------------------------------
+
+
+def test_waiting_for_engines_ends_when_enough_are_there(bench: Bench) -> None:
+    """With a view of them."""
+    bench.trainer()
+    bench.say("t", WaitEngines(2, 1000))
+    assert not [each for each in messages(bench.engine("e0")) if isinstance(each, GroupView)]
+    view = only(bench.engine("e1"), GroupView)
+    assert [each.name for each in view.engines] == ["e0", "e1"]
+
+
+def test_waiting_for_engines_ends_in_time(bench: Bench) -> None:
+    """With the names of those that are there."""
+    bench.trainer()
+    bench.engine("e0")
+    bench.say("t", WaitEngines(2, 1000))
+    assert messages(bench.broker.tick(999.0)) == []
+    nack = nack_in(bench.broker.tick(1000.0))
+    assert nack.code is NackCode.TIMEOUT
+    assert "e0" in nack.detail
+    assert bench.broker.next_deadline_ms() > 1000.0

@@ -1,0 +1,308 @@
+"""Engines that are behind catch up alone: with the group's own version, while the others go on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bus.messages import (
+    Ack,
+    Arm,
+    Behind,
+    Message,
+    NackCode,
+    PauseLocal,
+    PlanTransfer,
+    Step,
+    TransferInit,
+)
+from bus.protocol.broker.update import UpdateState
+from bus.protocol.engine.calls import CallCommit, CallLoad, CallStart
+from bus.testing.makers import make_arm, make_manifest
+from tests.unit.bus._scene import Scene
+
+if TYPE_CHECKING:
+    from bus.testing.sim_engine import SimEngine
+
+MANIFEST = make_manifest()
+
+
+def keeping(*sizes: int, draft: bool = False, collective: bool = False) -> Scene:
+    """Engines of such DP groups, at version 1, of which the trainer keeps the weights (named 7)."""
+    scene = Scene(*sizes, draft=draft)
+    scene.trainer.keep_last = True
+    scene.trainer.collective = collective
+    scene.update(7)
+    assert scene.settled().version == 1
+    return scene
+
+
+def caught_up(scene: Scene, *names: str) -> None:
+    """Wait until these serve the group's version, and all is at rest."""
+
+    def whole() -> bool:
+        engines = [scene.engine(name) for name in names]
+        return all(not each.session.is_stale and each.truth.version == 1 for each in engines)
+
+    assert scene.world.run_until(whole), [each.session.phase for each in scene.world.alive]
+    scene.rest()
+    for name in names:
+        assert set(scene.engine(name).truth.weights.values()) == {7}
+        assert scene.engine(name).truth.running
+    assert scene.world.held.version == 1
+
+
+def untouched(engine: SimEngine) -> None:
+    """It was paused once, for the first update, and asked for nothing of another."""
+    assert (engine.truth.pauses, engine.truth.commits) == (1, [1])
+    asked = [each for each in engine.commands if isinstance(each, PauseLocal | TransferInit | Arm)]
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize("collective", [False, True])
+def test_a_late_joiner_is_brought_to_the_groups_version(collective: bool) -> None:
+    """No other version is given, and nobody else is asked for anything."""
+    scene = keeping(1, 1, collective=collective)
+    late = scene.world.add_engine("e2")
+    assert scene.world.run_until(lambda: late.joined)
+    assert late.session.is_stale
+    caught_up(scene, "e2")
+    for name in ("e0", "e1"):
+        untouched(scene.engine(name))
+    assert [each.version for each in scene.trainer.catch_ups] == [1]
+    if collective:
+        assert late.truth.transfer is not None
+        assert late.truth.transfer.assignment.world_size == 2
+    scene.update(8)
+    assert scene.settled().version == 2
+    assert scene.versions() == {"e0": 2, "e1": 2, "e2": 2}
+
+
+def test_a_restarted_engine_is_brought_to_the_groups_version() -> None:
+    scene = keeping(1, 1)
+    scene.world.restart_engine("e1")
+    caught_up(scene, "e1")
+    untouched(scene.engine("e0"))
+
+
+def test_one_that_an_update_has_left_behind_comes_to_its_version() -> None:
+    """It loaded a part; the others serve the version that it is brought to."""
+    scene = Scene(1, 1)
+    scene.trainer.keep_last = True
+    scene.engine("e1").behaviour.fail_next.add(CallLoad)
+    scene.update(7)
+    assert scene.settled().excluded == ("e1",)
+    assert scene.engine("e1").session.is_stale
+    caught_up(scene, "e1")
+    untouched(scene.engine("e0"))
+
+
+def test_all_come_back_to_the_version_before_an_update_that_failed_everywhere() -> None:
+    """Nobody serves any more; the version that was the group's is what they get again."""
+    scene = keeping(1, 1)
+    for name in ("e0", "e1"):
+        scene.engine(name).behaviour.fail_next.add(CallLoad)
+    scene.update(8)
+    assert scene.settled().error is not None
+    assert scene.running() == set()
+    caught_up(scene, "e0", "e1")
+    assert scene.engine("e0").truth.commits == [1, 1]
+
+
+def test_one_whose_commit_failed_takes_the_mate_that_has_committed_along() -> None:
+    """A DP group runs as one: the rank that serves the version loads it again."""
+    scene = Scene(2, 1)
+    scene.trainer.keep_last = True
+    scene.engine("e1").behaviour.fail_next.add(CallCommit)
+    scene.update(7)
+    outcome = scene.settled()
+    assert set(outcome.excluded) == {"e0", "e1"}
+    assert scene.engine("e0").truth.commits == [1]
+    caught_up(scene, "e0", "e1")
+    untouched(scene.engine("e2"))
+
+
+def test_a_dp_group_catches_up_beside_one_that_serves() -> None:
+    scene = keeping(2, 1)
+    scene.engine("e0").kill()
+    scene.engine("e1").kill()
+    assert scene.world.run_until(lambda: len(scene.world.held.registry.engines) == 1)
+    scene.watch.lost_ranks.clear()
+    for name in ("e0", "e1"):
+        scene.world.restart_engine(name)
+    caught_up(scene, "e0", "e1")
+    untouched(scene.engine("e2"))
+
+
+def test_a_catch_up_that_fails_is_tried_again() -> None:
+    scene = keeping(1, 1)
+    reborn = scene.world.restart_engine("e1")
+    reborn.behaviour.fail_next.update({CallStart, CallLoad})
+    caught_up(scene, "e1")
+    assert [each.error is None for each in scene.trainer.catch_ups] == [False, False, True]
+    untouched(scene.engine("e0"))
+
+
+def test_a_trainer_that_dies_in_the_middle_leaves_nobody_stuck() -> None:
+    """Nothing of it was loaded: it runs again. What serves, was never paused."""
+    scene = keeping(1, 1)
+    scene.world.restart_engine("e1")
+    scene.until(UpdateState.ARMED)
+    scene.trainer.kill()
+    scene.rest()
+    assert scene.running() == {"e0", "e1"}
+    untouched(scene.engine("e0"))
+    scene.trainer = scene.world.add_trainer("next")
+    assert scene.world.run_until(lambda: scene.trainer.joined)
+    scene.update(8)
+    assert scene.settled().version == 2
+    assert scene.versions() == {"e0": 2, "e1": 2}
+
+
+def test_an_engine_that_dies_in_the_middle_holds_up_nobody() -> None:
+    scene = keeping(1, 1)
+    reborn = scene.world.restart_engine("e1")
+    scene.until(UpdateState.LOADING)
+    reborn.kill()
+    scene.update(8)
+    assert scene.settled().version == 2
+    assert scene.trainer.catch_ups[-1].error is not None
+    assert scene.versions() == {"e0": 2}
+
+
+def test_who_has_other_weights_hears_of_nobody() -> None:
+    """A trainer that keeps none, or those of another version, could not help."""
+    scene = keeping(1, 1, draft=True)
+    scene.update(9, target="draft")
+    assert scene.settled().version == 2
+    heard: list[Message] = []
+    scene.trainer.on_told = heard.append
+    scene.world.restart_engine("e1")
+    scene.world.run_for(5000.0)
+    assert scene.engine("e1").session.is_stale
+    assert (scene.trainer.catch_ups, scene.trainer.kept) == ([], (0, 0))
+
+
+def behind(scene: Scene) -> None:
+    """``e1`` is, and nobody does anything about it."""
+    scene.trainer.keep_last = False
+    scene.trainer.kept = (0, 0)
+    reborn = scene.world.restart_engine("e1")
+    assert scene.world.run_until(lambda: reborn.joined)
+
+
+def asks(scope: tuple[str, ...]) -> list[Message]:
+    """Everything that may be asked for some DP groups alone."""
+    return [
+        PlanTransfer(scope),
+        TransferInit("t9", "sim", b"", 0, 0, {}, scope),
+        make_arm("u9", MANIFEST, version=1, scope=scope),
+        PauseLocal("u9", "keep", True, 10_000, 60_000, 0, "keep", scope),
+    ]
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize(
+    ("scope", "named"),
+    [
+        (("e0",), "DP group e0 serves the group's version 1"),
+        (("e0", "e1"), "DP group e0 serves the group's version 1"),
+        (("e1", "nobody"), "DP group nobody is not there, or not whole"),
+    ],
+)
+def test_who_serves_is_not_asked_to_catch_up(
+    scope: tuple[str, ...], named: str, place: int
+) -> None:
+    scene = keeping(1, 1)
+    behind(scene)
+    assert scene.refused(asks(scope)[place]) is NackCode.WRONG_STATE
+    error = scene.trainer.outcomes[-1].error
+    assert named in str(error)
+    untouched(scene.engine("e0"))
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_group_without_a_version_has_none_to_catch_up_to(place: int) -> None:
+    scene = Scene(1, 1)
+    assert scene.refused(asks(("e1",))[place]) is NackCode.WRONG_STATE
+    assert "no version yet" in str(scene.trainer.outcomes[-1].error)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"version": 2}, "the weights of version 2, and the group serves 1"),
+        ({"version": 0}, "the weights of version 0, and the group serves 1"),
+        ({"target": "draft"}, "a whole set of the model's weights"),
+        ({"backend": "lora:a"}, "a whole set of the model's weights"),
+    ],
+)
+def test_engines_catch_up_with_the_whole_model_of_the_groups_version(
+    change: dict[str, object], named: str
+) -> None:
+    scene = keeping(1, 1, draft=True)
+    behind(scene)
+    arm = make_arm("u9", MANIFEST, version=1, scope=("e1",))
+    assert scene.refused(replace(arm, **change)) is NackCode.WRONG_STATE  # type: ignore[arg-type]
+    assert named in str(scene.trainer.outcomes[-1].error)
+
+
+def test_a_group_whose_version_grows_in_the_middle_keeps_the_greater_one() -> None:
+    """An engine joins that serves a later one: what is committed does not take it back."""
+    scene = keeping(1, 1)
+    scene.world.restart_engine("e1")
+    scene.until(UpdateState.LOADING)
+    later = scene.world.add_engine("e2", version=5)
+    assert scene.world.run_until(lambda: later.joined)
+    scene.rest()
+    assert scene.world.held.version == 5
+    acks = [each for each in scene.engine("e1").sent if isinstance(each, Ack)]
+    assert Step.COMMIT in {each.step for each in acks}
+    assert scene.world.run_until(lambda: scene.engine("e1").session.is_stale)
+
+
+def test_behind_is_told_with_the_version_and_the_names() -> None:
+    scene = keeping(1, 2)
+    told: list[Behind] = []
+    scene.trainer._catch_up = told.append  # type: ignore[assignment, method-assign]
+    for name in ("e1", "e2"):
+        scene.world.restart_engine(name)
+    assert scene.world.run_until(lambda: bool(told))
+    assert told[0] == Behind(1, (scene.engine("e1").dp_group,))
+    before = len(told)
+    assert scene.world.run_until(lambda: len(told) > before), "as long as it is so"
+
+
+def test_one_that_lacks_its_draft_is_brought_the_model_once() -> None:
+    """It stays quarantined, and no more weights of the model would help."""
+    scene = keeping(1, 1, draft=True)
+    scene.engine("e1").behaviour.fail_next.add(CallLoad)
+    scene.trainer.run(scene.trainer.update(9, target="draft"))
+    scene.world.engines["e0"].behaviour.fail_next.add(CallLoad)
+    assert scene.settled().error is not None
+    assert scene.world.held.version == 1
+    assert scene.world.run_until(lambda: bool(scene.trainer.catch_ups))
+    scene.rest()
+    scene.world.run_for(20_000.0)
+    assert len(scene.trainer.catch_ups) == 1
+    assert scene.running() == set()
+    scene.update(9, target="draft")
+    assert scene.settled().error is None
+    assert scene.running() == {"e0", "e1"}
+
+
+def test_one_that_the_canary_has_named_is_not_brought_the_same_weights() -> None:
+    """It would serve them as wrong as before, and nobody would look."""
+    scene = Scene(1, 1, 1)
+    scene.trainer.keep_last = scene.trainer.canary = True
+    scene.engine("e1").behaviour.twist_next = True
+    scene.update(7)
+    assert scene.settled().excluded == ("e1",)
+    scene.world.run_for(10_000.0)
+    assert scene.trainer.catch_ups == []
+    assert scene.running() == {"e0", "e2"}
+    scene.update(8)
+    assert scene.settled().version == 2
+    assert scene.running() == {"e0", "e1", "e2"}

@@ -1,0 +1,226 @@
+"""Which engines requests are to be sent to, and what watchers hear of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bus.messages import Heartbeat, Join, PauseLocal, Routes, Staging, Welcome
+from bus.protocol.broker.pause import PauseState
+from bus.protocol.broker.update import UpdateState
+from bus.protocol.engine.calls import CallAdmit, CallCommit, CallLoad, CallResume, CallSwap
+from tests.unit.bus._builders import engine_join, messages
+from tests.unit.bus._scene import Scene
+from tests.unit.bus.protocol.broker.test_broker import Bench
+
+if TYPE_CHECKING:
+    from bus.testing.sim_world import SimWorld
+
+
+class Told:
+    """What was told of a group's routable engines, change by change."""
+
+    def __init__(self, world: SimWorld) -> None:
+        self.all: list[tuple[int, str]] = []
+        self._world = world
+        world.checks.append(self._look)
+
+    def _look(self) -> None:
+        group = self._world.group
+        if group is not None:
+            now = group.routing.now
+            seen = (now.version, " ".join(route.engine for route in now.engines))
+            if not self.all or self.all[-1] != seen:
+                self.all.append(seen)
+
+
+def test_a_commit_changes_the_version_of_all_at_once() -> None:
+    """Nobody is told of some at the new version and others at the old one; a pause changes
+    nothing."""
+    scene = Scene(2, 1)
+    told = Told(scene.world)
+    scene.pause()
+    scene.settled()
+    scene.update()
+    assert scene.settled().version == 1
+    assert told.all == [(0, "e0 e1 e2"), (1, "e0 e1 e2")]
+
+
+def test_nothing_is_told_while_some_have_committed() -> None:
+    """Not before the last one has."""
+    scene = Scene(1, 1)
+    told = Told(scene.world)
+    scene.engine("e1").behaviour.hold.add(CallCommit)
+    scene.update()
+    scene.until(UpdateState.COMMITTING)
+    scene.world.run_for(2000.0)
+    assert scene.engine("e0").truth.version == 1
+    assert told.all == [(0, "e0 e1")]
+    scene.engine("e1").release(CallCommit)
+    scene.settled()
+    assert told.all[1:] == [(1, "e0 e1")]
+
+
+def test_who_fell_out_is_out_with_its_dp_group_until_a_whole_update() -> None:
+    """The others serve the new version alone."""
+    scene = Scene(2, 1)
+    told = Told(scene.world)
+    scene.engine("e1").behaviour.fail_next.add(CallLoad)
+    scene.update()
+    assert set(scene.settled().excluded) == {"e0", "e1"}
+    assert told.all == [(0, "e0 e1 e2"), (0, "e2"), (1, "e2")]
+    scene.update()
+    assert scene.settled().version == 2
+    assert told.all[-1] == (2, "e0 e1 e2")
+
+
+@pytest.mark.parametrize("why", ["quarantined", "behind"])
+def test_who_comes_back_is_routable_when_it_is_resumed(why: str) -> None:
+    """Its resume opens its door: what is sent there before, is ended at once."""
+    scene = Scene(2, 1)
+    scene.update()
+    scene.settled()
+    told = Told(scene.world)
+    e1 = scene.engine("e1")
+    if why == "quarantined":
+        e1.behaviour.fail_next.add(CallLoad)
+        scene.update()
+        scene.settled()
+    else:
+        e1.leave()
+        scene.world.restart_engine("e1")
+        assert scene.world.run_until(scene.world.joined)
+        scene.world.run_for(2000.0)
+    out = told.all[-1]
+    assert out[1] == "e2"
+    e1 = scene.engine("e1")
+    e1.behaviour.hold.add(CallResume)
+    scene.update()
+    assert scene.world.run_until(lambda: isinstance(e1.running_call, CallResume))
+    scene.world.run_for(2000.0)
+    assert e1.truth.version > out[0]
+    assert told.all[-1] == (e1.truth.version, "e2")
+    e1.release(CallResume)
+    scene.settled()
+    scene.world.run_for(2000.0)
+    assert told.all[-1] == (e1.truth.version, "e0 e1 e2")
+
+
+def test_who_was_behind_and_stages_is_routable_with_all_others() -> None:
+    """Its door is open when it says that it has committed."""
+    scene = Scene(1, 1)
+    scene.update()
+    scene.settled()
+    scene.engine("e1").leave()
+    scene.world.restart_engine("e1")
+    assert scene.world.run_until(scene.world.joined)
+    scene.world.run_for(2000.0)
+    told = Told(scene.world)
+    scene.trainer.staging = Staging(required=True, budget_bytes=0, keep=False, clear_cache=False)
+    scene.update()
+    assert scene.settled().what == "staged"
+    assert told.all == [(1, "e0"), (2, "e0 e1")]
+
+
+def test_who_is_behind_opens_its_door_to_a_new_broker_before_it_is_routable() -> None:
+    """That knows of no later version, if none who serves it is there; and the engine had closed its
+    door because of one."""
+    scene = Scene(1, 1)
+    scene.update()
+    scene.settled()
+    scene.engine("e1").leave()
+    scene.world.restart_engine("e1")
+    e1 = scene.engine("e1")
+    assert scene.world.run_until(lambda: e1.truth.closed)
+    e1.behaviour.hold.add(CallAdmit)
+    scene.engine("e0").leave()
+    scene.world.restart_broker()
+    told = Told(scene.world)
+    assert scene.world.run_until(lambda: isinstance(e1.running_call, CallAdmit))
+    scene.world.run_for(2000.0)
+    assert told.all[-1] == (0, "")
+    e1.release(CallAdmit)
+    assert scene.world.run_until(lambda: told.all[-1] == (0, "e1"))
+
+
+def test_who_says_that_its_door_is_closed_is_not_routable() -> None:
+    """Until it says that it is open."""
+    bench = Bench()
+    bench.say("e0", engine_join())
+    watcher = Join("observer", "h", 1, None, None)
+    bench.say("watch", watcher, group="")
+
+    def routable(*, closed: bool) -> list[list[str]]:
+        said = messages(bench.say("e0", Heartbeat("running", 0, 0, "", closed)))
+        return [
+            [route.engine for route in each.engines] for each in said if isinstance(each, Routes)
+        ]
+
+    assert routable(closed=False) == []
+    assert routable(closed=True) == [[]]
+    assert routable(closed=True) == []
+    assert routable(closed=False) == [["e0"]]
+
+
+def test_who_was_behind_and_stages_beside_a_pause_takes_requests_before_it_is_routable() -> None:
+    """They wait for the pause's end, as others' do."""
+    scene = Scene(1, 1)
+    scene.trainer.staging = Staging(required=True, budget_bytes=0, keep=False, clear_cache=False)
+    e0 = scene.engine("e0")
+    e0.behaviour.fail_next.add(CallLoad)
+    scene.update()
+    assert scene.settled().excluded == ("e0",)
+    assert scene.world.run_until(lambda: e0.truth.closed)
+    scene.update(9)
+    assert scene.world.run_until(lambda: isinstance(e0.running_call, CallSwap))
+    scene.trainer.cancel()
+    pause = PauseLocal("p1", "keep", True, 6000, 60_000, 0, "keep")
+    scene.trainer.run(scene.trainer.ask(pause))
+    scene.until(PauseState.PAUSED)
+    assert [route.engine for route in scene.world.held.routing.now.engines] == ["e0", "e1"]
+    assert not e0.truth.closed
+
+
+def test_a_dp_group_without_a_rank_is_out() -> None:
+    """What is left of it does not step."""
+    scene = Scene(2, 1)
+    told = Told(scene.world)
+    scene.engine("e1").leave()
+    scene.world.run_for(100.0)
+    assert told.all[-1] == (0, "e2")
+
+
+def test_who_joins_with_older_weights_waits_for_an_update() -> None:
+    """A restarted engine has those that it was booted with."""
+    scene = Scene(1, 1)
+    scene.update()
+    scene.settled()
+    told = Told(scene.world)
+    scene.engine("e1").leave()
+    scene.world.restart_engine("e1")
+    assert scene.world.run_until(scene.world.joined)
+    assert told.all[-1] == (1, "e0")
+    scene.update()
+    scene.settled()
+    assert told.all[-1] == (2, "e0 e1")
+
+
+def test_who_sleeps_gets_no_requests() -> None:
+    """Until it is awake again."""
+    scene = Scene(1)
+    told = Told(scene.world)
+    scene.trainer.run(scene.trainer.asleep(1, hold_ms=200.0))
+    scene.settled()
+    assert told.all == [(0, "e0"), (0, ""), (0, "e0")]
+
+
+def test_a_watcher_hears_of_them_when_it_joins_and_when_they_change() -> None:
+    """Observers and schedulers; nobody else."""
+    bench = Bench()
+    watcher = Join("observer", "h", 1, None, None)
+    assert [type(each) for each in messages(bench.say("watch", watcher, group=""))] == [Welcome]
+    said = [each for each in messages(bench.say("e0", engine_join())) if isinstance(each, Routes)]
+    assert [[route.engine for route in each.engines] for each in said] == [["e0"]]
+    later = messages(bench.say("later", watcher, group=""))
+    assert [type(each) for each in later] == [Welcome, Routes]

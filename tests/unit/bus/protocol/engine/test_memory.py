@@ -1,0 +1,241 @@
+"""One engine's memory: it sleeps in a pause alone, and what ends the pause wakes it."""
+
+from __future__ import annotations
+
+import pytest
+
+from bus.messages import (
+    Abort,
+    Ack,
+    Commit,
+    NackCode,
+    PauseLocal,
+    Resume,
+    Sleep,
+    SleepLevel,
+    Step,
+    UpdateFinish,
+    UpdateStart,
+    Wake,
+)
+from bus.protocol.engine.calls import (
+    CallAbortRequests,
+    CallResume,
+    CallSleep,
+    CallStart,
+    CallWakeWeights,
+)
+from bus.protocol.engine.memory import MemoryState
+from bus.testing.makers import make_arm, make_chunk, make_sent
+from tests.unit.bus._builders import nack_in, only
+from tests.unit.bus._session import MANIFEST, PAUSE, Driver
+
+_S = MemoryState
+
+
+def asleep(level: SleepLevel = 1) -> Driver:
+    """An engine that sleeps in the pause u1."""
+    driver = Driver().paused()
+    driver.command(Sleep("u1", level))
+    driver.returned()
+    driver.calls.clear()
+    return driver
+
+
+def update(driver: Driver) -> None:
+    """A whole one, of what the pause u1 holds."""
+    driver.armed()
+    driver.command(UpdateStart("u1"))
+    driver.returned()
+    for k in range(MANIFEST.chunks):
+        driver.command(make_chunk("u1", MANIFEST, k, 1))
+        driver.command(make_sent("u1", MANIFEST, k, 1))
+        for _ in ("received", "loaded"):
+            driver.returned()
+    driver.command(UpdateFinish("u1"))
+    driver.returned()
+    driver.command(Commit("u1", 4, "", ()))
+    driver.returned()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_it_is_asked_once_and_acked_by_the_return(level: SleepLevel) -> None:
+    """However often the bus asks."""
+    driver = Driver().paused()
+    for _ in range(2):
+        assert not [e for e in driver.command(Sleep("u1", level)) if not isinstance(e, CallSleep)]
+    assert driver.calls[1:] == [CallSleep(level)]
+    told = only(driver.returned(), Ack)
+    assert (told.step, told.update_id) == (Step.SLEEP, "u1")
+    assert only(driver.command(Sleep("u1", level)), Ack).step is Step.SLEEP
+    assert len(driver.calls) == 2
+    assert driver.session.phase == ("asleep" if level == 1 else "emptied")
+
+
+def test_only_a_paused_engine_sleeps() -> None:
+    """In that pause, and one that drops KV caches."""
+    driver = Driver()
+    assert nack_in(driver.command(Sleep("u1", 1))).code is NackCode.WRONG_STATE
+    driver.command(PauseLocal("u1", "keep", False, 5_000, 60_000, 0, "keep"))
+    assert nack_in(driver.command(Sleep("u1", 1))).code is NackCode.WRONG_STATE
+    driver.returned()
+    assert nack_in(driver.command(Sleep("u2", 1))).field == "update_id"
+    assert nack_in(driver.command(Wake("u2"))).field == "update_id"
+    assert nack_in(driver.command(Sleep("u1", 1))).field == "clear_cache"
+    assert not [call for call in driver.calls if isinstance(call, CallSleep)]
+
+
+def test_an_engine_in_an_update_does_not_sleep() -> None:
+    """From its ARM on."""
+    driver = Driver().armed().paused()
+    assert "armed" in nack_in(driver.command(Sleep("u1", 1))).detail
+    assert driver.session.memory.awake
+
+
+def test_another_level_is_refused() -> None:
+    """It sleeps as it does."""
+    driver = asleep(1)
+    assert nack_in(driver.command(Sleep("u1", 2))).field == "level"
+    driver.command(Wake("u1"))
+    driver.returned()
+    assert nack_in(driver.command(Sleep("u1", 1))).code is NackCode.WRONG_STATE
+
+
+def test_a_resume_wakes_whatever_sleeps() -> None:
+    """In one call; a plain resume is for who is awake."""
+    driver = asleep()
+    driver.command(Resume("u1"))
+    assert driver.calls == [CallResume(asleep=True)]
+    assert only(driver.returned(), Ack).step is Step.RESUME
+    assert driver.session.memory.awake
+    assert driver.session.phase == "running"
+    driver.paused()
+    driver.command(Resume("u1"))
+    assert driver.calls[-1] == CallResume(asleep=False)
+
+
+def test_a_resume_while_it_falls_asleep_follows_the_sleep() -> None:
+    """And wakes it, also if the sleep has failed: nobody knows what sleeps then."""
+    for outcome in ("returned", "failed"):
+        driver = Driver().paused()
+        driver.command(Sleep("u1", 1))
+        driver.command(Resume("u1"))
+        assert driver.calls[-1] == CallSleep(1)
+        getattr(driver, outcome)()
+        assert driver.calls[-1] == CallResume(asleep=True)
+
+
+def test_a_resume_that_fails_may_be_asked_again() -> None:
+    """Memory was short, say: what sleeps now is unknown, so all of it is woken."""
+    driver = asleep()
+    driver.command(Wake("u1"))
+    driver.returned()
+    driver.command(Resume("u1"))
+    assert nack_in(driver.failed()).step == "resume"
+    assert driver.session.memory.state is _S.ASLEEP
+    driver.command(Wake("u1"))
+    assert driver.calls[-1] == CallWakeWeights()
+    driver.returned()
+    driver.command(Resume("u1"))
+    assert driver.calls[-1] == CallResume(asleep=True)
+    driver.returned()
+    assert driver.session.phase == "running"
+
+
+def test_nothing_is_armed_while_the_weights_sleep() -> None:
+    """By a code that tells what to do; with the weights awake it is."""
+    driver = asleep()
+    nack = nack_in(driver.command(make_arm("u2", MANIFEST, version=4)))
+    assert (nack.code, nack.step) == (NackCode.ENGINE_ASLEEP, "arm")
+    for _ in range(2):
+        driver.command(Wake("u1"))
+    assert driver.calls == [CallWakeWeights()]
+    assert only(driver.returned(), Ack).step is Step.WAKE
+    assert only(driver.command(Wake("u1")), Ack).step is Step.WAKE
+    update(driver)
+    assert CallStart(recover=False, target="model") in driver.calls
+    driver.command(Resume("u1"))
+    assert driver.calls[-1] == CallResume(asleep=True)
+
+
+def test_an_engine_that_is_awake_acks_a_wake_at_once() -> None:
+    """Engines of a group need not have slept alike."""
+    driver = Driver().paused()
+    assert only(driver.command(Wake("u1")), Ack).step is Step.WAKE
+    assert len(driver.calls) == 1
+
+
+@pytest.mark.parametrize("outcome", ["returned", "failed"])
+def test_discarded_weights_are_not_resumed_until_a_commit(outcome: str) -> None:
+    """Gone from the call on, whatever became of it."""
+    driver = Driver().paused()
+    driver.command(Sleep("u1", 2))
+    getattr(driver, outcome)()
+    assert driver.session.phase == "emptied"
+    assert nack_in(driver.command(Resume("u1"))).code is NackCode.WRONG_STATE
+    driver.command(Wake("u1"))
+    driver.returned()
+    assert nack_in(driver.command(Resume("u1"))).code is NackCode.WRONG_STATE
+    update(driver)
+    assert CallStart(recover=True, target="model") in driver.calls
+    assert driver.session.phase == "asleep"  # its KV cache
+    driver.command(Resume("u1"))
+    assert driver.calls[-1] == CallResume(asleep=True)
+    driver.returned()
+    assert driver.session.phase == "running"
+
+
+def test_a_sleeper_wakes_when_its_lease_ends() -> None:
+    """With its old weights."""
+    driver = asleep(1)
+    driver.tick(5_001.0)
+    assert driver.calls == [CallResume(asleep=True)]
+
+
+def test_an_emptied_engine_is_quarantined_when_its_lease_ends() -> None:
+    """Its requests end; it sleeps on, and no time runs for it any more."""
+    driver = asleep(2)
+    driver.tick(5_001.0)
+    assert driver.calls == [CallAbortRequests()]
+    told = only(driver.returned(), Ack)
+    assert (told.step, told.outcome) == (Step.ABORT, "partial")
+    assert driver.session.phase == "quarantined"
+    assert driver.session.next_deadline_ms() is None
+    # Whoever comes next pauses it, wakes its weights, and brings others.
+    driver.command(PauseLocal("u3", "keep", True, 5_000, 60_000, 0, "keep"))
+    driver.command(Wake("u3"))
+    assert driver.calls[-1] == CallWakeWeights()
+
+
+def test_a_late_sleep_of_a_pause_that_is_over_is_refused() -> None:
+    """The engine generates."""
+    driver = asleep(1)
+    driver.command(Resume("u1"))
+    driver.returned()
+    assert nack_in(driver.command(Sleep("u1", 1))).code is NackCode.WRONG_STATE
+    driver.command(PAUSE)
+    assert not isinstance(driver.running, CallSleep)
+
+
+def test_an_update_armed_again_while_the_emptied_end_their_requests_is_refused() -> None:
+    """It is not taken for armed by its name."""
+    driver = asleep(2)
+    driver.command(Wake("u1"))
+    driver.returned()
+    driver.armed()
+    driver.command(Abort("u1", "a mate refused"))
+    driver.tick(5_001.0)
+    assert driver.running == CallAbortRequests()
+    nack = nack_in(driver.command(make_arm("u1", MANIFEST, version=4)))
+    assert nack.code is NackCode.WRONG_STATE
+
+
+def test_a_late_sleep_of_this_pause_does_not_undo_its_wake() -> None:
+    """One of another pause does: that trainer is gone."""
+    driver = asleep(1)
+    driver.command(Wake("u1"))
+    driver.returned()
+    assert nack_in(driver.command(Sleep("u1", 1))).code is NackCode.WRONG_STATE
+    driver.command(PauseLocal("u2", "keep", True, 5_000, 60_000, 0, "keep"))
+    driver.command(Sleep("u2", 2))
+    assert driver.calls[-1] == CallSleep(2)
