@@ -155,7 +155,7 @@ async def serve_and_update(broker: str, folder: Path) -> None:
 
 def main() -> None:
     register()
-    command = [sys.executable, "-m", "bus.cli", "broker", "--listen", "tcp://127.0.0.1:*"]
+    command = [sys.executable, "-m", "bus.cli.main", "broker", "--listen", "tcp://127.0.0.1:*"]
     with (
         tempfile.TemporaryDirectory() as folder,
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as broker,  # noqa: S603

@@ -153,7 +153,7 @@ async def greedy_of_a_fresh_engine(checkpoint: Path) -> list[int]:
 
 def main() -> None:
     os.environ.update({name: os.environ.get(name, value) for name, value in ON_A_CPU.items()})
-    command = [sys.executable, "-m", "bus.cli", "broker", "--listen", "tcp://127.0.0.1:*"]
+    command = [sys.executable, "-m", "bus.cli.main", "broker", "--listen", "tcp://127.0.0.1:*"]
     with (
         tempfile.TemporaryDirectory() as folder,
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as broker,  # noqa: S603

@@ -22,10 +22,10 @@ from bus.messages import (
     Heartbeat,
     HeartbeatAck,
     Join,
-    LeaseWord,
-    Mates,
+    LeaseVote,
     Message,
     NackCode,
+    PeerRanks,
     Restart,
 )
 from bus.protocol.core.effects import Note, Send
@@ -41,8 +41,8 @@ from bus.protocol.engine.calls import (
     SessionEffect,
 )
 from bus.protocol.engine.session import EngineSession
-from bus.runtime.aio import AsyncioScheduler
-from bus.runtime.peer import HOST, PID, Peer, default_name, route_of
+from bus.runtime.clock import AsyncioScheduler
+from bus.runtime.peer import HOST, PID, PeerClient, default_name, route_of
 from bus.runtime.zmq_transport import ZmqClient
 from bus.settings import DEFAULT_BROKER
 from sidecar.engine_calls import make
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from bus.runtime.base import ClientTransport, Scheduler
+    from bus.runtime.interfaces import ClientTransport, Scheduler
     from sidecar.engine import Engine, EngineInfo
 
 # How often a swap is called off that has not returned.
@@ -119,7 +119,7 @@ class Sidecar:
         self._transport = transport
         self._scheduler = scheduler
         self._link_config = link_config
-        self._peer: Peer | None = None
+        self._peer: PeerClient | None = None
         self._direct: DirectLink | None = None  # to the other ranks of its DP group
         self._tasks: set[asyncio.Task[None]] = set()  # what watches
         self._caller: asyncio.Task[None] | None = None  # makes the engine calls, one at a time
@@ -159,7 +159,7 @@ class Sidecar:
             transport = self._transport or ZmqClient(
                 self._broker, route_of(self.name, boot), self._security
             )
-            self._peer = Peer(
+            self._peer = PeerClient(
                 name=self.name,
                 group=self.group,
                 boot=boot,
@@ -314,12 +314,12 @@ class Sidecar:
         elif isinstance(message, HeartbeatAck):
             self.session.on_lease_renewed(envelope.epoch, message.held, link.last_heard_ms)
             self._perform(self.session.on_group_version(message.version, self._peer.now_ms()))
-        elif isinstance(message, Mates) and self._direct is not None:
+        elif isinstance(message, PeerRanks) and self._direct is not None:
             self._direct.introduce(message)
         elif isinstance(message, Restart):
             self._restart(envelope.epoch, message.reason)
 
-    def _on_word(self, word: LeaseWord) -> None:
+    def _on_word(self, word: LeaseVote) -> None:
         if self._peer is not None:
             self._perform(self.session.on_lease_word(word, self._peer.now_ms()))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
 
 import click
 
-from bus.commands.options import (
+from bus.cli.options import (
     broker_option,
     configure_log,
     group_option,

@@ -16,15 +16,15 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from bus.commands.doctor import Check, feature_checks
+from bus.cli.doctor import Check, feature_checks
 from bus.lora import FOLDER_PREFIX
-from bus.seams import RUN_ON, unsupported_reason, untested_reason
 from bus.transfer import SHM_FOLDER, SHM_PREFIX
+from bus.vllm_versions import TESTED, unsupported_reason, untested_reason
 from sidecar.vllm_plugin import facts, installation
 from sidecar.vllm_plugin.registry import REGISTRY
 
 if TYPE_CHECKING:
-    from bus.commands.doctor import Options
+    from bus.cli.doctor import Options
 
 _RL_ROUTES: Final = ("/pause", "/resume", "/collective_rpc", "/update_weight_version")
 _PRESENCE_S: Final = 10
@@ -170,7 +170,7 @@ def _backend() -> Check:
         "weight backend",
         "fail",
         f"it does not register: {last[:200]}",
-        f"wavebus was run on vLLM {' and '.join(RUN_ON)}; look at the whole error with: python -c "
+        f"wavebus was run on vLLM {' and '.join(TESTED)}; look at the whole error with: python -c "
         "'from sidecar.vllm_plugin import register; register()'",
     )
 

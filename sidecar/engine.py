@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from bus.errors import EngineError
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import (
-    CanaryWay,
+    CanaryMode,
     NackCode,
     PauseMode,
     ProbeResult,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
-    "CanaryWay",
+    "CanaryMode",
     "Chunk",
     "CoreView",
     "Engine",
@@ -69,7 +69,7 @@ class EngineInfo:
     endpoint: str
     can_sleep: bool = False
     draft: bool = False
-    canary: CanaryWay = ""
+    canary: CanaryMode = ""
     closed: bool = False
     features: Mapping[str, str] = field(default_factory=dict)
     untested: str = ""

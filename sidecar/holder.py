@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 from bus.errors import EngineError
 from bus.lora import PREFIX as ADAPTERS
 from bus.messages import NackCode
-from bus.native import loads_when_received
 from bus.protocol.core.effects import Note
 from bus.protocol.engine.calls import (
     CallCommit,
@@ -26,6 +25,7 @@ from bus.protocol.engine.calls import (
     CallStart,
 )
 from bus.protocol.engine.pause import EnginePauseState
+from bus.vllm_payloads import is_loaded_on_receipt
 from sidecar.holdpage import Begun, Hold, HoldEnd, LeftBehind, in_ms
 
 if TYPE_CHECKING:
@@ -149,5 +149,5 @@ class Holder:
 def _loads(call: Call | None) -> bool:
     """Whether the old weights are gone once this call has begun."""
     if isinstance(call, CallReceive):
-        return loads_when_received(call.backend)
+        return is_loaded_on_receipt(call.backend)
     return isinstance(call, CallLoad)

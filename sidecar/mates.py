@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import bus.log
-from bus import codec
-from bus.address import is_loopback
 from bus.errors import DecodeError, UsageError
 from bus.keys import Key, Keyring, Security
-from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, LeaseWord
+from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, LeaseVote, codec
+from bus.net import is_loopback
 from bus.runtime.peer import route_of
 from bus.runtime.zmq_transport import ZmqClient, ZmqServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bus.messages import Mate, Mates
+    from bus.messages import PeerRank, PeerRanks
 
 
 class DirectLink:
@@ -51,13 +50,13 @@ class DirectLink:
         dp_rank: int,
         broker: str,
         security: Security,
-        on_word: Callable[[LeaseWord], None],
+        on_word: Callable[[LeaseVote], None],
     ) -> None:
         self._name, self._boot, self._group = name, boot, group
         self._dp_group, self._dp_rank = dp_group, dp_rank
         self._security = security
         self._on_word = on_word
-        self._mates: dict[int, tuple[Mate, ZmqClient]] = {}
+        self._mates: dict[int, tuple[PeerRank, ZmqClient]] = {}
         self._seq = 0
         self._log = bus.log.logger(peer=name, group=group)
         own = security.own
@@ -69,7 +68,7 @@ class DirectLink:
         self.address = self._server.address
         self._server.listen(self._on_frame)
 
-    def introduce(self, message: Mates) -> None:
+    def introduce(self, message: PeerRanks) -> None:
         """Who the mates are now; links to those that are new, or have moved, are made."""
         mates = {each.dp_rank: each for each in message.mates if each.dp_rank != self._dp_rank}
         for rank in [r for r, (known, _) in self._mates.items() if mates.get(r) != known]:
@@ -81,7 +80,7 @@ class DirectLink:
             keys = {each.key: Key(each.name, "engine", each.key) for each in mates.values()}
             self._server.keyring = Keyring(self._security.own, keys)
 
-    def _connect(self, rank: int, mate: Mate) -> None:
+    def _connect(self, rank: int, mate: PeerRank) -> None:
         security = Security(self._security.own, mate.key, insecure=self._security.insecure)
         try:
             client = ZmqClient(mate.address, route_of(self._name, self._boot), security)
@@ -91,7 +90,7 @@ class DirectLink:
         client.listen(lambda _frame: None)  # answers come to the own ROUTER
         self._mates[rank] = (mate, client)
 
-    def send(self, word: LeaseWord, ranks: tuple[int, ...]) -> None:
+    def send(self, word: LeaseVote, ranks: tuple[int, ...]) -> None:
         """Tell these mates; who can't be reached now is asked again by whoever wants to know."""
         for rank in ranks:
             if rank in self._mates:
@@ -101,7 +100,7 @@ class DirectLink:
                         Envelope(
                             WIRE_MAJOR,
                             WIRE_MINOR,
-                            WIRE_NAMES[LeaseWord],
+                            WIRE_NAMES[LeaseVote],
                             self._seq,
                             0,
                             self._name,
@@ -127,12 +126,12 @@ class DirectLink:
         except DecodeError as error:
             self._log.warning("bad_frame", field=error.field, detail=str(error))
             return
-        if not isinstance(message, LeaseWord) or not self._known(envelope, message, user):
+        if not isinstance(message, LeaseVote) or not self._known(envelope, message, user):
             self._log.warning("forbidden", peer=envelope.sender, kind=envelope.kind)
             return
         self._on_word(message)
 
-    def _known(self, envelope: Envelope, word: LeaseWord, user: str) -> bool:
+    def _known(self, envelope: Envelope, word: LeaseVote, user: str) -> bool:
         mate, _ = self._mates.get(word.dp_rank, (None, None))
         return (
             mate is not None

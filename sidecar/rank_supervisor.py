@@ -93,7 +93,7 @@ class EnginePlan:
         return {}
 
     def argv(self, rank: int, meeting_port: int) -> list[str]:  # noqa: ARG002 - it meets nobody
-        line = [sys.executable, "-m", "bus.cli", "sidecar", *self.options]
+        line = [sys.executable, "-m", "bus.cli.main", "sidecar", *self.options]
         line += ["--name", self.name, "--restarts", "0"]
         return [*line, "--", *self.command] if self.command else line
 
@@ -139,7 +139,7 @@ class RankPlan:
     def argv(self, rank: int, meeting_port: int) -> list[str]:
         """The command line of one rank, for the rendezvous at ``meeting_port``."""
         own = ["--name", f"{self.dp_group}-{rank}", "--dp-group", self.dp_group]
-        line = [sys.executable, "-m", "bus.cli", "sidecar", *self.options, *own]
+        line = [sys.executable, "-m", "bus.cli.main", "sidecar", *self.options, *own]
         port = str(self.port + rank)
         if not self.command:
             line += ["--dp-size", str(self.size), "--dp-rank", str(rank)]

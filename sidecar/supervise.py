@@ -22,8 +22,8 @@ import anyio
 import anyio.to_thread
 
 from bus.errors import EngineDead, EngineError, UsageError
-from bus.native import UNDRIVEN
-from bus.runtime.held import HeldFolder
+from bus.runtime.locked_paths import LockedFolder
+from bus.vllm_payloads import UNSUPPORTED
 from sidecar.launch import free_port, guarded
 from sidecar.vllm_http import is_loopback
 from sidecar.vllm_plugin import environment
@@ -141,7 +141,7 @@ class SupervisedServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
         self._last: deque[str] = deque(maxlen=LAST_LINES)
-        self._pages: HeldFolder | None = None  # of its cores' status pages
+        self._pages: LockedFolder | None = None  # of its cores' status pages
 
     @property
     def pid(self) -> int:
@@ -157,7 +157,7 @@ class SupervisedServer:
         """
         if self._process is not None:
             raise EngineError("this server was started before")
-        self._pages = pages = HeldFolder(_PAGES_PREFIX, environment.memory_folder())
+        self._pages = pages = LockedFolder(_PAGES_PREFIX, environment.memory_folder())
         # A thread's end counts as the parent's death: start only from the main thread's loop.
         self._process = process = subprocess.Popen(  # noqa: S603, ASYNC220 - the user's command; forking is quick
             guarded(self.prepared.argv, self._grace_s),
@@ -287,8 +287,8 @@ def _transfer_options(options: Mapping[str, str]) -> list[str]:
             raise UsageError(f"--{name} {options[name]}: not a JSON object") from error
     if chosen is None:
         return [f"--{name}", json.dumps({"backend": BACKEND})]
-    if chosen in UNDRIVEN:
+    if chosen in UNSUPPORTED:
         raise UsageError(
-            f"--{name} chooses vLLM's {chosen!r}, which the bus can't drive: {UNDRIVEN[chosen]}"
+            f"--{name} chooses vLLM's {chosen!r}, which the bus can't drive: {UNSUPPORTED[chosen]}"
         )
     return []

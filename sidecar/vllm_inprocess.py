@@ -13,8 +13,8 @@ import anyio
 
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.lora import adapter_of
-from bus.native import native_name
-from bus.seams import require_supported, untested_reason
+from bus.vllm_payloads import native_name
+from bus.vllm_versions import require_supported, untested_reason
 from sidecar.engine import (
     EngineInfo,
     PauseMode,

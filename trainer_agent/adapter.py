@@ -26,7 +26,7 @@ from bus.lora import (
     adapter_backend,
 )
 from bus.messages import ChunkSent, NackCode, TransferInit
-from bus.runtime.held import HeldFolder
+from bus.runtime.locked_paths import LockedFolder
 from bus.transfer import SHM_FOLDER, encode
 from trainer_agent.asking import announced
 from trainer_agent.plan import Plan
@@ -77,7 +77,7 @@ class WrittenAdapter:
     """
 
     def __init__(self, adapter: Adapter) -> None:
-        self._folder = HeldFolder(FOLDER_PREFIX, Path(SHM_FOLDER))
+        self._folder = LockedFolder(FOLDER_PREFIX, Path(SHM_FOLDER))
         try:
             own = {
                 name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -14,7 +14,6 @@ from bus.errors import UsageError
 from bus.ids import check_name
 from bus.keys import security
 from bus.messages import (
-    Behind,
     EngineView,
     Escalation,
     GroupAck,
@@ -22,6 +21,7 @@ from bus.messages import (
     PauseMode,
     Resume,
     SleepLevel,
+    StaleEngines,
     Status,
     Target,
     Verify,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from bus.protocol.core.link import LinkConfig
-    from bus.runtime.base import ClientTransport
+    from bus.runtime.interfaces import ClientTransport
     from trainer_agent.canary import Canary
     from trainer_agent.how import How, Quorum, UpdateOptions
     from trainer_agent.report import UpdateReport
@@ -198,7 +198,7 @@ class TrainerAgent(ForVllm):
             verify=self.verify,
         )
 
-    def _on_behind(self, behind: Behind) -> None:
+    def _on_behind(self, behind: StaleEngines) -> None:
         if self._catching_up is not None:
             self._catching_up.told(behind)
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Final, cast
 import anyio
 
 import bus.log
-from bus.runtime import loop
-from bus.runtime.lines import answer, commands
+from bus.runtime import event_loop
+from bus.runtime.json_lines import read_commands, write_answer
 from trainer_agent.agent import TrainerAgent
 
 if TYPE_CHECKING:
     from bus.messages import Status
-    from bus.runtime.loop import LoopChoice
+    from bus.runtime.event_loop import LoopChoice
 
 
 # Engines that are real may load for long.
@@ -35,22 +35,22 @@ async def drive(broker: str, group: str, engines: int) -> None:
     """Hold the group and do what is asked, until stdin ends."""
     async with TrainerAgent(broker, group=group) as agent:
         views = await agent.wait_for_engines(engines, timeout_s=BOOT_S)
-        answer(endpoints=[view.endpoint for view in views])
-        async for command in commands():
+        write_answer(endpoints=[view.endpoint for view in views])
+        async for command in read_commands():
             if command == "round":
                 since_s = time.perf_counter()
                 async with agent.paused(mode="keep") as ack:
                     paused_s = time.perf_counter()
                 took_s = time.perf_counter() - since_s
                 pause_ms = (paused_s - since_s) * 1000
-                answer(round_ms=took_s * 1000, pause_ms=pause_ms, engines_ms=ack.slowest_ms)
+                write_answer(round_ms=took_s * 1000, pause_ms=pause_ms, engines_ms=ack.slowest_ms)
             elif command.startswith("idle "):
                 while not _idle(await agent.status(), group, float(command.split()[1])):  # noqa: ASYNC110 - the broker is asked
                     await anyio.sleep(IDLE_LOOK_S)
-                answer(idle=True)
+                write_answer(idle=True)
             else:
                 status = await agent.status()
-                answer(cpu_s=status.cpu_s, rss_bytes=status.rss_bytes)
+                write_answer(cpu_s=status.cpu_s, rss_bytes=status.rss_bytes)
 
 
 def _idle(status: Status, group: str, since_s: float) -> bool:
@@ -63,4 +63,4 @@ def _idle(status: Status, group: str, since_s: float) -> bool:
 if __name__ == "__main__":
     bus.log.configure(json=True)
     address, group_name, count, kind = sys.argv[1:]
-    loop.run(drive(address, group_name, int(count)), loop=cast("LoopChoice", kind))
+    event_loop.run(drive(address, group_name, int(count)), loop=cast("LoopChoice", kind))

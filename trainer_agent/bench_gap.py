@@ -30,8 +30,8 @@ import torch
 
 import bus.log
 from bus.errors import WavebusError
-from bus.runtime import loop
-from bus.runtime.lines import answer, commands
+from bus.runtime import event_loop
+from bus.runtime.json_lines import read_commands, write_answer
 from bus.transfer import ALONE, NO_PLACE, Place, World
 from trainer_agent.bench_transfer import BOOT_S, Copy, MeasuredAgent, TimedSender
 from trainer_agent.bench_update import bus_update
@@ -44,7 +44,7 @@ from trainer_agent.transfer import make_sender
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bus.runtime.loop import LoopChoice
+    from bus.runtime.event_loop import LoopChoice
     from trainer_agent.how import How
     from trainer_agent.transfer import Sender
 
@@ -181,8 +181,8 @@ async def drive(settings: Settings) -> None:
     source = as_source(model)
     plan = Plan.of_source(tensor_metas(source.metadata()), chunk_bytes=settings.chunk_bytes)
     copy = Copy(plan.size_bytes)
-    answer(size_bytes=plan.size_bytes, tensors=len(plan.metas), chunks=plan.chunks)
-    lines = commands()
+    write_answer(size_bytes=plan.size_bytes, tensors=len(plan.metas), chunks=plan.chunks)
+    lines = read_commands()
     ports = json.loads(await anext(lines))
     agent = MeasuredAgent(
         settings.broker,
@@ -196,25 +196,25 @@ async def drive(settings: Settings) -> None:
         direct = await Direct.connect(ports, settings.backend, packed=packed)
         with contextlib.closing(direct):
             await direct.open(settings.backend, plan)
-            answer(ready=True)
+            write_answer(ready=True)
             tensors = [tensor.detach() for _, tensor in source]
             clear_cache = settings.clear_cache
             async for line in lines:
                 if line == "memcpy":
-                    answer(memcpy_ms=copy.took_ms())
+                    write_answer(memcpy_ms=copy.took_ms())
                 elif line == "native":
-                    answer(
+                    write_answer(
                         **await direct.update(
                             settings.backend, plan, tensors, clear_cache=clear_cache
                         )
                     )
                 else:
                     how = cast("How", line)
-                    answer(**await bus_update(agent, model, how=how, clear_cache=clear_cache))
+                    write_answer(**await bus_update(agent, model, how=how, clear_cache=clear_cache))
 
 
 if __name__ == "__main__":
     told, kind = sys.argv[1:]
     bus.log.configure(json=True)
     torch.set_num_threads(1)  # a core for the trainer, one for the engine
-    loop.run(drive(Settings(**json.loads(told))), loop=cast("LoopChoice", kind))
+    event_loop.run(drive(Settings(**json.loads(told))), loop=cast("LoopChoice", kind))

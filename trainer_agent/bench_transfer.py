@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast
 import torch
 
 import bus.log
-from bus.runtime import loop
-from bus.runtime.lines import answer, commands
+from bus.runtime import event_loop
+from bus.runtime.json_lines import read_commands, write_answer
 from trainer_agent.agent import TrainerAgent
 from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
 from trainer_agent.shared import share_memory
@@ -30,7 +30,7 @@ from trainer_agent.shared import share_memory
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bus.runtime.loop import LoopChoice
+    from bus.runtime.event_loop import LoopChoice
     from trainer_agent.transfer import Sender
 
 Shape: TypeAlias = Literal["megabytes", "tensors"]
@@ -159,15 +159,15 @@ async def drive(
         share_memory(model)
     sizes = [weight.numel() * weight.element_size() for weight in model.parameters()]
     copy = Copy(sum(sizes))
-    answer(size_bytes=sum(sizes), tensors=len(sizes))
+    write_answer(size_bytes=sum(sizes), tensors=len(sizes))
     async with MeasuredAgent(broker, group=group, backend=backend, packed=not lent) as agent:
         await agent.wait_for_engines(1, timeout_s=BOOT_S)
-        answer(ready=True)
-        async for command in commands():
+        write_answer(ready=True)
+        async for command in read_commands():
             if command == "memcpy":
-                answer(memcpy_ms=copy.took_ms())
+                write_answer(memcpy_ms=copy.took_ms())
             else:
-                answer(**await _update(agent, model))
+                write_answer(**await _update(agent, model))
 
 
 async def _update(agent: MeasuredAgent, model: Policy) -> dict[str, Any]:
@@ -196,4 +196,4 @@ if __name__ == "__main__":
         int(count),
         lent=how == "lent",
     )
-    loop.run(driving, loop=cast("LoopChoice", kind))
+    event_loop.run(driving, loop=cast("LoopChoice", kind))

@@ -33,8 +33,8 @@ from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.plugins import load_general_plugins
 
 import bus.log
-from bus.runtime import loop
-from bus.runtime.lines import answer, commands
+from bus.runtime import event_loop
+from bus.runtime.json_lines import read_commands, write_answer
 from trainer_agent.agent import TrainerAgent
 from trainer_agent.bench_native import Native
 from trainer_agent.bench_transfer import BOOT_S, MeasuredAgent
@@ -44,7 +44,7 @@ from trainer_agent.demo.policy import Policy, PolicyConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bus.runtime.loop import LoopChoice
+    from bus.runtime.event_loop import LoopChoice
     from trainer_agent.how import How
     from trainer_agent.report import UpdateReport
 
@@ -200,9 +200,9 @@ async def drive(settings: Settings) -> None:
     dtype = torch.float32 if cpu else torch.bfloat16
     weights = random_weights(config, settings.device, dtype)
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-    answer(size_bytes=size_bytes, tensors=len(weights))
+    write_answer(size_bytes=size_bytes, tensors=len(weights))
     load_general_plugins()  # trainer engines of others come with them
-    lines = commands()
+    lines = read_commands()
     urls = json.loads(await anext(lines))
     sent = weights
     if settings.bus_device:
@@ -239,22 +239,22 @@ async def drive(settings: Settings) -> None:
             await theirs.wait_for_engines(1, timeout_s=BOOT_S)
             info = await theirs.init_info(settings.native_engine)
             bus_native = await in_thread(BusNative, theirs, info, weights)
-        answer(ready=True)
+        write_answer(ready=True)
         async for way in lines:
             if way == "native":
-                answer(**await in_thread(native.update))
+                write_answer(**await in_thread(native.update))
             elif way == "bus_native":
                 assert bus_native is not None
-                answer(**await in_thread(bus_native.update))
+                write_answer(**await in_thread(bus_native.update))
             elif way.startswith("{"):
-                answer(
+                write_answer(
                     tokens=await in_thread(
                         functools.partial(greedy, config, weights, **json.loads(way))
                     )
                 )
             else:
                 how: How = "staged" if way == "staged" else "paused"
-                answer(**await bus_update(ours, sent, how=how, clear_cache=clear_cache))
+                write_answer(**await bus_update(ours, sent, how=how, clear_cache=clear_cache))
 
 
 if __name__ == "__main__":
@@ -262,4 +262,4 @@ if __name__ == "__main__":
     bus.log.configure(json=True)
     torch.set_num_threads(1)
     with contextlib.suppress(KeyboardInterrupt):
-        loop.run(drive(Settings(**json.loads(told))), loop=cast("LoopChoice", kind))
+        event_loop.run(drive(Settings(**json.loads(told))), loop=cast("LoopChoice", kind))

@@ -17,7 +17,7 @@ import anyio
 import anyio.to_thread
 
 import bus.log
-from bus.messages import Behind
+from bus.messages import StaleEngines
 from trainer_agent.how import WAIT_S, PauseHow, UpdateHow
 from trainer_agent.sending import send_stream
 from trainer_agent.stream import ChunkStream
@@ -96,7 +96,7 @@ class CatchingUp:
             task.cancel()
         await asyncio.wait([task])
 
-    def told(self, behind: Behind) -> None:
+    def told(self, behind: StaleEngines) -> None:
         """The broker's word. It comes again for as long as it is so."""
         if behind.version != self._snapshot.version or self._first or not self._idle():
             return
@@ -105,7 +105,7 @@ class CatchingUp:
         scope = self._due(behind.dp_groups)
         if scope:
             self._stopping = False
-            self._task = asyncio.create_task(self._catch_up(Behind(behind.version, scope)))
+            self._task = asyncio.create_task(self._catch_up(StaleEngines(behind.version, scope)))
 
     def _due(self, dp_groups: tuple[str, ...]) -> tuple[str, ...]:
         """Those that have not failed, together; or one of those that have, when it is time."""
@@ -117,7 +117,7 @@ class CatchingUp:
         due = (name for name in dp_groups if self._retries[name].at_s <= now_s)
         return tuple(due)[:1]
 
-    async def _catch_up(self, behind: Behind) -> None:
+    async def _catch_up(self, behind: StaleEngines) -> None:
         names = list(behind.dp_groups)
         self._log.info("catch_up_started", dp_groups=names, version=behind.version)
         try:
@@ -135,7 +135,7 @@ class CatchingUp:
             self._retries.pop(name, None)
         self._log.info("caught_up", dp_groups=names, version=behind.version)
 
-    def _failed(self, behind: Behind, detail: str) -> None:
+    def _failed(self, behind: StaleEngines, detail: str) -> None:
         now_s = asyncio.get_running_loop().time()
         retries = [_Retry.after(self._retries.get(name), now_s) for name in behind.dp_groups]
         self._retries.update(zip(behind.dp_groups, retries, strict=True))
@@ -147,7 +147,7 @@ class CatchingUp:
             retry_s=min(retry.wait_s for retry in retries),
         )
 
-    async def _send(self, behind: Behind) -> tuple[str, ...]:
+    async def _send(self, behind: StaleEngines) -> tuple[str, ...]:
         """All of the snapshot, to these; returns who fell out on the way."""
         kept = self._snapshot.kept
         assert kept is not None

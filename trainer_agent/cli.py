@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bus.commands.options import configure_log, json_option
+from bus.cli.options import configure_log, json_option
 from bus.errors import UsageError
 from bus.journal.writer import journal_files
 

@@ -11,7 +11,6 @@ from bus.errors import BusClosed, BusTimeout, Refused, UsageError, refusal
 from bus.ids import new_boot
 from bus.keys import silence_hint
 from bus.messages import (
-    Behind,
     Envelope,
     GroupAck,
     Heartbeat,
@@ -20,12 +19,13 @@ from bus.messages import (
     Nack,
     NackCode,
     Role,
+    StaleEngines,
     Status,
     StatusRequest,
 )
 from bus.protocol.core.link import LinkConfig, LinkState
-from bus.runtime.aio import AsyncioScheduler
-from bus.runtime.peer import HOST, PID, Peer, route_of
+from bus.runtime.clock import AsyncioScheduler
+from bus.runtime.peer import HOST, PID, PeerClient, route_of
 from bus.runtime.zmq_transport import ZmqClient
 from trainer_agent.late import silent_broker, waits_on
 from trainer_agent.owed import Owed
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from bus.keys import Security
     from bus.messages import EngineView
-    from bus.runtime.base import ClientTransport
+    from bus.runtime.interfaces import ClientTransport
 
 M = TypeVar("M", bound=Message)
 
@@ -67,7 +67,7 @@ class Connection:
         transport: ClientTransport | None = None,
         link_config: LinkConfig | None = None,
         kept: Callable[[], int] = lambda: 0,
-        on_behind: Callable[[Behind], None] = lambda _behind: None,
+        on_behind: Callable[[StaleEngines], None] = lambda _behind: None,
     ) -> None:
         self.broker = broker
         self._role: Role = role
@@ -79,7 +79,7 @@ class Connection:
         self._link_config = link_config
         self._kept = kept
         self._on_behind = on_behind
-        self._peer: Peer | None = None
+        self._peer: PeerClient | None = None
         self._answers: dict[int, asyncio.Future[Message]] = {}
         self._steps: dict[int, Message] = {}  # those that wait for all engines, in their order
         self._changed = asyncio.Event()
@@ -96,7 +96,7 @@ class Connection:
         if self._peer is not None:
             raise UsageError("this agent is connected already")
         boot = new_boot()
-        self._peer = Peer(
+        self._peer = PeerClient(
             name=self._name,
             group=self._group,
             boot=boot,
@@ -233,7 +233,7 @@ class Connection:
         return silent_broker(message, wait_s, self.broker, heard_ms / 1000)
 
     def _on_message(self, envelope: Envelope, message: Message) -> None:
-        if isinstance(message, Behind):
+        if isinstance(message, StaleEngines):
             self._on_behind(message)
             return
         future = self._answers.get(envelope.reply_to)
@@ -256,7 +256,7 @@ class Connection:
             self._changed.clear()
             await self._changed.wait()
 
-    def _connected(self) -> Peer:
+    def _connected(self) -> PeerClient:
         if self._peer is None:
             raise BusClosed("connect() first, or use `async with`")
         return self._peer

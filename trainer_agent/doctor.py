@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bus.commands.doctor import Check, feature_checks
-from bus.seams import SourceTree
+from bus.cli.doctor import Check, feature_checks
+from bus.vllm_source import SourceTree
 from trainer_agent.transfer import available_backends
 from trainer_agent.vllm_registry import REGISTRY
 
 if TYPE_CHECKING:
-    from bus.commands.doctor import Options
+    from bus.cli.doctor import Options
 
 
 def checks(options: Options) -> list[Check]:

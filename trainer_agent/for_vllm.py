@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 
-from bus import native
+from bus import vllm_payloads
 from bus.errors import UsageError
 from bus.transfer import ALONE
 from trainer_agent.how import WAIT_S, PauseHow, UpdateHow
@@ -83,7 +83,7 @@ class ForVllm:
                 **fields,
             )
         infos = await self._import("trainer_agent.vllm_infos")
-        if engine in native.SHARDING:
+        if engine in vllm_payloads.SHARDING:
             make = functools.partial(infos.native_info, engine, fields, rank=self.rank)
             return await meeting_info(
                 engine, make, self._line, self._updates, self._sync, self.rank, self.ranks

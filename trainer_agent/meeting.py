@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bus import native
+from bus import vllm_payloads
 from bus.transfer import World
 from trainer_agent.ranks import reached
 
@@ -40,10 +40,10 @@ async def meeting_info(
         with updates.beside() as number:
             told = await reached(line, number, "go")
         elsewhere = World(0, 0, "", ranks)
-        return make(world=elsewhere, meeting=native.decode_info(told.meeting))
+        return make(world=elsewhere, meeting=vllm_payloads.decode_info(told.meeting))
     async with updates.meeting() as leading:
         info = make(world=await sync.meet_native(engine))
         meeting = {name: getattr(info, name) for name in _MEETING}
-        await leading.meet(native.encode_info(meeting))
+        await leading.meet(vllm_payloads.encode_info(meeting))
     sync.promise(None)
     return info

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from bus import native
+from bus import vllm_payloads
 from bus.errors import UsageError
 from bus.messages import ChunkSent, TransferInit
 from bus.transfer import ALONE
@@ -50,12 +50,12 @@ class Native:
     @property
     def patching(self) -> bool:
         """Whether its updates are patches."""
-        return native.takes_patches(self.backend)
+        return vllm_payloads.is_patching(self.backend)
 
     @property
     def sharding(self) -> bool:
         """Whether every rank of the trainer sends its shards."""
-        return native.sends_shards(self.backend)
+        return vllm_payloads.is_sharding(self.backend)
 
     def check(self, plan: Plan) -> None:
         """
@@ -84,10 +84,10 @@ def need_engines(views: Sequence[EngineView], engine: str) -> None:
     """
     if not views:
         raise UsageError(f"no engines yet to meet vLLM's {engine!r}: wait_for_engines() first")
-    wanted = native.native_name(engine)
+    wanted = vllm_payloads.native_name(engine)
     for view in views:
         if wanted not in view.backends:
-            why = native.UNDRIVEN.get(engine, "")
+            why = vllm_payloads.UNSUPPORTED.get(engine, "")
             raise UsageError(
                 f"engine {view.name} was not booted with vLLM's worker engine {engine!r} (it has "
                 f"{', '.join(view.backends)})"
@@ -118,17 +118,17 @@ def engine_of_all(views: Sequence[EngineView]) -> str:
 
 
 def _native_of(view: EngineView) -> str:
-    return next(filter(None, map(native.engine_of, view.backends)), "")
+    return next(filter(None, map(vllm_payloads.engine_of, view.backends)), "")
 
 
 def senders(engine: str, ranks: int) -> int:
     """How many of a trainer's ranks take part in the transport of vLLM's ``engine``."""
-    return ranks if engine in native.SHARDING else 1
+    return ranks if engine in vllm_payloads.SHARDING else 1
 
 
 def opened_for(info: object, engine: str) -> tuple[Any, ...]:
     """For which tensors an ``init_info`` opens a transport, see :attr:`Native.opened_for`."""
-    if engine not in native.SHARDING or not isinstance(info, dict):
+    if engine not in vllm_payloads.SHARDING or not isinstance(info, dict):
         return ()
     params = info.get("params")  # vLLM 0.33 has one dict for each tensor, earlier ones columns
     if params is None:
@@ -157,7 +157,7 @@ def transfer_init(info: object, engine: str, world: World, update_id: str) -> Tr
     if meets(info):
         _check_world(told, world)
     params = _encoded("init_info", told, ())
-    backend = native.native_name(engine)
+    backend = vllm_payloads.native_name(engine)
     number = world.number if meets(info) else ALONE.number
     return TransferInit(update_id, backend, params, number, 0, {})
 
@@ -230,8 +230,8 @@ def _encoded(what: str, info: dict[str, Any], columns: Sequence[str]) -> bytes:
     try:
         plain = {key: _plain(value) for key, value in info.items()}
         if what == "init_info":
-            return native.encode_info(plain)
-        return native.encode_chunk(columns, plain)
+            return vllm_payloads.encode_info(plain)
+        return vllm_payloads.encode_chunk(columns, plain)
     except ValueError as error:
         more = "; 'ipc' takes less with packed=True" if "ipc_handles" in info else ""
         raise UsageError(f"{what}: {error}{more}") from error
@@ -248,12 +248,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _ipc_tensor(args: tuple[Any, ...]) -> native.IpcTensor:
+def _ipc_tensor(args: tuple[Any, ...]) -> vllm_payloads.IpcTensor:
     _, size, stride, offset, storage, dtype, device, handle, nbytes, start = args[:10]
     requires_grad, counter, counter_offset, event, event_sync = args[10:]
     if storage not in _STORAGES or not isinstance(dtype, torch.dtype):
         raise ValueError(f"a tensor's handle has {storage!r} and {dtype!r}")
-    return native.IpcTensor(
+    return vllm_payloads.IpcTensor(
         size=tuple(map(int, size)),
         stride=tuple(map(int, stride)),
         offset=offset,

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from bus.messages import (
-        Behind,
-        CanaryWay,
+        CanaryMode,
         Differing,
         EngineView,
         GroupAck,
         Staging,
+        StaleEngines,
         Target,
         Verify,
     )
@@ -80,7 +80,7 @@ class Updates:
         target: Target = "model",
         *,
         alone: bool = False,
-        behind: Behind | None = None,
+        behind: StaleEngines | None = None,
     ) -> Update:
         """Rank 0's part of the next one. It ends with :meth:`Update.end`, or as a context.
 
@@ -186,7 +186,7 @@ class Update:
         leading: Leading,
         how: UpdateHow,
         target: Target,
-        behind: Behind | None,
+        behind: StaleEngines | None,
     ) -> None:
         self.id = update_id
         self._behind = behind
@@ -261,7 +261,7 @@ class Update:
         if self._how.how == "auto" and self._armed.why_paused:
             await self._updates.warn_of_fallback(self._armed.why_paused)
 
-    def _canary_way(self) -> CanaryWay:
+    def _canary_way(self) -> CanaryMode:
         """What the pause leaves of requests, if there is a canary."""
         if self._how.canary is None:
             return ""

@@ -11,15 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from bus.errors import JournalError
-from bus.journal.records import (
-    MAGIC,
-    MARK,
-    PREFIX_BYTES,
-    Began,
-    Record,
-    body_span,
-    unpacked,
-)
+from bus.journal.records import MAGIC, MARK, PREFIX_BYTES, FileBegan, Record, body_span, unpack
 from bus.journal.writer import journal_files
 
 if TYPE_CHECKING:
@@ -30,13 +22,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A whole record. ``number`` counts those of one life of the broker from 1, over all of its
-    files; a :class:`Began` is 0. ``began`` is its file's, or None if that is damaged."""
+    files; a :class:`FileBegan` is 0. ``began`` is its file's, or None if that is damaged."""
 
     path: Path
     offset: int
     number: int
     record: Record
-    began: Began | None
+    began: FileBegan | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +90,17 @@ def _read_file(path: Path, data: bytes) -> Iterator[Item]:
             yield Gap(path, 0, len(data), "torn")
             return
         raise JournalError(f"{path}: not a journal of wavebus")
-    began: Began | None = None
+    began: FileBegan | None = None
     offset, number = len(MAGIC), 0
     while offset < len(data):
-        found = unpacked(data, offset)
+        found = unpack(data, offset)
         if found is None:
             gap = _gap(path, data, offset)
             yield gap
             offset += gap.size_bytes
             continue
         record, after = found
-        if isinstance(record, Began):
+        if isinstance(record, FileBegan):
             began, number = record, record.records
             yield Entry(path, offset, 0, record, began)
         else:
@@ -120,7 +112,7 @@ def _read_file(path: Path, data: bytes) -> Iterator[Item]:
 def _gap(path: Path, data: bytes, offset: int) -> Gap:
     following = data.find(MARK, offset + 1)
     while following >= 0:
-        if unpacked(data, following) is not None:
+        if unpack(data, following) is not None:
             return Gap(path, offset, following - offset, "damaged")
         following = data.find(MARK, following + 1)
     size = len(data) - offset

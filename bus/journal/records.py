@@ -5,7 +5,7 @@ A file is :data:`MAGIC` and then records, one after the other::
     mark (4 bytes) | length of the body (4, little-endian) | CRC-32 of the body (4) | body
 
 The body is one of the classes below as a MessagePack array that begins with its tag. The
-first record of every file is :class:`Began`.
+first record of every file is :class:`FileBegan`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PREFIX: Final = struct.Struct("<4sII")
 PREFIX_BYTES: Final = _PREFIX.size
 
 
-class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
+class FileBegan(msgspec.Struct, frozen=True, array_like=True, tag="began"):
     """A file begins. ``boot`` names the broker's life; ``file`` counts its files from 0, and
     ``records`` those records of this life that stand in earlier files.
 
@@ -45,7 +45,7 @@ class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
     keys: dict[str, KeyRole] | None = None
 
 
-class Received(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="in"):
+class FrameReceived(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="in"):
     """A frame came from the peer with this route, and was read. ``user``: the public key of its
     connection; empty where there are none."""
 
@@ -55,7 +55,7 @@ class Received(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="in")
     user: str = ""
 
 
-class Refused(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="refused"):
+class FrameRefused(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="refused"):
     """A frame came and was not read, for its size or for how many came; its sender is told.
 
     What is dropped without a word is not recorded: it changes nothing
@@ -67,20 +67,20 @@ class Refused(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="refus
     size_bytes: int
 
 
-class Rekeyed(msgspec.Struct, frozen=True, array_like=True, tag="keys"):
+class KeysChanged(msgspec.Struct, frozen=True, array_like=True, tag="keys"):
     """Other public keys are authorised from now on."""
 
     now_ms: float
     keys: dict[str, KeyRole]
 
 
-class Ticked(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="tick"):
+class TimerFired(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="tick"):
     """The broker's timer rang."""
 
     now_ms: float
 
 
-class Sent(msgspec.Struct, frozen=True, array_like=True, tag="out"):
+class FrameSent(msgspec.Struct, frozen=True, array_like=True, tag="out"):
     """A frame goes to the peers with these routes."""
 
     now_ms: float
@@ -88,19 +88,21 @@ class Sent(msgspec.Struct, frozen=True, array_like=True, tag="out"):
     frame: bytes
 
 
-class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
+class BrokerClosed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
     """The broker ended in order. Without this one it was killed, or runs still."""
 
     now_ms: float
 
 
-Record: TypeAlias = Began | Received | Refused | Rekeyed | Ticked | Sent | Closed
+Record: TypeAlias = (
+    FileBegan | FrameReceived | FrameRefused | KeysChanged | TimerFired | FrameSent | BrokerClosed
+)
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
 
 
-def packed(record: Record) -> bytes:
+def pack(record: Record) -> bytes:
     """A record as it stands in the file."""
     body = _encode(record)
     return _PREFIX.pack(MARK, len(body), crc32(body)) + body
@@ -118,7 +120,7 @@ def body_span(data: bytes, offset: int) -> tuple[int, int] | None:
     return (begin, begin + size) if mark == MARK else None
 
 
-def unpacked(data: bytes, offset: int) -> tuple[Record, int] | None:
+def unpack(data: bytes, offset: int) -> tuple[Record, int] | None:
     """The record at ``offset``, and where the next one begins; None if there is no whole one."""
     span = body_span(data, offset)
     if span is None or span[1] > len(data):

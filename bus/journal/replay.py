@@ -3,7 +3,7 @@ with what the journal says went out.
 
 The machine knows no clock and no chance, so the same frames at the same times make the same
 effects. Of those, heartbeats' answers alone are the shell's to time: it gathers them
-(:mod:`bus.runtime.acks`), and so does the replay.
+(:mod:`bus.runtime.heartbeat_acks`), and so does the replay.
 """
 
 from __future__ import annotations
@@ -14,16 +14,23 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bus import codec
 from bus.errors import DecodeError
+from bus.journal.explain import findings
 from bus.journal.reader import Gap
-from bus.journal.records import Began, Closed, Received, Refused, Rekeyed, Sent, Ticked
-from bus.journal.why import findings
-from bus.journal.wording import describe, fields_of, peer_of, summary
-from bus.messages import WIRE_NAMES, HeartbeatAck, Status
+from bus.journal.records import (
+    BrokerClosed,
+    FileBegan,
+    FrameReceived,
+    FrameRefused,
+    FrameSent,
+    KeysChanged,
+    TimerFired,
+)
+from bus.journal.render import describe, fields_of, peer_of, summary
+from bus.messages import WIRE_NAMES, HeartbeatAck, Status, codec
 from bus.protocol.broker.broker import Broker
 from bus.protocol.core.effects import Note, Send
-from bus.runtime.acks import Acks
+from bus.runtime.heartbeat_acks import HeartbeatAcks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -55,7 +62,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReplayStep:
     """One record, replayed. ``notes`` are what the machine would log because of it."""
 
     entry: Entry
@@ -66,14 +73,14 @@ class Step:
 class Replay:
     """One life of a broker. :meth:`feed` takes its records in order."""
 
-    def __init__(self, began: Began) -> None:
+    def __init__(self, began: FileBegan) -> None:
         self.boot = began.boot
         self.machine = Broker(began.config, began.keys)
         self.now_ms = began.now_ms
         self.closed = False
         self.received = 0
         self.sent = 0
-        self._acks = Acks()
+        self._acks = HeartbeatAcks()
         self._due: deque[Send] = deque()  # what the machine has done, and the journal not yet
 
     @property
@@ -85,47 +92,55 @@ class Replay:
         """The machine's view, now."""
         return self.machine.status(self.now_ms)
 
-    def feed(self, entry: Entry) -> Step:
+    def feed(self, entry: Entry) -> ReplayStep:
         """One record. After a difference, what follows proves nothing."""
         record = entry.record
         match record:
-            case Received() | Refused() | Rekeyed() | Ticked():
+            case FrameReceived() | FrameRefused() | KeysChanged() | TimerFired():
                 self.now_ms = record.now_ms
                 if self._due:
-                    missed = _told(self._due[0])
-                    return self._differs(entry, missed, f"{describe(record)}, before it was sent")
+                    missed = _describe_send(self._due[0])
+                    return self._difference(
+                        entry, missed, f"{describe(record)}, before it was sent"
+                    )
                 effects = self._effects(record)
                 if isinstance(effects, str):
-                    return self._differs(entry, effects, describe(record))
-                return Step(entry, self._perform(effects))
-            case Sent():
+                    return self._difference(entry, effects, describe(record))
+                return ReplayStep(entry, self._perform(effects))
+            case FrameSent():
                 self.sent += 1
                 if not self._due:
                     self._due.extend(self._acks.take())
                 if not self._due:
-                    return self._differs(entry, "nothing is sent", describe(record))
+                    return self._difference(entry, "nothing is sent", describe(record))
                 expected = self._due.popleft()
-                found = _fault(expected, record)
+                found = _mismatch(expected, record)
                 if found:
-                    return self._differs(entry, _told(expected), f"{describe(record)}: {found}")
-            case Closed():
+                    return self._difference(
+                        entry, _describe_send(expected), f"{describe(record)}: {found}"
+                    )
+            case BrokerClosed():
                 self.closed = True
-        return Step(entry)
+        return ReplayStep(entry)
 
-    def _effects(self, record: Received | Refused | Rekeyed | Ticked) -> list[Effect] | str:
+    def _effects(
+        self, record: FrameReceived | FrameRefused | KeysChanged | TimerFired
+    ) -> list[Effect] | str:
         """What the machine does; or, in words, what it does instead of what was recorded."""
         match record:
-            case Ticked():
+            case TimerFired():
                 return self.machine.tick(record.now_ms)
-            case Rekeyed():
+            case KeysChanged():
                 return self.machine.rekey(record.keys, record.now_ms)
-            case Refused():
-                told = self.machine.admit(record.route, record.size_bytes, record.now_ms)
-                return told or ("it is read" if told is None else "it is dropped without a word")
-            case Received():
+            case FrameRefused():
+                effects = self.machine.admit(record.route, record.size_bytes, record.now_ms)
+                return effects or (
+                    "it is read" if effects is None else "it is dropped without a word"
+                )
+            case FrameReceived():
                 return self._read(record)
 
-    def _read(self, record: Received) -> list[Effect] | str:
+    def _read(self, record: FrameReceived) -> list[Effect] | str:
         if self.machine.admit(record.route, len(record.frame), record.now_ms) is not None:
             return "it is refused unread"
         self.received += 1
@@ -148,9 +163,9 @@ class Replay:
                 self._due.append(effect)
         return tuple(notes)
 
-    def _differs(self, entry: Entry, expected: str, found: str) -> Step:
+    def _difference(self, entry: Entry, expected: str, found: str) -> ReplayStep:
         waits = tuple(each.text for each in findings(self.status()) if each.waiting)
-        return Step(entry, difference=Difference(entry, expected, found, waits))
+        return ReplayStep(entry, difference=Difference(entry, expected, found, waits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +176,9 @@ class Unplayable:
     damaged: bool
 
 
-def replayed(
+def replay_lives(
     items: Iterable[Item], *, upto: int | None = None
-) -> Iterator[tuple[Replay, Step] | Unplayable]:
+) -> Iterator[tuple[Replay, ReplayStep] | Unplayable]:
     """Replay all lives that a journal has, each from its beginning, up to the first difference.
 
     A life whose first file was dropped can't be replayed: what the broker knew by then is not
@@ -185,7 +200,7 @@ def replayed(
                 )
             continue
         record = item.record
-        if isinstance(record, Began):
+        if isinstance(record, FileBegan):
             goes_on = record.boot == boot and record.file == file + 1
             if record.file == 0:
                 replay = Replay(record)
@@ -205,12 +220,12 @@ def replayed(
                 return
 
 
-def _told(send: Send) -> str:
+def _describe_send(send: Send) -> str:
     peers = ", ".join(peer_of(route) for route in send.routes)
     return f"{WIRE_NAMES[type(send.message)]} to {peers}  {summary(send.message)}"
 
 
-def _fault(expected: Send, record: Sent) -> str:
+def _mismatch(expected: Send, record: FrameSent) -> str:
     """In what the frame is not the one that was to be sent; empty if it is."""
     try:
         envelope, message = codec.decode(record.frame)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from bus.journal.reader import Gap
-from bus.journal.records import Began, Received, Sent
-from bus.journal.wording import reading
+from bus.journal.records import FileBegan, FrameReceived, FrameSent
+from bus.journal.render import decode_frame
 from bus.messages import (
     Ack,
     Armed,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.journal.reader import Item
-    from bus.journal.wording import Reading
+    from bus.journal.render import DecodedFrame
 
 # What each command asks of an engine. A trainer asks for a whole pause by its first phase.
 _OF_ENGINES: Final[dict[type[Message], str]] = {
@@ -91,30 +91,30 @@ class _Track:
 def spans(items: Iterable[Item]) -> list[Span]:
     """All that a journal tells, in the order in which it ended."""
     found: list[Span] = []
-    first: Began | None = None
+    first: FileBegan | None = None
     life: _Life | None = None
     for item in items:
         if isinstance(item, Gap):
             continue
         record = item.record
-        if isinstance(record, Began):
+        if isinstance(record, FileBegan):
             first = first or record
             if life is None or life.boot != record.boot:
                 found += life.unfinished() if life else []
                 life = _Life(record, (record.wall_s - first.wall_s) * 1000 - record.now_ms)
         elif life is not None:
             life.now_ms = record.now_ms + life.shift_ms
-            if isinstance(record, Received):
-                found += life.received(record.route, reading(record))
-            elif isinstance(record, Sent):
-                found += life.sent(record.routes, reading(record))
+            if isinstance(record, FrameReceived):
+                found += life.on_received(record.route, decode_frame(record))
+            elif isinstance(record, FrameSent):
+                found += life.on_sent(record.routes, decode_frame(record))
     return found + (life.unfinished() if life else [])
 
 
 class _Life:
     """One life of the broker. ``shift_ms`` brings its clock to that of the first record."""
 
-    def __init__(self, began: Began, shift_ms: float) -> None:
+    def __init__(self, began: FileBegan, shift_ms: float) -> None:
         self.boot = began.boot
         self.shift_ms = shift_ms
         self.now_ms = began.now_ms + shift_ms
@@ -123,66 +123,68 @@ class _Life:
         # A trainer's, by name and id; None once it is answered, though it may be asked again.
         self._requests: dict[tuple[str, int], _Key | None] = {}
 
-    def received(self, route: bytes, told: Reading) -> list[Span]:
+    def on_received(self, route: bytes, decoded: DecodedFrame) -> list[Span]:
         """An engine's answer, or a trainer's command."""
-        (peer,), envelope, message = told.peers, told.envelope, told.message
+        (peer,), envelope, message = decoded.peers, decoded.envelope, decoded.message
         if envelope is None or message is None:
             return []
         if self._routes.get(peer, route) != route:
             return []  # another one, under the name of a peer that is there
         if isinstance(message, Ack):
             key = (message.step.value, message.update_id, message.chunk)
-            return self._answered(peer, key, "done")
+            return self._on_answered(peer, key, "done")
         if isinstance(message, Armed):
-            return self._answered(peer, (Step.ARM.value, message.update_id, 0), "done")
+            return self._on_answered(peer, (Step.ARM.value, message.update_id, 0), "done")
         if isinstance(message, Probed):
-            return self._answered(peer, (Step.PROBE.value, message.update_id, 0), "done")
+            return self._on_answered(peer, (Step.PROBE.value, message.update_id, 0), "done")
         if isinstance(message, Nack):
-            return self._answered(
+            return self._on_answered(
                 peer, (message.step, message.update_id, message.chunk), message.code.value
             )
         step = _OF_THE_BUS.get(type(message))
         if step is not None:
-            key = (step, told.update_id, getattr(message, "chunk", 0))
+            key = (step, decoded.update_id, getattr(message, "chunk", 0))
             if self._requests.setdefault((peer, envelope.id), key) is not None:
-                self._asked(peer, "trainer", envelope.group, key)
+                self._on_asked(peer, "trainer", envelope.group, key)
         return []
 
-    def sent(self, routes: tuple[bytes, ...], told: Reading) -> list[Span]:
+    def on_sent(self, routes: tuple[bytes, ...], decoded: DecodedFrame) -> list[Span]:
         """A command to engines, or an answer to a trainer."""
-        envelope, message = told.envelope, told.message
+        envelope, message = decoded.envelope, decoded.message
         if envelope is None or message is None:
             return []
         if isinstance(message, Welcome):
-            (peer,) = told.peers
+            (peer,) = decoded.peers
             (self._routes[peer],) = routes
-            return self._left_open(peer)  # another life of the peer, or of its link
+            return self._end_open_span(peer)  # another life of the peer, or of its link
         if envelope.reply_to:
-            (peer,) = told.peers
+            (peer,) = decoded.peers
             request = self._requests.get((peer, envelope.reply_to))
             if request is None:
                 return []
             self._requests[peer, envelope.reply_to] = None
             result = message.code.value if isinstance(message, Nack) else "done"
-            return self._answered(peer, request, result)
+            return self._on_answered(peer, request, result)
         step = _OF_ENGINES.get(type(message))
         if step is not None:
-            key = (step, told.update_id, getattr(message, "chunk", 0))
-            for peer in told.peers:
-                self._asked(peer, "engine", envelope.group, key)
+            key = (step, decoded.update_id, getattr(message, "chunk", 0))
+            for peer in decoded.peers:
+                self._on_asked(peer, "engine", envelope.group, key)
         return []
 
     def unfinished(self) -> list[Span]:
         """What was asked for and not answered when the journal ends."""
-        return [span for peer in self._tracks for span in self._left_open(peer)]
+        return [span for peer in self._tracks for span in self._end_open_span(peer)]
 
-    def _asked(self, peer: str, role: Literal["trainer", "engine"], group: str, key: _Key) -> None:
+    def _on_asked(
+        self, peer: str, role: Literal["trainer", "engine"], group: str, key: _Key
+    ) -> None:
         track = self._tracks.get(peer)
         if track is None:
             track = self._tracks[peer] = _Track(role, group, {})
         track.asked.setdefault(key, self.now_ms)  # asked again, it waits since the first time
 
-    def _answered(self, peer: str, key: _Key, result: str) -> list[Span]:
+    def _on_answered(self, peer: str, key: _Key, result: str) -> list[Span]:
         track = self._tracks.get(peer)
         if track is None or key not in track.asked:
             return []
@@ -191,7 +193,7 @@ class _Life:
             track.asked = {k: v for k, v in track.asked.items() if k[1] != key[1]}
         return [span]
 
-    def _left_open(self, peer: str) -> list[Span]:
+    def _end_open_span(self, peer: str) -> list[Span]:
         """The first of what the peer has not answered: there it stood."""
         track = self._tracks.get(peer)
         if track is None or not track.asked:

@@ -26,26 +26,26 @@ def trace(spans: Iterable[Span]) -> dict[str, Any]:
     processes: dict[tuple[int, str], int] = {}
     events: list[Event] = []
     # Trainers first, then engines by name, as they come to stand in the picture.
-    for thread, (key, members) in enumerate(sorted(tracks.items(), key=_place), 1):
+    for thread, (key, members) in enumerate(sorted(tracks.items(), key=_sort_key), 1):
         life, group, peer = key
         process = processes.setdefault((life, group), len(processes) + 1)
         name = f"trainer {peer}" if members[0].role == "trainer" else peer
         events += [
-            _named("process_name", process, thread, f"group {group}, broker {life:x}"),
-            _named("thread_name", process, thread, name),
+            _name_event("process_name", process, thread, f"group {group}, broker {life:x}"),
+            _name_event("thread_name", process, thread, name),
             {**_meta("thread_sort_index", process, thread), "args": {"sort_index": thread}},
         ]
-        events += _above(members, process, thread)
+        events += _parent_spans(members, process, thread)
         events += [_event(span.name, [span], process, thread) for span in members]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _place(item: tuple[tuple[int, str, str], list[Span]]) -> tuple[int, str, bool, str]:
+def _sort_key(item: tuple[tuple[int, str, str], list[Span]]) -> tuple[int, str, bool, str]:
     (life, group, peer), members = item
     return life, group, members[0].role != "trainer", peer
 
 
-def _above(members: list[Span], process: int, thread: int) -> list[Event]:
+def _parent_spans(members: list[Span], process: int, thread: int) -> list[Event]:
     """Spans of several steps; longer ones come before those that they hold."""
     if members[0].role == "trainer":
         runs = groupby(members, key=lambda span: span.update_id)
@@ -75,5 +75,5 @@ def _meta(name: str, process: int, thread: int) -> Event:
     return {"ph": "M", "name": name, "pid": process, "tid": thread}
 
 
-def _named(what: str, process: int, thread: int, name: str) -> Event:
+def _name_event(what: str, process: int, thread: int, name: str) -> Event:
     return {**_meta(what, process, thread), "args": {"name": name}}

@@ -17,14 +17,14 @@ from bus.errors import UsageError
 from bus.journal.records import (
     MAGIC,
     SUFFIX,
-    Began,
-    Closed,
-    Received,
-    Refused,
-    Rekeyed,
-    Sent,
-    Ticked,
-    packed,
+    BrokerClosed,
+    FileBegan,
+    FrameReceived,
+    FrameRefused,
+    FrameSent,
+    KeysChanged,
+    TimerFired,
+    pack,
 )
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from bus.protocol.broker.admission import KeyRole
     from bus.protocol.broker.broker import BrokerConfig
-    from bus.runtime.base import Handle, Scheduler
+    from bus.runtime.interfaces import Handle, Scheduler
 
 DEFAULT_BYTES: Final = 64 * 1024 * 1024
 LEAST_BYTES: Final = 64 * 1024
@@ -45,7 +45,7 @@ _FLUSH_BYTES: Final = 256 * 1024
 
 
 class JournalWriter:
-    """Implements :class:`bus.runtime.base.Journal` in a folder.
+    """Implements :class:`bus.runtime.interfaces.Journal` in a folder.
 
     The files of all lives of a broker together take at most ``limit_bytes``; or the size of
     one frame, or twice that of the authorised keys, if that is more.
@@ -71,7 +71,7 @@ class JournalWriter:
         config: BrokerConfig,
         keys: Mapping[str, KeyRole] | None = None,
         scheduler: Scheduler,
-        failed: Callable[[OSError], None],
+        on_failure: Callable[[OSError], None],
     ) -> None:
         self._folder = folder
         self._limit_bytes = limit_bytes
@@ -81,7 +81,7 @@ class JournalWriter:
         self._keys = keys
         self._software = version("wavebus")
         self._scheduler = scheduler
-        self._failed = failed
+        self._on_failure = on_failure
         self._buffer = bytearray()
         self._timer: Handle | None = None
         self._file: int | None = None  # its descriptor
@@ -107,21 +107,21 @@ class JournalWriter:
 
     # -- what is recorded -----------------------------------------------------
 
-    def received(self, now_ms: float, route: bytes, frame: bytes, user: str) -> None:
-        self._append(packed(Received(now_ms, route, frame, user)))
+    def on_received(self, now_ms: float, route: bytes, frame: bytes, user: str) -> None:
+        self._append(pack(FrameReceived(now_ms, route, frame, user)))
 
-    def refused(self, now_ms: float, route: bytes, size_bytes: int) -> None:
-        self._append(packed(Refused(now_ms, route, size_bytes)))
+    def on_refused(self, now_ms: float, route: bytes, size_bytes: int) -> None:
+        self._append(pack(FrameRefused(now_ms, route, size_bytes)))
 
-    def rekeyed(self, now_ms: float, keys: Mapping[str, KeyRole]) -> None:
-        self._append(packed(Rekeyed(now_ms, dict(keys))))
+    def on_keys_changed(self, now_ms: float, keys: Mapping[str, KeyRole]) -> None:
+        self._append(pack(KeysChanged(now_ms, dict(keys))))
         self._keys = keys
 
-    def ticked(self, now_ms: float) -> None:
-        self._append(packed(Ticked(now_ms)))
+    def on_timer(self, now_ms: float) -> None:
+        self._append(pack(TimerFired(now_ms)))
 
-    def sent(self, now_ms: float, routes: tuple[bytes, ...], frame: bytes) -> None:
-        self._append(packed(Sent(now_ms, routes, frame)))
+    def on_sent(self, now_ms: float, routes: tuple[bytes, ...], frame: bytes) -> None:
+        self._append(pack(FrameSent(now_ms, routes, frame)))
 
     def flush(self) -> None:
         """All that was recorded is the operating system's when this returns."""
@@ -132,11 +132,11 @@ class JournalWriter:
             try:
                 self._write()
             except OSError as error:
-                self._give_up(error)
+                self._stop_recording(error)
 
     def close(self) -> None:
         """End in order."""
-        self._append(packed(Closed(self._scheduler.now_ms())))
+        self._append(pack(BrokerClosed(self._scheduler.now_ms())))
         self.flush()
         if self._file is not None:
             os.close(self._file)
@@ -150,7 +150,7 @@ class JournalWriter:
             return
         # A file holds as much beside its head as the head takes, or all of it would be heads.
         full_bytes = max(self._file_limit, 2 * self._head_bytes)
-        if self._size + len(record) > full_bytes and self._begun():
+        if self._size + len(record) > full_bytes and self._has_records():
             self._rotate(len(record))
         self._buffer += record
         self._records += 1
@@ -160,7 +160,7 @@ class JournalWriter:
         elif self._timer is None:
             self._timer = self._scheduler.call_at(self._scheduler.now_ms() + _FLUSH_MS, self.flush)
 
-    def _begun(self) -> bool:
+    def _has_records(self) -> bool:
         """Whether the file has more than its head."""
         return self._size > self._head_bytes
 
@@ -182,12 +182,12 @@ class JournalWriter:
         try:
             self._open(next_bytes)
         except OSError as error:
-            self._give_up(error)
+            self._stop_recording(error)
 
     def _open(self, next_bytes: int = 0) -> None:
         """The next file, for a record of so many bytes and more; older ones make room for it."""
         now_ms = self._scheduler.now_ms()
-        began = Began(
+        began = FileBegan(
             self._boot,
             self._files,
             self._records,
@@ -197,7 +197,7 @@ class JournalWriter:
             self._config,
             None if self._keys is None else dict(self._keys),
         )
-        head = MAGIC + packed(began)
+        head = MAGIC + pack(began)
         expected_bytes = max(self._file_limit, 2 * len(head), len(head) + next_bytes)
         room = self._limit_bytes - expected_bytes
         while self._kept and (
@@ -217,14 +217,14 @@ class JournalWriter:
         number = int(last.name.removesuffix(SUFFIX)) + 1 if last else 1
         return self._folder / f"{number:08d}{SUFFIX}"
 
-    def _give_up(self, error: OSError) -> None:
+    def _stop_recording(self, error: OSError) -> None:
         """The bus goes on without a journal; half of a record may stand at the end."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
         os.close(self._lock)
         self._buffer.clear()
-        self._failed(error)
+        self._on_failure(error)
 
 
 def journal_files(folder: Path) -> list[Path]:

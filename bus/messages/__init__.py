@@ -59,7 +59,33 @@ from __future__ import annotations
 
 from typing import Final, TypeAlias
 
-from bus.messages.answers import (
+from bus.messages.canary import (
+    Differing,
+    EngineProbes,
+    Probe,
+    Probed,
+    ProbeReport,
+    ProbeResult,
+)
+from bus.messages.envelope import (
+    Envelope,
+)
+from bus.messages.membership import (
+    CoordinatorFacts,
+    CoreStatus,
+    EngineFacts,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    LeaseVote,
+    Leave,
+    PeerRank,
+    PeerRanks,
+    Restart,
+    Welcome,
+)
+from bus.messages.pause import PauseGlobal, PauseLocal, Resume, Sleep, Wake
+from bus.messages.replies import (
     Ack,
     AwaitStep,
     GroupAck,
@@ -69,7 +95,20 @@ from bus.messages.answers import (
     TrainerStep,
     step_name,
 )
-from bus.messages.bounds import (
+from bus.messages.status import (
+    DpGroupView,
+    EngineView,
+    GroupStatus,
+    GroupView,
+    OutView,
+    Route,
+    Routes,
+    Status,
+    StatusRequest,
+    WaitEngines,
+    WaitView,
+)
+from bus.messages.types import (
     MAX_BLOB_BYTES,
     MAX_FRAME_BYTES,
     MAX_PROBE_TOKENS,
@@ -81,13 +120,14 @@ from bus.messages.bounds import (
     WIRE_MAJOR,
     WIRE_MINOR,
     Blob,
-    CanaryWay,
+    CanaryMode,
     CorePhase,
     Count,
     Counts,
     Dtypes,
     Escalation,
     Features,
+    LeasePosition,
     LongText,
     Name,
     PauseMode,
@@ -101,7 +141,6 @@ from bus.messages.bounds import (
     ShortText,
     Size,
     SleepLevel,
-    Stand,
     Target,
     TensorName,
     TensorNames,
@@ -109,65 +148,20 @@ from bus.messages.bounds import (
     UpdateId,
     Verify,
 )
-from bus.messages.canary import (
-    Differing,
-    EngineProbes,
-    Probe,
-    Probed,
-    ProbeReport,
-    ProbeResult,
-)
-from bus.messages.envelope import (
-    Envelope,
-)
-from bus.messages.pausing import (
-    PauseGlobal,
-    PauseLocal,
-    Resume,
-    Sleep,
-    Wake,
-)
-from bus.messages.presence import (
-    CoreStatus,
-    EngineFacts,
-    GatewayFacts,
-    Heartbeat,
-    HeartbeatAck,
-    Join,
-    LeaseWord,
-    Leave,
-    Mate,
-    Mates,
-    Restart,
-    Welcome,
-)
-from bus.messages.updates import (
+from bus.messages.update import (
     Abort,
     Arm,
     Armed,
-    Behind,
     ChunkSent,
     Commit,
     PlanTransfer,
     Staging,
+    StaleEngines,
     TransferInit,
     TransferPlan,
     UpdateFinish,
     UpdateStart,
     WeightChunkMeta,
-)
-from bus.messages.views import (
-    DpGroupView,
-    EngineView,
-    GroupStatus,
-    GroupView,
-    OutView,
-    Route,
-    Routes,
-    Status,
-    StatusRequest,
-    WaitEngines,
-    WaitView,
 )
 from bus.messages.waves import (
     FirstReq,
@@ -180,15 +174,15 @@ from bus.messages.waves import (
 __all__ = [
     "Envelope",
     "EngineFacts",
-    "GatewayFacts",
+    "CoordinatorFacts",
     "Join",
     "Welcome",
     "Heartbeat",
     "CoreStatus",
     "HeartbeatAck",
-    "Mate",
-    "Mates",
-    "LeaseWord",
+    "PeerRank",
+    "PeerRanks",
+    "LeaseVote",
     "Leave",
     "Restart",
     "PauseLocal",
@@ -219,7 +213,7 @@ __all__ = [
     "Differing",
     "Commit",
     "Abort",
-    "Behind",
+    "StaleEngines",
     "WaitEngines",
     "EngineView",
     "DpGroupView",
@@ -272,9 +266,9 @@ __all__ = [
     "PauseMode",
     "Escalation",
     "SleepLevel",
-    "Stand",
+    "LeasePosition",
     "Target",
-    "CanaryWay",
+    "CanaryMode",
     "CorePhase",
     "Verify",
     "Phase",
@@ -287,8 +281,8 @@ Message: TypeAlias = (
     | Heartbeat
     | CoreStatus
     | HeartbeatAck
-    | Mates
-    | LeaseWord
+    | PeerRanks
+    | LeaseVote
     | Leave
     | Restart
     | PauseLocal
@@ -315,7 +309,7 @@ Message: TypeAlias = (
     | ProbeReport
     | Commit
     | Abort
-    | Behind
+    | StaleEngines
     | TrainerStep
     | AwaitStep
     | WaitEngines
@@ -334,8 +328,8 @@ WIRE_NAMES: Final[dict[type[Message], str]] = {
     Heartbeat: "HEARTBEAT",
     CoreStatus: "CORE_STATUS",
     HeartbeatAck: "HEARTBEAT_ACK",
-    Mates: "MATES",
-    LeaseWord: "LEASE_WORD",
+    PeerRanks: "MATES",
+    LeaseVote: "LEASE_WORD",
     Leave: "LEAVE",
     Restart: "RESTART",
     PauseLocal: "PAUSE_LOCAL",
@@ -362,7 +356,7 @@ WIRE_NAMES: Final[dict[type[Message], str]] = {
     ProbeReport: "PROBE_REPORT",
     Commit: "COMMIT",
     Abort: "ABORT",
-    Behind: "BEHIND",
+    StaleEngines: "BEHIND",
     TrainerStep: "TRAINER_STEP",
     AwaitStep: "AWAIT_STEP",
     WaitEngines: "WAIT_ENGINES",

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from bus.messages.bounds import (
+from bus.messages.types import (
     MAX_PROBE_TOKENS,
     MAX_PROBED,
     MAX_PROBES,

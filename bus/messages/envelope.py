@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from bus.messages.bounds import Count, Serial
+from bus.messages.types import Count, Serial
 
 
 class Envelope(msgspec.Struct, frozen=True, gc=False):

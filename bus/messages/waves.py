@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bus.messages.bounds import Count, Name, ShortText
+from bus.messages.types import Count, Name, ShortText
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ A page marks where a diagram stands, and everything between the two lines is mad
     <!-- diagram: wave -->
     <!-- end of diagram -->
 
-``python -m bus.commands.diagrams`` writes them; a test compares.
+``python -m bus.cli.diagrams`` writes them; a test compares.
 """
 
 from __future__ import annotations

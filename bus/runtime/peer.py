@@ -9,7 +9,6 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 import bus.log
-from bus import codec
 from bus.errors import DecodeError
 from bus.ids import new_boot
 from bus.messages import (
@@ -21,16 +20,17 @@ from bus.messages import (
     Message,
     Nack,
     NackCode,
+    codec,
 )
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.link import LINK_MESSAGES, Link, LinkConfig, LinkState
-from bus.runtime.alarm import Alarm
+from bus.runtime.clock import Alarm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from bus.messages import Heartbeat
-    from bus.runtime.base import ClientTransport, Scheduler
+    from bus.runtime.interfaces import ClientTransport, Scheduler
 
 # Refusals come late, but not after so many more JOINs.
 _JOINS_KEPT: Final = 64
@@ -49,7 +49,7 @@ def route_of(name: str, boot: int) -> bytes:
     return f"{name}#{boot:x}".encode()
 
 
-class Peer:
+class PeerClient:
     """One peer on a transport.
 
     ``on_message`` gets every fresh frame that is not of the membership itself;
@@ -150,7 +150,7 @@ class Peer:
     def arm_by(self, due_ms: float) -> None:
         """Set the timer to ``due_ms``, unless it is set to an earlier moment."""
         if not self._closed:
-            self._alarm.by(due_ms)
+            self._alarm.ring_by(due_ms)
 
     def _on_alarm(self) -> None:
         if self._closed:
@@ -158,7 +158,7 @@ class Peer:
         now_ms = self._scheduler.now_ms()
         state = self.link.state
         self.perform(self.link.tick(now_ms))
-        self._told(state)
+        self._report_state(state)
         self._on_tick(now_ms)
         self.arm()
 
@@ -171,27 +171,27 @@ class Peer:
             self.note(Note("bad_frame", "warning", fields))
             if error.code is NackCode.WIRE_VERSION:
                 self.perform(self.link.other_version(_version_nack(error)))
-                self._told(state)
+                self._report_state(state)
             return
         now_ms = self._scheduler.now_ms()
         if not self.link.fresh(envelope, now_ms):
             self.note(Note("stale_frame", "debug", {"kind": envelope.kind, "seq": envelope.seq}))
             return
-        if type(message) in LINK_MESSAGES and self._is_of_the_link(envelope, message):
+        if type(message) in LINK_MESSAGES and self._is_link_message(envelope, message):
             effects = self.link.receive(envelope, message, now_ms)
             if effects:
                 self.perform(effects)
-            self._told(state)
+            self._report_state(state)
         self._on_message(envelope, message)
 
-    def _is_of_the_link(self, envelope: Envelope, message: Message) -> bool:
+    def _is_link_message(self, envelope: Envelope, message: Message) -> bool:
         """A refusal may be the answer to something else, that was asked before the broker was
         missed."""
         if not isinstance(message, Nack) or message.code is NackCode.NOT_JOINED:
             return True
         return envelope.reply_to in self._joins
 
-    def _told(self, before: LinkState) -> None:
+    def _report_state(self, before: LinkState) -> None:
         if self.link.state is not before:
             self._on_state(self.link.state)
 

@@ -14,7 +14,7 @@ from zmq.utils import z85
 
 import bus.log
 from bus.errors import UsageError
-from bus.runtime.zmq_parts import PartsSocket
+from bus.runtime.zmq_socket import MultipartSocket
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,31 +31,31 @@ _LOGGED: Final = 1000
 
 def new_pair() -> tuple[str, str]:
     """A public and a secret key, in Z85."""
-    _need_curve()
+    _require_curve()
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
 
 
-def lock_server(socket: zmq.Socket[bytes], own: Key) -> None:
+def secure_server(socket: zmq.Socket[bytes], own: Key) -> None:
     """Let in who has a key that the context's handler knows. Before it is bound."""
-    _need_curve()
+    _require_curve()
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
     socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler nobody comes in
 
 
-def lock_client(socket: zmq.Socket[bytes], security: Security) -> None:
+def secure_client(socket: zmq.Socket[bytes], security: Security) -> None:
     """Prove the own key, and have the server prove its own. Before it connects."""
     if security.own is None:
         return
-    _need_curve()
+    _require_curve()
     socket.setsockopt(zmq.CURVE_SERVERKEY, security.broker.encode())
     socket.setsockopt(zmq.CURVE_PUBLICKEY, security.own.public.encode())
     socket.setsockopt(zmq.CURVE_SECRETKEY, security.own.secret.encode())
 
 
-class KeyAsker:
+class ZapHandler:
     """The handler of one context.
 
     Args:
@@ -63,11 +63,11 @@ class KeyAsker:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], knows: Callable[[str], bool]
+        self, context: zmq.Context[zmq.Socket[bytes]], is_authorized: Callable[[str], bool]
     ) -> None:
-        self._knows = knows
+        self._is_authorized = is_authorized
         self._refused: set[str] = set()
-        self._socket = PartsSocket(context, zmq.ROUTER, _ZAP, {}, bind=True)
+        self._socket = MultipartSocket(context, zmq.ROUTER, _ZAP, {}, bind=True)
         self._socket.listen(self._on_request)
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class KeyAsker:
         if len(request) != _REQUEST_PARTS or request[0] != _VERSION or request[5] != b"CURVE":
             return  # ZeroMQ itself asks, and no otherwise
         user = z85.encode(request[6]).decode()
-        if self._knows(user):
+        if self._is_authorized(user):
             answer = (b"200", b"OK", user.encode())
         else:
             answer = (b"400", b"not authorised", b"")
@@ -91,7 +91,7 @@ class KeyAsker:
             bus.log.logger().warning("key_refused", public_key=user, address=address)
 
 
-def _need_curve() -> None:
+def _require_curve() -> None:
     if not zmq.has("curve"):
         raise UsageError(
             "this ZeroMQ library is built without CURVE; install pyzmq from its wheels"

@@ -26,18 +26,18 @@ import zmq
 import zmq.backend
 
 import bus.log
-from bus.address import is_loopback
 from bus.errors import UsageError
 from bus.keys import Security
 from bus.messages import MAX_FRAME_BYTES
-from bus.runtime.zmq_curve import KeyAsker, lock_client, lock_server
-from bus.runtime.zmq_readable import Readable
+from bus.net import is_loopback
+from bus.runtime.zmq_curve import ZapHandler, secure_client, secure_server
+from bus.runtime.zmq_socket import ZmqSocket
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.keys import Keyring
-    from bus.runtime.base import OnFrame, OnRoutedFrame
+    from bus.runtime.interfaces import OnFrame, OnRoutedFrame
 
 MAX_PEERS: Final = 16_384
 # A frame somewhat too large is read, so that its sender hears why it is refused; one
@@ -60,10 +60,10 @@ _send: Final = zmq.backend.Socket.send
 # waits.
 _LINGER_MS: Final = 2_000
 _REBIND_S: Final = 1.0
-_DIAL_AGAIN_S: Final = 2.0
+_RECONNECT_S: Final = 2.0
 # Longer than a broker that is well leaves anybody without a word; then twice as long, and so on.
-_UNHEARD_S: Final = 6.0
-_MOST_UNHEARD_S: Final = 30.0
+_SILENCE_LIMIT_S: Final = 6.0
+_MAX_SILENCE_LIMIT_S: Final = 30.0
 _SCHEMES: Final = ("tcp", "ipc", "inproc")
 _LOOKS_LIKE: Final = "an address looks like tcp://127.0.0.1:7710"
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}  # by process: forks need their own
@@ -124,7 +124,7 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> None:
             return
 
 
-class ZmqServer(Readable):
+class ZmqServer(ZmqSocket):
     """The broker's ROUTER, bound to ``address`` (``tcp://127.0.0.1:7710``; port ``*`` or 0:
     any free one, see :attr:`address`).
 
@@ -151,15 +151,15 @@ class ZmqServer(Readable):
         socket.setsockopt(zmq.BACKLOG, 4096)
         socket.setsockopt(zmq.HEARTBEAT_IVL, _SERVER_HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SERVER_HEARTBEAT_MS)
-        self._asker = KeyAsker(context, self._knows) if keyring else None
+        self._zap_handler = ZapHandler(context, self._is_authorized) if keyring else None
         try:
             if keyring:
-                lock_server(socket, keyring.own)
+                secure_server(socket, keyring.own)
             _bind(socket, address)
         except (zmq.ZMQError, UsageError) as error:
             socket.close()
-            if self._asker is not None:
-                self._asker.close()
+            if self._zap_handler is not None:
+                self._zap_handler.close()
             if isinstance(error, UsageError):
                 raise
             raise UsageError(_explain(address, error)) from error
@@ -169,23 +169,23 @@ class ZmqServer(Readable):
 
     def close(self) -> None:
         super().close()
-        if self._asker is not None:
-            self._asker.close()
+        if self._zap_handler is not None:
+            self._zap_handler.close()
 
-    def _knows(self, public: str) -> bool:
+    def _is_authorized(self, public: str) -> bool:
         return self.keyring is not None and public in self.keyring.authorized
 
     def listen(self, on_frame: OnRoutedFrame) -> None:
         self._on_frame = on_frame
         self.watch()
 
-    def take(self) -> bool:
+    def receive_batch(self) -> bool:
         assert self._on_frame is not None
         recv, on_frame, socket = self.socket.recv, self._on_frame, self.socket
         user = ""
         for _ in range(_BATCH):
             try:
-                if self._asker is None:
+                if self._zap_handler is None:
                     route = recv(_NOBLOCK)
                 else:
                     part = recv(_NOBLOCK, copy=False)
@@ -213,11 +213,11 @@ class ZmqServer(Readable):
                 if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                     raise
                 unreachable.append(route)
-        self.look_again()
+        self.drain_soon()
         return unreachable
 
 
-class ZmqClient(Readable):
+class ZmqClient(ZmqSocket):
     """A peer's DEALER, connected to the broker at ``address``.
 
     ``route`` must be unique among all peers and all lives of them.
@@ -233,7 +233,7 @@ class ZmqClient(Readable):
             _refuse_open(address, insecure=security.insecure, what=what)
         socket = _context().socket(zmq.DEALER)
         _harden(socket)
-        lock_client(socket, security)
+        secure_client(socket, security)
         socket.setsockopt(zmq.ROUTING_ID, route)
         socket.setsockopt(zmq.IMMEDIATE, 1)  # don't queue for a broker that isn't there
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -251,15 +251,17 @@ class ZmqClient(Readable):
         super().__init__(socket)
         self._address = address
         self._reached_s = time.monotonic()
-        self._asked_s = 0.0  # when the first frame was sent since one was heard; 0: none was
-        self._unheard_s = _UNHEARD_S
+        self._unanswered_since_s = (
+            0.0  # when the first frame was sent since one was heard; 0: none was
+        )
+        self._silence_limit_s = _SILENCE_LIMIT_S
         self._on_frame: OnFrame | None = None
 
     def listen(self, on_frame: OnFrame) -> None:
         self._on_frame = on_frame
         self.watch()
 
-    def take(self) -> bool:
+    def receive_batch(self) -> bool:
         assert self._on_frame is not None
         recv, on_frame = self.socket.recv, self._on_frame
         for _ in range(_BATCH):
@@ -267,9 +269,9 @@ class ZmqClient(Readable):
                 frame = recv(_NOBLOCK)
             except zmq.Again:
                 return True
-            self._asked_s, self._unheard_s = 0.0, _UNHEARD_S
+            self._unanswered_since_s, self._silence_limit_s = 0.0, _SILENCE_LIMIT_S
             on_frame(frame)  # the broker sends frames of one part; others are judged part by part
-            if self._closed or not self._more():
+            if self._closed or not self._has_more():
                 return True
         return False
 
@@ -277,29 +279,29 @@ class ZmqClient(Readable):
         try:
             _send(self.socket, frame, _NOBLOCK)
         except zmq.Again:
-            self._dial_again()
+            self._reconnect_if_idle()
             return False
         finally:
-            self.look_again()
+            self.drain_soon()
         now_s = self._reached_s = time.monotonic()
-        self._asked_s = self._asked_s or now_s
-        if now_s > self._asked_s + self._unheard_s:
+        self._unanswered_since_s = self._unanswered_since_s or now_s
+        if now_s > self._unanswered_since_s + self._silence_limit_s:
             # A broker that did not run for a while may have met this connection while it held the
             # one before, and takes nothing from it, for as long as it stands.
-            self._unheard_s = min(2 * self._unheard_s, _MOST_UNHEARD_S)
-            self._asked_s = now_s
-            self._dial()
+            self._silence_limit_s = min(2 * self._silence_limit_s, _MAX_SILENCE_LIMIT_S)
+            self._unanswered_since_s = now_s
+            self._reconnect()
         return True
 
-    def _dial_again(self) -> None:
+    def _reconnect_if_idle(self) -> None:
         """Connect anew, if nothing went out for a while: ZeroMQ gives up on a broker that once
         refused the handshake, and its keys may be others by now."""
-        if time.monotonic() < self._reached_s + _DIAL_AGAIN_S:
+        if time.monotonic() < self._reached_s + _RECONNECT_S:
             return
         self._reached_s = time.monotonic()
-        self._dial()
+        self._reconnect()
 
-    def _dial(self) -> None:
+    def _reconnect(self) -> None:
         with contextlib.suppress(zmq.ZMQError):
             self.socket.disconnect(self._address)
         self.socket.connect(self._address)

@@ -22,7 +22,7 @@ class _Timer:
 
 
 class SimScheduler:
-    """Implements :class:`bus.runtime.base.Scheduler`; ties run in the order they were set."""
+    """Implements :class:`bus.runtime.interfaces.Scheduler`; ties run in the order they were set."""
 
     def __init__(self) -> None:
         self._now_ms = 0.0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import (
     Arm,
-    CanaryWay,
+    CanaryMode,
     ChunkSent,
     Nack,
     NackCode,
@@ -38,7 +38,7 @@ def make_arm(
     target: Target = "model",
     base: int = 0,
     quorum: int = 1,
-    canary: CanaryWay = "",
+    canary: CanaryMode = "",
     scope: tuple[str, ...] = (),
     staging: Staging | None = None,
 ) -> Arm:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 from bus.journal.reader import Entry
 from bus.journal.records import (
     MAGIC,
-    Began,
-    Closed,
-    Received,
+    BrokerClosed,
+    FileBegan,
+    FrameReceived,
+    FrameRefused,
+    FrameSent,
+    KeysChanged,
     Record,
-    Refused,
-    Rekeyed,
-    Sent,
-    Ticked,
-    packed,
+    TimerFired,
+    pack,
 )
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     from bus.protocol.broker.admission import KeyRole
     from bus.protocol.broker.broker import BrokerConfig
-    from bus.runtime.base import Scheduler
+    from bus.runtime.interfaces import Scheduler
 
 
 class MemoryJournal:
-    """Implements :class:`bus.runtime.base.Journal`. ``flushed`` counts the records that would
+    """Implements :class:`bus.runtime.interfaces.Journal`. ``flushed`` counts the records that would
     outlive the process."""
 
     def __init__(
@@ -41,30 +41,30 @@ class MemoryJournal:
         self._scheduler = scheduler
         known = None if keys is None else dict(keys)
         now_ms = scheduler.now_ms()  # the clock on the wall began with the simulation
-        self.began = Began(boot, 0, 0, now_ms, now_ms / 1000, "simulated", config, known)
+        self.began = FileBegan(boot, 0, 0, now_ms, now_ms / 1000, "simulated", config, known)
         self.records: list[Record] = []
         self.flushed = 0
 
-    def received(self, now_ms: float, route: bytes, frame: bytes, user: str) -> None:
-        self.records.append(Received(now_ms, route, frame, user))
+    def on_received(self, now_ms: float, route: bytes, frame: bytes, user: str) -> None:
+        self.records.append(FrameReceived(now_ms, route, frame, user))
 
-    def refused(self, now_ms: float, route: bytes, size_bytes: int) -> None:
-        self.records.append(Refused(now_ms, route, size_bytes))
+    def on_refused(self, now_ms: float, route: bytes, size_bytes: int) -> None:
+        self.records.append(FrameRefused(now_ms, route, size_bytes))
 
-    def rekeyed(self, now_ms: float, keys: Mapping[str, KeyRole]) -> None:
-        self.records.append(Rekeyed(now_ms, dict(keys)))
+    def on_keys_changed(self, now_ms: float, keys: Mapping[str, KeyRole]) -> None:
+        self.records.append(KeysChanged(now_ms, dict(keys)))
 
-    def ticked(self, now_ms: float) -> None:
-        self.records.append(Ticked(now_ms))
+    def on_timer(self, now_ms: float) -> None:
+        self.records.append(TimerFired(now_ms))
 
-    def sent(self, now_ms: float, routes: tuple[bytes, ...], frame: bytes) -> None:
-        self.records.append(Sent(now_ms, routes, frame))
+    def on_sent(self, now_ms: float, routes: tuple[bytes, ...], frame: bytes) -> None:
+        self.records.append(FrameSent(now_ms, routes, frame))
 
     def flush(self) -> None:
         self.flushed = len(self.records)
 
     def close(self) -> None:
-        self.records.append(Closed(self._scheduler.now_ms()))
+        self.records.append(BrokerClosed(self._scheduler.now_ms()))
         self.flush()
 
     def entries(self) -> list[Entry]:
@@ -76,4 +76,4 @@ class MemoryJournal:
 
     def data(self) -> bytes:
         """As it would lie in a file."""
-        return MAGIC + b"".join(map(packed, [self.began, *self.records]))
+        return MAGIC + b"".join(map(pack, [self.began, *self.records]))

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from bus.runtime.base import Handle, OnFrame, OnRoutedFrame, Scheduler
-    from bus.runtime.memory import MemoryClient, MemoryNetwork, MemoryServer
+    from bus.runtime.interfaces import Handle, OnFrame, OnRoutedFrame, Scheduler
+    from bus.runtime.memory_transport import MemoryClient, MemoryNetwork, MemoryServer
 
 
 class Died(BaseException):
@@ -23,7 +23,7 @@ class Died(BaseException):
 
 
 class Process:
-    """Implements :class:`bus.runtime.base.Scheduler`, and gives the ends of a network.
+    """Implements :class:`bus.runtime.interfaces.Scheduler`, and gives the ends of a network.
 
     Attributes:
         alive: it was not killed.
@@ -35,7 +35,7 @@ class Process:
     def __init__(self, scheduler: Scheduler, network: MemoryNetwork) -> None:
         self.alive = True
         self.stopped = False
-        self.heard_ms = self.went_on_ms = scheduler.now_ms()
+        self.last_frame_ms = self.continued_ms = scheduler.now_ms()
         self._scheduler = scheduler
         self._network = network
         self._backlog: list[Callable[[], None]] = []
@@ -48,8 +48,8 @@ class Process:
         return self._scheduler.now_ms()
 
     def call_at(self, when_ms: float, callback: Callable[[], None]) -> Handle:
-        timer = _Timer(self, callback)
-        timer.handle = self._scheduler.call_at(when_ms, timer.fires)
+        timer = _ProcessTimer(self, callback)
+        timer.handle = self._scheduler.call_at(when_ms, timer.on_fire)
         return timer
 
     def client(self, route: bytes) -> Client:
@@ -62,8 +62,8 @@ class Process:
 
     def direct(self, own: bytes, other: bytes, deliver: Callable[[], None]) -> None:
         """Send over a link of two peers, which is as bad as the broker's; by their routes."""
-        self.sending()
-        self._network.between(own, other, deliver)
+        self.on_send()
+        self._network.carry_between(own, other, deliver)
 
     # -- what happens to it -----------------------------------------------------------
 
@@ -86,7 +86,7 @@ class Process:
         if not self.stopped:
             return
         self.stopped = False
-        self.went_on_ms = self.now_ms()
+        self.continued_ms = self.now_ms()
         backlog, self._backlog = self._backlog, []
         for each in backlog:
             self._scheduler.call_at(self.now_ms(), lambda each=each: self.run(each))  # type: ignore[misc]
@@ -96,16 +96,16 @@ class Process:
         self.alive = False
         self._backlog = []
 
-    def dies_after(self, sends: int, dies: Callable[[], None]) -> None:
+    def die_after(self, sends: int, dies: Callable[[], None]) -> None:
         """After so many more frames, when it is about to send another, ``dies`` kills it."""
         self._sends_left = sends
         self._dies = dies
 
-    def lives_on(self) -> None:
-        """What :meth:`dies_after` said does not come."""
+    def cancel_death(self) -> None:
+        """What :meth:`die_after` said does not come."""
         self._sends_left = None
 
-    def sending(self) -> None:
+    def on_send(self) -> None:
         """A frame is about to be sent.
 
         Raises:
@@ -120,13 +120,13 @@ class Process:
         self._sends_left -= 1
 
 
-class _Timer:
+class _ProcessTimer:
     def __init__(self, process: Process, callback: Callable[[], None]) -> None:
         self.handle: Handle | None = None
         self._process = process
         self._callback: Callable[[], None] | None = callback
 
-    def fires(self) -> None:
+    def on_fire(self) -> None:
         self._process.run(self._ring)
 
     def cancel(self) -> None:
@@ -140,7 +140,7 @@ class _Timer:
 
 
 class Client:
-    """Implements :class:`bus.runtime.base.ClientTransport`."""
+    """Implements :class:`bus.runtime.interfaces.ClientTransport`."""
 
     def __init__(self, process: Process, client: MemoryClient) -> None:
         self._process = process
@@ -150,13 +150,13 @@ class Client:
         process = self._process
 
         def comes(frame: bytes) -> None:
-            process.heard_ms = process.now_ms()
+            process.last_frame_ms = process.now_ms()
             on_frame(frame)
 
         self._client.listen(lambda frame: process.run(lambda: comes(frame)))
 
     def send(self, frame: bytes) -> bool:
-        self._process.sending()
+        self._process.on_send()
         return self._client.send(frame)
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class Client:
 
 
 class Server:
-    """Implements :class:`bus.runtime.base.ServerTransport`."""
+    """Implements :class:`bus.runtime.interfaces.ServerTransport`."""
 
     def __init__(self, process: Process, network: MemoryNetwork, server: MemoryServer) -> None:
         self._process = process
@@ -182,5 +182,5 @@ class Server:
         self._server.close()
 
     def _to(self, route: bytes, frame: bytes) -> bool:
-        self._process.sending()
-        return self._network.to_client(route, frame)
+        self._process.on_send()
+        return self._network.send_to_client(route, frame)

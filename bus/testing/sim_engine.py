@@ -22,7 +22,7 @@ from bus.messages import (
     Heartbeat,
     HeartbeatAck,
     Join,
-    LeaseWord,
+    LeaseVote,
     Message,
     Nack,
     NackCode,
@@ -52,14 +52,14 @@ from bus.protocol.engine.calls import (
     SessionEffect,
 )
 from bus.protocol.engine.session import EngineSession
-from bus.runtime.peer import Peer, route_of
+from bus.runtime.peer import PeerClient, route_of
 from bus.staging import Room
-from bus.testing.sim_truth import Truth, TruthError
+from bus.testing.ground_truth import GroundTruth, InvariantViolation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from bus.runtime.base import Handle, Scheduler
+    from bus.runtime.interfaces import Handle, Scheduler
     from bus.testing.process import Process
 
 TENSORS: Final = ("embed", "block.0", "block.1", "head")
@@ -90,7 +90,7 @@ class Behaviour:
     fail_next: set[type[Call]] = field(default_factory=set)
     hold: set[type[Call]] = field(default_factory=set)
     garble_next: bool = False
-    ahead: int = 1
+    prefetch_depth: int = 1
     twist_next: bool = False
     stages: bool = True
 
@@ -106,7 +106,7 @@ class SimEngine:
         version: the version it serves from the beginning.
         draft: it has a draft model of the same names.
         boot: what tells this life from another one of the same name.
-        mate: finds the rank of a DP group that lives.
+        find_peer_rank: finds the rank of a DP group that lives.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class SimEngine:
         seed: int = 0,
         behaviour: Behaviour | None = None,
         link_config: LinkConfig | None = None,
-        mate: Callable[[str, int], SimEngine | None] = lambda _group, _rank: None,
+        find_peer_rank: Callable[[str, int], SimEngine | None] = lambda _group, _rank: None,
     ) -> None:
         self.name = name
         self.process = process
@@ -135,7 +135,7 @@ class SimEngine:
         self.dp_size = dp_size
         self.draft = draft
         self.behaviour = behaviour or Behaviour()
-        self.truth = Truth(name, tensors, version=version, draft=draft)
+        self.truth = GroundTruth(name, tensors, version=version, draft=draft)
         self.session = EngineSession(
             name,
             version=version,
@@ -144,20 +144,20 @@ class SimEngine:
             dp_rank=dp_rank,
             dp_size=dp_size,
         )
-        self._mate = mate
+        self._find_peer_rank = find_peer_rank
         self.alive = True
         self.lease_ran_out = False  # in the pause under way
-        self.given_up = ""  # the update that it left when its lease ran out
+        self.aborted_update = ""  # the update that it left when its lease ran out
         self.pause_failed = False  # its last pause call failed
         self.highest_epoch = 0
         self.commands: list[Message] = []
-        self.words: list[LeaseWord] = []  # to mates
+        self.votes: list[LeaseVote] = []  # to mates
         self.sent: list[Ack | Nack] = []
         self.notes: list[Note] = []
         self.calls: list[Call] = []
         self.escalations: list[CallEscalate] = []
         self.running_call: Call | None = None
-        self.swapped = self.called_off = False  # of the swap that is under way
+        self.swapped = self.swap_cancelled = False  # of the swap that is under way
         self.returned_ms = process.now_ms()  # when the last call returned, or failed
         self.joins = 0
         self.met: Counter[str] = Counter()  # in which moments of a chunk it heard of it
@@ -165,7 +165,7 @@ class SimEngine:
         self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
         self._scheduler: Scheduler = process
         self._timer: Handle | None = None
-        self.peer = Peer(
+        self.peer = PeerClient(
             name=name,
             group=group,
             boot=boot,
@@ -186,7 +186,7 @@ class SimEngine:
         return route_of(self.name, self.boot)
 
     @property
-    def joined(self) -> bool:
+    def is_joined(self) -> bool:
         return self.peer.link.state is LinkState.JOINED
 
     def start(self) -> None:
@@ -211,7 +211,7 @@ class SimEngine:
             self._confer(call)
         elif isinstance(call, kind) and self._timer is None:
             self._timer = self._scheduler.call_at(
-                self._scheduler.now_ms(), lambda: self._returned(call)
+                self._scheduler.now_ms(), lambda: self._on_returned(call)
             )
 
     # -- the link's questions ---------------------------------------------------
@@ -249,12 +249,12 @@ class SimEngine:
     # -- what happens -------------------------------------------------------------
 
     def _on_message(self, envelope: Envelope, message: Message) -> None:
-        if isinstance(message, HeartbeatAck) and self.joined:
+        if isinstance(message, HeartbeatAck) and self.is_joined:
             now_ms = self._scheduler.now_ms()
             self.session.on_lease_renewed(envelope.epoch, message.held, now_ms)
             self.truth.group_version = message.version
             self._perform(self.session.on_group_version(message.version, now_ms))
-        if not self.joined or not envelope.group or type(message) not in COMMANDS:
+        if not self.is_joined or not envelope.group or type(message) not in COMMANDS:
             return
         self.commands.append(message)
         if isinstance(message, Resume):
@@ -265,7 +265,7 @@ class SimEngine:
             envelope.id, envelope.epoch, message, self._scheduler.now_ms()
         )
         if envelope.epoch < self.highest_epoch and any(not _refuses(each) for each in effects):
-            raise TruthError(
+            raise InvariantViolation(
                 f"{self.name}: {message} of epoch {envelope.epoch} did {effects}, "
                 f"after epoch {self.highest_epoch}"
             )
@@ -310,29 +310,29 @@ class SimEngine:
             elif isinstance(effect, CallEscalate):
                 self._escalate(effect)
             elif isinstance(effect, CallCancelSwap):
-                self._call_off()
+                self._cancel_swap()
             elif isinstance(effect, SendToPeers):
-                self._tell(effect)
+                self._send_to_peers(effect)
             elif isinstance(effect, Note):
                 if effect.event == "lease_expired":
                     self.lease_ran_out = True
-                    self.given_up = self.session.update.update_id
+                    self.aborted_update = self.session.update.update_id
                 self.notes.append(effect)
                 self.peer.note(effect)
             else:
                 self._begin(effect)
         self.peer.arm()
 
-    def _tell(self, effect: SendToPeers) -> None:
+    def _send_to_peers(self, effect: SendToPeers) -> None:
         """Over the direct link of its DP group, which is as bad as the broker's."""
-        self.words += [effect.vote] * len(effect.ranks)
+        self.votes += [effect.vote] * len(effect.ranks)
         for rank in effect.ranks:
-            mate = self._mate(self.dp_group, rank)
-            if mate is not None:
-                hear = partial(mate.hear, effect.vote)
-                self.process.direct(self.route, mate.route, hear)
+            peer = self._find_peer_rank(self.dp_group, rank)
+            if peer is not None:
+                deliver = partial(peer.on_lease_vote, effect.vote)
+                self.process.direct(self.route, peer.route, deliver)
 
-    def hear(self, word: LeaseWord) -> None:
+    def on_lease_vote(self, word: LeaseVote) -> None:
         """A mate's word has come."""
         self.process.run(
             lambda: self._perform(self.session.on_lease_word(word, self.process.now_ms()))
@@ -344,7 +344,7 @@ class SimEngine:
         self.running_call = call
         if isinstance(call, CallSwap):
             self.swapped = False
-            self.called_off = self._bad_luck(call) is not None
+            self.swap_cancelled = self._injected_failure(call) is not None
         if isinstance(call, CallPause):
             self.lease_ran_out = False
             self.pause_failed = False
@@ -352,7 +352,7 @@ class SimEngine:
         if type(call) in behaviour.hold:
             self._timer = None
             return
-        if isinstance(call, CallSwap) and not self.called_off:
+        if isinstance(call, CallSwap) and not self.swap_cancelled:
             self._confer(call)
         else:
             self._return_soon(call)
@@ -365,26 +365,30 @@ class SimEngine:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._scheduler.call_at(
-            self._scheduler.now_ms() + took_ms, lambda: self._returned(call)
+            self._scheduler.now_ms() + took_ms, lambda: self._on_returned(call)
         )
 
     # -- swaps ----------------------------------------------------------------------
 
     @property
-    def may_swap(self) -> bool:
+    def can_swap(self) -> bool:
         """Whether it waits for the others at the step that they all are at."""
-        waits = isinstance(self.running_call, CallSwap) and not (self.swapped or self.called_off)
+        waits = isinstance(self.running_call, CallSwap) and not (
+            self.swapped or self.swap_cancelled
+        )
         return waits and self.alive and self.truth.running and not self.process.stopped
 
     def _confer(self, call: CallSwap) -> None:
         """Where the ranks of a DP group do, all swap as soon as all are ready. An engine alone asks
         nobody."""
-        if self.running_call is not call or self.swapped or self.called_off:
+        if self.running_call is not call or self.swapped or self.swap_cancelled:
             return
-        others = [self._mate(self.dp_group, k) for k in range(self.dp_size) if k != self.dp_rank]
+        others = [
+            self._find_peer_rank(self.dp_group, k) for k in range(self.dp_size) if k != self.dp_rank
+        ]
         ranks = [self, *(other for other in others if other is not None)]
         alone = self.dp_size == 1
-        if alone or (len(ranks) == self.dp_size and all(rank.may_swap for rank in ranks)):
+        if alone or (len(ranks) == self.dp_size and all(rank.can_swap for rank in ranks)):
             for rank in ranks:
                 rank.swap(call.version)
             return
@@ -399,11 +403,11 @@ class SimEngine:
         self.swapped = True
         self._return_soon(call)
 
-    def _call_off(self) -> None:
+    def _cancel_swap(self) -> None:
         """A swap that is not made yet fails; nothing has changed."""
         call = self.running_call
-        if isinstance(call, CallSwap) and not (self.swapped or self.called_off):
-            self.called_off = True
+        if isinstance(call, CallSwap) and not (self.swapped or self.swap_cancelled):
+            self.swap_cancelled = True
             self._return_soon(call)
 
     def _escalate(self, call: CallEscalate) -> None:
@@ -418,13 +422,13 @@ class SimEngine:
             if isinstance(waiting, CallPause) and self.running_call is waiting:
                 if self._timer is not None:
                     self._timer.cancel()
-                self._returned(waiting)
-            self.truth.escalated(clear_cache=call.clear_cache)
+                self._on_returned(waiting)
+            self.truth.on_escalated(clear_cache=call.clear_cache)
             self._perform(self.session.on_escalation_done(None, self._scheduler.now_ms()))
 
         self._scheduler.call_at(self._scheduler.now_ms() + self.behaviour.min_ms, end)
 
-    def _returned(self, call: Call) -> None:
+    def _on_returned(self, call: Call) -> None:
         self._timer = None
         if not self.alive:
             return
@@ -433,10 +437,10 @@ class SimEngine:
         error = self.truth.refusal(call)
         self.swapped = False
         if isinstance(call, CallSwap):
-            called_off = EngineError("it was called off", code=NackCode.CALLED_OFF)
-            error = called_off if self.called_off else None
+            cancelled = EngineError("it was called off", code=NackCode.CALLED_OFF)
+            error = cancelled if self.swap_cancelled else None
         elif error is None:
-            error = self._bad_luck(call)
+            error = self._injected_failure(call)
         now_ms = self._scheduler.now_ms()
         if error is not None:
             self.truth.fail(call)
@@ -444,25 +448,25 @@ class SimEngine:
             failure = Failure(error.code, error.detail, tensor=error.tensor)
             self._perform(self.session.on_call_failed(call, failure, now_ms))
             return
-        told: CallResult = None
+        result: CallResult = None
         if isinstance(call, CallPause | CallStrengthenPause):
-            told = self.truth.in_flight
+            result = self.truth.in_flight
         elif isinstance(call, CallOpenTransfer):
-            told = self.truth.ahead = self.behaviour.ahead
+            result = self.truth.prefetch_depth = self.behaviour.prefetch_depth
         elif isinstance(call, CallArm) and call.staging is not None:
-            told = Room(16, "" if self.behaviour.stages else "no room")
+            result = Room(16, "" if self.behaviour.stages else "no room")
         elif isinstance(call, CallProbe):
             twisted, self.behaviour.twist_next = self.behaviour.twist_next, False
-            told = self.truth.probe(twisted=twisted)
+            result = self.truth.probe(twisted=twisted)
         self.truth.end(call)
         if isinstance(call, CallReceive) and self.behaviour.garble_next:
             self.behaviour.garble_next = False
             self.truth.garble()
         if isinstance(call, CallResume):
             self.truth.in_flight = self._random.randrange(8)
-        self._perform(self.session.on_call_done(call, now_ms, result=told))
+        self._perform(self.session.on_call_done(call, now_ms, result=result))
 
-    def _bad_luck(self, call: Call) -> EngineError | None:
+    def _injected_failure(self, call: Call) -> EngineError | None:
         behaviour = self.behaviour
         kind = type(call)
         if kind in behaviour.fail_next:

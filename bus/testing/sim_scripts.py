@@ -13,7 +13,6 @@ from bus.errors import Refused, UpdateFailed, WavebusError, refusal
 from bus.messages import (
     Abort,
     Arm,
-    Behind,
     Commit,
     Differing,
     Escalation,
@@ -30,6 +29,7 @@ from bus.messages import (
     Sleep,
     SleepLevel,
     Staging,
+    StaleEngines,
     Target,
     TransferInit,
     TransferPlan,
@@ -74,7 +74,7 @@ class Outcome:
     target: Target = "model"
 
 
-class Scripts(ABC):
+class TrainerScripts(ABC):
     """Of one trainer. Who runs one, asks what it yields, and sends back the answers.
 
     Attributes:
@@ -94,25 +94,25 @@ class Scripts(ABC):
         timeout_ms: int,
         wait_ms: int,
         escalate: Escalation,
-        depth: int,
+        prefetch_depth: int,
     ) -> None:
         self.boot = boot
         self.lease_ms = lease_ms
         self.timeout_ms = timeout_ms
         self.wait_ms = wait_ms
         self.escalate = escalate
-        self.depth = depth
+        self.prefetch_depth = prefetch_depth
         self.collective = False
         self.send_ms = 0.0
-        self.ahead = False
+        self.pipelined = False
         self.canary = False
         self.staging: Staging | None = None
-        self._held: tuple[str, int] | None = None  # the pause, and the epoch it was made in
+        self._pause_held: tuple[str, int] | None = None  # the pause, and the epoch it was made in
         self._count = itertools.count(1)
         self._transfers = itertools.count(1)
         self._open = False
         self._communicator = 0
-        self._behind: Behind | None = None  # who catches up by what is under way
+        self._stale: StaleEngines | None = None  # who catches up by what is under way
 
     @property
     @abstractmethod
@@ -137,16 +137,16 @@ class Scripts(ABC):
         update_id = self.new_update_id()
         manifest = make_manifest(tensors, chunk_bytes=chunk_bytes)
         try:
-            armed = yield from self._fit(update_id, payload, manifest, mode, target)
+            armed = yield from self._arm_or_wake(update_id, payload, manifest, mode, target)
             if think_ms:
                 yield think_ms
             started = False
-            if self._stages(target) and not armed.why_paused:
+            if self._staging_for(target) and not armed.why_paused:
                 done = yield from self._stage(update_id, payload, armed, manifest, think_ms, verify)
                 return Outcome("staged", update_id, done.version, payload, done.excluded)
             try:
-                if self._held is None:
-                    started = self.ahead
+                if self._pause_held is None:
+                    started = self.pipelined
                     yield from self._pause(update_id, mode, start=started)
             except WavebusError:
                 yield from self._undo(update_id, resume=started)
@@ -158,13 +158,13 @@ class Scripts(ABC):
             except WavebusError:
                 yield from self._undo(update_id, resume=True)
                 raise
-            if not self.ahead:
+            if not self.pipelined:
                 yield from self._resume(update_id)
         except WavebusError as error:
             return Outcome("update", update_id, error=error)
         return Outcome("update", update_id, done.version, payload, done.excluded, None, target)
 
-    def _stages(self, target: Target) -> Staging | None:
+    def _staging_for(self, target: Target) -> Staging | None:
         can_be = target == "model" and not self._scope and not self.canary
         return self.staging if can_be else None
 
@@ -184,26 +184,26 @@ class Scripts(ABC):
                 UpdateFinish(update_id),
                 Commit(update_id, armed.version, f"p{payload}", ()),
             )
-            ahead = behind if self.ahead else ()
+            ahead = behind if self.pipelined else ()
             told = yield from self._send_all(update_id, payload, manifest, think_ms, verify, ahead)
-            if not self.ahead:
+            if not self.pipelined:
                 yield from self._step(behind[0])
                 return (yield from self._step(behind[1]))
-            return [_checked(answer) for answer in told][-1]
+            return [_require_ack(answer) for answer in told][-1]
         except WavebusError:
             yield from self._undo(update_id, resume=False)
             raise
 
-    def catch_up(self, behind: Behind, payload: int) -> Script:
+    def catch_up(self, behind: StaleEngines, payload: int) -> Script:
         """These DP groups take the weights named ``payload``, as the version that they lack."""
-        self._behind, self._open = behind, False
+        self._stale, self._open = behind, False
         try:
             done = yield from self.update(payload)
         finally:
-            self._behind, self._open = None, False
+            self._stale, self._open = None, False
         return replace(done, what="catch_up")
 
-    def asleep(
+    def sleep(
         self,
         level: SleepLevel,
         *,
@@ -223,8 +223,8 @@ class Scripts(ABC):
                 if hold_ms:
                     yield hold_ms
                 if payload:
-                    yield from self._woken(pause_id)
-                    armed = yield from self._armed(update_id, payload, manifest)
+                    yield from self._wake(pause_id)
+                    armed = yield from self._arm(update_id, payload, manifest)
                     done = yield from self._load(
                         update_id, payload, armed, manifest, hold_ms, verify
                     )
@@ -270,7 +270,7 @@ class Scripts(ABC):
                 raise
             yield from self._undo(update_id, resume=True)
             for answer in answers:
-                _checked(answer)
+                _require_ack(answer)
         except WavebusError as error:
             return Outcome("hasty", update_id, error=error)
         return Outcome("hasty", update_id)
@@ -288,24 +288,24 @@ class Scripts(ABC):
 
     # -- parts of scripts -----------------------------------------------------------
 
-    def _fit(
+    def _arm_or_wake(
         self, update_id: str, payload: int, manifest: Manifest, mode: PauseMode, target: Target
     ) -> Steps:
         """Armed, if need be after a wake: a trainer that is gone may have left one asleep."""
         try:
-            return (yield from self._armed(update_id, payload, manifest, target))
+            return (yield from self._arm(update_id, payload, manifest, target))
         except Refused as refused:
             if refused.code is not NackCode.ENGINE_ASLEEP:
                 raise
         yield from self._pause(update_id, mode)
         try:
-            yield from self._woken(update_id)
-            return (yield from self._armed(update_id, payload, manifest, target))
+            yield from self._wake(update_id)
+            return (yield from self._arm(update_id, payload, manifest, target))
         except WavebusError:
             yield from self._undo(update_id, resume=True)
             raise
 
-    def _woken(self, pause_id: str) -> Steps:
+    def _wake(self, pause_id: str) -> Steps:
         return (yield from self._step(Wake(pause_id)))
 
     def _load(
@@ -323,22 +323,22 @@ class Scripts(ABC):
         if not started:
             yield from self._step(UpdateStart(update_id))
         commit = Commit(update_id, armed.version, f"p{payload}", ())
-        if not self.ahead:
+        if not self.pipelined:
             yield from self._send_all(update_id, payload, manifest, think_ms, verify)
             yield from self._step(UpdateFinish(update_id))
             if self.canary:
                 commit = replace(commit, differing=(yield from self._differing(update_id, payload)))
             return (yield from self._step(commit))
-        assert self._held is not None
-        behind = (UpdateFinish(update_id), commit, Resume(self._held[0]))
+        assert self._pause_held is not None
+        behind = (UpdateFinish(update_id), commit, Resume(self._pause_held[0]))
         try:
             answers = yield from self._send_all(
                 update_id, payload, manifest, think_ms, verify, behind
             )
         finally:
-            if self._held is not None and self._held[0] == update_id:
-                self._held = None
-        _, committed, _ = (_checked(answer) for answer in answers)
+            if self._pause_held is not None and self._pause_held[0] == update_id:
+                self._pause_held = None
+        _, committed, _ = (_require_ack(answer) for answer in answers)
         return committed
 
     def _differing(self, update_id: str, payload: int) -> Differences:
@@ -356,7 +356,7 @@ class Scripts(ABC):
             raise refusal(nack)
         return differing
 
-    def _armed(
+    def _arm(
         self, update_id: str, payload: int, manifest: Manifest, target: Target = "model"
     ) -> Steps:
         if not self._open:
@@ -369,12 +369,12 @@ class Scripts(ABC):
                 update_id,
                 manifest,
                 canary="keep" if self.canary else "",
-                version=self._behind.version if self._behind else 0,
+                version=self._stale.version if self._stale else 0,
                 label=label,
                 communicator=number,
                 target=target,
                 scope=self._scope,
-                staging=self._stages(target),
+                staging=self._staging_for(target),
             )
 
         try:
@@ -387,7 +387,7 @@ class Scripts(ABC):
 
     @property
     def _scope(self) -> tuple[str, ...]:
-        return self._behind.dp_groups if self._behind else ()
+        return self._stale.dp_groups if self._stale else ()
 
     def _reopen(self) -> Steps:
         self._open = False
@@ -417,11 +417,11 @@ class Scripts(ABC):
     ) -> Generator[Yielded, tuple[Message, ...], tuple[Message, ...]]:
         """All chunks; with the last ones, what is to follow them. Returns the answers to that."""
         answers: tuple[Message, ...] = ()
-        for first in range(0, manifest.chunks, self.depth):
-            numbers = range(first, min(first + self.depth, manifest.chunks))
+        for first in range(0, manifest.chunks, self.prefetch_depth):
+            numbers = range(first, min(first + self.prefetch_depth, manifest.chunks))
             if think_ms:
                 yield think_ms
-            self._check_window(update_id)
+            self._check_pause(update_id)
             batch: list[Message | Later] = []
             for place, k in enumerate(numbers):
                 batch.append(make_chunk(update_id, manifest, k, payload))
@@ -431,7 +431,7 @@ class Scripts(ABC):
                 batch += [Later(message, len(numbers) * self.send_ms) for message in behind]
             answers = yield tuple(batch)
             for answer in answers[: 2 * len(numbers)]:
-                _checked(answer)
+                _require_ack(answer)
             answers = answers[2 * len(numbers) :]
         return answers
 
@@ -449,42 +449,42 @@ class Scripts(ABC):
         )
         if not start:
             done = yield from self._step(ask)
-            self._held = (update_id, self.epoch)
+            self._pause_held = (update_id, self.epoch)
             return done
         paused, started = yield (ask, UpdateStart(update_id))
-        done = _checked(paused)
-        self._held = (update_id, self.epoch)
-        _checked(started)
+        done = _require_ack(paused)
+        self._pause_held = (update_id, self.epoch)
+        _require_ack(started)
         return done
 
     def _resume(self, update_id: str) -> Steps:
         try:
             return (yield from self._step(Resume(update_id)))
         finally:
-            self._held = None
+            self._pause_held = None
 
     def _undo(self, update_id: str, *, resume: bool) -> Generator[Yielded, tuple[Message, ...]]:
         """What fails here, the broker mends."""
         with contextlib.suppress(Refused):
             # Whoever holds the pause now: an update that nobody goes on with stands in the way.
             (answer,) = yield (Abort(update_id, "the trainer gave up"),)
-            _checked(answer)
+            _require_ack(answer)
         if resume:
             with contextlib.suppress(Refused):
                 yield from self._resume(update_id)
 
     def _step(self, message: Message) -> Steps:
-        self._check_window(getattr(message, "update_id", ""))
+        self._check_pause(getattr(message, "update_id", ""))
         (answer,) = yield (message,)
-        return _checked(answer)
+        return _require_ack(answer)
 
-    def _check_window(self, update_id: str) -> None:
-        if self._held is not None and self._held[1] != self.epoch:
-            self._held = None
+    def _check_pause(self, update_id: str) -> None:
+        if self._pause_held is not None and self._pause_held[1] != self.epoch:
+            self._pause_held = None
             raise UpdateFailed(make_nack(NackCode.FENCED, step="update", update_id=update_id))
 
 
-def _checked(answer: Message) -> GroupAck:
+def _require_ack(answer: Message) -> GroupAck:
     if isinstance(answer, Nack):
         raise refusal(answer)
     assert isinstance(answer, GroupAck)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from bus.errors import WavebusError, refusal
 from bus.messages import (
-    Behind,
     Envelope,
     Escalation,
     GroupAck,
@@ -23,21 +22,22 @@ from bus.messages import (
     Nack,
     NackCode,
     Resume,
+    StaleEngines,
     Step,
 )
 from bus.protocol.core.link import LinkConfig, LinkState
-from bus.runtime.peer import Peer, route_of
-from bus.testing.sim_scripts import Later, Outcome, Script, Scripts
+from bus.runtime.peer import PeerClient, route_of
+from bus.testing.sim_scripts import Later, Outcome, Script, TrainerScripts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bus.runtime.base import Handle, Scheduler
+    from bus.runtime.interfaces import Handle, Scheduler
     from bus.testing.process import Process
 
 
 @dataclass(slots=True)
-class Request:
+class SimRequest:
     """One request. It is asked from ``asked_ms`` on."""
 
     message: Message
@@ -48,7 +48,7 @@ class Request:
     sent: int = 0
 
 
-class SimTrainer(Scripts):
+class SimTrainer(TrainerScripts):
     """One trainer on the bus; one script at a time.
 
     Attributes:
@@ -76,9 +76,9 @@ class SimTrainer(Scripts):
         timeout_ms: int = 60_000,
         wait_ms: int = 0,
         escalate: Escalation = "keep",
-        depth: int = 2,
+        prefetch_depth: int = 2,
         link_config: LinkConfig | None = None,
-        on_told: Callable[[Message], None] = lambda _answer: None,
+        on_answer: Callable[[Message], None] = lambda _answer: None,
     ) -> None:
         super().__init__(
             boot,
@@ -86,30 +86,30 @@ class SimTrainer(Scripts):
             timeout_ms=timeout_ms,
             wait_ms=wait_ms,
             escalate=escalate,
-            depth=depth,
+            prefetch_depth=prefetch_depth,
         )
         self.name = name
         self.process = process
         self.group = group
         self.alive = True
-        self.window: tuple[str, int] | None = None
-        self.requests: list[Request] = []
+        self.pause_window: tuple[str, int] | None = None
+        self.requests: list[SimRequest] = []
         self.outcomes: list[Outcome] = []
         self.keep_last = False
         self.kept = (0, 0)
         self.catch_ups: list[Outcome] = []
         self.nacks: Counter[NackCode] = Counter()
-        self.on_told = on_told
+        self.on_answer = on_answer
         self._scheduler: Scheduler = process
         self._resend_ms = resend_ms
         self._resend_due_ms = 0.0
         self._script: Script | None = None
         self._next: Script | None = None
-        self._catches_up = False
-        self._waiting: dict[int, Request] = {}
-        self._batch: list[Request] = []
+        self._is_catching_up = False
+        self._waiting: dict[int, SimRequest] = {}
+        self._batch: list[SimRequest] = []
         self._timer: Handle | None = None
-        self.peer = Peer(
+        self.peer = PeerClient(
             name=name,
             group=group,
             boot=boot,
@@ -132,16 +132,16 @@ class SimTrainer(Scripts):
         return self.peer.link.epoch
 
     @property
-    def joined(self) -> bool:
+    def is_joined(self) -> bool:
         return self.peer.link.state is LinkState.JOINED
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether a script runs, or waits for a catch-up to end."""
-        return self._next is not None or (self._script is not None and not self._catches_up)
+        return self._next is not None or (self._script is not None and not self._is_catching_up)
 
     @property
-    def waiting(self) -> list[Request]:
+    def unanswered(self) -> list[SimRequest]:
         """What is asked and not yet answered."""
         return list(self._waiting.values())
 
@@ -163,7 +163,7 @@ class SimTrainer(Scripts):
 
     def run(self, script: Script) -> None:
         """Begin a script; :attr:`outcomes` has its end."""
-        if self._catches_up:
+        if self._is_catching_up:
             assert self._next is None
             self._next = script
             return
@@ -174,9 +174,9 @@ class SimTrainer(Scripts):
     def cancel(self) -> None:
         """Give the script up where it is: nobody waits for its answers any more."""
         self._script = self._next = None
-        self._catches_up = False
+        self._is_catching_up = False
         self._waiting = {}
-        self._held = None
+        self._pause_held = None
         if self._timer is not None:
             self._timer.cancel()
 
@@ -194,31 +194,31 @@ class SimTrainer(Scripts):
             else:
                 yielded = script.send(answers)
         except StopIteration as stop:
-            self._ended(stop.value)
+            self._on_script_end(stop.value)
             return
         except WavebusError as error:
-            self._ended(Outcome("refused", "", error=error))
+            self._on_script_end(Outcome("refused", "", error=error))
             return
         if isinstance(yielded, float | int):
-            self._set(yielded, lambda: self._advance(()))
+            self._set_timer(yielded, lambda: self._advance(()))
             return
         now_ms = self._scheduler.now_ms()
         self._batch = []
         for each in yielded:
             later = each if isinstance(each, Later) else Later(each, 0.0)
             asked_ms = now_ms + later.after_ms
-            self._batch.append(Request(later.message, self.peer.new_id(), asked_ms))
+            self._batch.append(SimRequest(later.message, self.peer.new_id(), asked_ms))
         self._waiting = {each.msg_id: each for each in self._batch}
         self.requests += self._batch
         if any(isinstance(request.message, Resume) for request in self._batch):
-            self.window = None
+            self.pause_window = None
         self._resend_due_ms = now_ms
         self._send_waiting()
 
-    def _ended(self, outcome: Outcome) -> None:
+    def _on_script_end(self, outcome: Outcome) -> None:
         self._script = None
-        if self._catches_up:
-            self._catches_up = False
+        if self._is_catching_up:
+            self._is_catching_up = False
             self.catch_ups.append(outcome)
             following, self._next = self._next, None
             if following is not None:
@@ -229,9 +229,9 @@ class SimTrainer(Scripts):
             whole = outcome.payload and outcome.target == "model"
             self.kept = (outcome.version, outcome.payload) if whole else (0, 0)
 
-    def _catch_up(self, behind: Behind) -> None:
+    def _catch_up(self, behind: StaleEngines) -> None:
         if self._script is None and behind.version == self.kept[0]:
-            self._script, self._catches_up = self.catch_up(behind, self.kept[1]), True
+            self._script, self._is_catching_up = self.catch_up(behind, self.kept[1]), True
             self.process.run(lambda: self._advance(None))
 
     def _send_waiting(self) -> None:
@@ -244,21 +244,21 @@ class SimTrainer(Scripts):
         again = now_ms >= self._resend_due_ms
         if again:
             self._resend_due_ms = now_ms + self._resend_ms
-        if self.joined:
+        if self.is_joined:
             for each in self._waiting.values():
                 if each.asked_ms <= now_ms and (again or not each.sent):
                     each.sent += 1
                     self.peer.send(each.message, msg_id=each.msg_id)
         ahead = [each.asked_ms for each in self._waiting.values() if each.asked_ms > now_ms]
-        self._set(min([self._resend_due_ms, *ahead]) - now_ms, self._send_waiting)
+        self._set_timer(min([self._resend_due_ms, *ahead]) - now_ms, self._send_waiting)
 
-    def _set(self, after_ms: float, callback: Callable[[], None]) -> None:
+    def _set_timer(self, after_ms: float, callback: Callable[[], None]) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._scheduler.call_at(self._scheduler.now_ms() + after_ms, callback)
 
     def _on_message(self, envelope: Envelope, message: Message) -> None:
-        if isinstance(message, Behind) and self.alive:
+        if isinstance(message, StaleEngines) and self.alive:
             self._catch_up(message)
         if isinstance(message, Nack):
             self.nacks[message.code] += 1
@@ -271,9 +271,9 @@ class SimTrainer(Scripts):
         request.answer = message
         request.answered_ms = self._scheduler.now_ms()
         if isinstance(message, GroupAck) and message.step is Step.PAUSE_GLOBAL:
-            self.window = (message.update_id, self.peer.link.epoch)
-        self.on_told(message)
-        if self.ahead and isinstance(message, Nack):  # what it asked behind that, is given up
+            self.pause_window = (message.update_id, self.peer.link.epoch)
+        self.on_answer(message)
+        if self.pipelined and isinstance(message, Nack):  # what it asked behind that, is given up
             for each in self._waiting.values():
                 each.answer = message
             self._waiting = {}
@@ -284,10 +284,10 @@ class SimTrainer(Scripts):
 
     def _on_state(self, state: LinkState) -> None:
         if state is not LinkState.JOINED:
-            self.window = None  # it may have been replaced; the next epoch tells
+            self.pause_window = None  # it may have been replaced; the next epoch tells
 
     def _end_of_life(self) -> None:
         self.alive = False
         self.process.kill()
-        self.window = None
+        self.pause_window = None
         self.cancel()

@@ -16,8 +16,8 @@ from bus.protocol.broker.update import UpdateState
 from bus.protocol.core.link import LinkConfig
 from bus.protocol.engine.pause import EnginePauseState
 from bus.protocol.engine.update import EngineUpdateState
-from bus.runtime.broker import BrokerServer
-from bus.runtime.memory import Faults, MemoryNetwork
+from bus.runtime.broker_server import BrokerServer
+from bus.runtime.memory_transport import Faults, MemoryNetwork
 from bus.testing.clock import SimScheduler
 from bus.testing.memory_journal import MemoryJournal
 from bus.testing.process import Process
@@ -65,8 +65,8 @@ class SimWorld:
         self.engines: dict[str, SimEngine] = {}
         self.trainers: dict[str, SimTrainer] = {}
         self.checks: list[Callable[[], None]] = []
-        self.forgotten: set[int] = set()  # boots of those whose name has a later life
-        self.on_told: list[Callable[[Message], None]] = []
+        self.superseded_boots: set[int] = set()  # boots of those whose name has a later life
+        self.on_answer: list[Callable[[Message], None]] = []
         self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
         self._boots = itertools.count(1)
         self.journals: list[MemoryJournal] = []  # of every broker, in order
@@ -86,14 +86,14 @@ class SimWorld:
         return self.broker.machine.groups.get(GROUP)
 
     @property
-    def held(self) -> Group:
+    def existing_group(self) -> Group:
         """The same, when it must be there."""
         group = self.group
         assert group is not None, "nobody has joined"
         return group
 
     @property
-    def alive(self) -> list[SimEngine]:
+    def live_engines(self) -> list[SimEngine]:
         """Engines whose process lives."""
         return [engine for engine in self.engines.values() if engine.alive]
 
@@ -132,7 +132,7 @@ class SimWorld:
             behaviour=behaviour,
         )
         if name in self.engines:
-            self.forgotten.add(self.engines[name].boot)
+            self.superseded_boots.add(self.engines[name].boot)
         self.engines[name] = engine
         engine.start()
         return engine
@@ -189,11 +189,11 @@ class SimWorld:
             seed=self._random.randrange(2**32),
             behaviour=behaviour,
             link_config=self.link_config,
-            mate=self._mate,
+            find_peer_rank=self._find_peer_rank,
         )
 
-    def _mate(self, dp_group: str, dp_rank: int) -> SimEngine | None:
-        for engine in self.alive:
+    def _find_peer_rank(self, dp_group: str, dp_rank: int) -> SimEngine | None:
+        for engine in self.live_engines:
             if (engine.dp_group, engine.dp_rank) == (dp_group, dp_rank):
                 return engine
         return None
@@ -202,7 +202,7 @@ class SimWorld:
         """A trainer; it begins to join. One that had the name is forgotten."""
         trainer = self.make_trainer(name, lease_ms=lease_ms)
         if name in self.trainers:
-            self.forgotten.add(self.trainers[name].boot)
+            self.superseded_boots.add(self.trainers[name].boot)
         self.trainers[name] = trainer
         trainer.start()
         return trainer
@@ -217,7 +217,7 @@ class SimWorld:
             resend_ms=500.0,
             lease_ms=lease_ms,
             link_config=self.link_config,
-            on_told=self._told,
+            on_answer=self._on_answer,
         )
 
     def restart_engine(self, name: str) -> SimEngine:
@@ -297,12 +297,12 @@ class SimWorld:
 
     def settle(self, *, within_ms: float = 60_000.0) -> bool:
         """Deliver until quiet: everybody alive has joined, nobody waits for anything."""
-        return self.run_until(self.quiet, within_ms=within_ms)
+        return self.run_until(self.is_quiet, within_ms=within_ms)
 
-    def quiet(self) -> bool:
+    def is_quiet(self) -> bool:
         """Whether nothing is under way any more."""
         trainers = [each for each in self.trainers.values() if each.alive]
-        if any(each.busy or each.waiting for each in trainers):
+        if any(each.is_busy or each.unanswered for each in trainers):
             return False
         group = self.group
         if group is not None and (
@@ -311,15 +311,15 @@ class SimWorld:
         ):
             return False
         return all(
-            engine.joined and engine.running_call is None and self.at_rest(engine)
-            for engine in self.alive
+            engine.is_joined and engine.running_call is None and self.is_at_rest(engine)
+            for engine in self.live_engines
         )
 
-    def at_rest(self, engine: SimEngine) -> bool:
+    def is_at_rest(self, engine: SimEngine) -> bool:
         """It runs with nothing armed, or it is quarantined, or stands with a rank that is,
         or with one that is missing."""
         session = engine.session
-        mates = [each for each in self.alive if each.dp_group == engine.dp_group]
+        mates = [each for each in self.live_engines if each.dp_group == engine.dp_group]
         stands = len(mates) < engine.dp_size or any(each.session.update.partial for each in mates)
         if session.update.state is EngineUpdateState.ARMED:
             return stands  # what is armed may be armed anew
@@ -329,10 +329,10 @@ class SimWorld:
             return False  # whoever was to bring its weights is gone; it is to know that
         return stands or session.pause.state is EnginePauseState.RUNNING
 
-    def joined(self, names: Iterable[str] | None = None) -> bool:
+    def has_joined(self, names: Iterable[str] | None = None) -> bool:
         """Whether these engines (all that live) are members of the group at the broker."""
         group = self.group
-        wanted = [each.name for each in self.alive] if names is None else list(names)
+        wanted = [each.name for each in self.live_engines] if names is None else list(names)
         if group is None:
             return False
         roster = group.registry
@@ -342,7 +342,7 @@ class SimWorld:
             if name in roster.ready() or roster.is_incomplete(name)
         }
         return all(
-            known.get(name) == self.engines[name].boot and self.engines[name].joined
+            known.get(name) == self.engines[name].boot and self.engines[name].is_joined
             for name in wanted
         )
 
@@ -357,6 +357,6 @@ class SimWorld:
         broker.start()
         return broker
 
-    def _told(self, answer: Message) -> None:
-        for each in self.on_told:
+    def _on_answer(self, answer: Message) -> None:
+        for each in self.on_answer:
             each(answer)

@@ -26,7 +26,7 @@ from bus.protocol.engine.calls import CallResume
 from bus.protocol.engine.lease import LEASE_RETRY_MS, LeaseState
 from bus.protocol.engine.pause import EnginePauseState
 from bus.protocol.engine.update import EngineUpdateState
-from bus.testing.sim_truth import GARBLED, TruthError
+from bus.testing.ground_truth import GARBLED, InvariantViolation
 
 if TYPE_CHECKING:
     from bus.protocol.broker.group import Group
@@ -52,7 +52,7 @@ class Watch:
         self._group: Group | None = None
         self._group_version = 0
         self._peers: dict[str, Peer] = {}
-        self._holder: Peer | None = None
+        self._owner: Peer | None = None
         self._epoch = 0
         self._routable: frozenset[str] = frozenset()
         self._digest = ""  # of the manifest that was sent last
@@ -66,10 +66,10 @@ class Watch:
         self._payloads: dict[int, set[int]] = {}  # version -> payloads committed under it
         self._seen: Counter[tuple[int, str]] = Counter()
         world.checks.append(self.check)
-        world.on_told.append(self._told)
+        world.on_answer.append(self._on_answer)
 
     def check(self) -> None:
-        """Raise :class:`TruthError` if an invariant does not hold now."""
+        """Raise :class:`InvariantViolation` if an invariant does not hold now."""
         trainers = self.world.trainers.values()
         if any(each.alive and not each.process.stopped for each in trainers):
             self._alone_ms = None
@@ -80,7 +80,7 @@ class Watch:
             self._group = group
             self._pause, self._update = PauseState.RUNNING, UpdateState.IDLE
             self._round = {}
-            self._peers, self._holder, self._epoch = {}, None, 0
+            self._peers, self._owner, self._epoch = {}, None, 0
             self._group_version = 0
             self._routable = frozenset()
         for engine in self.world.engines.values():
@@ -88,9 +88,9 @@ class Watch:
         if group is None:
             return
         if group.version < self._group_version:
-            raise TruthError(f"the group fell from version {self._group_version}")
+            raise InvariantViolation(f"the group fell from version {self._group_version}")
         self._group_version = group.version
-        self._check_mates()
+        self._check_peer_ranks()
         self._check_members(group)
         self._check_pause(group)
         self._check_window(group)
@@ -101,32 +101,32 @@ class Watch:
     def check_end(self) -> None:
         """After :meth:`SimWorld.settle`: nobody was forgotten."""
         for trainer in self.world.trainers.values():
-            if trainer.alive and trainer.waiting:
-                raise TruthError(f"{trainer.name} was never answered: {trainer.waiting}")
-        for engine in self.world.alive:
+            if trainer.alive and trainer.unanswered:
+                raise InvariantViolation(f"{trainer.name} was never answered: {trainer.unanswered}")
+        for engine in self.world.live_engines:
             if engine.session.update.partial:
                 self.reach["quarantined at the end"] += 1
                 if engine.truth.running and not engine.truth.closed:
-                    raise TruthError(f"{engine.name} is quarantined and runs")
-            elif not engine.truth.running and not self.world.at_rest(engine):
-                raise TruthError(
+                    raise InvariantViolation(f"{engine.name} is quarantined and runs")
+            elif not engine.truth.running and not self.world.is_at_rest(engine):
+                raise InvariantViolation(
                     f"{engine.name} was left {engine.session.phase} "
                     f"(pause {engine.session.pause.update_id})"
                 )
-            self._check_door(engine)
+            self._check_admission(engine)
         self._check_dp_groups()
 
-    def _check_door(self, engine: SimEngine) -> None:
+    def _check_admission(self, engine: SimEngine) -> None:
         """Who runs, and is on the bus, takes requests if it serves what its group does."""
         group = self.world.group
-        if group is None or not engine.joined or not engine.truth.running:
+        if group is None or not engine.is_joined or not engine.truth.running:
             return
         session = engine.session
         if not session.at_rest or session.admission.unconfirmed:
             return
         self.reach["behind its door at the end"] += session.is_stale
         if session.is_stale != engine.truth.closed:
-            raise TruthError(
+            raise InvariantViolation(
                 f"{engine.name} serves {session.version}, its group {group.version}, and its door "
                 f"is {'closed' if engine.truth.closed else 'open'}"
             )
@@ -135,25 +135,27 @@ class Watch:
 
     def _check_engine(self, engine: SimEngine) -> None:
         truth = engine.truth
-        if truth.running and engine.alive and truth.mixed:
-            raise TruthError(f"{engine.name} generates with mixed weights {truth.models}")
-        if truth.running and engine.alive and truth.uncommitted:
-            raise TruthError(f"{engine.name} generates with {truth.models}, not committed")
+        if truth.running and engine.alive and truth.is_mixed:
+            raise InvariantViolation(f"{engine.name} generates with mixed weights {truth.models}")
+        if truth.running and engine.alive and truth.has_uncommitted:
+            raise InvariantViolation(f"{engine.name} generates with {truth.models}, not committed")
         if GARBLED in truth.weights.values():
-            raise TruthError(f"{engine.name} loaded what was not sent: {truth.weights}")
+            raise InvariantViolation(f"{engine.name} loaded what was not sent: {truth.weights}")
         if not engine.alive:
             return
         # A swap is made before its call returns.
         if engine.session.version != truth.version and not engine.swapped:
-            raise TruthError(
+            raise InvariantViolation(
                 f"{engine.name} says version {engine.session.version}, serves {truth.version}"
             )
         before = self._versions.get(engine.boot, truth.version)
         commits = len(truth.commits)
         if truth.version < before:
-            raise TruthError(f"{engine.name} fell from version {before} to {truth.version}")
+            raise InvariantViolation(f"{engine.name} fell from version {before} to {truth.version}")
         if truth.version != before and commits == self._commits.get(engine.boot, 0):
-            raise TruthError(f"{engine.name} is at version {truth.version} without a commit")
+            raise InvariantViolation(
+                f"{engine.name} is at version {truth.version} without a commit"
+            )
         if commits != self._commits.get(engine.boot, 0):
             if "model" not in truth.broken:  # a draft's version does not say what its model has
                 payload = next(iter(truth.weights.values()))
@@ -169,23 +171,23 @@ class Watch:
         that is gone renews nothing, as soon as the broker has missed it."""
         session, process = engine.session, engine.process
         idle = session.pause.state is EnginePauseState.PAUSED and engine.running_call is None
-        if not idle or process.stopped or session.update.partial or self._said_so(engine):
+        if not idle or process.stopped or session.update.partial or self._has_logged_lease(engine):
             return
         world = self.world
-        renewed_ms = process.heard_ms
+        renewed_ms = process.last_frame_ms
         if world.group is not None and world.group.registry.is_incomplete(engine.name):
             self._down_ms[engine.boot] = world.now_ms  # its DP group is, and is said to be
         if self._alone_ms is not None:
             alone_ms = self._alone_ms + world.config.peer_timeout_ms
             renewed_ms = min(renewed_ms, max(alone_ms, self._down_ms.get(engine.boot, 0.0)))
-        begun_ms = max(engine.returned_ms, process.went_on_ms)
+        begun_ms = max(engine.returned_ms, process.continued_ms)
         leases = [each.lease_ms for each in world.trainers.values()]
         lease_ms = max(leases, default=0) + LEASE_RETRY_MS
         left_ms = max(renewed_ms, begun_ms) + lease_ms - world.now_ms
         if left_ms < 0:
-            raise TruthError(f"{engine.name} is paused, {-left_ms:.0f} ms beyond its lease")
+            raise InvariantViolation(f"{engine.name} is paused, {-left_ms:.0f} ms beyond its lease")
 
-    def _said_so(self, engine: SimEngine) -> bool:
+    def _has_logged_lease(self, engine: SimEngine) -> bool:
         """A rank whose lease is over waits for its mates, and says whom it misses; or it stays with
         one that is not whole."""
         lease = engine.session.lease
@@ -198,7 +200,7 @@ class Watch:
         """One version is one set of weights (as long as one broker lives)."""
         for version, payloads in self._payloads.items():
             if len(payloads) > 1:
-                raise TruthError(f"version {version} is weights {sorted(payloads)}")
+                raise InvariantViolation(f"version {version} is weights {sorted(payloads)}")
 
     def _check_members(self, group: Group) -> None:
         """One name is one process, one group has one holder, and epochs only grow."""
@@ -209,34 +211,34 @@ class Watch:
             if new is not None and new.boot == old.boot:
                 continue
             if new is not None:
-                raise TruthError(f"{name} became another process, {old.boot} to {new.boot}")
-            if self.world.now_ms - old.last_heard_ms < silent_ms and not self._left(old):
-                raise TruthError(f"{name} was dropped, and was heard just now")
+                raise InvariantViolation(f"{name} became another process, {old.boot} to {new.boot}")
+            if self.world.now_ms - old.last_heard_ms < silent_ms and not self._has_left(old):
+                raise InvariantViolation(f"{name} was dropped, and was heard just now")
             self.reach["peer gone"] += 1
         self._peers = dict(peers)
         holder = group.owner
         if group.epoch < self._epoch:
-            raise TruthError(f"the epoch fell from {self._epoch} to {group.epoch}")
-        if holder is not None and (self._holder is None or holder.boot != self._holder.boot):
-            if self._holder is not None:
-                raise TruthError(f"{holder.name} took the group from {self._holder.name}")
+            raise InvariantViolation(f"the epoch fell from {self._epoch} to {group.epoch}")
+        if holder is not None and (self._owner is None or holder.boot != self._owner.boot):
+            if self._owner is not None:
+                raise InvariantViolation(f"{holder.name} took the group from {self._owner.name}")
             if group.epoch == self._epoch:
-                raise TruthError(f"{holder.name} holds the group with an old epoch")
+                raise InvariantViolation(f"{holder.name} holds the group with an old epoch")
             self.reach["group taken"] += 1
-        self._holder, self._epoch = holder, group.epoch
+        self._owner, self._epoch = holder, group.epoch
 
-    def _left(self, peer: Peer) -> bool:
+    def _has_left(self, peer: Peer) -> bool:
         """Whether that life said that it goes."""
         world = self.world
         boots = {each.boot for each in world.engines.values() if not each.alive}
         boots |= {each.boot for each in world.trainers.values() if not each.alive}
-        return peer.boot in boots or peer.boot in world.forgotten
+        return peer.boot in boots or peer.boot in world.superseded_boots
 
     def _check_pause(self, group: Group) -> None:
         state = group.pause.state
         if state is PauseState.PAUSED:
             for name in group.pause.members:
-                self._need_idle(group, name, "the group is called paused")
+                self._require_idle(group, name, "the group is called paused")
         if state is PauseState.PAUSED and self._pause is not PauseState.PAUSED:
             self.reach["all paused"] += 1
             self._round_id = group.pause.update_id
@@ -247,28 +249,28 @@ class Watch:
             }
         if state is PauseState.RESUMING and self._pause is not PauseState.RESUMING:
             for name in group.pause.members:
-                self._need_idle(group, name, "a resume is asked")
+                self._require_idle(group, name, "a resume is asked")
             if self._pause is not PauseState.PAUSED:
                 self.reach["recovered forward"] += 1
         if state is PauseState.GLOBAL and self._pause is not PauseState.GLOBAL:
             for name in group.pause.members:
-                self._need_asked(group, name)
+                self._require_asked(group, name)
         self._pause = state
 
     def _check_window(self, group: Group) -> None:
         """A trainer that was told of a pause, and still holds the group, holds it truly."""
         for trainer in self.world.trainers.values():
-            if trainer.window is None or group.owner is None:
+            if trainer.pause_window is None or group.owner is None:
                 continue
-            update_id, epoch = trainer.window
+            update_id, epoch = trainer.pause_window
             current = group.owner.boot == trainer.boot and group.epoch == epoch
             if not current or update_id != self._round_id:
                 continue
             if group.pause.update_id != update_id:
-                raise TruthError(f"{trainer.name} holds {update_id}, the bus does not")
+                raise InvariantViolation(f"{trainer.name} holds {update_id}, the bus does not")
             for name in self._round:
                 if name in group.pause.members:
-                    self._need_idle(group, name, f"{trainer.name} was told that it is paused")
+                    self._require_idle(group, name, f"{trainer.name} was told that it is paused")
 
     def _check_update(self, group: Group) -> None:
         """Who is asked to arm can meet; who is called armed is, with the manifest that was
@@ -284,7 +286,7 @@ class Watch:
                 self._check_communicator(group, arm.communicator)
         if update.state in (UpdateState.ARMED, UpdateState.STARTING):
             for name in update.members:
-                self._need_armed(group, name)
+                self._require_armed(group, name)
 
     def _check_routes(self, group: Group) -> None:
         """Who becomes routable takes requests."""
@@ -295,7 +297,7 @@ class Watch:
                 continue
             self.reach["routable again"] += bool(self._group_version)
             if engine.truth.closed:
-                raise TruthError(f"{name} is routable, and its door is closed")
+                raise InvariantViolation(f"{name} is routable, and its door is closed")
         self._routable = routable
 
     def _check_communicator(self, group: Group, number: int) -> None:
@@ -307,38 +309,40 @@ class Watch:
                 continue
             opened = engine.truth.transfer
             if opened is None or opened.assignment.communicator != number:
-                raise TruthError(f"ARM in communicator {number}, {name} has {opened}")
+                raise InvariantViolation(f"ARM in communicator {number}, {name} has {opened}")
             if opened.assignment.world_size != size:
-                raise TruthError(f"{size} take part, {name} has {opened}")
+                raise InvariantViolation(f"{size} take part, {name} has {opened}")
             ranks.append(opened.assignment.rank)
         if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(1, size)):
-            raise TruthError(f"ranks of a communicator of {size}: {ranks}")
+            raise InvariantViolation(f"ranks of a communicator of {size}: {ranks}")
         self.reach["armed in a communicator"] += 1
 
-    def _need_armed(self, group: Group, name: str) -> None:
+    def _require_armed(self, group: Group, name: str) -> None:
         engine = self._member(group, name)
-        if engine is None or engine.given_up == group.update.update_id:
+        if engine is None or engine.aborted_update == group.update.update_id:
             return  # it refuses what comes now
         if engine.session.update.state is not EngineUpdateState.ARMED:
-            raise TruthError(f"the update is {group.update.state.value}, {name} is not armed")
+            raise InvariantViolation(
+                f"the update is {group.update.state.value}, {name} is not armed"
+            )
         manifest = engine.truth.manifest
         if manifest is None or manifest.digest() != self._digest:
-            raise TruthError(f"{name} armed another manifest than was sent")
+            raise InvariantViolation(f"{name} armed another manifest than was sent")
 
-    def _need_idle(self, group: Group, name: str, why: str) -> None:
+    def _require_idle(self, group: Group, name: str, why: str) -> None:
         engine = self._member(group, name)
         if engine is None or engine.lease_ran_out:
             return
         if not engine.truth.idle or engine.truth.running:
-            raise TruthError(f"{why}, and {name} is {engine.session.phase}")
+            raise InvariantViolation(f"{why}, and {name} is {engine.session.phase}")
 
-    def _need_asked(self, group: Group, name: str) -> None:
+    def _require_asked(self, group: Group, name: str) -> None:
         engine = self._member(group, name)
         if engine is None or engine.pause_failed or engine.lease_ran_out:
             return
         asked = engine.paused_locally == group.pause.update_id
         if not asked or engine.session.pause.state is EnginePauseState.RUNNING:
-            raise TruthError(f"phase 2 is asked, and {name} has not done phase 1")
+            raise InvariantViolation(f"phase 2 is asked, and {name} has not done phase 1")
 
     def _member(self, group: Group, name: str) -> SimEngine | None:
         """The engine, unless it is another life than the one that the bus knows."""
@@ -348,30 +352,30 @@ class Watch:
             return None
         return engine
 
-    def _check_mates(self) -> None:
+    def _check_peer_ranks(self) -> None:
         """No rank generates while the weights of a mate are touched, or not whole."""
-        for touched in self.world.alive:
+        for touched in self.world.live_engines:
             if touched.dp_size == 1 or not touched.session.update.is_mixed:
                 continue
-            for mate in self.world.alive:
+            for mate in self.world.live_engines:
                 if mate.dp_group != touched.dp_group or touched.dp_group in self.lost_ranks:
                     continue
                 if mate.truth.running:
-                    raise TruthError(
+                    raise InvariantViolation(
                         f"{mate.name} runs, and {touched.name} is {touched.session.phase}"
                     )
 
     def _check_dp_groups(self) -> None:
         """At rest, a DP group runs as one or stands as one, unless it lost a rank."""
         by_group: dict[str, list[SimEngine]] = {}
-        for engine in self.world.alive:
+        for engine in self.world.live_engines:
             by_group.setdefault(engine.dp_group, []).append(engine)
         for dp_group, ranks in by_group.items():
             whole = len(ranks) == ranks[0].dp_size
             lost = dp_group in self.lost_ranks
             if whole and not lost and len({r.truth.running for r in ranks}) > 1:
                 phases = {r.name: r.session.phase for r in ranks}
-                raise TruthError(f"DP group {dp_group} runs in part: {phases}")
+                raise InvariantViolation(f"DP group {dp_group} runs in part: {phases}")
 
     # -- what was reached -------------------------------------------------------------
 
@@ -383,17 +387,17 @@ class Watch:
                 self.reach["committed"] += 1
         self._update = update
 
-    def _told(self, answer: Message) -> None:
+    def _on_answer(self, answer: Message) -> None:
         if isinstance(answer, GroupAck) and answer.step is Step.PAUSE_GLOBAL:
             self.reach["told paused"] += 1
         if isinstance(answer, GroupAck) and answer.step is Step.COMMIT:
-            self._told_of_commit(answer)
+            self._on_commit_answer(answer)
         if isinstance(answer, GroupAck) and answer.step in (Step.SLEEP, Step.WAKE):
-            self._told_of_sleep(answer)
+            self._on_sleep_answer(answer)
         if isinstance(answer, Nack):
             self.reach[f"refused {answer.code.value}"] += 1
 
-    def _told_of_commit(self, answer: GroupAck) -> None:
+    def _on_commit_answer(self, answer: GroupAck) -> None:
         """Whom the answer does not exclude, serves the version, or a later one."""
         group = self.world.group
         if group is None or group.update.update_id != answer.update_id:
@@ -404,9 +408,11 @@ class Watch:
                 continue
             self.reach["told of a commit"] += 1
             if engine.truth.version < answer.version:
-                raise TruthError(f"told of version {answer.version}, {name} is at an older one")
+                raise InvariantViolation(
+                    f"told of version {answer.version}, {name} is at an older one"
+                )
 
-    def _told_of_sleep(self, answer: GroupAck) -> None:
+    def _on_sleep_answer(self, answer: GroupAck) -> None:
         """What the trainer hears of its engines' memory is so, as long as the pause lasts."""
         self.reach[f"told of {answer.step.value}"] += 1
         group = self.world.group
@@ -420,7 +426,9 @@ class Watch:
             if answer.step is Step.WAKE and not engine.truth.asleep:
                 continue  # it did not sleep before
             if engine.truth.asleep != expected and not engine.lease_ran_out:
-                raise TruthError(f"told of {answer.step}, {name} has {engine.truth.asleep} asleep")
+                raise InvariantViolation(
+                    f"told of {answer.step}, {name} has {engine.truth.asleep} asleep"
+                )
 
     def count_end(self) -> None:
         """Add up what the engines saw."""

@@ -11,15 +11,15 @@ import sys
 from typing import TYPE_CHECKING, cast
 
 import bus.log
-from bus.runtime import loop
-from bus.runtime.lines import answer, commands
+from bus.runtime import event_loop
+from bus.runtime.json_lines import read_commands, write_answer
 from sidecar.agent import Sidecar
 from sidecar.engine import Chunk, EngineInfo, Room, Staging, Target
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
     from bus.messages import PauseMode, ProbeResult, SleepLevel, Verify
-    from bus.runtime.loop import LoopChoice
+    from bus.runtime.event_loop import LoopChoice
     from bus.transfer import Place
     from sidecar.corepage import CoreView
     from sidecar.holdpage import Hold, HoldEnd, LeftBehind
@@ -140,12 +140,12 @@ async def serve(broker: str, group: str, engines: int) -> None:
             await stack.enter_async_context(sidecar)
         for sidecar in sidecars:
             await sidecar.joined()
-        answer(ready=True)
-        async for _ in commands():
+        write_answer(ready=True)
+        async for _ in read_commands():
             pass
 
 
 if __name__ == "__main__":
     bus.log.configure(level="warning", json=True)
     address, group_name, count, kind = sys.argv[1:]
-    loop.run(serve(address, group_name, int(count)), loop=cast("LoopChoice", kind))
+    event_loop.run(serve(address, group_name, int(count)), loop=cast("LoopChoice", kind))

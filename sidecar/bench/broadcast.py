@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 
-from bus.runtime import loop
-from bus.runtime.lines import answer, commands
+from bus.runtime import event_loop
+from bus.runtime.json_lines import read_commands, write_answer
 
 if TYPE_CHECKING:
-    from bus.runtime.loop import LoopChoice
+    from bus.runtime.event_loop import LoopChoice
 
 
 def broadcast_ms(memory: torch.Tensor) -> float:
@@ -59,16 +59,16 @@ async def serve(rank: int, count: int, port: int, device: str, size_bytes: int) 
     )
     memory = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     broadcast_ms(memory)
-    answer(ready=True)
+    write_answer(ready=True)
     target: torch.Tensor | None = None
-    async for command in commands():
+    async for command in read_commands():
         if command != "copy":
-            answer(broadcast_ms=broadcast_ms(memory))
+            write_answer(broadcast_ms=broadcast_ms(memory))
             continue
         if target is None:
             target = torch.empty_like(memory)
             copy_ms(memory, target)  # touched, or the first copy would pay for that
-        answer(copy_ms=copy_ms(memory, target))
+        write_answer(copy_ms=copy_ms(memory, target))
     dist.destroy_process_group()
 
 
@@ -76,4 +76,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     place, ends, where, kind_of_device, size, kind = sys.argv[1:]
     serving = serve(int(place), int(ends), int(where), kind_of_device, int(size))
-    loop.run(serving, loop=cast("LoopChoice", kind))
+    event_loop.run(serving, loop=cast("LoopChoice", kind))

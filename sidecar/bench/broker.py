@@ -17,14 +17,14 @@ from bus.ids import new_boot
 from bus.journal.writer import DEFAULT_BYTES, JournalWriter
 from bus.keys import read_keyring
 from bus.protocol.broker.broker import BrokerConfig
-from bus.runtime import loop
-from bus.runtime.aio import AsyncioScheduler
-from bus.runtime.broker import BrokerServer
-from bus.runtime.lines import answer, commands
+from bus.runtime import event_loop
+from bus.runtime.broker_server import BrokerServer
+from bus.runtime.clock import AsyncioScheduler
+from bus.runtime.json_lines import read_commands, write_answer
 from bus.runtime.zmq_transport import ZmqServer
 
 if TYPE_CHECKING:
-    from bus.runtime.loop import LoopChoice
+    from bus.runtime.event_loop import LoopChoice
 
 
 async def serve(config: BrokerConfig, folder: Path | None) -> None:
@@ -43,12 +43,12 @@ async def serve(config: BrokerConfig, folder: Path | None) -> None:
             config=config,
             keys=roles,
             scheduler=scheduler,
-            failed=_fail,
+            on_failure=_fail,
         )
     server = BrokerServer(transport, scheduler, config, roles, boot=boot, journal=journal)
     server.start()
-    answer(address=transport.address)
-    async for _ in commands():
+    write_answer(address=transport.address)
+    async for _ in read_commands():
         pass
     server.close()
 
@@ -63,4 +63,4 @@ if __name__ == "__main__":
     kind, *rest = sys.argv[1:]
     chosen = BrokerConfig(heartbeat_ms=int(rest[0])) if rest else BrokerConfig()
     place = Path(rest[1]) if rest[1:] else None
-    loop.run(serve(chosen, place), loop=cast("LoopChoice", kind))
+    event_loop.run(serve(chosen, place), loop=cast("LoopChoice", kind))

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from bus.commands.options import json_option
+from bus.cli.options import json_option
 from bus.errors import UsageError, WavebusError
-from bus.runtime import loop as event_loop
+from bus.runtime import event_loop
 from sidecar.bench.cli_common import (
     backend_option,
     device_option,
@@ -33,7 +33,7 @@ from sidecar.bench.cli_gap import gap
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bus.runtime.loop import LoopChoice
+    from bus.runtime.event_loop import LoopChoice
     from sidecar.bench.ends import Device
     from sidecar.bench.pause import EngineKind
     from sidecar.bench.vllm_fleet import Model
@@ -112,7 +112,7 @@ def control(
     """
     need_modules(*_NEEDS)
     try:
-        kind = event_loop.chosen(loop)
+        kind = event_loop.choose_loop(loop)
     except UsageError as error:
         raise click.UsageError(str(error)) from error
     measuring = _measure(
@@ -156,7 +156,7 @@ def pause(*, engine: EngineKind, dp_size: int, rounds: int, as_json: bool) -> No
     need_modules(*_NEEDS, *(("vllm",) if engine == "vllm" else ()))
     from sidecar.bench import pause as measuring  # noqa: PLC0415 - it needs the bench's extra
 
-    kind = event_loop.chosen("auto")
+    kind = event_loop.choose_loop("auto")
     figures = run_measuring(measuring.measure(engine, dp_size, rounds, kind, say), kind)
     click.echo(json.dumps(figures) if as_json else _pause_table(figures))
 
@@ -223,7 +223,7 @@ def transfer(
     own flow and with a raw broadcast; how long requests stand still, and whose time that is.
     """
     need_modules("torch", "aiohttp")
-    kind = event_loop.chosen("auto")
+    kind = event_loop.choose_loop("auto")
     if engine == "vllm":
         from sidecar.bench import transfer_vllm, vllm_fleet  # noqa: PLC0415 - it needs torch
 

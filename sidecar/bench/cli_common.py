@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import click
 
 from bus.errors import UsageError
-from bus.runtime import loop as event_loop
+from bus.runtime import event_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from bus.runtime.loop import LoopChoice
+    from bus.runtime.event_loop import LoopChoice
     from sidecar.bench.ends import Device
     from sidecar.bench.vllm_fleet import Plan
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from bus.commands.options import json_option
+from bus.cli.options import json_option
 from bus.errors import WavebusError
-from bus.runtime import loop as event_loop
+from bus.runtime import event_loop
 from sidecar.bench.cli_common import (
     backend_option,
     device_option,
@@ -132,7 +132,7 @@ def gap(
     """
     need_modules("torch", "aiohttp")
     measuring: Coroutine[Any, Any, tuple[dict[str, Any], Measured]]
-    kind = event_loop.chosen("auto")
+    kind = event_loop.choose_loop("auto")
     if engine == "vllm":
         from sidecar.bench import gap_vllm, vllm_fleet  # noqa: PLC0415 - it needs torch
 
@@ -188,7 +188,7 @@ def tell(
     """
     from sidecar.bench.gap import table, typical  # noqa: PLC0415 - it needs aiohttp
 
-    figures, measured = run_measuring(measuring, event_loop.chosen("auto"))
+    figures, measured = run_measuring(measuring, event_loop.choose_loop("auto"))
     figures["picture"] = None
     if find_spec("matplotlib") is None:
         say("no picture, since there is no matplotlib: pip install 'wavebus[bench]'")

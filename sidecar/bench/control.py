@@ -36,7 +36,7 @@ from sidecar.bench.raw import RawRouter
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
 
-    from bus.runtime.loop import LoopChoice
+    from bus.runtime.event_loop import LoopChoice
 
     Progress = Callable[[str], None]
 

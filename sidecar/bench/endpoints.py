@@ -19,13 +19,13 @@ from fastapi import FastAPI, Query
 from fastapi.responses import JSONResponse
 
 from bus.messages import PauseMode  # noqa: TC001 - FastAPI reads the annotation
-from bus.runtime import loop
-from bus.runtime.lines import answer, commands
+from bus.runtime import event_loop
+from bus.runtime.json_lines import read_commands, write_answer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bus.runtime.loop import LoopChoice
+    from bus.runtime.event_loop import LoopChoice
 
 _KEEP_ALIVE_S = 3600
 
@@ -60,8 +60,8 @@ async def serve(engines: int, *, access_log: bool) -> None:
         server: uvicorn.Server = Quiet(_config(access_log=access_log))
         servers.append(server)
         running.append(asyncio.create_task(server.serve(sockets=[listening])))
-    answer(ports=ports)
-    async for _ in commands():
+    write_answer(ports=ports)
+    async for _ in read_commands():
         pass
     for server in servers:
         server.should_exit = True
@@ -94,4 +94,4 @@ def _config(*, access_log: bool) -> uvicorn.Config:
 
 if __name__ == "__main__":
     count, kind, log = sys.argv[1:]
-    loop.run(serve(int(count), access_log=log == "1"), loop=cast("LoopChoice", kind))
+    event_loop.run(serve(int(count), access_log=log == "1"), loop=cast("LoopChoice", kind))

@@ -21,7 +21,7 @@ from sidecar.launch import free_port
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from bus.runtime.loop import LoopChoice
+    from bus.runtime.event_loop import LoopChoice
     from sidecar.bench.gap import Way
 
     Progress = Callable[[str], None]

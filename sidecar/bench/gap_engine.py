@@ -24,8 +24,8 @@ import bus.log
 from bus.checksum import checksums
 from bus.errors import EngineError, WavebusError
 from bus.manifest import Manifest
-from bus.runtime import loop
-from bus.runtime.lines import answer, commands
+from bus.runtime import event_loop
+from bus.runtime.json_lines import read_commands, write_answer
 from bus.transfer import Place
 from sidecar.agent import Sidecar
 from sidecar.bench.loading import TimedEngine
@@ -35,7 +35,7 @@ from sidecar.engine import Chunk
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bus.runtime.loop import LoopChoice
+    from bus.runtime.event_loop import LoopChoice
 
 _LINE_BYTES = 1 << 24  # a manifest of all tensors is one
 
@@ -174,16 +174,16 @@ async def serve(settings: Settings) -> None:
     engine = Engine(settings.folder, max_num_seqs=settings.max_num_seqs, dp=settings.dp)
     serving = on_the_bus(engine, settings) if settings.broker else alone(engine)
     async with serving as told:
-        answer(**told)
-        async for command in commands():
+        write_answer(**told)
+        async for command in read_commands():
             if command == "sums":
-                answer(sums=await asyncio.to_thread(engine.sums))
+                write_answer(sums=await asyncio.to_thread(engine.sums))
             else:
-                answer(swap_ms=engine.swap_ms())
+                write_answer(swap_ms=engine.swap_ms())
 
 
 if __name__ == "__main__":
     told, kind = sys.argv[1:]
     bus.log.configure(level="warning", json=True)
     torch.set_num_threads(1)  # as `wavebus sidecar` does by default
-    loop.run(serve(Settings(**json.loads(told))), loop=cast("LoopChoice", kind))
+    event_loop.run(serve(Settings(**json.loads(told))), loop=cast("LoopChoice", kind))

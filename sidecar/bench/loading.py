@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 import bus.log
-from bus.runtime import loop
-from bus.runtime.lines import answer, commands
+from bus.runtime import event_loop
+from bus.runtime.json_lines import read_commands, write_answer
 from sidecar.agent import Sidecar
 from sidecar.embedded import EmbeddedEngine
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bus.messages import Verify
-    from bus.runtime.loop import LoopChoice
+    from bus.runtime.event_loop import LoopChoice
     from sidecar.bench.window import Call
     from sidecar.engine import Chunk
 
@@ -71,14 +71,14 @@ async def serve(broker: str, group: str, folder: str, size_bytes: int) -> None:
     target = torch.zeros_like(source).fill_(1)  # touched, or the first copy would pay for that
     async with Sidecar(engine, broker=broker, group=group, name="engine-0") as sidecar:
         await sidecar.joined()
-        answer(ready=True)
-        async for command in commands():
+        write_answer(ready=True)
+        async for command in read_commands():
             if command == "memcpy":
                 since_s = time.monotonic()
                 target.copy_(source)
-                answer(memcpy_ms=(time.monotonic() - since_s) * 1000)
+                write_answer(memcpy_ms=(time.monotonic() - since_s) * 1000)
             else:
-                answer(spans=[(since_s, until_s) for _, since_s, until_s in engine.calls])
+                write_answer(spans=[(since_s, until_s) for _, since_s, until_s in engine.calls])
                 engine.calls = []
 
 
@@ -86,4 +86,4 @@ if __name__ == "__main__":
     bus.log.configure(level="warning", json=True)
     torch.set_num_threads(1)  # as `wavebus sidecar` does by default
     address, group_name, checkpoint, size, kind = sys.argv[1:]
-    loop.run(serve(address, group_name, checkpoint, int(size)), loop=cast("LoopChoice", kind))
+    event_loop.run(serve(address, group_name, checkpoint, int(size)), loop=cast("LoopChoice", kind))

@@ -32,7 +32,7 @@ from sidecar.vllm_connections import KEEP_ALIVE_S
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from bus.runtime.loop import LoopChoice
+    from bus.runtime.event_loop import LoopChoice
 
     Progress = Callable[[str], None]
 

@@ -36,7 +36,7 @@ class BenchBroken(WavebusError):
 
 
 class Worker:
-    """A process driven by lines (see :mod:`bus.runtime.lines`)."""
+    """A process driven by lines (see :mod:`bus.runtime.json_lines`)."""
 
     def __init__(
         self,

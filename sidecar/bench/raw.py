@@ -16,7 +16,6 @@ from typing import Final, Self
 
 import zmq
 
-from bus import codec
 from bus.messages import (
     WIRE_MAJOR,
     WIRE_MINOR,
@@ -28,8 +27,9 @@ from bus.messages import (
     PauseLocal,
     Resume,
     Step,
+    codec,
 )
-from bus.runtime.lines import answer
+from bus.runtime.json_lines import write_answer
 from bus.runtime.zmq_transport import MAX_PEERS
 
 _PATIENCE_MS: Final = 30_000
@@ -118,7 +118,7 @@ class RawRouter:
 
 def echo(address: str, engines: int) -> None:
     """The DEALERs' side: one plain loop, until stdin ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as bus.runtime.lines does, and why
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as bus.runtime.json_lines does, and why
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, MAX_PEERS)
     acks = dict(phases())
@@ -132,7 +132,7 @@ def echo(address: str, engines: int) -> None:
             selector.register(int(socket.getsockopt(zmq.FD)), selectors.EVENT_READ, socket)
             _answer_all(socket, acks)  # nothing yet; but only a reader that looked is told
         selector.register(sys.stdin, selectors.EVENT_READ, None)
-        answer(ready=True)
+        write_answer(ready=True)
         while True:
             for key, _ in selector.select():
                 if key.data is None:

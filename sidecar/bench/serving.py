@@ -20,16 +20,16 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import bus.log
-from bus.native import loads_when_received
-from bus.runtime import loop
-from bus.runtime.lines import answer, commands
+from bus.runtime import event_loop
+from bus.runtime.json_lines import read_commands, write_answer
+from bus.vllm_payloads import is_loaded_on_receipt
 from sidecar.agent import Sidecar
 from sidecar.supervise import SupervisedServer
 from sidecar.vllm_http import VllmHttpEngine
 from sidecar.vllm_plugin import facts, wire
 
 if TYPE_CHECKING:
-    from bus.runtime.loop import LoopChoice
+    from bus.runtime.event_loop import LoopChoice
     from sidecar.bench.window import Call
 
 _BOOT_S: Final = 300.0
@@ -83,7 +83,7 @@ def called(path: str, body: Any) -> str:
         return path.removeprefix("/")
     operation = wire.decode(body["kwargs"]["operation"])
     # What vLLM's own worker engines receive, they load in the same call.
-    if isinstance(operation, wire.Receive) and loads_when_received(operation.backend):
+    if isinstance(operation, wire.Receive) and is_loaded_on_receipt(operation.backend):
         return "update"
     return str(operation.__struct_config__.tag)
 
@@ -100,12 +100,12 @@ async def on_the_bus(settings: Settings) -> None:
     ) as sidecar:
         await sidecar.joined()
         assert sidecar.info is not None
-        answer(url=sidecar.info.endpoint)
-        async for command in commands():
+        write_answer(url=sidecar.info.endpoint)
+        async for command in read_commands():
             if command == "swap":
-                answer(swap_ms=await engine.swap_ms())
+                write_answer(swap_ms=await engine.swap_ms())
                 continue
-            answer(calls=engine.calls)
+            write_answer(calls=engine.calls)
             engine.calls = []
 
 
@@ -114,8 +114,8 @@ async def alone(settings: Settings) -> None:
     env = {**os.environ, _PLUGINS: ",".join(foreign_plugins()), **settings.env}
     server = SupervisedServer(settings.argv, env=env, ready_timeout_s=_BOOT_S)
     try:
-        answer(url=await server.start())
-        async for _ in commands():
+        write_answer(url=await server.start())
+        async for _ in read_commands():
             pass
     finally:
         await server.stop()
@@ -136,4 +136,4 @@ if __name__ == "__main__":
     bus.log.configure(level="warning", json=True)
     serving = on_the_bus(chosen) if chosen.broker else alone(chosen)
     with contextlib.suppress(KeyboardInterrupt):
-        loop.run(serving, loop=cast("LoopChoice", kind))
+        event_loop.run(serving, loop=cast("LoopChoice", kind))

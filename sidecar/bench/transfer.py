@@ -37,7 +37,7 @@ from sidecar.bench.processes import Worker, worker
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
 
-    from bus.runtime.loop import LoopChoice
+    from bus.runtime.event_loop import LoopChoice
 
     Progress = Callable[[str], None]
 

@@ -33,7 +33,7 @@ from sidecar.rank_supervisor import rank_options
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-    from bus.runtime.loop import LoopChoice
+    from bus.runtime.event_loop import LoopChoice
     from sidecar.bench.ends import Device, Ends
 
     Progress = Callable[[str], None]

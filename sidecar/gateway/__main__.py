@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 import click
 
 import bus.log
-from bus.commands.options import configure_log, log_options
+from bus.cli.options import configure_log, log_options
 from bus.errors import WavebusError
 from bus.ids import check_name
-from bus.runtime.loop import run
+from bus.runtime.event_loop import run
 from sidecar.gateway.server import GatewayServer
 
 if TYPE_CHECKING:

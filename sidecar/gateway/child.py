@@ -32,7 +32,7 @@ class GatewayFailed(WavebusError):
 
 @dataclass(frozen=True, slots=True)
 class GatewayAddresses:
-    """Where its sockets are bound: see :mod:`bus.runtime.zmq_coordinator`."""
+    """Where its sockets are bound: see :mod:`bus.runtime.zmq_dp`."""
 
     front: str
     core_in: str

@@ -9,17 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import bus.log
-from bus.address import is_loopback
 from bus.ids import new_boot
 from bus.keys import security
-from bus.messages import GatewayFacts, Heartbeat, Join
+from bus.messages import CoordinatorFacts, Heartbeat, Join
+from bus.net import is_loopback
 from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.link import LinkState
 from bus.protocol.dp.coordinator import DpCoordinator, Publish, Ready, StartCores
-from bus.runtime.aio import AsyncioScheduler
-from bus.runtime.alarm import Alarm
-from bus.runtime.peer import HOST, PID, Peer, default_name, route_of
-from bus.runtime.zmq_coordinator import CoordinatorSockets
+from bus.runtime.clock import Alarm, AsyncioScheduler
+from bus.runtime.peer import HOST, PID, PeerClient, default_name, route_of
+from bus.runtime.zmq_dp import DpCoordinatorSockets
 from bus.runtime.zmq_transport import ZmqClient
 from sidecar.gateway import frames
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
     from bus.messages import Envelope, Message
     from bus.protocol.dp.coordinator import CoordinatorEffect
-    from bus.runtime.base import Handle
+    from bus.runtime.interfaces import Handle
 
 # A broker that refused is asked again: the next one there may be another.
 REFUSED_RETRY_MS: Final = 5_000.0
@@ -54,7 +53,7 @@ class GatewayServer:
     ) -> None:
         self.machine = DpCoordinator(dp_group, size)
         self.name = default_name(f"gateway-{dp_group[:64]}")
-        self.sockets = CoordinatorSockets(host)
+        self.sockets = DpCoordinatorSockets(host)
         self._size = size
         self._broker = broker
         self._security = security()
@@ -139,11 +138,11 @@ class GatewayServer:
 
     # -- the bus -------------------------------------------------------------------
 
-    def _make_peer(self) -> Peer | None:
+    def _make_peer(self) -> PeerClient | None:
         if not self._broker:
             return None
         boot = new_boot()
-        return Peer(
+        return PeerClient(
             name=self.name,
             group=self._group,
             boot=boot,
@@ -160,7 +159,7 @@ class GatewayServer:
 
     def _join(self) -> Join:
         machine = self.machine
-        facts = GatewayFacts(
+        facts = CoordinatorFacts(
             machine.dp_group, self._size, machine.wave, machine.running, machine.started_by
         )
         return Join("gateway", HOST, PID, None, facts)
@@ -189,11 +188,13 @@ class GatewayServer:
         for effect in effects:
             match effect:
                 case StartCores(wave, excluded):
-                    self.sockets.to_cores(frames.start_wave(frames.StartWave(wave, excluded)))
+                    self.sockets.publish_to_cores(
+                        frames.start_wave(frames.StartWave(wave, excluded))
+                    )
                 case Publish(wave, running):
-                    self.sockets.to_fronts(frames.standing(frames.Standing(wave, running)))
+                    self.sockets.publish_to_fronts(frames.standing(frames.Standing(wave, running)))
                 case Ready():
-                    self.sockets.to_cores((frames.READY,))
+                    self.sockets.publish_to_cores((frames.READY,))
                 case Send() if self._joined():
                     assert self._peer is not None
                     self._peer.perform([effect])
@@ -205,7 +206,7 @@ class GatewayServer:
 
     def _arm(self) -> None:
         if not self._closed:
-            self._alarm.by(self.machine.next_deadline_ms())
+            self._alarm.ring_by(self.machine.next_deadline_ms())
 
     def _on_alarm(self) -> None:
         if not self._closed:

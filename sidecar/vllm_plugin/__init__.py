@@ -57,7 +57,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from bus.seams import unsupported_reason
+from bus.vllm_versions import unsupported_reason
 from sidecar.vllm_plugin import environment, installation
 from sidecar.vllm_plugin.compat import BACKEND
 

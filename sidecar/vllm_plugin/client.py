@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from bus.errors import EngineError
 from bus.lora import adapter_of
 from bus.messages import NackCode
-from bus.native import loads_when_received
 from bus.staging import Room, greatest, need_room
+from bus.vllm_payloads import is_loaded_on_receipt
 from sidecar.vllm_plugin import facts, lane_wire, wire
 from sidecar.vllm_plugin.lanes import Lanes
 
@@ -99,7 +99,7 @@ class PluginClient:
         """By the lanes, where they are: who opens a transport, may wait for others. vLLM's own
         transports, and what takes their place, are the core's to open."""
         opened = wire.Open(backend, params, place.communicator, place.world_size, place.rank)
-        theirs, adapter = loads_when_received(backend), adapter_of(backend)
+        theirs, adapter = is_loaded_on_receipt(backend), adapter_of(backend)
         self._adapter = ""
         if not self._has_lanes or theirs or adapter or self._load_comes_with_receive:
             ahead = await self._perform(opened)

@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.errors import EngineError
-from bus.native import UNDRIVEN
+from bus.vllm_payloads import UNSUPPORTED
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -65,9 +65,9 @@ def check_backend(backend: str, who: str) -> None:
         raise EngineError(
             f"{who} transfers weights with no backend: start it with {BACKEND_OPTION}"
         )
-    if backend in UNDRIVEN:
+    if backend in UNSUPPORTED:
         raise EngineError(
             f"{who} transfers weights with vLLM's {backend!r}, which the bus can't drive: "
-            f"{UNDRIVEN[backend]}. Start it with {BACKEND_OPTION}, or with "
+            f"{UNSUPPORTED[backend]}. Start it with {BACKEND_OPTION}, or with "
             "vLLM's 'nccl', 'ipc' or 'sparse_nccl'"
         )

@@ -15,7 +15,8 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from bus.seams import Form, Ref, Report, SourceTree
+from bus.seams import Form, Ref, Report
+from bus.vllm_source import SourceTree
 from sidecar.vllm_plugin.registry import CORES, REGISTRY
 
 if TYPE_CHECKING:

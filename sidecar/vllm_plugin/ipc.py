@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bus.native import IpcTensor
+from bus.vllm_payloads import IpcTensor
 
 
 def rebuildable(value: Any) -> Any:

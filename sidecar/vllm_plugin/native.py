@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import set_current_vllm_config
 
-from bus import native
+from bus import vllm_payloads
 from bus.errors import EngineError
 from bus.messages import NackCode
 from bus.transfer import Place
@@ -69,7 +69,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
 
     def _receive(self, worker: Any, operation: wire.Receive) -> None:
         """Also load it, in a session, where the transport is theirs."""
-        if not native.engine_of(operation.backend):
+        if not vllm_payloads.engine_of(operation.backend):
             super()._receive(worker, operation)
             return
         chunk: dict[str, Any] = {}
@@ -91,7 +91,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         metas = armed.announced.chunk(operation)
         self._need_its_session()
         columns = _columns(metas, armed.counts(operation.seq))
-        return rebuildable(native.decode_chunk(operation.handle, columns))  # type: ignore[no-any-return]
+        return rebuildable(vllm_payloads.decode_chunk(operation.handle, columns))  # type: ignore[no-any-return]
 
     def _post_process(self) -> None:
         if not self._started_theirs:
@@ -118,7 +118,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
     # -- operations ------------------------------------------------------------------
 
     def _open(self, operation: wire.Open) -> None:
-        if not native.engine_of(operation.backend):
+        if not vllm_payloads.engine_of(operation.backend):
             if self._opened:
                 self._close_theirs()
             super()._open(operation)
@@ -128,11 +128,11 @@ class NativeUpdates(WavebusWeightTransferEngine):
 
         def prepare() -> None:
             nonlocal typed, parallel
-            if native.engine_of(operation.backend) != self._name:
+            if vllm_payloads.engine_of(operation.backend) != self._name:
                 raise not_this_engine(operation.backend)
-            info = native.decode_info(operation.params)
+            info = vllm_payloads.decode_info(operation.params)
             place = Place(operation.communicator, operation.world_size, operation.first_rank)
-            if native.sends_shards(operation.backend):
+            if vllm_payloads.is_sharding(operation.backend):
                 info, parallel = self._in_mesh(info, place)
             else:
                 info = self._placed(info, place)

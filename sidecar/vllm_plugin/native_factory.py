@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from bus.native import UNDRIVEN
+from bus.vllm_payloads import UNSUPPORTED
 from sidecar.vllm_plugin.compat import BACKEND
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def create_engine(
 def _guarded(factory: Any, backend: str) -> type[Any] | None:
     """The class to be made in place of the registered one; None where that one is to be."""
     registered = factory._registry.get(backend)  # noqa: SLF001 - there is no other door
-    if backend == BACKEND or backend in UNDRIVEN or registered is None:
+    if backend == BACKEND or backend in UNSUPPORTED or registered is None:
         return None
     theirs: type[Any] = registered()
     try:

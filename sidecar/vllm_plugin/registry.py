@@ -4,7 +4,8 @@
 an entry is. Only :mod:`sidecar.vllm_plugin.installation` installs them.
 
 To port wavebus to a new vLLM: run ``wavebus doctor --vllm PATH`` on its wheel, add a form to each
-seam that does not fit, and its number to :data:`bus.seams.RUN_ON` when the tests have run on it.
+seam that does not fit, and its number to :data:`bus.vllm_versions.TESTED` when the tests have run
+on it.
 
 Importing this module imports neither vllm nor torch.
 """

@@ -39,8 +39,8 @@ from bus.lora import PREFIX as ADAPTERS
 from bus.lora import adapter_of, check_adapter_name
 from bus.manifest import Manifest
 from bus.messages import NackCode, Target
-from bus.native import engine_of
 from bus.transfer import Place
+from bus.vllm_payloads import engine_of
 from sidecar.transfer import check_sums, make_receiver
 from sidecar.transfer.inbox import Inbox
 from sidecar.transfer.lora import LoraReceiver

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bus.cli import run
+from bus.cli.main import run
 from sidecar.bench.transfer import covered_s
 from tests.support.procs import run_wavebus
 

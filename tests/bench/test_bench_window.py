@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bus.cli import run
+from bus.cli.main import run
 from sidecar.bench.processes import BenchBroken
 from sidecar.bench.serving import called, foreign_plugins
 from sidecar.bench.streams import gaps_ms, greedy, longest_gap_ms, percentile, streaming

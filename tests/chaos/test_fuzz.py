@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from bus import codec
 from bus.keys import security
-from bus.messages import Join, Nack, StatusRequest, Welcome
-from bus.runtime.query import fetch_status
+from bus.messages import Join, Nack, StatusRequest, Welcome, codec
+from bus.runtime.status_client import fetch_status
 from bus.runtime.zmq_transport import ZmqServer
 from sidecar.bench.processes import Worker, worker
 from tests.support.frames import BarePeer

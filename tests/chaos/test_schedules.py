@@ -11,8 +11,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from bus.journal.reader import Entry, read
-from bus.journal.replay import Unplayable, replayed
-from bus.testing.sim_truth import TruthError
+from bus.journal.replay import Unplayable, replay_lives
+from bus.testing.ground_truth import InvariantViolation
 from tests.model import _chaos
 from tests.model._play import SHARE
 from tests.model._schedules import play_all, told
@@ -99,7 +99,7 @@ def test_a_schedule_that_fails_prints_its_journal_and_is_replayed(
     """The broker's commits among it; and the same number fails in the same way."""
 
     def wrong(_play: _chaos.Chaos) -> None:
-        raise TruthError("this is how a violation is told")
+        raise InvariantViolation("this is how a violation is told")
 
     monkeypatch.setattr(_chaos.Chaos, "_check_said", wrong)
     first, again = (_chaos.play(seed, Counter()) for seed in (6, 6))
@@ -113,6 +113,6 @@ def test_a_schedule_that_fails_prints_its_journal_and_is_replayed(
     entries = [item for item in read(path) if isinstance(item, Entry)]
     assert len(entries) > 100
     assert len([text for text in first.lines if "COMMIT" in text]) > 0
-    for each in replayed(entries):
+    for each in replay_lives(entries):
         assert not isinstance(each, Unplayable)
         assert each[1].difference is None

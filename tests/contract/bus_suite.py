@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bus.messages import Escalation, SleepLevel
-    from bus.runtime.broker import BrokerServer
+    from bus.runtime.broker_server import BrokerServer
 
 LEASE_MS = 20_000
 LOOK_S = 0.01

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import pytest
 
-from bus import codec
 from bus.errors import UsageError
 from bus.messages import (
     MAX_FRAME_BYTES,
@@ -20,17 +19,18 @@ from bus.messages import (
     Nack,
     NackCode,
     StatusRequest,
+    codec,
 )
 from bus.runtime import zmq_transport
-from bus.runtime.aio import AsyncioScheduler
-from bus.runtime.broker import BrokerServer
-from bus.runtime.memory import MemoryNetwork
+from bus.runtime.broker_server import BrokerServer
+from bus.runtime.clock import AsyncioScheduler
+from bus.runtime.memory_transport import MemoryNetwork
 from bus.runtime.zmq_transport import ZmqClient, ZmqServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from bus.runtime.base import ClientTransport, ServerTransport
+    from bus.runtime.interfaces import ClientTransport, ServerTransport
 
 LIMIT_S = 60.0
 BIG = 8 * 1024 * 1024
@@ -235,7 +235,7 @@ def test_a_connection_that_the_broker_does_not_take_is_made_anew(
     """Of the same life as one that it still holds: ZeroMQ made it when the broker had not run for a
     while, and the broker found it before it found the other one gone. Long before so much is under
     way that nothing more goes out."""
-    monkeypatch.setattr(zmq_transport, "_UNHEARD_S", 0.5)
+    monkeypatch.setattr(zmq_transport, "_SILENCE_LIMIT_S", 0.5)
 
     async def main() -> None:
         ends = Ends(ZmqNetwork())

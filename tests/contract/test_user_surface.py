@@ -31,8 +31,8 @@ from safetensors.torch import load_file
 
 # The implementation, wherever it lives: the one place to edit when modules move.
 from bus import errors
-from bus.cli import main, wavebus
-from bus.commands.diagrams import diagrams
+from bus.cli.diagrams import diagrams
+from bus.cli.main import main, wavebus
 from bus.errors import DecodeError, EngineDead, EngineError, Refused, WavebusError, refusal
 from bus.journal import records
 from bus.journal.reader import Entry, read
@@ -43,7 +43,7 @@ from bus.messages import (
     WIRE_MAJOR,
     WIRE_MINOR,
     WIRE_NAMES,
-    CanaryWay,
+    CanaryMode,
     Envelope,
     Escalation,
     Nack,
@@ -140,7 +140,7 @@ CHOICES = {
     "SleepLevel": SleepLevel,
     "Target": Target,
     "Verify": Verify,
-    "CanaryWay": CanaryWay,
+    "CanaryWay": CanaryMode,
 }
 # Programs of their own, by what they are called in the snapshots.
 PROGRAMS = {"DP coordinator": gateway, "state diagrams": diagrams}
@@ -452,17 +452,17 @@ def _without_an_ack(folder: Path, changed: Path) -> Path:
 
 def _odd(folder: Path) -> Path:
     """A journal of the records that no quiet bus leaves, and of a damaged frame."""
-    began = records.Began(1, 0, 0, 0.0, 0.0, "wavebus", BrokerConfig(), {"key": "engine"})
+    began = records.FileBegan(1, 0, 0, 0.0, 0.0, "wavebus", BrokerConfig(), {"key": "engine"})
     return _written(
         folder / "odd",
         [
             began,
-            records.Refused(1.0, b"e0", 5),
-            records.Rekeyed(2.0, {"key": "engine"}),
-            records.Ticked(3.0),
-            records.Received(4.0, b"e0", b"damaged", "key"),
-            records.Sent(5.0, (b"e0",), b"damaged"),
-            records.Closed(6.0),
+            records.FrameRefused(1.0, b"e0", 5),
+            records.KeysChanged(2.0, {"key": "engine"}),
+            records.TimerFired(3.0),
+            records.FrameReceived(4.0, b"e0", b"damaged", "key"),
+            records.FrameSent(5.0, (b"e0",), b"damaged"),
+            records.BrokerClosed(6.0),
         ],
     )
 
@@ -470,7 +470,7 @@ def _odd(folder: Path) -> Path:
 def _written(folder: Path, kept: list[records.Record]) -> Path:
     folder.mkdir()
     path = folder / f"0{records.SUFFIX}"
-    path.write_bytes(records.MAGIC + b"".join(map(records.packed, kept)))
+    path.write_bytes(records.MAGIC + b"".join(map(records.pack, kept)))
     return path
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from bus.manifest import Manifest
     from bus.messages import Staging, Target
     from bus.protocol.broker.group import Group
-    from bus.runtime.broker import BrokerServer
+    from bus.runtime.broker_server import BrokerServer
     from bus.staging import Room
     from tests.integration.conftest import Bus
     from tests.support.checkpoints import Checkpoint

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.cli import run
+from bus.cli.main import run
 from tests.support.procs import run_wavebus, wavebus
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_needs_no_torch() -> None:
     """The command and its help come up without the slow libraries."""
     code = (
-        "import sys; from bus.cli import run; run(['sidecar', '--help']);"
+        "import sys; from bus.cli.main import run; run(['sidecar', '--help']);"
         "run(['demo', '--help']); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

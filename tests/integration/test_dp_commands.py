@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.runtime.query import fetch_status
+from bus.runtime.status_client import fetch_status
 from sidecar.corepage import PageReader
 from sidecar.launch import free_port
 from tests.integration.test_killed import engines, generate

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from bus.journal.reader import Entry, read
-from bus.journal.records import MAGIC, packed
+from bus.journal.records import MAGIC, pack
 from bus.journal.writer import journal_files
 from tests.support.procs import ROOT, Proc, run_wavebus
 from trainer_agent import SyncTrainerAgent
@@ -108,7 +108,7 @@ def test_an_ack_taken_out_is_named(bus: Bus, folder: Path) -> None:
     ]
     kept = [i.record for i in read(path) if isinstance(i, Entry) and i.number != ack]
     changed = folder.parent / "changed"
-    changed.write_bytes(MAGIC + b"".join(map(packed, kept)))
+    changed.write_bytes(MAGIC + b"".join(map(pack, kept)))
     done = run_wavebus("replay", str(changed))
     assert done.returncode == 1
     assert "differs at record" in done.stdout

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from bus.errors import PauseFailed, WavebusError
-from bus.runtime.query import fetch_status
+from bus.runtime.status_client import fetch_status
 from tests.support.procs import ROOT, Proc
 from trainer_agent import SyncTrainerAgent, TrainerAgent
 from trainer_agent.transfer.gloo import GlooSender

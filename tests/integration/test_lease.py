@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
     from pathlib import Path
 
-    from bus.messages import LeaseWord, Stand, Target, Verify
+    from bus.messages import LeasePosition, LeaseVote, Target, Verify
     from tests.integration.conftest import Bus
     from tests.support.checkpoints import Checkpoint
 
@@ -84,7 +84,7 @@ class Pair:
         self.ranks = [Rank(0), Rank(1)]
         self.sidecars: list[Sidecar] = []
         self._secured = secured
-        self._words: list[asyncio.Queue[Stand]] = [asyncio.Queue(), asyncio.Queue()]
+        self._words: list[asyncio.Queue[LeasePosition]] = [asyncio.Queue(), asyncio.Queue()]
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[TrainerAgent]:
@@ -119,7 +119,7 @@ class Pair:
             await agent.wait_for_engines(2)
             yield agent
 
-    async def answer_of(self, rank: int) -> Stand:
+    async def answer_of(self, rank: int) -> LeasePosition:
         """What its mate hears of it next."""
         return await self._words[rank].get()
 
@@ -128,7 +128,7 @@ class Pair:
         assert link is not None
         heard = link._on_word
 
-        def on_word(word: LeaseWord) -> None:
+        def on_word(word: LeaseVote) -> None:
             heard(word)
             self._words[word.dp_rank].put_nowait(word.stand)
 

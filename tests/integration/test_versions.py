@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus import codec
 from bus.errors import Refused
 from bus.messages import (
     WIRE_MAJOR,
@@ -18,6 +17,7 @@ from bus.messages import (
     HeartbeatAck,
     NackCode,
     Welcome,
+    codec,
 )
 from bus.runtime.zmq_transport import ZmqServer
 from sidecar import Sidecar

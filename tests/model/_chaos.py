@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from bus.journal.records import MAGIC
-from bus.journal.replay import Unplayable, replayed
-from bus.journal.wording import line
+from bus.journal.render import line
+from bus.journal.replay import Unplayable, replay_lives
 from bus.messages import Staging
 from bus.protocol.broker.catch_up import stale_dp_groups
 from bus.protocol.core.link import LinkState
-from bus.runtime.memory import Faults
+from bus.runtime.memory_transport import Faults
+from bus.testing.ground_truth import InvariantViolation
 from bus.testing.process import Died
-from bus.testing.sim_truth import TruthError
 from tests.model import test_wave_model as waves
 from tests.model._play import Action, Play, Schedule
 from tests.model.test_whole_model import KINDS as WHOLE_KINDS
@@ -139,7 +139,7 @@ class Chaos(Play):
         world = self.world
         self._tell("all is well from now on")
         for process in world.processes():
-            process.lives_on()
+            process.cancel_death()
         while self._due:  # who was to die, is dead; who was to come back, is back
             self._due.pop(0)()
         world.heal()
@@ -153,7 +153,7 @@ class Chaos(Play):
         if not self.trainer.alive:
             self.reach["at rest without a trainer"] += 1
             self.new_trainer(None, 0)
-        if world.alive:
+        if world.live_engines:
             assert world.run_until(self._all_known, within_ms=HEALS_MS), self.story()
             self.last_update()
         self.watch.count_end()
@@ -194,7 +194,7 @@ class Chaos(Play):
                 self._later(back_ms, back)
 
         if index // 4:
-            trainer.process.dies_after(index // 4, dies)
+            trainer.process.die_after(index // 4, dies)
         else:
             dies()
 
@@ -213,7 +213,7 @@ class Chaos(Play):
             self._later(back_ms, self._broker_back)
 
         if index // 4:
-            process.dies_after(index // 4, dies)
+            process.die_after(index // 4, dies)
         else:
             dies()
 
@@ -231,7 +231,7 @@ class Chaos(Play):
 
     def part(self, _engine: SimEngine | None, index: int) -> None:
         """Some peers are on the other side, one way or both."""
-        routes = [each.route for each in self.world.alive]
+        routes = [each.route for each in self.world.live_engines]
         routes.append(self.trainer.route)
         apart = [each for each in routes if self._random.random() < 0.5]
         for route in apart:
@@ -276,13 +276,13 @@ class Chaos(Play):
     def _check_dp_groups(self) -> None:
         """Ranks of one DP group that run make their tokens together: of the same weights."""
         running: dict[str, tuple[int, str]] = {}
-        for engine in self.world.alive:
+        for engine in self.world.live_engines:
             if engine.dp_size == 1 or not engine.truth.running:
                 continue
             version = engine.truth.version
             other = running.setdefault(engine.dp_group, (version, engine.name))
             if other[0] != version:
-                raise TruthError(
+                raise InvariantViolation(
                     f"{engine.name} and {other[1]} generate together, with versions "
                     f"{version} and {other[0]}"
                 )
@@ -291,16 +291,18 @@ class Chaos(Play):
         """Who is quarantined is said to be, and nobody else. (One that still catches up, with a
         second model, say, is said to be updated.)"""
         self.world.run_for(4.0 * self.world.config.heartbeat_ms)
-        views = {view.name: view for view in self.world.held.status(self.world.now_ms).engines}
-        for engine in self.world.alive:
-            if not engine.joined or engine.name not in views:
+        views = {
+            view.name: view for view in self.world.existing_group.status(self.world.now_ms).engines
+        }
+        for engine in self.world.live_engines:
+            if not engine.is_joined or engine.name not in views:
                 continue
             partial = bool(engine.session.update.partial)
             said = views[engine.name].phase in ("quarantined", "emptied")
             if engine.session.update.in_place:
                 continue
             if partial is not said:
-                raise TruthError(
+                raise InvariantViolation(
                     f"{engine.name} is partial: {partial}, and said to be {views[engine.name]}"
                 )
             self.reach["said to be quarantined"] += said
@@ -313,13 +315,13 @@ class Chaos(Play):
             return
         if not trainer.alive:  # and not missed yet
             return
-        if not group.version or trainer.kept[0] != group.version or not trainer.joined:
+        if not group.version or trainer.kept[0] != group.version or not trainer.is_joined:
             return
 
         def caught_up() -> bool:
             if trainer.kept[0] != group.version:  # an engine was heard that serves a later one
                 return True
-            return not stale_dp_groups(group.registry, group.version) and world.quiet()
+            return not stale_dp_groups(group.registry, group.version) and world.is_quiet()
 
         assert world.run_until(caught_up, within_ms=HEALS_MS), self.story()
         self.reach["all at the version that is kept"] += 1
@@ -337,8 +339,8 @@ class Chaos(Play):
 
     def _all_known(self) -> bool:
         """Whether the broker knows who lives, and has missed who does not."""
-        return self.world.joined() and set(self.world.held.registry.engines) == {
-            each.name for each in self.world.alive
+        return self.world.has_joined() and set(self.world.existing_group.registry.engines) == {
+            each.name for each in self.world.live_engines
         }
 
     def _away(self, index: int) -> float:
@@ -354,7 +356,7 @@ class Chaos(Play):
 
     def _dies_after(self, engine: SimEngine, sends: int, dies: Callable[[], None]) -> None:
         if sends:
-            engine.process.dies_after(sends, dies)
+            engine.process.die_after(sends, dies)
         else:
             dies()
 
@@ -364,7 +366,7 @@ class Chaos(Play):
             return
         self._tell(f"{engine.name} is killed")
         engine.kill()
-        mates = [e for e in self.world.alive if e.dp_group == engine.dp_group]
+        mates = [e for e in self.world.live_engines if e.dp_group == engine.dp_group]
         for mate in mates:
             self._later(300.0 * self._random.random(), mate.kill)
         names = [engine.name, *(mate.name for mate in mates)]
@@ -406,7 +408,7 @@ class Chaos(Play):
             self.world.network.heal(route)
 
     def _part_all(self) -> None:
-        for each in self.world.alive:
+        for each in self.world.live_engines:
             self._lost_rank(each)
 
     def _broker_phase(self, what: str) -> None:
@@ -460,7 +462,7 @@ def play(seed: int, reach: Counter[str]) -> Violation | None:
 def _check_replay(world: SimWorld, reach: Counter[str]) -> None:
     """What the journals say is what the brokers did, those that were killed, too."""
     for journal in world.journals:
-        for each in replayed(journal.entries()):
+        for each in replay_lives(journal.entries()):
             assert not isinstance(each, Unplayable), each.reason
             assert each[1].difference is None, each[1].difference
         reach["lives replayed"] += 1

@@ -17,14 +17,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from bus.messages import GatewayFacts, Heartbeat, Join, WaveComplete, WaveStarted
+from bus.messages import CoordinatorFacts, Heartbeat, Join, WaveComplete, WaveStarted
 from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.link import LinkState
 from bus.protocol.dp.coordinator import DpCoordinator, Publish, Ready, StartCores
 from bus.protocol.engine.calls import Call, CallEscalate, CallPause, CallResume
-from bus.runtime.peer import Peer, route_of
+from bus.runtime.peer import PeerClient, route_of
+from bus.testing.ground_truth import InvariantViolation
 from bus.testing.sim_engine import SimEngine
-from bus.testing.sim_truth import TruthError
 from sidecar.embedded.parallel.waves import Waves
 from sidecar.gateway.frames import CoreReport
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from bus.messages import Envelope, Message, PauseMode
     from bus.protocol.dp.coordinator import CoordinatorEffect
-    from bus.runtime.base import Handle
+    from bus.runtime.interfaces import Handle
     from bus.testing.sim_world import SimWorld
 
 HOP_MS: Final = 0.3  # between processes of one host
@@ -70,7 +70,7 @@ class Meeting:
         there, self._there = self._there, {}
         places = {rank: place for rank, (place, _, _) in there.items()}
         if len(set(places.values())) > 1:
-            raise TruthError(f"wedged: ranks wait in different collectives, {places}")
+            raise InvariantViolation(f"wedged: ranks wait in different collectives, {places}")
         sums = [sum(column) for column in zip(*(n for _, n, _ in there.values()), strict=True)]
         # In an order that is not the ranks' own.
         for _, _, each in sorted(there.values(), key=lambda one: -hash((one[0], one[1]))):
@@ -147,13 +147,17 @@ class Rank(SimEngine):
         if excluded == self.dp_rank or wave < number:
             return
         if agreed and not running and self.group.engines_start:
-            raise TruthError(f"{self.name} drops START_DP_WAVE {wave} while globally paused")
+            raise InvariantViolation(
+                f"{self.name} drops START_DP_WAVE {wave} while globally paused"
+            )
         if agreed and self.waves.running and not self.may_step() and not self.pausing:
-            raise TruthError(f"{self.name} obeys START_DP_WAVE {wave} while globally paused")
+            raise InvariantViolation(
+                f"{self.name} obeys START_DP_WAVE {wave} while globally paused"
+            )
         if paused and not agreed:
             self.obeyed_paused += 1
             if not self.waves.running:
-                raise TruthError(f"{self.name} ignores START_DP_WAVE while locally paused")
+                raise InvariantViolation(f"{self.name} ignores START_DP_WAVE while locally paused")
 
     def may_step(self) -> bool:
         """Whether it has a request that it may run."""
@@ -268,10 +272,10 @@ class Rank(SimEngine):
 
         def returned() -> None:
             if self.alive and self.running_call is call:
-                self._returned(call)
+                self._on_returned(call)
 
         if type(call) in self.behaviour.fail_next:
-            self.group.later(lambda: self._returned(call))  # which fails it
+            self.group.later(lambda: self._on_returned(call))  # which fails it
         elif isinstance(call, CallPause):
             self.lease_ran_out = self.pause_failed = False
             self.put(lambda: self._pause(call.mode, returned))
@@ -284,7 +288,7 @@ class Rank(SimEngine):
 
         def returned() -> None:
             if self.alive:
-                self.truth.escalated(clear_cache=call.clear_cache)
+                self.truth.on_escalated(clear_cache=call.clear_cache)
                 self._perform(self.session.on_escalation_done(None, self._scheduler.now_ms()))
 
         self.put(lambda: self._pause(call.mode, returned))
@@ -314,7 +318,7 @@ class LockstepGroup:
         self.held = 0
         self._timer: Handle | None = None
         boot = next(self._boots)
-        self.peer = Peer(
+        self.peer = PeerClient(
             name=f"gateway-{self.name}",
             group="policy",
             boot=boot,
@@ -366,7 +370,7 @@ class LockstepGroup:
 
     def _join(self) -> Join:
         gateway = self.gateway
-        facts = GatewayFacts(
+        facts = CoordinatorFacts(
             self.name, self.size, gateway.wave, gateway.running, gateway.started_by
         )
         return Join("gateway", "sim", 1, None, facts)

@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from bus import codec
 from bus.errors import Refused
 from bus.messages import (
     WIRE_MAJOR,
@@ -24,6 +23,7 @@ from bus.messages import (
     Resume,
     UpdateStart,
     Verify,
+    codec,
 )
 from bus.protocol.core.link import LinkState
 from bus.protocol.engine.calls import (
@@ -41,7 +41,7 @@ from bus.protocol.engine.calls import (
     CallStart,
     CallWakeWeights,
 )
-from bus.runtime.memory import Faults
+from bus.runtime.memory_transport import Faults
 from bus.testing.sim_engine import Behaviour, SimEngine
 from bus.testing.sim_world import GROUP, SimWorld
 from bus.testing.watch import Watch
@@ -209,13 +209,15 @@ class Play:
                 engine.behaviour = Behaviour(
                     max_ms=float(schedule.slow_ms),
                     fail_rate=dict(rate),
-                    ahead=1 + schedule.seed // 16 % 2,
+                    prefetch_depth=1 + schedule.seed // 16 % 2,
                 )
         self.trainer = self._add_trainer("trainer")
 
     def run(self) -> None:
         """Play it all, heal the world, and see that it comes back to its best."""
-        self.world.run_until(lambda: self.trainer.joined and self.world.joined(), within_ms=4000)
+        self.world.run_until(
+            lambda: self.trainer.is_joined and self.world.has_joined(), within_ms=4000
+        )
         for action in self.schedule.actions:
             self.world.run_for(action.wait_ms)
             self.act(action)
@@ -256,10 +258,12 @@ class Play:
         """A whole update, of each target, frees whoever is quarantined; afterwards all serve one
         version."""
         world = self.world
-        if not self.trainer.joined:
-            assert world.run_until(lambda: self.trainer.joined, within_ms=SETTLE_MS), self.story()
-        assert world.run_until(world.joined, within_ms=SETTLE_MS), self.story()
-        was_quarantined = [e for e in world.alive if e.session.update.partial]
+        if not self.trainer.is_joined:
+            assert world.run_until(lambda: self.trainer.is_joined, within_ms=SETTLE_MS), (
+                self.story()
+            )
+        assert world.run_until(world.has_joined, within_ms=SETTLE_MS), self.story()
+        was_quarantined = [e for e in world.live_engines if e.session.update.partial]
         self.update(None, 0)
         assert world.settle(within_ms=SETTLE_MS), self.story()
         outcome = self.trainer.outcomes[-1]
@@ -267,7 +271,7 @@ class Play:
             outcome = self._last_of_the_draft(outcome)
         assert outcome.error is None, f"{outcome}: {self.story()}"
         assert not outcome.excluded, self.story()
-        for engine in world.alive:
+        for engine in world.live_engines:
             assert engine.truth.running, self.story()
             assert engine.truth.version == outcome.version, self.story()
             for target, weights in engine.truth.models.items():
@@ -281,7 +285,7 @@ class Play:
         if refused is not None:  # nobody was left to be resumed
             assert isinstance(refused, Refused), self.story()
             assert refused.code is NackCode.EMPTY_GROUP, self.story()
-        for engine in self.world.alive:
+        for engine in self.world.live_engines:
             assert engine.session.update.partial <= {"draft"}, self.story()
             assert not (engine.truth.running and engine.truth.broken), self.story()
             self.reach["draft left partial by the model's"] += bool(engine.truth.broken)
@@ -292,14 +296,14 @@ class Play:
     # -- actions ------------------------------------------------------------------
 
     def update(self, _engine: SimEngine | None, index: int) -> None:
-        if self.trainer.alive and not self.trainer.busy:
+        if self.trainer.alive and not self.trainer.is_busy:
             self.payload += 1
             think_ms = 30.0 * index
             script = self.trainer.update(self.payload, think_ms=think_ms, verify=self.verify)
             self.trainer.run(script)
 
     def update_draft(self, _engine: SimEngine | None, index: int) -> None:
-        if self.trainer.alive and not self.trainer.busy:
+        if self.trainer.alive and not self.trainer.is_busy:
             self.payload += 1
             script = self.trainer.update(
                 self.payload, think_ms=30.0 * index, verify=self.verify, target="draft"
@@ -317,14 +321,14 @@ class Play:
         if engine is None:
             return
         engine.behaviour.fail_next.add(CallLoad)
-        for mate in self.world.alive:
+        for mate in self.world.live_engines:
             if mate.dp_group == engine.dp_group and mate is not engine:
                 mate.behaviour.slow_ms[CallReceive] = 500.0
         self.update(None, 0)
 
     def hasty(self, _engine: SimEngine | None, _index: int) -> None:
         """A start that does not wait for ARMED."""
-        if self.trainer.alive and not self.trainer.busy:
+        if self.trainer.alive and not self.trainer.is_busy:
             self.payload += 1
             self.trainer.run(self.trainer.hasty(self.payload))
 
@@ -335,17 +339,17 @@ class Play:
             self.update(None, 0)
 
     def pause(self, _engine: SimEngine | None, index: int) -> None:
-        if self.trainer.alive and not self.trainer.busy:
+        if self.trainer.alive and not self.trainer.is_busy:
             self.trainer.run(self.trainer.pause(hold_ms=100.0 * index))
 
     def sleep(self, _engine: SimEngine | None, index: int) -> None:
         """Level 1 or 2, each with or without an update."""
-        if self.trainer.alive and not self.trainer.busy:
+        if self.trainer.alive and not self.trainer.is_busy:
             payload = 0
             if index % 3:
                 self.payload += 1
                 payload = self.payload
-            script = self.trainer.asleep(
+            script = self.trainer.sleep(
                 2 if index % 2 else 1, payload=payload, hold_ms=40.0 * index, verify=self.verify
             )
             self.trainer.run(script)
@@ -394,7 +398,7 @@ class Play:
 
     def fail_pause(self, engine: SimEngine | None, _index: int) -> None:
         """The next pause will not be made by one engine, and another one takes its time."""
-        engines = self.world.alive
+        engines = self.world.live_engines
         if engine is not None and engines:
             engine.behaviour.fail_next.add(CallPause)
             engines[-1].behaviour.slow_ms[CallPause] = 700.0
@@ -423,7 +427,7 @@ class Play:
         self.world.network.heal(self.trainer.route)
 
     def restart_broker(self, _engine: SimEngine | None, _index: int) -> None:
-        for each in self.world.alive:
+        for each in self.world.live_engines:
             # A rank that joins the new broker before its quarantined mate may be resumed.
             self._lost_rank(each)
         self.world.restart_broker()
@@ -434,7 +438,7 @@ class Play:
         """A command of an older epoch, as of a trainer that was replaced."""
         group = self.world.group
         trainer = self.trainer
-        if group is None or not trainer.alive or not trainer.joined or group.epoch < 1:
+        if group is None or not trainer.alive or not trainer.is_joined or group.epoch < 1:
             return
         ids = (group.pause.update_id, group.update.update_id)
         message: Message = (
@@ -449,8 +453,8 @@ class Play:
     def silence(self, _engine: SimEngine | None, index: int) -> None:
         """In a pause or an update, no engine hears the broker for longer than any lease."""
         self._wait_for("update loading" if index % 3 == 0 else "pause paused")
-        routes = [each.route for each in self.world.alive]
-        for each in self.world.alive:
+        routes = [each.route for each in self.world.live_engines]
+        for each in self.world.live_engines:
             self._lost_rank(each)
             self.world.network.cut(each.route)
         self.world.run_for(7500.0)
@@ -466,8 +470,8 @@ class Play:
         )
         twin.start()
         self.world.run_for(1000.0)
-        self.reach["twin kept out"] += not twin.joined
-        self.world.forgotten.add(twin.boot)
+        self.reach["twin kept out"] += not twin.is_joined
+        self.world.superseded_boots.add(twin.boot)
         twin.leave()
 
     def rival(self, _engine: SimEngine | None, _index: int) -> None:
@@ -476,7 +480,7 @@ class Play:
         rival.start()
         self.world.run_for(1000.0)
         self.reach["rival kept out"] += rival.nacks[NackCode.GROUP_HELD] > 0
-        self.world.forgotten.add(rival.boot)
+        self.world.superseded_boots.add(rival.boot)
         rival.leave()
 
     def ghost(self, engine: SimEngine | None, index: int) -> None:
@@ -505,7 +509,7 @@ class Play:
                 codec.encode_body(message),
             )
         )
-        self.world.network.to_client(engine.route, frame)
+        self.world.network.send_to_client(engine.route, frame)
         self.reach["ghost"] += 1
 
     # -- inside -------------------------------------------------------------------
@@ -514,17 +518,17 @@ class Play:
         trainer = self.world.add_trainer(name)
         trainer.send_ms = SEND_MS[self.schedule.seed % 4]
         trainer.collective = self.schedule.seed // 4 % 2 == 0
-        trainer.ahead = self.schedule.seed // 8 % 2 == 0
+        trainer.pipelined = self.schedule.seed // 8 % 2 == 0
         return trainer
 
     def story(self) -> str:
         """Where everybody stands, for a failure's text."""
-        group = self.world.held
+        group = self.world.existing_group
         engines = {
-            e.name: (e.alive, e.joined, e.session.phase, e.session.update.state.value)
+            e.name: (e.alive, e.is_joined, e.session.phase, e.session.update.state.value)
             for e in self.world.engines.values()
         }
-        waiting = [r.message for r in self.trainer.waiting]
+        waiting = [r.message for r in self.trainer.unanswered]
         return (
             f"{self.schedule}\npause {group.pause.state} {group.pause.update_id}, "
             f"update {group.update.state}, epoch {group.epoch}, holder {group.owner}, "
@@ -544,7 +548,7 @@ class Play:
             machine = "update" if kind == "update_draft" else kind
             return group is not None and getattr(group, machine).state == state
 
-        self.world.run_until(lambda: there() or not self.trainer.busy, within_ms=3000.0)
+        self.world.run_until(lambda: there() or not self.trainer.is_busy, within_ms=3000.0)
         if there():
             self.reach[f"stopped at {where}"] += 1
 
@@ -553,7 +557,7 @@ class Play:
         return engines[index % len(engines)] if engines else None
 
     def _lost_rank(self, engine: SimEngine) -> None:
-        for each in self.world.alive:
+        for each in self.world.live_engines:
             if each.dp_group == engine.dp_group:
                 self.watch.lost_ranks.add(each.dp_group)
 

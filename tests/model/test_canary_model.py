@@ -57,7 +57,7 @@ class WithCanary(Play):
             self.update(None, 0)
 
     def last_update(self) -> None:
-        for engine in self.world.alive:
+        for engine in self.world.live_engines:
             engine.behaviour.twist_next = False
             engine.behaviour.fail_next.discard(CallProbe)
             self.reach["quarantined behind its door"] += engine.truth.closed and bool(
@@ -66,7 +66,7 @@ class WithCanary(Play):
             if engine.session.phase == "quarantined":
                 assert engine.truth.closed, self.story()
         super().last_update()
-        for engine in self.world.alive:
+        for engine in self.world.live_engines:
             assert not engine.truth.closed, self.story()
         for engine in self.world.engines.values():
             self.reach["probed"] += sum(isinstance(call, CallProbe) for call in engine.calls)
@@ -77,7 +77,7 @@ class WithCanary(Play):
 
     def _add_trainer(self, name: str) -> SimTrainer:
         trainer = super()._add_trainer(name)
-        trainer.ahead = False
+        trainer.pipelined = False
         trainer.canary = True
         return trainer
 

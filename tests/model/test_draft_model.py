@@ -46,7 +46,7 @@ class WithDrafts(Play):
         super().last_update()
 
     def _draft_first(self) -> None:
-        assert self.world.run_until(self.world.joined, within_ms=SETTLE_MS), self.story()
+        assert self.world.run_until(self.world.has_joined, within_ms=SETTLE_MS), self.story()
         self.update_draft(None, 0)
         assert self.world.settle(within_ms=SETTLE_MS), self.story()
         error = self.trainer.outcomes[-1].error

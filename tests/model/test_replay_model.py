@@ -6,10 +6,10 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from bus.journal.records import Received, Sent
-from bus.journal.replay import Unplayable, replayed
+from bus.journal.records import FrameReceived, FrameSent
+from bus.journal.render import as_json, decode_frame, line
+from bus.journal.replay import Unplayable, replay_lives
 from bus.journal.spans import spans
-from bus.journal.wording import as_json, line, reading
 from bus.messages import Ack, Commit, Step
 from tests.model import test_sleep_model, test_whole_model
 from tests.model._play import Play, Schedule, play_all, reached, schedules
@@ -28,8 +28,8 @@ class Recorded(Play):
 
     def __init__(self, schedule: Schedule, reach: Counter[str]) -> None:
         super().__init__(schedule, reach)
-        self._to_client = self.world.network.to_client
-        self.world.network.to_client = self._look  # type: ignore[method-assign]
+        self._to_client = self.world.network.send_to_client
+        self.world.network.send_to_client = self._look  # type: ignore[method-assign]
 
     def end(self) -> None:
         super().end()
@@ -61,11 +61,12 @@ class Recorded(Play):
         """A COMMIT leaves: what was asked of the broker is on disk."""
         journal = self.world.journals[-1]
         record = journal.records[-1]
-        if isinstance(record, Sent) and isinstance(reading(record).message, Commit):
+        if isinstance(record, FrameSent) and isinstance(decode_frame(record).message, Commit):
             asked = max(
                 number
                 for number, each in enumerate(journal.records, 1)
-                if isinstance(each, Received) and isinstance(reading(each).message, Commit)
+                if isinstance(each, FrameReceived)
+                and isinstance(decode_frame(each).message, Commit)
             )
             assert journal.flushed >= asked, "a COMMIT leaves, and is on no disk"
             self.reach["commit flushed"] += 1
@@ -74,7 +75,7 @@ class Recorded(Play):
 
 def _replay(entries: list[Entry]) -> tuple[Difference | None, int]:
     notes = 0
-    for each in replayed(entries):
+    for each in replay_lives(entries):
         assert not isinstance(each, Unplayable), each.reason
         notes += len(each[1].notes)
         if each[1].difference is not None:
@@ -83,20 +84,20 @@ def _replay(entries: list[Entry]) -> tuple[Difference | None, int]:
 
 
 def _is_commits_ack(entry: Entry) -> bool:
-    if not isinstance(entry.record, Received):
+    if not isinstance(entry.record, FrameReceived):
         return False
-    message = reading(entry.record).message
+    message = decode_frame(entry.record).message
     return isinstance(message, Ack) and message.step is Step.COMMIT
 
 
 def _about(entry: Entry) -> str:
     """The update of an ack."""
-    assert isinstance(entry.record, Received)
-    return reading(entry.record).update_id
+    assert isinstance(entry.record, FrameReceived)
+    return decode_frame(entry.record).update_id
 
 
 def _sender(entry: Entry) -> bytes:
-    assert isinstance(entry.record, Received)
+    assert isinstance(entry.record, FrameReceived)
     return entry.record.route
 
 

@@ -8,14 +8,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from bus import codec
-from bus.messages import FirstReqHeld, PauseLocal, StartDpWave
+from bus.messages import FirstReqHeld, PauseLocal, StartDpWave, codec
 from bus.protocol.broker.pause import PauseState
 from bus.protocol.core.link import LinkState
 from bus.protocol.dp.wave import WaveState
 from bus.protocol.engine.calls import CallPause
-from bus.runtime.memory import Faults
-from bus.testing.sim_truth import TruthError
+from bus.runtime.memory_transport import Faults
+from bus.testing.ground_truth import InvariantViolation
 from bus.testing.sim_world import SimWorld
 from bus.testing.watch import Watch
 from tests.model._lockstep import LockstepGroup
@@ -112,7 +111,7 @@ class Wire:
         self._pause = PauseState.RUNNING
         self._before: dict[str, tuple[WaveState, bool]] = {}
         self._broker = world.broker
-        send = world.network.to_client
+        send = world.network.send_to_client
 
         def to_client(route: bytes, frame: bytes) -> bool:
             message = codec.decode(frame)[1]
@@ -125,7 +124,7 @@ class Wire:
                 self._held(message)
             return send(route, frame)
 
-        world.network.to_client = to_client  # type: ignore[method-assign]
+        world.network.send_to_client = to_client  # type: ignore[method-assign]
         world.checks.append(self.check)
 
     def check(self) -> None:
@@ -137,7 +136,7 @@ class Wire:
             if group.pause.state is PauseState.LOCAL and self._pause is PauseState.RUNNING:
                 routes = set(group.registry.routes(group.pause.members))
                 if routes - self._asked:
-                    raise TruthError("PAUSE_LOCAL is not asked of all ranks at once")
+                    raise InvariantViolation("PAUSE_LOCAL is not asked of all ranks at once")
             self._pause = group.pause.state
             if group.pause.state is PauseState.RUNNING:
                 for name, peer in group.registry.engines.items():
@@ -156,15 +155,17 @@ class Wire:
         if before is WaveState.GLOBAL and kept and state in (WaveState.IDLE, WaveState.RUNNING):
             self._reach["kept and started"] += 1
             if group.coordinator is not None and group.coordinator.route not in self._started:
-                raise TruthError(f"a FIRST_REQ of {group.name} that was kept is lost")
+                raise InvariantViolation(f"a FIRST_REQ of {group.name} that was kept is lost")
 
     def _held(self, held: FirstReqHeld) -> None:
-        group = self._world.held.dp_groups.dp_groups[held.dp_group]
+        group = self._world.existing_group.dp_groups.dp_groups[held.dp_group]
         self._reach["held"] += 1
         if group.wave.state not in (WaveState.GLOBAL, WaveState.DOWN):
-            raise TruthError(f"a FIRST_REQ is held while {group.name} is {group.wave.state.value}")
+            raise InvariantViolation(
+                f"a FIRST_REQ is held while {group.name} is {group.wave.state.value}"
+            )
         if group.wave.state is WaveState.GLOBAL and not group.wave.kept:
-            raise TruthError(f"a FIRST_REQ of {group.name} is not kept over the pause")
+            raise InvariantViolation(f"a FIRST_REQ of {group.name} is not kept over the pause")
 
 
 class Play:
@@ -197,7 +198,9 @@ class Play:
         self.trainer = self.new_trainer()
 
     def run(self) -> None:
-        self.world.run_until(lambda: self.trainer.joined and self.world.joined(), within_ms=4000)
+        self.world.run_until(
+            lambda: self.trainer.is_joined and self.world.has_joined(), within_ms=4000
+        )
         for action in self.schedule.actions:
             self.world.run_for(action.wait_ms)
             getattr(self, action.what)(action.index)
@@ -241,7 +244,7 @@ class Play:
     def pause(self, index: int) -> None:
         if not self.trainer.alive:
             self.trainer = self.new_trainer()
-        if self.trainer.busy or not self.trainer.joined:
+        if self.trainer.is_busy or not self.trainer.is_joined:
             return
         mode = _MODES[index % len(_MODES)]
         self.trainer.wait_ms = 20 if mode == "wait" else 0
@@ -256,7 +259,7 @@ class Play:
         self.pause(index)
 
     def update(self, index: int) -> None:
-        if self.trainer.alive and self.trainer.joined and not self.trainer.busy:
+        if self.trainer.alive and self.trainer.is_joined and not self.trainer.is_busy:
             self.payload += 1
             self.trainer.run(self.trainer.update(self.payload, think_ms=float(index)))
 
@@ -353,11 +356,11 @@ class Play:
     def _free_the_quarantined(self) -> None:
         """What an update that broke off has left: a whole one frees them."""
         world = self.world
-        if not any(engine.session.update.partial for engine in world.alive):
+        if not any(engine.session.update.partial for engine in world.live_engines):
             return
         if self.trainer.peer.link.state is LinkState.REFUSED or not self.trainer.alive:
             self.trainer = self.new_trainer()
-        there = lambda: self.trainer.joined and world.joined()  # noqa: E731 - said once
+        there = lambda: self.trainer.is_joined and world.has_joined()  # noqa: E731 - said once
         assert world.run_until(there, within_ms=SETTLE_MS), self.story()
         self.update(0)
         assert world.settle(within_ms=SETTLE_MS), self.story()
@@ -369,15 +372,15 @@ class Play:
             group = self.world.group
             return group is not None and group.pause.state is state
 
-        self.world.run_until(lambda: there() or not self.trainer.busy, within_ms=2000.0)
+        self.world.run_until(lambda: there() or not self.trainer.is_busy, within_ms=2000.0)
         if there():
             self.reach[f"request at pause {state.value}"] += 1
 
     def story(self) -> str:
         """Where everybody stands."""
-        told = [f"{self.schedule}", f"pause {self.world.held.pause.state}"]
+        told = [f"{self.schedule}", f"pause {self.world.existing_group.pause.state}"]
         for group in self.groups:
-            view = self.world.held.dp_groups.dp_groups.get(group.name)
+            view = self.world.existing_group.dp_groups.dp_groups.get(group.name)
             told.append(
                 f"{group.name}: gateway {group.gateway.state} wave {group.gateway.wave}, "
                 f"broker {view.view() if view else None}"

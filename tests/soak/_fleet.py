@@ -65,7 +65,15 @@ class Fleet:
         journal = ("--journal", str(self.folder / "journal"), "--journal-bytes", "1000000")
         limits = ("--step-timeout-ms", "10000", "--log-level", "error")
         broker = self.start(
-            "broker", "-m", "bus.cli", "broker", "--listen", listen, *options, *journal, *limits
+            "broker",
+            "-m",
+            "bus.cli.main",
+            "broker",
+            "--listen",
+            listen,
+            *options,
+            *journal,
+            *limits,
         )
         self.address = broker.line()
         return broker

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from bus.runtime.aio import AsyncioScheduler
-from bus.runtime.broker import BrokerServer
+from bus.runtime.broker_server import BrokerServer
+from bus.runtime.clock import AsyncioScheduler
 from bus.runtime.zmq_transport import ZmqServer
 
 if TYPE_CHECKING:

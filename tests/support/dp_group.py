@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from bus.errors import EngineDead, EngineError
 from bus.messages import NackCode
-from bus.runtime.zmq_coordinator import CoordinatorSockets
+from bus.runtime.zmq_dp import DpCoordinatorSockets
 from sidecar.corepage import NoPage, PageReader
 from sidecar.gateway import frames
 from sidecar.launch import free_port
@@ -264,7 +264,7 @@ class Coordinator:
     """A coordinator that does only what a test says, apart from READY."""
 
     def __init__(self, size: int) -> None:
-        self.sockets = CoordinatorSockets("127.0.0.1")
+        self.sockets = DpCoordinatorSockets("127.0.0.1")
         self.asked: asyncio.Queue[frames.FirstRequest] = asyncio.Queue()
         self.reports: asyncio.Queue[frames.CoreReport] = asyncio.Queue()
         self._size = size
@@ -286,17 +286,17 @@ class Coordinator:
 
     def start(self, wave: int) -> None:
         """START_DP_WAVE to all cores."""
-        self.sockets.to_cores(frames.start_wave(frames.StartWave(wave)))
+        self.sockets.publish_to_cores(frames.start_wave(frames.StartWave(wave)))
 
     def publish(self, wave: int, *, running: bool) -> None:
         """To all front ends."""
-        self.sockets.to_fronts(frames.standing(frames.Standing(wave, running)))
+        self.sockets.publish_to_fronts(frames.standing(frames.Standing(wave, running)))
 
     def _on_subscription(self, parts: list[bytes]) -> None:
         if frames.is_core_subscription(parts):
             self._cores += 1
             if self._cores == self._size:
-                self.sockets.to_cores((frames.READY,))
+                self.sockets.publish_to_cores((frames.READY,))
 
     def _on_front(self, parts: list[bytes]) -> None:
         said = frames.from_front(parts, self._size)

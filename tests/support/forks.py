@@ -37,7 +37,7 @@ _forks.set_forkserver_preload(_IMPORTED)
 def run_command(arguments: list[str], environment: Mapping[str, str]) -> None:
     """In the child: `wavebus` with these arguments."""
     os.environ.update(environment)
-    from bus.cli import run  # noqa: PLC0415 - after the fork
+    from bus.cli.main import run  # noqa: PLC0415 - after the fork
 
     sys.exit(run(arguments))
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Self
 
-from bus import codec
-from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, Message, Nack
+from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, Message, Nack, codec
 from bus.runtime.peer import route_of
 from bus.runtime.zmq_transport import ZmqClient
 

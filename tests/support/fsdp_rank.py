@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import bus.log
 from bus.errors import WavebusError
-from bus.runtime.lines import answer as say
+from bus.runtime.json_lines import write_answer as say
 from trainer_agent import SyncTrainerAgent
 from trainer_agent.cache import CpuCache
 from trainer_agent.sources import PairSource

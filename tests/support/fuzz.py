@@ -20,8 +20,7 @@ from typing import (
 import msgpack
 import msgspec
 
-from bus import codec
-from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope
+from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, codec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

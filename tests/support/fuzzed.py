@@ -16,8 +16,8 @@ import bus.log
 from bus.ids import new_boot
 from bus.protocol.broker.admission import Limits, Rate
 from bus.protocol.broker.broker import BrokerConfig
-from bus.runtime.broker import rss_bytes
-from bus.runtime.lines import answer, commands
+from bus.runtime.broker_server import rss_bytes
+from bus.runtime.json_lines import read_commands, write_answer
 from bus.runtime.peer import route_of
 from bus.runtime.zmq_transport import ZmqClient
 from sidecar import Sidecar
@@ -27,7 +27,7 @@ from tests.support.broker import a_broker
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bus.runtime.base import OnFrame
+    from bus.runtime.interfaces import OnFrame
 
 ENDLESS = Rate(1e12, 1e12)
 
@@ -68,9 +68,9 @@ async def serve(*arguments: str) -> None:
 
     asyncio.get_running_loop().set_exception_handler(note)
     async with a_target(*arguments) as what:
-        answer(what=what)
-        async for _ in commands():
-            answer(rss_bytes=rss_bytes(), broken=broken[:5], frames=Counting.frames)
+        write_answer(what=what)
+        async for _ in read_commands():
+            write_answer(rss_bytes=rss_bytes(), broken=broken[:5], frames=Counting.frames)
 
 
 if __name__ == "__main__":

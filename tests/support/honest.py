@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 from bus.ids import new_boot
 from bus.messages import Heartbeat
 from bus.protocol.core.link import LinkState
-from bus.runtime.aio import AsyncioScheduler
-from bus.runtime.peer import Peer, route_of
+from bus.runtime.clock import AsyncioScheduler
+from bus.runtime.peer import PeerClient, route_of
 from bus.runtime.zmq_transport import ZmqClient
 from tests.unit.bus._builders import engine_join
 
@@ -29,7 +29,7 @@ class Honest:
         self.states: list[LinkState] = []
         self.changed = asyncio.Event()
         boot = new_boot()
-        self.peer = Peer(
+        self.peer = PeerClient(
             name=name,
             group="honest",
             boot=boot,

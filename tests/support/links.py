@@ -14,8 +14,8 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias
 
-from bus import codec
 from bus.errors import DecodeError
+from bus.messages import codec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

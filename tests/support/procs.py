@@ -147,7 +147,7 @@ class Proc:
 
 def wavebus(*arguments: str, env: dict[str, str] | None = None) -> Proc:
     """A command of wavebus."""
-    return Proc(sys.executable, "-m", "bus.cli", *arguments, env=env)
+    return Proc(sys.executable, "-m", "bus.cli.main", *arguments, env=env)
 
 
 def run_wavebus(
@@ -155,7 +155,7 @@ def run_wavebus(
 ) -> subprocess.CompletedProcess[str]:
     """A command of wavebus, to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "bus.cli", *arguments],
+        [sys.executable, "-m", "bus.cli.main", *arguments],
         capture_output=True,
         text=True,
         cwd=cwd,

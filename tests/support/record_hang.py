@@ -11,7 +11,7 @@ from typing import Final
 
 import bus.log
 from bus.protocol.engine.calls import CallPause
-from bus.runtime.memory import Faults
+from bus.runtime.memory_transport import Faults
 from bus.testing.sim_world import SimWorld
 
 HANG: Final = Path(__file__).resolve().parents[1] / "data" / "hang.journal"
@@ -23,7 +23,7 @@ def recorded() -> bytes:
     for _ in range(3):
         world.add_dp_group(1)
     trainer = world.add_trainer()
-    world.run_until(lambda: trainer.joined and world.joined())
+    world.run_until(lambda: trainer.is_joined and world.has_joined())
     trainer.run(trainer.update(1))
     world.settle()
     world.engines["e1"].behaviour.hold.add(CallPause)

@@ -22,10 +22,10 @@ if __name__ == "__main__":
         boot=1,
         config=BrokerConfig(),
         scheduler=SimScheduler(),
-        failed=errors.append,
+        on_failure=errors.append,
     )
     for index in range(20):
-        writer.received(float(index), b"e0#1", bytes(1000), "")
+        writer.on_received(float(index), b"e0#1", bytes(1000), "")
         writer.flush()
     writer.close()
     sys.stdout.write(f"{len(errors)}\n")

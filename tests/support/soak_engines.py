@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 import bus.log
-from bus.runtime.lines import answer, commands
+from bus.runtime.json_lines import read_commands, write_answer
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine, SamplingParams
 
@@ -98,16 +98,16 @@ async def main(load: Load, broker: str, folder: str, names: list[str]) -> None:
             sidecar = Sidecar(engine, broker=broker, group="policy", name=name)
             await stack.enter_async_context(sidecar)
             await sidecar.joined()
-        answer(joined=names)
+        write_answer(joined=names)
         tasks = [
             asyncio.create_task(ask(engine, load, random.Random(f"{name} {number}"), counts))
             for name, engine in engines.items()
             for number in range(load.requests)
         ]
-        async for _ in commands():
+        async for _ in read_commands():
             served = {name: await greedy(engine) for name, engine in engines.items()}
             dead = [repr(task.exception()) for task in tasks if task.done()]
-            answer(**asdict(counts), served=served, dead=dead)
+            write_answer(**asdict(counts), served=served, dead=dead)
         for task in tasks:
             task.cancel()
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import bus.log
 from bus.errors import WavebusError
-from bus.runtime.lines import answer, commands
+from bus.runtime.json_lines import read_commands, write_answer
 from trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
@@ -30,19 +30,19 @@ async def main(broker: str, folder: str) -> None:
     async with TrainerAgent(
         broker, name="trainer", lease_ms=6000, chunk_bytes=40_000, timeout_s=20.0
     ) as agent:
-        answer(joined=True)
-        async for line in commands():
+        write_answer(joined=True)
+        async for line in read_commands():
             count, which, how = line.split()
             try:
                 await agent.wait_for_engines(int(count), timeout_s=20.0)
                 weights = other if which == "1" else first
                 version = await agent.update_weights(weights, how=cast("How", how))
             except WavebusError as error:
-                answer(error=f"{type(error).__name__}: {error}"[:300])
+                write_answer(error=f"{type(error).__name__}: {error}"[:300])
                 continue
             assert agent.last_update is not None
             told = agent.last_update
-            answer(version=version, excluded=told.excluded, how=told.how, why=told.why_paused)
+            write_answer(version=version, excluded=told.excluded, how=told.how, why=told.why_paused)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bus.errors import UpdateFailed
-from bus.seams import SourceTree
+from bus.vllm_source import SourceTree
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.new_vllm import installed, write
 from tests.support.procs import run_wavebus, wavebus

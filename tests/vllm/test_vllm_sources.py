@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from bus import native as blobs
+from bus import vllm_payloads as blobs
 from bus.errors import UsageError
 from bus.transfer import World
 from sidecar.launch import free_port

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from safetensors.torch import save_file
 
-from bus.codec import decode
 from bus.errors import WavebusError
 from bus.journal.reader import Entry, read
-from bus.journal.records import Sent
+from bus.journal.records import FrameSent
 from bus.messages import Commit
+from bus.messages.codec import decode
 from trainer_agent.demo.grpo import GrpoConfig, GrpoLearner
 from trainer_agent.demo.oracle import Verdict, judge
 from trainer_agent.demo.policy import Policy, PolicyConfig, copy_of, save_checkpoint
@@ -264,7 +264,7 @@ class Chaos:
         """Versions are what the journal says was committed under which label."""
         numbers = {0: 0}
         for item in read(self._options.journal):
-            if not isinstance(item, Entry) or not isinstance(item.record, Sent):
+            if not isinstance(item, Entry) or not isinstance(item.record, FrameSent):
                 continue
             _, message = decode(item.record.frame)
             if isinstance(message, Commit):

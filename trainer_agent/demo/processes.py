@@ -147,7 +147,7 @@ class Processes:
     ) -> subprocess.Popen[str]:
         with (self.folder / f"{name}.log").open("a", encoding="utf-8") as log:
             process = subprocess.Popen(  # noqa: S603 - our own command
-                [sys.executable, "-m", "bus.cli", *arguments],
+                [sys.executable, "-m", "bus.cli.main", *arguments],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

@@ -25,7 +25,7 @@ import torch
 
 from bus.errors import WavebusError
 from bus.lora import FOLDER_PREFIX
-from bus.runtime import held
+from bus.runtime import locked_paths
 from bus.transfer import SHM_FOLDER, SHM_PREFIX, ShmChunk, ShmInit, ShmTensors, aligned, encode
 from trainer_agent import shared
 from trainer_agent.transfer.base import Sender, pack
@@ -158,6 +158,6 @@ def sweep(folder: Path = Path(SHM_FOLDER)) -> list[str]:
     segments = (path for path in folder.glob(f"{SHM_PREFIX}*") if path.is_file())
     adapters = folder.glob(f"{FOLDER_PREFIX}*/")
     return [
-        *held.sweep(segments, lambda left: left.unlink(missing_ok=True)),
-        *held.sweep(adapters, lambda left: shutil.rmtree(left, ignore_errors=True)),
+        *locked_paths.sweep(segments, lambda left: left.unlink(missing_ok=True)),
+        *locked_paths.sweep(adapters, lambda left: shutil.rmtree(left, ignore_errors=True)),
     ]

@@ -20,13 +20,13 @@ from bus.protocol.core.failures import Declined, Failure, wrong_state
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from bus.messages import CanaryWay
+    from bus.messages import CanaryMode
     from bus.protocol.broker.engine_registry import EngineRegistry
     from bus.protocol.broker.update import UpdateMachine
 
 
 def require_probes(
-    way: CanaryWay, names: Iterable[str], roster: EngineRegistry, *, asleep: bool
+    way: CanaryMode, names: Iterable[str], roster: EngineRegistry, *, asleep: bool
 ) -> None:
     """Before anything is touched: whether all of them can run probes while requests are treated
     that way. Without a canary, all can.

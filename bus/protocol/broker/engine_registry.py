@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from bus.messages import EngineView, Mate, Mates, NackCode, WaitEngines
+from bus.messages import EngineView, NackCode, PeerRank, PeerRanks, WaitEngines
 from bus.protocol.broker.communicator import Communicator, communicator
 from bus.protocol.core.failures import Declined, Failure, wrong_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from bus.messages import CanaryWay, Phase, Target
+    from bus.messages import CanaryMode, Phase, Target
     from bus.protocol.broker.membership import Peer
 
 
@@ -92,12 +92,12 @@ class EngineRegistry:
             return [name]
         return self._ranks(facts.dp_group)
 
-    def introduction(self, names: Iterable[str]) -> Mates:
+    def introduction(self, names: Iterable[str]) -> PeerRanks:
         """Where these reach each other."""
         peers = [self.engines[name] for name in names]
-        return Mates(
+        return PeerRanks(
             tuple(
-                Mate(peer.name, peer.facts.dp_rank, peer.facts.mate_address, peer.user)
+                PeerRank(peer.name, peer.facts.dp_rank, peer.facts.mate_address, peer.user)
                 for peer in peers
                 if peer.facts is not None
             )
@@ -179,7 +179,7 @@ class EngineRegistry:
         engines = (self.engines[name] for name in names if name in self.engines)
         return sorted(p.name for p in engines if p.facts is None or not p.facts.can_sleep)
 
-    def unable_to_probe(self, names: Iterable[str], way: CanaryWay) -> list[str]:
+    def unable_to_probe(self, names: Iterable[str], way: CanaryMode) -> list[str]:
         """Which of them can't run a canary's probes while requests are treated that way."""
         able = ("keep",) if way == "keep" else ("keep", "abort")
         engines = (self.engines[name] for name in names if name in self.engines)

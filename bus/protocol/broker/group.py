@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from bus.messages import (
     Ack,
     Armed,
-    Behind,
     GroupAck,
     GroupView,
     Heartbeat,
@@ -32,6 +31,7 @@ from bus.messages import (
     Nack,
     NackCode,
     Probed,
+    StaleEngines,
     Step,
     step_name,
 )
@@ -222,7 +222,7 @@ class Group:
         if self.is_busy() or not self.version or beat.version != self.version:
             return []
         names = stale_dp_groups(self.registry, self.version)
-        return self.session.notify(Behind(self.version, names)) if names else []
+        return self.session.notify(StaleEngines(self.version, names)) if names else []
 
     def pause_held_at(self, name: str) -> str:
         """The pause that its trainer holds at this engine, as long as that is heard: what renews

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from bus.errors import UsageError
 from bus.ids import check_name
 from bus.messages import (
+    CoordinatorFacts,
     CoreStatus,
     EngineFacts,
     EngineView,
-    GatewayFacts,
     Join,
     NackCode,
     Phase,
@@ -62,7 +62,7 @@ class Peer:
     last_seq: int
     last_heard_ms: float
     facts: EngineFacts | None
-    coordinator: GatewayFacts | None = None
+    coordinator: CoordinatorFacts | None = None
     core: CoreStatus | None = None
     core_reported_ms: float = 0.0
     phase: Phase = "running"
@@ -231,7 +231,7 @@ class Membership:
             hint="give every DP group its own --dp-group, every rank its own --dp-rank",
         )
 
-    def _refuse_coordinator(self, name: str, group: str, facts: GatewayFacts) -> Failure | None:
+    def _refuse_coordinator(self, name: str, group: str, facts: CoordinatorFacts) -> Failure | None:
         for other in self.by_name.values():
             if other.coordinator is None or other.group != group or other.name == name:
                 continue

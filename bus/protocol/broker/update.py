@@ -57,7 +57,7 @@ from bus.messages import (
     Ack,
     Arm,
     Armed,
-    CanaryWay,
+    CanaryMode,
     ChunkSent,
     Commit,
     Message,
@@ -169,7 +169,7 @@ class UpdateMachine:
         self.version = 0
         self.label = ""
         self.target: Target = "model"
-        self.canary: CanaryWay = ""
+        self.canary: CanaryMode = ""
         self.staging = StagingDecision()
         self.staged = False  # engines serve until they swap, and beyond
         self.quorum = 1  # DP groups

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from bus.manifest import Manifest
 from bus.messages import NackCode
-from bus.native import takes_patches
 from bus.protocol.core.failures import Declined, Failure
+from bus.vllm_payloads import is_patching
 
 if TYPE_CHECKING:
     from bus.messages import Arm, ChunkSent, WeightChunkMeta
@@ -34,7 +34,7 @@ def manifest_of(message: Arm) -> Manifest:
         raise Declined(
             Failure(NackCode.MANIFEST_REFUSED, "a patch has both counts and a base", field="base")
         )
-    if bool(message.counts) is not takes_patches(message.backend):
+    if bool(message.counts) is not is_patching(message.backend):
         sent = "patches" if message.counts else "whole sets of weights"
         raise Declined(
             Failure(NackCode.BACKEND_MISSING, f"{message.backend} has no {sent}", field="backend")

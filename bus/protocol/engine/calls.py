@@ -12,7 +12,7 @@ from bus.messages import (
     Arm,
     ChunkSent,
     Commit,
-    LeaseWord,
+    LeaseVote,
     Message,
     Nack,
     PauseGlobal,
@@ -203,7 +203,7 @@ Call: TypeAlias = (
 class SendToPeers:
     """Tell these ranks of the DP group, over the direct link."""
 
-    vote: LeaseWord
+    vote: LeaseVote
     ranks: tuple[int, ...]
 
 

@@ -20,10 +20,10 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from bus.messages import ChunkSent, Step, WeightChunkMeta
-from bus.native import loads_when_received
 from bus.protocol.core.failures import wrong_state
 from bus.protocol.core.validation import check_chunk, check_sums
 from bus.protocol.engine.calls import CallLoad, CallQueue, CallReceive, SessionEffect, ack
+from bus.vllm_payloads import is_loaded_on_receipt
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
@@ -111,7 +111,7 @@ class EngineChunks:
     def _go_on(self) -> list[SessionEffect]:
         """Receive and load, one chunk after the other."""
         acks: list[SessionEffect] = []
-        theirs = loads_when_received(self._backend)
+        theirs = is_loaded_on_receipt(self._backend)
         while True:
             received, passed = self._ack_received - len(self._metas), self._sent - len(self._checks)
             if self._metas and received - passed < (1 if theirs else self.ahead):

@@ -49,7 +49,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from bus.messages import LeaseWord, Stand
+    from bus.messages import LeasePosition, LeaseVote
 
 # How often mates are asked, and a resume that failed is tried again.
 LEASE_RETRY_MS: Final = 1000.0
@@ -73,7 +73,7 @@ class EngineLease:
         self._lease_ms = 0.0
         self._renewed_ms = 0.0
         self._tried_ms = -LEASE_RETRY_MS
-        self._votes: dict[int, LeaseWord] = {}
+        self._votes: dict[int, LeaseVote] = {}
 
     def begin(self, lease_ms: float, now_ms: float) -> None:
         """PAUSE_LOCAL was taken."""
@@ -126,7 +126,7 @@ class EngineLease:
         """Mates count on its weights not being touched, and on no other pause."""
         return self.state is LeaseState.OVER and self.clean_said
 
-    def on_vote(self, word: LeaseWord) -> None:
+    def on_vote(self, word: LeaseVote) -> None:
         """A mate has said how it stands."""
         self._votes[word.dp_rank] = word
 
@@ -153,6 +153,6 @@ class EngineLease:
             if self._position(mate) not in ("clean", "running")
         ]
 
-    def _position(self, mate: int) -> Stand | str:
+    def _position(self, mate: int) -> LeasePosition | str:
         word = self._votes.get(mate)
         return "" if word is None else word.stand

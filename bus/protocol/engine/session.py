@@ -29,7 +29,8 @@ from bus.messages import (
     ChunkSent,
     Commit,
     Heartbeat,
-    LeaseWord,
+    LeasePosition,
+    LeaseVote,
     Message,
     NackCode,
     PauseGlobal,
@@ -38,7 +39,6 @@ from bus.messages import (
     Probe,
     Resume,
     Sleep,
-    Stand,
     TransferInit,
     UpdateFinish,
     UpdateStart,
@@ -436,7 +436,7 @@ class EngineSession:
         effects, self._waits_for_admission = self._waits_for_admission, []
         return effects
 
-    def on_lease_word(self, word: LeaseWord, now_ms: float) -> list[SessionEffect]:
+    def on_lease_word(self, word: LeaseVote, now_ms: float) -> list[SessionEffect]:
         """A mate has said how it stands, and may ask how this rank does."""
         if word.dp_rank not in self.lease.peers:
             return []
@@ -502,14 +502,14 @@ class EngineSession:
             effects.append(Note("lease_undecided", "warning", fields))
         return effects
 
-    def _vote(self, *, asks: bool) -> LeaseWord:
+    def _vote(self, *, asks: bool) -> LeaseVote:
         stand = self._position()
         if stand == "clean":
             self.lease.clean_said = True
         rank, pause_id = self.lease.rank, self.pause.update_id
-        return LeaseWord(self._dp_group, rank, stand, pause_id, self.version, asks)
+        return LeaseVote(self._dp_group, rank, stand, pause_id, self.version, asks)
 
-    def _position(self) -> Stand:
+    def _position(self) -> LeasePosition:
         """See :mod:`bus.protocol.engine.lease`."""
         if self.pause.state in (EnginePauseState.RUNNING, EnginePauseState.RESUMING):
             return "running"

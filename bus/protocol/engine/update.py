@@ -55,7 +55,7 @@ adapter.
 
 Invariants: a chunk is loaded at most once, in order, and not before the sender has said that
 all of it was sent and its sums are right (but backends of vLLM's own load what they receive, see
-:mod:`bus.native`); the model is finished when every chunk of the manifest is loaded, and not
+:mod:`bus.vllm_payloads`); the model is finished when every chunk of the manifest is loaded, and not
 before; the version only grows, and at COMMIT, or is loaded again by an engine that catches up
 (:mod:`bus.protocol.broker.catch_up`); a part leaves ``partial`` only by a commit of its
 own, and an update that begins while there is any, tells the engine to recover; the engine is
@@ -102,7 +102,6 @@ from bus.messages import (
     UpdateStart,
     WeightChunkMeta,
 )
-from bus.native import loads_when_received
 from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.failures import Declined, Failure, swap_cancelled, wrong_state
 from bus.protocol.core.validation import manifest_of
@@ -133,6 +132,7 @@ from bus.protocol.engine.chunks import EngineChunks
 from bus.protocol.engine.transfer import EngineTransfer
 from bus.protocol.engine.update_spec import UpdateSpec
 from bus.staging import Room
+from bus.vllm_payloads import is_loaded_on_receipt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -494,7 +494,7 @@ class EngineUpdate:
     def on_issued(self, call: object) -> None:
         """A call is made now: from a receive on that loads, or the sleep that discards them, the
         old weights are gone."""
-        if isinstance(call, CallReceive) and loads_when_received(call.backend):
+        if isinstance(call, CallReceive) and is_loaded_on_receipt(call.backend):
             self._lost_the_old()
         elif isinstance(call, CallAbortRequests):
             self._admission.closed = True

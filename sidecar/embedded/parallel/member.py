@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import bus.log
 from bus.errors import EngineError
-from bus.runtime.zmq_member import MemberSockets
+from bus.runtime.zmq_dp import DpRankSockets
 from sidecar.embedded.parallel.core import LockstepCore
 from sidecar.embedded.parallel.group import GroupExchange, Rendezvous
 from sidecar.embedded.parallel.lifeline import Lifeline
@@ -52,7 +52,7 @@ class Member:
         self._log = bus.log.logger(dp_group=options.group, dp_rank=options.rank)
         self._lifeline = Lifeline(options.group, options.rank, options.size, lost)
         self._gateway: GatewayProcess | None = None
-        self._sockets: MemberSockets | None = None
+        self._sockets: DpRankSockets | None = None
         self._core: LockstepCore | None = None
         self._ready = asyncio.Event()
         # What the coordinator said last, or FIRST_REQ has made likely.
@@ -73,7 +73,7 @@ class Member:
         meeting = await _blocking(lambda: Rendezvous(options))
         await _blocking(lambda: meeting.check(alike))
         addresses = await self._meet(meeting)
-        self._sockets = MemberSockets(
+        self._sockets = DpRankSockets(
             options.rank,
             front=addresses.front,
             core_in=addresses.core_in,
@@ -114,8 +114,8 @@ class Member:
         """
         assert self._sockets is not None
         self._sockets.listen(on_front=self._on_front, on_core=self._on_core)
-        self._sockets.from_front(frames.SUBSCRIBE)
-        self._sockets.subscribe_core(frames.SUBSCRIBE)
+        self._sockets.send_as_front(frames.SUBSCRIBE)
+        self._sockets.subscribe_as_core(frames.SUBSCRIBE)
         await self._bounded(self._ready.wait(), "its coordinator is not ready")
 
     def request(self) -> int:
@@ -124,7 +124,7 @@ class Member:
         if not self._running and self._sockets is not None:
             self._running = True
             asked = frames.FirstRequest(self.options.rank, wave)
-            self._sockets.from_front(frames.first_request(asked))
+            self._sockets.send_as_front(frames.first_request(asked))
         return wave
 
     async def explain(self, reason: str) -> str | None:
@@ -230,7 +230,7 @@ class Member:
 
         def send() -> None:
             if self._sockets is not None:
-                self._sockets.from_core(frames.report(report))
+                self._sockets.report_as_core(frames.report(report))
 
         self._in_loop(send)
 

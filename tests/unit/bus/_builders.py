@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from bus.codec import encode_body
 from bus.messages import (
     WIRE_MAJOR,
     WIRE_MINOR,
@@ -19,6 +18,7 @@ from bus.messages import (
     Phase,
     Step,
 )
+from bus.messages.codec import encode_body
 from bus.protocol.broker.membership import Peer
 from bus.protocol.core.effects import Send
 from bus.protocol.core.failures import Failure

@@ -9,7 +9,7 @@ from bus.errors import Refused
 from bus.protocol.broker.pause import PauseState
 from bus.protocol.broker.sleep import SleepState
 from bus.protocol.broker.update import UpdateState
-from bus.runtime.memory import Faults
+from bus.runtime.memory_transport import Faults
 from bus.testing.sim_world import SimWorld
 from bus.testing.watch import Watch
 
@@ -31,10 +31,10 @@ class Scene:
         for size in sizes:
             self.world.add_dp_group(size)
         if sizes:
-            assert self.world.run_until(self.world.joined)
+            assert self.world.run_until(self.world.has_joined)
         if trainer:
             self.trainer = self.world.add_trainer()
-            assert self.world.run_until(lambda: self.trainer.joined)
+            assert self.world.run_until(lambda: self.trainer.is_joined)
 
     def engine(self, name: str) -> SimEngine:
         return self.world.engines[name]
@@ -49,7 +49,7 @@ class Scene:
         """Stop in the moment in which the group is there."""
         kinds = {PauseState: "pause", SleepState: "sleep", UpdateState: "update"}
         kind = kinds[type(state)]
-        group = self.world.held
+        group = self.world.existing_group
         assert self.world.run_until(lambda: getattr(group, kind).state is state), state
 
     def settled(self) -> Outcome:
@@ -65,16 +65,16 @@ class Scene:
     def refused(self, *messages: Message) -> NackCode:
         """What the trainer is answered."""
         self.trainer.run(self.trainer.ask(*messages))
-        assert self.world.run_until(lambda: not self.trainer.busy)
+        assert self.world.run_until(lambda: not self.trainer.is_busy)
         error = self.trainer.outcomes[-1].error
         assert isinstance(error, Refused)
         return error.code
 
     def versions(self) -> dict[str, int]:
-        return {e.name: e.truth.version for e in self.world.alive}
+        return {e.name: e.truth.version for e in self.world.live_engines}
 
     def running(self) -> set[str]:
-        return {e.name for e in self.world.alive if e.truth.running}
+        return {e.name for e in self.world.live_engines if e.truth.running}
 
 
 def code_of(outcome: Outcome) -> NackCode:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bus.messages import (
-    LeaseWord,
+    LeaseVote,
     NackCode,
     PauseLocal,
     Staging,
@@ -21,7 +21,7 @@ from bus.staging import Room
 from bus.testing.makers import make_arm, make_chunk, make_manifest, make_sent
 
 if TYPE_CHECKING:
-    from bus.messages import Message, Stand
+    from bus.messages import LeasePosition, Message
     from bus.protocol.engine.calls import Call, CallResult, SessionEffect
 
 MANIFEST = make_manifest(("a", "b"))
@@ -56,10 +56,12 @@ class Driver:
     def tick(self, now_ms: float) -> list[SessionEffect]:
         return self.take(self.session.tick(now_ms))
 
-    def word(self, rank: int, stand: Stand, now_ms: float = 0.0, **fields: Any) -> list[Any]:
+    def word(
+        self, rank: int, stand: LeasePosition, now_ms: float = 0.0, **fields: Any
+    ) -> list[Any]:
         """A mate's word, at this rank's version and of its pause unless it is said otherwise."""
         told = {"pause_id": "u1", "version": 3, "asks": False, **fields}
-        return self.take(self.session.on_lease_word(LeaseWord("dp0", rank, stand, **told), now_ms))
+        return self.take(self.session.on_lease_word(LeaseVote("dp0", rank, stand, **told), now_ms))
 
     def take(self, effects: list[SessionEffect]) -> list[SessionEffect]:
         for effect in effects:

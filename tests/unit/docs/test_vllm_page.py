@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bus.seams import OLDEST, RUN_ON
+from bus.vllm_versions import OLDEST_SUPPORTED, TESTED
 from sidecar.vllm_plugin.registry import REGISTRY as SIDECAR
 from trainer_agent.vllm_registry import REGISTRY as TRAINER
 
@@ -22,9 +22,9 @@ def test_its_table_has_every_feature() -> None:
 def test_it_names_the_versions_that_the_tests_run_on() -> None:
     head = re.search(r"^\| feature \| what for \| (.+) \|$", PAGE, re.MULTILINE)
     assert head is not None
-    assert [number.rpartition(".")[0] for number in head[1].split(" | ")][-len(RUN_ON) :] == [
-        *RUN_ON
+    assert [number.rpartition(".")[0] for number in head[1].split(" | ")][-len(TESTED) :] == [
+        *TESTED
     ]
-    assert f"vLLM {'.'.join(map(str, OLDEST))} and later" in PAGE
+    assert f"vLLM {'.'.join(map(str, OLDEST_SUPPORTED))} and later" in PAGE
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"the tests run on {' and '.join(RUN_ON)}" in readme
+    assert f"the tests run on {' and '.join(TESTED)}" in readme

@@ -12,7 +12,7 @@ PAGE = (ROOT / "docs/waves.md").read_text(encoding="utf-8")
 
 
 def test_its_diagrams_are_the_machines_tables() -> None:
-    """Else: ``python -m bus.commands.diagrams --write docs/waves.md``."""
+    """Else: ``python -m bus.cli.diagrams --write docs/waves.md``."""
     assert fill_page(PAGE) == PAGE
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.seams import require_supported
+from bus.vllm_versions import require_supported
 from sidecar.vllm_inprocess import parse_version
 from sidecar.vllm_plugin.client import engine_error
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from bus.runtime.held import HeldFolder
+from bus.runtime.locked_paths import LockedFolder
 from sidecar.launch import free_port
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 MAKES_ONE = """
 import sys
 from pathlib import Path
-from bus.runtime.held import HeldFolder
-folder = HeldFolder("held-", Path(sys.argv[1]))
+from bus.runtime.locked_paths import LockedFolder
+folder = LockedFolder("held-", Path(sys.argv[1]))
 (folder.path / "page").touch()
 print(folder.path, flush=True)
 sys.stdin.read()
@@ -28,7 +28,7 @@ sys.stdin.read()
 def test_a_folder_whose_maker_was_killed_goes_with_the_next(tmp_path: Path) -> None:
     """One whose maker lives does not, nor does another's."""
     (tmp_path / "other").mkdir()
-    living = HeldFolder("held-", tmp_path)
+    living = LockedFolder("held-", tmp_path)
     with subprocess.Popen(
         [sys.executable, "-c", MAKES_ONE, str(tmp_path)],
         stdin=subprocess.PIPE,
@@ -40,7 +40,7 @@ def test_a_folder_whose_maker_was_killed_goes_with_the_next(tmp_path: Path) -> N
         maker.send_signal(signal.SIGKILL)
         maker.wait()
     assert {str(path) for path in tmp_path.glob("held-*")} == {str(living.path), left}
-    new = HeldFolder("held-", tmp_path)
+    new = LockedFolder("held-", tmp_path)
     assert set(tmp_path.iterdir()) == {tmp_path / "other", living.path, new.path}
     for folder in (living, new, new):
         folder.close()

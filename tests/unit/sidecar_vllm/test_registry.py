@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bus import seams
-from bus.cli import run
-from bus.commands.status import _table
+from bus import vllm_source
+from bus.cli.main import run
+from bus.cli.status import _table
 from bus.errors import UsageError
 from bus.messages import Join, Status, StatusRequest
 from bus.protocol.broker.broker import Broker, BrokerConfig
 from bus.protocol.core.effects import Note
-from bus.seams import RUN_ON, SourceTree, untested_reason
+from bus.vllm_source import SourceTree
+from bus.vllm_versions import TESTED, untested_reason
 from sidecar.vllm_plugin import facts as worker_facts
 from sidecar.vllm_plugin import installation
 from sidecar.vllm_plugin.door import DOOR
@@ -227,7 +228,7 @@ def test_a_seam_can_be_switched_off() -> None:
 @pytest.mark.parametrize(
     ("version", "untested"),
     [
-        *((f"{each}.0", False) for each in RUN_ON),
+        *((f"{each}.0", False) for each in TESTED),
         ("0.33.1rc2.dev4+g0a1b2c3", False),
         ("0.31.2", True),
         ("0.34.0", True),
@@ -239,7 +240,7 @@ def test_an_unknown_vllm_is_reported_as_untested(version: str, untested: bool) -
     """It works with whatever fits."""
     said = untested_reason(version)
     assert bool(said) is untested
-    assert not untested or f"wavebus was run on {' and '.join(RUN_ON)}" in said
+    assert not untested or f"wavebus was run on {' and '.join(TESTED)}" in said
 
 
 def test_a_newer_vllm_that_fits_supports_everything_and_is_untested(tmp_path: Path) -> None:
@@ -262,7 +263,7 @@ def test_a_file_in_a_later_pythons_syntax_is_named() -> None:
 
 def test_without_a_vllm_every_feature_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     installation.report.cache_clear()
-    monkeypatch.setattr(seams, "find_spec", lambda _: None)
+    monkeypatch.setattr(vllm_source, "find_spec", lambda _: None)
     # Other tests of this process may have installed seams.
     monkeypatch.setattr(installation, "_installed", set())
     try:

@@ -29,7 +29,7 @@ def test_who_holds_up_the_chunk_that_was_asked_for_is_named() -> None:
     scene = Scene(1, 1)
     scene.engine("e1").behaviour.hold.add(CallLoad)
     scene.update()
-    group = scene.world.held
+    group = scene.world.existing_group
     assert scene.world.run_until(
         lambda: any(each.waiting == {"e1"} for each in group.update.barriers())
     )

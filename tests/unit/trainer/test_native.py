@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from bus import native as blobs
+from bus import vllm_payloads as blobs
 from bus.errors import UsageError
 from bus.manifest import TensorMeta
 from bus.transfer import World

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.seams import SourceTree
+from bus.vllm_source import SourceTree
 from tests.support.new_vllm import NewVllm, check_nothing_is_missed, installed
 from tests.vllm._vllm import require_vllm
 from trainer_agent.vllm_registry import REGISTRY

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 from click.testing import CliRunner
 
-from bus.commands.diagrams import diagrams as command
+from bus.cli.diagrams import diagrams as command
 from bus.errors import UsageError
 from bus.protocol.broker import pause, sleep, update
 from bus.protocol.core.state_table import state_diagram

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from bus import codec
 from bus.errors import DecodeError
 from bus.messages import (
     WIRE_MAJOR,
@@ -21,6 +20,7 @@ from bus.messages import (
     Status,
     StatusRequest,
     WaitEngines,
+    codec,
 )
 from bus.protocol.broker.admission import (
     FRAME_BYTES,

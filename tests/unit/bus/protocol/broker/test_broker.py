@@ -12,23 +12,23 @@ from bus.messages import (
     Arm,
     ChunkSent,
     Commit,
+    CoordinatorFacts,
     CoreStatus,
     FirstReq,
     FirstReqHeld,
-    GatewayFacts,
     GroupAck,
     GroupView,
     Heartbeat,
     HeartbeatAck,
     Join,
-    LeaseWord,
+    LeaseVote,
     Leave,
-    Mates,
     Message,
     Nack,
     NackCode,
     PauseGlobal,
     PauseLocal,
+    PeerRanks,
     PlanTransfer,
     Probe,
     Probed,
@@ -74,7 +74,7 @@ CONFIG = BrokerConfig(
 MANIFEST = make_manifest(("a", "b"))
 PAUSE = PauseLocal("u1", "keep", True, 10_000, 60_000, 0, "keep")
 BEAT = Heartbeat("running", 0, 0, "")
-GATEWAY = Join("gateway", "h", 1, None, GatewayFacts("e0", 1, 0, running=False))
+GATEWAY = Join("gateway", "h", 1, None, CoordinatorFacts("e0", 1, 0, running=False))
 OBSERVER = Join("observer", "h", 1, None, None)
 
 
@@ -329,9 +329,9 @@ def test_a_peer_that_beats_is_not_missed(bench: Bench) -> None:
 ALL: dict[str, Message] = {
     "WELCOME": Welcome(1, 1, 0),
     "HEARTBEAT_ACK": HeartbeatAck(0, ""),
-    "MATES": Mates(()),
+    "MATES": PeerRanks(()),
     "ROUTES": Routes(1, ()),
-    "LEASE_WORD": LeaseWord("dp0", 0, "clean", "u1", 1, False),
+    "LEASE_WORD": LeaseVote("dp0", 0, "clean", "u1", 1, False),
     "PAUSE_LOCAL": PAUSE,
     "PAUSE_GLOBAL": PauseGlobal("u1"),
     "RESUME": Resume("u1"),

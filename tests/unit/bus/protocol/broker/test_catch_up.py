@@ -10,11 +10,11 @@ import pytest
 from bus.messages import (
     Ack,
     Arm,
-    Behind,
     Message,
     NackCode,
     PauseLocal,
     PlanTransfer,
+    StaleEngines,
     Step,
     TransferInit,
 )
@@ -46,12 +46,12 @@ def caught_up(scene: Scene, *names: str) -> None:
         engines = [scene.engine(name) for name in names]
         return all(not each.session.is_stale and each.truth.version == 1 for each in engines)
 
-    assert scene.world.run_until(whole), [each.session.phase for each in scene.world.alive]
+    assert scene.world.run_until(whole), [each.session.phase for each in scene.world.live_engines]
     scene.rest()
     for name in names:
         assert set(scene.engine(name).truth.weights.values()) == {7}
         assert scene.engine(name).truth.running
-    assert scene.world.held.version == 1
+    assert scene.world.existing_group.version == 1
 
 
 def untouched(engine: SimEngine) -> None:
@@ -66,7 +66,7 @@ def test_a_late_joiner_is_brought_to_the_groups_version(collective: bool) -> Non
     """No other version is given, and nobody else is asked for anything."""
     scene = keeping(1, 1, collective=collective)
     late = scene.world.add_engine("e2")
-    assert scene.world.run_until(lambda: late.joined)
+    assert scene.world.run_until(lambda: late.is_joined)
     assert late.session.is_stale
     caught_up(scene, "e2")
     for name in ("e0", "e1"):
@@ -128,7 +128,7 @@ def test_a_dp_group_catches_up_beside_one_that_serves() -> None:
     scene = keeping(2, 1)
     scene.engine("e0").kill()
     scene.engine("e1").kill()
-    assert scene.world.run_until(lambda: len(scene.world.held.registry.engines) == 1)
+    assert scene.world.run_until(lambda: len(scene.world.existing_group.registry.engines) == 1)
     scene.watch.lost_ranks.clear()
     for name in ("e0", "e1"):
         scene.world.restart_engine(name)
@@ -155,7 +155,7 @@ def test_a_trainer_that_dies_in_the_middle_leaves_nobody_stuck() -> None:
     assert scene.running() == {"e0", "e1"}
     untouched(scene.engine("e0"))
     scene.trainer = scene.world.add_trainer("next")
-    assert scene.world.run_until(lambda: scene.trainer.joined)
+    assert scene.world.run_until(lambda: scene.trainer.is_joined)
     scene.update(8)
     assert scene.settled().version == 2
     assert scene.versions() == {"e0": 2, "e1": 2}
@@ -178,7 +178,7 @@ def test_who_has_other_weights_hears_of_nobody() -> None:
     scene.update(9, target="draft")
     assert scene.settled().version == 2
     heard: list[Message] = []
-    scene.trainer.on_told = heard.append
+    scene.trainer.on_answer = heard.append
     scene.world.restart_engine("e1")
     scene.world.run_for(5000.0)
     assert scene.engine("e1").session.is_stale
@@ -190,7 +190,7 @@ def behind(scene: Scene) -> None:
     scene.trainer.keep_last = False
     scene.trainer.kept = (0, 0)
     reborn = scene.world.restart_engine("e1")
-    assert scene.world.run_until(lambda: reborn.joined)
+    assert scene.world.run_until(lambda: reborn.is_joined)
 
 
 def asks(scope: tuple[str, ...]) -> list[Message]:
@@ -255,9 +255,9 @@ def test_a_group_whose_version_grows_in_the_middle_keeps_the_greater_one() -> No
     scene.world.restart_engine("e1")
     scene.until(UpdateState.LOADING)
     later = scene.world.add_engine("e2", version=5)
-    assert scene.world.run_until(lambda: later.joined)
+    assert scene.world.run_until(lambda: later.is_joined)
     scene.rest()
-    assert scene.world.held.version == 5
+    assert scene.world.existing_group.version == 5
     acks = [each for each in scene.engine("e1").sent if isinstance(each, Ack)]
     assert Step.COMMIT in {each.step for each in acks}
     assert scene.world.run_until(lambda: scene.engine("e1").session.is_stale)
@@ -265,12 +265,12 @@ def test_a_group_whose_version_grows_in_the_middle_keeps_the_greater_one() -> No
 
 def test_behind_is_told_with_the_version_and_the_names() -> None:
     scene = keeping(1, 2)
-    told: list[Behind] = []
+    told: list[StaleEngines] = []
     scene.trainer._catch_up = told.append  # type: ignore[assignment, method-assign]
     for name in ("e1", "e2"):
         scene.world.restart_engine(name)
     assert scene.world.run_until(lambda: bool(told))
-    assert told[0] == Behind(1, (scene.engine("e1").dp_group,))
+    assert told[0] == StaleEngines(1, (scene.engine("e1").dp_group,))
     before = len(told)
     assert scene.world.run_until(lambda: len(told) > before), "as long as it is so"
 
@@ -282,7 +282,7 @@ def test_one_that_lacks_its_draft_is_brought_the_model_once() -> None:
     scene.trainer.run(scene.trainer.update(9, target="draft"))
     scene.world.engines["e0"].behaviour.fail_next.add(CallLoad)
     assert scene.settled().error is not None
-    assert scene.world.held.version == 1
+    assert scene.world.existing_group.version == 1
     assert scene.world.run_until(lambda: bool(scene.trainer.catch_ups))
     scene.rest()
     scene.world.run_for(20_000.0)

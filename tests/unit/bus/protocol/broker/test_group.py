@@ -36,7 +36,7 @@ from bus.protocol.engine.calls import (
     CallResume,
     CallStart,
 )
-from bus.runtime.memory import Faults
+from bus.runtime.memory_transport import Faults
 from bus.testing.makers import make_arm, make_manifest
 from bus.testing.sim_world import GROUP
 from tests.unit.bus._scene import Scene, code_of
@@ -53,7 +53,7 @@ def test_an_update_reaches_every_engine_with_one_pause() -> None:
     outcome = scene.settled()
     assert (outcome.version, outcome.excluded) == (1, ())
     assert scene.versions() == {"e0": 1, "e1": 1, "e2": 1}
-    for engine in scene.world.alive:
+    for engine in scene.world.live_engines:
         assert (engine.truth.pauses, engine.truth.resumes) == (1, 1)
         assert engine.truth.loaded == [0, 1, 2, 3]
 
@@ -79,11 +79,11 @@ def test_a_second_trainer_waits_until_the_first_is_gone() -> None:
     scene = Scene(1)
     other = scene.world.add_trainer("other")
     scene.world.run_for(1000.0)
-    assert not other.joined
+    assert not other.is_joined
     assert other.nacks[NackCode.GROUP_HELD] > 0
     scene.trainer.leave()
-    assert scene.world.run_until(lambda: other.joined, within_ms=1000.0)
-    assert scene.world.held.epoch == 2
+    assert scene.world.run_until(lambda: other.is_joined, within_ms=1000.0)
+    assert scene.world.existing_group.epoch == 2
 
 
 def test_a_dead_engines_name_is_taken_over_when_it_is_missed() -> None:
@@ -92,8 +92,8 @@ def test_a_dead_engines_name_is_taken_over_when_it_is_missed() -> None:
     scene.engine("e0").kill()
     reborn = scene.world.restart_engine("e0")
     scene.world.run_for(1500.0)
-    assert not reborn.joined
-    assert scene.world.run_until(lambda: reborn.joined, within_ms=2000.0)
+    assert not reborn.is_joined
+    assert scene.world.run_until(lambda: reborn.is_joined, within_ms=2000.0)
     scene.update()
     assert scene.settled().version == 1
 
@@ -105,7 +105,7 @@ def test_an_engine_that_was_cut_off_joins_again(cut_ms: float) -> None:
     scene.world.network.cut(scene.engine("e0").route)
     scene.world.run_for(cut_ms)
     scene.world.network.heal(scene.engine("e0").route)
-    assert scene.world.run_until(lambda: scene.engine("e0").joined and scene.world.joined())
+    assert scene.world.run_until(lambda: scene.engine("e0").is_joined and scene.world.has_joined())
     scene.update()
     assert scene.settled().version == 1
 
@@ -118,7 +118,7 @@ def test_a_refusal_at_arm_leaves_nothing_armed_and_all_running() -> None:
     outcome = scene.settled()
     assert isinstance(outcome.error, ManifestRefused)
     assert (outcome.error.nack.peer, outcome.error.nack.tensor) == ("e2", "extra")
-    for engine in scene.world.alive:
+    for engine in scene.world.live_engines:
         assert engine.truth.pauses == 0
         assert engine.session.phase == "running"
         assert engine.truth.version == 0
@@ -162,7 +162,7 @@ def test_an_update_goes_on_without_a_dp_group_that_is_not_whole() -> None:
     assert (outcome.version, outcome.excluded) == (1, ("e0",))
     assert scene.versions() == {"e0": 0, "e2": 1}
     scene.world.restart_engine("e1")
-    assert scene.world.run_until(scene.world.joined)
+    assert scene.world.run_until(scene.world.has_joined)
     scene.update(8)
     outcome = scene.settled()
     assert outcome.excluded == ()
@@ -179,7 +179,7 @@ def test_a_late_joiner_takes_part_from_the_next_time_on(state: PauseState | Upda
     assert scene.settled().version == 1
     assert late.truth.pauses == 0
     assert late.truth.version == 0
-    assert scene.world.run_until(scene.world.joined)
+    assert scene.world.run_until(scene.world.has_joined)
     scene.update(8)
     version = scene.settled().version
     assert version > 1
@@ -201,7 +201,7 @@ def test_a_trainer_lost_in_a_pause_leaves_nobody_paused(state: PauseState, how: 
     scene.world.heal()
     scene.rest()
     assert scene.running() == {"e0", "e1", "e2"}
-    for engine in scene.world.alive:
+    for engine in scene.world.live_engines:
         assert engine.truth.pauses == engine.truth.resumes >= 1
         assert how == "cut" or engine.truth.pauses == 1
 
@@ -239,7 +239,7 @@ def test_a_trainer_lost_in_an_update_leaves_all_whole_or_quarantined(
     elif state in LOADED:
         assert scene.running() == set()
         assert scene.reach["quarantined at the end"] == 3
-        assert all(CallAbortRequests() in engine.calls for engine in scene.world.alive)
+        assert all(CallAbortRequests() in engine.calls for engine in scene.world.live_engines)
     elif state is not UpdateState.LOADING:
         assert scene.running() == {"e0", "e1", "e2"}
         assert scene.versions() == {"e0": 0, "e1": 0, "e2": 0}
@@ -258,12 +258,12 @@ def lose(scene: Scene, who: SimTrainer | SimEngine, how: str) -> None:
 def free(scene: Scene) -> None:
     """A whole update by a new trainer brings everybody back."""
     scene.trainer = scene.world.add_trainer("next")
-    assert scene.world.run_until(lambda: scene.trainer.joined)
-    assert scene.world.run_until(scene.world.joined)
+    assert scene.world.run_until(lambda: scene.trainer.is_joined)
+    assert scene.world.run_until(scene.world.has_joined)
     scene.update(9)
     outcome = scene.settled()
     assert outcome.error is None
-    names = {engine.name for engine in scene.world.alive}
+    names = {engine.name for engine in scene.world.live_engines}
     assert scene.running() == names
     assert scene.versions() == dict.fromkeys(names, outcome.version)
 
@@ -354,7 +354,7 @@ def test_a_failure_before_the_first_chunk_gives_the_update_up_for_all(
 def test_a_resume_that_was_asked_ahead_leaves_out_who_failed_to_commit() -> None:
     """And its mates: they stay paused as one, without being asked, until a whole update."""
     scene = Scene(2, 1)
-    scene.trainer.ahead = True
+    scene.trainer.pipelined = True
     failing = scene.engine("e1")
     failing.behaviour.fail_next.add(CallCommit)
     scene.update()
@@ -373,7 +373,7 @@ def test_an_engine_that_comes_back_in_an_old_update_leaves_it_while_another_is_u
     scene.update()
     scene.until(UpdateState.LOADING)
     scene.world.network.cut(stuck.route)
-    assert scene.world.run_until(lambda: not scene.trainer.busy)
+    assert scene.world.run_until(lambda: not scene.trainer.is_busy)
     scene.engine("e0").behaviour.slow_ms[CallArm] = 3000.0
     scene.update(8)
     scene.until(UpdateState.ARMING)
@@ -381,7 +381,7 @@ def test_an_engine_that_comes_back_in_an_old_update_leaves_it_while_another_is_u
     scene.world.network.heal(stuck.route)
     left = scene.world.run_until(lambda: stuck.session.phase != "updating", within_ms=2000.0)
     assert left
-    assert scene.world.held.update.state is UpdateState.ARMING
+    assert scene.world.existing_group.update.state is UpdateState.ARMING
     assert scene.settled().error is None
 
 
@@ -391,7 +391,7 @@ def test_a_start_does_not_wait_for_ever_for_a_pause() -> None:
     opening = TransferInit("u8", "sim", b"", 0, 0, {})
     for message in (opening, make_arm("u9", make_manifest())):
         scene.trainer.run(scene.trainer.ask(message))
-        assert scene.world.run_until(lambda: not scene.trainer.busy)
+        assert scene.world.run_until(lambda: not scene.trainer.is_busy)
     asked_ms = scene.world.now_ms
     assert scene.refused(UpdateStart("u9")) is NackCode.TIMEOUT
     waited_ms = scene.world.now_ms - asked_ms
@@ -441,7 +441,7 @@ def test_a_rank_that_refuses_its_pause_is_asked_again_while_its_mates_wait() -> 
     assert commands(scene.engine("e1")) == [PauseLocal, PauseGlobal, PauseLocal, PauseGlobal]
     assert Resume not in commands(scene.engine("e0"))
     assert Resume not in commands(scene.engine("e2"))
-    assert scene.world.held.pause.state is PauseState.GLOBAL
+    assert scene.world.existing_group.pause.state is PauseState.GLOBAL
     scene.engine("e0").release(CallPause)
     outcome = scene.settled()
     assert isinstance(outcome.error, PauseFailed)
@@ -449,7 +449,7 @@ def test_a_rank_that_refuses_its_pause_is_asked_again_while_its_mates_wait() -> 
     assert "on purpose" in outcome.error.nack.detail
     assert scene.reach["recovered forward"] == 1
     assert scene.running() == {"e0", "e1", "e2"}
-    for engine in scene.world.alive:
+    for engine in scene.world.live_engines:
         assert (engine.truth.pauses, engine.truth.resumes) == (1, 1)
         assert commands(engine).count(Resume) == 1
 
@@ -478,12 +478,12 @@ def test_a_rank_that_refuses_for_too_long_gives_its_dp_group_up() -> None:
     scene.pause()
     within_ms = scene.world.config.step_timeout_ms + 3000.0
     began_ms = scene.world.now_ms
-    assert scene.world.run_until(lambda: not scene.trainer.busy, within_ms=within_ms)
+    assert scene.world.run_until(lambda: not scene.trainer.is_busy, within_ms=within_ms)
     assert scene.world.now_ms - began_ms > scene.world.config.step_timeout_ms
     error = scene.trainer.outcomes[-1].error
     assert isinstance(error, PauseFailed)
     assert (error.code, error.nack.peer) == (NackCode.ENGINE_FAILED, "e1")
-    assert scene.world.held.pause.state is PauseState.RUNNING
+    assert scene.world.existing_group.pause.state is PauseState.RUNNING
     assert "e2" in scene.running()
     assert scene.engine("e2").truth.resumes == 1
     scene.engine("e1").behaviour.fail_rate.clear()
@@ -510,7 +510,7 @@ def test_a_half_made_pause_is_found_by_heartbeats_completed_and_resumed(restart:
         mate.behaviour.fail_rate[CallPause] = 1.0
         scene.pause()
         within_ms = scene.world.config.step_timeout_ms + 3000.0
-        assert scene.world.run_until(lambda: not scene.trainer.busy, within_ms=within_ms)
+        assert scene.world.run_until(lambda: not scene.trainer.is_busy, within_ms=within_ms)
         mate.behaviour.fail_rate.clear()
     asked = len(mate.commands)
     assert scene.world.run_until(lambda: mate.truth.idle, within_ms=6000.0)
@@ -558,7 +558,7 @@ def test_a_step_ends_in_time_though_an_engine_lives_and_is_silent(
     scene.engine("e1").behaviour.hold.add(kind)
     scene.update()
     within_ms = 2 * scene.world.config.step_timeout_ms + 5000.0  # the step, and its undoing
-    assert scene.world.run_until(lambda: not scene.trainer.busy, within_ms=within_ms)
+    assert scene.world.run_until(lambda: not scene.trainer.is_busy, within_ms=within_ms)
     outcome = scene.trainer.outcomes[-1]
     if kind in (CallReceive, CallLoad):
         assert outcome.excluded == ("e1",)
@@ -591,7 +591,7 @@ def test_a_start_that_does_not_wait_for_armed_is_refused() -> None:
     scene = Scene(1, 2)
     scene.trainer.run(scene.trainer.hasty(7))
     assert code_of(scene.settled()) is NackCode.WRONG_STATE
-    for engine in scene.world.alive:
+    for engine in scene.world.live_engines:
         assert not [call for call in engine.calls if isinstance(call, CallStart)]
     assert scene.versions() == {"e0": 0, "e1": 0, "e2": 0}
     assert scene.running() == {"e0", "e1", "e2"}
@@ -630,7 +630,7 @@ def test_a_collective_is_made_anew_when_engines_came_or_went(how: str) -> None:
     for payload in (1, 2):
         scene.update(payload)
         assert scene.settled().version == payload
-    opened = [e.calls.count(e.truth.transfer) for e in scene.world.alive if e.truth.transfer]
+    opened = [e.calls.count(e.truth.transfer) for e in scene.world.live_engines if e.truth.transfer]
     assert opened == [1, 1, 1]
     if how == "leave":
         scene.engine("e0").leave()
@@ -643,9 +643,13 @@ def test_a_collective_is_made_anew_when_engines_came_or_went(how: str) -> None:
     outcome = scene.settled()
     assert (outcome.error, outcome.excluded) == (None, ())
     places = [
-        e.truth.transfer.assignment for e in scene.world.alive if e.truth.transfer is not None
+        e.truth.transfer.assignment
+        for e in scene.world.live_engines
+        if e.truth.transfer is not None
     ]
-    assert sorted(place.rank for place in places) == list(range(1, len(scene.world.alive) + 1))
+    assert sorted(place.rank for place in places) == list(
+        range(1, len(scene.world.live_engines) + 1)
+    )
     assert len({place.communicator for place in places}) == 1
     assert scene.trainer.nacks[NackCode.TRANSFER_CLOSED] == 1
 
@@ -656,7 +660,7 @@ def test_a_pause_that_takes_too_long_is_told_and_recovered() -> None:
     scene.engine("e1").behaviour.hold.add(CallPause)
     scene.trainer.timeout_ms = 2000
     scene.pause()
-    assert scene.world.run_until(lambda: not scene.trainer.busy, within_ms=3000.0)
+    assert scene.world.run_until(lambda: not scene.trainer.is_busy, within_ms=3000.0)
     assert code_of(scene.trainer.outcomes[-1]) is NackCode.TIMEOUT
     assert re.search(r"e1 \(heard \d+ ms ago\)", str(scene.trainer.outcomes[-1].error))
     assert not scene.engine("e0").truth.running
@@ -673,8 +677,8 @@ def test_a_pause_whose_trainer_is_gone_is_not_the_next_trainers() -> None:
     scene.until(UpdateState.LOADING)
     scene.trainer.leave()
     scene.trainer = scene.world.add_trainer("next")
-    assert scene.world.run_until(lambda: scene.trainer.joined)
-    assert scene.world.held.update.state is UpdateState.ABORTING
+    assert scene.world.run_until(lambda: scene.trainer.is_joined)
+    assert scene.world.existing_group.update.state is UpdateState.ABORTING
     scene.engine("e0").release(CallRestore)
     scene.rest()
     assert scene.running() == {"e0"}
@@ -686,14 +690,14 @@ def test_a_new_broker_learns_from_the_engines_how_far_fencing_has_come() -> None
     for count in range(3):
         scene.trainer.leave()
         scene.trainer = scene.world.add_trainer(f"t{count}")
-        assert scene.world.run_until(lambda: scene.trainer.joined)
+        assert scene.world.run_until(lambda: scene.trainer.is_joined)
         scene.update(count + 1)
         assert scene.settled().version == count + 1
     scene.world.run_for(2000.0)
     scene.trainer.kill()
     scene.world.restart_broker()
     scene.trainer = scene.world.add_trainer("new")
-    assert scene.world.run_until(lambda: scene.trainer.joined and scene.world.joined())
+    assert scene.world.run_until(lambda: scene.trainer.is_joined and scene.world.has_joined())
     scene.update(9)
     assert scene.settled().version == 4
 
@@ -706,8 +710,8 @@ def test_a_broker_that_restarts_loses_nothing() -> None:
     scene.world.restart_broker()
     assert scene.world.group is None
     assert scene.running() == {"e0", "e1", "e2"}
-    assert scene.world.run_until(lambda: scene.trainer.joined and scene.world.joined())
-    assert scene.world.held.version == 1
+    assert scene.world.run_until(lambda: scene.trainer.is_joined and scene.world.has_joined())
+    assert scene.world.existing_group.version == 1
     scene.update(8)
     assert scene.settled().version == 2
 
@@ -719,7 +723,7 @@ def test_a_pause_lasts_as_long_as_its_trainer_lives() -> None:
     scene.until(PauseState.PAUSED)
     scene.world.run_for(60_000.0)
     assert scene.running() == set()
-    assert not any(engine.lease_ran_out for engine in scene.world.alive)
+    assert not any(engine.lease_ran_out for engine in scene.world.live_engines)
 
 
 def test_an_engine_does_not_wait_longer_than_its_lease_for_another_that_is_undone() -> None:
@@ -747,7 +751,7 @@ def test_engines_paused_when_the_broker_dies_resume_by_their_lease() -> None:
     assert scene.running() == set()
     scene.world.run_for(2000.0)
     assert scene.running() == {"e0", "e1"}
-    assert all(engine.lease_ran_out for engine in scene.world.alive)
+    assert all(engine.lease_ran_out for engine in scene.world.live_engines)
 
 
 def test_an_engine_that_loaded_a_part_when_the_broker_dies_is_quarantined() -> None:
@@ -792,11 +796,11 @@ def test_waiting_for_engines_and_forged_epochs() -> None:
     scene.pause()
     scene.until(PauseState.PAUSED)
     peer = scene.trainer.peer
-    for message in (Resume(scene.world.held.pause.update_id), Commit("u1", 1, "", ())):
-        peer._transmit(message, peer.new_id(), 0, scene.world.held.epoch - 1)
+    for message in (Resume(scene.world.existing_group.pause.update_id), Commit("u1", 1, "", ())):
+        peer._transmit(message, peer.new_id(), 0, scene.world.existing_group.epoch - 1)
     scene.world.run_for(5.0)
     assert scene.trainer.nacks[NackCode.FENCED] == 2
-    assert scene.world.held.pause.state is PauseState.PAUSED
+    assert scene.world.existing_group.pause.state is PauseState.PAUSED
     assert scene.settled().error is None
 
 
@@ -830,8 +834,8 @@ def test_mates_of_a_rank_that_fell_out_of_a_pause_stay_out_with_it() -> None:
     scene = Scene(2, 1)
     ask = PauseLocal("p1", "keep", True, 6000, 60_000, 0, "keep")
     scene.trainer.run(scene.trainer.ask(ask))
-    assert scene.world.run_until(lambda: not scene.trainer.busy)
-    held = scene.world.held
+    assert scene.world.run_until(lambda: not scene.trainer.is_busy)
+    held = scene.world.existing_group
     scene.world.network.cut(scene.engine("e1").route)
     assert scene.world.run_until(lambda: "e1" not in held.registry.engines)
     scene.world.network.heal(scene.engine("e1").route)

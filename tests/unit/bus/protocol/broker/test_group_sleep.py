@@ -23,14 +23,14 @@ from tests.unit.bus._scene import Scene, code_of
 
 
 def nap(scene: Scene, level: SleepLevel, payload: int = 0) -> None:
-    scene.trainer.run(scene.trainer.asleep(level, payload=payload, hold_ms=200.0))
+    scene.trainer.run(scene.trainer.sleep(level, payload=payload, hold_ms=200.0))
 
 
 def paused(scene: Scene) -> str:
     """The trainer's own pause, held."""
     ask = PauseLocal("p1", "keep", True, 6000, 60_000, 0, "keep")
     scene.trainer.run(scene.trainer.ask(ask))
-    assert scene.world.run_until(lambda: not scene.trainer.busy)
+    assert scene.world.run_until(lambda: not scene.trainer.is_busy)
     return "p1"
 
 
@@ -41,7 +41,7 @@ def test_an_update_of_a_group_that_sleeps(level: SleepLevel) -> None:
     nap(scene, level, payload=7)
     outcome = scene.settled()
     assert (outcome.error, outcome.version) == (None, 1)
-    for engine in scene.world.alive:
+    for engine in scene.world.live_engines:
         assert [c for c in engine.calls if isinstance(c, CallSleep)] == [CallSleep(level)]
         assert [c for c in engine.calls if isinstance(c, CallResume)] == [CallResume(asleep=True)]
         assert set(engine.truth.weights.values()) == {7}
@@ -63,8 +63,8 @@ def test_without_an_update_the_emptied_are_quarantined() -> None:
     outcome = scene.settled()
     assert code_of(outcome) is NackCode.EMPTY_GROUP
     assert scene.running() == set()
-    assert not [c for e in scene.world.alive for c in e.commands if isinstance(c, Resume)]
-    assert set(scene.world.held.registry.quarantined) == {"e0", "e1", "e2"}
+    assert not [c for e in scene.world.live_engines for c in e.commands if isinstance(c, Resume)]
+    assert set(scene.world.existing_group.registry.quarantined) == {"e0", "e1", "e2"}
     scene.update(9)
     assert scene.settled().version == 1
     assert scene.running() == {"e0", "e1", "e2"}
@@ -89,7 +89,7 @@ def test_a_trainer_that_dies_leaves_the_emptied_quarantined() -> None:
     scene.rest()
     assert scene.running() == set()
     scene.trainer = scene.world.add_trainer("next")
-    assert scene.world.run_until(lambda: scene.trainer.joined)
+    assert scene.world.run_until(lambda: scene.trainer.is_joined)
     scene.update(9)
     assert scene.settled().version == 1
     assert scene.running() == {"e0", "e1", "e2"}
@@ -105,7 +105,7 @@ def test_a_broker_that_dies_meanwhile(level: SleepLevel) -> None:
     scene.rest()
     assert scene.running() == ({"e0", "e1", "e2"} if level == 1 else set())
     if level == 2:
-        assert {e.session.phase for e in scene.world.alive} == {"quarantined"}
+        assert {e.session.phase for e in scene.world.live_engines} == {"quarantined"}
 
 
 def test_one_that_refuses_to_sleep_is_named_and_all_wake() -> None:
@@ -144,7 +144,7 @@ def test_a_group_that_sleeps_is_not_armed() -> None:
     pause_id = paused(scene)
     scene.trainer.run(scene.trainer.ask(Sleep(pause_id, 1)))
     scene.until(SleepState.ASLEEP)
-    assert scene.world.run_until(lambda: not scene.trainer.busy)
+    assert scene.world.run_until(lambda: not scene.trainer.is_busy)
     assert scene.refused(make_arm("u1", make_manifest())) is NackCode.ENGINE_ASLEEP
     assert scene.refused(Sleep(pause_id, 1)) is NackCode.WRONG_STATE
 
@@ -154,21 +154,21 @@ def test_a_pause_that_keeps_caches_can_not_become_a_sleep() -> None:
     scene = Scene(1)
     scene.trainer.run(scene.trainer.ask(PauseLocal("p1", "keep", False, 6000, 60_000, 0, "keep")))
     scene.until(PauseState.PAUSED)
-    assert scene.world.run_until(lambda: not scene.trainer.busy)
+    assert scene.world.run_until(lambda: not scene.trainer.is_busy)
     assert scene.refused(Sleep("p1", 1)) is NackCode.WRONG_STATE
 
 
 def test_an_engine_that_can_not_sleep_keeps_all_awake() -> None:
     """It says so when it joins; the refusal names it, and nobody is asked."""
     scene = Scene(1, 1)
-    peer = scene.world.held.registry.engines["e1"]
+    peer = scene.world.existing_group.registry.engines["e1"]
     peer.facts = facts(dp_group="e1", can_sleep=False)
     pause_id = paused(scene)
     scene.trainer.run(scene.trainer.ask(Sleep(pause_id, 1)))
-    assert scene.world.run_until(lambda: not scene.trainer.busy)
+    assert scene.world.run_until(lambda: not scene.trainer.is_busy)
     error = scene.trainer.outcomes[-1].error
     assert "e1 can't sleep" in str(error)
-    assert not [c for e in scene.world.alive for c in e.calls if isinstance(c, CallSleep)]
+    assert not [c for e in scene.world.live_engines for c in e.calls if isinstance(c, CallSleep)]
 
 
 def test_an_update_that_is_armed_again_keeps_its_version() -> None:
@@ -193,11 +193,11 @@ def test_a_sleep_after_one_in_which_the_update_failed() -> None:
         scene.engine("e1").behaviour.fail_next.add(CallLoad)
         nap(scene, 2, payload=7)
         scene.settled()
-        assert "e1" in scene.world.held.registry.quarantined
+        assert "e1" in scene.world.existing_group.registry.quarantined
         nap(scene, level, payload=8)
         assert scene.settled().error is None
         assert scene.running() == {"e0", "e1"}
-        for engine in scene.world.alive:
+        for engine in scene.world.live_engines:
             assert set(engine.truth.weights.values()) == {8}
 
 
@@ -206,11 +206,11 @@ def test_the_next_broker_knows_the_emptied_from_when_they_join() -> None:
     scene = Scene(2)
     pause_id = paused(scene)
     scene.trainer.run(scene.trainer.ask(Sleep(pause_id, 2)))
-    assert scene.world.run_until(lambda: not scene.trainer.busy)
+    assert scene.world.run_until(lambda: not scene.trainer.is_busy)
     scene.world.restart_broker()
-    assert scene.world.run_until(lambda: scene.trainer.joined and scene.world.joined())
+    assert scene.world.run_until(lambda: scene.trainer.is_joined and scene.world.has_joined())
     scene.trainer.run(scene.trainer.pause(hold_ms=0.0))
-    assert scene.world.run_until(lambda: not scene.trainer.busy, within_ms=3000.0)
+    assert scene.world.run_until(lambda: not scene.trainer.is_busy, within_ms=3000.0)
     assert code_of(scene.trainer.outcomes[-1]) is NackCode.EMPTY_GROUP
 
 
@@ -226,7 +226,7 @@ def test_a_resume_that_comes_while_an_update_ends_follows_it(state: str) -> None
     scene.update()
     scene.until(UpdateState(state))
     scene.trainer.cancel()
-    scene.trainer.run(scene.trainer.ask(Resume(scene.world.held.pause.update_id)))
+    scene.trainer.run(scene.trainer.ask(Resume(scene.world.existing_group.pause.update_id)))
     scene.rest()
     assert scene.trainer.outcomes[-1].error is None
     assert "e0" in scene.running()
@@ -237,17 +237,17 @@ def test_a_wake_that_is_asked_again_is_the_one_under_way() -> None:
     scene = Scene(1, 1)
     pause_id = paused(scene)
     scene.trainer.run(scene.trainer.ask(Sleep(pause_id, 1)))
-    assert scene.world.run_until(lambda: not scene.trainer.busy)
+    assert scene.world.run_until(lambda: not scene.trainer.is_busy)
     scene.engine("e0").behaviour.slow_ms[CallWakeWeights] = 500.0
     scene.trainer.run(scene.trainer.ask(Wake(pause_id)))
     scene.until(SleepState.WAKING)
     scene.trainer.cancel()
     for message in (Wake(pause_id), Resume(pause_id)):
         scene.trainer.run(scene.trainer.ask(message))
-        assert scene.world.run_until(lambda: not scene.trainer.busy)
+        assert scene.world.run_until(lambda: not scene.trainer.is_busy)
         assert scene.trainer.outcomes[-1].error is None
     scene.rest()
-    for engine in scene.world.alive:
+    for engine in scene.world.live_engines:
         assert [c for c in engine.calls if isinstance(c, CallWakeWeights)] == [CallWakeWeights()]
     assert scene.running() == {"e0", "e1"}
 

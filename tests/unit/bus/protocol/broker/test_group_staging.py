@@ -78,7 +78,7 @@ def test_a_trainer_lost_before_the_swap_leaves_all_as_they_were(
     assert scene.reach["quarantined at the end"] == 0
     scene.trainer = scene.world.add_trainer("second")
     scene.trainer.staging = STAGING
-    assert scene.world.run_until(lambda: scene.trainer.joined)
+    assert scene.world.run_until(lambda: scene.trainer.is_joined)
     scene.update(9)
     assert scene.settled().version > 0
 
@@ -89,7 +89,7 @@ def test_a_step_that_fails_somewhere_changes_nothing_there(kind: type) -> None:
     scene = staged(1, 2)
     scene.engine("e0").behaviour.fail_next.add(kind)
     scene.update()
-    group = scene.world.held
+    group = scene.world.existing_group
     assert scene.world.run_until(
         lambda: "e0" in group.update.excluded or group.update.failure is not None
     )
@@ -163,7 +163,7 @@ def test_who_has_no_room_has_all_updated_in_a_pause() -> None:
     scene = staged(1, 1)
     scene.engine("e1").behaviour.stages = False
     told: list[GroupAck] = []
-    scene.trainer.on_told = lambda answer: (
+    scene.trainer.on_answer = lambda answer: (
         told.append(answer) if isinstance(answer, GroupAck) else None
     )
     scene.update()
@@ -184,11 +184,11 @@ def test_in_a_pause_nothing_is_staged() -> None:
         )
     )
     scene.until(PauseState.PAUSED)
-    assert scene.world.run_until(lambda: not scene.trainer.busy)
+    assert scene.world.run_until(lambda: not scene.trainer.is_busy)
     must = Staging(required=True, budget_bytes=0, keep=False, clear_cache=False)
     assert scene.refused(make_arm("u1", manifest, staging=must)) is NackCode.STAGING_REFUSED
     told: list[GroupAck] = []
-    scene.trainer.on_told = lambda answer: (
+    scene.trainer.on_answer = lambda answer: (
         told.append(answer) if isinstance(answer, GroupAck) else None
     )
     scene.trainer.run(scene.trainer.ask(make_arm("u1", manifest, staging=STAGING)))
@@ -204,11 +204,11 @@ def test_a_commit_waits_for_the_end_of_a_pause() -> None:
     scene = staged(2)
     scene.update()
     scene.until(UpdateState.FINISHED)
-    group = scene.world.held
+    group = scene.world.existing_group
     scene.trainer.cancel()
     scene.trainer.run(scene.trainer.ask(PauseLocal("p1", "keep", True, 6000, 60_000, 0, "keep")))
     scene.until(PauseState.PAUSED)
-    assert scene.world.run_until(lambda: not scene.trainer.busy)
+    assert scene.world.run_until(lambda: not scene.trainer.is_busy)
     commit = Commit(group.update.update_id, group.update.version, "p7", ())
     scene.trainer.run(scene.trainer.ask(commit))
     scene.world.run_for(500.0)

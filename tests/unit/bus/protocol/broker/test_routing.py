@@ -90,7 +90,7 @@ def test_who_comes_back_is_routable_when_it_is_resumed(why: str) -> None:
     else:
         e1.leave()
         scene.world.restart_engine("e1")
-        assert scene.world.run_until(scene.world.joined)
+        assert scene.world.run_until(scene.world.has_joined)
         scene.world.run_for(2000.0)
     out = told.all[-1]
     assert out[1] == "e2"
@@ -114,7 +114,7 @@ def test_who_was_behind_and_stages_is_routable_with_all_others() -> None:
     scene.settled()
     scene.engine("e1").leave()
     scene.world.restart_engine("e1")
-    assert scene.world.run_until(scene.world.joined)
+    assert scene.world.run_until(scene.world.has_joined)
     scene.world.run_for(2000.0)
     told = Told(scene.world)
     scene.trainer.staging = Staging(required=True, budget_bytes=0, keep=False, clear_cache=False)
@@ -178,7 +178,10 @@ def test_who_was_behind_and_stages_beside_a_pause_takes_requests_before_it_is_ro
     pause = PauseLocal("p1", "keep", True, 6000, 60_000, 0, "keep")
     scene.trainer.run(scene.trainer.ask(pause))
     scene.until(PauseState.PAUSED)
-    assert [route.engine for route in scene.world.held.routing.now.engines] == ["e0", "e1"]
+    assert [route.engine for route in scene.world.existing_group.routing.now.engines] == [
+        "e0",
+        "e1",
+    ]
     assert not e0.truth.closed
 
 
@@ -199,7 +202,7 @@ def test_who_joins_with_older_weights_waits_for_an_update() -> None:
     told = Told(scene.world)
     scene.engine("e1").leave()
     scene.world.restart_engine("e1")
-    assert scene.world.run_until(scene.world.joined)
+    assert scene.world.run_until(scene.world.has_joined)
     assert told.all[-1] == (1, "e0")
     scene.update()
     scene.settled()
@@ -210,7 +213,7 @@ def test_who_sleeps_gets_no_requests() -> None:
     """Until it is awake again."""
     scene = Scene(1)
     told = Told(scene.world)
-    scene.trainer.run(scene.trainer.asleep(1, hold_ms=200.0))
+    scene.trainer.run(scene.trainer.sleep(1, hold_ms=200.0))
     scene.settled()
     assert told.all == [(0, "e0"), (0, ""), (0, "e0")]
 

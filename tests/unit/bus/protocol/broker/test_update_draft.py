@@ -192,11 +192,11 @@ def test_an_update_of_the_drafts_alone() -> None:
     assert scene.settled().version == 1
     scene.update(8, "draft")
     scene.until(UpdateState.LOADING)
-    assert scene.world.held.status(0.0).update_target == "draft"
+    assert scene.world.existing_group.status(0.0).update_target == "draft"
     outcome = scene.settled()
     assert (outcome.version, outcome.error) == (2, None)
-    assert scene.world.held.status(0.0).update_target == "model"
-    for engine in scene.world.alive:
+    assert scene.world.existing_group.status(0.0).update_target == "model"
+    for engine in scene.world.live_engines:
         assert set(engine.truth.models["model"].values()) == {7}
         assert set(engine.truth.models["draft"].values()) == {8}
 
@@ -210,7 +210,7 @@ def test_engines_without_a_draft_are_named() -> None:
     assert isinstance(outcome.error, Refused)
     assert outcome.error.nack.peer in ("e0", "e1")
     assert scene.running() == {"e0", "e1"}
-    assert not any(isinstance(c, CallArm) for e in scene.world.alive for c in e.calls)
+    assert not any(isinstance(c, CallArm) for e in scene.world.live_engines for c in e.calls)
 
 
 def test_a_part_of_a_draft_outlasts_the_models_updates() -> None:
@@ -223,12 +223,12 @@ def test_a_part_of_a_draft_outlasts_the_models_updates() -> None:
     scene.update(8)
     assert scene.settled().error is None
     assert scene.running() == {"e0"}
-    assert "e1" in scene.world.held.registry.quarantined
+    assert "e1" in scene.world.existing_group.registry.quarantined
     assert scene.versions() == {"e0": 2, "e1": 2}
     scene.update(9, "draft")
     assert scene.settled().error is None
     assert scene.running() == {"e0", "e1"}
-    assert not scene.world.held.registry.quarantined
+    assert not scene.world.existing_group.registry.quarantined
 
 
 def test_the_last_engine_of_a_group_waits_for_its_draft() -> None:
@@ -251,7 +251,7 @@ def test_engines_of_another_version_are_brought_to_it_first() -> None:
     scene.update(7)
     scene.settled()
     scene.world.add_dp_group(1)
-    assert scene.world.run_until(scene.world.joined)
+    assert scene.world.run_until(scene.world.has_joined)
     scene.update(8, "draft")
     outcome = scene.settled()
     assert code_of(outcome) is NackCode.WRONG_STATE
@@ -267,9 +267,9 @@ def test_engines_of_another_version_are_brought_to_it_first() -> None:
 def test_a_group_that_slept_without_weights_needs_both() -> None:
     """In the block, or after it; until then nobody is resumed."""
     scene = Scene(2, draft=True)
-    scene.trainer.run(scene.trainer.asleep(2, payload=7, hold_ms=50.0))
+    scene.trainer.run(scene.trainer.sleep(2, payload=7, hold_ms=50.0))
     assert code_of(scene.settled()) is NackCode.EMPTY_GROUP
-    assert set(scene.world.held.registry.quarantined) == {"e0", "e1"}
+    assert set(scene.world.existing_group.registry.quarantined) == {"e0", "e1"}
     assert scene.running() == set()
     scene.update(8, "draft")
     assert scene.settled().error is None

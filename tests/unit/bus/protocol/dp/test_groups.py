@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.journal.why import findings
+from bus.journal.explain import findings
 from bus.messages import (
     Ack,
+    CoordinatorFacts,
     CorePhase,
     CoreStatus,
     DpGroupView,
     FirstReq,
     FirstReqHeld,
-    GatewayFacts,
     GroupAck,
     Heartbeat,
     Join,
@@ -64,7 +64,7 @@ def gateway_join(
     running: bool = False,
     rank: int | None = None,
 ) -> Join:
-    return Join("gateway", "host", 9, None, GatewayFacts(dp_group, size, wave, running, rank))
+    return Join("gateway", "host", 9, None, CoordinatorFacts(dp_group, size, wave, running, rank))
 
 
 class Bench:
@@ -228,10 +228,10 @@ def test_the_next_gateway_is_let_in_when_the_first_is_gone(bench: Bench) -> None
     ("join", "field"),
     [
         (Join("gateway", "h", 1, None, None), "gateway"),
-        (Join("gateway", "h", 1, facts(), GatewayFacts("moe", 2, 0, False)), "engine"),
-        (Join("engine", "h", 1, facts(), GatewayFacts("moe", 2, 0, False)), "gateway"),
-        (Join("trainer", "h", 1, None, GatewayFacts("moe", 2, 0, False)), "gateway"),
-        (Join("observer", "h", 1, None, GatewayFacts("moe", 2, 0, False)), "gateway"),
+        (Join("gateway", "h", 1, facts(), CoordinatorFacts("moe", 2, 0, False)), "engine"),
+        (Join("engine", "h", 1, facts(), CoordinatorFacts("moe", 2, 0, False)), "gateway"),
+        (Join("trainer", "h", 1, None, CoordinatorFacts("moe", 2, 0, False)), "gateway"),
+        (Join("observer", "h", 1, None, CoordinatorFacts("moe", 2, 0, False)), "gateway"),
     ],
 )
 def test_facts_go_with_their_role(bench: Bench, join: Join, field: str) -> None:

@@ -7,10 +7,10 @@ import pytest
 from bus.messages import (
     Abort,
     Ack,
+    LeasePosition,
     NackCode,
     PauseLocal,
     Resume,
-    Stand,
     Step,
     TransferInit,
     UpdateStart,
@@ -38,7 +38,7 @@ def rank_of(size: int = 3) -> Driver:
     return Driver(dp_size=size)
 
 
-def told(effects: list[SessionEffect]) -> list[tuple[Stand, tuple[int, ...], bool]]:
+def told(effects: list[SessionEffect]) -> list[tuple[LeasePosition, tuple[int, ...], bool]]:
     """What was said to mates."""
     words = [each for each in effects if isinstance(each, SendToPeers)]
     return [(each.vote.stand, each.ranks, each.vote.asks) for each in words]
@@ -74,7 +74,7 @@ def test_who_has_resumed_counts_as_clean() -> None:
 
 
 @pytest.mark.parametrize("stand", ["clean", "running"])
-def test_a_mate_at_another_version_is_no_mate_to_run_with(stand: Stand) -> None:
+def test_a_mate_at_another_version_is_no_mate_to_run_with(stand: LeasePosition) -> None:
     """It has committed, and this one has not."""
     driver = rank_of(2).paused()
     driver.tick(OVER_MS)

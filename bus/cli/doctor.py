@@ -1,0 +1,240 @@
+"""`wavebus doctor`: what is here, what is missing, and what to do about it.
+
+The bus checks itself; installed roles add their checks by the entry point group
+``wavebus.doctor``: functions ``(Options) -> list[Check]``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+import click
+
+from bus.cli import features
+from bus.cli.options import broker_option, json_option, key_options
+from bus.errors import BusTimeout, UsageError, WavebusError
+from bus.keys import Security, security
+from bus.net import is_loopback
+from bus.runtime.event_loop import choose_loop, run
+from bus.runtime.status_client import fetch_status
+from bus.runtime.zmq_transport import ZmqServer, library_version
+
+if TYPE_CHECKING:
+    from bus.seams import Registry, Report
+
+State: TypeAlias = Literal["ok", "note", "warn", "fail"]
+ENOUGH_FILES: Final = 4096
+_MARKS: Final[dict[str, str]] = {"ok": "✓", "note": "·", "warn": "!", "fail": "✗"}
+_COLOURS: Final[dict[str, str]] = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding. ``hint`` says what to do when it isn't ok."""
+
+    name: str
+    state: State
+    detail: str
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the doctor was asked to look at."""
+
+    broker: str
+    attach: str | None
+    security: Security | None = None
+
+
+@click.command()
+@broker_option
+@click.option(
+    "--attach",
+    metavar="URL",
+    default=None,
+    help="Also look at a vLLM server that runs there: its RL routes and its backend.",
+)
+@click.option(
+    "--vllm",
+    "wheels",
+    metavar="PATH",
+    multiple=True,
+    type=click.Path(exists=True, path_type=Path),
+    help="Check what wavebus supports with the vLLM there, and nothing else: an unpacked wheel, a "
+    "wheel, or a site-packages folder. Nothing of it is imported. Several make one table.",
+)
+@click.option("--markdown", is_flag=True, help="With --vllm: print the table for a document.")
+@key_options
+@json_option
+def doctor(
+    broker: str,
+    attach: str | None,
+    wheels: tuple[Path, ...],
+    markdown: bool,
+    key: Path | None,
+    broker_key: Path | None,
+    insecure: bool,
+    as_json: bool,
+) -> None:
+    """Check this machine: versions, vLLM and its RL routes, plugin, ports, shared memory, clock.
+
+    Exits with 1 if something is broken, or, with --vllm, if a feature is off; 0 otherwise.
+    """
+    if wheels:
+        _show_features(wheels, markdown=markdown, as_json=as_json)
+    if markdown:
+        raise UsageError("--markdown goes with --vllm PATH")
+    options = Options(broker, attach, security(key, broker_key, insecure=insecure))
+    checks = bus_checks(options)
+    for entry in sorted(entry_points(group="wavebus.doctor"), key=lambda e: e.name):
+        try:
+            checks += entry.load()(options)
+        except ModuleNotFoundError as error:
+            checks.append(
+                Check(
+                    entry.name,
+                    "note",
+                    f"role not usable here: {error.name} is not installed",
+                    f"pip install 'wavebus[{'sidecar' if entry.name == 'sidecar' else 'trainer'}]'",
+                )
+            )
+    failed = any(check.state == "fail" for check in checks)
+    if as_json:
+        click.echo(json.dumps({"ok": not failed, "checks": [asdict(c) for c in checks]}))
+    else:
+        for check in checks:
+            mark = click.style(_MARKS[check.state], fg=_COLOURS[check.state], bold=True)
+            click.echo(f"{mark} {check.name:<22} {check.detail}")
+            if check.hint and check.state != "ok":
+                click.echo(f"  {'':<22} → {check.hint}")
+    raise click.exceptions.Exit(1 if failed else 0)
+
+
+def _show_features(wheels: tuple[Path, ...], *, markdown: bool, as_json: bool) -> None:
+    found = features.reports(wheels)
+    if as_json:
+        click.echo(json.dumps(features.as_json(wheels, found)))
+    else:
+        click.echo(features.markdown(found) if markdown else features.table(found))
+    raise click.exceptions.Exit(0 if all(map(features.has_all_features, found)) else 1)
+
+
+def feature_checks(name: str, registry: Registry, report: Report) -> list[Check]:
+    """What the installed vLLM supports of a registry: one line for all, and one for each that is
+    off."""
+    off = report.off
+    works = len(registry.features) - len(off)
+    return [
+        Check(name, "ok", f"{works} of {len(registry.features)} work here"),
+        *(
+            Check(each, "warn", f"off: {why[:200]}", f"wavebus can't {registry.features[each]}")
+            for each, why in off.items()
+        ),
+    ]
+
+
+def bus_checks(options: Options) -> list[Check]:
+    """What every host of the bus needs."""
+    return [
+        _python(),
+        _packages(),
+        _loop(),
+        _clock(),
+        _files(),
+        _broker(options.broker, options.security),
+    ]
+
+
+def _python() -> Check:
+    found = platform.python_version()
+    return Check("python", "ok", f"{found} on {platform.system()} {platform.machine()}")
+
+
+def _packages() -> Check:
+    found = [f"wavebus {version('wavebus')}"]
+    for package in ("pyzmq", "msgspec", "msgpack", "anyio", "structlog"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            return Check("packages", "fail", f"{package} is missing", f"pip install {package}")
+    return Check("packages", "ok", f"{', '.join(found)}, libzmq {library_version()}")
+
+
+def _loop() -> Check:
+    if choose_loop("auto") == "uvloop":
+        return Check("event loop", "ok", "uvloop")
+    return Check(
+        "event loop", "note", "asyncio", "pip install 'wavebus[fast]' for a faster event loop"
+    )
+
+
+def _clock() -> Check:
+    """Leases and heartbeats run on the monotonic clock; logs of several hosts on the other."""
+    resolution_ms = time.get_clock_info("monotonic").resolution * 1000
+    if resolution_ms > 1:
+        return Check(
+            "clock",
+            "warn",
+            f"the monotonic clock has steps of {resolution_ms:.1f} ms",
+            "durations in logs are no better than that",
+        )
+    built = os.stat(__file__).st_mtime  # noqa: PTH116
+    if time.time() + 86_400 < built:
+        return Check(
+            "clock",
+            "warn",
+            f"the wall clock says {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, which is "
+            "before this file was installed",
+            "set it (NTP), or the logs of several hosts can't be laid side by side",
+        )
+    return Check("clock", "ok", f"monotonic, steps of {resolution_ms * 1e6:.0f} ns")
+
+
+def _files() -> Check:
+    """A broker holds one descriptor per peer."""
+    import resource  # noqa: PLC0415 - not on every system
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < ENOUGH_FILES:
+        return Check(
+            "file descriptors",
+            "warn",
+            f"limit {soft} (hard {hard}): enough for about {soft // 3} peers",
+            "ulimit -n 65536, before a broker of many engines",
+        )
+    return Check("file descriptors", "ok", f"limit {soft}")
+
+
+def _broker(address: str, how: Security | None) -> Check:
+    """A broker answers there, or could listen there."""
+    try:
+        status = run(fetch_status(address, timeout_s=1.0, security=how))
+    except UsageError as error:
+        return Check("broker", "fail", str(error), "give --broker an address, or keys")
+    except BusTimeout as error:
+        if not is_loopback(address):
+            return Check("broker", "warn", str(error), "start it there, or look at its log")
+    except WavebusError as error:
+        return Check("broker", "warn", str(error), "use the same wavebus on both sides")
+    else:
+        groups = ", ".join(f"{g.name} ({len(g.engines)} engines)" for g in status.groups) or "none"
+        return Check("broker", "ok", f"{address} answers; groups: {groups}")
+    try:
+        run(_bind(address))
+    except UsageError as error:
+        return Check(
+            "broker", "warn", f"nobody answers, and {error}", "another program has the port"
+        )
+    return Check("broker", "note", f"none at {address}; the port is free", "wavebus broker")
+
+
+async def _bind(address: str) -> None:
+    ZmqServer(address).close()

@@ -1,0 +1,158 @@
+"""The command `wavebus`: what the bus itself knows, and what installed roles add.
+
+Exit codes: 0 done; 1 failed, with the reason on stderr; 2 wrong usage; 3 the bus
+could not be reached, or did not answer in time; 4 the engine died.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import EntryPoint, entry_points, version
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from bus import settings
+from bus.cli import broker, doctor, journal, keygen, replay, routes, status, trace, why
+from bus.errors import BusTimeout, EngineDead, UsageError, WavebusError
+from bus.messages import NackCode
+
+EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_UNREACHABLE: Final = 3
+EXIT_ENGINE_DEAD: Final = 4
+
+_OWN: Final[dict[str, click.Command]] = {
+    "broker": broker.broker,
+    "routes": routes.routes,
+    "status": status.status,
+    "keygen": keygen.keygen,
+    "doctor": doctor.doctor,
+    "why": why.why,
+    "journal": journal.journal,
+    "replay": replay.replay,
+    "trace": trace.trace,
+}
+
+
+class CommandGroup(click.Group):
+    """Own commands, then those of the entry point group ``wavebus.commands``, loaded late."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return [*_OWN, *sorted(_entries())]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _OWN:
+            _defaults_of(ctx, cmd_name, _OWN[cmd_name])
+            return _OWN[cmd_name]
+        entry = _entries().get(cmd_name)
+        if entry is None:
+            return None
+        try:
+            command: click.Command = entry.load()
+        except ModuleNotFoundError as error:
+            missing = f"it needs {error.name}, which is not installed"
+
+            @click.command(cmd_name, short_help=f"({missing})", add_help_option=False)
+            @click.argument("rest", nargs=-1, type=click.UNPROCESSED)
+            def unavailable(rest: tuple[str, ...]) -> None:
+                del rest
+                raise UsageError(
+                    f"`wavebus {cmd_name}`: {missing}; install wavebus[{_extra(cmd_name)}]"
+                )
+
+            unavailable.ignore_unknown_options = True
+            return unavailable
+        _defaults_of(ctx, cmd_name, command)
+        return command
+
+
+def _entries() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group="wavebus.commands")}
+
+
+def _extra(command: str) -> str:
+    return command if command in ("sidecar", "demo", "bench") else "trainer"
+
+
+def _defaults_of(ctx: click.Context, name: str, command: click.Command) -> None:
+    """What the TOML file says for this command, below flags and environment."""
+    defaults = settings.load(ctx.params.get("config"), name, _options(command))
+    ctx.default_map = {**(ctx.default_map or {}), name: defaults}
+
+
+def _options(command: click.Command) -> dict[str, Any]:
+    """The option names of a command, of its subcommands too, as a tree."""
+    found: dict[str, Any] = {
+        param.name: None
+        for param in command.params
+        if isinstance(param, click.Option) and param.name and param.name != "help"
+    }
+    if isinstance(command, click.Group):
+        found |= {name: _options(sub) for name, sub in command.commands.items()}
+    return found
+
+
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(version("wavebus"), prog_name="wavebus")
+@click.option(
+    "--config",
+    type=click.Path(dir_okay=False, path_type=Path),
+    envvar="WAVEBUS_CONFIG",
+    help="TOML file of settings.  [default: wavebus.toml, if it is there]",
+)
+def wavebus(config: Path | None) -> None:
+    """The control plane of RL post-training with vLLM.
+
+    A broker relays pauses, weight updates and resumes between a trainer and one
+    sidecar beside each engine. Start a broker, then sidecars, then your trainer;
+    or see it all at work with `wavebus demo`.
+
+    Settings come from flags, then the environment (WAVEBUS_...), then the TOML file.
+    """
+    del config
+
+
+def main() -> None:
+    """The entry point of the command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command, turning what goes wrong into one line on stderr and an exit code."""
+    try:
+        code = wavebus.main(arguments, prog_name="wavebus", standalone_mode=False)
+    except click.exceptions.Exit as leaving:
+        code = leaving.exit_code
+    except click.UsageError as error:
+        error.show()
+        code = EXIT_USAGE
+    except click.ClickException as error:
+        error.show()
+        code = EXIT_FAILED
+    except (click.Abort, KeyboardInterrupt):
+        code = 130
+    except UsageError as error:
+        code = _say(error, EXIT_USAGE)
+    except BusTimeout as error:
+        code = _say(error, EXIT_UNREACHABLE)
+    except EngineDead as error:
+        code = _say(error, EXIT_ENGINE_DEAD)
+    except WavebusError as error:
+        dead = getattr(error, "code", None) is NackCode.ENGINE_DEAD
+        code = _say(error, EXIT_ENGINE_DEAD if dead else EXIT_FAILED)
+    except BrokenPipeError:  # the reader of our output has gone
+        sys.stderr.close()
+        code = EXIT_FAILED
+    return code if isinstance(code, int) else 0
+
+
+def _say(error: WavebusError, code: int) -> int:
+    click.echo(f"wavebus: {error}", err=True)
+    return code
+
+
+if __name__ == "__main__":
+    main()

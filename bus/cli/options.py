@@ -1,0 +1,115 @@
+"""Options that several commands share, and how a command's main loop is run."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+import bus.log
+from bus.keys import BROKER_KEY_VARIABLE, INSECURE_VARIABLE, KEY_VARIABLE
+from bus.runtime.event_loop import run
+from bus.settings import DEFAULT_BROKER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+broker_option = click.option(
+    "--broker",
+    envvar="WAVEBUS_BROKER",
+    default=DEFAULT_BROKER,
+    show_default=True,
+    metavar="ADDRESS",
+    help="The broker's address.  [env: WAVEBUS_BROKER]",
+)
+group_option = click.option(
+    "--group",
+    envvar="WAVEBUS_GROUP",
+    default="policy",
+    show_default=True,
+    help="The engines that take the same weights.  [env: WAVEBUS_GROUP]",
+)
+insecure_option = click.option(
+    "--insecure",
+    is_flag=True,
+    envvar=INSECURE_VARIABLE,
+    help="Beyond loopback without keys, where anyone who reaches the port may command engines.  "
+    f"[env: {INSECURE_VARIABLE}]",
+)
+journal_argument = click.argument(
+    "source",
+    metavar="FILE_OR_DIR",
+    type=click.Path(exists=True, path_type=Path),
+)
+timeout_option = click.option(
+    "--timeout-s",
+    type=click.FloatRange(0.1, 600),
+    default=3.0,
+    show_default=True,
+    help="How long to wait for the broker.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def key_options(command: F) -> F:
+    """``--key``, ``--broker-key`` and ``--insecure``, for :func:`bus.keys.security`."""
+    command = insecure_option(command)
+    command = click.option(
+        "--broker-key",
+        envvar=BROKER_KEY_VARIABLE,
+        type=click.Path(path_type=Path),
+        default=None,
+        help=f"The broker's public key (broker.pub).  [env: {BROKER_KEY_VARIABLE}]",
+    )(command)
+    return click.option(
+        "--key",
+        envvar=KEY_VARIABLE,
+        type=click.Path(path_type=Path),
+        default=None,
+        help=f"The own secret key (NAME.secret of `wavebus keygen`).  [env: {KEY_VARIABLE}]",
+    )(command)
+
+
+def log_options(command: F) -> F:
+    """``--log-level`` and ``--log-format``; they take effect before the command's body."""
+    command = click.option(
+        "--log-level",
+        type=click.Choice(bus.log.LEVELS),
+        envvar="WAVEBUS_LOG_LEVEL",
+        default="info",
+        show_default=True,
+        help="Log lines at least this important.  [env: WAVEBUS_LOG_LEVEL]",
+    )(command)
+    return click.option(
+        "--log-format",
+        type=click.Choice(["auto", "console", "json"]),
+        envvar="WAVEBUS_LOG_FORMAT",
+        default="auto",
+        show_default=True,
+        help="auto: console on a terminal, JSON otherwise.  [env: WAVEBUS_LOG_FORMAT]",
+    )(command)
+
+
+def configure_log(log_level: str, log_format: str) -> None:
+    """Set up logging as the options say."""
+    bus.log.configure(level=log_level, json=None if log_format == "auto" else log_format == "json")
+
+
+def run_until_stopped(
+    main: Callable[[asyncio.Event], Coroutine[Any, Any, None]],
+) -> None:
+    """Run ``main(stop)``; SIGINT and SIGTERM set ``stop``, and it ends in order."""
+
+    async def guarded() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+        await main(stop)
+
+    run(guarded())

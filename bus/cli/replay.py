@@ -1,0 +1,119 @@
+"""`wavebus replay`: what the broker did, done again from what it heard."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bus.cli.options import journal_argument, json_option
+from bus.errors import JournalError
+from bus.journal.reader import Gap, read
+from bus.journal.render import line
+from bus.journal.replay import Unplayable, replay_lives
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from bus.journal.reader import Item
+    from bus.journal.replay import Difference, Replay, ReplayStep
+
+
+@click.command()
+@journal_argument
+@click.option(
+    "--upto", type=click.IntRange(min=1), default=None, help="Stop after this record's number."
+)
+@click.option("--verbose", is_flag=True, help="Every record, and what the broker logs with it.")
+@json_option
+def replay(source: Path, upto: int | None, verbose: bool, as_json: bool) -> None:
+    """Run the broker again in memory, on what it heard, and compare what it does.
+
+    FILE_OR_DIR is a journal's file, or the folder of a broker's --journal. The messages that came
+    in are given to a new broker, record by record, at their times; what it sends must be what
+    the journal says was sent.
+
+    Exits with 1 if it differs, and says at which record, what was expected there and what
+    came; also if a record is damaged, or nothing could be replayed. A life of a broker can be
+    replayed from its first file on, by the same version of wavebus; those whose first file was
+    dropped (--journal-bytes) are named.
+    """
+    lives: dict[int, Replay] = {}
+    left: list[str] = []  # what can't be replayed
+    damaged = False
+    difference: Difference | None = None
+    for each in replay_lives(_collect_torn(read(source), left), upto=upto):
+        if isinstance(each, Unplayable):
+            left.append(each.reason)
+            damaged = damaged or each.damaged
+            continue
+        life, step = each
+        lives[life.boot] = life
+        difference = step.difference
+        if verbose and not as_json:
+            _say(step)
+    if not lives:
+        raise JournalError("\n".join(left) or f"{source}: nothing is recorded in it")
+    if as_json:
+        click.echo(json.dumps(_report(lives.values(), left, difference)))
+    else:
+        for life in lives.values():
+            click.echo(_summary(life, differs=difference is not None and life.boot == [*lives][-1]))
+        for text in left:
+            click.echo(text)
+        if difference is not None:
+            click.echo(str(difference))
+    raise click.exceptions.Exit(1 if difference is not None or damaged else 0)
+
+
+def _collect_torn(items: Iterator[Item], torn: list[str]) -> Iterator[Item]:
+    for item in items:
+        if isinstance(item, Gap) and item.kind == "torn":
+            torn.append(str(item))
+        yield item
+
+
+def _say(step: ReplayStep) -> None:
+    click.echo(line(step.entry))
+    for note in step.notes:
+        fields = " ".join(f"{key}={value}" for key, value in note.fields.items())
+        click.echo(f"{'':>9}{note.event}  {fields}")
+
+
+def _summary(life: Replay, *, differs: bool) -> str:
+    how = "differs" if differs else "the same"
+    end = "it ended in order" if life.closed else "killed, or it runs still"
+    if life.unsent:
+        end += f"; {life.unsent} more were to be sent when the journal ends"
+    return f"broker {life.boot:x}: {life.received} messages in, {life.sent} out: {how}; {end}"
+
+
+def _report(
+    lives: Iterable[Replay], left: list[str], difference: Difference | None
+) -> dict[str, Any]:
+    return {
+        "same": difference is None,
+        "lives": [
+            {
+                "boot": life.boot,
+                "received": life.received,
+                "sent": life.sent,
+                "unsent": life.unsent,
+                "closed": life.closed,
+            }
+            for life in lives
+        ],
+        "left": left,
+        "difference": None
+        if difference is None
+        else {
+            "record": difference.entry.number,
+            "file": difference.entry.path.name,
+            "now_ms": difference.entry.record.now_ms,
+            "expected": difference.expected,
+            "came": difference.found,
+            "waits": list(difference.waits),
+        },
+    }

@@ -1,0 +1,124 @@
+"""`wavebus routes`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from bus.cli.options import (
+    broker_option,
+    configure_log,
+    json_option,
+    key_options,
+    run_until_stopped,
+    timeout_option,
+)
+from bus.errors import BusTimeout, refusal
+from bus.ids import new_boot
+from bus.keys import security, silence_hint
+from bus.messages import Envelope, Heartbeat, Join, Message, Route, Routes
+from bus.protocol.core.link import LinkState
+from bus.runtime.clock import AsyncioScheduler
+from bus.runtime.event_loop import run
+from bus.runtime.peer import HOST, PID, PeerClient, default_name, route_of
+from bus.runtime.status_client import fetch_status
+from bus.runtime.zmq_transport import ZmqClient
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bus.keys import Security
+    from bus.messages import GroupStatus
+
+
+@click.command()
+@broker_option
+@click.option("--follow", "-f", is_flag=True, help="Go on, and print each change.")
+@timeout_option
+@key_options
+@json_option
+def routes(
+    broker: str,
+    follow: bool,
+    timeout_s: float,
+    key: Path | None,
+    broker_key: Path | None,
+    insecure: bool,
+    as_json: bool,
+) -> None:
+    """Show which engines requests are to be sent to: those that serve their group's version.
+
+    With --json, one object for each group (and, with --follow, for each change). Exits with 3 if no
+    broker answers.
+    """
+    how = security(key, broker_key, insecure=insecure)
+    if not follow:
+        answer = run(fetch_status(broker, timeout_s=timeout_s, security=how))
+        for group in answer.groups:
+            _print(group.name, _of(group), as_json=as_json)
+        return
+    configure_log("warning", "auto")
+    run_until_stopped(lambda stop: _follow(broker, how, timeout_s, stop, as_json=as_json))
+
+
+def _of(group: GroupStatus) -> Routes:
+    engines = {engine.name: engine for engine in group.engines}
+    chosen = (engines[name] for name in group.routable if name in engines)
+    return Routes(group.version, tuple(Route(e.name, e.dp_group, e.endpoint) for e in chosen))
+
+
+async def _follow(
+    broker: str, how: Security, timeout_s: float, stop: asyncio.Event, *, as_json: bool
+) -> None:
+    name, boot = default_name("observer"), new_boot()
+    ended = asyncio.Event()
+    joined = asyncio.Event()
+
+    def on_message(envelope: Envelope, message: Message) -> None:
+        if isinstance(message, Routes):
+            _print(envelope.group, message, as_json=as_json)
+
+    def on_state(state: LinkState) -> None:
+        if state is LinkState.JOINED:
+            joined.set()
+        if state is LinkState.REFUSED:
+            joined.set()
+            ended.set()
+
+    peer = PeerClient(
+        name=name,
+        group="",
+        boot=boot,
+        transport=ZmqClient(broker, route_of(name, boot), how),
+        scheduler=AsyncioScheduler(),
+        join=lambda: Join("observer", HOST, PID, None, None),
+        beat=lambda: Heartbeat("running", 0, 0, ""),
+        on_message=on_message,
+        on_state=on_state,
+    )
+    peer.start()
+    try:
+        try:
+            await asyncio.wait_for(joined.wait(), timeout_s)
+        except TimeoutError:
+            raise BusTimeout(f"no broker at {broker} let {name} in{silence_hint(how)}") from None
+        waits = [asyncio.create_task(each.wait()) for each in (stop, ended)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for each in waits:
+            each.cancel()
+        if peer.link.refusal is not None:
+            raise refusal(peer.link.refusal)
+    finally:
+        peer.close()
+
+
+def _print(group: str, routes: Routes, *, as_json: bool) -> None:
+    if as_json:
+        shown = {"group": group, "version": routes.version, "engines": routes.engines}
+        click.echo(msgspec.json.encode(shown).decode())
+        return
+    names = ", ".join(f"{e.engine} {e.endpoint}".rstrip() for e in routes.engines) or "nobody"
+    click.echo(f"{group} version {routes.version}: {names}")

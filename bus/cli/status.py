@@ -1,0 +1,154 @@
+"""`wavebus status`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Final
+
+import click
+import msgspec
+
+from bus.cli.options import broker_option, json_option, key_options, timeout_option
+from bus.errors import UsageError
+from bus.keys import security
+from bus.runtime.event_loop import run
+from bus.runtime.status_client import fetch_status
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bus.messages import GroupStatus, Status
+
+_NAMED: Final = 4  # engines of which one line says the same
+
+
+@click.command()
+@broker_option
+@click.option("--group", default=None, help="Show this group alone.")
+@timeout_option
+@key_options
+@json_option
+def status(
+    broker: str,
+    group: str | None,
+    timeout_s: float,
+    key: Path | None,
+    broker_key: Path | None,
+    insecure: bool,
+    as_json: bool,
+) -> None:
+    """Show the broker's view: groups, engines, versions, and who is waited for.
+
+    Exits with 3 if no broker answers.
+    """
+    how = security(key, broker_key, insecure=insecure)
+    answer = run(fetch_status(broker, timeout_s=timeout_s, security=how))
+    if group is not None:
+        chosen = tuple(g for g in answer.groups if g.name == group)
+        if not chosen:
+            names = ", ".join(g.name for g in answer.groups) or "none"
+            raise UsageError(f"--group={group}: the broker has no such group; it has: {names}")
+        answer = dataclasses.replace(answer, groups=chosen)
+    if as_json:
+        click.echo(msgspec.json.encode(answer).decode())
+    else:
+        click.echo(_table(broker, answer))
+
+
+def _table(address: str, answer: Status) -> str:
+    used = f"{answer.cpu_s:.1f} s of CPU, {answer.rss_bytes / 1e6:.0f} MB"
+    lines = [f"broker {address}: up {answer.uptime_s:.0f} s, {answer.peers} peers, {used}"]
+    if not answer.groups:
+        lines.append("no group yet: no sidecar and no trainer has joined")
+    for group in answer.groups:
+        lines.append("")
+        lines.append(
+            f"group {group.name}: version {group.version}, {group.pause}, update {group.update}"
+            + (" of the draft" if group.update_target == "draft" else "")
+            + (f" ({group.update_id})" if group.update_id else "")
+            + f", epoch {group.epoch}, trainer {group.holder or 'none'}"
+        )
+        if group.waiting_for:
+            lines.append(f"  waiting for: {', '.join(group.waiting_for)}")
+        lines += _columns(
+            ("engine", "dp group", "version", "phase", "requests", "heard", "endpoint"),
+            [
+                (
+                    engine.name,
+                    f"{engine.dp_group}/{engine.dp_rank}",
+                    str(engine.version),
+                    engine.phase,
+                    str(engine.in_flight),
+                    f"{engine.last_heard_ms / 1000:.1f} s",
+                    engine.endpoint or "-",
+                )
+                for engine in group.engines
+            ],
+        )
+        lines += _missing_features(group)
+        lines += _dp_groups(group)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _missing_features(group: GroupStatus) -> list[str]:
+    """What the engines' vLLM does not support, and on which versions wavebus was not run."""
+    who: dict[str, list[str]] = {}
+    for engine in group.engines:
+        off = [f"{name} is off: {why}" for name, why in engine.features.items() if why]
+        for text in (*off, *filter(None, [engine.untested])):
+            who.setdefault(text, []).append(engine.name)
+    return [f"  {text} ({_some(names)})" for text, names in who.items()]
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _dp_groups(group: GroupStatus) -> list[str]:
+    """Their waves, their cores, and what is wrong with them."""
+    if not group.dp_groups:
+        return []
+    lines = ["", "  waves:"]
+    lines += _columns(
+        ("dp group", "state", "wave", "ranks", "health", "gateway"),
+        [
+            (
+                each.name,
+                each.state + (", a request waits" if each.first_req else ""),
+                str(each.wave)
+                + (f", begun by rank {each.started_by}" if each.started_by is not None else ""),
+                f"{each.ranks} of {each.size}",
+                each.health,
+                each.gateway or "-",
+            )
+            for each in group.dp_groups
+        ],
+    )
+    cores = [engine for engine in group.engines if engine.core_phase]
+    if cores:
+        lines.append("  cores:")
+        lines += _columns(
+            ("rank", "does", "since", "step", "wave"),
+            [
+                (
+                    f"{engine.dp_group}/{engine.dp_rank}",
+                    engine.core_phase,
+                    f"{engine.core_since_ms / 1000:.1f} s",
+                    str(engine.core_step),
+                    str(engine.core_wave),
+                )
+                for engine in cores
+            ],
+        )
+    lines += [f"  {each.name}: {each.diagnosis}" for each in group.dp_groups if each.diagnosis]
+    return lines
+
+
+def _columns(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    table = [head, *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in table
+    ]

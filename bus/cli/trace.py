@@ -1,0 +1,43 @@
+"""`wavebus trace`: a journal as a picture of who did what, when."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from bus.cli.options import journal_argument
+from bus.errors import JournalError, UsageError
+from bus.journal.reader import read
+from bus.journal.spans import spans
+from bus.journal.trace import trace as traced
+
+
+@click.command()
+@journal_argument
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    help="The file to write, such as trace.json.",
+)
+@click.option("--group", default=None, help="This group alone.")
+def trace(source: Path, output: Path, group: str | None) -> None:
+    """Draw a journal as a trace: open it at https://ui.perfetto.dev, or in chrome://tracing.
+
+    FILE_OR_DIR is a journal's file, or the folder of a broker's --journal. Each engine has a track,
+    with spans for pause, transfer, commit and resume and the steps in them; the trainer has
+    one for the steps that it waited for.
+    """
+    found = [span for span in spans(read(source)) if group in (None, span.group)]
+    if not found:
+        of = f" of group {group}" if group else ""
+        raise JournalError(f"{source}: no step{of} is recorded in it, so there is nothing to draw")
+    try:
+        output.write_text(json.dumps(traced(found)), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--output {output}: {error.strerror}") from error
+    peers = len({(span.life, span.group, span.peer) for span in found})
+    click.echo(f"{output}: {len(found)} steps of {peers} peers")

@@ -1,0 +1,104 @@
+"""`wavebus why`: who is waited for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from bus.cli.options import broker_option, json_option, key_options, timeout_option
+from bus.errors import JournalError
+from bus.journal.explain import findings
+from bus.journal.reader import read
+from bus.journal.replay import Replay, Unplayable, replay_lives
+from bus.keys import security
+from bus.runtime.event_loop import run
+from bus.runtime.status_client import fetch_status
+
+if TYPE_CHECKING:
+    from bus.messages import Status
+
+
+@click.command()
+@click.argument("about", metavar="[UPDATE|ENGINE]", default="")
+@broker_option
+@click.option(
+    "--journal",
+    "journal_path",
+    type=click.Path(exists=True, path_type=Path),
+    help="Ask this journal (a file or a folder) where its last broker stood when it ends.",
+)
+@timeout_option
+@key_options
+@json_option
+def why(
+    about: str,
+    broker: str,
+    journal_path: Path | None,
+    timeout_s: float,
+    key: Path | None,
+    broker_key: Path | None,
+    insecure: bool,
+    as_json: bool,
+) -> None:
+    """Say why nothing moves: who has not acked what, for how long, and what is known of them.
+
+    An engine is blocked (it lives, and its own call has not returned), silent (not heard for
+    two heartbeats), wedged (its data-parallel group stands in a collective) or dead (a rank of
+    its group is gone). Engines that are quarantined or gone are told after that. With an
+    update's or a peer's name, what concerns it alone.
+
+    Exits with 3 if no broker answers.
+    """
+    if journal_path is not None:
+        status = _final_status(journal_path)
+    else:
+        how = security(key, broker_key, insecure=insecure)
+        status = run(fetch_status(broker, timeout_s=timeout_s, security=how))
+    found = findings(status, about)
+    waiting = any(each.waiting for each in found)
+    if as_json:
+        click.echo(json.dumps({"waiting": waiting, "findings": [asdict(each) for each in found]}))
+        return
+    if not waiting:
+        click.echo(_nothing(status, about))
+    for each in found:
+        click.echo(f"{each.group}: {each.text}")
+
+
+def _nothing(status: Status, about: str) -> str:
+    if not about:
+        return "nothing is waited for"
+    known = {group.update_id for group in status.groups}
+    known |= {engine.name for group in status.groups for engine in group.engines}
+    known |= {out.engine for group in status.groups for out in group.out}
+    known |= {group.holder for group in status.groups}
+    if about in known:
+        return f"nothing is waited for that concerns {about}"
+    return f"nothing is waited for: no update under way, and no peer, is called {about}"
+
+
+def _final_status(source: Path) -> Status:
+    """The view of the broker that wrote last.
+
+    Raises:
+        JournalError: it can't be replayed.
+    """
+    last: Replay | None = None
+    reason = f"{source}: nothing is recorded in it"
+    for each in replay_lives(read(source)):
+        if isinstance(each, Unplayable):
+            last, reason = None, each.reason
+            continue
+        last, step = each
+        if step.difference is not None:
+            raise JournalError(
+                f"{source}: the journal is not what this wavebus would have done, so it can't tell "
+                f"where the broker stood\n{step.difference}"
+            )
+    if last is None:
+        raise JournalError(reason)
+    return last.status()

@@ -1,0 +1,125 @@
+"""Why nothing moves: who has not acked what, for how long, and what is known of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from bus.messages import DpGroupView, EngineView, GroupStatus, OutView, Status, WaitView
+
+# blocked: it lives, and its own call has not returned. silent: not heard for two heartbeats.
+# wedged: its DP group stands in a collective. dead: a rank of its DP group is gone, or it is.
+# trainer: not an engine, but the trainer is to do the next thing.
+State: TypeAlias = Literal["blocked", "silent", "wedged", "dead", "quarantined", "trainer"]
+_SILENT_BEATS: Final = 2
+_IDLE: Final = ("running", "idle")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One reason. ``step`` is what has not been acked, or empty; ``waited_ms`` for how long."""
+
+    group: str
+    peer: str
+    state: State
+    step: str
+    update_id: str
+    chunk: int
+    waited_ms: float
+    text: str
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is waited for; an engine that is out holds up nobody."""
+        return bool(self.step) or self.state == "trainer"
+
+
+def findings(status: Status, about: str = "") -> list[Finding]:
+    """What holds up the groups of a status, the longest wait first; then who is out.
+
+    Args:
+        status: the broker's view.
+        about: an update (or pause) or an engine, or the trainer: what concerns it alone.
+    """
+    found: list[Finding] = []
+    for group in status.groups:
+        waits = [_wait(each, group, status) for each in group.waits]
+        waits.sort(key=lambda finding: -finding.waited_ms)
+        if not waits:
+            waits = _between_steps(group, status)
+        found += waits + [_out(each, group) for each in group.out]
+    if about:
+        found = [each for each in found if about in (each.peer, each.update_id)]
+    return found
+
+
+def _wait(wait: WaitView, group: GroupStatus, status: Status) -> Finding:
+    what = wait.step if wait.step != "chunk" else f"chunk {wait.chunk}"
+    waited = _for(wait.waited_ms)
+    if not wait.engine:
+        peer = group.holder or "a trainer that is gone"
+        text = f"{peer} announced {what} of {wait.update_id} {waited} ago and has not sent it yet"
+        state: State = "trainer"
+    else:
+        peer = wait.engine
+        engine = next((e for e in group.engines if e.name == peer), None)
+        state, because = _judge(engine, group, status)
+        text = f"{peer} has not acked {what} of {wait.update_id} for {waited}: {state}, {because}"
+    return Finding(
+        group.name, peer, state, wait.step, wait.update_id, wait.chunk, wait.waited_ms, text
+    )
+
+
+def _judge(engine: EngineView | None, group: GroupStatus, status: Status) -> tuple[State, str]:
+    if engine is None:
+        return "dead", "the bus has lost it"
+    dp_group = next((each for each in group.dp_groups if each.name == engine.dp_group), None)
+    if dp_group is not None and dp_group.health == "wedged":
+        return "wedged", dp_group.diagnosis
+    if dp_group is not None and dp_group.health == "down":
+        return "dead", dp_group.diagnosis
+    heard = f"heard {_for(engine.last_heard_ms)} ago"
+    if engine.last_heard_ms > _SILENT_BEATS * status.heartbeat_ms:
+        return "silent", f"{heard}; it is lost at {_for(status.peer_timeout_ms)}"
+    wave = f"; {_wave(dp_group)}" if dp_group is not None else ""
+    return "blocked", (
+        f"it lives ({heard}), and its own call has not returned; it says that it is "
+        f"{engine.phase}, with {engine.in_flight} requests{wave}"
+    )
+
+
+def _wave(dp_group: DpGroupView) -> str:
+    """Where the waves of a DP group stand."""
+    by = f", begun by rank {dp_group.started_by}" if dp_group.started_by is not None else ""
+    return f"DP group {dp_group.name} is {dp_group.state}, wave {dp_group.wave}{by}"
+
+
+def _between_steps(group: GroupStatus, status: Status) -> list[Finding]:
+    """No engine is to ack anything; a pause or an update may be under way all the same."""
+    if group.pause in _IDLE and group.update in _IDLE:
+        return []
+    where = f"the update {group.update_id} is {group.update}"
+    if group.update in _IDLE:
+        where = f"the pause {group.update_id} is {group.pause}"
+    if not group.holder:
+        text = f"{where}, no engine is waited for, and no trainer holds the group"
+        return [Finding(group.name, "", "trainer", "", group.update_id, 0, 0.0, text)]
+    silent = group.holder_heard_ms > _SILENT_BEATS * status.heartbeat_ms
+    heard = f"{'silent' if silent else 'alive'}, heard {_for(group.holder_heard_ms)} ago"
+    text = f"{where}, no engine is waited for: {group.holder} ({heard}) is to say what comes next"
+    return [Finding(group.name, group.holder, "trainer", "", group.update_id, 0, 0.0, text)]
+
+
+def _out(out: OutView, group: GroupStatus) -> Finding:
+    state: State = "dead" if out.state == "gone" else "quarantined"
+    word = "is gone" if out.state == "gone" else "is quarantined"
+    return Finding(
+        group.name, out.engine, state, "", "", 0, 0.0, f"{out.engine} {word}: {out.reason}"
+    )
+
+
+def _for(duration_ms: float) -> str:
+    if duration_ms < 1000:  # noqa: PLR2004 - a second
+        return f"{duration_ms:.0f} ms"
+    return f"{duration_ms / 1000:.1f} s"

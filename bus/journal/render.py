@@ -1,0 +1,211 @@
+"""Records as people and programs read them: a line, or a JSON object."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from bus.errors import DecodeError
+from bus.journal.records import (
+    BrokerClosed,
+    FileBegan,
+    FrameReceived,
+    FrameRefused,
+    FrameSent,
+    KeysChanged,
+    TimerFired,
+)
+from bus.messages import codec
+
+if TYPE_CHECKING:
+    from bus.journal.reader import Entry
+    from bus.journal.records import Record
+    from bus.messages import Envelope, Message
+
+_LONGEST_TEXT: Final = 80
+_MOST_ENTRIES: Final = 8
+_SHOWN_AS_ZERO: Final = ("chunk", "version", "wave", "rank")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedFrame:
+    """A frame of the journal, decoded; ``fault`` says why it can't be, or is empty."""
+
+    peers: tuple[str, ...]
+    envelope: Envelope | None = None
+    message: Message | None = None
+    fault: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The message's wire name; ``?`` where it can't be read."""
+        return self.envelope.kind if self.envelope else "?"
+
+    @property
+    def update_id(self) -> str:
+        """Of the pause or update that the message is about; empty if it is about none."""
+        update_id: str = getattr(self.message, "update_id", "")
+        return update_id
+
+
+def peer_of(route: bytes) -> str:
+    """The name in a peer's route."""
+    return route.decode(errors="backslashreplace").rsplit("#", 1)[0]
+
+
+def decode_frame(record: FrameReceived | FrameSent) -> DecodedFrame:
+    """What a frame says."""
+    routes = (record.route,) if isinstance(record, FrameReceived) else record.routes
+    peers = tuple(peer_of(route) for route in routes)
+    envelope = None
+    try:
+        envelope = codec.decode_envelope(record.frame)
+        return DecodedFrame(peers, envelope, codec.decode_body(envelope))
+    except DecodeError as error:
+        return DecodedFrame(peers, envelope, None, str(error))
+
+
+def describe(record: Record) -> str:
+    """A record in one line, without its time."""
+    match record:
+        case FileBegan():
+            return f"the broker's life {record.boot:x} begins, or its file {record.file}"
+        case BrokerClosed():
+            return "the broker ended in order"
+        case TimerFired():
+            return "its timer rang"
+        case FrameRefused():
+            return f"a frame of {record.size_bytes} bytes from {peer_of(record.route)}, not read"
+        case KeysChanged():
+            roles = sorted(Counter(record.keys.values()).items())
+            text = ", ".join(f"{count} of role {role}" for role, count in roles) or "none"
+            return f"other keys are authorised: {text}"
+        case FrameReceived() | FrameSent():
+            found = decode_frame(record)
+            peers = ", ".join(found.peers[:2])
+            if len(found.peers) > 2:  # noqa: PLR2004 - two names, and how many more
+                peers += f" and {len(found.peers) - 2} more"
+            way = "from" if isinstance(record, FrameReceived) else "to"
+            text = found.fault or (summary(found.message) if found.message else "")
+            return f"{found.kind} {way} {peers}  {text}".rstrip()
+
+
+def summary(message: Message) -> str:
+    """What a message says, without what is empty, and with the sizes of what is long."""
+    fields = ((name, getattr(message, name)) for name in fields_of(message))
+    return " ".join(
+        f"{name}={_short(value)}"
+        for name, value in fields
+        if name in _SHOWN_AS_ZERO or value not in ("", (), None, 0, {}, False)
+    )
+
+
+def fields_of(message: Message) -> tuple[str, ...]:
+    """The names of its fields."""
+    names: tuple[str, ...] = type(message).__match_args__
+    return names
+
+
+def line(entry: Entry) -> str:
+    """A record in one line: number, time, way, and what it says."""
+    ways = {FrameReceived: "<-", FrameRefused: "<-", FrameSent: "->", TimerFired: ".."}
+    way = ways.get(type(entry.record), "==")
+    return f"{entry.number:>7}  {_clock(entry)}  {way} {describe(entry.record)}"
+
+
+def as_json(entry: Entry, *, full: bool = False) -> dict[str, Any]:
+    """The same for programs. ``full`` has long lists whole, which may be a whole manifest."""
+    record = entry.record
+    found: dict[str, Any] = {
+        "record": entry.number,
+        "file": entry.path.name,
+        "offset": entry.offset,
+        "now_ms": record.now_ms,
+        "time": _wall(entry),
+    }
+    match record:
+        case FileBegan():
+            config = msgspec.to_builtins(record.config)
+            return found | {
+                "what": "began",
+                "boot": record.boot,
+                "file_number": record.file,
+                "software": record.software,
+                "config": config,
+                "keys": record.keys,
+            }
+        case BrokerClosed() | TimerFired():
+            return found | {"what": "closed" if isinstance(record, BrokerClosed) else "tick"}
+        case KeysChanged():
+            return found | {"what": "keys", "keys": record.keys}
+        case FrameRefused():
+            peers = [peer_of(record.route)]
+            return found | {"what": "refused", "peers": peers, "size_bytes": record.size_bytes}
+    decoded = decode_frame(record)
+    found |= {
+        "what": "in" if isinstance(record, FrameReceived) else "out",
+        "kind": decoded.kind,
+        "peers": list(decoded.peers),
+        "size_bytes": len(record.frame),
+    }
+    if isinstance(record, FrameReceived) and record.user:
+        found["key"] = record.user
+    if decoded.envelope is not None:
+        names = ("group", "epoch", "sender", "boot", "seq", "id", "reply_to")
+        found |= {name: getattr(decoded.envelope, name) for name in names}
+    if decoded.message is not None:
+        message = msgspec.to_builtins(decoded.message)
+        found["message"] = message if full else _shortened(message)
+    if decoded.fault:
+        found["fault"] = decoded.fault
+    return found
+
+
+def wall_s(entry: Entry) -> float | None:
+    """What the wall clock said, in seconds since 1970; None where the file's head is damaged."""
+    if entry.began is None:
+        return None
+    return entry.began.wall_s + (entry.record.now_ms - entry.began.now_ms) / 1000
+
+
+def _wall(entry: Entry) -> str | None:
+    seconds = wall_s(entry)
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def _clock(entry: Entry) -> str:
+    seconds = wall_s(entry)
+    if seconds is None:
+        return f"{entry.record.now_ms / 1000:.3f}"
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3]
+
+
+def _short(value: object) -> str:
+    if isinstance(value, bytes):
+        return f"<{len(value)} bytes>"
+    if isinstance(value, tuple | list | dict) and len(value) > _MOST_ENTRIES:
+        return f"<{len(value)} entries>"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_short(each) for each in value) + "]"
+    if isinstance(value, float):
+        return f"{value:g}"
+    text = str(value)
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, dict):
+        if len(value) > 4 * _MOST_ENTRIES:
+            return {"entries": len(value)}
+        return {key: _shortened(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        if len(value) > _MOST_ENTRIES:
+            return {"entries": len(value)}
+        return [_shortened(each) for each in value]
+    return value

@@ -1,0 +1,175 @@
+"""Who is there: joining, being heard, leaving."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta
+
+from bus.messages.types import (
+    CanaryMode,
+    CorePhase,
+    Count,
+    Features,
+    LeasePosition,
+    LongText,
+    Name,
+    Phase,
+    Role,
+    Serial,
+    ShortText,
+    Size,
+    UpdateId,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine is, and where it stands when it joins (or joins again).
+
+    ``workers`` counts its TP x PP worker processes; ``endpoint`` is the URL at
+    which it takes requests, empty if it takes none over the network;
+    ``can_sleep``: it was started so that it can give its memory back;
+    ``mate_address``: where other ranks of its DP group reach its sidecar, empty if it has none;
+    ``supervised``: whoever started it starts it anew, with all ranks of its DP group, when it
+    ends;
+    ``draft``: it has a draft model whose weights can be updated; ``canary``: what must become of
+    its requests while it runs a canary's probes, empty if it can't;
+    ``kind`` is the adapter (``embedded``, ``vllm``, ``vllm-http``) and
+    ``software`` what runs behind it, with its version;
+    ``closed``: as in :class:`Heartbeat`;
+    ``features``: what its vLLM supports, and why not; empty for an engine that lacks nothing;
+    ``untested``: says that wavebus was not run on its version of vLLM; empty if it was.
+    """
+
+    kind: ShortText
+    software: ShortText
+    model: ShortText
+    dp_group: Name
+    dp_rank: Count
+    dp_size: Size
+    workers: Size
+    backends: Annotated[tuple[ShortText, ...], Meta(max_length=32)]
+    endpoint: ShortText
+    can_sleep: bool
+    draft: bool
+    supervised: bool
+    canary: CanaryMode
+    version: Serial
+    phase: Phase
+    update_id: UpdateId
+    mate_address: ShortText
+    closed: bool = False
+    features: Features = field(default_factory=dict)
+    untested: ShortText = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorFacts:
+    """The coordinator of one DP group, and where its waves stand when it joins.
+
+    ``rank``: the rank that began the wave that runs; None if no wave runs, or nobody knows.
+    """
+
+    dp_group: Name
+    dp_size: Size
+    wave: Count
+    running: bool
+    rank: Count | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """``engine`` or ``gateway`` is set for just that role."""
+
+    role: Role
+    host: ShortText
+    pid: Count
+    engine: EngineFacts | None
+    gateway: CoordinatorFacts | None
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """``version`` is the group's; the envelope carries the epoch given."""
+
+    heartbeat_ms: Count
+    peer_timeout_ms: Count
+    version: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """``version``: what an engine serves; of a trainer, of which it keeps the weights (0: none).
+    ``closed``: the engine's door is: requests that reach it are ended."""
+
+    phase: Phase
+    version: Serial
+    in_flight: Count
+    update_id: UpdateId
+    closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CoreStatus:
+    """A DP rank's status page, as its sidecar has just read it: what the engine's core
+    does, since when, its steps so far, its wave, and how many requests it has."""
+
+    phase: CorePhase
+    since_ms: float
+    step: Count
+    wave: Count
+    requests: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The engine, or the DP group that it is a rank of, does not go on by itself: end it, and the
+    sidecar too, so that its supervisor starts it anew. ``reason`` is the diagnosis."""
+
+    reason: LongText
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatAck:
+    """``held``: the pause that the broker sees to at this engine, which renews its lease."""
+
+    version: Count
+    held: UpdateId
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRank:
+    """A rank of a DP group; ``key`` is its public key, if the broker has keys."""
+
+    name: Name
+    dp_rank: Count
+    address: ShortText
+    key: ShortText
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRanks:
+    """All ranks of the DP group, which is whole."""
+
+    mates: Annotated[tuple[PeerRank, ...], Meta(max_length=65_536)]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseVote:
+    """How a rank stands, told to its mates and to nobody else; ``asks``: tell me, too.
+
+    ``pause_id`` is the pause that it is in, or was in last; ``version`` what it serves."""
+
+    dp_group: Name
+    dp_rank: Count
+    stand: LeasePosition
+    pause_id: UpdateId
+    version: Serial
+    asks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    reason: LongText

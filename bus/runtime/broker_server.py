@@ -1,0 +1,195 @@
+"""The broker's shell: frames from the transport to the machine, effects back out."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import bus.log
+from bus.errors import DecodeError
+from bus.ids import new_boot
+from bus.messages import (
+    WIRE_MAJOR,
+    WIRE_MINOR,
+    WIRE_NAMES,
+    Ack,
+    Commit,
+    Envelope,
+    HeartbeatAck,
+    Message,
+    Status,
+    Step,
+    codec,
+)
+from bus.protocol.broker.broker import BROKER_NAME, Broker, BrokerConfig
+from bus.protocol.core.effects import Effect, Note, Send
+from bus.runtime.clock import Alarm
+from bus.runtime.heartbeat_acks import HeartbeatAcks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from bus.protocol.broker.admission import KeyRole
+    from bus.runtime.interfaces import Handle, Journal, Scheduler, ServerTransport
+
+# Heartbeats within this time are answered by one frame, encoded once and sent in one
+# go: with a thousand peers, most of a heartbeat's cost is waking up to answer it.
+_ACKS_WAIT_MS: Final = 50.0
+
+
+class BrokerServer:
+    """Runs a :class:`bus.protocol.broker.broker.Broker` on a transport, until :meth:`close`.
+
+    What comes in and goes out is recorded in ``journal``: with it the machine can be run again
+    (:mod:`bus.journal.replay`). A commit is flushed before it has any effect.
+    """
+
+    def __init__(
+        self,
+        transport: ServerTransport,
+        scheduler: Scheduler,
+        config: BrokerConfig | None = None,
+        keys: Mapping[str, KeyRole] | None = None,
+        *,
+        boot: int | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        self.machine = Broker(config, keys)
+        self.boot = new_boot() if boot is None else boot
+        self._journal = journal
+        self._transport = transport
+        self._scheduler = scheduler
+        self._log = bus.log.logger()
+        self._seq = 0
+        self._alarm = Alarm(scheduler, self._on_alarm)
+        self._acks = HeartbeatAcks()
+        self._acks_timer: Handle | None = None
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._transport.listen(self._on_frame)
+        self._arm()
+
+    def close(self) -> None:
+        """Stop serving; peers keep what they have, and look for a broker."""
+        self._alarm.cancel()
+        if self._acks_timer is not None:
+            self._acks_timer.cancel()
+        self._transport.close()
+        if self._journal is not None:
+            self._journal.close()
+
+    def rekey(self, keys: Mapping[str, KeyRole]) -> None:
+        """Other keys count from now on."""
+        now_ms = self._scheduler.now_ms()
+        if self._journal is not None:
+            self._journal.on_keys_changed(now_ms, keys)
+        self._perform(self.machine.rekey(keys, now_ms))
+
+    def _on_frame(self, route: bytes, frame: bytes, user: str) -> None:
+        now_ms = self._scheduler.now_ms()
+        refusal = self.machine.admit(route, len(frame), now_ms)
+        if refusal is not None:
+            if refusal:  # without a word, nothing has changed
+                if self._journal is not None:
+                    self._journal.on_refused(now_ms, route, len(frame))
+                self._perform(refusal)
+            return
+        if self._journal is not None:
+            self._journal.on_received(now_ms, route, frame, user)
+        try:
+            envelope, message = codec.decode(frame)
+        except DecodeError as error:
+            self._perform(self.machine.on_malformed_frame(route, error, now_ms))
+            return
+        if self._journal is not None and _is_commit(message):
+            self._journal.flush()  # before anybody sees what comes of it
+        effects = self.machine.receive(route, envelope, message, now_ms, user)
+        if effects:
+            self._perform(effects)
+
+    def _on_alarm(self) -> None:
+        now_ms = self._scheduler.now_ms()
+        if self._journal is not None:
+            self._journal.on_timer(now_ms)
+        self._perform(self.machine.tick(now_ms))
+
+    def _perform(self, effects: Iterable[Effect]) -> None:
+        notes: list[Note] = []
+        for effect in effects:
+            if not isinstance(effect, Send):
+                notes.append(effect)
+            elif isinstance(effect.message, HeartbeatAck):
+                self._acknowledge(effect.message, effect)
+            else:
+                self._send_acks()  # nothing overtakes them
+                self._send(effect)
+        self._arm()
+        for note in notes:  # nobody waits for these
+            bus.log.write(self._log, note)
+
+    def _acknowledge(self, ack: HeartbeatAck, send: Send) -> None:
+        """Answer a heartbeat, soon."""
+        self._acks.add(ack, send)
+        if self._acks_timer is None:
+            due_ms = self._scheduler.now_ms() + _ACKS_WAIT_MS
+            self._acks_timer = self._scheduler.call_at(due_ms, self._send_acks)
+
+    def _send_acks(self) -> None:
+        if self._acks_timer is None:
+            return
+        self._acks_timer.cancel()
+        self._acks_timer = None
+        for each in self._acks.take():
+            self._send(each)
+
+    def _send(self, send: Send) -> None:
+        message = send.message
+        if isinstance(message, Status):
+            message = dataclasses.replace(message, cpu_s=time.process_time(), rss_bytes=rss_bytes())
+        self._seq += 1
+        frame = codec.encode(
+            Envelope(
+                WIRE_MAJOR,
+                WIRE_MINOR,
+                WIRE_NAMES[type(message)],
+                self._seq,
+                send.reply_to,
+                BROKER_NAME,
+                self.boot,
+                send.group,
+                send.epoch,
+                self._seq,
+                codec.encode_body(message),
+            )
+        )
+        if self._journal is not None:
+            self._journal.on_sent(self._scheduler.now_ms(), send.routes, frame)
+        unreachable = self._transport.send(send.routes, frame)
+        for route in unreachable:
+            fields: dict[str, object] = {
+                "route": route.decode(errors="replace"),
+                "kind": WIRE_NAMES[type(message)],
+            }
+            bus.log.write(self._log, Note("unreachable", "debug", fields))
+
+    def _arm(self) -> None:
+        """One timer for everything, set to the machine's next deadline."""
+        self._alarm.ring_by(self.machine.next_deadline_ms())
+
+
+def _is_commit(message: Message) -> bool:
+    """Whether a version may be served, or be told of, because of this one."""
+    return type(message) is Commit or (isinstance(message, Ack) and message.step is Step.COMMIT)
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process; 0 where the system doesn't tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

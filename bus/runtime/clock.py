@@ -1,0 +1,70 @@
+"""Time on an asyncio event loop: the real scheduler, and one timer for all deadlines of a machine.
+
+The interfaces are in :mod:`bus.runtime.interfaces`; simulated time is in :mod:`bus.testing.clock`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bus.runtime.interfaces import Handle, Scheduler
+
+
+class AsyncioScheduler:
+    """The running loop's timers, and the system's monotonic clock.
+
+    Not the loop's own clock: uvloop's stands still for a whole millisecond, and durations
+    on the bus are shorter than that.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._start_s = time.monotonic()
+
+    def now_ms(self) -> float:
+        return (time.monotonic() - self._start_s) * 1000.0
+
+    def call_at(self, when_ms: float, callback: Callable[[], None]) -> Handle:
+        return self._loop.call_later(max(0.0, when_ms - self.now_ms()) / 1000.0, callback)
+
+
+class Alarm:
+    """Rings at the earliest deadline that was set, once; then it is to be set anew.
+
+    A deadline that is later than the one set changes nothing: whoever is rung looks at
+    what is due, and sets the next.
+    """
+
+    __slots__ = ("_due_ms", "_ring", "_scheduler", "_timer")
+
+    def __init__(self, scheduler: Scheduler, ring: Callable[[], None]) -> None:
+        self._scheduler = scheduler
+        self._ring = ring
+        self._timer: Handle | None = None
+        self._due_ms = float("inf")
+
+    def ring_by(self, due_ms: float) -> None:
+        """Ring at ``due_ms`` (of the scheduler's clock), or earlier if that is set."""
+        if due_ms >= self._due_ms:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due_ms = due_ms
+        self._timer = self._scheduler.call_at(due_ms, self._on_timer)
+
+    def cancel(self) -> None:
+        """Ring no more, unless it is set again."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        self._due_ms = float("inf")
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._due_ms = float("inf")
+        self._ring()

@@ -1,0 +1,36 @@
+"""One process drives another: commands come as lines on stdin, answers go as JSON lines.
+
+The driven process ends when its stdin does, so it never outlives its driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+async def read_commands() -> AsyncIterator[str]:
+    """The lines of stdin, until its end.
+
+    A Ctrl-C on the terminal reaches the driver too, which ends stdin in order: so
+    it is ignored here.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    while line := await reader.readline():
+        yield line.decode().strip()
+
+
+def write_answer(**fields: object) -> None:
+    """One line on stdout."""
+    sys.stdout.write(json.dumps(fields) + "\n")
+    sys.stdout.flush()

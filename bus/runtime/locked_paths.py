@@ -1,0 +1,65 @@
+"""Files and folders that are known to be left: their maker has no lock on them any more.
+
+Whoever makes one takes an advisory lock (``flock``) on it, which ends with its process, however
+that ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+def sweep(paths: Iterable[Path], remove: Callable[[Path], None]) -> list[str]:
+    """Remove those that were left; return their names. Another user's are none of ours."""
+    removed: list[str] = []
+    for path in paths:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue  # not ours, or gone meanwhile
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove(path)
+            removed.append(path.name)
+        except BlockingIOError:
+            pass  # its maker lives
+        finally:
+            os.close(descriptor)
+    return removed
+
+
+class LockedFolder:
+    """A new folder in ``parent`` that is its maker's, and is removed by :meth:`close`. Its name
+    has the maker's process id after the prefix.
+
+    Those whose maker was killed are known by the advisory lock that they no longer have,
+    and go when the next one with this prefix is made.
+    """
+
+    def __init__(self, prefix: str, parent: Path) -> None:
+        sweep(parent.glob(f"{prefix}*/"), lambda left: shutil.rmtree(left, ignore_errors=True))
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
+            try:
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue  # another one took it for left before it was locked
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if self.path.is_dir():
+                break
+            os.close(self._lock)
+
+    def close(self) -> None:
+        """Remove it; a second time does nothing."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1

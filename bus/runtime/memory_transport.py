@@ -1,0 +1,171 @@
+"""A network in memory, honest or bad on purpose, seeded.
+
+The same interface as ZeroMQ's, for tests of anything that speaks it. With
+:class:`Faults` it drops, delays, doubles and reorders frames, every time the same
+for one seed and one order of sends.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from bus.runtime.interfaces import OnFrame, OnRoutedFrame, Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Probabilities per frame, and delays in milliseconds.
+
+    A frame takes ``delay_ms`` plus up to ``jitter_ms``; without ``reorder`` frames of
+    one direction of one link still arrive in the order in which they were sent.
+    """
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    delay_ms: float = 0.0
+    jitter_ms: float = 0.0
+    reorder: bool = False
+
+
+BROKER: Final = b""  # where the broker's frames come from and go to
+
+
+class MemoryNetwork:
+    """One broker's address and its peers. ``cut`` links lose everything."""
+
+    def __init__(
+        self, scheduler: Scheduler, *, seed: int = 0, faults: Faults | None = None
+    ) -> None:
+        self.faults = faults or Faults()
+        self.counts = {"sent": 0, "dropped": 0, "duplicated": 0, "delivered": 0}
+        self._scheduler = scheduler
+        self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
+        self._server: MemoryServer | None = None
+        self._clients: dict[bytes, MemoryClient] = {}
+        self._cut: set[tuple[bytes, bytes]] = set()  # from whom to whom nothing passes
+        self._partitioned: set[bytes] = set()  # to whom, and from whom, nothing passes
+        self._due: dict[tuple[bytes, bytes], float] = {}
+
+    def server(self) -> MemoryServer:
+        """The broker's end; a new one takes the place of the old."""
+        self._server = MemoryServer(self)
+        return self._server
+
+    def client(self, route: bytes) -> MemoryClient:
+        """A peer's end."""
+        client = self._clients[route] = MemoryClient(self, route)
+        return client
+
+    def cut(self, route: bytes, *, up: bool = True, down: bool = True) -> None:
+        """Nothing passes from this peer (``up``), and nothing to it (``down``), any more."""
+        if up:
+            self._cut.add((route, BROKER))
+        if down:
+            self._cut.add((BROKER, route))
+
+    def partition(self, route: bytes) -> None:
+        """Nothing passes between this peer and anybody; what is cut is its link to the broker."""
+        self._partitioned.add(route)
+
+    def heal(self, route: bytes) -> None:
+        """Frames pass again; what was lost stays lost."""
+        self._partitioned.discard(route)
+        self._cut -= {(route, BROKER), (BROKER, route)}
+
+    def send_to_server(self, route: bytes, frame: bytes) -> None:
+        self._carry(route, BROKER, frame)
+
+    def send_to_client(self, route: bytes, frame: bytes) -> bool:
+        if route not in self._clients:
+            return False
+        self._carry(BROKER, route, frame)
+        return True
+
+    def discard_client(self, route: bytes) -> None:
+        self._clients.pop(route, None)
+
+    def discard_server(self, server: MemoryServer) -> None:
+        if self._server is server:
+            self._server = None
+
+    def _carry(self, source: bytes, target: bytes, frame: bytes) -> None:
+        self.carry_between(source, target, lambda: self._deliver(source, target, frame))
+
+    def carry_between(self, source: bytes, target: bytes, deliver: Callable[[], None]) -> None:
+        """Carry one frame, on a link that may be of two peers, as bad as the broker's."""
+        faults = self.faults
+
+        def arrive() -> None:
+            if (source, target) in self._cut or not self._partitioned.isdisjoint((source, target)):
+                self.counts["dropped"] += 1
+                return
+            self.counts["delivered"] += 1
+            deliver()
+
+        copies = 1
+        self.counts["sent"] += 1
+        if self._random.random() < faults.drop:
+            self.counts["dropped"] += 1
+            copies = 0
+        elif self._random.random() < faults.duplicate:
+            self.counts["duplicated"] += 1
+            copies = 2
+        for _ in range(copies):
+            delay_ms = faults.delay_ms + self._random.random() * faults.jitter_ms
+            due_ms = self._scheduler.now_ms() + delay_ms
+            if not faults.reorder:
+                due_ms = max(due_ms, self._due.get((source, target), 0.0))
+                self._due[(source, target)] = due_ms
+            self._scheduler.call_at(due_ms, arrive)
+
+    def _deliver(self, source: bytes, target: bytes, frame: bytes) -> None:
+        if target == BROKER:
+            if self._server is not None and self._server.on_frame is not None:
+                self._server.on_frame(source, frame, "")
+            return
+        client = self._clients.get(target)
+        if client is not None and client.on_frame is not None:
+            client.on_frame(frame)
+
+
+class MemoryServer:
+    """The broker's end of a :class:`MemoryNetwork`."""
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        self._network = network
+        self.on_frame: OnRoutedFrame | None = None
+
+    def listen(self, on_frame: OnRoutedFrame) -> None:
+        self.on_frame = on_frame
+
+    def send(self, routes: Iterable[bytes], frame: bytes) -> list[bytes]:
+        return [route for route in routes if not self._network.send_to_client(route, frame)]
+
+    def close(self) -> None:
+        self.on_frame = None
+        self._network.discard_server(self)
+
+
+class MemoryClient:
+    """A peer's end of a :class:`MemoryNetwork`."""
+
+    def __init__(self, network: MemoryNetwork, route: bytes) -> None:
+        self._network = network
+        self.route = route
+        self.on_frame: OnFrame | None = None
+
+    def listen(self, on_frame: OnFrame) -> None:
+        self.on_frame = on_frame
+
+    def send(self, frame: bytes) -> bool:
+        self._network.send_to_server(self.route, frame)
+        return True
+
+    def close(self) -> None:
+        self.on_frame = None
+        self._network.discard_client(self.route)

@@ -1,0 +1,153 @@
+"""ZeroMQ sockets in an asyncio event loop.
+
+The event loop watches a socket's descriptor and drains the socket in batches, without blocking.
+The descriptor is edge-triggered: it reports new events only after all known ones were taken, and
+a send may swallow one, so the socket is checked again after every send.
+
+:class:`MultipartSocket` is the socket of multipart messages at both ends of a DP group's
+coordination. Its queues have no bound, since a START that reaches only some cores makes those wait
+for the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Final
+
+import zmq
+
+from bus.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    OnParts = Callable[[list[bytes]], None]
+
+
+_POLLIN: Final = int(zmq.POLLIN)
+
+_EVENTS: Final = int(zmq.EVENTS)
+
+
+class ZmqSocket(ABC):
+    """A zmq socket in an asyncio loop."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._draining = False  # or about to
+        self._closed = False
+        # One that was forgotten is closed with us. Left to the socket's own end it may stay
+        # open for good (warnings made errors break that end off), and then the process waits
+        # for it when it exits.
+        weakref.finalize(self, socket.close).atexit = False
+
+    def watch(self) -> None:
+        self._loop.add_reader(self._descriptor, self.drain)
+        self.drain_soon()
+
+    def drain_soon(self) -> None:
+        """Drain soon if events are there: the descriptor may not tell of them.
+
+        While draining this needs nothing: a drain ends only when nothing is left.
+        """
+        if not (self._draining or self._closed) and self._has_more():
+            self._draining = True
+            self._loop.call_soon(self.drain)
+
+    def _has_more(self) -> bool:
+        """Whether a frame is there; cheaper than an attempt that fails."""
+        return int(self.socket.getsockopt(_EVENTS)) & _POLLIN != 0
+
+    def drain(self) -> None:
+        """Take what is there, without blocking."""
+        if self._closed:
+            return
+        emptied = False
+        self._draining = True
+        try:
+            emptied = self.receive_batch()
+        finally:
+            self._draining = False
+            if not emptied:
+                self.drain_soon()
+
+    @abstractmethod
+    def receive_batch(self) -> bool:
+        """Take a batch; True if then nothing was left."""
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._descriptor)
+            self.socket.close()
+
+
+_LINGER_MS: Final = 200
+
+_BATCH: Final = 512
+
+_NOBLOCK: Final = int(zmq.NOBLOCK)
+
+
+class MultipartSocket(ZmqSocket):
+    """One socket, bound or connected to ``address``. One that nobody listens to only sends.
+
+    Args:
+        options: set before that, beside what all of these have.
+
+    Raises:
+        UsageError: the address can't be used.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        kind: int,
+        address: str,
+        options: Mapping[int, int | bytes],
+        *,
+        bind: bool,
+    ) -> None:
+        socket = context.socket(kind)
+        socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        for option, value in options.items():
+            socket.setsockopt(option, value)
+        if "[" in address:
+            socket.setsockopt(zmq.IPV6, 1)
+        try:
+            (socket.bind if bind else socket.connect)(address)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise UsageError(f"{address}: {error.strerror}") from error
+        super().__init__(socket)
+        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\x00")
+        self._on_parts: OnParts | None = None
+
+    def listen(self, on_parts: OnParts) -> None:
+        """Hand over each message from now on."""
+        self._on_parts = on_parts
+        self.watch()
+
+    def receive_batch(self) -> bool:
+        assert self._on_parts is not None
+        for _ in range(_BATCH):
+            try:
+                parts = self.socket.recv_multipart(_NOBLOCK)
+            except zmq.Again:
+                return True
+            self._on_parts(parts)
+            if self.socket.closed:
+                return True
+        return False
+
+    def send(self, *parts: bytes) -> None:
+        """Send one message; it waits for no peer."""
+        self.socket.send_multipart(parts, _NOBLOCK)
+        if self._on_parts is not None:
+            self.drain_soon()

@@ -1,0 +1,179 @@
+"""What is said to vLLM's own worker engines, as blobs that only both ends of those read.
+
+A transfer backend with a name such as ``vllm:nccl`` is none of wavebus's: tensors travel between
+a trainer engine of vLLM's and the worker engine that the engine was booted with. The bus carries
+the plain dicts that the two tell each other: an ``init_info`` as ``TransferInit.params``, an
+``update_info`` as ``WeightChunkMeta.handle``.
+
+In those may stand what MessagePack has a form for (nothing, truths, numbers, texts, bytes, lists,
+and dicts by text), and :class:`IpcTensor`. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from bus.messages.types import MAX_BLOB_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+PREFIX: Final = "vllm:"
+MAX_DEPTH: Final = 8
+# Those whose updates are patches: some elements of some tensors, onto what an engine serves.
+PATCHING: Final = frozenset({"sparse_nccl"})
+# Those to which every rank of the trainer sends its own shards. The workers of all engines are
+# one mesh behind them; ``rank_offset`` is where it begins.
+SHARDING: Final = frozenset({"nccl_m2n"})
+# Worker engines of vLLM's that the bus can't drive, and why.
+UNSUPPORTED: Final = {
+    "sharded_rdt": "its workers pull shards from every rank of its trainer, by plans of their own",
+    "modelexpress": "vLLM has no trainer engine for it",
+}
+_IPC_TENSOR: Final = 1  # of MessagePack's extension types
+
+Size = Annotated[int, Meta(ge=0)]
+Sizes = Annotated[tuple[Size, ...], Meta(max_length=16)]
+Handle = Annotated[bytes, Meta(max_length=65_536)]  # those of expandable segments are long
+
+
+class IpcTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor in another process's memory on the same GPU: what PyTorch rebuilds one from, in
+    its order, without the classes. Sizes count elements, unless they are called bytes."""
+
+    size: Sizes
+    stride: Sizes
+    offset: Size
+    dtype: Annotated[str, Meta(max_length=32, pattern=r"^[a-z0-9_]+\Z")]
+    device: Size
+    handle: Handle
+    storage_bytes: Size
+    storage_offset_bytes: Size
+    requires_grad: bool
+    counter: Handle
+    counter_offset: Size
+    event: Handle
+    event_sync: bool
+
+
+class _ChunkPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    columns: Annotated[tuple[str, ...], Meta(max_length=4)]
+    rest: bytes
+
+
+def native_name(engine: str) -> str:
+    """The transfer backend that vLLM's worker engine ``engine`` is."""
+    return PREFIX + engine
+
+
+def engine_of(backend: str) -> str:
+    """The worker engine of vLLM's that a transfer backend is; empty for wavebus's own."""
+    return backend.removeprefix(PREFIX) if backend.startswith(PREFIX) else ""
+
+
+def is_patching(backend: str) -> bool:
+    """Whether all updates over a transfer backend are patches; over the others, none is."""
+    return engine_of(backend) in PATCHING
+
+
+def is_sharding(backend: str) -> bool:
+    """Whether all ranks of the trainer send over a transfer backend, each its own shards."""
+    return engine_of(backend) in SHARDING
+
+
+def is_loaded_on_receipt(backend: str) -> bool:
+    """Whether a chunk is in the model as soon as it is received: vLLM's engines have one call
+    for both, so that nothing can be verified in between."""
+    return backend.startswith(PREFIX)
+
+
+def encode_info(info: Mapping[str, Any]) -> bytes:
+    """A dict of plain values, as a blob.
+
+    Raises:
+        ValueError: names the key whose value has no plain form; or all is too large.
+    """
+    blob = msgspec.msgpack.encode(_plain(info, "", 0))
+    if len(blob) > MAX_BLOB_BYTES:
+        raise ValueError(f"{len(blob)} bytes, and at most {MAX_BLOB_BYTES} go over the bus")
+    return blob
+
+
+def decode_info(blob: bytes) -> dict[str, Any]:
+    """The dict in a blob.
+
+    Raises:
+        ValueError: it is no dict of plain values.
+    """
+    try:
+        found = msgspec.msgpack.decode(blob, ext_hook=_extension)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"info: {error}") from error
+    plain = _plain(found, "", 0)
+    if type(plain) is not dict:
+        raise ValueError(f"info: a {type(found).__name__}, not a dict")
+    return found  # type: ignore[no-any-return]  # as decoded: extensions are objects there
+
+
+def encode_chunk(columns: Sequence[str], rest: Mapping[str, Any]) -> bytes:
+    """An ``update_info`` without what its WEIGHT_CHUNK_META says of the chunk's tensors.
+
+    Args:
+        columns: keys of the dict whose values stand there.
+        rest: the other ones.
+
+    Raises:
+        ValueError: as :func:`encode_info` does.
+    """
+    return msgspec.msgpack.encode(_ChunkPayload(tuple(columns), encode_info(rest)))
+
+
+def decode_chunk(blob: bytes, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``update_info`` again; ``told`` are all columns, as vLLM's engines want them.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        chunk = msgspec.msgpack.decode(blob, type=_ChunkPayload)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"update_info: {error}") from error
+    unknown = sorted(set(chunk.columns) - set(columns))
+    if unknown:
+        raise ValueError(f"update_info: unknown columns {', '.join(unknown)}")
+    return {name: columns[name] for name in chunk.columns} | decode_info(chunk.rest)
+
+
+def _plain(value: Any, path: str, depth: int) -> Any:
+    """The value with extensions where MessagePack has no form of its own.
+
+    Raises:
+        ValueError: names the place of what is neither plain nor known.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError(f"{path}: nested deeper than {MAX_DEPTH}")
+    # Not by isinstance: what a subclass adds would be lost on the way.
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if isinstance(value, IpcTensor):
+        return msgspec.msgpack.Ext(_IPC_TENSOR, msgspec.msgpack.encode(value))
+    if type(value) in (list, tuple):
+        return [_plain(each, f"{path}[{at}]", depth + 1) for at, each in enumerate(value)]
+    if type(value) is dict:
+        for key in value:
+            if type(key) is not str:
+                raise ValueError(f"{path or 'info'}: a key is {type(key).__name__}, not text")
+        return {
+            key: _plain(each, f"{path}.{key}" if path else key, depth + 1)
+            for key, each in value.items()
+        }
+    raise ValueError(f"{path or 'info'}: a {type(value).__name__} has no plain form")
+
+
+def _extension(code: int, data: memoryview) -> IpcTensor:
+    if code != _IPC_TENSOR:
+        raise ValueError(f"unknown extension {code}")
+    return msgspec.msgpack.decode(data, type=IpcTensor)

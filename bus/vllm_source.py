@@ -1,0 +1,217 @@
+"""Finds definitions in vLLM's source files without importing them.
+
+The files may be those of the installed vLLM, an unpacked wheel, or the wheel itself. What must be
+defined there is the business of :mod:`bus.seams`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+
+from bus.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+
+Node: TypeAlias = ast.AST
+
+_MAX_IMPORTS: Final = 4  # of a name through packages, until it is defined
+
+
+class Folder(Protocol):
+    """A folder on disk or inside a wheel: what pathlib and zipfile paths have in common."""
+
+    def joinpath(self, *parts: str) -> Folder: ...
+
+    def is_file(self) -> bool: ...
+
+    def read_text(self, encoding: str) -> str: ...
+
+
+class SourceTree:
+    """Finds definitions in vLLM's Python files.
+
+    Args:
+        root: the folder that holds the package ``vllm``.
+        changed: other texts for some files, by their path below ``root``.
+    """
+
+    def __init__(self, root: Folder, changed: Mapping[str, str] | None = None) -> None:
+        self._root = root
+        self._changed = dict(changed or {})
+        self._modules: dict[str, ast.Module | None] = {}
+        self._printed: dict[Node, str] = {}
+        self._unreadable: set[str] = set()
+
+    @classmethod
+    def at(cls, path: Path) -> SourceTree:
+        """Open an unpacked wheel (or any folder with the package in it), or a wheel file.
+
+        Raises:
+            UsageError: no package ``vllm`` is there.
+        """
+        root: Folder = path
+        if path.is_file() and zipfile.is_zipfile(path):
+            root = zipfile.Path(path)
+        elif path.name == "vllm" and (path / "__init__.py").exists():
+            root = path.parent
+        if not root.joinpath("vllm", "__init__.py").is_file():
+            raise UsageError(
+                f"{path}: no vLLM there: expected a wheel, or a folder with vllm/__init__.py in it"
+            )
+        return cls(root)
+
+    @classmethod
+    def installed(cls) -> SourceTree | None:
+        """The vLLM that this process would import; None if there is none."""
+        spec = find_spec("vllm")
+        if spec is None or spec.origin is None:
+            return None
+        return cls(Path(spec.origin).parents[1])
+
+    def changed(self, texts: Mapping[str, str]) -> SourceTree:
+        """The same tree with other texts for some files, which are all that is parsed anew."""
+        other = SourceTree(self._root, texts)
+        for name, node in self._modules.items():
+            if self.module_path(name) not in texts:
+                other._modules[name] = node
+        other._printed = self._printed
+        return other
+
+    def source(self, target: str) -> str | None:
+        """The source of a definition, as :func:`ast.unparse` prints it; None if there is none."""
+        node = self.find(target)
+        if node is not None and node not in self._printed:
+            self._printed[node] = ast.unparse(node)
+        return None if node is None else self._printed[node]
+
+    @functools.cached_property
+    def version(self) -> str:
+        """The number in ``vllm/_version.py``, such as ``0.33.0``; empty if there is none."""
+        text = self.text("vllm._version")
+        found = re.search(r"^__version__ = .*['\"](.+)['\"]", text, re.MULTILINE)
+        return found[1] if found else ""
+
+    def module_path(self, module: str) -> str:
+        """The file of a module, below the root; empty if there is none."""
+        base = module.replace(".", "/")
+        for path in (f"{base}.py", f"{base}/__init__.py"):
+            if path in self._changed or self._root.joinpath(*path.split("/")).is_file():
+                return path
+        return ""
+
+    def text(self, module: str) -> str:
+        """The source of a module; empty if there is none."""
+        path = self.module_path(module)
+        if not path:
+            return ""
+        changed = self._changed.get(path)
+        return changed or self._root.joinpath(*path.split("/")).read_text(encoding="utf-8")
+
+    def find(self, target: str) -> Node | None:
+        """The definition of ``package.module:Class.attribute``; None if there is none.
+
+        Imported names and base classes are followed into their own modules.
+        """
+        return self.locate(target)[1]
+
+    def locate(self, target: str) -> tuple[str, Node | None]:
+        """The same, with the module that holds the definition."""
+        module, _, path = target.partition(":")
+        if not path:
+            return module, self._module(module)
+        name, *attributes = path.split(".")
+        module, node = self._top_level(module, name, _MAX_IMPORTS)
+        for attribute in attributes:
+            if node is None:
+                break
+            module, node = self._attribute(module, node, attribute)
+        return module, node
+
+    def _module(self, module: str) -> ast.Module | None:
+        if module not in self._modules:
+            text = self.text(module)
+            try:
+                self._modules[module] = ast.parse(text) if text else None
+            except SyntaxError:  # a later Python's
+                self._modules[module] = None
+                self._unreadable.add(module)
+        return self._modules[module]
+
+    def absent(self, target: str, kind: str = "") -> str:
+        """Say that a target is not there, or that its file can't be read."""
+        module = target.partition(":")[0]
+        why = " (this Python can't parse its file)" if module in self._unreadable else ""
+        return f"there is no {kind}{short_name(target)}{why}"
+
+    def _top_level(self, module: str, name: str, imports: int) -> tuple[str, Node | None]:
+        tree = self._module(module)
+        for node in _statements(tree.body if tree is not None else ()):
+            if _defines(node, name):
+                return module, node
+            if isinstance(node, ast.ImportFrom) and imports:
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        origin = self._origin(module, node)
+                        return self._top_level(origin, alias.name, imports - 1)
+        return module, None
+
+    def _origin(self, module: str, node: ast.ImportFrom) -> str:
+        """The module that a ``from ... import`` in ``module`` names."""
+        if not node.level:
+            return node.module or ""
+        package = module.split(".")
+        if not self.module_path(module).endswith("/__init__.py"):
+            package.pop()
+        return ".".join(filter(None, [*package[: len(package) - node.level + 1], node.module]))
+
+    def _attribute(self, module: str, owner: Node, name: str) -> tuple[str, Node | None]:
+        if not isinstance(owner, ast.ClassDef):
+            return module, None
+        for node in _statements(owner.body):
+            if _defines(node, name):
+                return module, node
+        for base in owner.bases:
+            if isinstance(base, ast.Subscript):
+                base = base.value  # noqa: PLW2901 - Generic[T]
+            if isinstance(base, ast.Name):
+                where, above = self._top_level(module, base.id, _MAX_IMPORTS)
+                if above is not None:
+                    where, found = self._attribute(where, above, name)
+                    if found is not None:
+                        return where, found
+        return module, None
+
+
+def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a body, with those behind a condition."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If):
+            yield from _statements([*node.body, *node.orelse])
+        elif isinstance(node, ast.Try):
+            yield from _statements(node.body)
+
+
+def _defines(node: Node, name: str) -> bool:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return node.name == name
+    if isinstance(node, ast.Assign):
+        return any(isinstance(each, ast.Name) and each.id == name for each in node.targets)
+    return (
+        isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and node.target.id == name
+    )
+
+
+def short_name(target: str) -> str:
+    """A target as a reader knows it: ``EngineCoreProc.step``, or a whole module."""
+    return target.partition(":")[2] or target
