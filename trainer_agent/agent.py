@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -16,11 +15,8 @@ from bus.keys import security
 from bus.messages import (
     EngineView,
     Escalation,
-    GroupAck,
     GroupView,
     PauseMode,
-    Resume,
-    SleepLevel,
     StaleEngines,
     Status,
     Target,
@@ -34,6 +30,7 @@ from trainer_agent.catching_up import CatchingUp
 from trainer_agent.connection import Connection
 from trainer_agent.for_vllm import ForVllm
 from trainer_agent.how import WAIT_S, PauseHow, UpdateHow
+from trainer_agent.pauses import Pauses
 from trainer_agent.ranks import follow
 from trainer_agent.sending import send_stream
 from trainer_agent.snapshot import Snapshot
@@ -47,7 +44,7 @@ from trainer_agent.updating import Updates
 from trainer_agent.weight_sync import WeightSync
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
     from types import TracebackType
 
@@ -58,7 +55,7 @@ if TYPE_CHECKING:
     from trainer_agent.report import UpdateReport
 
 
-class TrainerAgent(ForVllm):
+class TrainerAgent(Pauses, ForVllm):
     """A trainer on the bus: holds one group of engines.
 
     ::
@@ -202,10 +199,6 @@ class TrainerAgent(ForVllm):
         if self._catching_up is not None:
             self._catching_up.told(behind)
 
-    def _aside(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """What the trainer asks for goes before engines that catch up."""
-        return contextlib.nullcontext() if self._catching_up is None else self._catching_up.aside()
-
     # -- coming and going -------------------------------------------------------
 
     async def connect(self) -> Self:
@@ -259,90 +252,6 @@ class TrainerAgent(ForVllm):
     async def status(self) -> Status:
         """The broker's whole view."""
         return await self._line.status()
-
-    @contextlib.asynccontextmanager
-    async def paused(
-        self,
-        *,
-        mode: PauseMode = "keep",
-        clear_cache: bool = True,
-        wait_s: float = WAIT_S,
-        escalate: Escalation = "keep",
-    ) -> AsyncIterator[GroupAck]:
-        """Keep the group paused for the length of a block. An update that :meth:`send_weights` has
-        begun is waited for first: its commit would wait for the block's end.
-
-        Args:
-            mode: ``keep`` freezes requests, ``wait`` lets running ones end, ``abort`` ends
-                all with the tokens they have.
-            clear_cache: kept requests recompute their KV cache with the weights they find
-                after the pause, and no prefix cache is kept.
-            wait_s: how long ``wait`` lets requests run.
-            escalate: what the pause becomes on engines whose requests have not ended by
-                then. The answer names these engines (``escalated``) and their requests
-                (``waited_for``).
-
-        Raises:
-            PauseFailed: not every engine could be paused; those that were, have resumed.
-        """
-        if self._steps.held:
-            raise UsageError("the group is paused already by this agent")
-        if self._sending is not None:
-            await asyncio.wait([self._sending])
-        how = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
-        async with self._aside(), self._pause_held(how) as ack:
-            yield ack
-
-    @contextlib.asynccontextmanager
-    async def _pause_held(self, how: PauseHow) -> AsyncIterator[GroupAck]:
-        update_id = self._steps.new_id()
-        ack = await self._steps.pause(update_id, how)
-        try:
-            yield ack
-        except BaseException as error:
-            also = await self._steps.undo(Resume(update_id))
-            if also is not None:  # what went wrong first is what is to be known
-                error.add_note(f"and the engines could not be resumed: {also}")
-            raise
-        async with self._steps.resumed_if_given_up(update_id):
-            await self._steps.resume(update_id)
-
-    @contextlib.asynccontextmanager
-    async def asleep(
-        self,
-        *,
-        level: SleepLevel = 1,
-        mode: PauseMode = "keep",
-        wait_s: float = WAIT_S,
-        escalate: Escalation = "keep",
-    ) -> AsyncIterator[GroupAck]:
-        """Keep the group asleep for the length of a block: paused, with its memory given back, for
-        a trainer that shares its GPUs.
-
-        ::
-
-            async with agent.asleep(level=2):
-                train()                             # the GPU is yours
-                await agent.update_weights(model)   # the weights wake for it; the KV cache sleeps
-                model.cpu()                         # make room
-            # everything is awake, and serves the new weights
-
-        The pause is that of :meth:`paused`, and always drops KV caches: kept requests compute
-        theirs anew. The trainer's event loop must stay free here, too.
-
-        Args:
-            level: 1 keeps the weights in the host's memory; without an update, the old ones are
-                served afterwards. 2 discards them: until an update, engines sleep on.
-
-        Raises:
-            PauseFailed: see :meth:`paused`.
-            Refused: an engine can't sleep (with code ``wrong_state``, before any does), or
-                failed to; or, when the block ends, no engine could be woken, for want of
-                weights or of memory. One of several is named in the log, and is asked again
-                until it has room.
-        """
-        async with self.paused(mode=mode, wait_s=wait_s, escalate=escalate):
-            yield await self._steps.sleep(level)
 
     async def update_weights(
         self,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from bus.messages import GroupAck, Message, WeightChunkMeta
 
-    Step: TypeAlias = Callable[[Message], Coroutine[object, object, GroupAck]]
+Step: TypeAlias = "Callable[[Message], Coroutine[object, object, GroupAck]]"
 
 
 @asynccontextmanager

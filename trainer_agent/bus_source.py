@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -15,7 +15,15 @@ if TYPE_CHECKING:
 
     from bus.manifest import TensorMeta
     from trainer_agent.sources import WeightSource
-    from trainer_agent.weight_sync import WeightSync
+
+
+class Passes(Protocol):
+    """What is needed of a :class:`trainer_agent.weight_sync.WeightSync`."""
+
+    def passing(
+        self, source: BusWeightSource, *, shards: bool
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the tensors of a source: whole ones, or this rank's shards."""
 
 
 class BusWeightSource(EitherForm):
@@ -33,7 +41,7 @@ class BusWeightSource(EitherForm):
     ranks, read it on all before they send.
     """
 
-    def __init__(self, sync: WeightSync, inner: WeightSource) -> None:
+    def __init__(self, sync: Passes, inner: WeightSource) -> None:
         self._sync = sync
         self._inner = inner
         self._shards = vllm_sources.local_shards(inner)
@@ -85,7 +93,7 @@ class BusShardSource(BusWeightSource):
         return self._inner.mesh()
 
 
-def wrapped(sync: WeightSync, source: WeightSource) -> BusWeightSource:
+def wrapped(sync: Passes, source: WeightSource) -> BusWeightSource:
     """Returns ``source`` on the bus."""
     if not vllm_sources.is_m2n_source(source):
         return BusWeightSource(sync, source)

@@ -9,29 +9,45 @@ behind that.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, Protocol, TypeAlias, TypeVar
 
 import anyio
 
 import bus.log
 from bus.errors import BusClosed, BusTimeout, Refused, WavebusError
-from bus.messages import Abort, GroupAck, Resume, TrainerStep
+from bus.messages import Abort, GroupAck, Message, Resume, TrainerStep
 from bus.protocol.broker.broker import BROKER_NAME
 
-if TYPE_CHECKING:
-    from trainer_agent.connection import Connection
-
-    Word: TypeAlias = Abort | Resume | TrainerStep
+Word: TypeAlias = Abort | Resume | TrainerStep
+M = TypeVar("M", bound=Message)
 
 # With a broker that is there, so long is waited for its answers.
 CLEANUP_S: Final = 30.0
 _LOOK_S: Final = 0.05
 
 
+class Asks(Protocol):
+    """What is needed of a :class:`trainer_agent.connection.Connection`."""
+
+    @property
+    def joined(self) -> bool:
+        """Whether the broker has let us in, and is heard."""
+
+    async def ask(
+        self,
+        message: Message,
+        expect: type[M],
+        *,
+        timeout_s: float | None = None,
+        unheard: bool = False,
+    ) -> M:
+        """Send until answered."""
+
+
 class Owed:
     """One connection's."""
 
-    def __init__(self, line: Connection) -> None:
+    def __init__(self, line: Asks) -> None:
         self._line = line
         self._paying: set[asyncio.Task[WavebusError | None]] = set()
         self._log = bus.log.logger()
