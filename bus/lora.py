@@ -1,8 +1,8 @@
 """A LoRA adapter alone: a transfer backend of its own, whose one chunk is a folder on tmpfs.
 
 A backend with a name such as ``lora:policy-lora`` carries that adapter, and no other weights. The
-trainer writes it as PEFT does, into a folder of :data:`bus.transfer.SHM_FOLDER` that only its user
-may enter; engines of the same host read it by its path. ``TransferInit.params`` and
+trainer writes it as PEFT does, into a folder of :data:`bus.weight_transfer.formats.SHM_FOLDER` that
+only its user may enter; engines of the same host read it by its path. ``TransferInit.params`` and
 ``WeightChunkMeta.handle`` are both an :class:`AdapterFolder`.
 
 An update of an adapter can be undone until it is committed, since engines keep the one before:
@@ -18,7 +18,7 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 from bus.errors import UsageError
-from bus.transfer import SHM_PREFIX
+from bus.weight_transfer.formats import SHM_PREFIX
 
 PREFIX: Final = "lora:"
 FOLDER_PREFIX: Final = f"{SHM_PREFIX}lora-"

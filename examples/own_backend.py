@@ -7,7 +7,7 @@ python examples/own_backend.py
 
 Here trainer, sidecar and engine are one process, which registers both ends in code. Engines
 that `wavebus sidecar` or vLLM starts find your receiver as an entry point instead: see
-bus/backends.py.
+bus/weight_transfer/registry.py.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from safetensors.torch import load, save
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.transfer import Place, World, decode, encode
+from bus.weight_transfer.base import Receiver, Sender
+from bus.weight_transfer.formats import decode, encode
+from bus.weight_transfer.registry import register_receiver, register_sender
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine, SamplingParams
-from sidecar.transfer import Receiver, register_receiver
 from trainer_agent import TrainerAgent
 from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
-from trainer_agent.transfer import Sender, register_sender
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bus.manifest import TensorMeta
+    from bus.weight_transfer.allocation import RankAssignment, World
 
 # -- what the two ends say to each other over the bus: small, and typed --------------
 
@@ -71,7 +72,7 @@ class FileSender(Sender):
         self._path(seq).write_bytes(blob)
         return encode(File(self._path(seq).name))
 
-    def taken(self, seq: int) -> None:
+    def on_taken(self, seq: int) -> None:
         self._path(seq).unlink()
 
     def close(self) -> None:
@@ -93,7 +94,7 @@ class FileReceiver(Receiver):
     def __init__(self) -> None:
         self._folder: Path | None = None
 
-    def open(self, params: bytes, place: Place) -> None:  # noqa: ARG002 - all are equal here
+    def open(self, params: bytes, place: RankAssignment) -> None:  # noqa: ARG002 - all are equal here
         self._folder = Path(decode(params, Folder).path)
         if not self._folder.is_dir():
             raise EngineError(

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Final
 
 from bus.cli.doctor import Check, feature_checks
 from bus.lora import FOLDER_PREFIX
-from bus.transfer import SHM_FOLDER, SHM_PREFIX
 from bus.vllm_versions import TESTED, unsupported_reason, untested_reason
+from bus.weight_transfer.formats import SHM_FOLDER, SHM_PREFIX
 from sidecar.vllm_plugin import facts, installation
 from sidecar.vllm_plugin.registry import REGISTRY
 

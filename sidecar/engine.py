@@ -23,8 +23,7 @@ from bus.messages import (
     Target,
     Verify,
 )
-from bus.staging import Room
-from bus.transfer import Place
+from bus.weight_transfer.allocation import RankAssignment, StagingCapacity
 from sidecar.corepage import CoreView
 from sidecar.holdpage import Hold, HoldEnd, LeftBehind
 
@@ -42,9 +41,9 @@ __all__ = [
     "LeftBehind",
     "Manifest",
     "PauseMode",
-    "Place",
+    "RankAssignment",
     "ProbeResult",
-    "Room",
+    "StagingCapacity",
     "SleepLevel",
     "Staging",
     "Target",
@@ -79,7 +78,7 @@ class EngineInfo:
 class Chunk:
     """One chunk of an update, to be received out of band.
 
-    ``handle`` is the backend's own blob (see :mod:`bus.transfer`).
+    ``handle`` is the backend's own blob (see :mod:`bus.weight_transfer.formats`).
     """
 
     seq: int
@@ -166,7 +165,7 @@ class Engine(Protocol):
         """Drop keys, values and prefix cache, so that kept requests are recomputed after the
         resume: what a pause with ``clear_cache`` does. Called only in a pause that has returned."""
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
+    async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
         """Open the out-of-band transport (again, with new params, replaces it). Returns how many
         chunks may be received before the first of them is loaded; at least one.
 
@@ -180,7 +179,7 @@ class Engine(Protocol):
 
     async def arm(
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
-    ) -> Room:
+    ) -> StagingCapacity:
         """Check the manifest against the target; load nothing, change nothing. With ``staging``,
         say what it takes to stage the update so, and why that can't be.
 
@@ -206,7 +205,8 @@ class Engine(Protocol):
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
         """Load the received chunk into the model, and let the staging go. With ``sums``, compare
-        its checksums first (:mod:`bus.checksum`), in all workers before any of them loads.
+        its checksums first (:mod:`bus.weight_transfer.checksum`), in all workers before any of them
+        loads.
 
         Raises:
             EngineError: code ``checksum_mismatch``, with the first tensor that differs; nothing

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from bus.errors import EngineError
 from bus.lora import AdapterFolder
 from bus.messages import NackCode
-from bus.transfer import SHM_FOLDER, decode
+from bus.weight_transfer.formats import SHM_FOLDER, decode
 from sidecar.vllm_plugin.client import engine_error
 
 if TYPE_CHECKING:

@@ -24,13 +24,7 @@ import anyio
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.lora import adapter_of
 from bus.vllm_versions import require_supported, untested_reason
-from sidecar.engine import (
-    EngineInfo,
-    PauseMode,
-    Place,
-    ProbeResult,
-    SleepLevel,
-)
+from sidecar.engine import EngineInfo, PauseMode, ProbeResult, RankAssignment, SleepLevel
 from sidecar.vllm_adapters import AdapterRoutes
 from sidecar.vllm_connections import Connections
 from sidecar.vllm_core import CoreLink, check_ranks
@@ -293,7 +287,7 @@ class VllmHttpEngine(UpdatesByPlugin):
             if status != OK:
                 raise EngineError(f"{path} answered {status}: {text[:256]}")
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
+    async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
         ahead = await self._plugin.open_transfer(backend, params, place)
         if adapter := adapter_of(backend):
             await self._adapters.open(adapter, params)

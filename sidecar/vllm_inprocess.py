@@ -15,14 +15,8 @@ from bus.errors import EngineDead, EngineError, UsageError
 from bus.lora import adapter_of
 from bus.vllm_payloads import native_name
 from bus.vllm_versions import require_supported, untested_reason
-from sidecar.engine import (
-    EngineInfo,
-    PauseMode,
-    Place,
-    ProbeResult,
-    SleepLevel,
-)
-from sidecar.transfer import available_backends
+from bus.weight_transfer.registry import receiver_backends
+from sidecar.engine import EngineInfo, PauseMode, ProbeResult, RankAssignment, SleepLevel
 from sidecar.vllm_adapters import adapter_id, adapter_path
 from sidecar.vllm_core import CoreLink, check_ranks
 from sidecar.vllm_door import DoorHand
@@ -195,7 +189,7 @@ class VllmEngine(UpdatesByPlugin):
         await _call(self._llm.reset_mm_cache())
         await _call(self._llm.reset_encoder_cache())
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
+    async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
         ahead = await self._plugin.open_transfer(backend, params, place)
         self._doors.adapter_path = adapter_path(params) if adapter_of(backend) else ""
         return ahead
@@ -249,7 +243,7 @@ def parse_version(text: str) -> int:
 
 def driven_backends(chosen: str) -> tuple[str, ...]:
     """What an engine can be updated with that was booted with the backend ``chosen``."""
-    ours = available_backends()
+    ours = receiver_backends()
     return ours if chosen == BACKEND else (*ours, native_name(chosen))
 
 

@@ -15,7 +15,6 @@ import anyio.to_thread
 import torch
 from safetensors.torch import save_file
 
-from bus.checksum import checksums
 from bus.errors import Refused, UsageError, WavebusError
 from bus.lora import (
     CONFIG_FILE,
@@ -27,7 +26,8 @@ from bus.lora import (
 )
 from bus.messages import ChunkSent, NackCode, TransferInit
 from bus.runtime.locked_paths import LockedFolder
-from bus.transfer import SHM_FOLDER, encode
+from bus.weight_transfer.checksum import checksums
+from bus.weight_transfer.formats import SHM_FOLDER, encode
 from trainer_agent.asking import announced
 from trainer_agent.plan import Plan
 from trainer_agent.sources import as_source, meta_of

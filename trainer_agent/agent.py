@@ -25,6 +25,8 @@ from bus.messages import (
 )
 from bus.runtime.peer import default_name
 from bus.settings import DEFAULT_BROKER
+from bus.weight_transfer.cuda import current_gpu
+from bus.weight_transfer.registry import make_sender
 from trainer_agent.adapter import Adapter, send_adapter
 from trainer_agent.catching_up import CatchingUp
 from trainer_agent.connection import Connection
@@ -37,7 +39,6 @@ from trainer_agent.snapshot import Snapshot
 from trainer_agent.sources import Weights, as_source, copied
 from trainer_agent.steps import Steps
 from trainer_agent.stream import ChunkStream, nothing
-from trainer_agent.transfer import current_gpu, make_sender
 from trainer_agent.transport import Transport
 from trainer_agent.under_way import given_up, until_sent
 from trainer_agent.updating import Updates
@@ -77,7 +78,7 @@ class TrainerAgent(Pauses, ForVllm):
             group, does the rest, and sends.
         backend: how tensors travel: ``shm`` (one host), ``gloo`` (TCP, any number of hosts),
             ``nccl`` (from GPU to GPU), ``ipc`` (engines on the trainer's GPU), or one of your own
-            (:func:`trainer_agent.transfer.register_sender`).
+            (:func:`bus.weight_transfer.registry.register_sender`).
         chunk_bytes: at most so much is in one chunk. A larger tensor gets a chunk of its own.
         buffers: how many chunks are under way at a time, with memory for each. Default: two, of
             ``nccl`` three, or what a backend of your own says.

@@ -32,21 +32,21 @@ import bus.log
 from bus.errors import WavebusError
 from bus.runtime import event_loop
 from bus.runtime.json_lines import read_commands, write_answer
-from bus.transfer import ALONE, NO_PLACE, Place, World
+from bus.weight_transfer.allocation import ALONE, NO_RANK, RankAssignment, World
+from bus.weight_transfer.registry import make_sender
 from trainer_agent.bench_transfer import BOOT_S, Copy, MeasuredAgent, TimedSender
 from trainer_agent.bench_update import bus_update
 from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
 from trainer_agent.plan import Plan
 from trainer_agent.shared import share_memory
 from trainer_agent.sources import as_source, tensor_metas
-from trainer_agent.transfer import make_sender
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bus.runtime.event_loop import LoopChoice
+    from bus.weight_transfer.base import Sender
     from trainer_agent.how import How
-    from trainer_agent.transfer import Sender
 
 _FLOAT_BYTES: Final = 4
 _LAYERS: Final = 4
@@ -108,10 +108,10 @@ class Direct:
         """Open both ends of the transport."""
         sender = self._timed
         count = len(self._ends)
-        world = World(1, 1 + count, _HOST) if sender.collective else ALONE
+        world = World(1, 1 + count, _HOST) if sender.is_collective else ALONE
         params = await asyncio.to_thread(sender.open, plan.room_bytes(sender.inner), world)
         places = [
-            Place(1, world.size, 1 + index) if sender.collective else NO_PLACE
+            RankAssignment(1, world.size, 1 + index) if sender.is_collective else NO_RANK
             for index in range(count)
         ]
         opening = [
@@ -119,7 +119,7 @@ class Direct:
             for index, place in enumerate(places)
         ]
         await asyncio.gather(*opening, asyncio.to_thread(sender.meet))
-        sender.opened()
+        sender.on_opened()
 
     async def update(
         self, backend: str, plan: Plan, tensors: Sequence[torch.Tensor], *, clear_cache: bool
@@ -138,7 +138,7 @@ class Direct:
             receiving = self._all("receive", seq=seq, backend=backend, handle=handle.hex())
             await asyncio.gather(receiving, asyncio.to_thread(timed.transfer, seq))
             await self._all("load", seq=seq)
-            timed.taken(seq)
+            timed.on_taken(seq)
         await self._all("finish", version=self._version)
         await self._all("resume")
         return {

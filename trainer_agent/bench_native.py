@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
-from bus.transfer import World
+from bus.weight_transfer.allocation import World
 from trainer_agent.vllm_infos import native_info
 from trainer_agent.vllm_sources import EitherForm, ParamMeta
 

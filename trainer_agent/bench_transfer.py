@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bus.runtime.event_loop import LoopChoice
-    from trainer_agent.transfer import Sender
+    from bus.weight_transfer.base import Sender
 
 Shape: TypeAlias = Literal["megabytes", "tensors"]
 
@@ -122,9 +122,9 @@ class TimedSender:
         self.inner.transfer(seq)
         self.transfers.append((since_s, time.monotonic()))
 
-    def taken(self, seq: int) -> None:
+    def on_taken(self, seq: int) -> None:
         self.acked_s = time.monotonic()
-        self.inner.taken(seq)
+        self.inner.on_taken(seq)
 
 
 class MeasuredAgent(TrainerAgent):

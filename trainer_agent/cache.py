@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from bus.errors import UsageError
-from bus.transfer import aligned
-from trainer_agent.shared import allocate
+from bus.weight_transfer.formats import aligned
+from bus.weight_transfer.shm import allocate
 from trainer_agent.sources import as_announced, as_source, tensor_metas
 
 if TYPE_CHECKING:

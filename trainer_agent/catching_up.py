@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from bus.messages import Verify
+    from bus.weight_transfer.base import Sender
     from trainer_agent.connection import Connection
     from trainer_agent.snapshot import Snapshot
     from trainer_agent.steps import Steps
-    from trainer_agent.transfer import Sender
 
 FIRST_RETRY_S: Final = 1.0
 LAST_RETRY_S: Final = 60.0

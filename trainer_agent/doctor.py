@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from bus.cli.doctor import Check, feature_checks
 from bus.vllm_source import SourceTree
-from trainer_agent.transfer import available_backends
+from bus.weight_transfer.registry import sender_backends
 from trainer_agent.vllm_registry import REGISTRY
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def checks(options: Options) -> list[Check]:
     """The transports that a trainer can send through; which of vLLM's trainer engines can."""
     del options
-    found = [Check("trainer transports", "ok", ", ".join(available_backends()))]
+    found = [Check("trainer transports", "ok", ", ".join(sender_backends()))]
     tree = SourceTree.installed()
     if tree is not None:
         found += feature_checks("vllm trainer engines", REGISTRY, REGISTRY.check(tree))

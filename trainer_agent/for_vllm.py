@@ -10,7 +10,7 @@ import anyio.to_thread
 
 from bus import vllm_payloads
 from bus.errors import UsageError
-from bus.transfer import ALONE
+from bus.weight_transfer.allocation import ALONE
 from trainer_agent.how import WAIT_S, PauseHow, UpdateHow
 from trainer_agent.meeting import meeting_info
 from trainer_agent.patches import BusPatches

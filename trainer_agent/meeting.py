@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bus import vllm_payloads
-from bus.transfer import World
+from bus.weight_transfer.allocation import World
 from trainer_agent.ranks import reached
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ import torch
 from bus import vllm_payloads
 from bus.errors import UsageError
 from bus.messages import ChunkSent, TransferInit
-from bus.transfer import ALONE
+from bus.weight_transfer.allocation import ALONE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bus.messages import EngineView, WeightChunkMeta
-    from bus.transfer import World
+    from bus.weight_transfer.allocation import World
     from trainer_agent.plan import Plan
 
 # What `rebuild_cuda_tensor` takes.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bus.manifest import TensorMeta
-    from trainer_agent.transfer import Sender
+    from bus.weight_transfer.base import Sender
 
 
 class Plan:

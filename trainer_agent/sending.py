@@ -39,6 +39,6 @@ async def send_stream(
             await stream.all_sent.wait()
             return await update.commit(label, stream.verify)
     except BaseException:
-        if transport.sender.collective:
+        if transport.sender.is_collective:
             await transport.drop()  # whoever was in a broadcast may have left it
         raise

@@ -7,65 +7,11 @@ descriptor.
 
 from __future__ import annotations
 
-import mmap
-import os
-import weakref
-from typing import Final
-
 import torch
 
-from bus.errors import UsageError, WavebusError
-from bus.transfer import ShmMemory, aligned
-
-
-class _Memory(mmap.mmap):
-    """Shared memory of this process; it goes with the last tensor that lies in it."""
-
-    descriptor: int
-    device: int
-    inode: int
-
-
-# By their addresses, as tensors' storages have them.
-_made: Final[weakref.WeakValueDictionary[int, _Memory]] = weakref.WeakValueDictionary()
-
-
-def allocate(size_bytes: int) -> torch.Tensor:
-    """New shared memory as a tensor of bytes, with room for at least one.
-
-    Raises:
-        WavebusError: there is not so much left.
-    """
-    size_bytes = max(size_bytes, 1)
-    descriptor = os.memfd_create("wavebus", os.MFD_CLOEXEC)
-    try:
-        # Reserve now: writing to what can't be had later is a SIGBUS.
-        os.posix_fallocate(descriptor, 0, size_bytes)
-        memory = _Memory(descriptor, size_bytes)
-    except OSError as error:
-        os.close(descriptor)
-        raise WavebusError(
-            f"can't have {size_bytes} bytes of shared memory: {error.strerror}"
-        ) from error
-    status = os.fstat(descriptor)
-    memory.descriptor, memory.device, memory.inode = descriptor, status.st_dev, status.st_ino
-    weakref.finalize(memory, os.close, descriptor)
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    _made[tensor.data_ptr()] = memory
-    return tensor
-
-
-def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether the tensor lies in memory of :func:`allocate`."""
-    return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in _made
-
-
-def place_of(tensor: torch.Tensor) -> tuple[ShmMemory, int]:
-    """Where a tensor that :func:`is_shared` lies: the memory, and how far from its beginning."""
-    base = tensor.untyped_storage().data_ptr()
-    memory = _made[base]
-    found = ShmMemory(os.getpid(), memory.descriptor, memory.device, memory.inode, len(memory))
-    return found, tensor.data_ptr() - base
+from bus.errors import UsageError
+from bus.weight_transfer.formats import aligned
+from bus.weight_transfer.shm import allocate, is_shared
 
 
 def share_memory(model: torch.nn.Module) -> None:

@@ -12,8 +12,8 @@ import anyio
 import anyio.lowlevel
 import torch
 
-from bus.checksum import checksums
 from bus.messages import ChunkSent
+from bus.weight_transfer.checksum import checksums
 from trainer_agent.asking import announced, together
 from trainer_agent.plan import Plan
 from trainer_agent.sources import Devices, as_announced, tensor_metas
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bus.messages import Verify
+    from bus.weight_transfer.base import Sender
     from trainer_agent.asking import Step
     from trainer_agent.snapshot import Copy
     from trainer_agent.sources import WeightSource
-    from trainer_agent.transfer import Sender
     from trainer_agent.updating import Update
 
 
@@ -58,11 +58,11 @@ class ChunkStream:
         self.all_sent = anyio.Event()
         self.copy: Copy | None = None
         self.on_released: Callable[[], None] = nothing
-        self.verify: Verify = verify if sender.verifies else "unsupported"
+        self.verify: Verify = verify if sender.is_bit_exact else "unsupported"
 
     async def fill(self) -> None:
         """Take from the source what there is room for. Nothing leaves: engines generate on."""
-        while len(self._filled) < min(self._sender.depth, self.plan.chunks):
+        while len(self._filled) < min(self._sender.prefetch_depth, self.plan.chunks):
             self._filled.append(await self._put(len(self._filled)))
 
     async def send(self, update: Update, step: Step) -> None:
@@ -74,7 +74,7 @@ class ChunkStream:
         rooms: deque[anyio.Event] = deque()
         async with together() as tasks:
             for seq in range(self.plan.chunks):
-                if len(rooms) == self._sender.depth:
+                if len(rooms) == self._sender.prefetch_depth:
                     await rooms.popleft().wait()
                 chunk = self._filled.popleft() if self._filled else await self._put(seq)
                 if self._sender.packed and seq + 1 == self.plan.chunks:
@@ -91,15 +91,15 @@ class ChunkStream:
         async with announced(step, self.plan.chunk_meta(update.id, seq, chunk.handle)):
             await update.started.wait()
             async with self._sending:
-                if self._sender.queues:
+                if self._sender.can_queue:
                     await _in_thread(self._sender.queue, seq)
-                elif self._sender.collective:
+                elif self._sender.is_collective:
                     await _in_thread(self._sender.transfer, seq)
                 else:
                     self._sender.transfer(seq)
-            if self._sender.queues:
+            if self._sender.can_queue:
                 await _in_thread(self._sender.transfer, seq)
-            if self._sender.collective:
+            if self._sender.is_collective:
                 free.set()  # its engines have it in memory of their own
             if seq:
                 await self._told[seq - 1].wait()  # its thread may come back later than this one's
@@ -109,7 +109,7 @@ class ChunkStream:
                 self._told[seq].set()
                 if seq + 1 == self.plan.chunks:
                     self.all_sent.set()
-        self._sender.taken(seq)
+        self._sender.on_taken(seq)
         free.set()
 
     def drain(self) -> None:

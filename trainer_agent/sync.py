@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 from anyio.from_thread import start_blocking_portal
 
 from bus.errors import BusClosed
+from bus.weight_transfer.cuda import current_gpu
 from trainer_agent.agent import TrainerAgent
 from trainer_agent.how import WAIT_S
 from trainer_agent.owed import CLEANUP_S
 from trainer_agent.stream import nothing
-from trainer_agent.transfer import current_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping

@@ -9,14 +9,14 @@ import anyio.to_thread
 
 from bus.errors import Refused
 from bus.messages import NackCode, PlanTransfer, TransferInit, TransferPlan
-from bus.rendezvous import address_towards, host_of
-from bus.transfer import ALONE, World
+from bus.weight_transfer.allocation import ALONE, World
+from bus.weight_transfer.rendezvous import address_towards, host_of
 from trainer_agent.asking import together
 
 if TYPE_CHECKING:
+    from bus.weight_transfer.base import Sender
     from trainer_agent.connection import Connection
     from trainer_agent.steps import Steps
-    from trainer_agent.transfer import Sender
 
 _OPENINGS: Final = 3
 
@@ -63,7 +63,7 @@ class Transport:
         """Open our own, for those who are there now; again, if somebody comes or goes meanwhile."""
         self.spoil()
         for left in reversed(range(_OPENINGS)):
-            world = await self.plan() if self.sender.collective else ALONE
+            world = await self.plan() if self.sender.is_collective else ALONE
             params = await anyio.to_thread.run_sync(self.sender.open, room_bytes, world)
             try:
                 update_id = self._steps.new_id()
@@ -76,7 +76,7 @@ class Transport:
             except Refused as refused:
                 if refused.code is not NackCode.TRANSFER_CLOSED or not left:
                     raise
-        self.sender.opened()
+        self.sender.on_opened()
         self._room_bytes = room_bytes
         self.backend = self.own_backend
         self.communicator = world.number
@@ -115,7 +115,7 @@ class Transport:
     async def _meet_all(self, init: TransferInit) -> None:
         """Every engine opens its end; a sender with collectives meets them meanwhile."""
         async with together() as tasks:
-            if self.sender.collective:
+            if self.sender.is_collective:
                 tasks.start_soon(self._meet)
             await self._steps.step(init)
 

@@ -13,7 +13,7 @@ from bus.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from bus.transfer import World
+    from bus.weight_transfer.allocation import World
 
 
 def native_info(

@@ -17,13 +17,13 @@ import torch
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-from bus.checksum import checksums
 from bus.errors import UsageError
-from bus.transfer import ALONE, World
+from bus.weight_transfer.allocation import ALONE, World
+from bus.weight_transfer.checksum import checksums
+from bus.weight_transfer.registry import make_sender
 from trainer_agent import infos
 from trainer_agent.plan import Plan
 from trainer_agent.sources import tensor_metas
-from trainer_agent.transfer import make_sender
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,11 +130,11 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             self.client.shutdown_weight_transfer_engine()
             world = self._info.plan()
             assert world is not None, "nothing is open"
-        if not self._sender.collective:
+        if not self._sender.is_collective:
             world = ALONE
         params = self._sender.open(room_bytes, world)
         self._meet(infos.init_info(self._info.transport, params, world.number))
-        self._sender.opened()
+        self._sender.on_opened()
         self._room_bytes = room_bytes
 
     def _meet(self, info: dict[str, Any]) -> None:
@@ -158,14 +158,14 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
 
     def _send(self, plan: Plan) -> None:
         sender = self._sender
-        verify: Verify = self._info.verify if sender.verifies else "unsupported"
+        verify: Verify = self._info.verify if sender.is_bit_exact else "unsupported"
         applying: deque[tuple[int, Future[None]]] = deque()
         calls, moves = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         try:
             # Closed before its end, the pass undoes the update.
             with contextlib.closing(iter(self.source)) as tensors:
                 for seq in range(plan.chunks):
-                    if len(applying) == sender.depth:
+                    if len(applying) == sender.prefetch_depth:
                         self._taken(*applying.popleft())
                     found = itertools.islice(tensors, plan.tensors_of(seq))
                     chunk = [tensor.detach() for _, tensor in found]
@@ -174,14 +174,14 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
                     info = infos.chunk_info(plan, seq, handle, verify, sums)
                     applied = calls.submit(self.client.update_weights, info)
                     applying.append((seq, applied))
-                    if sender.collective:
+                    if sender.is_collective:
                         _together(moves.submit(sender.transfer, seq), applied)
                     else:
                         sender.transfer(seq)
                 for seq, applied in applying:
                     self._taken(seq, applied)
         except BaseException:
-            if sender.collective:
+            if sender.is_collective:
                 self._room_bytes = 0
                 sender.close()  # whoever waits in the broadcast leaves it, where it can
             raise
@@ -192,7 +192,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
 
     def _taken(self, seq: int, applied: Future[None]) -> None:
         applied.result()
-        self._sender.taken(seq)
+        self._sender.on_taken(seq)
 
 
 def _together(moving: Future[None], applied: Future[None]) -> None:

@@ -38,7 +38,7 @@ import anyio
 import bus.log
 from bus.errors import BusClosed, BusTimeout, UpdateFailed, UsageError, WavebusError
 from bus.messages import NackCode
-from bus.transfer import ALONE
+from bus.weight_transfer.allocation import ALONE
 from trainer_agent import infos, native
 from trainer_agent.asking import announced, first_of
 from trainer_agent.bus_source import BusWeightSource, wrapped
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     import torch
 
     from bus.messages import GroupAck, Target
-    from bus.transfer import World
+    from bus.weight_transfer.allocation import World
     from trainer_agent.connection import Connection
     from trainer_agent.how import UpdateHow
     from trainer_agent.sources import WeightSource

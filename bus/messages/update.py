@@ -155,7 +155,8 @@ class WeightChunkMeta:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSent:
-    """Every byte of the chunk has left. ``sums`` are its tensors' (see :mod:`bus.checksum`),
+    """Every byte of the chunk has left. ``sums`` are its tensors' (see
+    :mod:`bus.weight_transfer.checksum`),
     computed where the sender has them; none, if nothing is to be verified."""
 
     update_id: UpdateId

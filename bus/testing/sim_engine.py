@@ -53,8 +53,8 @@ from bus.protocol.engine.calls import (
 )
 from bus.protocol.engine.session import EngineSession
 from bus.runtime.peer import PeerClient, route_of
-from bus.staging import Room
 from bus.testing.ground_truth import GroundTruth, InvariantViolation
+from bus.weight_transfer.allocation import StagingCapacity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -454,7 +454,7 @@ class SimEngine:
         elif isinstance(call, CallOpenTransfer):
             result = self.truth.prefetch_depth = self.behaviour.prefetch_depth
         elif isinstance(call, CallArm) and call.staging is not None:
-            result = Room(16, "" if self.behaviour.stages else "no room")
+            result = StagingCapacity(16, "" if self.behaviour.stages else "no room")
         elif isinstance(call, CallProbe):
             twisted, self.behaviour.twist_next = self.behaviour.twist_next, False
             result = self.truth.probe(twisted=twisted)

@@ -14,13 +14,13 @@ import bus.log
 from bus.runtime import event_loop
 from bus.runtime.json_lines import read_commands, write_answer
 from sidecar.agent import Sidecar
-from sidecar.engine import Chunk, EngineInfo, Room, Staging, Target
+from sidecar.engine import Chunk, EngineInfo, Staging, StagingCapacity, Target
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
     from bus.messages import PauseMode, ProbeResult, SleepLevel, Verify
     from bus.runtime.event_loop import LoopChoice
-    from bus.transfer import Place
+    from bus.weight_transfer.allocation import RankAssignment
     from sidecar.corepage import CoreView
     from sidecar.holdpage import Hold, HoldEnd, LeftBehind
 
@@ -80,7 +80,7 @@ class StubEngine:
     async def clear_cache(self) -> None:
         pass
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:  # noqa: ARG002
+    async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:  # noqa: ARG002
         return 1
 
     async def arm(
@@ -88,8 +88,8 @@ class StubEngine:
         manifest: Manifest,  # noqa: ARG002
         target: Target = "model",  # noqa: ARG002
         staging: Staging | None = None,  # noqa: ARG002
-    ) -> Room:
-        return Room(why_not="a stub has no weights")
+    ) -> StagingCapacity:
+        return StagingCapacity(why_not="a stub has no weights")
 
     async def start_update(
         self, *, recover: bool, target: Target = "model", staged: bool = False

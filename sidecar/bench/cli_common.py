@@ -106,9 +106,9 @@ def need_backend(backend: str) -> None:
     Raises:
         BadParameter: it is none of those that this host has.
     """
-    from sidecar.transfer import available_backends  # noqa: PLC0415 - it needs torch
+    from bus.weight_transfer.registry import receiver_backends  # noqa: PLC0415 - it needs torch
 
-    known = available_backends()
+    known = receiver_backends()
     if backend not in known:
         raise click.BadParameter(
             f"{backend!r}: choose one of {', '.join(known)}", param_hint="--backend"

@@ -21,12 +21,12 @@ import msgspec
 import torch
 
 import bus.log
-from bus.checksum import checksums
 from bus.errors import EngineError, WavebusError
 from bus.manifest import Manifest
 from bus.runtime import event_loop
 from bus.runtime.json_lines import read_commands, write_answer
-from bus.transfer import Place
+from bus.weight_transfer.allocation import RankAssignment
+from bus.weight_transfer.checksum import checksums
 from sidecar.agent import Sidecar
 from sidecar.bench.loading import TimedEngine
 from sidecar.embedded.parallel.options import DataParallel
@@ -116,7 +116,7 @@ class Direct:
         engine = self._engine
         match told["call"]:
             case "open":
-                place = Place(**told["place"])
+                place = RankAssignment(**told["place"])
                 await engine.open_transfer(told["backend"], bytes.fromhex(told["params"]), place)
             case "arm":
                 self._manifest = msgspec.convert(told["manifest"], Manifest)

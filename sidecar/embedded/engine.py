@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.messages import NackCode
+from bus.weight_transfer.registry import receiver_backends
 from sidecar.corepage import CorePage
 from sidecar.embedded.config import read_config
 from sidecar.embedded.core import EngineCore
@@ -23,7 +24,6 @@ from sidecar.embedded.server import DataPlane
 from sidecar.embedded.updates import Updater
 from sidecar.embedded.weights import load_folder
 from sidecar.engine import EngineInfo, need_model
-from sidecar.transfer import available_backends
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
     from bus.manifest import Manifest
     from bus.messages import PauseMode, ProbeResult, SleepLevel, Verify
-    from bus.transfer import Place
+    from bus.weight_transfer.allocation import RankAssignment
     from sidecar.corepage import CoreView
     from sidecar.embedded.experts import Exchange
     from sidecar.embedded.parallel.options import DataParallel
     from sidecar.embedded.sampling import SamplingParams
-    from sidecar.engine import Chunk, Hold, HoldEnd, LeftBehind, Room, Staging, Target
+    from sidecar.engine import Chunk, Hold, HoldEnd, LeftBehind, Staging, StagingCapacity, Target
 
 T = TypeVar("T")
 
@@ -142,7 +142,7 @@ class EmbeddedEngine:
             dp_rank=self._dp.rank if self._dp else 0,
             dp_size=self._dp.size if self._dp else 1,
             workers=1,
-            backends=available_backends(),
+            backends=receiver_backends(),
             endpoint=endpoint,
             can_sleep=True,
             canary="keep",
@@ -274,13 +274,13 @@ class EmbeddedEngine:
     async def clear_cache(self) -> None:
         await _answer(self._started().clear_cache())
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
+    async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
         await self._transport(lambda: self._update().open_transfer(backend, params, place))
         return 1
 
     async def arm(
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
-    ) -> Room:
+    ) -> StagingCapacity:
         self._started()
         need_model(target)
         return self._update().arm(manifest, staging)

@@ -37,25 +37,20 @@ import torch
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.staging import Room, need_room
+from bus.weight_transfer.allocation import StagingCapacity, require_capacity
+from bus.weight_transfer.registry import make_receiver
 from sidecar.embedded.memory import MemoryState
 from sidecar.embedded.staging import StagingMemory
 from sidecar.embedded.weights import check_manifest, load_tensors
-from sidecar.transfer import (
-    check_delivered,
-    check_room,
-    check_sums,
-    make_receiver,
-    staging_room,
-)
+from sidecar.transfer import check_delivered, check_room, check_sums, staging_room
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
     from bus.messages import Staging, Verify
-    from bus.transfer import Place
+    from bus.weight_transfer.allocation import RankAssignment
+    from bus.weight_transfer.base import Receiver
     from sidecar.embedded.core import EngineCore
     from sidecar.engine import Chunk
-    from sidecar.transfer import Receiver
 
 
 # Receiving and sampling so many takes 1 ms at most.
@@ -93,7 +88,7 @@ class Updater:
         self._received_seq: int | None = None
         self._received: list[tuple[str, torch.Tensor]] = []
 
-    def open_transfer(self, backend: str, params: bytes, place: Place) -> None:
+    def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> None:
         receiver = make_receiver(backend)
         receiver.open(params, place)
         self.close()
@@ -106,16 +101,16 @@ class Updater:
             self._receiver.close()
             self._receiver = None
 
-    def arm(self, manifest: Manifest, staging: Staging | None) -> Room:
+    def arm(self, manifest: Manifest, staging: Staging | None) -> StagingCapacity:
         self._armed = None
         check_manifest(self._layout, manifest)
         check_room(self._backend, self._receiver, manifest)
-        room = Room()
+        room = StagingCapacity()
         if staging is not None:
             memory = self._memory
             needed, held = memory.needed_bytes, memory.held_bytes
             found = staging_room(staging, needed, torch.device("cpu"), held_bytes=held)
-            room = need_room(staging, found)
+            room = require_capacity(staging, found)
         self._armed, self._staging = manifest, staging
         return room
 
@@ -160,7 +155,7 @@ class Updater:
     def is_short(self, tensors: int, verify: Verify = "off") -> bool:
         """Whether to receive a chunk of so many tensors, or to verify it, takes less than waking
         a thread does on a busy host: it waits for nobody, and looks at little."""
-        waits = self._receiver is None or self._receiver.waits
+        waits = self._receiver is None or self._receiver.is_blocking
         return not waits and verify != "full" and tensors <= SHORT_TENSORS
 
     @property

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from bus.checksum import checksums, first_difference, look, sums_of
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.transfer import aligned
-from sidecar.transfer.base import Delivered, transfer_failed
+from bus.weight_transfer.checksum import checksums, first_difference, select_words, sum_words
+from bus.weight_transfer.formats import aligned, transfer_failed
+from bus.weight_transfer.packing import ReceivedChunk
 
 if TYPE_CHECKING:
-    from bus.checksum import Look
     from bus.manifest import Manifest, TensorMeta
     from bus.messages import Verify
-    from sidecar.transfer.base import Receiver
+    from bus.weight_transfer.base import Receiver
+    from bus.weight_transfer.checksum import SelectedWords
 
 
 # Words that are kept before they are summed up: 32 MiB.
@@ -52,7 +52,7 @@ def check_delivered(
     Raises:
         EngineError: code ``transfer_failed``, with the first tensor that is another.
     """
-    if isinstance(received, Delivered) and received.announced is announced:
+    if isinstance(received, ReceivedChunk) and received.announced is announced:
         return  # views that were made of it
     if len(received) > len(announced):
         raise transfer_failed(
@@ -97,10 +97,10 @@ class LateSums:
         Raises:
             EngineError: as :func:`check_sums`; of this one, or of one before.
         """
-        if verify != "sample" or not isinstance(received, Delivered):
+        if verify != "sample" or not isinstance(received, ReceivedChunk):
             check_sums(seq, received, verify, sums)
             return
-        looked = look(torch, received.tensors, verify, received.memo, later=stays)
+        looked = select_words(torch, received.tensors, verify, received.memo, later=stays)
         self._looks.append(_Look(seq, received, sums, looked))
         if not stays and sum(each.looked.count for each in self._looks) > _MOST_WORDS:
             self.check()
@@ -112,7 +112,7 @@ class LateSums:
             EngineError: as :func:`check_sums`.
         """
         looks, self._looks = self._looks, []
-        found = sums_of(torch, [each.looked for each in looks], self._memo)
+        found = sum_words(torch, [each.looked for each in looks], self._memo)
         for each, sums in zip(looks, found, strict=True):
             _compare(each.seq, each.received, each.sums, sums)
 
@@ -131,7 +131,7 @@ class _Look:
     seq: int
     received: list[tuple[str, torch.Tensor]]
     sums: tuple[int, ...]
-    looked: Look
+    looked: SelectedWords
 
 
 def check_sums(
@@ -142,7 +142,7 @@ def check_sums(
     Raises:
         EngineError: code ``checksum_mismatch``, with the first tensor that differs.
     """
-    memo = received.memo if isinstance(received, Delivered) else None
+    memo = received.memo if isinstance(received, ReceivedChunk) else None
     _compare(seq, received, sums, checksums(torch, [t for _, t in received], verify, memo))
 
 

@@ -1,9 +1,9 @@
 """Chunks on their way into a model: from when they are announced until they are loaded.
 
-A receiver with room for several chunks (:attr:`Receiver.depth`), or that waits for others
-(:attr:`Receiver.collective`), receives in a thread of its own, one chunk after the other: on a GPU
-on a stream of its own as well, so that a chunk comes while another is loaded. One that launches
-(:attr:`Receiver.launches`) needs no thread for that: the device receives, and the next chunk is
+A receiver with room for several chunks (:attr:`Receiver.prefetch_depth`), or that waits for others
+(:attr:`Receiver.is_collective`), receives in a thread of its own, one chunk after the other: on a
+GPU on a stream of its own as well, so that a chunk comes while another is loaded. One that launches
+(:attr:`Receiver.can_launch`) needs no thread for that: the device receives, and the next chunk is
 under way before this one is there. Any other receives when it is asked to.
 """
 
@@ -18,7 +18,8 @@ import torch
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar.transfer.base import Delivered, transfer_failed
+from bus.weight_transfer.formats import transfer_failed
+from bus.weight_transfer.packing import ReceivedChunk
 from sidecar.transfer.checks import check_delivered
 from sidecar.transfer.streams import own_stream, within
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from bus.manifest import TensorMeta
-    from sidecar.transfer.base import Receiver, Tensors
+    from bus.weight_transfer.base import Receiver
+    from bus.weight_transfer.packing import Tensors
 
 
 class Inbox:
@@ -51,7 +53,7 @@ class Inbox:
     @property
     def depth(self) -> int:
         """How many chunks it takes before the first of them is loaded."""
-        return 1 if self.receiver is None else self.receiver.depth
+        return 1 if self.receiver is None else self.receiver.prefetch_depth
 
     def use(self, backend: str, receiver: Receiver) -> None:
         """Another transport; the one before goes."""
@@ -74,7 +76,7 @@ class Inbox:
     def interrupt(self) -> None:
         """As :meth:`stop`, where a transport waits for the other end, called from any thread while
         another is in :meth:`take`: that raises. What comes over any other is there soon."""
-        if self.receiver is not None and self.receiver.collective:
+        if self.receiver is not None and self.receiver.is_collective:
             self._cancel()
 
     def _cancel(self) -> None:
@@ -90,7 +92,7 @@ class Inbox:
         metas: tuple[TensorMeta, ...],
         backend: str,
         handle: bytes,
-        into: Delivered | None = None,
+        into: ReceivedChunk | None = None,
     ) -> None:
         """Receive a chunk. It may come yet when this returns: :meth:`take` waits.
 
@@ -106,7 +108,7 @@ class Inbox:
         if receiver is None or backend != self.backend:
             raise transfer_failed(f"transport {backend!r} is not open in this worker")
         self._let_go(seq)  # asked again, it comes again
-        if into is None and len(self._chunks) >= receiver.depth:
+        if into is None and len(self._chunks) >= receiver.prefetch_depth:
             raise EngineError(
                 f"chunks {sorted(self._chunks)} are received and not loaded yet",
                 code=NackCode.WRONG_STATE,
@@ -114,15 +116,15 @@ class Inbox:
         # From here on, an interrupt ends it.
         coming = self._chunks[seq] = Future()
         try:
-            if receiver.launches:
+            if receiver.can_launch:
                 with self._in_own_stream() if into is None else contextlib.nullcontext():
                     fetch = receiver.launch(metas, handle, into)
             else:
                 fetch = functools.partial(_fetch, receiver, metas, handle, into)
             receive = functools.partial(self._receive, receiver, metas, fetch, into)
-            if receiver.launches:
+            if receiver.can_launch:
                 self._launched[seq] = functools.partial(self._deliver, coming, receive)
-            elif receiver.depth > 1 or receiver.collective:
+            elif receiver.prefetch_depth > 1 or receiver.is_collective:
                 self._receiving().submit(self._deliver_in_own_stream, coming, receive)
             else:
                 coming.set_result(receive())
@@ -148,8 +150,8 @@ class Inbox:
             tensors = coming.result()
         except CancelledError:
             raise transfer_failed(f"chunk {seq} was given up before it had come") from None
-        made = self.receiver is not None and self.receiver.owned
-        if self._stream is not None and made and not isinstance(tensors, Delivered):
+        made = self.receiver is not None and self.receiver.is_owned
+        if self._stream is not None and made and not isinstance(tensors, ReceivedChunk):
             here = torch.cuda.current_stream(self._device)
             for _, tensor in tensors:
                 if tensor.is_cuda:  # gloo receives into the host's memory
@@ -165,7 +167,7 @@ class Inbox:
         tensors = self.take(seq)
         receiver = self.receiver
         assert receiver is not None, "its tensors are there"
-        copied = receiver.owned or not receiver.lasts
+        copied = receiver.is_owned or not receiver.is_lasting
         try:
             return self._copies(tensors, copy=not copied)
         except torch.OutOfMemoryError as error:
@@ -188,7 +190,7 @@ class Inbox:
         if coming is None or self.receiver is None:
             return
         with contextlib.suppress(CancelledError):
-            if coming.exception() is None and self.receiver.lasts:
+            if coming.exception() is None and self.receiver.is_lasting:
                 self.receiver.release()
 
     def _deliver(self, coming: Future[Tensors], receive: Callable[[], Tensors]) -> None:
@@ -217,17 +219,17 @@ class Inbox:
         receiver: Receiver,
         metas: tuple[TensorMeta, ...],
         fetch: Callable[[], Tensors],
-        into: Delivered | None,
+        into: ReceivedChunk | None,
     ) -> Tensors:
         received = fetch()
-        stays = receiver.lasts or received is into
+        stays = receiver.is_lasting or received is into
         try:
             check_delivered(self.backend, metas, received)
             kept = received if stays else self._copies(received, copy=True)
         except BaseException:
             receiver.release()
             raise
-        if not receiver.lasts:
+        if not receiver.is_lasting:
             receiver.release()
         return kept
 
@@ -256,7 +258,7 @@ class Inbox:
 
 
 def _fetch(
-    receiver: Receiver, metas: tuple[TensorMeta, ...], handle: bytes, into: Delivered | None
+    receiver: Receiver, metas: tuple[TensorMeta, ...], handle: bytes, into: ReceivedChunk | None
 ) -> Tensors:
     """Where it is to lie, if that can be."""
     if into is not None and receiver.receive_into(metas, handle, into):

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from bus.lora import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE, AdapterFolder
-from bus.transfer import SHM_FOLDER
-from sidecar.transfer.base import Receiver, decoded, transfer_failed
+from bus.weight_transfer.base import Receiver
+from bus.weight_transfer.formats import SHM_FOLDER, decode_received, transfer_failed
 
 if TYPE_CHECKING:
     import torch
 
     from bus.manifest import TensorMeta
-    from bus.transfer import Place
+    from bus.weight_transfer.allocation import RankAssignment
 
 
 class LoraReceiver(Receiver):
@@ -30,7 +30,7 @@ class LoraReceiver(Receiver):
         config: PEFT's ``adapter_config``, as the trainer wrote it.
     """
 
-    owned = True
+    is_owned = True
 
     def __init__(self) -> None:
         self.config: dict[str, Any] = {}
@@ -41,16 +41,16 @@ class LoraReceiver(Receiver):
         """The folder; empty while none is open."""
         return "" if self._folder is None else str(_path(self._folder))
 
-    def open(self, params: bytes, place: Place) -> None:  # noqa: ARG002 - all are equal
+    def open(self, params: bytes, place: RankAssignment) -> None:  # noqa: ARG002 - all are equal
         self._folder = None
-        folder = decoded(params, AdapterFolder)
+        folder = decode_received(params, AdapterFolder)
         self.config = _read_config(folder)
         self._folder = folder
 
     def receive(
         self, tensors: tuple[TensorMeta, ...], handle: bytes
     ) -> list[tuple[str, torch.Tensor]]:
-        folder = decoded(handle, AdapterFolder)
+        folder = decode_received(handle, AdapterFolder)
         if folder != self._folder:
             raise transfer_failed(f"the adapter in {folder.folder} is not the one that was opened")
         self.config = _read_config(folder)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from bus.errors import EngineError
-from bus.staging import Room
+from bus.weight_transfer.allocation import StagingCapacity
 
 if TYPE_CHECKING:
     from bus.messages import Staging
@@ -20,7 +20,7 @@ _MEMORY_INFO: Final = Path("/proc/meminfo")
 
 def staging_room(
     staging: Staging, needed_bytes: int, device: torch.device, *, held_bytes: int = 0
-) -> Room:
+) -> StagingCapacity:
     """Whether so much can be staged on this device.
 
     Args:
@@ -36,7 +36,7 @@ def staging_room(
         free_bytes = held_bytes + int(free_memory(device) * (1 - SPARED))
         if needed_bytes > free_bytes:
             why_not = f"staging takes {_size(needed_bytes)}, and {_size(free_bytes)} can be had"
-    return Room(needed_bytes, why_not)
+    return StagingCapacity(needed_bytes, why_not)
 
 
 def free_memory(device: torch.device) -> int:

@@ -26,9 +26,3 @@ def within(stream: torch.cuda.Stream | None, device: torch.device) -> Iterator[N
         return
     with torch.cuda.device(device), torch.cuda.stream(stream):
         yield
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what this thread's current stream was asked."""
-    if device.type != "cpu":
-        torch.accelerator.current_stream(device).synchronize()

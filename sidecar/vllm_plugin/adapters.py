@@ -24,7 +24,7 @@ import msgspec
 from bus.errors import EngineError
 from bus.lora import FOLDER_PREFIX
 from bus.messages import NackCode
-from bus.transfer import SHM_FOLDER
+from bus.weight_transfer.formats import SHM_FOLDER
 from sidecar.vllm_plugin import installation
 from sidecar.vllm_plugin.adapter_check import check_adapter, peft_helper, weights_mapper
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from bus.errors import EngineError
 from bus.lora import adapter_of
 from bus.messages import NackCode
-from bus.staging import Room, greatest, need_room
 from bus.vllm_payloads import is_loaded_on_receipt
+from bus.weight_transfer.allocation import StagingCapacity, combine, require_capacity
 from sidecar.vllm_plugin import facts, lane_wire, wire
 from sidecar.vllm_plugin.lanes import Lanes
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from bus.manifest import Manifest
     from bus.messages import Staging, Target, Verify
-    from bus.transfer import Place
+    from bus.weight_transfer.allocation import RankAssignment
     from sidecar.engine import Chunk
 
 
@@ -95,7 +95,7 @@ class PluginClient:
         """Let the workers' lanes go."""
         self._lanes.close()
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
+    async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
         """By the lanes, where they are: who opens a transport, may wait for others. vLLM's own
         transports, and what takes their place, are the core's to open."""
         opened = wire.Open(backend, params, place.communicator, place.world_size, place.rank)
@@ -108,7 +108,9 @@ class PluginClient:
         self._adapter, self._load_comes_with_receive = adapter, theirs
         return ahead
 
-    async def arm(self, manifest: Manifest, target: Target, staging: Staging | None = None) -> Room:
+    async def arm(
+        self, manifest: Manifest, target: Target, staging: Staging | None = None
+    ) -> StagingCapacity:
         arm = wire.ArmManifest(
             manifest.names,
             manifest.dtypes,
@@ -123,7 +125,7 @@ class PluginClient:
         digest = manifest.digest() if of_model and staging and before == manifest else ""
         room = await self._arm_for(staging, arm, digest)
         self._armed = manifest if of_model else None
-        return room if staging is None else need_room(staging, room)
+        return room if staging is None else require_capacity(staging, room)
 
     async def start_update(self, *, recover: bool, target: Target, staged: bool = False) -> None:
         """See :class:`wire.Start`. LoRA adapters need none."""
@@ -224,21 +226,23 @@ class PluginClient:
             return "it has several cores behind one client"
         return self._no_lanes
 
-    async def _arm_for(self, staging: Staging | None, arm: wire.ArmManifest, digest: str) -> Room:
+    async def _arm_for(
+        self, staging: Staging | None, arm: wire.ArmManifest, digest: str
+    ) -> StagingCapacity:
         """For an update in a pause, or one that may be staged; the digest is of what workers know
         from the update before."""
         if staging is None:
             await self._perform(arm)
-            return Room()
+            return StagingCapacity()
         why_not = self._why_not_staged()
         if why_not:
             await self._perform(arm)
-            return Room(why_not=why_not)
+            return StagingCapacity(why_not=why_not)
         self._chunks = len(arm.chunk_ends)
         room = await self._arm_again(digest, staging) if digest else None
         return await self._arm(arm) if room is None else room
 
-    async def _arm(self, arm: wire.ArmManifest) -> Room:
+    async def _arm(self, arm: wire.ArmManifest) -> StagingCapacity:
         """By the lane, where it can be. Workers that have mates ask each other, which they can't by
         the lanes."""
         if len(self._lanes) == 1 and arm.target == "model" and not arm.counts:
@@ -248,18 +252,20 @@ class PluginClient:
                 if error.code is not NackCode.WRONG_STATE:
                     raise
             else:
-                return armed.room or Room(why_not="its worker does not say whether it has room")
+                return armed.room or StagingCapacity(
+                    why_not="its worker does not say whether it has room"
+                )
         asked = {"operation": wire.encode(arm)}
         return facts.read_room(await self._doors.ask(facts.ARM, asked))
 
-    async def _arm_again(self, digest: str, staging: Staging) -> Room | None:
+    async def _arm_again(self, digest: str, staging: Staging) -> StagingCapacity | None:
         """Arm what was armed before; None: the workers must see all of it."""
         try:
             armed = await self._lanes.perform(lane_wire.ArmAgain(digest, staging))
         except EngineError:
             return None
         rooms = [each.room for each in armed if each.room is not None]
-        return greatest(rooms) if len(rooms) == len(armed) else None
+        return combine(rooms) if len(rooms) == len(armed) else None
 
     async def _reach_lanes(self) -> None:
         self._no_lanes = ""
@@ -288,7 +294,7 @@ class UpdatesByPlugin:
 
     async def arm(
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
-    ) -> Room:
+    ) -> StagingCapacity:
         return await self._plugin.arm(manifest, target, staging)
 
     async def start_update(

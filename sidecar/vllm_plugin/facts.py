@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from bus.errors import EngineError
 from bus.messages import MAX_REQUEST_IDS, Count, Features, ShortText
-from bus.staging import Room, greatest
+from bus.weight_transfer.allocation import StagingCapacity, combine
 from sidecar.holdpage import MAX_CORES, Cores
 from sidecar.vllm_plugin import environment, wire
 from sidecar.vllm_plugin.core_page import page_path, siblings
@@ -94,7 +94,7 @@ def read_ahead(answer: Any) -> int:
         raise EngineError(f"the plugin inside vLLM answered {answer!r:.200}: {error}") from error
 
 
-def read_room(answer: Any) -> Room:
+def read_room(answer: Any) -> StagingCapacity:
     """What staging takes in the worker that needs most, and why the first one can't that can't, in
     the answer to :data:`ARM`.
 
@@ -102,7 +102,7 @@ def read_room(answer: Any) -> Room:
         EngineError: it is not there.
     """
     try:
-        return greatest(msgspec.convert(answer, list[Room]))
+        return combine(msgspec.convert(answer, list[StagingCapacity]))
     except (msgspec.ValidationError, ValueError, TypeError) as error:
         raise EngineError(f"the plugin inside vLLM answered {answer!r:.200}: {error}") from error
 
@@ -186,7 +186,9 @@ def loading(worker: Any) -> dict[str, Any]:
 def arm(worker: Any, operation: str) -> dict[str, Any]:
     perform(worker, operation)
     room = getattr(worker.weight_transfer_engine, "wavebus_room", None)
-    told: dict[str, Any] = msgspec.to_builtins(room or Room(why_not="vLLM's own worker engine"))
+    told: dict[str, Any] = msgspec.to_builtins(
+        room or StagingCapacity(why_not="vLLM's own worker engine")
+    )
     return told
 
 

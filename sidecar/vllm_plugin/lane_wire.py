@@ -19,7 +19,7 @@ from bus.messages import (  # noqa: TC001 - msgspec reads them when it decodes
     Staging,
     Verify,
 )
-from bus.staging import Room  # noqa: TC001 - as above
+from bus.weight_transfer.allocation import StagingCapacity  # noqa: TC001 - as above
 from sidecar.vllm_plugin.wire import ArmManifest, Failure, Open
 
 
@@ -79,7 +79,7 @@ class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
     """
 
     ahead: Count = 1
-    room: Room | None = None
+    room: StagingCapacity | None = None
     in_place: bool = False
 
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from bus.manifest import Manifest, TensorMeta
     from bus.messages import Staging, Target
-    from sidecar.transfer.base import Receiver, Tensors
+    from bus.weight_transfer.base import Receiver
+    from bus.weight_transfer.packing import Tensors
     from sidecar.transfer.inbox import Inbox
     from sidecar.vllm_plugin import wire
     from sidecar.vllm_plugin.manifest_check import Blueprint

@@ -20,8 +20,8 @@ from vllm.config import set_current_vllm_config
 from bus import vllm_payloads
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.transfer import Place
-from sidecar.transfer.base import transfer_failed
+from bus.weight_transfer.allocation import RankAssignment
+from bus.weight_transfer.formats import transfer_failed
 from sidecar.vllm_plugin import ranks, wire
 from sidecar.vllm_plugin.ipc import rebuildable
 from sidecar.vllm_plugin.loadable import need_armed
@@ -131,7 +131,9 @@ class NativeUpdates(WavebusWeightTransferEngine):
             if vllm_payloads.engine_of(operation.backend) != self._name:
                 raise not_this_engine(operation.backend)
             info = vllm_payloads.decode_info(operation.params)
-            place = Place(operation.communicator, operation.world_size, operation.first_rank)
+            place = RankAssignment(
+                operation.communicator, operation.world_size, operation.first_rank
+            )
             if vllm_payloads.is_sharding(operation.backend):
                 info, parallel = self._in_mesh(info, place)
             else:
@@ -150,7 +152,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
             ) from error
         self._backend, self._opened = operation.backend, True
 
-    def _placed(self, info: dict[str, Any], place: Place) -> dict[str, Any]:
+    def _placed(self, info: dict[str, Any], place: RankAssignment) -> dict[str, Any]:
         """The info with the place that the bus gave, where it has one.
 
         vLLM's workers add to ``rank_offset`` their index among all workers of all ranks of
@@ -165,7 +167,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         offset = place.of_worker(self._index).rank - added
         return {**info, "rank_offset": offset, "world_size": place.world_size}
 
-    def _in_mesh(self, info: dict[str, Any], place: Place) -> tuple[dict[str, Any], Any]:
+    def _in_mesh(self, info: dict[str, Any], place: RankAssignment) -> tuple[dict[str, Any], Any]:
         """The info, and the parallel config by which vLLM's worker finds its place.
 
         ``rank_offset`` is where the mesh of all engines' workers begins, in all of them: behind
@@ -196,7 +198,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         super()._arm(operation)
 
 
-def _need_place(place: Place) -> None:
+def _need_place(place: RankAssignment) -> None:
     if not place.communicator:
         raise transfer_failed("a place in a communicator is asked for, and none was given")
 

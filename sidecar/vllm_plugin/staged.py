@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bus.manifest import TensorMeta
-    from sidecar.transfer.base import Delivered
+    from bus.weight_transfer.packing import ReceivedChunk
     from sidecar.vllm_plugin.copy_plan import Copies, CopyPlan
     from sidecar.vllm_plugin.places import Place
     from sidecar.vllm_plugin.planned import Received
@@ -102,7 +102,7 @@ class StagedWeights:
         layout.begin(self._memory.tensors)
         self._begun = True
 
-    def room(self, seq: int) -> Delivered | None:
+    def room(self, seq: int) -> ReceivedChunk | None:
         """The chunk's tensors, where it may be received as it is packed: then there is nothing to
         copy."""
         return self._need_layout().room(seq)

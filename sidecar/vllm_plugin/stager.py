@@ -32,10 +32,11 @@ from vllm.config import set_current_vllm_config
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.staging import Room
+from bus.weight_transfer.allocation import StagingCapacity
+from bus.weight_transfer.cuda import synchronize
 from sidecar.transfer import free_memory, spare_memory, staging_room
 from sidecar.transfer.checks import LateSums
-from sidecar.transfer.streams import own_stream, synchronize, within
+from sidecar.transfer.streams import own_stream, within
 from sidecar.vllm_plugin import ranks
 from sidecar.vllm_plugin.copy_plan import NoPlanError
 from sidecar.vllm_plugin.lane import Lane
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Any
 
-    from sidecar.transfer.base import Tensors
+    from bus.weight_transfer.packing import Tensors
     from sidecar.transfer.inbox import Inbox
     from sidecar.vllm_plugin.copy_plan import CopyPlan
     from sidecar.vllm_plugin.loadable import Loadable
@@ -77,10 +78,10 @@ class Engine(Protocol):
     def open_transfer(self, operation: Open) -> int:
         """See the operation; how many chunks may be received ahead."""
 
-    def arm(self, operation: ArmManifest) -> Room:
+    def arm(self, operation: ArmManifest) -> StagingCapacity:
         """See the operation; whether it can be staged."""
 
-    def arm_again(self, operation: ArmAgain) -> Room:
+    def arm_again(self, operation: ArmAgain) -> StagingCapacity:
         """See the operation; whether it can be staged."""
 
 
@@ -119,23 +120,23 @@ class Stager:
 
     # -- on the worker's thread --------------------------------------------------------
 
-    def room(self, armed: Armed | None, *, broken: bool) -> Room:
+    def room(self, armed: Armed | None, *, broken: bool) -> StagingCapacity:
         """Whether the armed update can be staged here. ``broken``: the model is in the middle of
         a load."""
         if armed is None or armed.staging is None or armed.target != "model":
-            return Room(why_not="no update was armed that may be staged")
+            return StagingCapacity(why_not="no update was armed that may be staged")
         known = self._loadable.plans.known
         if known.plan is None:
-            return Room(why_not=f"it needs the model's own loader: {known.reason}")
+            return StagingCapacity(why_not=f"it needs the model's own loader: {known.reason}")
         if broken:
-            return Room(why_not="an update broke off in this engine")
+            return StagingCapacity(why_not="an update broke off in this engine")
         anew = self._laid_out_anew(known.plan)
         if anew:
-            return Room(why_not=f"its weights are not as they are loaded: {anew}")
+            return StagingCapacity(why_not=f"its weights are not as they are loaded: {anew}")
         needed = known.plan.size_bytes
         held = self._own_bytes(needed)
         if needed > held and self._had_no_room(needed):
-            return Room(needed, "there was no room when it was last tried")
+            return StagingCapacity(needed, "there was no room when it was last tried")
         return staging_room(armed.staging, needed, self._device, held_bytes=held)
 
     def _laid_out_anew(self, plan: CopyPlan) -> str:
@@ -245,7 +246,7 @@ class Stager:
             raise
         synchronize(self._device)  # the memory may have been somebody's in this stream
         self._armed = armed
-        launches = receiver is not None and receiver.launches
+        launches = receiver is not None and receiver.can_launch
         return launches and known.proven and staged.room(0) is not None
 
     def _receive(self, asked: Receive) -> None:

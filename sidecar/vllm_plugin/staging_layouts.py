@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from sidecar.transfer.base import Delivered, Views, packed_offsets
+from bus.weight_transfer.packing import ReceivedChunk, ViewCache, packed_offsets
 from sidecar.vllm_plugin.copy_plan import Copies, part
 from sidecar.vllm_plugin.planned import copies, pad
 
@@ -57,7 +57,7 @@ class Layout(ABC):
         self._memory: Memory = {}
         self._staged: set[int] = set()
         # Of chunks that will come again as they did.
-        self._planned: WeakKeyDictionary[Delivered, Copies] = WeakKeyDictionary()
+        self._planned: WeakKeyDictionary[ReceivedChunk, Copies] = WeakKeyDictionary()
 
     def begin(self, memory: Memory) -> None:
         """Another update, in this memory; nothing of it is there."""
@@ -88,12 +88,12 @@ class Layout(ABC):
         self._memory = {}
         self._planned.clear()
 
-    def room(self, seq: int) -> Delivered | None:  # noqa: ARG002 - not every layout has one
+    def room(self, seq: int) -> ReceivedChunk | None:  # noqa: ARG002 - not every layout has one
         """The chunk's tensors, where it may be received as it is packed."""
         return None
 
     def _copy(self, seq: int, tensors: Received) -> Copies:
-        again = tensors if isinstance(tensors, Delivered) else None
+        again = tensors if isinstance(tensors, ReceivedChunk) else None
         planned = None if again is None else self._planned.get(again)
         if planned is None:
             planned = self._plan_chunk(seq, tensors)
@@ -155,7 +155,7 @@ class AsSent(Layout):
         self.shapes = {_ALL: ((sum(self._sizes_bytes),), torch.uint8)}
         self._rooms: list[torch.Tensor] = []
         self._numel = sum(torch.Size(meta.shape).numel() for chunk in chunks for meta in chunk)
-        self._views = Views()
+        self._views = ViewCache()
         self._found: dict[tuple[str, Region], tuple[int, str, Region]] = {}
 
     def begin(self, memory: Memory) -> None:
@@ -169,7 +169,7 @@ class AsSent(Layout):
         self._rooms = []
         self._views.clear()
 
-    def room(self, seq: int) -> Delivered | None:
+    def room(self, seq: int) -> ReceivedChunk | None:
         return self._own(seq) if seq < len(self._chunks) else None
 
     def find(self, target: str, region: Region) -> torch.Tensor | None:
@@ -201,8 +201,8 @@ class AsSent(Layout):
         own = dict(self._own(seq))
         return Copies([own[name] for name, _ in tensors], [tensor for _, tensor in tensors])
 
-    def _own(self, seq: int) -> Delivered:
-        return self._views.of(self._rooms[seq], self._begins[seq], self._chunks[seq])
+    def _own(self, seq: int) -> ReceivedChunk:
+        return self._views.get(self._rooms[seq], self._begins[seq], self._chunks[seq])
 
     def _copies(self) -> Iterator[tuple[int, str, Copy]]:
         for seq, chunk in enumerate(self._chunks):

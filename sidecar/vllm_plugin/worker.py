@@ -9,7 +9,7 @@ refuses all others. Receiving, loading and committing are apart. There are two w
 * By vLLM's loader, which gets copies on the worker's device. That copy is not a luxury: vLLM's
   layerwise reload keeps the tensors of a layer that is not complete yet until a later chunk
   completes it, so views of a transport's buffers would be overwritten under it. Only a transport
-  that brings tensors of one's own (:attr:`Receiver.owned`) does without.
+  that brings tensors of one's own (:attr:`Receiver.is_owned`) does without.
 * By a copy plan, straight from where the transport has them into the serving parameters.
 
 Receiving is the inbox's (:mod:`sidecar.transfer.inbox`): the next chunk may come while one is
@@ -39,12 +39,13 @@ from bus.lora import PREFIX as ADAPTERS
 from bus.lora import adapter_of, check_adapter_name
 from bus.manifest import Manifest
 from bus.messages import NackCode, Target
-from bus.transfer import Place
 from bus.vllm_payloads import engine_of
-from sidecar.transfer import check_sums, make_receiver
+from bus.weight_transfer.allocation import RankAssignment
+from bus.weight_transfer.cuda import synchronize
+from bus.weight_transfer.registry import make_receiver
+from sidecar.transfer import check_sums
 from sidecar.transfer.inbox import Inbox
 from sidecar.transfer.lora import LoraReceiver
-from sidecar.transfer.streams import synchronize
 from sidecar.vllm_plugin import lane_wire, ranks, wire
 from sidecar.vllm_plugin.adapters import Adapters
 from sidecar.vllm_plugin.compat import BACKEND, shared_communicators
@@ -59,8 +60,9 @@ from sidecar.vllm_plugin.stager import Stager
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bus.staging import Room
-    from sidecar.transfer.base import Receiver, Tensors
+    from bus.weight_transfer.allocation import StagingCapacity
+    from bus.weight_transfer.base import Receiver
+    from bus.weight_transfer.packing import Tensors
 
 __all__ = ["WavebusWeightTransferEngine"]
 
@@ -223,7 +225,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         return self._stager.lane.name
 
     @property
-    def wavebus_room(self) -> Room:
+    def wavebus_room(self) -> StagingCapacity:
         """Whether the armed update can be staged here."""
         if self._began:
             self._began = self._loadable["model"].reloading
@@ -326,7 +328,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self._backend = operation.backend
         inbox.stop()
         self._stager.forget_transport()
-        engine = Place(operation.communicator, operation.world_size, operation.first_rank)
+        engine = RankAssignment(operation.communicator, operation.world_size, operation.first_rank)
         with shared_communicators():
             receiver.open(operation.params, engine.of_worker(self._index))
 
@@ -378,7 +380,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._announced.check_room(self._backend, receiver)
         self.armed = Armed(self._announced, target, operation.staging)
 
-    def arm(self, operation: wire.ArmManifest) -> Room:
+    def arm(self, operation: wire.ArmManifest) -> StagingCapacity:
         """Arm while steps are made; whether it can be staged.
 
         Raises:
@@ -390,7 +392,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._arm(operation)
         return self.wavebus_room
 
-    def arm_again(self, operation: lane_wire.ArmAgain) -> Room:
+    def arm_again(self, operation: lane_wire.ArmAgain) -> StagingCapacity:
         """As it was armed last, to be staged: whether it can be. While steps are made; nothing is
         asked of the worker's mates.
 

@@ -15,9 +15,9 @@ import pytest
 
 from bus.errors import ManifestRefused, Refused, UsageError
 from bus.messages import NackCode
+from bus.weight_transfer.registry import receiver_backends
 from sidecar import Sidecar
 from sidecar.engine import Engine, EngineInfo
-from sidecar.transfer import available_backends
 from tests.contract.engine_suite import PROMPT, EngineUnderTest, Watch, contract
 from tests.support.broker import a_broker
 from trainer_agent import TrainerAgent
@@ -43,7 +43,7 @@ class Borrowed:
 
     async def start(self) -> EngineInfo:
         return EngineInfo(
-            "borrowed", "test", "model", 0, 1, 1, available_backends(), "", can_sleep=True
+            "borrowed", "test", "model", 0, 1, 1, receiver_backends(), "", can_sleep=True
         )
 
     async def close(self) -> None:

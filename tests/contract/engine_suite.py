@@ -19,7 +19,7 @@ import pytest
 from bus.errors import EngineError
 from bus.manifest import Manifest
 from bus.messages import NackCode
-from bus.transfer import NO_PLACE
+from bus.weight_transfer.allocation import NO_RANK
 from tests.support.push import Push, plan
 from trainer_agent import CpuCache
 
@@ -699,7 +699,7 @@ class EngineContract:
     async def test_a_missing_backend_is_named(self, under_test: EngineUnderTest) -> None:
         """Whoever reads the refusal knows which one to install or to choose."""
         with pytest.raises(EngineError, match="pigeons") as refused:
-            await under_test.engine.open_transfer("pigeons", b"", NO_PLACE)
+            await under_test.engine.open_transfer("pigeons", b"", NO_RANK)
         assert refused.value.code is NackCode.BACKEND_MISSING
 
     @contract

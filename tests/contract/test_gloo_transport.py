@@ -10,11 +10,12 @@ import torch
 
 from bus.errors import EngineError, WavebusError
 from bus.messages import NackCode
-from bus.transfer import GlooInit, Place, World, decode, encode
-from sidecar.transfer import make_receiver
+from bus.weight_transfer.allocation import RankAssignment, World
+from bus.weight_transfer.formats import GlooInit, decode, encode
+from bus.weight_transfer.gloo import GlooSender
+from bus.weight_transfer.registry import make_receiver
 from tests.contract.transfer_suite import METAS, TENSORS, Ends, TransferContract
 from trainer_agent.sources import meta_of
-from trainer_agent.transfer.gloo import GlooSender
 
 LOCAL = "127.0.0.1"
 
@@ -33,7 +34,7 @@ def test_every_place_of_a_communicator_gets_the_same() -> None:
     params = sender.open(sender.packed_bytes([m.size_bytes for m in METAS]), World(5, 4, LOCAL))
     with ThreadPoolExecutor(4) as threads:
         opening = [
-            threads.submit(receiver.open, params, Place(5, 4, 1 + index))
+            threads.submit(receiver.open, params, RankAssignment(5, 4, 1 + index))
             for index, receiver in enumerate(receivers)
         ]
         sender.meet()
@@ -65,7 +66,7 @@ def test_whoever_waits_for_the_others_is_freed_when_the_sender_gives_up() -> Non
     meeting = threading.Thread(target=met)
     meeting.start()
     with ThreadPoolExecutor(1) as threads:
-        opening = threads.submit(receiver.open, params, Place(1, 3, 1))
+        opening = threads.submit(receiver.open, params, RankAssignment(1, 3, 1))
         sender.close()
         with pytest.raises(EngineError, match="rank 1 of 3 can't meet the others") as refused:
             opening.result()
@@ -118,7 +119,7 @@ def test_params_out_of_bounds_are_refused_by_field(change: dict[str, object], to
         **change,
     }
     with pytest.raises(EngineError, match=told):
-        make_receiver("gloo").open(encode(fields), Place(1, 2, 1))
+        make_receiver("gloo").open(encode(fields), RankAssignment(1, 2, 1))
 
 
 def test_a_port_where_nobody_listens_is_named() -> None:
@@ -126,7 +127,9 @@ def test_a_port_where_nobody_listens_is_named() -> None:
     init = decode(sender.open(64, World(1, 2, LOCAL)), GlooInit)
     sender.close()
     with pytest.raises(EngineError, match=f"{LOCAL}:{init.port}"):
-        make_receiver("gloo").open(encode(GlooInit(LOCAL, init.port, 64, 2, 1000)), Place(1, 2, 1))
+        make_receiver("gloo").open(
+            encode(GlooInit(LOCAL, init.port, 64, 2, 1000)), RankAssignment(1, 2, 1)
+        )
 
 
 def test_a_broadcast_of_another_size_is_refused_before_it_begins() -> None:

@@ -12,41 +12,37 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bus import cuda
 from bus.errors import EngineError, UsageError
 from bus.messages import NackCode
-from bus.transfer import (
-    NO_PLACE,
+from bus.weight_transfer import cuda, formats
+from bus.weight_transfer.allocation import NO_RANK, RankAssignment
+from bus.weight_transfer.cuda import current_gpu, resolve_gpu
+from bus.weight_transfer.formats import (
     IpcChunk,
     IpcInit,
     IpcMemory,
     IpcTensors,
     NcclChunk,
     NcclInit,
-    Place,
     aligned,
     decode,
     encode,
 )
-from sidecar.transfer import available_backends as receivers
-from sidecar.transfer import make_receiver
-from sidecar.transfer.base import Views, check_lent, packed_offsets
-from sidecar.transfer.ipc import IpcReceiver, _Mapped
-from sidecar.transfer.nccl import NcclReceiver
+from bus.weight_transfer.ipc import IpcReceiver, IpcSender, _Mapped
+from bus.weight_transfer.nccl import NcclReceiver, NcclSender, _as_contiguous_bytes
+from bus.weight_transfer.packing import ViewCache, check_lent, pack, packed_offsets
+from bus.weight_transfer.registry import make_receiver, make_sender
+from bus.weight_transfer.registry import receiver_backends as receivers
+from bus.weight_transfer.registry import sender_backends as senders
 from tests.contract.transfer_suite import METAS, TENSORS, raw
 from trainer_agent import SyncTrainerAgent, TrainerAgent
 from trainer_agent.sources import meta_of
-from trainer_agent.transfer import available_backends as senders
-from trainer_agent.transfer import current_gpu, make_sender
-from trainer_agent.transfer.base import gpu, pack
-from trainer_agent.transfer.ipc import IpcSender
-from trainer_agent.transfer.nccl import NcclSender, _in_one_piece
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sidecar.transfer import Receiver
-    from sidecar.transfer.base import Delivered
+    from bus.weight_transfer.base import Receiver
+    from bus.weight_transfer.packing import ReceivedChunk
 
 HANDLE = bytes(range(64))
 MEMORY = IpcMemory(HANDLE, 4096)
@@ -63,7 +59,9 @@ IPC = {
     "buffers": [{"handle": HANDLE, "size_bytes": 4096}],
     "buffer_bytes": 4096,
 }
-no_cuda = pytest.mark.skipif(not cuda.why_missing(torch), reason="there is CUDA on this machine")
+no_cuda = pytest.mark.skipif(
+    not cuda.unavailable_reason(torch), reason="there is CUDA on this machine"
+)
 
 
 @no_cuda
@@ -83,8 +81,8 @@ def test_a_machine_without_cuda_neither_lists_nor_makes_them(backend: str) -> No
 
 @no_cuda
 def test_why_it_is_missing_names_this_torch() -> None:
-    assert torch.__version__ in cuda.why_missing(torch)
-    assert "CUDA" in cuda.why_no_nccl(torch, dist)
+    assert torch.__version__ in cuda.unavailable_reason(torch)
+    assert "CUDA" in cuda.nccl_unavailable_reason(torch, dist)
 
 
 def test_who_always_packs_says_so() -> None:
@@ -94,19 +92,19 @@ def test_who_always_packs_says_so() -> None:
 
 def test_a_sender_is_told_what_it_needs_before_it_opens() -> None:
     sender = make_sender("shm", buffers=3, device="cuda:1")
-    assert (sender.depth, sender.packed, sender.device) == (3, True, "cuda:1")
+    assert (sender.prefetch_depth, sender.packed, sender.device) == (3, True, "cuda:1")
 
 
 def test_a_receiver_knows_where_its_engine_has_its_weights() -> None:
     assert make_receiver("shm").device == torch.device("cpu")
     assert make_receiver("shm", torch.device("meta")).device == torch.device("meta")
-    assert not make_receiver("gloo").owned
+    assert not make_receiver("gloo").is_owned
 
 
 def test_a_device_that_is_no_gpu_is_refused() -> None:
     with pytest.raises(UsageError, match="name a GPU"):
-        gpu("cpu")
-    assert gpu("cuda:3") == torch.device("cuda", 3)
+        resolve_gpu("cpu")
+    assert resolve_gpu("cuda:3") == torch.device("cuda", 3)
 
 
 @no_cuda
@@ -129,7 +127,7 @@ def test_an_engine_whose_weights_are_on_the_cpu_is_refused(receiver: Receiver) -
     """Before it could leave anybody waiting."""
     params = encode(NCCL if isinstance(receiver, NcclReceiver) else IPC)
     with pytest.raises(EngineError, match="weights are on cpu: use shm or gloo") as refused:
-        receiver.open(params, Place(1, 2, 1))
+        receiver.open(params, RankAssignment(1, 2, 1))
     assert refused.value.code is NackCode.TRANSFER_FAILED
     receiver.close()
 
@@ -150,7 +148,7 @@ def test_nccls_params_out_of_bounds_are_refused_by_field(
     change: dict[str, object], told: str
 ) -> None:
     with pytest.raises(EngineError, match=told):
-        NcclReceiver().open(encode({**NCCL, **change}), Place(1, 2, 1))
+        NcclReceiver().open(encode({**NCCL, **change}), RankAssignment(1, 2, 1))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +167,7 @@ def test_ipcs_params_out_of_bounds_are_refused_by_field(
     change: dict[str, object], told: str
 ) -> None:
     with pytest.raises(EngineError, match=told):
-        IpcReceiver().open(encode({**IPC, **change}), NO_PLACE)
+        IpcReceiver().open(encode({**IPC, **change}), NO_RANK)
 
 
 @pytest.mark.parametrize("receiver", [NcclReceiver(), IpcReceiver()])
@@ -219,7 +217,7 @@ def test_a_handle_fits_a_chunk_of_many_small_tensors() -> None:
 
 
 def test_cudas_handle_is_as_long_as_the_driver_says() -> None:
-    assert ctypes.sizeof(cuda._Handle) == cuda.HANDLE_BYTES == 64
+    assert ctypes.sizeof(cuda._Handle) == formats.HANDLE_BYTES == 64
 
 
 def test_a_driver_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +230,7 @@ def test_the_suites_tensors_would_come_in_one_piece_each() -> None:
     """Bytes of every dtype, shape and stride, without a copy where they lie in order."""
 
     for meta, tensor in zip(METAS, TENSORS.values(), strict=True):
-        piece = _in_one_piece(tensor, tensor.device)
+        piece = _as_contiguous_bytes(tensor, tensor.device)
         assert piece.dtype == torch.uint8
         assert piece.shape == (meta.size_bytes,)
         assert torch.equal(piece, raw(tensor))
@@ -257,18 +255,18 @@ class Opened(IpcReceiver):
             each.memory = self._memories[memory.handle]
         return mapped
 
-    def _unmapped(self, mapped: Sequence[_Mapped]) -> list[_Mapped]:
+    def _unmap(self, mapped: Sequence[_Mapped]) -> list[_Mapped]:
         self.unmapped += len(mapped)
         return []
 
 
-def a_place() -> Delivered:
+def a_place() -> ReceivedChunk:
     """Where the suite's tensors are to lie, packed; with nothing there yet."""
     *offsets, end = packed_offsets(METAS)
-    return Views().of(torch.zeros(end, dtype=torch.uint8), tuple(offsets), METAS)
+    return ViewCache().get(torch.zeros(end, dtype=torch.uint8), tuple(offsets), METAS)
 
 
-def holds_all(place: Delivered) -> bool:
+def holds_all(place: ReceivedChunk) -> bool:
     return all(torch.equal(raw(tensor), raw(TENSORS[name])) for name, tensor in place)
 
 

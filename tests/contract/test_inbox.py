@@ -12,25 +12,25 @@ import torch
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.transfer import ALONE, NO_PLACE, Place, World
-from sidecar.transfer import make_receiver
-from sidecar.transfer.base import Views, packed_offsets, transfer_failed
-from sidecar.transfer.gloo import GlooReceiver
+from bus.weight_transfer.allocation import ALONE, NO_RANK, RankAssignment, World
+from bus.weight_transfer.formats import transfer_failed
+from bus.weight_transfer.gloo import GlooReceiver
+from bus.weight_transfer.packing import ViewCache, packed_offsets
+from bus.weight_transfer.registry import make_receiver, make_sender
+from bus.weight_transfer.shm import ShmReceiver
 from sidecar.transfer.inbox import Inbox
-from sidecar.transfer.shm import ShmReceiver
 from trainer_agent.sources import meta_of
-from trainer_agent.transfer import make_sender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from bus.manifest import TensorMeta
-    from sidecar.transfer import Receiver
-    from sidecar.transfer.base import Delivered, Tensors
+    from bus.weight_transfer.base import Receiver
+    from bus.weight_transfer.packing import ReceivedChunk, Tensors
 
 LIMIT_S = 60.0
 CPU = torch.device("cpu")
-WORLD, PLACE = World(1, 2, "127.0.0.1"), Place(1, 2, 1)
+WORLD, PLACE = World(1, 2, "127.0.0.1"), RankAssignment(1, 2, 1)
 METAS = (meta_of("a", torch.zeros(3, 4)), meta_of("b", torch.zeros(5)))
 BYTES = [meta.size_bytes for meta in METAS]
 
@@ -43,16 +43,16 @@ class Lane:
         self.sender = make_sender(backend, buffers=buffers)
         self.inbox = Inbox(CPU)
         receiver = receiver or make_receiver(backend)
-        collective = self.sender.collective
+        collective = self.sender.is_collective
         params = self.sender.open(self.sender.packed_bytes(BYTES), WORLD if collective else ALONE)
         with ThreadPoolExecutor(1) as threads:
-            opening = threads.submit(receiver.open, params, PLACE if collective else NO_PLACE)
+            opening = threads.submit(receiver.open, params, PLACE if collective else NO_RANK)
             self.sender.meet()
             opening.result()
-        self.sender.opened()
+        self.sender.on_opened()
         self.inbox.use(backend, receiver)
 
-    def begin(self, seq: int, into: Delivered | None = None) -> None:
+    def begin(self, seq: int, into: ReceivedChunk | None = None) -> None:
         """A chunk is put, and announced."""
         handle = self.sender.put(seq, tensors_of(seq))
         self.inbox.begin(seq, METAS, self.backend, handle, into)
@@ -81,7 +81,7 @@ def tensors_of(seq: int) -> list[torch.Tensor]:
 class Launching(GlooReceiver):
     """As one that a device receives for: all are begun at once, and who closes it ends them."""
 
-    launches = True
+    can_launch = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Launching(GlooReceiver):
         self,
         tensors: tuple[TensorMeta, ...],
         handle: bytes,
-        into: Delivered | None = None,  # noqa: ARG002 - it has buffers
+        into: ReceivedChunk | None = None,  # noqa: ARG002 - it has buffers
     ) -> Callable[[], Tensors]:
         if self._group is None:
             raise transfer_failed("the communicator is not open")
@@ -201,7 +201,7 @@ def test_a_sender_that_gives_up_fails_what_was_to_come(gloo: Lane) -> None:
 class Silent(ShmReceiver):
     """Its other end is there, and sends nothing; it does not notice that it is closed."""
 
-    depth = 2
+    prefetch_depth = 2
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ def test_what_is_taken_to_keep_is_a_copy(shm: Lane) -> None:
     views, own = dict(shm.inbox.take(0)), dict(shm.inbox.take_own(0))
     shm.inbox.done(0)
     assert all(own[name].data_ptr() != views[name].data_ptr() for name in own)
-    shm.sender.taken(0)
+    shm.sender.on_taken(0)
     shm.sender.put(0, tensors_of(7))
     assert torch.equal(own["a"], tensors_of(0)[0])
 
@@ -283,7 +283,7 @@ def test_what_is_taken_to_keep_is_a_copy(shm: Lane) -> None:
 class Fleeting(ShmReceiver):
     """Its tensors go with the other end."""
 
-    lasts = False
+    is_lasting = False
     released = 0
 
     def release(self) -> None:
@@ -296,7 +296,9 @@ class Placing(Fleeting):
 
     room = True
 
-    def receive_into(self, tensors: tuple[TensorMeta, ...], handle: bytes, into: Delivered) -> bool:
+    def receive_into(
+        self, tensors: tuple[TensorMeta, ...], handle: bytes, into: ReceivedChunk
+    ) -> bool:
         if self.room:
             for (_, target), (_, source) in zip(into, self.receive(tensors, handle), strict=True):
                 target.copy_(source)
@@ -306,7 +308,7 @@ class Placing(Fleeting):
 class Owned(ShmReceiver):
     """Its tensors are whose who gets them."""
 
-    owned = True
+    is_owned = True
 
 
 def test_what_does_not_last_is_copied_as_soon_as_it_is_there() -> None:
@@ -352,10 +354,10 @@ def test_who_cannot_receive_it_there_receives_it_as_ever() -> None:
     lane.close()
 
 
-def a_place() -> Delivered:
+def a_place() -> ReceivedChunk:
     """For the tensors of a chunk, with nothing there yet."""
     *offsets, end = packed_offsets(METAS)
-    return Views().of(torch.zeros(end, dtype=torch.uint8), tuple(offsets), METAS)
+    return ViewCache().get(torch.zeros(end, dtype=torch.uint8), tuple(offsets), METAS)
 
 
 def test_what_is_ones_own_is_not_copied() -> None:

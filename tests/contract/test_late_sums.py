@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bus.checksum import checksums
 from bus.errors import EngineError
 from bus.messages import NackCode
+from bus.weight_transfer.checksum import checksums
+from bus.weight_transfer.packing import ViewCache, packed_offsets
 from sidecar.transfer import checks
-from sidecar.transfer.base import Views, packed_offsets
 from sidecar.transfer.checks import LateSums
 from trainer_agent.sources import meta_of
 
@@ -26,11 +26,11 @@ class Buffer:
 
     def __init__(self) -> None:
         self._memory = torch.zeros(4096, dtype=torch.uint8)
-        self._views = Views()
+        self._views = ViewCache()
 
     def chunk(self, seed: int) -> list[tuple[str, torch.Tensor]]:
         """As it is received: the same views again, with other values."""
-        received = self._views.of(self._memory, packed_offsets(METAS)[:-1], METAS)
+        received = self._views.get(self._memory, packed_offsets(METAS)[:-1], METAS)
         for (_, tensor), value in zip(received, values(seed), strict=True):
             tensor.copy_(value)
         return received
@@ -43,11 +43,11 @@ class Rooms:
         self._size_bytes = packed_offsets(METAS)[-1]
         self._memory = torch.zeros(4 * self._size_bytes, dtype=torch.uint8)
         self._rooms = list(torch.split(self._memory, self._size_bytes))
-        self._views = Views()
+        self._views = ViewCache()
 
     def chunk(self, seq: int, seed: int) -> list[tuple[str, torch.Tensor]]:
         """As it is received."""
-        received = self._views.of(self._rooms[seq], packed_offsets(METAS)[:-1], METAS)
+        received = self._views.get(self._rooms[seq], packed_offsets(METAS)[:-1], METAS)
         for (_, tensor), value in zip(received, values(seed), strict=True):
             tensor.copy_(value)
         return received

@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bus.backends import Backends
 from bus.errors import EngineError, UsageError
 from bus.manifest import TensorMeta
 from bus.messages import NackCode
-from sidecar.transfer import check_delivered, make_receiver, register_receiver
+from bus.weight_transfer.registry import (
+    BackendRegistry,
+    make_receiver,
+    make_sender,
+    register_receiver,
+    register_sender,
+)
+from sidecar.transfer import check_delivered
 from tests.contract.transfer_suite import TransferContract
 from tests.support.procs import ROOT
-from trainer_agent.transfer import make_sender, register_sender
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,7 +93,7 @@ def test_installed_packages_offer_backends(tmp_path: Path, monkeypatch: pytest.M
     )
     (tmp_path / "pigeons_of_tests.py").write_text("class Pigeon: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    backends: Backends[object] = Backends("a.group", {"own": object})
+    backends: BackendRegistry[object] = BackendRegistry("a.group", {"own": object})
     backends.register("mine", list)
     assert backends.names() == ("own", "mine", "ghosts", "pigeons")
     found = backends.find("pigeons")

@@ -14,9 +14,8 @@ import torch
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.transfer import (
-    ALONE,
-    NO_PLACE,
+from bus.weight_transfer.allocation import ALONE, NO_RANK
+from bus.weight_transfer.formats import (
     SHM_FOLDER,
     SHM_PREFIX,
     ShmChunk,
@@ -26,12 +25,10 @@ from bus.transfer import (
     decode,
     encode,
 )
-from sidecar.transfer import make_receiver
+from bus.weight_transfer.registry import make_receiver, make_sender
+from bus.weight_transfer.shm import ShmSender, allocate, sweep
 from tests.contract.transfer_suite import METAS, TENSORS, Ends, TransferContract
-from trainer_agent import shared
 from trainer_agent.sources import meta_of
-from trainer_agent.transfer import make_sender
-from trainer_agent.transfer.shm import ShmSender, sweep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -74,7 +71,7 @@ class TestUnpackedContract(TransferContract):
         """There is none to be opened; memory that is gone is refused when it is needed."""
         ends.open(1)
         handle = ends.sender.put(0, [TENSORS["float32"]])
-        ends.sender.taken(0)
+        ends.sender.on_taken(0)
         with pytest.raises(EngineError, match="can't open") as refused:
             ends.receiver.receive((METAS[0],), handle)
         assert refused.value.code is NackCode.TRANSFER_FAILED
@@ -85,8 +82,8 @@ def test_names_are_gone_as_soon_as_everybody_has_them(sender: ShmSender) -> None
     receiver = make_receiver("shm")
     params = sender.open(room(), ALONE)
     assert len(segments()) == 2
-    receiver.open(params, NO_PLACE)
-    sender.opened()
+    receiver.open(params, NO_RANK)
+    sender.on_opened()
     assert segments() == []
     handle = sender.put(0, list(TENSORS.values()))
     assert torch.equal(receiver.receive(METAS, handle)[0][1], TENSORS["float32"])
@@ -95,9 +92,9 @@ def test_names_are_gone_as_soon_as_everybody_has_them(sender: ShmSender) -> None
 def test_opening_again_replaces_the_ring(sender: ShmSender) -> None:
     """An engine that joined late gets a ring that it can still open."""
     sender.open(64, ALONE)
-    sender.opened()
+    sender.on_opened()
     receiver = make_receiver("shm")
-    receiver.open(sender.open(room(), ALONE), NO_PLACE)
+    receiver.open(sender.open(room(), ALONE), NO_RANK)
     handle = sender.put(0, list(TENSORS.values()))
     assert torch.equal(receiver.receive(METAS, handle)[0][1], TENSORS["float32"])
     sender.close()
@@ -143,14 +140,14 @@ def test_segments_of_a_killed_trainer_are_swept(sender: ShmSender) -> None:
 def test_bad_params_are_refused(params: bytes, word: str) -> None:
     """The blob is typed and bounded, and a name can't leave the folder."""
     with pytest.raises(EngineError, match=word) as refused:
-        make_receiver("shm").open(params, NO_PLACE)
+        make_receiver("shm").open(params, NO_RANK)
     assert refused.value.code is NackCode.TRANSFER_FAILED
 
 
 def test_bad_handles_are_refused(sender: ShmSender) -> None:
     """A handle that points outside the ring or a segment names what is wrong."""
     receiver = make_receiver("shm")
-    receiver.open(sender.open(room(), ALONE), NO_PLACE)
+    receiver.open(sender.open(room(), ALONE), NO_RANK)
     meta = meta_of("w", torch.zeros(4))
     for handle, word in (
         (ShmChunk(2, (0,)), "segment 2"),
@@ -168,7 +165,7 @@ def test_bad_handles_are_refused(sender: ShmSender) -> None:
 
 def in_shared_memory(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of it there, behind some bytes that are none of it."""
-    memory = shared.allocate(64 + tensor.nbytes)
+    memory = allocate(64 + tensor.nbytes)
     copy = memory[64:].view(tensor.dtype).view(tensor.shape)
     return copy.copy_(tensor)
 
@@ -257,7 +254,7 @@ def test_a_killed_trainer_leaves_nothing_but_what_engines_have_mapped() -> None:
     before = mappings()
     receiver, late = make_receiver("shm"), make_receiver("shm")
     for each in (receiver, late):
-        each.open(params, NO_PLACE)
+        each.open(params, NO_RANK)
     [(_, got)] = receiver.receive((METAS[0],), handle)
     assert torch.equal(got, TENSORS["float32"])
     process.kill()

@@ -58,7 +58,10 @@ from bus.messages import (
 from bus.protocol.broker.broker import BrokerConfig
 from bus.protocol.dp.watchdog import Health
 from bus.settings import DEFAULT_BROKER, DEFAULT_FILE
-from bus.transfer import Place, World, decode, encode
+from bus.weight_transfer.allocation import RankAssignment, World
+from bus.weight_transfer.base import Receiver, Sender
+from bus.weight_transfer.formats import decode, encode
+from bus.weight_transfer.registry import register_receiver, register_sender
 from sidecar import Sidecar
 from sidecar.bench import (
     cli_common,
@@ -75,7 +78,6 @@ from sidecar.bench.window import Window
 from sidecar.embedded import EmbeddedEngine, SamplingParams
 from sidecar.engine import Chunk, Engine, EngineInfo
 from sidecar.gateway.__main__ import gateway
-from sidecar.transfer import Receiver, register_receiver
 from sidecar.vllm_inprocess import VllmEngine
 from tests.support.checkpoints import make_checkpoint
 from tests.support.log_calls import LogCalls
@@ -110,7 +112,6 @@ from trainer_agent.demo import chaos as demo_chaos
 from trainer_agent.demo import report as demo_report
 from trainer_agent.demo import run as demo_run
 from trainer_agent.how import How, Quorum, UpdateOptions
-from trainer_agent.transfer import Sender, register_sender
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -121,7 +122,7 @@ CLASSES: list[type] = [
     *(TrainerAgent, SyncTrainerAgent, Canary, CpuCache, UpdateReport, WeightSource),
     UpdateOptions,
     *(Sidecar, Engine, EngineInfo, Chunk, EmbeddedEngine, SamplingParams, VllmEngine),
-    *(Sender, Receiver, Place, World, Manifest, TensorMeta),
+    *(Sender, Receiver, RankAssignment, World, Manifest, TensorMeta),
 ]
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "share_memory": share_memory,

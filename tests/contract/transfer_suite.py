@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 import torch
 
-from bus.checksum import checksums
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.transfer import ALONE, NO_PLACE, Place, World
-from sidecar.transfer import available_backends as receivers
-from sidecar.transfer import check_delivered, check_sums, make_receiver
+from bus.weight_transfer.allocation import ALONE, NO_RANK, RankAssignment, World
+from bus.weight_transfer.checksum import checksums
+from bus.weight_transfer.registry import make_receiver, make_sender
+from bus.weight_transfer.registry import receiver_backends as receivers
+from bus.weight_transfer.registry import sender_backends as senders
+from sidecar.transfer import check_delivered, check_sums
 from trainer_agent.sources import meta_of
-from trainer_agent.transfer import available_backends as senders
-from trainer_agent.transfer import make_sender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,12 +57,12 @@ class Ends:
         return self.sender.packed_bytes([meta.size_bytes for meta in METAS])
 
     def open(self, room_bytes: int, *, number: int = 1) -> None:
-        world, place = ALONE, NO_PLACE
-        if self.sender.collective:
-            world, place = World(number, 2, "127.0.0.1"), Place(number, 2, 1)
+        world, place = ALONE, NO_RANK
+        if self.sender.is_collective:
+            world, place = World(number, 2, "127.0.0.1"), RankAssignment(number, 2, 1)
         params = self.sender.open(room_bytes, world)
         self._both(lambda: self.receiver.open(params, place), self.sender.meet)
-        self.sender.opened()
+        self.sender.on_opened()
 
     def send(
         self, seq: int, metas: tuple[TensorMeta, ...], handle: bytes
@@ -74,7 +74,7 @@ class Ends:
 
     def taken(self, seq: int) -> None:
         self.receiver.release()
-        self.sender.taken(seq)
+        self.sender.on_taken(seq)
 
     def close(self) -> None:
         self.sender.close()
@@ -108,12 +108,12 @@ class TransferContract:
         in more chunks than the sender has room for at once."""
         ends.open(ends.room())
         tensors = list(TENSORS.values())
-        for seq in range(2 * ends.sender.depth + 1):
+        for seq in range(2 * ends.sender.prefetch_depth + 1):
             received = ends.send(seq, METAS, ends.sender.put(seq, tensors))
             check_delivered(self.backend, METAS, received)
             for (_, got), tensor in zip(received, tensors, strict=True):
                 assert torch.equal(raw(got), raw(tensor))
-            if ends.sender.verifies:
+            if ends.sender.is_bit_exact:
                 check_sums(seq, received, "full", checksums(torch, tensors, "full"))
             ends.taken(seq)
 
@@ -136,7 +136,7 @@ class TransferContract:
     def test_as_many_chunks_as_it_says_are_under_way(self, ends: Ends) -> None:
         """The later ones don't overwrite the first."""
         ends.open(64)
-        chunks = [torch.full((4,), float(seq)) for seq in range(ends.sender.depth)]
+        chunks = [torch.full((4,), float(seq)) for seq in range(ends.sender.prefetch_depth)]
         handles = [ends.sender.put(seq, [chunk]) for seq, chunk in enumerate(chunks)]
         for seq, (chunk, handle) in enumerate(zip(chunks, handles, strict=True)):
             [(_, got)] = ends.send(seq, (meta_of("w", chunk),), handle)
@@ -156,5 +156,5 @@ class TransferContract:
         params = ends.sender.open(64, world)
         ends.sender.close()
         with pytest.raises(EngineError) as refused:
-            ends.receiver.open(params, Place(1, 2, 1))
+            ends.receiver.open(params, RankAssignment(1, 2, 1))
         assert refused.value.code is NackCode.TRANSFER_FAILED

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from bus import rendezvous
-from bus.checksum import checksums
 from bus.errors import WavebusError
-from bus.transfer import ALONE, NO_PLACE, Place, World
-from sidecar.transfer import check_delivered, make_receiver
+from bus.weight_transfer import rendezvous
+from bus.weight_transfer.allocation import ALONE, NO_RANK, RankAssignment, World
+from bus.weight_transfer.checksum import checksums
+from bus.weight_transfer.registry import make_receiver, make_sender
+from sidecar.transfer import check_delivered
 from trainer_agent.sources import meta_of
-from trainer_agent.transfer import make_sender
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,15 +114,15 @@ class Ends:
 
     def open(self, room_bytes: int) -> None:
         self._number += 1
-        world, place = ALONE, NO_PLACE
-        if self.sender.collective:
-            world, place = World(self._number, 2, "127.0.0.1"), Place(self._number, 2, 1)
+        world, place = ALONE, NO_RANK
+        if self.sender.is_collective:
+            world, place = World(self._number, 2, "127.0.0.1"), RankAssignment(self._number, 2, 1)
         params = self.sender.open(room_bytes, world)
         self.tell("open", params, place)
         with ThreadPoolExecutor(1) as threads:  # as agents do: in a thread of its own
             threads.submit(self.sender.meet).result()
         self.answer()
-        self.sender.opened()
+        self.sender.on_opened()
 
     def send(self, seq: int, chunk: list[torch.Tensor]) -> None:
         """One chunk, and whether all of its bytes are there."""
@@ -130,7 +130,7 @@ class Ends:
         self.tell("receive", metas, self.sender.put(seq, chunk))
         self.sender.transfer(seq)
         assert self.answer()[0] == checksums(torch, chunk, "full"), "other bytes came"
-        self.sender.taken(seq)
+        self.sender.on_taken(seq)
 
     def close(self) -> None:
         self.sender.close()
@@ -145,7 +145,7 @@ def sizes(chunk: list[torch.Tensor]) -> list[int]:
 def every_kind(ends: Ends, here: str) -> dict[str, Any]:
     """From where the backend can take them."""
     sources = ["cpu"] if here == "cpu" else ["cpu", here]
-    if here != "cpu" and not ends.sender.packed and not ends.sender.collective:
+    if here != "cpu" and not ends.sender.packed and not ends.sender.is_collective:
         sources = [here]  # lent memory is the GPU's own
     for source in sources:
         chunk = tensors(source)
@@ -174,7 +174,7 @@ def speed(ends: Ends, here: str) -> dict[str, Any]:
         ends.sender.transfer(seq)
         took.append((put_s * 1000, (time.perf_counter() - since_s) * 1000))
         ends.answer()
-        ends.sender.taken(seq)
+        ends.sender.on_taken(seq)
     put_ms, transfer_ms = (round(min(column), 2) for column in zip(*took, strict=True))
     return {"mb": sum(sizes(chunk)) / 1e6, "put_ms": put_ms, "transfer_ms": transfer_ms}
 
@@ -209,7 +209,7 @@ def engine_dies(ends: Ends, here: str) -> dict[str, Any]:
     ends.process.kill()
     ends.process.join()
     found: dict[str, Any] = {}
-    if ends.sender.collective:
+    if ends.sender.is_collective:
         ends.sender.put(1, chunk)
         found = _raises(lambda: ends.sender.transfer(1), here)
     ends.sender.close()

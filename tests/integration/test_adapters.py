@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from bus.messages import EngineView, PauseMode, Target, Verify
-    from bus.transfer import Place
+    from bus.weight_transfer.allocation import RankAssignment
     from sidecar.engine import Chunk
 
 LIMIT_S = 60.0
@@ -67,7 +67,7 @@ class Reads(StubEngine):
         self.paused = False
         self.resumed.set()
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
+    async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
         self.opened.append(backend)
         if adapter_of(backend):
             self._receiver.open(params, place)

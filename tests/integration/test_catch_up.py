@@ -17,10 +17,10 @@ import torch
 from bus.errors import EngineError, UpdateFailed
 from bus.messages import NackCode
 from bus.protocol.broker.broker import BrokerConfig
+from bus.weight_transfer.registry import register_receiver, register_sender
+from bus.weight_transfer.shm import ShmReceiver, ShmSender
 from sidecar import Sidecar
 from sidecar.bench.agents import StubEngine
-from sidecar.transfer import register_receiver
-from sidecar.transfer.shm import ShmReceiver
 from tests.contract.bus_suite import until
 from tests.integration.test_dp_restart import group, moe
 from tests.integration.test_killed import engines, generate
@@ -29,8 +29,6 @@ from tests.support.checkpoints import perturbed
 from tests.support.procs import run_wavebus
 from tests.support.serving import an_engine, assert_serve
 from trainer_agent import SyncTrainerAgent, TrainerAgent
-from trainer_agent.transfer import register_sender
-from trainer_agent.transfer.shm import ShmSender
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from bus.messages import Staging, Target
     from bus.protocol.broker.group import Group
     from bus.runtime.broker_server import BrokerServer
-    from bus.staging import Room
+    from bus.weight_transfer.allocation import StagingCapacity
     from tests.integration.conftest import Bus
     from tests.support.checkpoints import Checkpoint
 
@@ -197,7 +195,7 @@ class FlipsOnce(ShmSender):
     def transfer(self, seq: int) -> None:
         if seq == 2 and FlipsOnce.left:
             FlipsOnce.left -= 1
-            self._segments[seq % self.depth].memory.view(torch.uint8)[0] ^= 1
+            self._segments[seq % self.prefetch_depth].memory.view(torch.uint8)[0] ^= 1
 
 
 def test_all_that_a_broken_update_has_quarantined_come_back_alone(bus: Bus) -> None:
@@ -250,7 +248,7 @@ class Slow(StubEngine):
 
     async def arm(
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
-    ) -> Room:
+    ) -> StagingCapacity:
         self.arming.set()
         await self.may_arm.wait()
         if self.refuses:

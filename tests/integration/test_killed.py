@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from bus.errors import PauseFailed, WavebusError
 from bus.runtime.status_client import fetch_status
+from bus.weight_transfer.gloo import GlooSender
 from tests.support.procs import ROOT, Proc
 from trainer_agent import SyncTrainerAgent, TrainerAgent
-from trainer_agent.transfer.gloo import GlooSender
 
 if TYPE_CHECKING:
     from bus.messages import EngineView

@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from bus.errors import ManifestRefused, UsageError
-from sidecar.transfer import register_receiver
-from sidecar.transfer.shm import ShmReceiver
+from bus.weight_transfer.registry import register_receiver, register_sender
+from bus.weight_transfer.shm import ShmReceiver, ShmSender
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.serving import an_engine, assert_serve
 from trainer_agent import SyncTrainerAgent, TrainerAgent, share_memory
-from trainer_agent.transfer import register_sender
-from trainer_agent.transfer.shm import ShmSender
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Mapping, Sequence

@@ -11,7 +11,7 @@ import torch
 
 from bus.errors import EngineError, Refused, UpdateFailed, UsageError
 from bus.messages import Abort, NackCode
-from bus.staging import Room
+from bus.weight_transfer.allocation import StagingCapacity
 from sidecar import Sidecar
 from sidecar.bench.agents import StubEngine
 from sidecar.engine import EngineInfo
@@ -59,8 +59,8 @@ class Waiting(StubEngine):
         self.called_off = 0
         self._heard = asyncio.Event()
 
-    async def arm(self, *_: object) -> Room:
-        return Room(needed_bytes=1)
+    async def arm(self, *_: object) -> StagingCapacity:
+        return StagingCapacity(needed_bytes=1)
 
     async def swap(self, version: int, *, clear_cache: bool) -> None:  # noqa: ARG002
         self.swaps.set()

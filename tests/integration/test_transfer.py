@@ -10,15 +10,13 @@ import torch
 
 from bus.errors import ManifestRefused, Refused, UpdateFailed, UsageError
 from bus.messages import NackCode
-from sidecar.transfer import register_receiver
-from sidecar.transfer.shm import ShmReceiver
+from bus.weight_transfer.registry import register_receiver, register_sender
+from bus.weight_transfer.shm import ShmReceiver, ShmSender
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.fsdp import train
 from tests.support.serving import an_engine, assert_serve
 from trainer_agent import CpuCache, TrainerAgent, share_memory
-from trainer_agent.transfer import register_sender
-from trainer_agent.transfer.shm import ShmSender
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -93,14 +91,16 @@ class FlippingSender(ShmSender):
     def transfer(self, seq: int) -> None:
         if seq == self.chunk:
             packed = self.packed
-            memory = self._segments[seq % self.depth].memory if packed else self._lent[seq][0]
+            memory = (
+                self._segments[seq % self.prefetch_depth].memory if packed else self._lent[seq][0]
+            )
             memory.view(torch.uint8).view(-1)[0] ^= 1
 
 
 class UnverifiedSender(ShmSender):
     """Sends something that is not bit by bit what was put, for all that is known."""
 
-    verifies: ClassVar[bool] = False
+    is_bit_exact: ClassVar[bool] = False
 
 
 @pytest.mark.parametrize("packed", [True, False])

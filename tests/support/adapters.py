@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from bus.lora import CONFIG_FILE, FOLDER_PREFIX, WEIGHTS_FILE
-from bus.transfer import SHM_FOLDER
+from bus.weight_transfer.formats import SHM_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

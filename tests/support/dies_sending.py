@@ -13,8 +13,8 @@ import threading
 
 from safetensors.torch import load_file
 
+from bus.weight_transfer.gloo import GlooSender
 from trainer_agent import SyncTrainerAgent
-from trainer_agent.transfer.gloo import GlooSender
 
 _transfer = GlooSender.transfer
 applied = threading.Event()
@@ -34,7 +34,7 @@ def taken(_self: GlooSender, _seq: int) -> None:
 
 if __name__ == "__main__":
     GlooSender.transfer = transfer  # type: ignore[method-assign]
-    GlooSender.taken = taken  # type: ignore[assignment, method-assign]
+    GlooSender.on_taken = taken  # type: ignore[assignment, method-assign]
     with SyncTrainerAgent(sys.argv[1], name="trainer", backend="gloo", chunk_bytes=20_000) as agent:
         agent.wait_for_engines(2)
         agent.update_weights(load_file(sys.argv[2]), how="paused")

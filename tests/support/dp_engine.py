@@ -7,12 +7,20 @@ import base64
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
-from sidecar.engine import Chunk, EngineInfo, ProbeResult, Room, Staging, Target, need_model
+from sidecar.engine import (
+    Chunk,
+    EngineInfo,
+    ProbeResult,
+    Staging,
+    StagingCapacity,
+    Target,
+    need_model,
+)
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
     from bus.messages import PauseMode, SleepLevel, Verify
-    from bus.transfer import Place
+    from bus.weight_transfer.allocation import RankAssignment
     from sidecar.corepage import CoreView
     from sidecar.holdpage import Hold, HoldEnd, LeftBehind
     from tests.support.dp_group import DpGroup
@@ -81,7 +89,7 @@ class GroupEngine:
     async def clear_cache(self) -> None:
         await self._all("clear_cache")
 
-    async def open_transfer(self, backend: str, params: bytes, place: Place) -> int:
+    async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
         ranks = enumerate(self.group.ranks)
         places = [(rank, astuple(place.of_worker(index))) for index, rank in ranks]
         await _agree(
@@ -95,12 +103,12 @@ class GroupEngine:
 
     async def arm(
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
-    ) -> Room:
+    ) -> StagingCapacity:
         need_model(target)
         fields = (manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends)
         how = None if staging is None else astuple(staging)
         rooms = await self._all("arm", manifest=fields, staging=how)
-        return Room(max(needed for needed, _ in rooms), rooms[0][1])
+        return StagingCapacity(max(needed for needed, _ in rooms), rooms[0][1])
 
     async def start_update(
         self, *, recover: bool, target: Target = "model", staged: bool = False

@@ -24,7 +24,7 @@ import bus.log
 from bus.errors import EngineError
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import Staging
-from bus.transfer import Place
+from bus.weight_transfer.allocation import RankAssignment
 from sidecar.embedded.engine import EmbeddedEngine
 from sidecar.embedded.parallel.options import DataParallel
 from sidecar.embedded.sampling import SamplingParams
@@ -102,7 +102,7 @@ class Rank:
         return await self.engine.version()
 
     async def _open_transfer(self, backend: str, params: str, place: list[int]) -> None:
-        await self.engine.open_transfer(backend, base64.b64decode(params), Place(*place))
+        await self.engine.open_transfer(backend, base64.b64decode(params), RankAssignment(*place))
 
     async def _arm(self, manifest: list[Any], staging: list[Any] | None = None) -> tuple[int, str]:
         names, dtypes, shapes, ends = manifest

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from safetensors.torch import load_file
 
+from bus.weight_transfer.shm import ShmSender
 from trainer_agent import TrainerAgent
-from trainer_agent.transfer.shm import ShmSender
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,12 +28,12 @@ class StuckSender(ShmSender):
     """Puts as many chunks as there is room for, and then no more."""
 
     def put(self, seq: int, tensors: Sequence[Tensor]) -> bytes:
-        if seq >= self.depth:
+        if seq >= self.prefetch_depth:
             threading.Event().wait()
         return super().put(seq, tensors)
 
-    def taken(self, seq: int) -> None:
-        super().taken(seq)
+    def on_taken(self, seq: int) -> None:
+        super().on_taken(seq)
         print("chunk", flush=True)
 
 

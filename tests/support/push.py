@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bus.checksum import checksums
 from bus.manifest import Manifest, TensorMeta
-from bus.transfer import ALONE, NO_PLACE, Place, World
+from bus.weight_transfer.allocation import ALONE, NO_RANK, RankAssignment, World
+from bus.weight_transfer.checksum import checksums
+from bus.weight_transfer.registry import make_sender
 from sidecar.engine import Chunk
 from trainer_agent.sources import meta_of
-from trainer_agent.transfer import make_sender
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,14 +84,14 @@ class Push:
         """Open both ends."""
         sizes = [self.manifest.sizes_bytes(seq) for seq in range(self.manifest.chunks)]
         room_bytes = max(map(self._sender.packed_bytes, sizes))
-        world, place = ALONE, NO_PLACE
-        if self._sender.collective:
+        world, place = ALONE, NO_RANK
+        if self._sender.is_collective:
             world = World(COMMUNICATOR, 1 + self._workers, "127.0.0.1")
-            place = Place(COMMUNICATOR, world.size, 1)
+            place = RankAssignment(COMMUNICATOR, world.size, 1)
         params = self._sender.open(room_bytes, world)
         opening = self.engine.open_transfer(self._received_by, params, place)
         await asyncio.gather(opening, asyncio.to_thread(self._sender.meet))
-        self._sender.opened()
+        self._sender.on_opened()
 
     async def begin(self, *, recover: bool = False) -> None:
         """Open, arm and start; the engine must be paused, unless the update is staged."""
@@ -116,7 +116,7 @@ class Push:
         """Verify and load the chunk that was sent."""
         sums = checksums(torch, self._tensors(seq), self._verify)
         await self.engine.load(seq, self._verify, sums)
-        self._sender.taken(seq)
+        self._sender.on_taken(seq)
 
     async def chunk(self, seq: int) -> None:
         await self.send(seq)

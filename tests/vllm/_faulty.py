@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sidecar.transfer import register_receiver
-from sidecar.transfer.shm import ShmReceiver
+from bus.weight_transfer.registry import register_receiver
+from bus.weight_transfer.shm import ShmReceiver
 from sidecar.vllm_plugin import plans
 from sidecar.vllm_plugin.copy_plan import make_plan
 
 if TYPE_CHECKING:
     from bus.manifest import TensorMeta
-    from bus.transfer import Place
+    from bus.weight_transfer.allocation import RankAssignment
     from sidecar.vllm_plugin.copy_plan import CopyPlan
     from sidecar.vllm_plugin.loader_trace import LoaderTrace
 
@@ -47,7 +47,7 @@ class FaultyReceiver(ShmReceiver):
 class OneSidedReceiver(ShmReceiver):
     """Of two workers, the second one gets something else than was sent."""
 
-    def open(self, params: bytes, place: Place) -> None:
+    def open(self, params: bytes, place: RankAssignment) -> None:
         super().open(params, place)
         self._second = place.rank % 2 == 1
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from bus.errors import EngineError, ManifestRefused, Refused, UsageError
 from bus.messages import NackCode
-from bus.transfer import Place
+from bus.weight_transfer.allocation import RankAssignment
 from tests.support import pair_plugin
 from tests.support.checkpoints import perturbed
 from tests.vllm._two import TOKENS, Two, booted_two
@@ -98,12 +98,14 @@ def test_a_worker_of_any_layout_comes_to_its_place_in_the_mesh(
     updates = NativeUpdates.__new__(NativeUpdates)
     updates.vllm_config = SimpleNamespace(parallel_config=parallel)
     updates._index = worker_index(parallel)
-    info, placed = updates._in_mesh({"rank_offset": 3, "world_size": 5}, Place(9, 12, first))
+    info, placed = updates._in_mesh(
+        {"rank_offset": 3, "world_size": 5}, RankAssignment(9, 12, first)
+    )
     assert info == {"rank_offset": 3, "world_size": 14}
     assert placed.data_parallel_index * placed.world_size + placed.rank == own
     assert (parallel.data_parallel_index, parallel.rank) == (index, rank)
     with pytest.raises(EngineError, match="where do the workers begin"):
-        updates._in_mesh({"rank_offset": 0, "world_size": 5}, Place(9, 12, first))
+        updates._in_mesh({"rank_offset": 0, "world_size": 5}, RankAssignment(9, 12, first))
 
 
 # One worker, and two; those once with whole tensors for both, once with a shard for each.

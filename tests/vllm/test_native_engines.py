@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from bus.errors import ManifestRefused, UpdateFailed, UsageError
-from bus.transfer import Place
+from bus.weight_transfer.allocation import RankAssignment
 from sidecar.launch import free_port
 from tests.support import pair_plugin
 from tests.support.checkpoints import perturbed
@@ -67,7 +67,9 @@ def test_a_worker_of_any_layout_comes_to_its_place(
     updates = NativeUpdates.__new__(NativeUpdates)
     updates.vllm_config = SimpleNamespace(parallel_config=parallel)
     updates._index = worker_index(parallel)
-    placed = updates._placed({"rank_offset": 1, "world_size": 2, "more": 3}, Place(9, 12, first))
+    placed = updates._placed(
+        {"rank_offset": 1, "world_size": 2, "more": 3}, RankAssignment(9, 12, first)
+    )
     assert placed["rank_offset"] + index * workers + rank == own
     assert (placed["world_size"], placed["more"]) == (12, 3)
 

@@ -12,7 +12,7 @@ import torch
 from bus.errors import EngineError
 from bus.manifest import Manifest
 from bus.messages import NackCode, Staging
-from bus.staging import Room
+from bus.weight_transfer.allocation import StagingCapacity
 from sidecar.vllm_plugin import lane_wire, wire
 from tests.vllm._vllm import require_vllm
 
@@ -232,11 +232,11 @@ def test_a_session_that_somebody_else_has_closed_is_lost(target: Target, refused
 
 def test_only_the_update_that_was_armed_last_is_armed_again() -> None:
     """Of the model; and the transport, which may be another by now, has room for it."""
-    from sidecar.transfer.shm import ShmReceiver  # noqa: PLC0415 - it needs torch
+    from bus.weight_transfer.shm import ShmReceiver  # noqa: PLC0415 - it needs torch
     from sidecar.vllm_plugin.loadable import Announced, Armed  # noqa: PLC0415 - it needs vLLM
 
     _, engine = made()
-    type(engine).wavebus_room = Room(8)
+    type(engine).wavebus_room = StagingCapacity(8)
     engine._backend = "shm"
     engine._inbox.use("shm", ShmReceiver())
     first, then = (Staging(False, budget, keep=False, clear_cache=False) for budget in (0, 9))
@@ -250,7 +250,7 @@ def test_only_the_update_that_was_armed_last_is_armed_again() -> None:
             engine.arm_again(again)
         assert engine.armed is armed
     engine.armed = Armed(known, "model", first)
-    assert engine.arm_again(again) == Room(8)
+    assert engine.arm_again(again) == StagingCapacity(8)
     assert engine.armed == Armed(known, "model", then)
     engine._inbox.receiver.room_bytes = 4
     with pytest.raises(EngineError, match="chunk 0 takes 64 bytes"):
@@ -259,7 +259,7 @@ def test_only_the_update_that_was_armed_last_is_armed_again() -> None:
 
 def test_steps_do_not_wait_for_the_chunks_of_an_update_that_is_let_go() -> None:
     """Its trainer is silent, and the chunk was begun and is taken by nobody."""
-    from sidecar.transfer import Receiver  # noqa: PLC0415 - it needs torch
+    from bus.weight_transfer.base import Receiver  # noqa: PLC0415 - it needs torch
     from sidecar.transfer.inbox import Inbox  # noqa: PLC0415 - same
     from sidecar.vllm_plugin.stager import Stager  # noqa: PLC0415 - it needs vLLM
 

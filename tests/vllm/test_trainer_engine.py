@@ -16,6 +16,8 @@ import torch
 
 from bus.errors import ManifestRefused, Refused, WavebusError
 from bus.messages import NackCode
+from bus.weight_transfer.registry import register_sender
+from bus.weight_transfer.shm import ShmSender
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.procs import ROOT
@@ -23,8 +25,6 @@ from tests.support.serving import an_engine, assert_serve
 from tests.vllm._vllm import require_vllm
 from trainer_agent import SyncTrainerAgent
 from trainer_agent.sources import PairSource
-from trainer_agent.transfer import register_sender
-from trainer_agent.transfer.shm import ShmSender
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

@@ -17,7 +17,7 @@ from torch import nn
 
 from bus import vllm_payloads as blobs
 from bus.errors import UsageError
-from bus.transfer import World
+from bus.weight_transfer.allocation import World
 from sidecar.launch import free_port
 from sidecar.vllm_plugin.ipc import rebuildable
 from tests.vllm._vllm import require_vllm

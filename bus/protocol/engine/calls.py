@@ -34,12 +34,12 @@ from bus.messages import (
     WeightChunkMeta,
 )
 from bus.protocol.core.effects import Effect, Send
-from bus.staging import Room
+from bus.weight_transfer.allocation import StagingCapacity
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest, TensorMeta
     from bus.protocol.core.failures import Failure
-    from bus.transfer import Place
+    from bus.weight_transfer.allocation import RankAssignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class CallOpenTransfer:
     update_id: str
     backend: str
     params: bytes
-    assignment: Place
+    assignment: RankAssignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class SendToPeers:
 SessionEffect: TypeAlias = Effect | Call | CallEscalate | CallCancelSwap | SendToPeers
 # What a call has told: a pause how many requests are held, an opening how many chunks may be
 # received ahead, an arming whether the update can be staged, a probe what it gave.
-CallResult: TypeAlias = int | Room | tuple[ProbeResult, ...] | None
+CallResult: TypeAlias = int | StagingCapacity | tuple[ProbeResult, ...] | None
 
 COMMAND_STEPS: Final[dict[type[Message], Step]] = {
     PauseLocal: Step.PAUSE_LOCAL,

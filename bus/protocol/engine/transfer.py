@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from bus.messages import Arm, NackCode, Step, TransferInit
 from bus.protocol.core.failures import Declined, Failure
 from bus.protocol.engine.calls import CallOpenTransfer, CallQueue, SessionEffect, ack
-from bus.transfer import NO_PLACE, Place
+from bus.weight_transfer.allocation import NO_RANK, RankAssignment
 
 if TYPE_CHECKING:
     from bus.protocol.core.effects import Send
@@ -52,7 +52,7 @@ class EngineTransfer:
         return self._open == self._opening(message)
 
     def _opening(self, message: TransferInit) -> CallOpenTransfer:
-        place = NO_PLACE
+        place = NO_RANK
         if message.communicator:
             first_rank = message.first_ranks.get(self._name)
             if first_rank is None:  # 0 is the sender's
@@ -63,7 +63,7 @@ class EngineTransfer:
                         field="first_ranks",
                     )
                 )
-            place = Place(message.communicator, message.world_size, first_rank)
+            place = RankAssignment(message.communicator, message.world_size, first_rank)
         return CallOpenTransfer(message.update_id, message.backend, message.params, place)
 
     def on_opened(self, msg_id: int, call: CallOpenTransfer, took_ms: float) -> Send:

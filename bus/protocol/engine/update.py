@@ -131,8 +131,8 @@ from bus.protocol.engine.calls import (
 from bus.protocol.engine.chunks import EngineChunks
 from bus.protocol.engine.transfer import EngineTransfer
 from bus.protocol.engine.update_spec import UpdateSpec
-from bus.staging import Room
 from bus.vllm_payloads import is_loaded_on_receipt
+from bus.weight_transfer.allocation import StagingCapacity
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -415,7 +415,7 @@ class EngineUpdate:
             return self._ack_abort(job.reply_to, outcome, took_ms)
         if isinstance(call, CallArm):
             self.state = _S.ARMED
-            if isinstance(result, Room):
+            if isinstance(result, StagingCapacity):
                 self._order.has_room(result, self.partial, took_ms)
             return self._run_waiting_abort([self._order.ack(job.reply_to, took_ms)])
         if isinstance(call, CallStart):

@@ -26,7 +26,7 @@ from bus.vllm_payloads import is_loaded_on_receipt
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from bus.staging import Room
+    from bus.weight_transfer.allocation import StagingCapacity
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class UpdateSpec:
         if why_not:
             raise Declined(Failure(NackCode.STAGING_REFUSED, why_not, field="staged"))
 
-    def has_room(self, room: Room, partial: Collection[str], took_ms: float) -> None:
+    def has_room(self, room: StagingCapacity, partial: Collection[str], took_ms: float) -> None:
         """What the engine says of that."""
         if self.staging is None:
             return

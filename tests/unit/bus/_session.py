@@ -17,8 +17,8 @@ from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.failures import Failure
 from bus.protocol.engine.calls import CallCancelSwap, CallEscalate, SendToPeers
 from bus.protocol.engine.session import EngineSession
-from bus.staging import Room
 from bus.testing.makers import make_arm, make_chunk, make_manifest, make_sent
+from bus.weight_transfer.allocation import StagingCapacity
 
 if TYPE_CHECKING:
     from bus.messages import LeasePosition, Message
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MANIFEST = make_manifest(("a", "b"))
 STAGING = Staging(required=False, budget_bytes=0, keep=False, clear_cache=True)
-ROOM = Room(32)
+ROOM = StagingCapacity(32)
 PAUSE = PauseLocal("u1", "keep", True, 5_000, 60_000, 0, "keep")
 
 
@@ -83,7 +83,7 @@ class Driver:
         self.returned()
         return self
 
-    def may_stage(self, room: Room = ROOM) -> Driver:
+    def may_stage(self, room: StagingCapacity = ROOM) -> Driver:
         """An update of version 4, ``u1``, is armed, which may be staged."""
         self.command(TransferInit("t1", "sim", b"", 0, 0, {}))
         self.returned()

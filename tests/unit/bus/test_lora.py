@@ -6,7 +6,7 @@ import pytest
 
 from bus.errors import UsageError
 from bus.lora import AdapterFolder, adapter_backend, adapter_of
-from bus.transfer import decode, encode
+from bus.weight_transfer.formats import decode, encode
 
 DIGEST = "0" * 64
 

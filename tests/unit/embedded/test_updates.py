@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bus.checksum import checksums
 from bus.errors import EngineError
 from bus.messages import NackCode
+from bus.weight_transfer.checksum import checksums
+from bus.weight_transfer.shm import ShmReceiver
 from sidecar.embedded.updates import Updater
-from sidecar.transfer.shm import ShmReceiver
 from tests.support.checkpoints import Checkpoint, perturbed
 from tests.support.push import Push, manifest_of
 from tests.unit.embedded.harness import PROMPT, greedy, run, serving
@@ -164,7 +164,7 @@ def test_what_is_short_needs_no_thread(
 
     monkeypatch.setattr(Updater, "receive", receives)
     monkeypatch.setattr(Updater, "verify", verifies)
-    monkeypatch.setattr(ShmReceiver, "waits", waits)
+    monkeypatch.setattr(ShmReceiver, "is_blocking", waits)
 
     async def scenario() -> None:
         async with serving(checkpoint) as engine:

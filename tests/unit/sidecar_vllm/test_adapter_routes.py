@@ -11,7 +11,7 @@ import pytest
 from bus.errors import EngineError
 from bus.lora import AdapterFolder
 from bus.messages import NackCode
-from bus.transfer import SHM_FOLDER, encode
+from bus.weight_transfer.formats import SHM_FOLDER, encode
 from sidecar.vllm_adapters import LOAD, MODELS, UNLOAD, AdapterRoutes, adapter_id
 
 PARAMS = encode(AdapterFolder("wavebus-lora-x", "0" * 64))

@@ -13,8 +13,7 @@ from bus.errors import EngineError
 from bus.lora import adapter_backend
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import NackCode, Staging
-from bus.staging import Room
-from bus.transfer import NO_PLACE
+from bus.weight_transfer.allocation import NO_RANK, StagingCapacity
 from sidecar.engine import Chunk
 from sidecar.vllm_plugin import facts, lane_wire, wire
 from sidecar.vllm_plugin.client import PluginClient
@@ -35,7 +34,7 @@ class Workers:
 
     def __init__(self, *, fails: type[Any] | None = None) -> None:
         self.told: list[Told] = []
-        self.found = Room(64)
+        self.found = StagingCapacity(64)
         self.calls_off: bool | None = False
         self.mates: list[Lane] = []
         self.by_lane: list[lane_wire.Operation] = []
@@ -119,7 +118,7 @@ def test_an_update_is_one_call_for_each_step(closed: list[PluginClient | Lane]) 
     """A chunk is two: it is verified where it is loaded."""
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client.hello({}, cores=1), client.open_transfer("shm", b"", NO_PLACE))
+    told(workers, client.hello({}, cores=1), client.open_transfer("shm", b"", NO_RANK))
     steps = (
         client.arm(MANIFEST, "model"),
         client.start_update(recover=False, target="model"),
@@ -143,7 +142,7 @@ def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap(
     """Chunks come by the lane, so that no step waits for them."""
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client.hello({}, cores=1), client.open_transfer("shm", b"", NO_PLACE))
+    told(workers, client.hello({}, cores=1), client.open_transfer("shm", b"", NO_RANK))
     steps = (
         client.arm(MANIFEST, "model", MAY),
         client.start_update(recover=False, target="model", staged=True),
@@ -173,7 +172,7 @@ def test_chunks_that_are_received_where_they_are_staged_are_told_of_together(
     workers = Workers()
     workers.in_place = True
     client = client_of(workers, closed)
-    told(workers, client.hello({}, cores=1), client.open_transfer("nccl", b"", NO_PLACE))
+    told(workers, client.hello({}, cores=1), client.open_transfer("nccl", b"", NO_RANK))
     manifest = replace(
         MANIFEST, names=tuple("abc"), dtypes=("int8",) * 3, shapes=((1,),) * 3, chunk_ends=(1, 2, 3)
     )
@@ -207,7 +206,7 @@ def test_a_manifest_that_was_armed_before_is_not_sent_again(
     tensors were an adapter's."""
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client.hello({}, cores=1), client.open_transfer("shm", b"", NO_PLACE))
+    told(workers, client.hello({}, cores=1), client.open_transfer("shm", b"", NO_RANK))
     arm = wire.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), MAY)
     again = lane_wire.ArmAgain(MANIFEST.digest(), MAY)
     other = replace(MANIFEST, shapes=((3,),))
@@ -217,7 +216,7 @@ def test_a_manifest_that_was_armed_before_is_not_sent_again(
     assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
     workers.forgets = True
     assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again, arm, arm]
-    workers.forgets, workers.found = False, Room(64, "no room")
+    workers.forgets, workers.found = False, StagingCapacity(64, "no room")
     assert asyncio.run(client.arm(MANIFEST, "model", MAY)) == workers.found
     assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again]
     told(workers, client.arm(MANIFEST, "model"))
@@ -227,9 +226,9 @@ def test_a_manifest_that_was_armed_before_is_not_sent_again(
     assert told(workers, client.arm(other, "model", MAY)) == [theirs]
     told(workers, client.arm(MANIFEST, "draft"))
     assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
-    told(workers, client.open_transfer(adapter_backend("mine"), b"", NO_PLACE))
+    told(workers, client.open_transfer(adapter_backend("mine"), b"", NO_RANK))
     assert again not in told(workers, client.arm(MANIFEST, "model", MAY))
-    told(workers, client.open_transfer("shm", b"", NO_PLACE))
+    told(workers, client.open_transfer("shm", b"", NO_RANK))
     assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
 
 
@@ -243,7 +242,7 @@ def test_what_may_take_long_is_asked_of_lanes(
     workers.mates += [Lane(workers._carry_out, lambda: None) for _ in range(workers_there - 1)]
     client = client_of(workers, closed)
     told(workers, client.hello({}, cores=1))
-    assert asyncio.run(client.open_transfer("shm", b"", NO_PLACE)) == 3
+    assert asyncio.run(client.open_transfer("shm", b"", NO_RANK)) == 3
     assert workers.by_lane == [wire.Open("shm", b"", 0, 1, 0)] * workers_there
     told(workers, client.arm(MANIFEST, "model", MAY))
     arm = wire.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), MAY)
@@ -252,8 +251,8 @@ def test_what_may_take_long_is_asked_of_lanes(
     workers.by_lane.clear()
     told(workers, client.arm(MANIFEST, "draft", MAY))
     told(workers, client.arm(replace(MANIFEST, counts=(1,)), "model", MAY))
-    told(workers, client.open_transfer("vllm:nccl", b"", NO_PLACE))
-    told(workers, client.open_transfer(adapter_backend("mine"), b"", NO_PLACE))
+    told(workers, client.open_transfer("vllm:nccl", b"", NO_RANK))
+    told(workers, client.open_transfer(adapter_backend("mine"), b"", NO_RANK))
     assert workers.by_lane == []
     workers.forgets = True
     assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm] * (3 - workers_there)
@@ -265,7 +264,7 @@ def test_an_engine_without_room_says_so_and_refuses_what_must_be_staged(
 ) -> None:
     """Behind several cores nobody can agree on a moment; and some cores know of no swaps."""
     workers = Workers()
-    workers.found = Room(64, "no room" if cores == 1 else "")
+    workers.found = StagingCapacity(64, "no room" if cores == 1 else "")
     workers.calls_off = False if cores else None
     client = client_of(workers, closed)
     told(workers, client.hello({}, cores=cores))
@@ -326,10 +325,10 @@ def test_what_is_loaded_when_it_is_received_is_not_loaded_again(
     """By vLLM's own worker engines, until another transport is open."""
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client.open_transfer("vllm:nccl", b"", NO_PLACE))
+    told(workers, client.open_transfer("vllm:nccl", b"", NO_RANK))
     [received] = told(workers, client.receive(Chunk(0, "vllm:nccl", (META,), b"")), client.load(0))
     assert isinstance(received, wire.Receive)
-    told(workers, client.open_transfer("shm", b"", NO_PLACE))
+    told(workers, client.open_transfer("shm", b"", NO_RANK))
     assert told(workers, client.load(0)) == [wire.Load(0, "off", ())]
 
 
@@ -360,7 +359,7 @@ def test_an_adapter_is_staged_by_the_workers_and_loaded_by_vllm(
     told(
         workers,
         client.hello({}, cores=1),
-        client.open_transfer(adapter_backend("mine"), b"", NO_PLACE),
+        client.open_transfer(adapter_backend("mine"), b"", NO_RANK),
     )
     steps = (
         client.start_update(recover=False, target="model"),

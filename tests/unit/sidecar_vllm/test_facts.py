@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bus.errors import EngineError
-from bus.staging import Room
+from bus.weight_transfer.allocation import StagingCapacity
 from sidecar.vllm_plugin import facts, wire
 from tests.support.seams import install
 
@@ -102,7 +102,7 @@ def test_whether_a_swap_was_called_off(answer: object, called_off: bool | None) 
 def test_what_staging_takes_is_that_of_the_worker_that_needs_most() -> None:
     """One that can't, keeps all from it."""
     some, most = {"needed_bytes": 5, "why_not": ""}, {"needed_bytes": 9, "why_not": "no room"}
-    assert facts.read_room([some, most]) == Room(9, "no room")
+    assert facts.read_room([some, most]) == StagingCapacity(9, "no room")
     for wrong in ([], None, [{"needed_bytes": "many"}]):
         with pytest.raises(EngineError, match="answered"):
             facts.read_room(wrong)

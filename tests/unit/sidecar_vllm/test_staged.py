@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar.transfer.base import Views, packed_offsets
+from bus.weight_transfer.packing import ViewCache, packed_offsets
 from sidecar.vllm_plugin.copy_plan import NoPlanError, make_plan
 from sidecar.vllm_plugin.loader_trace import storage_of
 from sidecar.vllm_plugin.staged import StagedWeights
@@ -166,11 +166,11 @@ def test_memory_is_kept_or_not(tested: Staging) -> None:
 def test_one_update_after_the_other(tested: Staging, keep: bool) -> None:
     """Also where chunks lie where those of the update before did, and come as views of that."""
     memory = {meta: torch.empty(1 << 16, dtype=torch.uint8) for meta in tested.chunks}
-    views = Views()
+    views = ViewCache()
     for seed in (5, 6, 7):
         tested.begin()
         for seq, chunk in enumerate(tested.chunks):
-            came = views.of(memory[chunk], packed_offsets(chunk)[:-1], chunk)
+            came = views.get(memory[chunk], packed_offsets(chunk)[:-1], chunk)
             for name, tensor in came:
                 tensor.copy_(tested.new(seed)[name])
             tested.weights.stage(seq, came)

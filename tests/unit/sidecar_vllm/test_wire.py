@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from bus.messages import NackCode, Staging
-from bus.staging import Room
+from bus.weight_transfer.allocation import StagingCapacity
 from sidecar.vllm_plugin import lane_wire, wire
 
 FAILURE = wire.Failure(NackCode.MANIFEST_REFUSED, 'it\'s "too" /tmp/big\nby half ü', "a.b.weight")
@@ -119,7 +119,9 @@ def test_what_a_lane_is_asked_survives_its_way(said: lane_wire.Operation) -> Non
     assert lane_wire.decode(lane_wire.encode(said)) == said
 
 
-@pytest.mark.parametrize("said", [lane_wire.Done(), lane_wire.Done(room=Room(3, "no")), FAILURE])
+@pytest.mark.parametrize(
+    "said", [lane_wire.Done(), lane_wire.Done(room=StagingCapacity(3, "no")), FAILURE]
+)
 def test_so_does_what_it_answers(said: lane_wire.Answer) -> None:
     assert lane_wire.decode_answer(lane_wire.encode(said)) == said
 

@@ -17,11 +17,12 @@ from torch import nn
 from bus.errors import EngineError, UsageError, WavebusError
 from bus.lora import CONFIG_FILE, WEIGHTS_FILE, AdapterFolder
 from bus.messages import NackCode
-from bus.transfer import ALONE, NO_PLACE, SHM_FOLDER, decode, encode
+from bus.weight_transfer.allocation import ALONE, NO_RANK
+from bus.weight_transfer.formats import SHM_FOLDER, decode, encode
+from bus.weight_transfer.shm import ShmSender, sweep
 from sidecar.transfer.lora import LoraReceiver
 from tests.support.adapters import folders
 from trainer_agent.adapter import Adapter, WrittenAdapter, adapter_tensors, config_text
-from trainer_agent.transfer.shm import ShmSender, sweep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -61,7 +62,7 @@ def test_it_lies_as_peft_saves_it(written: WrittenAdapter) -> None:
 def test_an_engine_reads_it(written: WrittenAdapter) -> None:
     """And keeps what it has read, whatever becomes of the folder."""
     receiver = LoraReceiver()
-    receiver.open(written.handle, NO_PLACE)
+    receiver.open(written.handle, NO_RANK)
     assert receiver.config["target_modules"] == ["q_proj"]
     metas = Adapter("mine", TENSORS, CONFIG).plan.manifest.chunk(0)
     received = receiver.receive(metas, written.handle)
@@ -88,7 +89,7 @@ def test_what_is_not_there_is_refused_when_it_is_opened(
 ) -> None:
     fault(written)
     with pytest.raises(EngineError, match=text) as refused:
-        LoraReceiver().open(written.handle, NO_PLACE)
+        LoraReceiver().open(written.handle, NO_RANK)
     assert refused.value.code is NackCode.TRANSFER_FAILED
 
 
@@ -105,7 +106,7 @@ def test_a_file_that_is_broken_is_not_received(
     written: WrittenAdapter, fault: Callable[[Path], None]
 ) -> None:
     receiver = LoraReceiver()
-    receiver.open(written.handle, NO_PLACE)
+    receiver.open(written.handle, NO_RANK)
     fault(path_of(written) / WEIGHTS_FILE)
     with pytest.raises(EngineError, match=WEIGHTS_FILE) as refused:
         receiver.receive(Adapter("mine", TENSORS, CONFIG).plan.manifest.chunk(0), written.handle)
@@ -114,7 +115,7 @@ def test_a_file_that_is_broken_is_not_received(
 
 def test_another_folder_than_was_opened_is_refused(written: WrittenAdapter) -> None:
     receiver = LoraReceiver()
-    receiver.open(written.handle, NO_PLACE)
+    receiver.open(written.handle, NO_RANK)
     other = encode(AdapterFolder("wavebus-lora-other", "0" * 64))
     with pytest.raises(EngineError, match="not the one that was opened"):
         receiver.receive((), other)

@@ -9,8 +9,8 @@ import torch
 
 from bus.errors import UsageError
 from bus.manifest import TensorMeta
+from bus.weight_transfer.shm import locate
 from trainer_agent.cache import CpuCache
-from trainer_agent.shared import place_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,15 +48,15 @@ def test_memory_is_used_again_for_the_same_tensors() -> None:
 def test_a_shared_one_lies_in_one_piece_of_shared_memory() -> None:
     """Until it has to be another, with other tensors."""
     cache = CpuCache(weights(1.0), shared=True)
-    [first] = {place_of(tensor)[0] for _, tensor in cache}
+    [first] = {locate(tensor)[0] for _, tensor in cache}
     cache.store(weights(2.0))
     stored = dict(cache)
     assert torch.equal(stored["a"], torch.full((2, 3), 2.0))
     assert torch.equal(stored["b"], torch.full((4,), 2.0, dtype=torch.bfloat16))
-    assert {place_of(tensor)[0] for tensor in stored.values()} == {first}
+    assert {locate(tensor)[0] for tensor in stored.values()} == {first}
     cache.store({"a": torch.ones(5), "empty": torch.empty(0, 3)})
     assert [tuple(tensor.shape) for _, tensor in cache] == [(5,), (0, 3)]
-    assert place_of(dict(cache)["a"])[0] != first
+    assert locate(dict(cache)["a"])[0] != first
 
 
 def test_nothing_is_replaced_while_it_is_read() -> None:

@@ -10,7 +10,7 @@ import torch
 from bus import vllm_payloads as blobs
 from bus.errors import UsageError
 from bus.manifest import TensorMeta
-from bus.transfer import World
+from bus.weight_transfer.allocation import World
 from sidecar.vllm_plugin.ipc import rebuildable
 from trainer_agent import native
 from trainer_agent.plan import Plan

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from bus.errors import UsageError
+from bus.weight_transfer.shm import is_shared, locate
 from trainer_agent import share_memory
-from trainer_agent.shared import is_shared, place_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +51,7 @@ def test_all_of_a_model_lies_in_one_piece() -> None:
     """However many tensors it has: each piece takes a descriptor."""
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))
     share_memory(model)
-    assert len({place_of(parameter)[0] for parameter in model.parameters()}) == 1
+    assert len({locate(parameter)[0] for parameter in model.parameters()}) == 1
 
 
 def test_an_optimizer_trains_what_is_shared() -> None:
@@ -59,19 +59,19 @@ def test_an_optimizer_trains_what_is_shared() -> None:
     model = nn.Linear(4, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     share_memory(model)
-    place, before = place_of(model.weight), model.weight.detach().clone()
+    place, before = locate(model.weight), model.weight.detach().clone()
     model(torch.ones(4)).sum().backward()
     optimizer.step()
     assert torch.equal(model.weight, before - 1.0)
-    assert place_of(model.weight) == place
+    assert locate(model.weight) == place
 
 
 def test_what_is_shared_already_stays_where_it_is() -> None:
     model = nn.Linear(4, 4)
     share_memory(model)
-    places = [place_of(parameter) for parameter in model.parameters()]
+    places = [locate(parameter) for parameter in model.parameters()]
     share_memory(model)
-    assert [place_of(parameter) for parameter in model.parameters()] == places
+    assert [locate(parameter) for parameter in model.parameters()] == places
 
 
 def test_what_is_spread_over_ranks_is_refused_by_name(tmp_path: Path) -> None:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import anyio
 import torch
 
+from bus.weight_transfer.base import Sender
 from trainer_agent.sources import as_source
 from trainer_agent.stream import ChunkStream
-from trainer_agent.transfer.base import Sender
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from bus.transfer import World
+    from bus.weight_transfer.allocation import World
 
 LIMIT_S = 30.0
 CHUNKS = 8
@@ -28,9 +28,9 @@ class Queueing(Sender):
     """Its chunks leave one after the other, and of two the threads that wait for that come back in
     the other order."""
 
-    depth = 3
-    collective: ClassVar[bool] = True
-    queues: ClassVar[bool] = True
+    prefetch_depth = 3
+    is_collective: ClassVar[bool] = True
+    can_queue: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.later = [threading.Event() for _ in range(CHUNKS // 2)]

@@ -16,7 +16,8 @@ import torch
 
 from bus.errors import BusClosed, BusTimeout, EngineError, ManifestRefused, UpdateFailed, UsageError
 from bus.messages import NackCode
-from bus.transfer import ALONE
+from bus.weight_transfer.allocation import ALONE
+from bus.weight_transfer.shm import ShmSender
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.serving import an_engine, assert_serve
@@ -25,7 +26,6 @@ from trainer_agent.infos import chunk_info, init_info
 from trainer_agent.native import Native
 from trainer_agent.plan import Plan
 from trainer_agent.sources import PairSource, tensor_metas
-from trainer_agent.transfer.shm import ShmSender
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
@@ -82,7 +82,7 @@ class TrainerEngine:
         plan = self.plan()
         params = self.sender.open(plan.room_bytes(self.sender), ALONE)
         self.client.init_weight_transfer_engine(init_info("shm", params, 0))
-        self.sender.opened()
+        self.sender.on_opened()
 
     def plan(self) -> Plan:
         return Plan.of_source(tensor_metas(self.metadata()), chunk_bytes=CHUNK_BYTES)
@@ -105,7 +105,7 @@ class TrainerEngine:
         chunk = [tensor for _, tensor in itertools.islice(tensors, plan.tensors_of(seq))]
         handle = self.sender.put(seq, chunk)
         self.client.update_weights(chunk_info(plan, seq, handle, "off", ()))
-        self.sender.taken(seq)
+        self.sender.on_taken(seq)
 
 
 class NewerTrainerEngine(TrainerEngine):

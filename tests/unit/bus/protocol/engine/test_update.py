@@ -47,7 +47,7 @@ from bus.protocol.engine.calls import (
 )
 from bus.protocol.engine.update import MIXED, EngineUpdate, EngineUpdateState
 from bus.testing.makers import make_arm, make_chunk, make_manifest, make_sent
-from bus.transfer import NO_PLACE, Place
+from bus.weight_transfer.allocation import NO_RANK, RankAssignment
 from tests.unit.bus._builders import messages, only
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def test_a_transport_is_opened_once_however_often_it_is_asked() -> None:
     driver = Driver(opened=False)
     driver.open()
     driver.open()
-    assert driver.calls == [CallOpenTransfer("t1", "sim", b"p", NO_PLACE)]
+    assert driver.calls == [CallOpenTransfer("t1", "sim", b"p", NO_RANK)]
     assert only(driver.returned(), Ack).step is Step.TRANSFER_INIT
     assert only(driver.open(), Ack).step is Step.TRANSFER_INIT
     assert len(driver.calls) == 1
@@ -282,7 +282,7 @@ def test_a_transport_is_opened_once_however_often_it_is_asked() -> None:
     driver.open("t2", b"q")
     driver.returned()
     driver.returned()
-    assert driver.calls[2:] == [CallOpenTransfer("t2", "sim", b"q", NO_PLACE)]
+    assert driver.calls[2:] == [CallOpenTransfer("t2", "sim", b"q", NO_RANK)]
 
 
 def test_each_opening_is_answered_by_its_own_name() -> None:
@@ -1300,10 +1300,10 @@ def test_an_engine_opens_its_end_in_its_own_place() -> None:
     """As the broker says; the same parameters in another communicator are another transport."""
     driver = Driver(opened=False)
     open_in(driver, 5, rank=3, size=9)
-    assert driver.calls == [CallOpenTransfer("t5", "sim", b"p", Place(5, 9, 3))]
+    assert driver.calls == [CallOpenTransfer("t5", "sim", b"p", RankAssignment(5, 9, 3))]
     driver.returned()
     open_in(driver, 6, rank=3, size=9)
-    assert driver.calls[1:] == [CallOpenTransfer("t6", "sim", b"p", Place(6, 9, 3))]
+    assert driver.calls[1:] == [CallOpenTransfer("t6", "sim", b"p", RankAssignment(6, 9, 3))]
 
 
 @pytest.mark.parametrize(("opened", "asked"), [(5, 6), (5, 0), (0, 5)])

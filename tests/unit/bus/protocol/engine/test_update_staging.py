@@ -29,8 +29,8 @@ from bus.protocol.engine.calls import (
     CallStart,
     CallSwap,
 )
-from bus.staging import Room
 from bus.testing.makers import make_arm, make_chunk, make_sent
+from bus.weight_transfer.allocation import StagingCapacity
 from tests.unit.bus._builders import messages, nack_in, only
 from tests.unit.bus._session import MANIFEST, PAUSE, STAGING, Driver
 
@@ -142,7 +142,7 @@ def test_a_later_update_takes_the_place_of_one_that_the_bus_has_given_up(to: str
     driver.returned()
     assert (driver.session.phase, driver.session.version) == ("running", 3)
     driver.command(later)
-    assert only(driver.returned(Room(32)), Armed).update_id == "u2"
+    assert only(driver.returned(StagingCapacity(32)), Armed).update_id == "u2"
 
 
 def test_another_transport_takes_the_place_of_an_update_that_the_bus_has_given_up() -> None:
@@ -299,14 +299,18 @@ def test_who_is_behind_after_its_swap_has_committed_nonetheless(closes: bool) ->
 @pytest.mark.parametrize(
     ("room", "change", "why"),
     [
-        (Room(32, "no room"), {}, "no room"),
-        (Room(32), {"base": 3, "counts": (1, 1), "backend": "vllm:sparse_nccl"}, "whole set"),
-        (Room(32), {"backend": "vllm:nccl"}, "whole set"),
-        (Room(32), {"target": "draft"}, "whole set"),
+        (StagingCapacity(32, "no room"), {}, "no room"),
+        (
+            StagingCapacity(32),
+            {"base": 3, "counts": (1, 1), "backend": "vllm:sparse_nccl"},
+            "whole set",
+        ),
+        (StagingCapacity(32), {"backend": "vllm:nccl"}, "whole set"),
+        (StagingCapacity(32), {"target": "draft"}, "whole set"),
     ],
 )
 def test_what_cannot_be_staged_is_said_when_it_is_armed(
-    room: Room, change: dict[str, Any], why: str
+    room: StagingCapacity, change: dict[str, Any], why: str
 ) -> None:
     """And refused when it is started so."""
     driver = Driver(draft=True)
@@ -331,7 +335,7 @@ def test_beside_weights_that_are_not_whole_nothing_is_staged() -> None:
     driver.command(Abort("u1", ""))
     driver.returned()
     driver.command(make_arm("u2", MANIFEST, version=5, staging=STAGING))
-    assert "not all weights" in only(driver.returned(Room(32)), Armed).why_paused
+    assert "not all weights" in only(driver.returned(StagingCapacity(32)), Armed).why_paused
     nack = nack_in(driver.command(UpdateStart("u2", staged=True)))
     assert nack.code is NackCode.STAGING_REFUSED
 

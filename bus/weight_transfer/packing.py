@@ -1,127 +1,30 @@
-"""What a receiver is, and what receivers share."""
+"""Packs the tensors of a chunk into one buffer, and makes views of them there."""
 
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
-from bus.errors import EngineError
-from bus.messages import NackCode
-from bus.transfer import aligned, decode
+from bus.weight_transfer.formats import aligned, transfer_failed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from bus.manifest import TensorMeta
-    from bus.transfer import IpcTensors, Place, ShmTensors
+    from bus.weight_transfer.formats import IpcTensors, ShmTensors
 
-    Tensors: TypeAlias = list[tuple[str, torch.Tensor]]
 
-T = TypeVar("T")
+Tensors: TypeAlias = list[tuple[str, torch.Tensor]]
+
 
 # Chunks of so many manifests, buffers and updates lie somewhere that one forgets.
 _MOST_VIEWS: Final = 4096
 
 
-class Receiver(ABC):
-    """Fetches chunks from a trainer. One object lives as long as one transport.
-
-    What may block on the other end, must end by itself when that end is gone or silent.
-
-    Attributes:
-        room_bytes: how much a packed chunk may take; None: as much as it likes.
-        device: where the engine has its weights; set before :meth:`open`. Most receivers bring
-            tensors to CPU memory whatever it is.
-        owned: what it brings is the caller's own, and stays after :meth:`release`. May change
-            with :meth:`open`.
-        lasts: until :meth:`release` nothing that becomes of the other end can take the tensors
-            away. If not, they are copied as soon as they are there.
-        waits: :meth:`receive` waits for the other end, or copies.
-        collective: :meth:`receive` waits for others, who all have their part in it. It may be
-            closed meanwhile by another thread, and is opened anew then.
-        launches: :meth:`launch` does what there is to do; who waits, waits for the device.
-        depth: so many chunks may be received before the first of them is released; with more than
-            one, :meth:`receive` is called in a thread of its own, and so it is of a ``collective``.
-            May change with :meth:`open`.
-    """
-
-    room_bytes: int | None = None
-    device: torch.device = torch.device("cpu")
-    owned: bool = False
-    lasts: bool = True
-    waits: bool = True
-    collective: bool = False
-    launches: bool = False
-    depth: int = 1
-
-    @abstractmethod
-    def open(self, params: bytes, place: Place) -> None:
-        """Reach the other end; a second call replaces the transport.
-
-        Args:
-            params: what the sender's ``open`` returned.
-            place: whose end this is, for a backend with collectives.
-
-        Raises:
-            EngineError: code ``transfer_failed``.
-        """
-
-    def launch(
-        self,
-        tensors: tuple[TensorMeta, ...],
-        handle: bytes,
-        into: Delivered | None = None,  # noqa: ARG002 - for who can
-    ) -> Callable[[], Tensors]:
-        """Begin to fetch one chunk, without a wait for the other end; what comes back, called once,
-        in any thread, waits. So the next one can be under way before this one is there. Of GPUs,
-        :attr:`device` is the current one.
-
-        Args:
-            into: these tensors in memory of the weights' device, as a packed chunk has them: a
-                receiver that can have it there, without a copy, does, and returns them.
-
-        Raises:
-            EngineError: code ``transfer_failed``; nothing is held then.
-        """
-        return lambda: self.receive(tensors, handle)
-
-    @abstractmethod
-    def receive(self, tensors: tuple[TensorMeta, ...], handle: bytes) -> Tensors:
-        """Fetch one chunk; the tensors are valid until :meth:`release`, or for ever if they are
-        :attr:`owned`.
-
-        Raises:
-            EngineError: code ``transfer_failed``; nothing is held then.
-        """
-
-    def receive_into(
-        self,
-        tensors: tuple[TensorMeta, ...],  # noqa: ARG002 - for who can
-        handle: bytes,  # noqa: ARG002
-        into: Delivered,  # noqa: ARG002
-    ) -> bool:
-        """As :meth:`receive`, but into these tensors in memory of the weights' device, with one
-        copy, which has been made when this returns. Returns whether this receiver has done so; if
-        not, nothing has happened.
-
-        Raises:
-            EngineError: code ``transfer_failed``; nothing is held then.
-        """
-        return False
-
-    def release(self) -> None:  # noqa: B027 - most have nothing to do
-        """The tensors of the chunk that was received first are no longer used."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Let the transport go."""
-
-
-class Delivered(list["tuple[str, torch.Tensor]"]):
+class ReceivedChunk(list["tuple[str, torch.Tensor]"]):
     """A chunk's tensors, which lie where those of the same chunk will lie in the next update.
 
     Attributes:
@@ -160,20 +63,20 @@ class Delivered(list["tuple[str, torch.Tensor]"]):
         return self is other
 
 
-class Views:
+class ViewCache:
     """Of the tensors of packed chunks, made once for each chunk and buffer, as long as these are
     the same objects, wherever the buffer's memory is: a call into torch for each tensor is what a
     worker has no time for while it makes steps."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, int], Delivered] = {}
+        self._made: dict[tuple[int, int], ReceivedChunk] = {}
 
-    def of(
+    def get(
         self,
         memory: torch.Tensor,
         offsets_bytes: Sequence[int],
         tensors: tuple[TensorMeta, ...],
-    ) -> Delivered:
+    ) -> ReceivedChunk:
         """As :func:`views_of`."""
         key = (id(memory), id(tensors))
         made = self._made.get(key)
@@ -181,29 +84,12 @@ class Views:
             if len(self._made) >= _MOST_VIEWS:
                 self._made.clear()
             viewed = views_of(memory, offsets_bytes, tensors)
-            made = self._made[key] = Delivered(viewed, tensors, memory, offsets_bytes)
+            made = self._made[key] = ReceivedChunk(viewed, tensors, memory, offsets_bytes)
         return made
 
     def clear(self) -> None:
         """The buffers go."""
         self._made.clear()
-
-
-def decoded(blob: bytes, type_: type[T]) -> T:
-    """What a sender's blob says.
-
-    Raises:
-        EngineError: code ``transfer_failed``, with the field that is wrong.
-    """
-    try:
-        return decode(blob, type_)
-    except ValueError as error:
-        raise transfer_failed(str(error)) from error
-
-
-def transfer_failed(detail: str, *, tensor: str = "") -> EngineError:
-    """The error of a transport."""
-    return EngineError(detail, code=NackCode.TRANSFER_FAILED, tensor=tensor)
 
 
 def packed_offsets(tensors: Iterable[TensorMeta]) -> tuple[int, ...]:
@@ -295,3 +181,16 @@ def lent_views(
             dtype: torch.dtype = getattr(torch, meta.dtype)
             received.append((meta.name, torch.empty(meta.shape, dtype=dtype, device=device)))
     return received
+
+
+def pack(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Copy tensors into a buffer of bytes, each at a multiple of 64; return where each begins,
+    and where the last one's room ends."""
+    offsets = [0]
+    for tensor in tensors:
+        size_bytes = tensor.numel() * tensor.element_size()
+        start = offsets[-1]
+        room = memory[start : start + size_bytes].view(tensor.dtype).view(tensor.shape)
+        room.copy_(tensor)
+        offsets.append(start + aligned(size_bytes))
+    return offsets

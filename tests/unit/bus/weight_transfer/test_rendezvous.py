@@ -15,9 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import bus.nccl
-from bus import rendezvous
-from bus.transfer import Place
+from bus.weight_transfer import nccl_communicator, rendezvous
+from bus.weight_transfer.allocation import RankAssignment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,13 +78,13 @@ class Meeting:
     """A store, and ways into it."""
 
     def __init__(self) -> None:
-        self.kept: Any = rendezvous.keep_store(dist, LOCAL, 30)
+        self.kept: Any = rendezvous.open_store(dist, LOCAL, 30)
         self.port: int = self.kept.port
 
     def enter(self, communicator: int = 1) -> Any:
-        return rendezvous.enter(dist, LOCAL, self.port, communicator, 30)
+        return rendezvous.connect_store(dist, LOCAL, self.port, communicator, 30)
 
-    def group(self, rank: int) -> bus.nccl.Communicator:
+    def group(self, rank: int) -> nccl_communicator.Communicator:
         """An end that has met one other, over gloo."""
         store = self.enter()
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -93,9 +92,9 @@ class Meeting:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOCAL)]
         options._threads = 1  # one after the other, as on a stream
         group = AsNccl(dist.ProcessGroupGloo(store, rank, 2, options))
-        return bus.nccl.Communicator(dist, group, store, End)
+        return nccl_communicator.Communicator(dist, group, store, End)
 
-    def both(self) -> tuple[bus.nccl.Communicator, bus.nccl.Communicator]:
+    def both(self) -> tuple[nccl_communicator.Communicator, nccl_communicator.Communicator]:
         with ThreadPoolExecutor(2) as threads:
             first, second = threads.map(self.group, (0, 1))
         return first, second
@@ -125,7 +124,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(bus.nccl, "time", made)
+    monkeypatch.setattr(nccl_communicator, "time", made)
     return made
 
 
@@ -138,13 +137,15 @@ def meeting() -> Iterator[Meeting]:
 
 def test_patience_grows_with_the_chunk() -> None:
     """Thirty seconds, and one more per 10 MB."""
-    assert rendezvous.patience_s(0) == 30
-    assert rendezvous.patience_s(64_000_000) == 36
+    assert rendezvous.chunk_timeout_s(0) == 30
+    assert rendezvous.chunk_timeout_s(64_000_000) == 36
 
 
 def test_everybody_hears_everybodys_word(meeting: Meeting) -> None:
     def call(rank: int) -> list[str]:
-        return rendezvous.roll_call(meeting.enter(), Place(1, 3, rank), f"gpu {rank}", 30)
+        return rendezvous.gather_messages(
+            meeting.enter(), RankAssignment(1, 3, rank), f"gpu {rank}", 30
+        )
 
     with ThreadPoolExecutor(3) as threads:
         heard = list(threads.map(call, range(3)))
@@ -153,37 +154,39 @@ def test_everybody_hears_everybodys_word(meeting: Meeting) -> None:
 
 def test_communicators_in_one_store_do_not_meet(meeting: Meeting) -> None:
     """One end has the number of another, so that nobody comes."""
-    rendezvous.roll_call(meeting.enter(7), Place(7, 1, 0), "x", 5)
+    rendezvous.gather_messages(meeting.enter(7), RankAssignment(7, 1, 0), "x", 5)
     with pytest.raises(RuntimeError):
-        rendezvous.roll_call(meeting.enter(8), Place(8, 2, 1), "x", 0.2)
+        rendezvous.gather_messages(meeting.enter(8), RankAssignment(8, 2, 1), "x", 0.2)
 
 
 def test_who_waits_for_the_roll_call_is_freed_when_the_store_goes(meeting: Meeting) -> None:
     store = meeting.enter()
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(rendezvous.roll_call, store, Place(1, 2, 1), "x", 30)
+        waiting = threads.submit(
+            rendezvous.gather_messages, store, RankAssignment(1, 2, 1), "x", 30
+        )
         meeting.enter().wait(["here-1"], timedelta(seconds=30))
         meeting.kept = None
         with pytest.raises(RuntimeError):
             waiting.result(10)
-    assert not rendezvous.is_kept(store)
+    assert not rendezvous.is_store_alive(store)
 
 
 def test_two_ends_on_one_gpu_are_refused_by_rank() -> None:
-    bus.nccl._check_apart(["a", "b", "c"])
+    nccl_communicator._check_distinct_gpus(["a", "b", "c"])
     with pytest.raises(RuntimeError, match="ranks 0 and 2 are both on GPU a"):
-        bus.nccl._check_apart(["a", "b", "a"])
+        nccl_communicator._check_distinct_gpus(["a", "b", "a"])
 
 
 def test_a_host_is_the_one_that_nccl_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends of different ones may be on one GPU: NCCL goes over the network then."""
     monkeypatch.delenv("NCCL_HOSTID", raising=False)
-    here = bus.nccl._seat("a")
+    here = nccl_communicator._gpu_identity("a")
     monkeypatch.setenv("NCCL_HOSTID", "there")
-    there = bus.nccl._seat("a")
-    bus.nccl._check_apart([here, there])
+    there = nccl_communicator._gpu_identity("a")
+    nccl_communicator._check_distinct_gpus([here, there])
     with pytest.raises(RuntimeError, match="ranks 1 and 2 are both on GPU a of there"):
-        bus.nccl._check_apart([here, there, there])
+        nccl_communicator._check_distinct_gpus([here, there, there])
 
 
 def test_a_broadcast_ends_when_everybody_has_taken_part(meeting: Meeting) -> None:
@@ -232,7 +235,7 @@ def test_each_broadcast_has_its_time_from_when_the_one_before_has_ended(
     clock.now_s = 1.0
     first.broadcast([torch.ones(1, dtype=torch.uint8)], 10)
     coming[0].wait()
-    while len(second._under_way) > 1:  # it is to be seen that the first has ended
+    while len(second._in_flight) > 1:  # it is to be seen that the first has ended
         clock.wait_for_reads(1)
     clock.now_s = 2.4
     clock.wait_for_reads(3)  # the first may still be of before
@@ -278,10 +281,10 @@ def test_an_end_leaves_its_broadcast_when_the_trainers_store_is_gone(meeting: Me
 def test_a_call_that_never_returns_is_left_behind() -> None:
     never = threading.Event()
     with pytest.raises(TimeoutError):
-        bus.nccl._within(0.05, never.wait)
+        nccl_communicator._call_within(0.05, never.wait)
     never.set()
     with pytest.raises(ZeroDivisionError):
-        bus.nccl._within(5, lambda: 1 // 0)
+        nccl_communicator._call_within(5, lambda: 1 // 0)
 
 
 @pytest.mark.parametrize(
@@ -294,4 +297,4 @@ def test_a_call_that_never_returns_is_left_behind() -> None:
     ],
 )
 def test_nccls_last_word_is_told(text: str, told: str) -> None:
-    assert bus.nccl.reason(RuntimeError(text)) == told
+    assert nccl_communicator.reason(RuntimeError(text)) == told

@@ -1,7 +1,7 @@
-"""Where the ends of a communicator find each other: a store that the trainer keeps.
+"""The store where the ends of a communicator find each other. The trainer runs it.
 
-Whoever makes a communicator of its own kind (:mod:`bus.gloo`, :mod:`bus.nccl`) meets here. The
-bus has no torch: whoever has it hands ``torch.distributed`` in.
+:mod:`bus.weight_transfer.gloo` and :mod:`bus.weight_transfer.nccl_communicator` make communicators
+of their own kind there. The module loads no torch: callers pass ``torch.distributed`` in.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
-    from bus.transfer import Place
+    from bus.weight_transfer.allocation import RankAssignment
 
 # What a chunk may take: so long, and its bytes over a slow network.
 CHUNK_TIMEOUT_S: Final = 30
@@ -24,12 +24,12 @@ _ANY_PORT: Final = 9
 _CONNECT_S: Final = 5.0
 
 
-def patience_s(size_bytes: int) -> int:
+def chunk_timeout_s(size_bytes: int) -> int:
     """How long a chunk of that size may take: a deadline on progress, not on the update."""
     return CHUNK_TIMEOUT_S + size_bytes // SLOW_BYTES_PER_S
 
 
-def keep_store(dist: Any, address: str, timeout_s: float) -> Any:
+def open_store(dist: Any, address: str, timeout_s: float) -> Any:
     """The trainer's store, on a free port; it is gone when the last reference to it is.
 
     Raises:
@@ -44,7 +44,7 @@ def keep_store(dist: Any, address: str, timeout_s: float) -> Any:
     )
 
 
-def enter(dist: Any, host: str, port: int, communicator: int, timeout_s: float) -> Any:
+def connect_store(dist: Any, host: str, port: int, communicator: int, timeout_s: float) -> Any:
     """One end's view of that store, in the communicator's own part of it.
 
     Raises:
@@ -59,19 +59,19 @@ def enter(dist: Any, host: str, port: int, communicator: int, timeout_s: float) 
     return dist.PrefixStore(f"wavebus-{communicator}", store)
 
 
-def roll_call(store: Any, place: Place, word: str, timeout_s: float) -> list[str]:
+def gather_messages(store: Any, place: RankAssignment, message: str, timeout_s: float) -> list[str]:
     """Wait until every end is there, and has left its word; return all words, by rank.
 
     Raises:
         RuntimeError: the store is gone, or not everybody came in time.
     """
-    store.set(f"here-{place.rank}", word)
+    store.set(f"here-{place.rank}", message)
     keys = [f"here-{rank}" for rank in range(place.world_size)]
     store.wait(keys, timedelta(seconds=timeout_s))
     return [store.get(key).decode() for key in keys]
 
 
-def is_kept(store: Any) -> bool:
+def is_store_alive(store: Any) -> bool:
     """The trainer still keeps the store: its end is open, and its process lives."""
     try:
         store.check(["anything"])

@@ -1,24 +1,21 @@
-"""What a transfer backend's two ends say to each other through the bus.
+"""Messages between the two ends of a transfer backend.
 
-The bus itself carries these as opaque blobs (``TransferInit.params``,
-``WeightChunkMeta.handle``): only the backend encodes and decodes them, strictly
-and bounded. The bytes of tensors go another way.
+The bus carries them as opaque blobs (``TransferInit.params``, ``WeightChunkMeta.handle``). Only the
+backend encodes and decodes them, strictly and bounded. The bytes of tensors travel another way.
 
-A collective backend has its ends in places of one communicator: see :class:`World` and
-:class:`Place`.
-
-``gloo``: the trainer keeps a store, where all ends find each other; then each chunk is one
-broadcast from rank 0, packed as in a segment of ``shm``.
+``gloo``: the trainer runs a store, where all ends find each other. Each chunk is one broadcast from
+rank 0, packed as in a segment of ``shm``.
 
 ``nccl``: the same between GPUs. Unpacked, each tensor is broadcast by itself.
 
-``ipc``: trainer and workers share a GPU. The trainer lends its memory there, by CUDA's own
-handles: buffers into which chunks are packed, or, unpacked, the tensors' own.
+``ipc``: trainer and workers share a GPU. The trainer lends its memory there, by CUDA's own handles:
+buffers into which chunks are packed, or, unpacked, the tensors' own memory.
 
-``shm``: the trainer owns a ring of POSIX shared memory segments on one host. A
-chunk is packed into one segment, every tensor at a multiple of
-:data:`ALIGN_BYTES`. Unpacked, there is no ring: tensors lie in shared memory already, which has no
-name and is found through the trainer's descriptors of it.
+``shm``: the trainer owns a ring of POSIX shared memory segments on one host. A chunk is packed into
+one segment, every tensor at a multiple of :data:`ALIGN_BYTES`. Unpacked, there is no ring: tensors
+lie in shared memory already, which has no name and is found through the trainer's descriptors.
+
+The module loads no torch, so the rest of the bus may import it.
 """
 
 from __future__ import annotations
@@ -29,58 +26,41 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
-from bus.cuda import HANDLE_BYTES
+from bus.errors import EngineError
+from bus.messages import NackCode
+
+HANDLE_BYTES: Final = 64  # CU_IPC_HANDLE_SIZE
+
 
 SHM_FOLDER: Final = "/dev/shm"  # noqa: S108 - where POSIX shared memory lives on Linux
+
 SHM_PREFIX: Final = "wavebus-"
+
 ALIGN_BYTES: Final = 64
 
+
 SegmentName = Annotated[str, Meta(max_length=128, pattern=r"^wavebus-[A-Za-z0-9._-]+\Z")]
+
 Offset = Annotated[int, Meta(ge=0)]
+
 Size = Annotated[int, Meta(gt=0)]
+
 Buffers = Annotated[int, Meta(ge=1, le=16)]
+
 MAX_TENSORS: Final = 200_000
+
 Offsets = Annotated[tuple[Offset, ...], Meta(max_length=MAX_TENSORS)]
+
 Host = Annotated[str, Meta(min_length=1, max_length=256)]
+
 Port = Annotated[int, Meta(gt=0, lt=65536)]
+
 Uuid = Annotated[str, Meta(pattern=r"^[0-9A-Za-z-]{1,64}\Z")]
+
 MemoryHandle = Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
 
+
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """What a sender needs to know of the communicator that it makes; it is rank 0.
-
-    ``number`` is 0 and ``size`` 1 for a backend without collectives. ``address`` is this
-    host's, as those see it who are reached the way that the broker is. ``senders``: so many
-    ranks of the trainer take part, in the first places; the broker counts one, and ``size`` all.
-    """
-
-    number: int
-    size: int
-    address: str
-    senders: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where an engine stands in a communicator. ``rank`` is its first worker's, and each
-    worker's own where a receiver gets it."""
-
-    communicator: int
-    world_size: int
-    rank: int
-
-    def of_worker(self, index: int) -> Place:
-        """The place of an engine's worker."""
-        return Place(self.communicator, self.world_size, self.rank + index)
-
-
-# Of a backend without collectives.
-ALONE: Final = World(0, 1, "")
-NO_PLACE: Final = Place(0, 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,3 +200,20 @@ def decode(blob: bytes, type_: type[T]) -> T:
         return msgspec.msgpack.decode(blob, type=type_)
     except msgspec.DecodeError as error:
         raise ValueError(f"{type_.__name__}: {error}") from error
+
+
+def decode_received(blob: bytes, type_: type[T]) -> T:
+    """What a sender's blob says.
+
+    Raises:
+        EngineError: code ``transfer_failed``, with the field that is wrong.
+    """
+    try:
+        return decode(blob, type_)
+    except ValueError as error:
+        raise transfer_failed(str(error)) from error
+
+
+def transfer_failed(detail: str, *, tensor: str = "") -> EngineError:
+    """The error of a transport."""
+    return EngineError(detail, code=NackCode.TRANSFER_FAILED, tensor=tensor)

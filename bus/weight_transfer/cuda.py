@@ -1,10 +1,8 @@
-"""What both ends need of CUDA: whether it is there, which GPU is which, and memory that two
+"""What both ends need of CUDA: whether it is available, which GPU is which, and memory that two
 processes share.
 
-Sharing goes by CUDA's driver (``libcuda.so.1``, a stable C interface). torch's own way counts who
-holds what in files, and keeps memory for ever that was lent to a process which died.
-
-The bus has no torch: whoever has it hands it in.
+Sharing uses CUDA's driver (``libcuda.so.1``, a stable C interface). torch's own way counts
+references in files, and never frees memory that was lent to a process which died.
 """
 
 from __future__ import annotations
@@ -14,11 +12,42 @@ import ctypes
 import functools
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
+from bus.errors import UsageError
+from bus.weight_transfer.formats import HANDLE_BYTES
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-HANDLE_BYTES: Final = 64  # CU_IPC_HANDLE_SIZE
+
+def current_gpu() -> str:
+    """The GPU that this thread has chosen, such as ``cuda:1``; empty, as long as there is none in
+    use. New threads begin with the first, whatever others chose: so it is asked in the user's."""
+    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return f"cuda:{torch.cuda.current_device()}" if in_use else ""
+
+
+def resolve_gpu(device: str) -> torch.device:
+    """The GPU of that name, with its number; for an empty one, this thread's.
+
+    Raises:
+        UsageError: it is no GPU.
+    """
+    named = torch.device(device or "cuda")
+    if named.type != "cuda":
+        raise UsageError(f"device={device!r}: name a GPU, such as cuda:0")
+    return torch.device("cuda", torch.cuda.current_device() if named.index is None else named.index)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what this thread's current stream was asked."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
+
+
 _LIBRARY: Final = "libcuda.so.1"
+
 _LAZY_PEER_ACCESS: Final = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the one flag there is
 
 
@@ -30,7 +59,7 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_byte * HANDLE_BYTES),)
 
 
-def why_missing(torch: Any) -> str:
+def unavailable_reason(torch: Any) -> str:
     """Why there is no CUDA here; empty, if there is. Doesn't initialise it: a process that has
     can't fork one that needs it."""
     if torch.version.cuda is None:
@@ -40,11 +69,11 @@ def why_missing(torch: Any) -> str:
     return ""
 
 
-def why_no_nccl(torch: Any, dist: Any) -> str:
+def nccl_unavailable_reason(torch: Any, dist: Any) -> str:
     """Why there is no NCCL here; empty, if there is."""
     if not dist.is_available() or not dist.is_nccl_available():
-        return why_missing(torch) or f"torch {torch.__version__} is built without NCCL"
-    return why_missing(torch)
+        return unavailable_reason(torch) or f"torch {torch.__version__} is built without NCCL"
+    return unavailable_reason(torch)
 
 
 def nccl_version(torch: Any) -> str:
@@ -58,7 +87,7 @@ def device_uuid(torch: Any, device: Any) -> str:
 
 
 @contextlib.contextmanager
-def working_on(torch: Any, device: Any) -> Iterator[Driver]:
+def driver_on(torch: Any, device: Any) -> Iterator[Driver]:
     """The driver, with ``device`` current in this thread, and nothing running on it."""
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)  # also binds CUDA's context to a thread that is new
@@ -141,7 +170,7 @@ class Driver:
         return text.value.decode() if text.value else f"error {code}"
 
 
-class _Window:
+class _CudaArray:
     """Memory as others of Python's libraries describe it to each other."""
 
     def __init__(self, pointer: int, size_bytes: int) -> None:
@@ -156,6 +185,6 @@ class _Window:
 
 def as_tensor(torch: Any, pointer: int, size_bytes: int, device: Any) -> Any:
     """Memory of the current GPU as a tensor of bytes; who has it sees to it that it stays."""
-    made = torch.as_tensor(_Window(pointer, size_bytes), device=device)
+    made = torch.as_tensor(_CudaArray(pointer, size_bytes), device=device)
     assert made.data_ptr() == pointer, "torch has copied what it should have looked at"
     return made

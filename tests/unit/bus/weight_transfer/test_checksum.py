@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bus.checksum import SAMPLE_WORDS, checksums, first_difference, look, sums_of
 from bus.manifest import DTYPE_BYTES
+from bus.weight_transfer.checksum import (
+    SAMPLE_WORDS,
+    checksums,
+    first_difference,
+    select_words,
+    sum_words,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -276,12 +282,12 @@ def test_what_was_looked_at_is_summed_up_as_it_was_then() -> None:
     for seed in (1, 2):
         for tensor, new in zip(tensors, in_one_memory(seed), strict=True):
             tensor.copy_(new)
-        looks.append(look(torch, tensors, "sample", memo))
+        looks.append(select_words(torch, tensors, "sample", memo))
         expected.append(checksums(torch, tensors, "sample"))
     nothing = [torch.empty(0), torch.empty(3, 0)]
-    looks.insert(1, look(torch, nothing, "sample"))
+    looks.insert(1, select_words(torch, nothing, "sample"))
     expected.insert(1, (0, 0))
     for tensor in tensors:
         tensor.zero_()
-    assert sums_of(torch, looks) == expected
-    assert sums_of(torch, []) == []
+    assert sum_words(torch, looks) == expected
+    assert sum_words(torch, []) == []

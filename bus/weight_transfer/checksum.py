@@ -10,8 +10,7 @@ not against somebody who wants to be mistaken for another.
 
 ``full`` looks at every word, ``sample`` at :data:`SAMPLE_WORDS` of each tensor, evenly spread.
 
-The bus has no torch, and trainer and engine may not know each other: so whoever has torch
-hands it in.
+The module loads no torch: callers pass it in.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def checksums(
     """
     if verify not in ("sample", "full"):
         return ()
-    (found,) = sums_of(torch, [look(torch, tensors, verify, memo)])
+    (found,) = sum_words(torch, [select_words(torch, tensors, verify, memo)])
     sums = list(found)
     if verify == "full":
         large: dict[int, Any] = {}
@@ -68,42 +67,43 @@ def checksums(
     return tuple(sums)
 
 
-class Look:
-    """What is looked at of a chunk's tensors (:func:`sums_of`): their words, as they were then; or,
+class SelectedWords:
+    """What is looked at of a chunk's tensors (:func:`sum_words`): their words, as they were then;
+    or,
     without ``words``, as they will be when they are summed up."""
 
-    def __init__(self, small: _Small, words: Any = None) -> None:
+    def __init__(self, small: _SmallTensors, words: Any = None) -> None:
         self.small = small
         self.words = words
         self.count = small.ends[-1] if small.ends else 0
 
 
-def look(
+def select_words(
     torch: Any,
     tensors: Sequence[Any],
     verify: Verify,
     memo: dict[str, Any] | None = None,
     *,
     later: bool = False,
-) -> Look:
+) -> SelectedWords:
     """Of a sample, what :func:`checksums` would sum up, and else of those that are small; in one
     operation, where they lie in one memory, and were looked at before. ``later``: they stay as they
     are until they are summed up."""
-    small: _Small | None = None if memo is None else memo.get(f"small-{verify}")
+    small: _SmallTensors | None = None if memo is None else memo.get(f"small-{verify}")
     if small is None:
         places = [
             place
             for place, tensor in enumerate(tensors)
             if tensor.numel() and (verify == "sample" or _count(tensor) <= SAMPLE_WORDS)
         ]
-        small = _Small(torch, places, tensors, again=memo is not None)
+        small = _SmallTensors(torch, places, tensors, again=memo is not None)
         if memo is not None:
             memo[f"small-{verify}"] = small
-    return Look(small) if later else Look(small, small.words())
+    return SelectedWords(small) if later else SelectedWords(small, small.words())
 
 
-def sums_of(
-    torch: Any, looks: Sequence[Look], memo: dict[str, Any] | None = None
+def sum_words(
+    torch: Any, looks: Sequence[SelectedWords], memo: dict[str, Any] | None = None
 ) -> list[tuple[int, ...]]:
     """The sums of each chunk's tensors; 0 for those that were not looked at. A device is waited for
     once.
@@ -115,9 +115,9 @@ def sums_of(
     upto: list[int] = []
     if there:
         smalls = [each.small for each in there]
-        together: _Together | None = None if memo is None else memo.get("together")
-        if together is None or not together.is_of(smalls):
-            together = _Together(torch, smalls)
+        together: _ChunkBatch | None = None if memo is None else memo.get("together")
+        if together is None or not together.has_same_chunks(smalls):
+            together = _ChunkBatch(torch, smalls)
             if memo is not None:
                 memo["together"] = together
         running = (_mixed(together.words(there)) * together.weights).cumsum(0)
@@ -142,7 +142,7 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | Non
     return next(itertools.compress(itertools.count(), differ), None)
 
 
-class _Small:
+class _SmallTensors:
     """Tensors of a chunk that are small, or of which a sample is taken: all words that are looked
     at are laid one after the other, and their sums are the differences of a running one. Each
     tensor by itself would cost more for being one than for its words.
@@ -206,7 +206,7 @@ class _Small:
         )
 
 
-class _Together:
+class _ChunkBatch:
     """The words of several chunks, one after the other.
 
     Attributes:
@@ -214,7 +214,7 @@ class _Together:
         last: where each tensor's last one is.
     """
 
-    def __init__(self, torch: Any, smalls: Sequence[_Small]) -> None:
+    def __init__(self, torch: Any, smalls: Sequence[_SmallTensors]) -> None:
         self._torch = torch
         self._smalls = list(smalls)
         self.weights = torch.cat([small.weights() for small in smalls])
@@ -229,11 +229,11 @@ class _Together:
             self._memory = memory
             self._index = torch.cat([small.index for small in smalls])
 
-    def is_of(self, smalls: Sequence[_Small]) -> bool:
+    def has_same_chunks(self, smalls: Sequence[_SmallTensors]) -> bool:
         """Whether it is of these very chunks."""
         return len(smalls) == len(self._smalls) and all(map(operator.is_, smalls, self._smalls))
 
-    def words(self, looks: Sequence[Look]) -> Any:
+    def words(self, looks: Sequence[SelectedWords]) -> Any:
         """Those of each, or as they are now; if all are to be read, and lie in one memory, in one
         operation."""
         if self._memory is not None and all(each.words is None for each in looks):

@@ -12,7 +12,7 @@ A peer that dies is not noticed by NCCL itself where GPUs read each other's memo
 kernel goes on waiting. So the bus tells: an engine's loss fails the trainer's update, which closes
 its end and its store; and who finds that store gone leaves too.
 
-The bus has no torch: whoever has it hands it in.
+Callers pass ``torch`` and ``torch.distributed`` in, so that a test can pass others.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from bus import rendezvous
-from bus.cuda import device_uuid
+from bus.weight_transfer import rendezvous
+from bus.weight_transfer.cuda import device_uuid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from bus.transfer import NcclInit, Place
+    from bus.weight_transfer.allocation import RankAssignment
+    from bus.weight_transfer.formats import NcclInit
 
 # torch reads it when a group is made. With it there is no watchdog for the group: a thread that
 # takes the process down when an operation fails, or takes longer than the group's timeout.
 _NO_WATCHDOG: Final = "TORCH_NCCL_BLOCKING_WAIT"
 # What NCCL takes for the host's name, where it is set.
 _HOST: Final = "NCCL_HOSTID"
-_making = threading.Lock()
+_group_lock = threading.Lock()
 
 # How often it is looked whether the trainer is still there, and whether it took too long.
-_LOOK_S: Final = 0.5
+_WATCH_INTERVAL_S: Final = 0.5
 # Aborting takes milliseconds; who waits for it must not wait for ever.
 _ABORT_S: Final = 10.0
 
@@ -62,11 +63,11 @@ class Communicator:
         self._store = store
         self._closed = threading.Event()
         self._closing = threading.Lock()
-        self._under_way: deque[Broadcast] = deque()
+        self._in_flight: deque[Broadcast] = deque()
         self._launched = 0
-        self.waited = 0  # so many have ended, as who has waited for the last of them knows
+        self.completed = 0  # so many have ended, as who has waited for the last of them knows
         self._why = "it was closed meanwhile"
-        threading.Thread(target=self._look_on, name="wavebus-nccl-watch", daemon=True).start()
+        threading.Thread(target=self._watch, name="wavebus-nccl-watch", daemon=True).start()
 
     def launch(self, memories: Sequence[Any], timeout_s: float) -> Broadcast:
         """Queue a broadcast from rank 0 to all, behind what the current stream was asked before.
@@ -89,7 +90,7 @@ class Communicator:
         except RuntimeError:
             self.close()
             raise
-        self._under_way.append(under_way)
+        self._in_flight.append(under_way)
         return under_way
 
     def broadcast(self, memories: Sequence[Any], timeout_s: float) -> None:
@@ -104,7 +105,7 @@ class Communicator:
             self._closed.set()
             # Not shutdown(), which on one host waits for the others to do the same.
             with contextlib.suppress(RuntimeError, TimeoutError):
-                _within(_ABORT_S, self._group.abort)
+                _call_within(_ABORT_S, self._group.abort)
 
     def check_open(self) -> None:
         """It was not closed.
@@ -126,16 +127,16 @@ class Communicator:
             work = self._group._end_coalescing()  # noqa: SLF001 - as above
         return work
 
-    def _look_on(self) -> None:
+    def _watch(self) -> None:
         first_since_s = 0.0
-        while not self._closed.wait(_LOOK_S):
-            while self._under_way and self._under_way[0].ended:
-                self._under_way.popleft()
+        while not self._closed.wait(_WATCH_INTERVAL_S):
+            while self._in_flight and self._in_flight[0].has_ended:
+                self._in_flight.popleft()
                 first_since_s = time.monotonic()
-            if not self._under_way:
+            if not self._in_flight:
                 continue
-            why = self._under_way[0].why_no_end(first_since_s)
-            if not (why or rendezvous.is_kept(self._store)):
+            why = self._in_flight[0].failure_reason(first_since_s)
+            if not (why or rendezvous.is_store_alive(self._store)):
                 why = "the trainer's end is closed or gone"
             if why:
                 self._why = why
@@ -168,22 +169,22 @@ class Broadcast:
             RuntimeError: an end is gone or silent, or this one was closed. It is closed then.
         """
         self._owner.check_open()
-        if self._number > self._owner.waited:
-            self._marked().synchronize()
-            self._owner.waited = max(self._owner.waited, self._number)
+        if self._number > self._owner.completed:
+            self._end_event().synchronize()
+            self._owner.completed = max(self._owner.completed, self._number)
         self._owner.check_open()  # what was aborted looks like what has ended
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether this end has done its part, or was aborted."""
-        return self._number <= self._owner.waited or bool(self._marked().query())
+        return self._number <= self._owner.completed or bool(self._end_event().query())
 
-    def _marked(self) -> Any:
+    def _end_event(self) -> Any:
         if self._end is None:
             self._end = self._owner.mark(self._work)
         return self._end
 
-    def why_no_end(self, first_since_s: float) -> str:
+    def failure_reason(self, first_since_s: float) -> str:
         """Why there is nothing to wait for, if so.
 
         Args:
@@ -192,7 +193,7 @@ class Broadcast:
         since_s = max(first_since_s, self._launched_s)
         if time.monotonic() >= since_s + self._timeout_s:
             return f"not everybody took part within {self._timeout_s:g} s"
-        if self._work.is_completed() and not self.ended:
+        if self._work.is_completed() and not self.has_ended:
             try:  # it has an error: the kernel goes on
                 self._work.wait()
             except RuntimeError as error:
@@ -200,7 +201,7 @@ class Broadcast:
         return ""
 
 
-def meet(torch: Any, dist: Any, init: NcclInit, place: Place, device: Any) -> Communicator:
+def meet(torch: Any, dist: Any, init: NcclInit, place: RankAssignment, device: Any) -> Communicator:
     """This end, when all are there and have exchanged a first byte.
 
     Args:
@@ -213,10 +214,12 @@ def meet(torch: Any, dist: Any, init: NcclInit, place: Place, device: Any) -> Co
     """
     timeout_s = init.timeout_ms / 1000
     deadline = time.monotonic() + timeout_s
-    store = rendezvous.enter(dist, init.host, init.port, place.communicator, timeout_s)
+    store = rendezvous.connect_store(dist, init.host, init.port, place.communicator, timeout_s)
     # NCCL waits without end for who doesn't come. So it begins when all are here.
-    seats = rendezvous.roll_call(store, place, _seat(device_uuid(torch, device)), timeout_s)
-    _check_apart(seats)
+    seats = rendezvous.gather_messages(
+        store, place, _gpu_identity(device_uuid(torch, device)), timeout_s
+    )
+    _check_distinct_gpus(seats)
     group = _new_group(dist, dist.PrefixStore("nccl", store), place, timeout_s)
 
     waiting = torch.cuda.Stream(device)
@@ -238,7 +241,7 @@ def meet(torch: Any, dist: Any, init: NcclInit, place: Place, device: Any) -> Co
             made.broadcast([first], deadline - time.monotonic())
 
     try:
-        _within(deadline - time.monotonic(), connect)
+        _call_within(deadline - time.monotonic(), connect)
     except TimeoutError as error:
         made.close()
         raise RuntimeError(f"NCCL did not connect everybody within {timeout_s:g} s") from error
@@ -255,13 +258,13 @@ def reason(error: Exception) -> str:
     return lines[0] if lines else rendezvous.reason(error)
 
 
-def _seat(uuid: str) -> str:
+def _gpu_identity(uuid: str) -> str:
     """Where NCCL sees this end: on a GPU of a host, of whose name it can be told another."""
     host = os.environ.get(_HOST, "")
     return f"{uuid} of {host}" if host else uuid
 
 
-def _check_apart(seats: Sequence[str]) -> None:
+def _check_distinct_gpus(seats: Sequence[str]) -> None:
     seen: dict[str, int] = {}
     for rank, seat in enumerate(seats):
         if seat in seen:
@@ -272,10 +275,10 @@ def _check_apart(seats: Sequence[str]) -> None:
         seen[seat] = rank
 
 
-def _new_group(dist: Any, store: Any, place: Place, timeout_s: float) -> Any:
+def _new_group(dist: Any, store: Any, place: RankAssignment, timeout_s: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001 - there is no other way
-    with _making, _environment(_NO_WATCHDOG, "1"):
+    with _group_lock, _environment(_NO_WATCHDOG, "1"):
         return dist.ProcessGroupNCCL(store, place.rank, place.world_size, options)
 
 
@@ -292,7 +295,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def _within(timeout_s: float, call: Callable[[], object]) -> None:
+def _call_within(timeout_s: float, call: Callable[[], object]) -> None:
     """Make a call that may never return; who doesn't is left behind.
 
     Raises:

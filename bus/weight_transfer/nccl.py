@@ -1,0 +1,311 @@
+"""Transfers weights from the trainer's GPU to the engines' with NCCL: both ends.
+
+Each chunk is one broadcast. Packed, it goes through a buffer on the GPU. Unpacked, its tensors are
+broadcast one by one, in one go, from where they are: only what lies elsewhere, or is not
+contiguous, is copied.
+
+The sender runs the store where all ends find each other.
+:mod:`bus.weight_transfer.nccl_communicator` says how the wait of an end finishes when another one
+dies or is silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import torch
+import torch.distributed as dist
+
+from bus.errors import WavebusError
+from bus.weight_transfer import nccl_communicator, rendezvous
+from bus.weight_transfer.allocation import RankAssignment
+from bus.weight_transfer.base import Receiver, Sender
+from bus.weight_transfer.cuda import nccl_version, resolve_gpu
+from bus.weight_transfer.formats import (
+    NcclChunk,
+    NcclInit,
+    decode_received,
+    encode,
+    transfer_failed,
+)
+from bus.weight_transfer.packing import ViewCache, check_broadcast, pack, packed_offsets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from bus.manifest import TensorMeta
+    from bus.weight_transfer.allocation import World
+    from bus.weight_transfer.packing import ReceivedChunk, Tensors
+
+
+class NcclSender(Sender):
+    """Rank 0. A chunk is packed while one travels, and engines have one to load."""
+
+    prefetch_depth: int = 3
+    is_collective: ClassVar[bool] = True
+    can_queue: ClassVar[bool] = True
+    can_send_unpacked: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._store: Any = None
+        self._communicator: nccl_communicator.Communicator | None = None
+        self._init: NcclInit | None = None
+        self._place = RankAssignment(0, 1, 0)
+        self._gpu = torch.device("cpu")
+        self._buffers: list[torch.Tensor] = []
+        self._ready: dict[int, list[torch.Tensor]] = {}
+        self._queued: dict[int, nccl_communicator.Broadcast] = {}
+        self._stream: torch.cuda.Stream | None = None
+
+    def open(self, chunk_bytes: int, world: World) -> bytes:
+        self.close()
+        self._gpu = resolve_gpu(self.device)
+        # Its own: where chunks are packed, and summed up, nothing waits for a broadcast.
+        self._stream = torch.cuda.Stream(self._gpu)  # type: ignore[no-untyped-call]
+        room = max(chunk_bytes, 1) if self.packed else 0
+        timeout_s = rendezvous.chunk_timeout_s(room)
+        try:
+            self._buffers = [
+                torch.empty(room, dtype=torch.uint8, device=self._gpu)
+                for _ in range(self.prefetch_depth if self.packed else 0)
+            ]
+        except torch.OutOfMemoryError as error:
+            raise WavebusError(
+                f"{self._gpu} has no room for {self.prefetch_depth} chunks of {room} bytes: "
+                "lower chunk_bytes or buffers, or send with packed=False"
+            ) from error
+        try:
+            self._store = rendezvous.open_store(dist, world.address, timeout_s)
+        except RuntimeError as error:
+            raise WavebusError(f"can't open a store at {world.address}: {error}") from error
+        self._init = NcclInit(
+            world.address,
+            self._store.port,
+            room,
+            self.prefetch_depth,
+            timeout_s * 1000,
+            nccl_version(torch),
+        )
+        self._place = RankAssignment(world.number, world.size, 0)
+        return encode(self._init)
+
+    def meet(self) -> None:
+        init = self._init
+        assert init is not None, "open comes first"
+        try:
+            met = nccl_communicator.meet(torch, dist, init, self._place, self._gpu)
+        except (RuntimeError, OSError) as error:
+            raise WavebusError(
+                f"not all {self._place.world_size - 1} ends of the engines came to "
+                f"{init.host}:{init.port}: {nccl_communicator.reason(error)}"
+            ) from error
+        self._communicator = met
+        if self._init is not init:  # closed meanwhile
+            met.close()
+
+    def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
+        with torch.cuda.device(self._gpu):
+            if self.packed:
+                buffer = self._buffers[seq % self.prefetch_depth]
+                size_bytes = pack(buffer, tensors)[-1]
+                self._ready[seq] = [buffer[:size_bytes]] if size_bytes else []
+            else:
+                pieces = [
+                    _as_contiguous_bytes(tensor, self._gpu) for tensor in tensors if tensor.numel()
+                ]
+                size_bytes = sum(piece.numel() for piece in pieces)
+                self._ready[seq] = pieces
+            # Packing is no part of what a broadcast may take.
+            torch.cuda.current_stream(self._gpu).synchronize()
+        return encode(NcclChunk(size_bytes))
+
+    def queue(self, seq: int) -> None:
+        pieces = self._ready.pop(seq)
+        if not pieces:
+            return
+        try:
+            if self._communicator is None:
+                raise RuntimeError("it is closed")
+            timeout_s = rendezvous.chunk_timeout_s(sum(piece.numel() for piece in pieces))
+            with torch.cuda.device(self._gpu), torch.cuda.stream(self._stream):
+                self._queued[seq] = self._communicator.launch(pieces, timeout_s)
+        except RuntimeError as error:
+            raise _broadcast_failed(seq, error) from error
+
+    def transfer(self, seq: int) -> None:
+        if seq in self._ready:
+            self.queue(seq)
+        under_way = self._queued.pop(seq, None)
+        if under_way is None:
+            return
+        try:
+            under_way.wait()
+        except RuntimeError as error:
+            raise _broadcast_failed(seq, error) from error
+
+    def close(self) -> None:
+        """With the store gone, whoever still waits for the others is told so."""
+        communicator, self._communicator = self._communicator, None
+        self._store = self._init = None
+        if communicator is not None:
+            communicator.close()
+        self._buffers = []
+        self._ready = {}
+        self._queued = {}
+
+
+def _broadcast_failed(seq: int, error: RuntimeError) -> WavebusError:
+    return WavebusError(f"the broadcast of chunk {seq} broke: {nccl_communicator.reason(error)}")
+
+
+def _as_contiguous_bytes(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor's bytes on that GPU, without a copy where they are there in row-major order."""
+    return tensor.to(device).contiguous().reshape(-1).view(torch.uint8)
+
+
+_BYTES: Final = "nccl"  # what is remembered of tensors that lie where they will lie again
+
+
+class NcclReceiver(Receiver):
+    """One rank of the trainer's communicator. Packed, it has room for as many chunks as the
+    trainer has; unpacked, it makes new tensors for each, which are the caller's."""
+
+    is_collective = True
+    can_launch = True
+
+    def __init__(self) -> None:
+        self._communicator: nccl_communicator.Communicator | None = None
+        self._buffers: deque[torch.Tensor] = deque()
+        self._views = ViewCache()
+
+    def open(self, params: bytes, place: RankAssignment) -> None:
+        init = decode_received(params, NcclInit)
+        self.close()
+        self._check(init)
+        here = torch.empty(0, device=self.device).device  # with its number
+        try:
+            self._buffers.extend(
+                torch.empty(init.chunk_bytes, dtype=torch.uint8, device=self.device)
+                for _ in range(init.buffers if init.chunk_bytes else 0)
+            )
+        except torch.OutOfMemoryError as error:
+            self.close()
+            raise transfer_failed(
+                f"{self.device} has no room for {init.buffers} chunks of {init.chunk_bytes} "
+                "bytes: lower chunk_bytes or buffers, or the share of memory that vLLM takes"
+            ) from error
+        try:
+            self._communicator = nccl_communicator.meet(torch, dist, init, place, here)
+        except (RuntimeError, OSError) as error:
+            self.close()
+            raise transfer_failed(
+                f"rank {place.rank} of {place.world_size} can't meet the others at "
+                f"{init.host}:{init.port}: {nccl_communicator.reason(error)}"
+            ) from error
+        self.prefetch_depth = init.buffers
+        self.is_owned = not init.chunk_bytes
+        self.room_bytes = init.chunk_bytes or None
+
+    def launch(
+        self, tensors: tuple[TensorMeta, ...], handle: bytes, into: ReceivedChunk | None = None
+    ) -> Callable[[], Tensors]:
+        chunk = decode_received(handle, NcclChunk)
+        # Before anything that could leave the others waiting for this rank.
+        communicator = self._communicator
+        if communicator is None:
+            raise transfer_failed("the communicator is not open")
+        if self.is_owned:
+            made, memories = self._unpacked(tensors, chunk, into)
+        else:
+            made, memories = self._packed(tensors, chunk, into)
+        if not memories:
+            return lambda: made
+        timeout_s = rendezvous.chunk_timeout_s(chunk.size_bytes)
+        with self._transfer_errors(communicator):
+            under_way = communicator.launch(memories, timeout_s)
+
+        def arrived() -> Tensors:
+            with self._transfer_errors(communicator):
+                under_way.wait()
+            return made
+
+        return arrived
+
+    def receive(self, tensors: tuple[TensorMeta, ...], handle: bytes) -> Tensors:
+        opened = self._communicator is not None
+        with torch.cuda.device(self.device) if opened else contextlib.nullcontext():
+            return self.launch(tensors, handle)()
+
+    def close(self) -> None:
+        if self._communicator is not None:
+            self._communicator.close()
+            self._communicator = None
+        self._buffers.clear()
+        self._views.clear()
+
+    def _check(self, init: NcclInit) -> None:
+        """What would leave the others waiting, or break in the middle."""
+        if self.device.type != "cuda":
+            raise transfer_failed(
+                f"nccl needs an engine on a GPU, and this one's weights are on {self.device}: "
+                "use shm or gloo"
+            )
+        own = nccl_version(torch)
+        if own != init.version:
+            raise transfer_failed(
+                f"the trainer's NCCL is {init.version}, this worker's is {own}: they must be the "
+                "same, so install the same torch on both sides"
+            )
+
+    def _packed(
+        self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, into: ReceivedChunk | None
+    ) -> tuple[Tensors, list[torch.Tensor]]:
+        """The tensors, and what is broadcast."""
+        if into is not None:
+            room_bytes = into.memory.numel()
+            check_broadcast(chunk.size_bytes, room_bytes, room_bytes)
+            return into, [into.memory] if room_bytes else []
+        offsets = packed_offsets(tensors)
+        memory = self._buffers[0]
+        check_broadcast(chunk.size_bytes, offsets[-1], memory.numel())
+        made = self._views.get(memory, offsets[:-1], tensors)
+        self._buffers.rotate(-1)
+        return made, [memory[: chunk.size_bytes]] if chunk.size_bytes else []
+
+    def _unpacked(
+        self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, into: ReceivedChunk | None
+    ) -> tuple[Tensors, list[torch.Tensor]]:
+        """As :meth:`_packed`."""
+        expected_bytes = sum(meta.size_bytes for meta in tensors)
+        if chunk.size_bytes != expected_bytes:
+            raise transfer_failed(
+                f"a broadcast of {chunk.size_bytes} bytes for tensors that have {expected_bytes}"
+            )
+        if into is not None:
+            if _BYTES not in into.memo:
+                into.memo[_BYTES] = _as_bytes(into)
+            return into, into.memo[_BYTES]
+        made: Tensors = []
+        for meta in tensors:
+            dtype: torch.dtype = getattr(torch, meta.dtype)
+            made.append((meta.name, torch.empty(meta.shape, dtype=dtype, device=self.device)))
+        return made, _as_bytes(made)
+
+    @contextlib.contextmanager
+    def _transfer_errors(self, communicator: nccl_communicator.Communicator) -> Iterator[None]:
+        """What breaks in the block, is a transport that broke."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._communicator is communicator:
+                self.close()  # what comes next in it belongs to nothing
+            raise transfer_failed(
+                f"the broadcast broke: {nccl_communicator.reason(error)}"
+            ) from error
+
+
+def _as_bytes(tensors: Tensors) -> list[torch.Tensor]:
+    """Those that have any."""
+    return [tensor.view(-1).view(torch.uint8) for _, tensor in tensors if tensor.numel()]

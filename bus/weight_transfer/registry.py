@@ -1,0 +1,239 @@
+"""The registry of weight transfer backends: a sender and a receiver for each name.
+
+A user's own backend is one class and one registration on each side. A process that the user starts
+registers in code. Processes that wavebus or vLLM start find what an installed package offers as an
+entry point::
+
+    [project.entry-points."wavebus.senders"]
+    pigeons = "my_package.pigeons:PigeonSender"
+    [project.entry-points."wavebus.receivers"]
+    pigeons = "my_package.pigeons:PigeonReceiver"
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from bus.errors import EngineError, UsageError
+from bus.ids import check_name
+from bus.messages import NackCode
+from bus.weight_transfer import cuda
+from bus.weight_transfer.gloo import GlooReceiver, GlooSender
+from bus.weight_transfer.shm import ShmReceiver, ShmSender
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from bus.weight_transfer.base import Receiver, Sender
+
+T = TypeVar("T")
+
+MAX_BUFFERS: Final = 16
+
+
+class BackendRegistry(Generic[T]):
+    """Finds the factory of one end of a backend by its name.
+
+    Args:
+        group: the group of entry points that is searched for a name that nobody registered.
+        built_in: the backends that come with wavebus. No other may take their names.
+        unavailable_reasons: for built-in backends that not every machine supports, a function that
+            says why this machine does not; an empty text where it does. Called each time.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        built_in: Mapping[str, Callable[[], T]],
+        unavailable_reasons: Mapping[str, Callable[[], str]] | None = None,
+    ) -> None:
+        self._group = group
+        self._built_in = dict(built_in)
+        self._unavailable_reasons = dict(unavailable_reasons or {})
+        self._registered: dict[str, Callable[[], T]] = {}
+
+    def register(self, name: str, factory: Callable[[], T]) -> None:
+        """Take ``factory`` (a class will do) as the backend ``name``, in place of an earlier one.
+
+        Raises:
+            UsageError: the name is one of wavebus's own, or can't be one.
+        """
+        check_name(name, "backend")
+        if name in self._built_in:
+            raise UsageError(f"backend={name!r} is wavebus's own; choose another name")
+        self._registered[name] = factory
+
+    def names(self) -> tuple[str, ...]:
+        """All there are: built in (what this machine can have), registered, installed."""
+        built_in = (name for name in self._built_in if not self._unavailable_reason(name))
+        installed = (point.name for point in entry_points(group=self._group))
+        return tuple(dict.fromkeys((*built_in, *self._registered, *sorted(installed))))
+
+    def find(self, name: str) -> Callable[[], T] | None:
+        """What makes ``name``; None if nobody offers it.
+
+        Raises:
+            UsageError: this machine can't have it; or an installed package offers it, and can't
+                be imported.
+        """
+        reason = self._unavailable_reason(name)
+        if reason:
+            raise UsageError(f"backend={name!r}: {reason}")
+        found = self._built_in.get(name) or self._registered.get(name)
+        if found is not None:
+            return found
+        for point in entry_points(group=self._group, name=name):
+            try:
+                loaded: Callable[[], T] = point.load()
+            except Exception as error:
+                raise UsageError(
+                    f"backend={name!r}: {point.value}, an entry point of {self._group}, "
+                    f"can't be loaded: {type(error).__name__}: {error}"
+                ) from error
+            return loaded
+        return None
+
+    def _unavailable_reason(self, name: str) -> str:
+        reason = self._unavailable_reasons.get(name)
+        return reason() if reason is not None else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _BuiltIn:
+    """A backend that comes with wavebus: what makes its ends, and why this machine lacks it."""
+
+    sender: Callable[[], Sender]
+    receiver: Callable[[], Receiver]
+    unavailable_reason: Callable[[], str] = str
+
+
+def _nccl_sender() -> Sender:
+    from bus.weight_transfer.nccl import NcclSender  # noqa: PLC0415 - where there are GPUs
+
+    return NcclSender()
+
+
+def _nccl_receiver() -> Receiver:
+    from bus.weight_transfer.nccl import NcclReceiver  # noqa: PLC0415 - same
+
+    return NcclReceiver()
+
+
+def _ipc_sender() -> Sender:
+    from bus.weight_transfer.ipc import IpcSender  # noqa: PLC0415 - same
+
+    return IpcSender()
+
+
+def _ipc_receiver() -> Receiver:
+    from bus.weight_transfer.ipc import IpcReceiver  # noqa: PLC0415 - same
+
+    return IpcReceiver()
+
+
+_BUILT_IN: Final = {
+    "shm": _BuiltIn(ShmSender, ShmReceiver),
+    "gloo": _BuiltIn(GlooSender, GlooReceiver),
+    "nccl": _BuiltIn(
+        _nccl_sender, _nccl_receiver, lambda: cuda.nccl_unavailable_reason(torch, dist)
+    ),
+    "ipc": _BuiltIn(_ipc_sender, _ipc_receiver, lambda: cuda.unavailable_reason(torch)),
+}
+_REASONS: Final = {name: backend.unavailable_reason for name, backend in _BUILT_IN.items()}
+
+_senders: Final[BackendRegistry[Sender]] = BackendRegistry(
+    "wavebus.senders", {name: backend.sender for name, backend in _BUILT_IN.items()}, _REASONS
+)
+_receivers: Final[BackendRegistry[Receiver]] = BackendRegistry(
+    "wavebus.receivers", {name: backend.receiver for name, backend in _BUILT_IN.items()}, _REASONS
+)
+
+
+def register_sender(name: str, factory: Callable[[], Sender]) -> None:
+    """Registers the sender of your own backend in this process.
+
+    Processes that wavebus or vLLM start need an entry point instead, as the module says.
+
+    Raises:
+        UsageError: the name is one of wavebus's own, or can't be one.
+    """
+    _senders.register(name, factory)
+
+
+def sender_backends() -> tuple[str, ...]:
+    """Names that :func:`make_sender` takes."""
+    return _senders.names()
+
+
+def make_sender(
+    backend: str, *, buffers: int | None = None, packed: bool = True, device: str = ""
+) -> Sender:
+    """A closed sender for ``backend``.
+
+    Args:
+        buffers: room for how many chunks at a time. Default: what the sender itself has.
+        packed, device: see :class:`Sender`.
+
+    Raises:
+        UsageError: names the backends there are, or says why this one can't be loaded, or can't
+            do without packing.
+    """
+    if buffers is not None and not 1 <= buffers <= MAX_BUFFERS:
+        raise UsageError(f"buffers={buffers}: from 1 to {MAX_BUFFERS}")
+    factory = _senders.find(backend)
+    if factory is None:
+        raise UsageError(f"backend={backend!r}: choose one of {', '.join(sender_backends())}")
+    sender = factory()
+    if buffers is not None:
+        sender.prefetch_depth = buffers
+    if not packed and not sender.can_send_unpacked:
+        raise UsageError(f"packed=False: {backend} always packs; shm, nccl and ipc need not")
+    sender.packed = packed
+    sender.device = device
+    return sender
+
+
+def register_receiver(name: str, factory: Callable[[], Receiver]) -> None:
+    """Registers the receiver of your own backend in this process.
+
+    Processes that wavebus or vLLM start need an entry point instead, as the module says.
+
+    Raises:
+        UsageError: the name is one of wavebus's own, or can't be one.
+    """
+    _receivers.register(name, factory)
+
+
+def receiver_backends() -> tuple[str, ...]:
+    """Names that :func:`make_receiver` takes."""
+    return _receivers.names()
+
+
+def make_receiver(backend: str, device: torch.device | None = None) -> Receiver:
+    """A closed receiver for ``backend``.
+
+    Args:
+        device: where the engine has its weights. Default: CPU memory.
+
+    Raises:
+        EngineError: code ``backend_missing``, with the names there are, or why it can't be
+            loaded.
+    """
+    try:
+        factory = _receivers.find(backend)
+    except UsageError as error:
+        raise EngineError(str(error), code=NackCode.BACKEND_MISSING) from error
+    if factory is None:
+        raise EngineError(
+            f"no transfer backend {backend!r} here; there are: {', '.join(receiver_backends())}",
+            code=NackCode.BACKEND_MISSING,
+        )
+    receiver = factory()
+    if device is not None:
+        receiver.device = device
+    return receiver
