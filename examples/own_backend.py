@@ -56,7 +56,7 @@ class File:
 
 
 class FileSender(Sender):
-    """Writes chunks; never more than ``depth`` of them lie there."""
+    """Writes chunks; never more than ``prefetch_depth`` of them lie there."""
 
     def __init__(self) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None

@@ -88,7 +88,7 @@ def refused(agent: SyncTrainerAgent, model: Policy) -> None:
 
 
 async def serve_and_update(broker: str, folder: Path) -> None:
-    from sidecar.vllm_inprocess import VllmEngine  # noqa: PLC0415
+    from sidecar.vllm.inprocess_engine import VllmEngine  # noqa: PLC0415
 
     torch.manual_seed(0)
     model = Policy(PolicyConfig())

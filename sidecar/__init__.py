@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sidecar.agent import Sidecar
+    from sidecar.sidecar import Sidecar
 
 __all__ = ["Sidecar"]
 
@@ -13,7 +13,7 @@ __all__ = ["Sidecar"]
 def __getattr__(name: str) -> Any:
     """Late: vLLM imports the plugin in each of its processes, and none of them is a sidecar."""
     if name == "Sidecar":
-        from sidecar.agent import Sidecar  # noqa: PLC0415
+        from sidecar.sidecar import Sidecar  # noqa: PLC0415
 
         return Sidecar
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,14 +20,14 @@ from bus.cli.options import (
 from bus.errors import UsageError
 from bus.ids import check_name
 from bus.keys import BROKER_KEY_VARIABLE, INSECURE_VARIABLE, KEY_VARIABLE, security
-from sidecar.launch import SUPERVISED
+from sidecar.supervision.launch import SUPERVISED
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from sidecar.embedded.parallel.options import DataParallel
     from sidecar.engine import Engine
-    from sidecar.vllm_plugin.environment import BusAddress, DpCoordinator
+    from sidecar.vllm.plugin.environment import BusAddress, DpCoordinator
 
 # For tests alone: ranks of the embedded engine pause as they must not. No option of the
 # command, since nobody should choose it.
@@ -222,7 +222,7 @@ def sidecar(
         return
 
     async def serve(stop: asyncio.Event) -> None:
-        from sidecar.agent import Sidecar  # noqa: PLC0415 - after --help
+        from sidecar.sidecar import Sidecar  # noqa: PLC0415 - after --help
 
         agent = Sidecar(
             made,
@@ -286,11 +286,11 @@ def _all_ranks(
         UsageError: an option is one rank's alone.
     """
     from bus.runtime.peer import default_name  # noqa: PLC0415 - after --help
-    from sidecar.rank_supervisor import (  # noqa: PLC0415
-        RankPlan,
+    from sidecar.supervision.ranks import (  # noqa: PLC0415 - after --help
+        RankLaunchPlan,
         RankSupervisor,
-        gpus_of_this_host,
-        plan_of_server,
+        parse_server_command,
+        visible_gpus,
     )
 
     for option, value in (
@@ -301,14 +301,14 @@ def _all_ranks(
     ):
         if value is not None:
             raise UsageError(f"{option}: of one rank; with it, give --dp-rank, too")
-    server, port = plan_of_server(command)
-    plan = RankPlan(
+    server, port = parse_server_command(command)
+    plan = RankLaunchPlan(
         dp_group=dp_group or default_name("dp"),
         size=embedded["dp_size"],
         options=_given(ctx, _OF_THE_SUPERVISOR),
         command=server,
         port=port or embedded["port"],
-        gpus=gpus_of_this_host() if server else (),
+        gpus=visible_gpus() if server else (),
     )
     run_until_stopped(RankSupervisor(plan, restarts=restarts).run)
 
@@ -318,10 +318,10 @@ def _one_engine(
 ) -> None:
     """Start the same again, as a process that is started anew when it ends."""
     from bus.runtime.peer import default_name  # noqa: PLC0415 - after --help
-    from sidecar.rank_supervisor import EnginePlan, RankSupervisor  # noqa: PLC0415
+    from sidecar.supervision.ranks import EngineLaunchPlan, RankSupervisor  # noqa: PLC0415
 
     options = _given(ctx, frozenset({"name", "restarts", "command"}))
-    plan = EnginePlan(name or default_name("engine"), options, command)
+    plan = EngineLaunchPlan(name or default_name("engine"), options, command)
     run_until_stopped(RankSupervisor(plan, restarts=restarts).run)
 
 
@@ -349,7 +349,7 @@ def _given(ctx: click.Context, without: frozenset[str]) -> tuple[str, ...]:
 
 
 def _coordinate(broker: str, group: str, dp_group: str | None) -> BusAddress:
-    from sidecar.vllm_plugin.environment import BusAddress  # noqa: PLC0415 - after --help
+    from sidecar.vllm.plugin.environment import BusAddress  # noqa: PLC0415 - after --help
 
     if dp_group is None:
         raise UsageError("--dp-coordinator=bus: give all ranks of the DP group the same --dp-group")
@@ -384,9 +384,9 @@ def _vllm(
             "-- python -m vllm.entrypoints.openai.api_server --model ..."
         )
     if command:
-        from sidecar.supervise import SupervisedServer  # noqa: PLC0415 - only where it is used
-        from sidecar.vllm_http import VllmHttpEngine  # noqa: PLC0415
-        from sidecar.vllm_plugin.environment import DP_COORDINATOR  # noqa: PLC0415
+        from sidecar.supervision.server import SupervisedServer  # noqa: PLC0415 - only where it is used
+        from sidecar.vllm.http_engine import VllmHttpEngine  # noqa: PLC0415
+        from sidecar.vllm.plugin.environment import DP_COORDINATOR  # noqa: PLC0415
 
         server = SupervisedServer(
             command,
@@ -395,7 +395,7 @@ def _vllm(
             coordinate=coordinate,
         )
         return VllmHttpEngine(server=server, dp_coordinator="bus" if coordinate else "vllm")
-    from sidecar.vllm_http import VllmHttpEngine  # noqa: PLC0415
+    from sidecar.vllm.http_engine import VllmHttpEngine  # noqa: PLC0415
 
     assert attach is not None
     return VllmHttpEngine(attach, dp_coordinator="bus" if coordinate else "vllm")

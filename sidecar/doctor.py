@@ -20,8 +20,8 @@ from bus.cli.doctor import Check, feature_checks
 from bus.lora import FOLDER_PREFIX
 from bus.vllm_versions import TESTED, unsupported_reason, untested_reason
 from bus.weight_transfer.formats import SHM_FOLDER, SHM_PREFIX
-from sidecar.vllm_plugin import facts, installation
-from sidecar.vllm_plugin.registry import REGISTRY
+from sidecar.vllm.plugin import installation, worker_rpc
+from sidecar.vllm.plugin.patches import REGISTRY
 
 if TYPE_CHECKING:
     from bus.cli.doctor import Options
@@ -131,7 +131,7 @@ def _vllm_version() -> tuple[str, str] | None:
 
 def _plugin() -> Check:
     names = [entry.value for entry in entry_points(group="vllm.general_plugins")]
-    if any(value.startswith("sidecar.vllm_plugin") for value in names):
+    if any(value.startswith("sidecar.vllm.plugin") for value in names):
         allowed = os.environ.get("VLLM_PLUGINS")
         if allowed is not None and "wavebus" not in allowed.split(","):
             return Check(
@@ -153,7 +153,7 @@ def _backend() -> Check:
     """Register the plugin as vLLM does, in a process of its own."""
     code = (
         "import vllm.engine.arg_utils;"
-        "from sidecar.vllm_plugin import register; register();"
+        "from sidecar.vllm.plugin import register; register();"
         "from vllm.distributed.weight_transfer import WeightTransferEngineFactory as f;"
         "assert 'wavebus' in f._registry, sorted(f._registry)"
     )
@@ -171,7 +171,7 @@ def _backend() -> Check:
         "fail",
         f"it does not register: {last[:200]}",
         f"wavebus was run on vLLM {' and '.join(TESTED)}; look at the whole error with: python -c "
-        "'from sidecar.vllm_plugin import register; register()'",
+        "'from sidecar.vllm.plugin import register; register()'",
     )
 
 
@@ -194,7 +194,7 @@ def _cpu_build(name: str) -> list[Check]:
 
 def _plugin_of(url: str) -> Check:
     """Whether the plugin is in the server's workers."""
-    body = json.dumps({"method": facts.ASK_PRESENCE, "kwargs": {}}).encode()
+    body = json.dumps({"method": worker_rpc.ASK_PRESENCE, "kwargs": {}}).encode()
     asked = urllib.request.Request(  # noqa: S310
         f"{url}/collective_rpc", body, {"content-type": "application/json"}
     )
@@ -203,7 +203,7 @@ def _plugin_of(url: str) -> Check:
             answer = json.load(response).get("results")
     except (urllib.error.URLError, OSError, ValueError) as error:
         return Check("server's plugin", "warn", f"its workers don't answer: {error}", "is it busy?")
-    if isinstance(answer, list) and answer and facts.is_ours(answer[0]):
+    if isinstance(answer, list) and answer and worker_rpc.is_ours(answer[0]):
         return Check("server's plugin", "ok", "there: it also ends pauses of sidecars that died")
     return Check(
         "server's plugin",

@@ -24,8 +24,8 @@ from bus.messages import (
     Verify,
 )
 from bus.weight_transfer.allocation import RankAssignment, StagingCapacity
-from sidecar.corepage import CoreView
-from sidecar.holdpage import Hold, HoldEnd, LeftBehind
+from sidecar.shared_pages.core_status import CoreStatusView
+from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 __all__ = [
     "CanaryMode",
     "Chunk",
-    "CoreView",
+    "CoreStatusView",
     "Engine",
     "EngineInfo",
-    "Hold",
-    "HoldEnd",
-    "LeftBehind",
+    "PauseLease",
+    "LeaseOutcome",
+    "AbandonedPause",
     "Manifest",
     "PauseMode",
     "RankAssignment",
@@ -49,7 +49,7 @@ __all__ = [
     "Target",
     "TensorMeta",
     "Verify",
-    "need_model",
+    "require_model",
 ]
 
 
@@ -110,18 +110,18 @@ class Engine(Protocol):
     async def request_ids(self) -> tuple[str, ...]:
         """The ids of those requests, as their clients know them; empty if it can't tell."""
 
-    def core_view(self) -> CoreView | None:
+    def core_view(self) -> CoreStatusView | None:
         """The status page of its core, as it is now; None without one. Never blocks."""
 
-    def hold(self, hold: Hold | None) -> HoldEnd | None:
-        """Have the engine end its pause by itself when that hold is over, and nobody has renewed
-        it (:mod:`sidecar.holdpage`); None: there is no pause any more. Never blocks.
+    def hold(self, hold: PauseLease | None) -> LeaseOutcome | None:
+        """Have the engine end its pause by itself when that hold is over, and nobody has renewed it
+        (:mod:`sidecar.shared_pages.pause_lease`); None: there is no pause any more. Never blocks.
 
         Returns what the engine has made of that hold already: then nothing was renewed. None
         where it stands; and always where the engine ends with its sidecar.
         """
 
-    def left_behind(self) -> LeftBehind | None:
+    def left_behind(self) -> AbandonedPause | None:
         """In what pause the engine was found when it started, as an earlier sidecar has left it;
         None: in none."""
 
@@ -267,7 +267,7 @@ class Engine(Protocol):
         them have agreed. Called beside it."""
 
 
-def need_model(target: Target) -> None:
+def require_model(target: Target) -> None:
     """For engines without speculative decoding.
 
     Raises:

@@ -379,7 +379,7 @@ class TrainerAgent(Pauses, ForVllm):
 
         Args:
             adapter: its name: what clients of served engines ask for as their model, and what
-                :meth:`sidecar.vllm_inprocess.VllmEngine.lora_request` takes.
+                :meth:`sidecar.vllm.inprocess_engine.VllmEngine.lora_request` takes.
             source: all of its tensors, by the names that PEFT gives them in a checkpoint
                 (``base_model.model.….lora_A.weight``); of a module its LoRA parameters are taken.
             config: PEFT's ``adapter_config``, such as ``LoraConfig.to_dict()`` gives: ``r``,

@@ -1,6 +1,6 @@
 """An engine with its sidecar, simulated: the real machines, a made-up engine, no asyncio.
 
-It mirrors ``sidecar/agent.py``: a frame arrives, the session machine decides, an engine
+It mirrors ``sidecar/sidecar.py``: a frame arrives, the session machine decides, an engine
 call is made and returns after a simulated time, and its result goes back into the
 machine. :attr:`SimEngine.truth` says what the engine really does meanwhile.
 """

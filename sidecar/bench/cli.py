@@ -10,32 +10,32 @@ import click
 from bus.cli.options import json_option
 from bus.errors import UsageError, WavebusError
 from bus.runtime import event_loop
-from sidecar.bench.cli_common import (
+from sidecar.bench.cli_options import (
     backend_option,
     device_option,
     engine_option,
     logs_option,
     model_option,
     native_engine_option,
-    need_backend,
-    need_modules,
-    need_servers,
     packed_option,
     requests_option,
+    require_backend,
+    require_modules,
+    require_servers,
     rounds_option,
     run_measuring,
     say,
     tokens_option,
     vllm_backend,
 )
-from sidecar.bench.cli_gap import gap
+from sidecar.bench.gap.cli import gap
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from bus.runtime.event_loop import LoopChoice
-    from sidecar.bench.ends import Device
     from sidecar.bench.pause import EngineKind
+    from sidecar.bench.transfer.broadcast_ends import Device
     from sidecar.bench.vllm_fleet import Model
 
 _NEEDS: Final = ("aiohttp", "fastapi", "uvicorn", "httptools", "torch")
@@ -110,7 +110,7 @@ def control(
 
     They alternate in one run; only their ratios mean something on a busy host.
     """
-    need_modules(*_NEEDS)
+    require_modules(*_NEEDS)
     try:
         kind = event_loop.choose_loop(loop)
     except UsageError as error:
@@ -153,7 +153,7 @@ def pause(*, engine: EngineKind, dp_size: int, rounds: int, as_json: bool) -> No
 
     Two DP groups side by side, one of them on the bus, measured in turn.
     """
-    need_modules(*_NEEDS, *(("vllm",) if engine == "vllm" else ()))
+    require_modules(*_NEEDS, *(("vllm",) if engine == "vllm" else ()))
     from sidecar.bench import pause as measuring  # noqa: PLC0415 - it needs the bench's extra
 
     kind = event_loop.choose_loop("auto")
@@ -222,12 +222,13 @@ def transfer(
     vllm: updates over the bus, by vLLM's worker engine and by wavebus's, alternate with vLLM's
     own flow and with a raw broadcast; how long requests stand still, and whose time that is.
     """
-    need_modules("torch", "aiohttp")
+    require_modules("torch", "aiohttp")
     kind = event_loop.choose_loop("auto")
     if engine == "vllm":
-        from sidecar.bench import transfer_vllm, vllm_fleet  # noqa: PLC0415 - it needs torch
+        from sidecar.bench import vllm_fleet  # noqa: PLC0415 - it needs torch
+        from sidecar.bench.transfer import vllm_transfer  # noqa: PLC0415 - it needs torch
 
-        plan = vllm_fleet.Plan(
+        plan = vllm_fleet.FleetPlan(
             model=model_size,
             device=device,
             native_engine=native_engine,
@@ -238,18 +239,18 @@ def transfer(
             requests=requests,
             tokens=tokens,
         )
-        need_servers(plan)
+        require_servers(plan)
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
-        figures = run_measuring(transfer_vllm.measure(plan, kind, say, logs=logs), kind)
-        click.echo(json.dumps(figures) if as_json else transfer_vllm.table(figures))
+        figures = run_measuring(vllm_transfer.measure(plan, kind, say, logs=logs), kind)
+        click.echo(json.dumps(figures) if as_json else vllm_transfer.table(figures))
         if not figures["weights_arrived"]:
             raise WavebusError("the servers do not all serve the weights that were sent")
         return
-    from sidecar.bench import transfer as measuring  # noqa: PLC0415 - it needs torch
+    from sidecar.bench.transfer import transfer_rounds as measuring  # noqa: PLC0415 - it needs torch
 
     backend = backend or "shm"
-    need_backend(backend)
+    require_backend(backend)
     figures = run_measuring(measuring.measure(backend, megabytes, tensors, rounds, kind, say), kind)
     click.echo(json.dumps(figures) if as_json else _transfer_table(figures))
 
@@ -302,7 +303,7 @@ async def _measure(
     idle: bool,
     journal: bool,
 ) -> dict[str, Any]:
-    from sidecar.bench import control as measuring  # noqa: PLC0415 - it needs the bench's extra
+    from sidecar.bench.control import control_rounds as measuring  # noqa: PLC0415 - it needs the bench's extra
 
     samples = await measuring.compare(
         engines, rounds, loop, say, access_log=access_log, curve=curve, journal=journal

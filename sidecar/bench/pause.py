@@ -26,8 +26,8 @@ from typing import IO, TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import aiohttp
 
 from sidecar.bench.processes import VLLM_ON_CPU, BenchBroken, Worker, worker
-from sidecar.rank_supervisor import RankPlan, RankSupervisor
-from sidecar.vllm_connections import KEEP_ALIVE_S
+from sidecar.supervision.ranks import RankLaunchPlan, RankSupervisor
+from sidecar.vllm.connection_http import KEEP_ALIVE_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -85,7 +85,7 @@ async def measure(
         stacks = {"direct": direct, "bus": stack}
         say(f"starting two DP groups of {dp_size} {kind} engines")
         for name, own in stacks.items():
-            plan = RankPlan(
+            plan = RankLaunchPlan(
                 dp_group=name,
                 size=dp_size,
                 options=_options(kind, name, address, checkpoint),
@@ -201,7 +201,7 @@ def _options(kind: EngineKind, name: str, address: str, checkpoint: Path) -> tup
 
 
 @contextlib.asynccontextmanager
-async def _running(plan: RankPlan, log: IO[bytes]) -> AsyncIterator[None]:
+async def _running(plan: RankLaunchPlan, log: IO[bytes]) -> AsyncIterator[None]:
     """The DP group, for the length of a block; a rank that dies ends it."""
     stop = asyncio.Event()
     this = asyncio.current_task()

@@ -23,18 +23,18 @@ import aiohttp
 import torch
 
 from bus.errors import UsageError
-from sidecar.bench.ends import ends
 from sidecar.bench.processes import VLLM_ON_CPU, Worker, worker
-from sidecar.bench.serving import Settings
 from sidecar.bench.streams import PROMPT_TOKENS, greedy, prompt_of
-from sidecar.launch import free_port
-from sidecar.rank_supervisor import rank_options
+from sidecar.bench.transfer.broadcast_ends import ends
+from sidecar.bench.vllm_server import VllmServerSettings
+from sidecar.supervision.launch import free_port
+from sidecar.supervision.ranks import rank_options
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from bus.runtime.event_loop import LoopChoice
-    from sidecar.bench.ends import Device, Ends
+    from sidecar.bench.transfer.broadcast_ends import BroadcastEnds, Device
 
     Progress = Callable[[str], None]
 
@@ -59,7 +59,7 @@ _KV_CACHE_SPARE: Final = 1.5
 
 
 @dataclass(frozen=True)
-class Plan:
+class FleetPlan:
     """What is to be measured.
 
     Attributes:
@@ -154,7 +154,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedAnswer:
     """What a server answers with, and vLLM's own checksums of its weights."""
 
     tokens: tuple[int, ...]
@@ -173,10 +173,10 @@ class Fleet:
     trainer: Worker
     servers: dict[str, list[Worker]]
     urls: dict[str, list[str]]
-    ends: Ends
+    ends: BroadcastEnds
     made: dict[str, Any]
 
-    async def serves(self, name: str) -> list[Served]:
+    async def serves(self, name: str) -> list[ServedAnswer]:
         """Asked one rank after the other, so that each steps with the same."""
         return [await _served(url) for url in self.urls[name]]
 
@@ -186,7 +186,7 @@ class Fleet:
         return tuple((await self.trainer.ask(json.dumps(asked)))["tokens"])
 
 
-async def _served(url: str) -> Served:
+async def _served(url: str) -> ServedAnswer:
     async with (
         aiohttp.ClientSession() as session,
         session.post(
@@ -194,12 +194,12 @@ async def _served(url: str) -> Served:
         ) as response,
     ):
         sums = dict((await response.json())["checksums"])
-    return Served(tuple(await greedy(url, _GREEDY_TOKENS)), sums)
+    return ServedAnswer(tuple(await greedy(url, _GREEDY_TOKENS)), sums)
 
 
 @contextlib.asynccontextmanager
 async def fleet(
-    plan: Plan, servers: Mapping[str, str], loop: LoopChoice, say: Progress, logs: Path | None
+    plan: FleetPlan, servers: Mapping[str, str], loop: LoopChoice, say: Progress, logs: Path | None
 ) -> AsyncIterator[Fleet]:
     """Everything, for the length of a block.
 
@@ -235,7 +235,7 @@ async def fleet(
             told = _settings_of(plan, engine, groups[name], on, model)
             logged = [name] if plan.dp_size == 1 else [f"{name}-{n}" for n in range(plan.dp_size)]
             started[name] = [
-                await start(log, "sidecar.bench.serving", each.to_json(), grace_s=_GRACE_S)
+                await start(log, "sidecar.bench.vllm_server", each.to_json(), grace_s=_GRACE_S)
                 for log, each in zip(logged, told, strict=True)
             ]
         # All boot at once, and whichever breaks first tells why.
@@ -261,7 +261,7 @@ async def _urls(ranks: Sequence[Worker]) -> list[str]:
 
 
 def _trainer_settings(
-    plan: Plan, address: str, groups: Mapping[str, str], model: Path
+    plan: FleetPlan, address: str, groups: Mapping[str, str], model: Path
 ) -> dict[str, Any]:
     cuda = plan.device == "cuda"
     return {
@@ -283,7 +283,9 @@ def _trainer_settings(
     }
 
 
-def _settings_of(plan: Plan, engine: str, group: str, address: str, model: Path) -> list[Settings]:
+def _settings_of(
+    plan: FleetPlan, engine: str, group: str, address: str, model: Path
+) -> list[VllmServerSettings]:
     """A server's, or those of all its ranks."""
     meeting_port = free_port(_HOST)
     return [
@@ -293,8 +295,14 @@ def _settings_of(plan: Plan, engine: str, group: str, address: str, model: Path)
 
 
 def _server_settings(
-    plan: Plan, engine: str, group: str, address: str, model: Path, rank: int, meeting_port: int
-) -> Settings:
+    plan: FleetPlan,
+    engine: str,
+    group: str,
+    address: str,
+    model: Path,
+    rank: int,
+    meeting_port: int,
+) -> VllmServerSettings:
     cpu = plan.device == "cpu"
     lockstep = plan.dp_size > 1
     argv = (
@@ -326,8 +334,8 @@ def _server_settings(
     if not address:
         # Its IPC engine's handles come pickled over HTTP.
         insecure = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if engine == "ipc" else {}
-        return Settings(argv, {**env, **insecure})
-    return Settings(argv, env, address, group, rank if lockstep else None)
+        return VllmServerSettings(argv, {**env, **insecure})
+    return VllmServerSettings(argv, env, address, group, rank if lockstep else None)
 
 
 def step_graphs(requests: int) -> tuple[str, ...]:
@@ -341,7 +349,7 @@ def step_graphs(requests: int) -> tuple[str, ...]:
     return "--no-enforce-eager", "--compilation-config", json.dumps(told)
 
 
-def _kv_cache_bytes(plan: Plan) -> int:
+def _kv_cache_bytes(plan: FleetPlan) -> int:
     """Enough for all requests at once: one that is put off would make a gap of its own."""
     tokens = plan.requests * (PROMPT_TOKENS + plan.tokens) + _MAX_MODEL_LEN
     return int(tokens * _KV_CACHE_TOKEN_BYTES * _KV_CACHE_SPARE)

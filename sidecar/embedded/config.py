@@ -143,7 +143,7 @@ class _Fields:
             raise self.wrong(name, f"{value!r} (only {wanted!r})")
 
     def one_of(self, name: str, known: tuple[str, ...]) -> str:
-        """The first of ``known`` where the file has none."""
+        """The first of ``entry`` where the file has none."""
         value = self._raw.get(name, known[0])
         if value not in known:
             raise self.wrong(name, f"{value!r} (only {' and '.join(map(repr, known))})")

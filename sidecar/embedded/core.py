@@ -37,17 +37,22 @@ import torch
 
 from bus.errors import EngineDead, EngineError
 from bus.messages import NackCode
-from sidecar.corepage import GLOBALLY_PAUSED, LOCALLY_PAUSED, STEPPING, CorePage
-from sidecar.embedded.memory import Memory, MemoryState
+from sidecar.embedded.memory import ModelMemory, ModelMemoryState
 from sidecar.embedded.probing import run_probes
-from sidecar.embedded.scheduler import Scheduler
+from sidecar.embedded.scheduler import BatchScheduler
+from sidecar.shared_pages.core_status import (
+    GLOBALLY_PAUSED,
+    LOCALLY_PAUSED,
+    STEPPING,
+    CoreStatusPage,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from bus.messages import CorePhase, PauseMode, ProbeResult, SleepLevel
     from sidecar.embedded.model import Qwen3
-    from sidecar.embedded.requests import Publish, Request
+    from sidecar.embedded.requests import GenerationRequest, Publish
 
 T = TypeVar("T")
 
@@ -71,15 +76,15 @@ class EngineCore:
         slots: int,
         publish: Publish,
         died: Callable[[str], None],
-        page: CorePage | None = None,
+        page: CoreStatusPage | None = None,
     ) -> None:
         self.model = model
         self.version = 0
         self.step_s = 0.0  # the least that a step takes
-        self.memory = Memory(model)
-        self.page = page or CorePage(None)
+        self.memory = ModelMemory(model)
+        self.page = page or CoreStatusPage(None)
         self._slots = slots
-        self._scheduler = Scheduler(model, slots=slots, publish=publish)
+        self._scheduler = BatchScheduler(model, slots=slots, publish=publish)
         self._steps = 0
         self._died = died
         self._mode: PauseMode | None = None
@@ -104,7 +109,7 @@ class EngineCore:
         self._ask_to_stop()
         self._thread.join()
 
-    def submit(self, request: Request, wave: int = 0) -> None:
+    def submit(self, request: GenerationRequest, wave: int = 0) -> None:
         """Queue a request; its deltas go to ``publish``.
 
         Args:
@@ -118,10 +123,10 @@ class EngineCore:
         def run() -> None:
             if self._admits:
                 self._scheduler.add(request)
-                self._arrived(wave)
+                self._on_request(wave)
             else:
-                self._scheduler.turn_away(request)
-                self._turned_away(wave)
+                self._scheduler.reject(request)
+                self._on_rejected(wave)
 
         self._put(run)
 
@@ -156,7 +161,7 @@ class EngineCore:
             if mode == "abort":
                 self._scheduler.abort(lambda _: True)
             self._pausing.append(future)
-            self._pause_asked()
+            self._on_pause_requested()
             self._settle_pause()
 
         self._put(run, future)
@@ -179,7 +184,7 @@ class EngineCore:
 
         def run() -> None:
             self.require_paused("clear_cache")
-            self._scheduler.forget_cache()
+            self._scheduler.discard_cache()
 
         return self.call(run)
 
@@ -198,7 +203,7 @@ class EngineCore:
 
         def run() -> None:
             check()
-            self._swap(take, clear_cache=clear_cache)
+            self._swap_now(take, clear_cache=clear_cache)
 
         return self.call(run)
 
@@ -206,7 +211,7 @@ class EngineCore:
         """A swap that is not made yet, will not be."""
         return self.call(lambda: None)
 
-    def probe(self, requests: Sequence[Request]) -> Future[tuple[ProbeResult, ...]]:
+    def probe(self, requests: Sequence[GenerationRequest]) -> Future[tuple[ProbeResult, ...]]:
         """Run the canary's probes in the pause; the requests that there are, stay as they are."""
 
         def run() -> tuple[ProbeResult, ...]:
@@ -279,33 +284,33 @@ class EngineCore:
         self._mode = None
 
     def _require_awake(self, what: str) -> None:
-        if self.memory.state is not MemoryState.AWAKE:
+        if self.memory.state is not ModelMemoryState.AWAKE:
             raise EngineError(
                 f"{what}: the engine is {self.memory.state}", code=NackCode.ENGINE_ASLEEP
             )
 
-    def _swap(self, take: Callable[[], None], *, clear_cache: bool) -> None:
+    def _swap_now(self, take: Callable[[], None], *, clear_cache: bool) -> None:
         """Now: no step runs."""
         take()
         if clear_cache:
-            self._scheduler.forget_cache()
+            self._scheduler.discard_cache()
 
     # What a core in lockstep does differently
 
-    def _arrived(self, wave: int) -> None:
+    def _on_request(self, wave: int) -> None:
         """A request came."""
 
-    def _turned_away(self, wave: int) -> None:
+    def _on_rejected(self, wave: int) -> None:
         """A request came, and was ended."""
 
-    def _pause_asked(self) -> None:
+    def _on_pause_requested(self) -> None:
         """A pause was asked."""
 
-    def _busy(self) -> bool:
+    def _has_step(self) -> bool:
         """Whether there is a step to make."""
         return self._may_step()
 
-    def _quiet(self) -> bool:
+    def _is_quiet(self) -> bool:
         """Whether no step will be made until somebody asks for something."""
         return not self._may_step()
 
@@ -342,7 +347,7 @@ class EngineCore:
             with torch.inference_mode():
                 while not self._stopping:
                     self._serve_inbox()
-                    if self._busy() and not self._stopping:
+                    if self._has_step() and not self._stopping:
                         self._turn()
                         self._settle_pause()
         except EngineDead as error:
@@ -363,7 +368,7 @@ class EngineCore:
 
     def _serve_inbox(self) -> None:
         """Do what was asked; wait for something to be asked when there is no step to make."""
-        while not self._stopping and (not self._inbox.empty() or not self._busy()):
+        while not self._stopping and (not self._inbox.empty() or not self._has_step()):
             if self._inbox.empty():
                 self._show("idle")
             action = self._inbox.get()
@@ -388,16 +393,16 @@ class EngineCore:
 
     def _settle_pause(self) -> None:
         """Answer pauses, once nothing runs and nothing will."""
-        if not self._pausing or not self._quiet():
+        if not self._pausing or not self._is_quiet():
             return
         if self._clear_cache:
-            self._scheduler.forget_cache()
+            self._scheduler.discard_cache()
             self._clear_cache = False
         for future in self._pausing:
             future.set_result(None)
         self._pausing.clear()
 
-    def _abort(self, chosen: Callable[[Request], bool]) -> int:
+    def _abort(self, chosen: Callable[[GenerationRequest], bool]) -> int:
         count = self._scheduler.abort(chosen)
         self._settle_pause()
         return count

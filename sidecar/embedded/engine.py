@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.messages import NackCode
 from bus.weight_transfer.registry import receiver_backends
-from sidecar.corepage import CorePage
 from sidecar.embedded.config import read_config
 from sidecar.embedded.core import EngineCore
-from sidecar.embedded.generation import Generation
 from sidecar.embedded.model import Qwen3
-from sidecar.embedded.parallel.member import Member
+from sidecar.embedded.parallel.rank import DpRank
 from sidecar.embedded.probing import probe_requests
-from sidecar.embedded.requests import Delta, Request
+from sidecar.embedded.requests import Delta, Generation, GenerationRequest
 from sidecar.embedded.server import DataPlane
-from sidecar.embedded.updates import Updater
+from sidecar.embedded.update import Updater
 from sidecar.embedded.weights import load_folder
-from sidecar.engine import EngineInfo, need_model
+from sidecar.engine import EngineInfo, require_model
+from sidecar.shared_pages.core_status import CoreStatusPage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,11 +31,19 @@ if TYPE_CHECKING:
     from bus.manifest import Manifest
     from bus.messages import PauseMode, ProbeResult, SleepLevel, Verify
     from bus.weight_transfer.allocation import RankAssignment
-    from sidecar.corepage import CoreView
     from sidecar.embedded.experts import Exchange
     from sidecar.embedded.parallel.options import DataParallel
     from sidecar.embedded.sampling import SamplingParams
-    from sidecar.engine import Chunk, Hold, HoldEnd, LeftBehind, Staging, StagingCapacity, Target
+    from sidecar.engine import (
+        AbandonedPause,
+        Chunk,
+        LeaseOutcome,
+        PauseLease,
+        Staging,
+        StagingCapacity,
+        Target,
+    )
+    from sidecar.shared_pages.core_status import CoreStatusView
 
 T = TypeVar("T")
 
@@ -60,8 +67,8 @@ class EmbeddedEngine:
             :meth:`start` returns when all ranks are up, and none can be closed or die
             without the others. A call that pauses or resumes returns when all ranks
             have been called.
-        core_page: a file for the core's status page (:mod:`sidecar.corepage`), so that
-            other processes can read it, too.
+        core_page: a file for the core's status page (:mod:`sidecar.shared_pages.core_status`), so
+            that other processes can read it, too.
         step_ms: a step takes at least so long, as a larger model's does.
 
     Use it from one event loop. Cancelling a call does not call off what it asked:
@@ -105,8 +112,8 @@ class EmbeddedEngine:
                     f"model={model}: a model with {experts} experts can't be spread over "
                     f"{dp.size} data parallel ranks; start engines of their own"
                 )
-        self._member: Member | None = None
-        self._page = CorePage(core_page, rank=dp.rank if dp else 0)
+        self._rank: DpRank | None = None
+        self._page = CoreStatusPage(core_page, rank=dp.rank if dp else 0)
         self._server = DataPlane(self, host, port) if host is not None else None
         self._generations: dict[str, Generation] = {}
         self._requests = 0
@@ -153,8 +160,8 @@ class EmbeddedEngine:
         if self._closed:
             return
         self._closed = True
-        if self._member is not None:
-            self._member.leave()
+        if self._rank is not None:
+            self._rank.leave()
         if self._core is not None:
             await asyncio.to_thread(self._core.stop)
         for generation in self._generations.values():
@@ -165,8 +172,8 @@ class EmbeddedEngine:
         if self._updater is not None and self._loop is not None:
             await self._loop.run_in_executor(self._transport_thread, self._updater.close)
         self._transport_thread.shutdown(wait=False)
-        if self._member is not None:
-            await self._member.close()
+        if self._rank is not None:
+            await self._rank.close()
 
     async def died(self) -> str:
         if self._death is None:
@@ -174,7 +181,7 @@ class EmbeddedEngine:
         return await asyncio.shield(self._death)
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Started, not closed, not crashed."""
         return self._death is not None and not self._closed and not self._death.done()
 
@@ -184,13 +191,13 @@ class EmbeddedEngine:
     async def request_ids(self) -> tuple[str, ...]:
         return tuple(self._generations)
 
-    def core_view(self) -> CoreView | None:
+    def core_view(self) -> CoreStatusView | None:
         return None if self._closed else self._page.view()
 
-    def hold(self, hold: Hold | None) -> HoldEnd | None:  # noqa: ARG002 - it ends with its sidecar
+    def hold(self, hold: PauseLease | None) -> LeaseOutcome | None:  # noqa: ARG002 - it ends with its sidecar
         return None
 
-    def left_behind(self) -> LeftBehind | None:
+    def left_behind(self) -> AbandonedPause | None:
         return None
 
     async def version(self) -> int:
@@ -204,7 +211,7 @@ class EmbeddedEngine:
         """Begin a request at once; iterate over the result for its deltas.
 
         With ``stream`` each choice says every token as it comes, otherwise all of
-        them at its end. :func:`sidecar.embedded.protocol.check_request` says what
+        them at its end. :func:`sidecar.embedded.http_messages.check_request` says what
         is a valid request; this trusts the caller.
 
         Raises:
@@ -214,7 +221,7 @@ class EmbeddedEngine:
         self._requests += 1
         request_id = str(self._requests)
         room = self.max_model_len - len(token_ids)
-        request = Request(
+        request = GenerationRequest(
             id=request_id,
             prompt=tuple(token_ids),
             params=params,
@@ -223,7 +230,7 @@ class EmbeddedEngine:
             eos_token_ids=self._config.eos_token_ids,
             stream=stream,
         )
-        core.submit(request, self._member.request() if self._member else 0)
+        core.submit(request, self._rank.on_request() if self._rank else 0)
         generation = Generation(request_id, params.n, self._abort_request)
         self._generations[request_id] = generation
         return generation
@@ -247,7 +254,7 @@ class EmbeddedEngine:
 
         def run() -> None:
             core.sleep(level)
-            updater.slept(discarded=level == 2)  # noqa: PLR2004 - the level
+            updater.on_slept(discarded=level == 2)  # noqa: PLR2004 - the level
 
         await _answer(core.call(run))
 
@@ -282,13 +289,13 @@ class EmbeddedEngine:
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
     ) -> StagingCapacity:
         self._started()
-        need_model(target)
+        require_model(target)
         return self._update().arm(manifest, staging)
 
     async def start_update(
         self, *, recover: bool, target: Target = "model", staged: bool = False
     ) -> None:
-        need_model(target)
+        require_model(target)
         updater = self._update()
         await _answer(self._started().call(lambda: updater.start(recover=recover, staged=staged)))
 
@@ -308,7 +315,7 @@ class EmbeddedEngine:
             await _answer(self._started().call(lambda: updater.load(seq)))
 
     async def restore(self, target: Target = "model") -> None:
-        need_model(target)
+        require_model(target)
         await _answer(self._started().call(self._update().restore))
 
     async def finish_update(self) -> None:
@@ -353,21 +360,21 @@ class EmbeddedEngine:
         """Make the core, and let it run; with ``dp``, together with those of all ranks."""
         exchange: Exchange | None = None
         if self._dp is not None:
-            self._member = Member(self._dp, self._lost)
-            exchange = await self._member.join(asdict(self._config))
+            self._rank = DpRank(self._dp, self._on_lost)
+            exchange = await self._rank.join(asdict(self._config))
         model = await asyncio.to_thread(self._load, exchange)
-        make = self._member.make_core if self._member else EngineCore
+        make = self._rank.make_core if self._rank else EngineCore
         self._core = make(
             model,
             slots=self.max_num_seqs,
             publish=lambda deltas: self._in_loop(lambda: self._dispatch(deltas)),
-            died=lambda reason: self._in_loop(lambda: self._core_died(reason)),
+            died=lambda reason: self._in_loop(lambda: self._on_core_died(reason)),
             page=self._page,
         )
         self._core.step_s = self._step_ms / 1000
         self._updater = Updater(self._core)
-        if self._member is not None:
-            await self._member.ready()
+        if self._rank is not None:
+            await self._rank.ready()
         self._core.start()
 
     def _load(self, exchange: Exchange | None) -> Qwen3:
@@ -414,26 +421,26 @@ class EmbeddedEngine:
                 if generation.done.is_set():
                     del self._generations[delta.request_id]
 
-    def _lost(self, reason: str) -> None:
+    def _on_lost(self, reason: str) -> None:
         """What the engine can't do without is gone: another rank, or the coordinator."""
-        self._bury(reason)
+        self._fail_requests(reason)
         if self._core is not None:
             self._core.fail(reason)
 
-    def _core_died(self, reason: str) -> None:
-        member = self._member
+    def _on_core_died(self, reason: str) -> None:
+        member = self._rank
         if member is None:
-            self._bury(reason)
+            self._fail_requests(reason)
             return
 
         async def bury() -> None:
             known = await member.explain(reason)
             if known is not None:
-                self._bury(known)
+                self._fail_requests(known)
 
         self._mourning = asyncio.create_task(bury())
 
-    def _bury(self, reason: str) -> None:
+    def _fail_requests(self, reason: str) -> None:
         if self._death is not None and not self._death.done():
             self._death.set_result(reason)
         for generation in self._generations.values():
@@ -441,7 +448,7 @@ class EmbeddedEngine:
         self._generations.clear()
 
     def _abort_request(self, request_id: str) -> None:
-        if self.alive and self._core is not None:
+        if self.is_alive and self._core is not None:
             self._core.abort(request_id)
 
 

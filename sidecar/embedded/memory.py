@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 _NAN_BYTE: Final = 0xFF
 
 
-class MemoryState(StrEnum):
+class ModelMemoryState(StrEnum):
     AWAKE = "awake"
     ASLEEP = "asleep"
     WEIGHTS_AWAKE = "weights_awake"
 
 
-_S = MemoryState
+_S = ModelMemoryState
 
 
-class Memory:
+class ModelMemory:
     """One model's. Every method runs in the core's thread, between steps."""
 
     def __init__(self, model: Qwen3) -> None:
@@ -91,7 +91,7 @@ class Memory:
                 _bytes(storage).fill_(0)  # see KvCache
             self.state = _S.AWAKE
 
-    def need_weights(self, what: str) -> None:
+    def require_weights(self, what: str) -> None:
         """Refuse ``what`` while the weights sleep.
 
         Raises:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from bus.errors import EngineError
 from bus.messages import NackCode, ProbeResult
-from sidecar.embedded.requests import Delta, Request
+from sidecar.embedded.requests import Delta, GenerationRequest
 from sidecar.embedded.sampling import SamplingParams
-from sidecar.embedded.scheduler import Scheduler
+from sidecar.embedded.scheduler import BatchScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def probe_requests(
     prompts: Sequence[tuple[int, ...]], max_tokens: int, *, max_len: int, vocab_size: int
-) -> list[Request]:
+) -> list[GenerationRequest]:
     """Greedy ones, past any end of sequence.
 
     Raises:
@@ -42,14 +42,14 @@ def probe_requests(
         temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, seed=0
     )
     return [
-        Request(f"probe-{number}", prompt, params, 0, max_tokens, (), stream=False)
+        GenerationRequest(f"probe-{number}", prompt, params, 0, max_tokens, (), stream=False)
         for number, prompt in enumerate(prompts)
     ]
 
 
 def run_probes(
     model: Qwen3,
-    requests: Sequence[Request],
+    requests: Sequence[GenerationRequest],
     *,
     slots: int,
     version: int,
@@ -64,7 +64,7 @@ def run_probes(
         stepping: called before each step.
     """
     ended: dict[str, Delta] = {}
-    probes = Scheduler(
+    probes = BatchScheduler(
         model,
         slots=slots,
         publish=lambda deltas: ended.update({delta.request_id: delta for delta in deltas}),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from sidecar.embedded.model import Decode, Prefill
-from sidecar.embedded.requests import Delta, Request, Sequence, sequences_of
+from sidecar.embedded.requests import Delta, GenerationRequest, Sequence, sequences_of
 from sidecar.embedded.sampling import SamplingBatch, raw_logprobs
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_PREFILL_TOKENS: Final = 4096
 
 
-class Scheduler:
+class BatchScheduler:
     """The sequences of one model, running and waiting.
 
     Args:
@@ -48,10 +48,10 @@ class Scheduler:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: GenerationRequest) -> None:
         self._waiting.extend(sequences_of(request))
 
-    def turn_away(self, request: Request) -> None:
+    def reject(self, request: GenerationRequest) -> None:
         """End a request that is not to begin."""
         self._end(sequences_of(request))
 
@@ -75,14 +75,14 @@ class Scheduler:
             logits = self._share(prefill, owner_of, logits, running)
         self._take(logits, version)
 
-    def forget_cache(self) -> None:
+    def discard_cache(self) -> None:
         """Drop keys and values; running sequences wait to be computed anew, before others."""
         self._waiting.extendleft(reversed(self._rows))
         self._rows.clear()
         self._batch = None
         self.model.kv.clear()
 
-    def abort(self, chosen: Callable[[Request], bool]) -> int:
+    def abort(self, chosen: Callable[[GenerationRequest], bool]) -> int:
         """End the chosen requests' sequences; how many requests that were."""
         ended = [row for row, s in enumerate(self._rows) if chosen(s.request)]
         gone = [self._rows[row] for row in ended]

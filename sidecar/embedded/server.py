@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from bus.errors import EngineError
-from sidecar.embedded.protocol import (
+from sidecar.embedded.http_messages import (
     BadRequest,
     check_request,
     decode_request,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from aiohttp.typedefs import Handler
 
-    from sidecar.embedded.generation import Generation
+    from sidecar.embedded.requests import Generation
     from sidecar.embedded.sampling import SamplingParams
 
 MAX_BODY_BYTES: Final = 16 * 1024 * 1024
@@ -38,7 +38,7 @@ MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 SHUTDOWN_S: Final = 1.0
 
 
-class Served(Protocol):
+class ServedEngine(Protocol):
     """What the data plane needs of an engine."""
 
     vocab_size: int
@@ -47,7 +47,7 @@ class Served(Protocol):
     model_name: str
 
     @property
-    def alive(self) -> bool: ...
+    def is_alive(self) -> bool: ...
 
     async def in_flight(self) -> int: ...
 
@@ -65,7 +65,7 @@ class DataPlane:
         port: 0 takes any free one.
     """
 
-    def __init__(self, engine: Served, host: str, port: int) -> None:
+    def __init__(self, engine: ServedEngine, host: str, port: int) -> None:
         self._engine = engine
         self._host = host
         self._port = port
@@ -118,7 +118,7 @@ class DataPlane:
         return web.Response(body=answer, content_type="application/json")
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.Response(status=200 if self._engine.alive else 503)
+        return web.Response(status=200 if self._engine.is_alive else 503)
 
     async def _models(self, _: web.Request) -> web.Response:
         card = {

@@ -44,7 +44,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ParameterLayout:
     """Every parameter's shape, and every tensor's place in them.
 
     ``optional`` are tensors that may be sent and are not loaded: with tied
@@ -71,7 +71,7 @@ class Layout:
         return name in self.optional or name.endswith(_DERIVED_SUFFIX)
 
 
-def layout_of(config: ModelConfig, own_experts: range | None = None) -> Layout:
+def layout_of(config: ModelConfig, own_experts: range | None = None) -> ParameterLayout:
     """The layout of the decoder in :mod:`sidecar.embedded.model`.
 
     ``own_experts`` are those of this rank; None: all.
@@ -125,10 +125,10 @@ def layout_of(config: ModelConfig, own_experts: range | None = None) -> Layout:
     if not config.tied:
         whole(_TIED_HEAD, vocab)
     optional = {_TIED_HEAD: vocab} if config.tied else {}
-    return Layout(config.dtype, parameters, parts, optional, frozenset(elsewhere))
+    return ParameterLayout(config.dtype, parameters, parts, optional, frozenset(elsewhere))
 
 
-def check_manifest(layout: Layout, manifest: Manifest) -> None:
+def check_manifest(layout: ParameterLayout, manifest: Manifest) -> None:
     """Check that ``manifest`` is one whole update of the model; load nothing.
 
     First every tensor by itself, then the elements that each parameter would get.
@@ -150,7 +150,7 @@ def check_manifest(layout: Layout, manifest: Manifest) -> None:
 
 
 def load_tensors(
-    layout: Layout,
+    layout: ParameterLayout,
     parameters: Mapping[str, torch.Tensor],
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
@@ -165,7 +165,9 @@ def load_tensors(
                 parameters[part.parameter].narrow(0, part.row, part.shape[0]).copy_(tensor)
 
 
-def load_folder(layout: Layout, parameters: Mapping[str, torch.Tensor], folder: Path) -> None:
+def load_folder(
+    layout: ParameterLayout, parameters: Mapping[str, torch.Tensor], folder: Path
+) -> None:
     """Fill ``parameters`` from the ``*.safetensors`` files of ``folder``, whatever their dtype.
 
     Raises:
@@ -190,7 +192,7 @@ def load_folder(layout: Layout, parameters: Mapping[str, torch.Tensor], folder: 
             load_tensors(layout, parameters, ((name, tensors.get_tensor(name)) for name in names))
 
 
-def _check_tensor(layout: Layout, meta: TensorMeta) -> None:
+def _check_tensor(layout: ParameterLayout, meta: TensorMeta) -> None:
     if meta.name.endswith(_DERIVED_SUFFIX):
         return
     part = layout.parts.get(meta.name)
@@ -209,7 +211,9 @@ def _check_tensor(layout: Layout, meta: TensorMeta) -> None:
         )
 
 
-def _incomplete(layout: Layout, parameter: str, elements: int, sent: frozenset[str]) -> EngineError:
+def _incomplete(
+    layout: ParameterLayout, parameter: str, elements: int, sent: frozenset[str]
+) -> EngineError:
     parts = [name for name, part in layout.parts.items() if part.parameter == parameter]
     missing = [name for name in parts if name not in sent]
     if len(parts) == 1:

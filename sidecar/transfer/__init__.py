@@ -6,8 +6,8 @@ The receivers themselves are in :mod:`bus.weight_transfer`.
 
 from __future__ import annotations
 
-from sidecar.transfer.checks import check_delivered, check_room, check_sums
-from sidecar.transfer.room import free_memory, spare_memory, staging_room
+from sidecar.transfer.memory_budget import free_memory, spare_memory, staging_capacity
+from sidecar.transfer.verification import check_delivered, check_room, check_sums
 
 __all__ = [
     "check_delivered",
@@ -15,5 +15,5 @@ __all__ = [
     "check_sums",
     "free_memory",
     "spare_memory",
-    "staging_room",
+    "staging_capacity",
 ]

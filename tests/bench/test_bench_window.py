@@ -13,19 +13,19 @@ import torch
 
 from bus.cli.main import run
 from sidecar.bench.processes import BenchBroken
-from sidecar.bench.serving import called, foreign_plugins
 from sidecar.bench.streams import gaps_ms, greedy, longest_gap_ms, percentile, streaming
-from sidecar.bench.transfer_vllm import Round, figures, table
-from sidecar.bench.window import Window, window
+from sidecar.bench.transfer.vllm_transfer import VllmTransferRound, figures, table
+from sidecar.bench.transfer.window import Window, window
+from sidecar.bench.vllm_server import called, foreign_plugins
 from sidecar.embedded import EmbeddedEngine
-from sidecar.vllm_plugin import wire
-from sidecar.vllm_plugin.facts import PERFORM, SWAP
+from sidecar.vllm.plugin import operations
+from sidecar.vllm.plugin.worker_rpc import PERFORM, SWAP
 from tests.support.checkpoints import make_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sidecar.bench.window import Call
+    from sidecar.bench.transfer.window import Call
 
 LIMIT_S = 60.0
 
@@ -73,8 +73,8 @@ def test_ordinary_gaps_are_those_before_the_update() -> None:
     assert percentile([7], 50) == 7
 
 
-def performing(operation: wire.Operation) -> dict[str, Any]:
-    return {"method": PERFORM, "kwargs": {"operation": wire.encode(operation)}}
+def performing(operation: operations.Operation) -> dict[str, Any]:
+    return {"method": PERFORM, "kwargs": {"operation": operations.encode(operation)}}
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,19 @@ def performing(operation: wire.Operation) -> dict[str, Any]:
         ("/pause", None, "pause"),
         ("/update_weight_version", {"new_version": "1"}, "commit"),
         ("/resume", None, "resume"),
-        ("/collective_rpc", performing(wire.Start("model", False)), "start"),
-        ("/collective_rpc", performing(wire.Receive(0, "nccl", (), (), (), b"")), "receive"),
-        ("/collective_rpc", performing(wire.Receive(0, "vllm:nccl", (), (), (), b"")), "update"),
-        ("/collective_rpc", performing(wire.Load(0, "full", (1,))), "load"),
-        ("/collective_rpc", performing(wire.Finish()), "finish"),
+        ("/collective_rpc", performing(operations.Start("model", False)), "start"),
+        (
+            "/collective_rpc",
+            performing(operations.ReceiveChunk(0, "nccl", (), (), (), b"")),
+            "receive",
+        ),
+        (
+            "/collective_rpc",
+            performing(operations.ReceiveChunk(0, "vllm:nccl", (), (), (), b"")),
+            "update",
+        ),
+        ("/collective_rpc", performing(operations.LoadChunk(0, "full", (1,))), "load"),
+        ("/collective_rpc", performing(operations.Finish()), "finish"),
         ("/collective_rpc", {"method": "wavebus_facts", "kwargs": {}}, "collective_rpc"),
         ("/collective_rpc", {"method": SWAP, "kwargs": {"version": 1}}, "swap"),
     ],
@@ -102,9 +110,9 @@ def test_the_server_without_a_bus_is_without_wavebus() -> None:
     assert "wavebus" not in foreign_plugins()
 
 
-def a_round(gap_ms: float, transfer_ms: float, control_ms: float) -> Round:
+def a_round(gap_ms: float, transfer_ms: float, control_ms: float) -> VllmTransferRound:
     seen = Window(200.0, control_ms, 0.0, {"pause": 20.0, "update": transfer_ms})
-    return Round(gap_ms, [20.0, 30.0], 210.0, transfer_ms, seen)
+    return VllmTransferRound(gap_ms, [20.0, 30.0], 210.0, transfer_ms, seen)
 
 
 def test_ratios_are_of_medians() -> None:

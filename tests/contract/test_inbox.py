@@ -18,7 +18,7 @@ from bus.weight_transfer.gloo import GlooReceiver
 from bus.weight_transfer.packing import ViewCache, packed_offsets
 from bus.weight_transfer.registry import make_receiver, make_sender
 from bus.weight_transfer.shm import ShmReceiver
-from sidecar.transfer.inbox import Inbox
+from sidecar.transfer.chunk_receiver import ChunkReceiver
 from trainer_agent.sources import meta_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Lane:
     def __init__(self, backend: str, receiver: Receiver | None = None, *, buffers: int = 2) -> None:
         self.backend = backend
         self.sender = make_sender(backend, buffers=buffers)
-        self.inbox = Inbox(CPU)
+        self.inbox = ChunkReceiver(CPU)
         receiver = receiver or make_receiver(backend)
         collective = self.sender.is_collective
         params = self.sender.open(self.sender.packed_bytes(BYTES), WORLD if collective else ALONE)
@@ -133,13 +133,13 @@ def shm() -> Iterator[Lane]:
 def test_chunks_come_ahead_of_their_load(gloo: Lane) -> None:
     """Both are announced before either is sent, and each is taken when it is there; four go through
     room for two."""
-    assert gloo.inbox.depth == 2
+    assert gloo.inbox.prefetch_depth == 2
     gloo.begin(0)
     gloo.begin(1)
     for seq in range(4):
         gloo.sender.transfer(seq)
         assert gloo.arrived(seq)
-        gloo.inbox.done(seq)
+        gloo.inbox.release(seq)
         if seq + 2 < 4:
             gloo.begin(seq + 2)
 
@@ -160,12 +160,12 @@ def test_more_chunks_than_there_is_room_for_are_refused(
 ) -> None:
     """Which would overwrite one that is not loaded yet."""
     at = Lane("shm" if make is ShmReceiver else "gloo", make())
-    for seq in range(at.inbox.depth):
+    for seq in range(at.inbox.prefetch_depth):
         at.begin(seq)
     with pytest.raises(EngineError, match="not loaded yet") as refused:
         at.inbox.begin(9, METAS, at.backend, b"")
     assert refused.value.code is NackCode.WRONG_STATE
-    for seq in range(at.inbox.depth):
+    for seq in range(at.inbox.prefetch_depth):
         at.sender.transfer(seq)
         assert at.arrived(seq)
     at.close()
@@ -258,7 +258,7 @@ def test_an_interruption_leaves_a_transport_that_waits_for_nobody(shm: Lane) -> 
     shm.begin(0)
     shm.inbox.interrupt()
     assert shm.arrived(0)
-    shm.inbox.done(0)
+    shm.inbox.release(0)
     shm.begin(1)
     assert shm.arrived(1)
 
@@ -273,7 +273,7 @@ def test_what_is_taken_to_keep_is_a_copy(shm: Lane) -> None:
     """Views of a transport's buffers would be overwritten under vLLM's reload."""
     shm.begin(0)
     views, own = dict(shm.inbox.take(0)), dict(shm.inbox.take_own(0))
-    shm.inbox.done(0)
+    shm.inbox.release(0)
     assert all(own[name].data_ptr() != views[name].data_ptr() for name in own)
     shm.sender.on_taken(0)
     shm.sender.put(0, tensors_of(7))
@@ -321,7 +321,7 @@ def test_what_does_not_last_is_copied_as_soon_as_it_is_there() -> None:
     assert lane.arrived(0)
     taken, own = lane.inbox.take(0), lane.inbox.take_own(0)
     assert [t.data_ptr() for _, t in own] == [t.data_ptr() for _, t in taken]
-    lane.inbox.done(0)
+    lane.inbox.release(0)
     assert receiver.released == 1
     lane.close()
 
@@ -336,7 +336,7 @@ def test_what_can_be_received_where_it_is_to_lie_is_copied_there_once() -> None:
     lane.sender.put(0, tensors_of(7))
     assert lane.inbox.take(0) is place
     assert lane.arrived(0)
-    lane.inbox.done(0)
+    lane.inbox.release(0)
     assert receiver.released == 1
     lane.close()
 

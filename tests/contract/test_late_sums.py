@@ -14,8 +14,8 @@ from bus.errors import EngineError
 from bus.messages import NackCode
 from bus.weight_transfer.checksum import checksums
 from bus.weight_transfer.packing import ViewCache, packed_offsets
-from sidecar.transfer import checks
-from sidecar.transfer.checks import LateSums
+from sidecar.transfer import verification
+from sidecar.transfer.verification import DeferredSums
 from trainer_agent.sources import meta_of
 
 METAS = (meta_of("a", torch.zeros(3, 40)), meta_of("b", torch.zeros(500)))
@@ -64,20 +64,20 @@ def sums(seed: int) -> tuple[int, ...]:
 
 def test_chunks_that_are_what_was_sent_pass() -> None:
     """Though the buffer has others by then; and the next update's, after that."""
-    late, buffer = LateSums(), Buffer()
+    late, buffer = DeferredSums(), Buffer()
     for update in range(3):
         for seq in range(4):
             seed = 10 * update + seq
-            late.look(seq, buffer.chunk(seed), "sample", sums(seed))
+            late.record(seq, buffer.chunk(seed), "sample", sums(seed))
         late.check()
 
 
 @pytest.mark.parametrize("wrong", range(4))
 def test_one_that_is_not_is_named(wrong: int) -> None:
     """With its tensor, when the last has come."""
-    late, buffer = LateSums(), Buffer()
+    late, buffer = DeferredSums(), Buffer()
     for seq in range(4):
-        late.look(seq, buffer.chunk(seq + 100 * (seq == wrong)), "sample", sums(seq))
+        late.record(seq, buffer.chunk(seq + 100 * (seq == wrong)), "sample", sums(seq))
     with pytest.raises(EngineError, match=f"a, in chunk {wrong}, is not what was sent") as found:
         late.check()
     assert (found.value.code, found.value.tensor) == (NackCode.CHECKSUM_MISMATCH, "a")
@@ -87,16 +87,16 @@ def test_one_that_is_not_is_named(wrong: int) -> None:
 @pytest.mark.parametrize("wrong", [None, *range(4)])
 def test_chunks_that_stay_are_looked_at_when_the_last_has_come(wrong: int | None) -> None:
     """In one operation; as they are then."""
-    late, rooms = LateSums(), Rooms()
+    late, rooms = DeferredSums(), Rooms()
     for update in range(3):
         for seq in range(4):
             received = rooms.chunk(seq, 10 * update + seq)
-            late.look(seq, received, "sample", sums(10 * update + seq), stays=True)
+            late.record(seq, received, "sample", sums(10 * update + seq), stays=True)
         with _OneRead() as reads:  # type: ignore[no-untyped-call]
             late.check()
         assert reads.seen == 1
     for seq in range(4):
-        late.look(seq, rooms.chunk(seq, seq), "sample", sums(seq), stays=True)
+        late.record(seq, rooms.chunk(seq, seq), "sample", sums(seq), stays=True)
     if wrong is None:
         late.check()
         return
@@ -114,43 +114,43 @@ class _OneRead(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def test_some_may_stay_and_others_not() -> None:
-    late, rooms, buffer = LateSums(), Rooms(), Buffer()
-    late.look(0, buffer.chunk(7), "sample", sums(7))
-    late.look(1, rooms.chunk(0, 8), "sample", sums(8), stays=True)
-    late.look(2, buffer.chunk(9), "sample", sums(9))
+    late, rooms, buffer = DeferredSums(), Rooms(), Buffer()
+    late.record(0, buffer.chunk(7), "sample", sums(7))
+    late.record(1, rooms.chunk(0, 8), "sample", sums(8), stays=True)
+    late.record(2, buffer.chunk(9), "sample", sums(9))
     late.check()
-    late.look(0, buffer.chunk(7), "sample", sums(7))
-    late.look(1, rooms.chunk(1, 8), "sample", sums(9), stays=True)
+    late.record(0, buffer.chunk(7), "sample", sums(7))
+    late.record(1, rooms.chunk(1, 8), "sample", sums(9), stays=True)
     with pytest.raises(EngineError, match="a, in chunk 1, is not what was sent"):
         late.check()
 
 
 def test_what_was_given_up_is_not_asked_about() -> None:
-    late, buffer = LateSums(), Buffer()
-    late.look(0, buffer.chunk(1), "sample", sums(2))
-    late.forget()
+    late, buffer = DeferredSums(), Buffer()
+    late.record(0, buffer.chunk(1), "sample", sums(2))
+    late.discard()
     late.check()
 
 
 def test_many_are_summed_up_before_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would take memory until then."""
-    monkeypatch.setattr(checks, "_MOST_WORDS", 2 * 310)
-    late, buffer = LateSums(), Buffer()
-    late.look(0, buffer.chunk(9), "sample", sums(0))
-    late.look(1, buffer.chunk(1), "sample", sums(1))
+    monkeypatch.setattr(verification, "_MOST_WORDS", 2 * 310)
+    late, buffer = DeferredSums(), Buffer()
+    late.record(0, buffer.chunk(9), "sample", sums(0))
+    late.record(1, buffer.chunk(1), "sample", sums(1))
     with pytest.raises(EngineError, match="in chunk 0"):
-        late.look(2, buffer.chunk(2), "sample", sums(2))
+        late.record(2, buffer.chunk(2), "sample", sums(2))
 
 
 def test_what_will_not_lie_there_again_is_compared_at_once() -> None:
     """Nor is it, where all words are to be looked at."""
-    late = LateSums()
+    late = DeferredSums()
     received = [(meta.name, tensor) for meta, tensor in zip(METAS, values(1), strict=True)]
     with pytest.raises(EngineError, match="a, in chunk 0"):
-        late.look(0, received, "sample", sums(2))
+        late.record(0, received, "sample", sums(2))
     full = checksums(torch, values(2), "full")
     with pytest.raises(EngineError, match="a, in chunk 0"):
-        late.look(0, Buffer().chunk(1), "full", full)
+        late.record(0, Buffer().chunk(1), "full", full)
 
 
 def test_nothing_of_a_transport_that_is_gone_is_kept() -> None:
@@ -159,10 +159,10 @@ def test_nothing_of_a_transport_that_is_gone_is_kept() -> None:
     class Memory(bytearray):
         """That goes when no tensor lies in it any more."""
 
-    late, buffer, memory = LateSums(), Buffer(), Memory(4096)
+    late, buffer, memory = DeferredSums(), Buffer(), Memory(4096)
     there = weakref.ref(memory)
     buffer._memory = torch.frombuffer(memory, dtype=torch.uint8)
-    late.look(0, buffer.chunk(1), "sample", sums(1))
+    late.record(0, buffer.chunk(1), "sample", sums(1))
     late.check()
     del buffer, memory
     gc.collect()

@@ -63,22 +63,16 @@ from bus.weight_transfer.base import Receiver, Sender
 from bus.weight_transfer.formats import decode, encode
 from bus.weight_transfer.registry import register_receiver, register_sender
 from sidecar import Sidecar
-from sidecar.bench import (
-    cli_common,
-    control,
-    gap,
-    gap_embedded,
-    gap_vllm,
-    pause,
-    transfer,
-    transfer_vllm,
-)
+from sidecar.bench import cli_options, pause
 from sidecar.bench import vllm_fleet as fleet
-from sidecar.bench.window import Window
+from sidecar.bench.control import control_rounds
+from sidecar.bench.gap import embedded_gap, gap_rounds, vllm_gap
+from sidecar.bench.transfer import transfer_rounds, vllm_transfer
+from sidecar.bench.transfer.window import Window
+from sidecar.dp_coordinator.__main__ import gateway
 from sidecar.embedded import EmbeddedEngine, SamplingParams
 from sidecar.engine import Chunk, Engine, EngineInfo
-from sidecar.gateway.__main__ import gateway
-from sidecar.vllm_inprocess import VllmEngine
+from sidecar.vllm.inprocess_engine import VllmEngine
 from tests.support.checkpoints import make_checkpoint
 from tests.support.log_calls import LogCalls
 from tests.support.procs import wavebus as start_wavebus
@@ -553,7 +547,7 @@ def test_json_of_the_benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Each bench's command prints these keys. Processes and rounds are replaced by numbers."""
     for replace in (_quick_control, _quick_pause, _quick_transfer, _quick_gap):
         replace(monkeypatch)
-    monkeypatch.setattr(cli_common, "find_spec", lambda _: True)  # vLLM need not be installed
+    monkeypatch.setattr(cli_options, "find_spec", lambda _: True)  # vLLM need not be installed
     json_and = ("--json", "--rounds", 1)
     bench = [
         ("control", ask_json("bench", "control", *json_and)),
@@ -617,10 +611,10 @@ async def _do_nothing(*_: Any, **__: Any) -> None:
 
 
 def _quick_control(patch: pytest.MonkeyPatch) -> None:
-    async def compare(engines: int, rounds: int, *_: Any, **how: bool) -> control.Samples:
+    async def compare(engines: int, rounds: int, *_: Any, **how: bool) -> control_rounds.Samples:
         one = [1.0] * rounds
         curve, journal = (one if how[name] else [] for name in ("curve", "journal"))
-        return control.Samples(engines, one, one, one, rounds, 1.0, 1.0, curve, journal, 1.0)
+        return control_rounds.Samples(engines, one, one, one, rounds, 1.0, 1.0, curve, journal, 1.0)
 
     async def bus_round(_: object) -> float:
         return 1.0
@@ -628,12 +622,12 @@ def _quick_control(patch: pytest.MonkeyPatch) -> None:
     async def share(*_: object) -> float:
         return 0.5
 
-    patch.setattr(control, "compare", compare)
-    patch.setattr(control, "raise_file_limit", lambda _: None)
-    patch.setattr(control, "_bus", _a_worker)
-    patch.setattr(control, "_bus_round", bus_round)
-    patch.setattr(control, "_idle_share", share)
-    patch.setattr(control, "_CALM_S", 0.0)
+    patch.setattr(control_rounds, "compare", compare)
+    patch.setattr(control_rounds, "raise_file_limit", lambda _: None)
+    patch.setattr(control_rounds, "_bus", _a_worker)
+    patch.setattr(control_rounds, "_bus_round", bus_round)
+    patch.setattr(control_rounds, "_idle_share", share)
+    patch.setattr(control_rounds, "_CALM_S", 0.0)
 
 
 def _quick_pause(patch: pytest.MonkeyPatch) -> None:
@@ -647,8 +641,8 @@ def _quick_transfer(patch: pytest.MonkeyPatch) -> None:
     async def number() -> float:
         return 1.0
 
-    async def update() -> transfer.Round:
-        return transfer.Round(1.0, 1.0, 1.0, 1.0, 1.0)
+    async def update() -> transfer_rounds.TransferRound:
+        return transfer_rounds.TransferRound(1.0, 1.0, 1.0, 1.0, 1.0)
 
     @contextlib.asynccontextmanager
     async def running(*_: Any, **__: Any) -> AsyncIterator[Any]:
@@ -656,20 +650,20 @@ def _quick_transfer(patch: pytest.MonkeyPatch) -> None:
             memcpy_ms=number, two_memcpy_ms=number, update=update, size_bytes=1_000_000, tensors=1
         )
 
-    patch.setattr(transfer, "_running", running)
+    patch.setattr(transfer_rounds, "_running", running)
 
     seen = Window(4.0, 1.0, 1.0, {"load": 1.0})
 
-    async def one_round(*_: Any) -> transfer_vllm.Round:
-        return transfer_vllm.Round(1.0, [1.0], 1.0, 1.0, seen)
+    async def one_round(*_: Any) -> vllm_transfer.VllmTransferRound:
+        return vllm_transfer.VllmTransferRound(1.0, [1.0], 1.0, 1.0, seen)
 
     async def arrived(*_: Any) -> bool:
         return True
 
-    patch.setattr(transfer_vllm, "_round", one_round)
-    patch.setattr(transfer_vllm, "_arrived", arrived)
-    patch.setattr(transfer_vllm, "fleet", _a_fleet)
-    patch.setattr(fleet.Plan, "check", lambda _: None)
+    patch.setattr(vllm_transfer, "_round", one_round)
+    patch.setattr(vllm_transfer, "_arrived", arrived)
+    patch.setattr(vllm_transfer, "fleet", _a_fleet)
+    patch.setattr(fleet.FleetPlan, "check", lambda _: None)
 
 
 @contextlib.asynccontextmanager
@@ -692,27 +686,29 @@ async def _a_fleet(*_: Any) -> AsyncIterator[Any]:
 
 
 def _quick_gap(patch: pytest.MonkeyPatch) -> None:
-    async def measure(*_: Any, **__: Any) -> gap.Measured:
-        trace = gap.Trace(100.0, ((-20.0, 20.0), (10.0, 20.0), (120.0, 20.0)))
+    async def measure(*_: Any, **__: Any) -> gap_rounds.Measured:
+        trace = gap_rounds.TokenTrace(100.0, ((-20.0, 20.0), (10.0, 20.0), (120.0, 20.0)))
         paused, staged = (
-            gap.Round(20.0, (20.0, 20.0), 100.0, 50.0, commit_ms, swap_ms, 10.0, 9.0, 0, trace)
+            gap_rounds.GapRound(
+                20.0, (20.0, 20.0), 100.0, 50.0, commit_ms, swap_ms, 10.0, 9.0, 0, trace
+            )
             for commit_ms, swap_ms in ((5.0, 0.0), (5.0, 1.0))
         )
-        native = gap.Round(20.0, (20.0, 20.0), 100.0, 50.0, 0.0, 0.0, 10.0, 0.0, 0, trace)
-        rounds: dict[gap.Way, list[gap.Round]] = {
+        native = gap_rounds.GapRound(20.0, (20.0, 20.0), 100.0, 50.0, 0.0, 0.0, 10.0, 0.0, 0, trace)
+        rounds: dict[gap_rounds.Way, list[gap_rounds.GapRound]] = {
             "native": [native],
             "paused": [paused],
             "staged": [staged],
         }
-        return gap.Measured(rounds, [1.0], [1.0], arrived=True)
+        return gap_rounds.Measured(rounds, [1.0], [1.0], arrived=True)
 
     @contextlib.asynccontextmanager
     async def running(*_: Any) -> AsyncIterator[Any]:
         yield SimpleNamespace(size_bytes=1_000_000, tensors=1, not_compared="")
 
-    patch.setattr(gap, "measure", measure)
-    patch.setattr(gap_embedded, "_running", running)
-    patch.setattr(gap_vllm, "fleet", _a_fleet)
+    patch.setattr(gap_rounds, "measure", measure)
+    patch.setattr(embedded_gap, "_running", running)
+    patch.setattr(vllm_gap, "fleet", _a_fleet)
 
 
 # -- wire, journal and logs ----------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import aiohttp
 
 from bus.messages import Arm, Commit, Heartbeat, Join, PauseLocal
-from sidecar.launch import free_port
+from sidecar.supervision.launch import free_port
 from tests.support import swap_hold
 from tests.support.checkpoints import Checkpoint, perturbed
 from tests.support.clients import Asked, Client

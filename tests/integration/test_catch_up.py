@@ -20,7 +20,7 @@ from bus.protocol.broker.broker import BrokerConfig
 from bus.weight_transfer.registry import register_receiver, register_sender
 from bus.weight_transfer.shm import ShmReceiver, ShmSender
 from sidecar import Sidecar
-from sidecar.bench.agents import StubEngine
+from sidecar.bench.control.sidecars import StubEngine
 from tests.contract.bus_suite import until
 from tests.integration.test_dp_restart import group, moe
 from tests.integration.test_killed import engines, generate

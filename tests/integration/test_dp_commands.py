@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bus.runtime.status_client import fetch_status
-from sidecar.corepage import PageReader
-from sidecar.launch import free_port
+from sidecar.shared_pages.core_status import CoreStatusReader
+from sidecar.supervision.launch import free_port
 from tests.integration.test_killed import engines, generate
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.procs import PATIENCE_S, run_wavebus, wavebus
@@ -69,7 +69,7 @@ def test_ranks_serve_take_an_update_and_end(bus: Bus, moe: Checkpoint, tmp_path:
     asyncio.run(update())
     for name in ("e0", "e1"):
         assert generate(found[name].endpoint, 12) == moe.greedy(new, PROMPT, 12)
-    pages = [PageReader(tmp_path / f"page{rank}").read() for rank in range(2)]
+    pages = [CoreStatusReader(tmp_path / f"page{rank}").read() for rank in range(2)]
     assert [page.rank for page in pages] == [0, 1]
     for rank in started:
         rank.signal(signal.SIGTERM)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sidecar.corepage import GLOBALLY_PAUSED, LOCALLY_PAUSED, STEPPING
+from sidecar.shared_pages.core_status import GLOBALLY_PAUSED, LOCALLY_PAUSED, STEPPING
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.dp_engine import GroupEngine
 from tests.support.dp_group import DpGroup, bounded, coordinated, steady

@@ -14,7 +14,7 @@ from bus.keys import read_keyring
 from bus.messages import NackCode
 from bus.protocol.broker.broker import BrokerConfig
 from sidecar import Sidecar
-from sidecar.bench.agents import StubEngine
+from sidecar.bench.control.sidecars import StubEngine
 from sidecar.engine import EngineInfo
 from tests.integration.test_dp_restart import group, moe
 from tests.integration.test_killed import engines, generate, held_pause
@@ -124,7 +124,7 @@ class Pair:
         return await self._words[rank].get()
 
     def _overhear(self, sidecar: Sidecar) -> None:
-        link = sidecar._direct
+        link = sidecar._peer_links
         assert link is not None
         heard = link._on_word
 

@@ -35,7 +35,7 @@ from bus.messages import (
 from bus.runtime.zmq_curve import new_pair
 from bus.runtime.zmq_transport import ZmqClient, ZmqServer
 from sidecar import Sidecar
-from sidecar.bench.agents import StubEngine
+from sidecar.bench.control.sidecars import StubEngine
 from tests.support.broker import a_broker
 from tests.support.frames import BarePeer
 from tests.support.keys import KeyFolder
@@ -213,7 +213,15 @@ def test_a_gateway_joins_with_the_keys_of_its_environment(keys: KeyFolder) -> No
         "WAVEBUS_BROKER_KEY": str(keys.public),
     }
     with wavebus("broker", "--listen", "tcp://127.0.0.1:*", "--curve-keys", str(keys.broker)) as on:
-        gateway = (sys.executable, "-m", "sidecar.gateway", "--dp-group", "dp", "--size", "2")
+        gateway = (
+            sys.executable,
+            "-m",
+            "sidecar.dp_coordinator",
+            "--dp-group",
+            "dp",
+            "--size",
+            "2",
+        )
         with Proc(*gateway, "--broker", on.first_line(), env=env, stdin=subprocess.PIPE):
             assert on.wait_event("peer_joined")["role"] == "gateway"
 

@@ -1,7 +1,7 @@
 """A DP group in simulated time: ranks that step in lockstep, front ends, a gateway.
 
 The ranks' waves are the embedded engine's own machine
-(:class:`sidecar.embedded.parallel.waves.Waves`), the coordinator is the real gateway's,
+(:class:`sidecar.embedded.parallel.waves.RankWaves`), the coordinator is the real gateway's,
 the sidecars' machines and the broker are the real ones. Made up are the collectives: one
 lasts a moment once every rank is in it, and ranks that wait in different ones wait for
 ever, which is the wedge that must never be.
@@ -25,8 +25,8 @@ from bus.protocol.engine.calls import Call, CallEscalate, CallPause, CallResume
 from bus.runtime.peer import PeerClient, route_of
 from bus.testing.ground_truth import InvariantViolation
 from bus.testing.sim_engine import SimEngine
-from sidecar.embedded.parallel.waves import Waves
-from sidecar.gateway.frames import CoreReport
+from sidecar.dp_coordinator.frames import CoreReport
+from sidecar.embedded.parallel.waves import RankWaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -80,18 +80,18 @@ class Meeting:
         self._world.scheduler.call_at(self._world.now_ms + after_ms, action)
 
 
-class EngineStartedWaves(Waves):
+class EngineStartedWaves(RankWaves):
     """One rank's waves as vLLM 0.33 has them, without the guard of wavebus's plugin: only a rank
     that is not paused starts a wave, and a rank that is paused for good drops every START."""
 
-    def request(self, wave: int) -> CoreReport | None:
+    def on_request(self, wave: int) -> CoreReport | None:
         self.number = max(self.number, wave)
         if self.running or self.paused:
             return None
         self.running = True
         return CoreReport(self.rank, started=self.number)
 
-    def start(self, wave: int, excluded: int | None) -> bool:
+    def on_start_wave(self, wave: int, excluded: int | None) -> bool:
         if excluded == self.rank or wave < self.number or self.agreed:
             return False
         self.number, self.running = wave, True
@@ -102,12 +102,12 @@ class Rank(SimEngine):
     """One rank: its sidecar's machines as in any simulated engine, and a core in lockstep."""
 
     group: LockstepGroup
-    waves: Waves
+    waves: RankWaves
 
     def set_up(self, group: LockstepGroup) -> None:
         """Join the others of its group."""
         self.group = group
-        kind = EngineStartedWaves if group.engines_start else Waves
+        kind = EngineStartedWaves if group.engines_start else RankWaves
         self.waves = kind(self.dp_rank, self.dp_size, INTERVAL)
         self.connected = True  # to the gateway, which starts it
         self.requests: list[Request] = []
@@ -143,7 +143,7 @@ class Rank(SimEngine):
         """START_DP_WAVE."""
         number, paused, agreed = self.waves.number, self.waves.paused, self.waves.agreed
         running = self.waves.running
-        self.waves.start(wave, excluded)
+        self.waves.on_start_wave(wave, excluded)
         if excluded == self.dp_rank or wave < number:
             return
         if agreed and not running and self.group.engines_start:
@@ -177,7 +177,7 @@ class Rank(SimEngine):
             return
         self._settle()
         if self.waves.running or self.may_step():
-            self.waves.step_begins()
+            self.waves.on_step_begin()
             working = self.may_step()
             self._meet("forward", (0,), lambda _: self._stepped(working=working))
 
@@ -189,14 +189,14 @@ class Rank(SimEngine):
                     each.made += 1
                     if each.made == each.tokens:
                         each.ended = "length"
-        if self.waves.step_ended():
+        if self.waves.on_step_end():
             numbers = (int(self.may_step()), int(self.waves.paused))
             self._meet("sync", numbers, self._conferred)
         else:
             self.turn()
 
     def _conferred(self, sums: list[int]) -> None:
-        report = self.waves.conferred(sums[0], sums[1])
+        report = self.waves.on_agreement(sums[0], sums[1])
         self._report(report)
         self._settle()
         self.turn()
@@ -213,7 +213,7 @@ class Rank(SimEngine):
         self.group.meeting.arrive(self.dp_rank, where, numbers, released)
 
     def _settle(self) -> None:
-        if self.pausing and self.waves.globally_paused and not self.may_step():
+        if self.pausing and self.waves.is_globally_paused and not self.may_step():
             done, self.pausing = self.pausing, []
             for each in done:
                 self.group.later(each)
@@ -230,7 +230,7 @@ class Rank(SimEngine):
 
     def _add(self, request: Request, wave: int) -> None:
         self.requests.append(request)
-        report = self.waves.request(wave)
+        report = self.waves.on_request(wave)
         if report is not None and report.started is not None:
             self.group.begun.setdefault(report.started, set()).add(self.dp_rank)
         self._report(report)
@@ -254,7 +254,7 @@ class Rank(SimEngine):
         self.mode = None
 
         def met(sums: list[int]) -> None:
-            self.waves.resumed(unfinished=sums[0] > 0)
+            self.waves.on_resumed(unfinished=sums[0] > 0)
             self.group.later(then)
             self.turn()
 

@@ -14,15 +14,15 @@ from sidecar.engine import (
     Staging,
     StagingCapacity,
     Target,
-    need_model,
+    require_model,
 )
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
     from bus.messages import PauseMode, SleepLevel, Verify
     from bus.weight_transfer.allocation import RankAssignment
-    from sidecar.corepage import CoreView
-    from sidecar.holdpage import Hold, HoldEnd, LeftBehind
+    from sidecar.shared_pages.core_status import CoreStatusView
+    from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
     from tests.support.dp_group import DpGroup
 
 
@@ -50,13 +50,13 @@ class GroupEngine:
     async def request_ids(self) -> tuple[str, ...]:
         return ()
 
-    def core_view(self) -> CoreView | None:
+    def core_view(self) -> CoreStatusView | None:
         return self.group.ranks[0].view()
 
-    def hold(self, hold: Hold | None) -> HoldEnd | None:  # noqa: ARG002 - it ends with its sidecar
+    def hold(self, hold: PauseLease | None) -> LeaseOutcome | None:  # noqa: ARG002 - it ends with its sidecar
         return None
 
-    def left_behind(self) -> LeftBehind | None:
+    def left_behind(self) -> AbandonedPause | None:
         return None
 
     async def version(self) -> int:
@@ -104,7 +104,7 @@ class GroupEngine:
     async def arm(
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
     ) -> StagingCapacity:
-        need_model(target)
+        require_model(target)
         fields = (manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends)
         how = None if staging is None else astuple(staging)
         rooms = await self._all("arm", manifest=fields, staging=how)
@@ -113,7 +113,7 @@ class GroupEngine:
     async def start_update(
         self, *, recover: bool, target: Target = "model", staged: bool = False
     ) -> None:
-        need_model(target)
+        require_model(target)
         await self._all("start_update", recover=recover, staged=staged)
 
     async def receive(self, chunk: Chunk) -> None:
@@ -127,7 +127,7 @@ class GroupEngine:
         await self._all("load", seq=seq, verify=verify, sums=sums)
 
     async def restore(self, target: Target = "model") -> None:
-        need_model(target)
+        require_model(target)
         await self._all("restore")
 
     async def finish_update(self) -> None:

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any, Self
 from bus.errors import EngineDead, EngineError
 from bus.messages import NackCode
 from bus.runtime.zmq_dp import DpCoordinatorSockets
-from sidecar.corepage import NoPage, PageReader
-from sidecar.gateway import frames
-from sidecar.launch import free_port
+from sidecar.dp_coordinator import frames
+from sidecar.shared_pages.core_status import CoreStatusReader, NoPage
+from sidecar.supervision.launch import free_port
 from tests.support.procs import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
     from pathlib import Path
 
-    from sidecar.corepage import CoreView
+    from sidecar.shared_pages.core_status import CoreStatusView
 
 PATIENCE_S = 120.0
 _LOOK_S = 0.001
@@ -85,7 +85,7 @@ class RankProcess:
 
     def __init__(self, folder: Path, spec: dict[str, Any], env: dict[str, str]) -> None:
         self.rank: int = spec["rank"]
-        self.page = PageReader(folder / f"page{self.rank}")
+        self.page = CoreStatusReader(folder / f"page{self.rank}")
         self.logs: list[dict[str, Any]] = []
         self.text: list[str] = []
         self._spec = {**spec, "core_page": str(self.page.path)}
@@ -146,11 +146,11 @@ class RankProcess:
         request = self._requests[number] = Request(number, answer)
         return request
 
-    def view(self) -> CoreView:
+    def view(self) -> CoreStatusView:
         """The core's status page, read from this process."""
         return self.page.read()
 
-    async def shows(self, condition: Callable[[CoreView], bool]) -> CoreView:
+    async def shows(self, condition: Callable[[CoreStatusView], bool]) -> CoreStatusView:
         """Wait until the page says so. It is memory, so somebody must look again and again."""
         while True:
             with contextlib.suppress(NoPage):
@@ -272,7 +272,9 @@ class Coordinator:
         self.sockets.listen(
             on_front=self._on_front,
             on_core_subscription=self._on_subscription,
-            on_core_report=lambda parts: self.reports.put_nowait(frames.from_core(parts, size)),
+            on_core_report=lambda parts: self.reports.put_nowait(
+                frames.decode_core_frame(parts, size)
+            ),
         )
 
     @property
@@ -286,11 +288,11 @@ class Coordinator:
 
     def start(self, wave: int) -> None:
         """START_DP_WAVE to all cores."""
-        self.sockets.publish_to_cores(frames.start_wave(frames.StartWave(wave)))
+        self.sockets.publish_to_cores(frames.encode_start_wave(frames.StartWave(wave)))
 
     def publish(self, wave: int, *, running: bool) -> None:
         """To all front ends."""
-        self.sockets.publish_to_fronts(frames.standing(frames.Standing(wave, running)))
+        self.sockets.publish_to_fronts(frames.encode_wave_status(frames.WaveStatus(wave, running)))
 
     def _on_subscription(self, parts: list[bytes]) -> None:
         if frames.is_core_subscription(parts):
@@ -299,7 +301,7 @@ class Coordinator:
                 self.sockets.publish_to_cores((frames.READY,))
 
     def _on_front(self, parts: list[bytes]) -> None:
-        said = frames.from_front(parts, self._size)
+        said = frames.decode_front_frame(parts, self._size)
         if isinstance(said, frames.FirstRequest):
             self.asked.put_nowait(said)
 
@@ -326,7 +328,7 @@ def bounded(work: Coroutine[Any, Any, None], timeout_s: float = PATIENCE_S) -> N
     asyncio.run(run())
 
 
-async def steady(rank: RankProcess, for_s: float) -> CoreView:
+async def steady(rank: RankProcess, for_s: float) -> CoreStatusView:
     """Look at a page that must not change for so long; the view at the end."""
     view = rank.view()
     end_s = time.monotonic() + for_s

@@ -25,11 +25,11 @@ from bus.errors import EngineError
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import Staging
 from bus.weight_transfer.allocation import RankAssignment
+from sidecar.dp_coordinator.process import DpCoordinatorAddresses
 from sidecar.embedded.engine import EmbeddedEngine
 from sidecar.embedded.parallel.options import DataParallel
 from sidecar.embedded.sampling import SamplingParams
 from sidecar.engine import Chunk
-from sidecar.gateway.child import GatewayAddresses
 
 if TYPE_CHECKING:
     from bus.messages import Verify
@@ -42,7 +42,9 @@ class Rank:
         gateway = spec.pop("gateway", None)
         options = {key: spec.pop(key) for key in ("model", "max_num_seqs") if key in spec}
         page = spec.pop("core_page", None)
-        dp = DataParallel(**spec, gateway=GatewayAddresses(**gateway) if gateway else None)
+        dp = DataParallel(
+            **spec, coordinator=DpCoordinatorAddresses(**gateway) if gateway else None
+        )
         self.engine = EmbeddedEngine(
             **options, host=None, dp=dp, core_page=Path(page) if page else None
         )

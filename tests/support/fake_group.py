@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Self
 
 import zmq
 
-from sidecar.gateway import frames
+from sidecar.dp_coordinator import frames
 from tests.support.procs import Proc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-    from sidecar.gateway.frames import Standing, StartWave
+    from sidecar.dp_coordinator.frames import StartWave, WaveStatus
 
 PATIENCE_MS = 10_000
 DP_GROUP = "moe"
@@ -27,7 +27,15 @@ DP_GROUP = "moe"
 def gateway_process(size: int, *arguments: str) -> Proc:
     """A gateway, as the plugin starts it."""
     return Proc(
-        *(sys.executable, "-m", "sidecar.gateway", "--dp-group", DP_GROUP, "--size", str(size)),
+        *(
+            sys.executable,
+            "-m",
+            "sidecar.dp_coordinator",
+            "--dp-group",
+            DP_GROUP,
+            "--size",
+            str(size),
+        ),
         *arguments,
         stdin=subprocess.PIPE,
     )
@@ -78,7 +86,7 @@ class FakeCore:
 
     def heard(self) -> StartWave | None:
         """The next word; None is READY."""
-        return frames.from_coordinator_to_core(self.input.receive())
+        return frames.decode_frame_to_core(self.input.receive())
 
     def heard_start(self, wave: int, excluded: int | None = None) -> None:
         """Wait for this START; what was repeated before it is skipped."""
@@ -89,7 +97,7 @@ class FakeCore:
         raise AssertionError(f"rank {self.rank} heard no START {wave}, {excluded}")
 
     def report(self, *, complete: int | None = None, started: int | None = None) -> None:
-        self.output.send(frames.report(frames.CoreReport(self.rank, complete, started)))
+        self.output.send(frames.encode_core_report(frames.CoreReport(self.rank, complete, started)))
 
     def drain(self) -> int:
         """Take what is there; how much that was."""
@@ -111,10 +119,10 @@ class FakeFront:
         self.wire.send(frames.SUBSCRIBE)
 
     def first_request(self, wave: int) -> None:
-        self.wire.send(frames.first_request(frames.FirstRequest(self.rank, wave)))
+        self.wire.send(frames.encode_first_request(frames.FirstRequest(self.rank, wave)))
 
-    def heard(self) -> Standing:
-        return frames.from_coordinator_to_front(self.wire.receive())
+    def heard(self) -> WaveStatus:
+        return frames.decode_frame_to_front(self.wire.receive())
 
     def heard_standing(self, wave: int, *, running: bool) -> None:
         """Wait until it is told that things stand so."""
@@ -122,7 +130,7 @@ class FakeFront:
         last = None
         while time.monotonic() < deadline_s:
             last = self.heard()
-            if last == frames.Standing(wave, running):
+            if last == frames.WaveStatus(wave, running):
                 return
         raise AssertionError(f"front end {self.rank} heard {last} at last")
 

@@ -17,7 +17,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from sidecar.vllm_plugin.guard import die_with_parent
+from sidecar.supervision.reaper import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -21,7 +21,7 @@ from bus.runtime.json_lines import read_commands, write_answer
 from bus.runtime.peer import route_of
 from bus.runtime.zmq_transport import ZmqClient
 from sidecar import Sidecar
-from sidecar.bench.agents import StubEngine
+from sidecar.bench.control.sidecars import StubEngine
 from tests.support.broker import a_broker
 
 if TYPE_CHECKING:

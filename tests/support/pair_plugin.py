@@ -51,9 +51,9 @@ def bring_collectives() -> None:
     from vllm.platforms import current_platform  # noqa: PLC0415 - only inside vLLM
 
     if current_platform.is_cpu():
-        from sidecar.vllm_plugin import cpu_experts  # noqa: PLC0415 - of no use elsewhere
+        from sidecar.vllm.plugin.loading import cpu  # noqa: PLC0415 - of no use elsewhere
 
-        cpu_experts.install()
+        cpu.install()
 
 
 def register_on_cpu(name: str) -> None:

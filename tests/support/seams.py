@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sidecar.vllm_plugin.installation import put
-from sidecar.vllm_plugin.registry import REGISTRY
+from sidecar.vllm.plugin.installation import apply_patches
+from sidecar.vllm.plugin.patches import REGISTRY
 
 
 def install(module: Any, *names: str, form: str = "") -> None:
@@ -17,4 +17,4 @@ def install(module: Any, *names: str, form: str = "") -> None:
     for name in names:
         seam = REGISTRY.seam(name)
         chosen = form or (seam.forms[0].name if seam.forms else "only")
-        put(seam, chosen, lambda _: module)
+        apply_patches(seam, chosen, lambda _: module)

@@ -66,16 +66,16 @@ def hold_vllm() -> None:
     """A plugin: in every process of vLLM's."""
     if _SOCKET not in os.environ:
         return
-    from sidecar.vllm_plugin import core_swap  # noqa: PLC0415 - where it is wanted
+    from sidecar.vllm.plugin.core import swap as core_swap  # noqa: PLC0415 - where it is wanted
 
     module: Any = core_swap
-    swap = module._make
+    swap = module._swap_now
 
     def held(core: Any, what: Any) -> Any:
         _ask(f"m-{core.dp_rank}")
         return swap(core, what)
 
-    module._make = held
+    module._swap_now = held
 
 
 def _ask(rank: str) -> None:

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from sidecar.holdpage import Hold, in_ms
-from sidecar.vllm_inprocess import VllmEngine
+from sidecar.shared_pages.pause_lease import PauseLease, deadline_ns
+from sidecar.vllm.inprocess_engine import VllmEngine
 from tests.vllm._vllm import AGAIN_S, PROMPT, engine_args
 
 ANSWERS = 3
@@ -125,8 +125,8 @@ class Rank:
         broken: list[str] | None = None,
     ) -> None:
         """As a sidecar that is dead now has held it."""
-        left = in_ms(left_ms), NOBODY, "moe", version, "", tuple(broken or ())
-        hold = Hold(serial, "u1", *left, asleep=False, resuming=False)  # type: ignore[arg-type]
+        left = deadline_ns(left_ms), NOBODY, "moe", version, "", tuple(broken or ())
+        hold = PauseLease(serial, "u1", *left, asleep=False, resuming=False)  # type: ignore[arg-type]
         self._engine.hold(hold)
 
     async def do_let_go(self) -> None:
@@ -134,13 +134,13 @@ class Rank:
 
     async def do_end(self, serial: int) -> dict[str, Any] | None:
         """What its core has made of that hold."""
-        (page,) = self._engine._core._hold_pages
-        end = page.end()
+        (page,) = self._engine._core._lease_pages
+        end = page.outcome()
         return dataclasses.asdict(end) if end is not None and end.serial == serial else None
 
     async def do_hide_page(self, hidden: bool) -> None:
         """So that no other rank can read it."""
-        (page,) = self._engine._core._hold_pages
+        (page,) = self._engine._core._lease_pages
         away = page.path.with_suffix(".away")
         page.path.rename(away) if hidden else away.rename(page.path)
 

@@ -10,14 +10,14 @@ import torch
 
 from bus.weight_transfer.registry import register_receiver
 from bus.weight_transfer.shm import ShmReceiver
-from sidecar.vllm_plugin import plans
-from sidecar.vllm_plugin.copy_plan import make_plan
+from sidecar.vllm.plugin.loading import plan_cache
+from sidecar.vllm.plugin.loading.copy_plan import make_plan
 
 if TYPE_CHECKING:
     from bus.manifest import TensorMeta
     from bus.weight_transfer.allocation import RankAssignment
-    from sidecar.vllm_plugin.copy_plan import CopyPlan
-    from sidecar.vllm_plugin.loader_trace import LoaderTrace
+    from sidecar.vllm.plugin.loading.copy_plan import CopyPlan
+    from sidecar.vllm.plugin.loading.loader_trace import LoaderTrace
 
 # A manifest that begins with this tensor gets a plan that takes keys for values.
 MISLEADING = "model.layers.1.input_layernorm.weight"
@@ -73,7 +73,7 @@ def _plan(trace: LoaderTrace, *, unloaded: str) -> CopyPlan:
 
 def register() -> None:
     """vLLM calls this in every process."""
-    module: Any = plans
+    module: Any = plan_cache
     module.make_plan = _plan
     register_receiver("faulty", FaultyReceiver)
     register_receiver("one-sided", OneSidedReceiver)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from sidecar import Sidecar
-from sidecar.supervise import SupervisedServer
-from sidecar.vllm_http import VllmHttpEngine
-from sidecar.vllm_inprocess import VllmEngine
+from sidecar.supervision.server import SupervisedServer
+from sidecar.vllm.http_engine import VllmHttpEngine
+from sidecar.vllm.inprocess_engine import VllmEngine
 from tests.support.broker import a_broker
 from tests.support.checkpoints import Checkpoint, make_checkpoint
 from tests.vllm._vllm import (

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from bus.messages import Target
     from sidecar.engine import Engine
-    from sidecar.vllm_inprocess import VllmEngine
+    from sidecar.vllm.inprocess_engine import VllmEngine
 
 PROMPT = [5, 17, 99, 3, 42, 7]
 MAX_POSITIONS = 4096
@@ -67,7 +67,7 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wavebus-vllm-tests\nVersion: 0\n")
     (info / "entry_points.txt").write_text(
         "[vllm.general_plugins]\n"
-        "wavebus_here = sidecar.vllm_plugin:register\n"
+        "wavebus_here = sidecar.vllm.plugin:register\n"
         "wavebus_faulty = _faulty:register\n"
         "wavebus_tuned = _tuned:register\n"
         "wavebus_sleepy = _sleepy:register\n"
@@ -294,7 +294,7 @@ async def staged_update(
     manifest = plan(weights)
     push = Push(engine, weights, manifest, backend=backend, workers=workers, staging=how)
     asked: list[str] = []
-    doors: Any = engine._doors
+    doors: Any = engine._connection
     ask = doors.ask
 
     async def noted(method: str, kwargs: dict[str, Any]) -> Any:

@@ -15,7 +15,8 @@ from bus.lora import WEIGHTS_FILE
 from bus.messages import NackCode
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine
-from sidecar.vllm_inprocess import VllmEngine, parse_version
+from sidecar.vllm.core_state import parse_version
+from sidecar.vllm.inprocess_engine import VllmEngine
 from tests.contract.engine_suite import Watch
 from tests.support.adapters import ATTENTION, MadeAdapter, folders, make_adapter
 from tests.support.broker import a_broker

@@ -13,9 +13,9 @@ import pytest
 from bus.errors import Refused
 from bus.messages import NackCode
 from sidecar import Sidecar
-from sidecar.supervise import SupervisedServer
-from sidecar.vllm_http import VllmHttpEngine
-from sidecar.vllm_inprocess import parse_version
+from sidecar.supervision.server import SupervisedServer
+from sidecar.vllm.core_state import parse_version
+from sidecar.vllm.http_engine import VllmHttpEngine
 from tests.contract.engine_suite import Watch
 from tests.support.adapters import folders, make_adapter
 from tests.support.broker import a_broker

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sidecar.vllm_inprocess import VllmEngine
+from sidecar.vllm.inprocess_engine import VllmEngine
 from tests.support.checkpoints import make_checkpoint
 from tests.vllm._vllm import (
     MAX_POSITIONS,

@@ -19,10 +19,16 @@ from safetensors.torch import load_file
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar.holdpage import Begun, Hold, HoldEnd, HoldPage, in_ms
-from sidecar.launch import free_port, guarded
-from sidecar.supervise import prepare
-from sidecar.vllm_http import VllmHttpEngine
+from sidecar.shared_pages.pause_lease import (
+    Begun,
+    LeaseOutcome,
+    PauseLease,
+    PauseLeasePage,
+    deadline_ns,
+)
+from sidecar.supervision.launch import free_port, with_reaper
+from sidecar.supervision.server import complete_command
+from sidecar.vllm.http_engine import VllmHttpEngine
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.procs import ROOT, Proc, run_wavebus, wavebus
 from tests.support.push import Push, plan
@@ -55,28 +61,28 @@ class Attached:
             **boot_environment(folder, rest_ms=10.0),
             "WAVEBUS_CORE_PAGES": str(self.pages),
         }
-        prepared = prepare(
+        prepared = complete_command(
             [*server_argv(self.checkpoint.folder, *extra), "--port", str(free_port())], environment
         )
         self.url = prepared.base_url
         self.process = subprocess.Popen(
-            guarded(prepared.argv, 10.0), env=prepared.env, start_new_session=True
+            with_reaper(prepared.argv, 10.0), env=prepared.env, start_new_session=True
         )
 
-    def page(self) -> HoldPage:
+    def page(self) -> PauseLeasePage:
         [path] = self.pages.glob("*.hold")
-        return HoldPage.open(path)
+        return PauseLeasePage.open(path)
 
-    def ended(self, serial: int | None = None) -> HoldEnd:
+    def ended(self, serial: int | None = None) -> LeaseOutcome:
         """What the core has made of the hold; waits for it."""
 
-        def end() -> HoldEnd | None:
+        def end() -> LeaseOutcome | None:
             with self.page() as page:
-                found, hold = page.end(), page.hold()
+                found, hold = page.outcome(), page.lease()
             wanted = serial if serial is not None else hold.serial if hold else 0
             return found if found is not None and found.serial == wanted else None
 
-        found: HoldEnd = until(end)
+        found: LeaseOutcome = until(end)
         return found
 
     def ask(self, count: int = LONG) -> Asked:
@@ -273,10 +279,10 @@ def test_a_sidecar_stopped_for_longer_than_the_lease(bus: Bus, attached: Attache
     assert sidecar.stop() == 0
 
 
-def hold(serial: int, begun: Begun = "", broken: tuple[str, ...] = ()) -> Hold:
+def hold(serial: int, begun: Begun = "", broken: tuple[str, ...] = ()) -> PauseLease:
     """One that is over, of a sidecar that is dead."""
-    return Hold(
-        serial, "u1", in_ms(0), NOBODY, "e0", 0, begun, broken, asleep=False, resuming=False
+    return PauseLease(
+        serial, "u1", deadline_ns(0), NOBODY, "e0", 0, begun, broken, asleep=False, resuming=False
     )
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sidecar.corepage import LOCALLY_PAUSED, PageReader
-from sidecar.holdpage import HoldEnd, HoldPage
+from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusReader
+from sidecar.shared_pages.pause_lease import LeaseOutcome, PauseLeasePage
 from tests.vllm._vllm import PROMPT, require_vllm
 from tests.vllm.test_deadline import LONG, Attached, Bus, load, until
 from trainer_agent import SyncTrainerAgent
@@ -17,7 +17,7 @@ from trainer_agent import SyncTrainerAgent
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sidecar.corepage import CoreView
+    from sidecar.shared_pages.core_status import CoreStatusView
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -28,9 +28,9 @@ CORES = 2
 class AttachedCores(Attached):
     """One server with two of them."""
 
-    def views(self) -> list[CoreView]:
+    def views(self) -> list[CoreStatusView]:
         """Their status pages."""
-        return [PageReader(path).read() for path in sorted(self.pages.glob("*.page"))]
+        return [CoreStatusReader(path).read() for path in sorted(self.pages.glob("*.page"))]
 
     def busy(self) -> bool:
         """Each has a request."""
@@ -40,19 +40,19 @@ class AttachedCores(Attached):
     def paused(self) -> list[bool]:
         return [bool(view.flags & LOCALLY_PAUSED) for view in self.views()]
 
-    def ends(self) -> list[HoldEnd]:
+    def ends(self) -> list[LeaseOutcome]:
         """What each core has made of its hold; waits for it."""
 
-        def found() -> list[HoldEnd]:
+        def found() -> list[LeaseOutcome]:
             ends = []
             for path in sorted(self.pages.glob("*.hold")):
-                with HoldPage.open(path) as page:
-                    hold, end = page.hold(), page.end()
+                with PauseLeasePage.open(path) as page:
+                    hold, end = page.lease(), page.outcome()
                 if hold and end and end.serial == hold.serial and end.state != "waiting":
                     ends.append(end)
             return ends if len(ends) == CORES else []
 
-        ends: list[HoldEnd] = until(found)
+        ends: list[LeaseOutcome] = until(found)
         return ends
 
 

@@ -17,9 +17,9 @@ import pytest
 from bus.errors import EngineDead, EngineError
 from bus.messages import NackCode
 from bus.rejection import is_rejected
-from sidecar.supervise import SupervisedServer
-from sidecar.vllm_http import VllmHttpEngine
-from sidecar.vllm_inprocess import parse_version
+from sidecar.supervision.server import SupervisedServer
+from sidecar.vllm.core_state import parse_version
+from sidecar.vllm.http_engine import VllmHttpEngine
 from tests.contract.bus_suite import BusContract
 from tests.contract.engine_suite import EngineContract, Generated, Watch
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
@@ -329,7 +329,7 @@ def test_a_server_that_cannot_boot_says_why(environment: dict[str, str], tmp_pat
 
 SUPERVISOR = """
 import asyncio, sys
-from sidecar.supervise import SupervisedServer
+from sidecar.supervision.server import SupervisedServer
 
 async def main():
     server = SupervisedServer(sys.argv[1:])

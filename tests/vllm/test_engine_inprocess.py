@@ -13,9 +13,10 @@ from bus.errors import EngineError
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import NackCode
 from sidecar.engine import Chunk
-from sidecar.vllm_inprocess import VllmEngine, parse_version
-from sidecar.vllm_plugin import wire
-from sidecar.vllm_plugin.facts import PERFORM, SWAP
+from sidecar.vllm.core_state import parse_version
+from sidecar.vllm.inprocess_engine import VllmEngine
+from sidecar.vllm.plugin import operations
+from sidecar.vllm.plugin.worker_rpc import PERFORM, SWAP
 from tests.contract.bus_suite import BusContract
 from tests.contract.engine_suite import EngineContract, Generated, Watch
 from tests.contract.staged_suite import StagedContract
@@ -476,9 +477,12 @@ def test_an_unarmed_chunk_is_refused(under_test: InProcess) -> None:
 @pytest.mark.parametrize(
     ("operation", "text"),
     [
-        (wire.encode(wire.Hello(wire.PROTOCOL + 1)), "install one version of wavebus"),
+        (
+            operations.encode(operations.Hello(operations.PROTOCOL + 1)),
+            "install one version of wavebus",
+        ),
         ("AAAA", "ValidationError"),
-        (wire.encode(wire.Finish()), "session is not open"),
+        (operations.encode(operations.Finish()), "session is not open"),
     ],
 )
 def test_operations_that_cannot_be_are_refused(
@@ -490,7 +494,7 @@ def test_operations_that_cannot_be_are_refused(
         kwargs = {"operation": operation}
         with pytest.raises(Exception, match=text) as refused:
             await under_test.llm.collective_rpc(PERFORM, kwargs=kwargs)
-        assert wire.find_failure(str(refused.value)) is not None
+        assert operations.find_failure(str(refused.value)) is not None
         await under_test.assert_serves(under_test.weights, under_test.version)
 
     under_test.run(scenario())

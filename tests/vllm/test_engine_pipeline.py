@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sidecar.vllm_inprocess import VllmEngine
-from sidecar.vllm_plugin.facts import ARM, SWAP
+from sidecar.vllm.inprocess_engine import VllmEngine
+from sidecar.vllm.plugin.worker_rpc import ARM, SWAP
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.vllm._vllm import (
     MAX_POSITIONS,

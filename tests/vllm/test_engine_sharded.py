@@ -12,8 +12,8 @@ from bus.errors import EngineError
 from bus.messages import NackCode
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine, SamplingParams
-from sidecar.vllm_inprocess import VllmEngine
-from sidecar.vllm_plugin.facts import ARM, ASK_DRAFT, SWAP
+from sidecar.vllm.inprocess_engine import VllmEngine
+from sidecar.vllm.plugin.worker_rpc import ARM, ASK_DRAFT, SWAP
 from tests.support.broker import a_broker
 from tests.support.checkpoints import perturbed
 from tests.support.fsdp import train

@@ -89,8 +89,8 @@ def test_a_worker_of_any_layout_comes_to_its_place_in_the_mesh(
     external: bool, index: int, rank: int, first: int, own: int
 ) -> None:
     """Behind three ranks of the trainer, of which the broker counts one."""
-    from sidecar.vllm_plugin.native import NativeUpdates  # noqa: PLC0415 - it needs vLLM
-    from sidecar.vllm_plugin.worker import worker_index  # noqa: PLC0415 - same
+    from sidecar.vllm.plugin.worker.engine import worker_index  # noqa: PLC0415 - same
+    from sidecar.vllm.plugin.worker.native_engine import NativeUpdates  # noqa: PLC0415 - it needs vLLM
 
     parallel = SimpleNamespace(
         data_parallel_index=index, data_parallel_external_lb=external, world_size=2, rank=rank
@@ -252,12 +252,12 @@ def test_shards_are_for_this_engine_alone(two: Two) -> None:
 
 def test_it_has_no_draft() -> None:
     """vLLM's engine plans for the model that it was made with."""
-    from sidecar.vllm_plugin import wire  # noqa: PLC0415 - it needs vLLM
-    from sidecar.vllm_plugin.native import Doors, NativeUpdates  # noqa: PLC0415 - same
+    from sidecar.vllm.plugin import operations  # noqa: PLC0415 - it needs vLLM
+    from sidecar.vllm.plugin.worker.native_engine import NativeUpdates, OriginalMethods  # noqa: PLC0415 - same
 
     updates = NativeUpdates.__new__(NativeUpdates)
     updates._opened, updates._name = True, "nccl_m2n"
-    updates._doors = Doors(*(lambda *_: None,) * 6, takes_draft=False)
+    updates._original = OriginalMethods(*(lambda *_: None,) * 6, takes_draft=False)
     with pytest.raises(EngineError, match="does not update draft models") as refused:
-        updates._arm(wire.ArmManifest(("a",), ("float32",), ((2,),), (1,), "draft", ()))
+        updates._arm(operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "draft", ()))
     assert refused.value.code is NackCode.DRAFT_MISSING

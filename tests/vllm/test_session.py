@@ -13,7 +13,8 @@ from bus.errors import EngineError
 from bus.manifest import Manifest
 from bus.messages import NackCode, Staging
 from bus.weight_transfer.allocation import StagingCapacity
-from sidecar.vllm_plugin import lane_wire, wire
+from sidecar.vllm.plugin import operations
+from sidecar.vllm.plugin.staging import channel_messages
 from tests.vllm._vllm import require_vllm
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ MODELS: tuple[Target, ...] = ("model", "draft")
 @pytest.fixture(autouse=True)
 def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without vLLM's groups: nobody is there to agree with."""
-    from sidecar.vllm_plugin import ranks  # noqa: PLC0415 - it needs torch
+    from sidecar.vllm.plugin import agreement  # noqa: PLC0415 - it needs torch
 
-    monkeypatch.setattr(ranks, "_groups", lambda: iter(()))
+    monkeypatch.setattr(agreement, "_groups", lambda: iter(()))
 
 
 def made() -> tuple[Any, Any]:
@@ -40,17 +41,17 @@ def made() -> tuple[Any, Any]:
     from vllm.config import VllmConfig  # noqa: PLC0415 - it needs vLLM
     from vllm.v1.worker.gpu_worker import Worker  # noqa: PLC0415 - same
 
-    from sidecar.transfer.inbox import Inbox  # noqa: PLC0415 - same
-    from sidecar.vllm_plugin.session import Session  # noqa: PLC0415 - same
-    from sidecar.vllm_plugin.stager import Stager  # noqa: PLC0415 - same
-    from sidecar.vllm_plugin.worker import WavebusWeightTransferEngine  # noqa: PLC0415 - same
+    from sidecar.transfer.chunk_receiver import ChunkReceiver  # noqa: PLC0415 - same
+    from sidecar.vllm.plugin.staging.stager import Stager  # noqa: PLC0415 - same
+    from sidecar.vllm.plugin.worker.engine import WavebusWeightTransferEngine  # noqa: PLC0415 - same
+    from sidecar.vllm.plugin.worker.session import UpdateSession  # noqa: PLC0415 - same
 
     class Engine(WavebusWeightTransferEngine):
         def __init__(self) -> None:
-            self.session = Session()
-            self._inbox = Inbox(torch.device("cpu"))
+            self.session = UpdateSession()
+            self._receiver = ChunkReceiver(torch.device("cpu"))
             loadable: Any = None  # nothing is staged
-            self._stager = Stager(loadable, self._inbox, None, torch.device("cpu"), self)
+            self._stager = Stager(loadable, self._receiver, None, torch.device("cpu"), self)
             self.model = self._default_model = "model"
             self.model_config = self._default_model_config = None
             self.said: list[str] = []
@@ -94,14 +95,14 @@ def made() -> tuple[Any, Any]:
     return worker, worker.weight_transfer_engine
 
 
-def perform(worker: Any, operation: wire.Operation) -> wire.Failure | None:
+def perform(worker: Any, operation: operations.Operation) -> operations.WorkerFailure | None:
     """How it failed, as the sidecar hears it."""
     engine = worker.weight_transfer_engine
     engine.said.clear()
     try:
-        engine.wavebus_perform(worker, wire.encode(operation))
+        engine.wavebus_perform(worker, operations.encode(operation))
     except Exception as error:  # noqa: BLE001 - whatever vLLM would pass on
-        failure = wire.find_failure(str(error))
+        failure = operations.find_failure(str(error))
         assert failure is not None
         return failure
     return None
@@ -111,17 +112,17 @@ def perform(worker: Any, operation: wire.Operation) -> wire.Failure | None:
 def test_a_session_is_of_its_target(target: Target) -> None:
     """vLLM knows of it, and it is open once."""
     worker, engine = made()
-    assert perform(worker, wire.Start(target, recover=False)) is None
+    assert perform(worker, operations.Start(target, recover=False)) is None
     assert engine.said == [f"start {target}"]
     assert worker._weight_update_active
-    failure = perform(worker, wire.Start(target, recover=False))
+    failure = perform(worker, operations.Start(target, recover=False))
     assert failure is not None
     assert failure.code is NackCode.WRONG_STATE
     assert engine.said == []
-    assert perform(worker, wire.Finish()) is None
+    assert perform(worker, operations.Finish()) is None
     assert engine.said == [f"finish {target}"]
     assert not worker._weight_update_active
-    failure = perform(worker, wire.Finish())
+    failure = perform(worker, operations.Finish())
     assert failure is not None
     assert failure.code is NackCode.WRONG_STATE
 
@@ -134,8 +135,8 @@ def test_a_recovery_closes_what_is_open_and_mends_the_target(
     """Whichever it was that broke off: what another update has left on meta comes back, too."""
     worker, engine = made()
     if left_open:
-        perform(worker, wire.Start(left_open, recover=False))
-    assert perform(worker, wire.Start(target, recover=True)) is None
+        perform(worker, operations.Start(left_open, recover=False))
+    assert perform(worker, operations.Start(target, recover=True)) is None
     closed = [f"discard {left_open}", f"finish {left_open}"] if left_open else []
     mended = [f"start {target}", f"discard {target}", f"finish {target}"]
     assert engine.said == [*closed, *mended, f"start {target}"]
@@ -146,11 +147,11 @@ def test_a_recovery_closes_what_is_open_and_mends_the_target(
 def test_a_restore_closes_the_session_that_is_open(target: Target) -> None:
     """One of the target is opened first, if none is."""
     worker, engine = made()
-    perform(worker, wire.Start(target, recover=False))
+    perform(worker, operations.Start(target, recover=False))
     closed = [f"discard {target}", f"finish {target}"]
-    assert perform(worker, wire.Restore(target)) is None
+    assert perform(worker, operations.Restore(target)) is None
     assert engine.said == closed
-    assert perform(worker, wire.Restore(target)) is None
+    assert perform(worker, operations.Restore(target)) is None
     assert engine.said == [f"start {target}", *closed]
     assert not worker._weight_update_active
 
@@ -160,25 +161,25 @@ def test_a_start_that_fails_leaves_a_session_open(target: Target) -> None:
     """As in all the workers in which it did not fail; vLLM would close this one."""
     worker, engine = made()
     engine.fails = "start"
-    failure = perform(worker, wire.Start(target, recover=False))
+    failure = perform(worker, operations.Start(target, recover=False))
     assert failure is not None
     assert "on purpose" in failure.detail
     assert worker._weight_update_active
     engine.fails = ""
-    assert perform(worker, wire.Start(target, recover=True)) is None
+    assert perform(worker, operations.Start(target, recover=True)) is None
 
 
 def test_a_finish_that_fails_leaves_none() -> None:
     """What comes next recovers."""
     worker, engine = made()
-    perform(worker, wire.Start("model", recover=False))
+    perform(worker, operations.Start("model", recover=False))
     engine.fails = "finish"
-    failure = perform(worker, wire.Finish())
+    failure = perform(worker, operations.Finish())
     assert failure is not None
     assert "on purpose" in failure.detail
     assert not worker._weight_update_active
     engine.fails = ""
-    assert perform(worker, wire.Start("model", recover=True)) is None
+    assert perform(worker, operations.Start("model", recover=True)) is None
 
 
 @pytest.mark.parametrize("target", MODELS)
@@ -186,13 +187,13 @@ def test_a_session_that_somebody_was_refused_is_in_nobodys_way(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several workers one says so; vLLM has begun a session in all the others."""
-    from sidecar.vllm_plugin import ranks  # noqa: PLC0415 - it needs torch
+    from sidecar.vllm.plugin import agreement  # noqa: PLC0415 - it needs torch
 
     worker, engine = made()
-    monkeypatch.setattr(ranks, "speaks_for_all", lambda: False)
+    monkeypatch.setattr(agreement, "is_last_worker", lambda: False)
     worker.start_draft_weight_update()
     assert worker._weight_update_active
-    assert perform(worker, wire.Start(target, recover=False)) is None
+    assert perform(worker, operations.Start(target, recover=False)) is None
     assert engine.said == [f"start {target}"]
 
 
@@ -201,7 +202,7 @@ def test_a_session_of_somebody_else_is_left_alone() -> None:
     worker, engine = made()
     worker._weight_update_active = True
     for recover in (False, True):
-        failure = perform(worker, wire.Start("model", recover=recover))
+        failure = perform(worker, operations.Start("model", recover=recover))
         assert failure is not None
         assert failure.code is NackCode.WRONG_STATE
         assert "somebody else" in failure.detail
@@ -214,18 +215,18 @@ def test_a_session_of_somebody_else_is_left_alone() -> None:
 def test_a_session_that_somebody_else_has_closed_is_lost(target: Target, refused: bool) -> None:
     """For vLLM it is; what belongs into it is refused, until the next recovers."""
     worker, engine = made()
-    perform(worker, wire.Start(target, recover=False))
+    perform(worker, operations.Start(target, recover=False))
     if refused:
         with pytest.raises(Exception, match="through wavebus"):
             worker.update_weights({})
     else:
         worker.finish_weight_update()
     assert not worker._weight_update_active
-    for operation in (wire.Finish(), wire.Start(target, recover=False)):
+    for operation in (operations.Finish(), operations.Start(target, recover=False)):
         failure = perform(worker, operation)
         assert failure is not None
         assert failure.code is NackCode.WRONG_STATE
-    assert perform(worker, wire.Start(target, recover=True)) is None
+    assert perform(worker, operations.Start(target, recover=True)) is None
     mended = [f"start {target}", f"discard {target}", f"finish {target}"]
     assert engine.said[-4:] == [*mended, f"start {target}"]
 
@@ -233,35 +234,35 @@ def test_a_session_that_somebody_else_has_closed_is_lost(target: Target, refused
 def test_only_the_update_that_was_armed_last_is_armed_again() -> None:
     """Of the model; and the transport, which may be another by now, has room for it."""
     from bus.weight_transfer.shm import ShmReceiver  # noqa: PLC0415 - it needs torch
-    from sidecar.vllm_plugin.loadable import Announced, Armed  # noqa: PLC0415 - it needs vLLM
+    from sidecar.vllm.plugin.loading.target_model import ArmedManifest, ArmedUpdate  # noqa: PLC0415 - it needs vLLM
 
     _, engine = made()
     type(engine).wavebus_room = StagingCapacity(8)
     engine._backend = "shm"
-    engine._inbox.use("shm", ShmReceiver())
+    engine._receiver.use("shm", ShmReceiver())
     first, then = (Staging(False, budget, keep=False, clear_cache=False) for budget in (0, 9))
-    known = Announced(Manifest(("a",), ("float32",), ((2,),), (1,)))
-    again = lane_wire.ArmAgain(known.digest, then)
-    refused = [None, Armed(known, "draft", first)]
-    other = Announced(Manifest(("a",), ("float32",), ((3,),), (1,)))
-    for armed in (*refused, Armed(other, "model", first)):
+    known = ArmedManifest(Manifest(("a",), ("float32",), ((2,),), (1,)))
+    again = channel_messages.Rearm(known.digest, then)
+    refused = [None, ArmedUpdate(known, "draft", first)]
+    other = ArmedManifest(Manifest(("a",), ("float32",), ((3,),), (1,)))
+    for armed in (*refused, ArmedUpdate(other, "model", first)):
         engine.armed = armed
         with pytest.raises(EngineError, match="another update was armed last"):
-            engine.arm_again(again)
+            engine.rearm(again)
         assert engine.armed is armed
-    engine.armed = Armed(known, "model", first)
-    assert engine.arm_again(again) == StagingCapacity(8)
-    assert engine.armed == Armed(known, "model", then)
-    engine._inbox.receiver.room_bytes = 4
+    engine.armed = ArmedUpdate(known, "model", first)
+    assert engine.rearm(again) == StagingCapacity(8)
+    assert engine.armed == ArmedUpdate(known, "model", then)
+    engine._receiver.receiver.room_bytes = 4
     with pytest.raises(EngineError, match="chunk 0 takes 64 bytes"):
-        engine.arm_again(again)
+        engine.rearm(again)
 
 
 def test_steps_do_not_wait_for_the_chunks_of_an_update_that_is_let_go() -> None:
     """Its trainer is silent, and the chunk was begun and is taken by nobody."""
     from bus.weight_transfer.base import Receiver  # noqa: PLC0415 - it needs torch
-    from sidecar.transfer.inbox import Inbox  # noqa: PLC0415 - same
-    from sidecar.vllm_plugin.stager import Stager  # noqa: PLC0415 - it needs vLLM
+    from sidecar.transfer.chunk_receiver import ChunkReceiver  # noqa: PLC0415 - same
+    from sidecar.vllm.plugin.staging.stager import Stager  # noqa: PLC0415 - it needs vLLM
 
     class Silent(Receiver):
         collective = True
@@ -284,13 +285,13 @@ def test_steps_do_not_wait_for_the_chunks_of_an_update_that_is_let_go() -> None:
             self.kept = keep
 
     cpu = torch.device("cpu")
-    inbox, staged = Inbox(cpu), Staged()
+    inbox, staged = ChunkReceiver(cpu), Staged()
     inbox.use("silent", Silent())
     inbox.begin(0, (), "silent", b"")
     loadable: Any = SimpleNamespace(staged=staged)
     arms: Any = None  # nobody asks
     stager = Stager(loadable, inbox, None, cpu, arms)
-    letting_go = threading.Thread(target=stager.let_go, daemon=True)
+    letting_go = threading.Thread(target=stager.release, daemon=True)
     letting_go.start()
     letting_go.join(LIMIT_S)
     assert not letting_go.is_alive()

@@ -211,15 +211,15 @@ def test_what_says_not_what_it_is_does_not_start(two: Two) -> None:
 
 def test_a_worker_in_which_an_update_broke_off_takes_no_patch() -> None:
     """Whatever its sidecar remembers: that may be another one by now."""
-    from sidecar.vllm_plugin import wire  # noqa: PLC0415 - it needs vLLM
-    from sidecar.vllm_plugin.session import Session  # noqa: PLC0415 - same
-    from sidecar.vllm_plugin.worker import WavebusWeightTransferEngine  # noqa: PLC0415 - same
+    from sidecar.vllm.plugin import operations  # noqa: PLC0415 - it needs vLLM
+    from sidecar.vllm.plugin.worker.engine import WavebusWeightTransferEngine  # noqa: PLC0415 - same
+    from sidecar.vllm.plugin.worker.session import UpdateSession  # noqa: PLC0415 - same
 
     worker = WavebusWeightTransferEngine.__new__(WavebusWeightTransferEngine)
-    worker.session = Session()
+    worker.session = UpdateSession()
     worker.session.open = True
     with pytest.raises(EngineError, match="no patch mends it") as refused:
-        worker._arm(wire.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (1,)))
+        worker._arm(operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (1,)))
     assert refused.value.code is NackCode.OTHER_BASE
 
 

@@ -11,17 +11,22 @@ from torch import nn
 
 from bus.errors import EngineError
 from bus.messages import NackCode, Staging
-from sidecar.transfer.inbox import Inbox
-from sidecar.vllm_plugin.loadable import Announced, Armed
-from sidecar.vllm_plugin.plans import Plans
-from sidecar.vllm_plugin.staged import StagedWeights
-from sidecar.vllm_plugin.staging_memory import StagingMemory
-from tests.unit.sidecar_vllm._small_model import HIDDEN, manifest_of, trace_of, weights
-from tests.unit.sidecar_vllm.test_staged import Whole
+from sidecar.transfer.chunk_receiver import ChunkReceiver
+from sidecar.vllm.plugin.loading.plan_cache import PlanCache
+from sidecar.vllm.plugin.loading.staged_weights import StagedWeights
+from sidecar.vllm.plugin.loading.staging_buffers import StagingBuffers
+from sidecar.vllm.plugin.loading.target_model import ArmedManifest, ArmedUpdate
+from tests.unit.sidecar.vllm.plugin.loading._small_model import (
+    HIDDEN,
+    manifest_of,
+    trace_of,
+    weights,
+)
+from tests.unit.sidecar.vllm.plugin.loading.test_staged_weights import Whole
 from tests.vllm._vllm import require_vllm
 
 if TYPE_CHECKING:
-    from sidecar.vllm_plugin.stager import Stager
+    from sidecar.vllm.plugin.staging.stager import Stager
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
@@ -32,22 +37,22 @@ STAGING = Staging(required=False, budget_bytes=0, keep=False, clear_cache=True)
 
 def stager_of(model: Whole) -> Stager:
     """Of a worker that serves this model, and has armed all of its weights."""
-    from sidecar.vllm_plugin.stager import Stager  # noqa: PLC0415 - after require_vllm
+    from sidecar.vllm.plugin.staging.stager import Stager  # noqa: PLC0415 - after require_vllm
 
     config: Any = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=False))
-    plans = Plans(config, model, CPU, "", any_rank=lambda flags: flags)
-    plans.learn(manifest_of(weights(0), 2), trace_of(Whole("meta"), weights(0)))
+    plans = PlanCache(config, model, CPU, "", any_rank=lambda flags: flags)
+    plans.on_armed(manifest_of(weights(0), 2), trace_of(Whole("meta"), weights(0)))
     loadable: Any = SimpleNamespace(plans=plans, staged=StagedWeights(model, CPU))
     engine: Any = SimpleNamespace()
-    return Stager(loadable, Inbox(CPU), config, CPU, engine)
+    return Stager(loadable, ChunkReceiver(CPU), config, CPU, engine)
 
 
-def armed(staging: Staging = STAGING) -> Armed:
-    return Armed(Announced(manifest_of(weights(0), 2)), "model", staging)
+def armed(staging: Staging = STAGING) -> ArmedUpdate:
+    return ArmedUpdate(ArmedManifest(manifest_of(weights(0), 2)), "model", staging)
 
 
 def test_a_model_as_it_is_loaded_has_room() -> None:
-    room = stager_of(Whole()).room(armed(), broken=False)
+    room = stager_of(Whole()).capacity(armed(), broken=False)
     assert not room.why_not
     assert room.needed_bytes > 0
 
@@ -56,7 +61,7 @@ def test_weights_that_are_laid_out_anew_are_said_to_be_when_they_are_armed() -> 
     """The update is loaded in a pause then; it would fail, each time, as soon as it begins."""
     model = Whole()
     model.out = nn.Parameter(torch.empty(HIDDEN, HIDDEN).t(), requires_grad=False)
-    room = stager_of(model).room(armed(), broken=False)
+    room = stager_of(model).capacity(armed(), broken=False)
     assert "out serves as it is not loaded" in room.why_not
 
 
@@ -66,19 +71,19 @@ def test_what_could_not_be_had_is_not_tried_again_before_there_is_more(
     """Else each update would be armed as one that is staged, and fail."""
     stager = stager_of(Whole())
     free = 1 << 40
-    monkeypatch.setattr("sidecar.vllm_plugin.stager.free_memory", lambda _: free)
+    monkeypatch.setattr("sidecar.vllm.plugin.staging.stager.free_memory", lambda _: free)
 
     def refused(*_: object) -> None:
         raise EngineError("no room", code=NackCode.STAGING_REFUSED)
 
-    assert not stager.room(armed(), broken=False).why_not
+    assert not stager.capacity(armed(), broken=False).why_not
     with monkeypatch.context() as short:
-        short.setattr(StagingMemory, "have", refused)
+        short.setattr(StagingBuffers, "allocate", refused)
         with pytest.raises(EngineError, match="no room"):
             stager._start(armed())
-    assert "no room when it was last tried" in stager.room(armed(), broken=False).why_not
+    assert "no room when it was last tried" in stager.capacity(armed(), broken=False).why_not
     free *= 2
-    assert not stager.room(armed(), broken=False).why_not
+    assert not stager.capacity(armed(), broken=False).why_not
     stager._start(armed())
 
 
@@ -87,26 +92,26 @@ def test_memory_that_was_let_go_and_is_nobody_elses_yet_is_not_asked_for(
 ) -> None:
     """A GPU's driver takes its time for an answer, and steps go on meanwhile."""
     stager = stager_of(Whole())
-    needed, spare, asked = stager.room(armed(), broken=False).needed_bytes, 0, 0
+    needed, spare, asked = stager.capacity(armed(), broken=False).needed_bytes, 0, 0
 
     def free(_: object) -> int:
         nonlocal asked
         asked += 1
         return 0
 
-    monkeypatch.setattr("sidecar.transfer.room.free_memory", free)
-    monkeypatch.setattr("sidecar.vllm_plugin.stager.spare_memory", lambda _: spare)
-    memory = stager._loadable.staged._memory
+    monkeypatch.setattr("sidecar.transfer.memory_budget.free_memory", free)
+    monkeypatch.setattr("sidecar.vllm.plugin.staging.stager.spare_memory", lambda _: spare)
+    memory = stager._target.staged._memory
     memory.tensors = {"all": torch.empty(needed, dtype=torch.uint8)}  # as a GPU has it
-    assert stager._loadable.staged.left_bytes == needed
-    assert "can be had" in stager.room(armed(), broken=False).why_not
+    assert stager._target.staged.released_bytes == needed
+    assert "can be had" in stager.capacity(armed(), broken=False).why_not
     spare = needed
-    assert not stager.room(armed(), broken=False).why_not
+    assert not stager.capacity(armed(), broken=False).why_not
     assert asked == 1
     small = Staging(required=False, budget_bytes=needed - 1, keep=False, clear_cache=True)
-    assert "may take" in stager.room(armed(small), broken=False).why_not
+    assert "may take" in stager.capacity(armed(small), broken=False).why_not
     memory.tensors = {}
-    assert "can be had" in stager.room(armed(), broken=False).why_not
+    assert "can be had" in stager.capacity(armed(), broken=False).why_not
 
 
 def test_who_was_laid_out_anew_when_it_began_has_room_again_as_it_is_loaded() -> None:
@@ -117,4 +122,4 @@ def test_who_was_laid_out_anew_when_it_began_has_room_again_as_it_is_loaded() ->
     with pytest.raises(EngineError, match="out serves as it is not loaded"):
         stager._start(armed())
     model.out = loaded
-    assert not stager.room(armed(), broken=False).why_not
+    assert not stager.capacity(armed(), broken=False).why_not

@@ -18,8 +18,8 @@ from torch import nn
 from bus import vllm_payloads as blobs
 from bus.errors import UsageError
 from bus.weight_transfer.allocation import World
-from sidecar.launch import free_port
-from sidecar.vllm_plugin.ipc import rebuildable
+from sidecar.supervision.launch import free_port
+from sidecar.vllm.plugin.worker.native_handles import rebuildable
 from tests.vllm._vllm import require_vllm
 from trainer_agent import TrainerAgent, native
 from trainer_agent.plan import Plan

@@ -20,6 +20,12 @@ pick a step, and hope that no rank has passed it: whoever was not asked yet, can
 to let it be, is not ready, and all go on with the weights that they have. An idle group starts a
 wave for it. In a pause there is no step to confer at; a swap that has not been made when all ranks
 have paused, is called off.
+
+How not to pause: in one phase. For tests alone, which show the deadlock that follows.
+
+The pause is acknowledged at once, whatever the core is doing. A rank that has heard of it
+steps no more, for nobody, and a START_DP_WAVE that comes then is not heeded. If another
+rank is in a step, it waits there for ever, and with it whatever was asked of it meanwhile.
 """
 
 from __future__ import annotations
@@ -37,19 +43,21 @@ from sidecar.embedded.core import EngineCore
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sidecar.corepage import CorePage
+    from bus.messages import PauseMode
+    from sidecar.dp_coordinator.frames import CoreReport
     from sidecar.embedded.model import Qwen3
     from sidecar.embedded.parallel.group import RankGroup
-    from sidecar.embedded.parallel.waves import Waves
+    from sidecar.embedded.parallel.waves import RankWaves
     from sidecar.embedded.requests import Publish
-    from sidecar.gateway.frames import CoreReport
+    from sidecar.shared_pages.core_status import CoreStatusPage
+
 
 # A step that waits for others ends only if they come.
 _STOP_PATIENCE_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
+class PendingSwap:
     """What this rank is ready to do, as soon as all are."""
 
     take: Callable[[], None]
@@ -57,7 +65,7 @@ class Swap:
     made: Future[None]
 
 
-def called_off(why: str) -> EngineError:
+def swap_cancelled(why: str) -> EngineError:
     """No rank has swapped."""
     return EngineError(f"the swap was called off: {why}", code=NackCode.CALLED_OFF)
 
@@ -80,9 +88,9 @@ class LockstepCore(EngineCore):
         slots: int,
         publish: Publish,
         died: Callable[[str], None],
-        page: CorePage,
+        page: CoreStatusPage,
         group: RankGroup,
-        waves: Waves,
+        waves: RankWaves,
         report: Callable[[CoreReport], None],
     ) -> None:
         super().__init__(model, slots=slots, publish=publish, died=died, page=page)
@@ -90,7 +98,7 @@ class LockstepCore(EngineCore):
         self._waves = waves
         self._report = report
         self._log = bus.log.logger(dp_group=group.name, dp_rank=group.rank)
-        self._ready: Swap | None = None
+        self._ready: PendingSwap | None = None
 
     def swap(
         self, check: Callable[[], None], take: Callable[[], None], *, clear_cache: bool
@@ -100,12 +108,12 @@ class LockstepCore(EngineCore):
         def run() -> None:
             try:
                 if self._waves.paused or self._ready is not None:
-                    raise called_off("the rank is paused, or about to swap")
+                    raise swap_cancelled("the rank is paused, or about to swap")
                 check()
             except EngineError as error:
                 made.set_exception(error)
             else:
-                self._ready = Swap(take, clear_cache, made)
+                self._ready = PendingSwap(take, clear_cache, made)
                 self._tell(self._waves.join_in())
                 self._note("swap_ready")
 
@@ -113,13 +121,13 @@ class LockstepCore(EngineCore):
         return made
 
     def call_off(self) -> Future[None]:
-        return self.call(lambda: self._call_off("it was called off"))
+        return self.call(lambda: self._cancel_swap("it was called off"))
 
     def start_wave(self, wave: int, excluded: int | None) -> None:
         """START_DP_WAVE came."""
 
         def run() -> None:
-            obeyed = self._waves.start(wave, excluded)
+            obeyed = self._waves.on_start_wave(wave, excluded)
             self._note("start_dp_wave", told=wave, obeyed=obeyed)
 
         with contextlib.suppress(EngineDead):
@@ -143,33 +151,33 @@ class LockstepCore(EngineCore):
         self._require_awake("resume")
         self._mode = None
         self._show("barrier")
-        (unfinished,) = self._group.sums(int(self._may_step() or self._waves.owes))
-        self._waves.resumed(unfinished=unfinished > 0)
+        (unfinished,) = self._group.sums(int(self._may_step() or self._waves.owes_wave))
+        self._waves.on_resumed(unfinished=unfinished > 0)
         self._note("resumed", unfinished=unfinished)
 
-    def _arrived(self, wave: int) -> None:
-        self._tell(self._waves.request(wave))
+    def _on_request(self, wave: int) -> None:
+        self._tell(self._waves.on_request(wave))
 
-    def _turned_away(self, wave: int) -> None:
+    def _on_rejected(self, wave: int) -> None:
         """The other ranks start the wave all the same, and can't without this one."""
-        self._waves.start(wave, None)
+        self._waves.on_start_wave(wave, None)
 
-    def _pause_asked(self) -> None:
+    def _on_pause_requested(self) -> None:
         self._waves.pause()
         self._note("locally_paused", mode=self._mode)
 
-    def _busy(self) -> bool:
+    def _has_step(self) -> bool:
         return self._waves.running or self._may_step()
 
-    def _quiet(self) -> bool:
-        return self._waves.globally_paused
+    def _is_quiet(self) -> bool:
+        return self._waves.is_globally_paused
 
     def _wave(self) -> tuple[int, bool]:
         return self._waves.number, self._waves.running
 
     def _turn(self) -> None:
         waves = self._waves
-        waves.step_begins()
+        waves.on_step_begin()
         first = waves.step == 0
         if self._may_step():
             if first:
@@ -181,15 +189,15 @@ class LockstepCore(EngineCore):
             self._dummy()
         if first:
             self._note("wave_stepped")
-        if waves.step_ended():
-            self._confer()
+        if waves.on_step_end():
+            self._agree()
 
     def _dummy(self) -> None:
         self._steps += 1
         self._show("dummy")
         self.model.dummy()
 
-    def _confer(self) -> None:
+    def _agree(self) -> None:
         waves = self._waves
         self._show("sync")
         unfinished, paused, ready = self._group.sums(
@@ -198,9 +206,9 @@ class LockstepCore(EngineCore):
         if ready == waves.size:
             self._make_swap()
         before = waves.agreed
-        report = waves.conferred(unfinished, paused)
-        if waves.globally_paused:
-            self._call_off("all ranks have paused")
+        report = waves.on_agreement(unfinished, paused)
+        if waves.is_globally_paused:
+            self._cancel_swap("all ranks have paused")
         if waves.agreed and not before:
             self._note("all_paused")
         if not waves.running:
@@ -211,15 +219,15 @@ class LockstepCore(EngineCore):
         ready, self._ready = self._ready, None
         assert ready is not None, "all ranks are ready"
         self._show("work")
-        self._swap(ready.take, clear_cache=ready.clear_cache)
+        self._swap_now(ready.take, clear_cache=ready.clear_cache)
         self._note("swapped", version=self.version)
         ready.made.set_result(None)
 
-    def _call_off(self, why: str) -> None:
+    def _cancel_swap(self, why: str) -> None:
         ready, self._ready = self._ready, None
         if ready is not None:
             self._note("swap_called_off", why=why)
-            ready.made.set_exception(called_off(why))
+            ready.made.set_exception(swap_cancelled(why))
 
     def _tell(self, report: CoreReport | None) -> None:
         if report is not None:
@@ -227,3 +235,26 @@ class LockstepCore(EngineCore):
 
     def _note(self, event: str, **fields: object) -> None:
         self._log.debug(event, wave=self._waves.number, step=self._waves.step, **fields)
+
+
+class OnePhaseCore(LockstepCore):
+    """As engines were before pauses had two phases."""
+
+    def pause(self, mode: PauseMode, *, clear_cache: bool) -> Future[None]:
+        super().pause(mode, clear_cache=clear_cache)
+        at_once: Future[None] = Future()
+        at_once.set_result(None)
+        return at_once
+
+    def resume(self) -> None:
+        self.require_paused("resume")
+        self._mode = None
+        self._waves.on_resumed(unfinished=False)
+
+    def _on_pause_requested(self) -> None:
+        self._waves.paused = self._waves.agreed = True
+        self._waves.running = False
+        self._note("locally_paused", mode=self._mode)
+
+    def _has_step(self) -> bool:
+        return not self._waves.paused and super()._has_step()

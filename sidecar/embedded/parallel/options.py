@@ -10,7 +10,7 @@ from bus.ids import check_name
 from sidecar.embedded.parallel.waves import DEFAULT_INTERVAL
 
 if TYPE_CHECKING:
-    from sidecar.gateway.child import GatewayAddresses
+    from sidecar.dp_coordinator.process import DpCoordinatorAddresses
 
 _MAX_PORT = 65_535
 
@@ -31,7 +31,7 @@ class DataParallel:
         sync_interval: steps between two agreements of the ranks; alike on all of them.
         join_timeout_s: how long the ranks wait for each other at the start.
         one_phase_pause: for tests alone: pause as it must not be done
-            (:mod:`sidecar.embedded.parallel.onephase`).
+            (:mod:`sidecar.embedded.parallel.core`).
 
     Raises:
         UsageError: a field can't be used; the text names it.
@@ -41,7 +41,7 @@ class DataParallel:
     rank: int
     master: str
     group: str
-    gateway: GatewayAddresses | None = None
+    coordinator: DpCoordinatorAddresses | None = None
     broker: str = ""
     bus_group: str = "policy"
     sync_interval: int = DEFAULT_INTERVAL

@@ -30,12 +30,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from sidecar.gateway.frames import CoreReport
+from sidecar.dp_coordinator.frames import CoreReport
 
 DEFAULT_INTERVAL: Final = 16
 
 
-class Waves:
+class RankWaves:
     """The state, and what happens to it.
 
     Attributes:
@@ -59,17 +59,17 @@ class Waves:
         self._start: int | None = None  # came while globally paused
 
     @property
-    def globally_paused(self) -> bool:
+    def is_globally_paused(self) -> bool:
         """All ranks are paused and drained: nobody will step before all have resumed."""
         return self.agreed and not self.running
 
     @property
-    def owes(self) -> bool:
+    def owes_wave(self) -> bool:
         """Whether a START_DP_WAVE came that is to be obeyed after the resume. Who asked for that
         wave may have nothing to do any more, and then wouldn't step in it."""
         return self._start is not None and self._start >= self.number
 
-    def request(self, wave: int) -> CoreReport | None:
+    def on_request(self, wave: int) -> CoreReport | None:
         """A request came; its front end believed in this wave. What the others must hear.
 
         A front end that has not heard yet that the wave is over tells nobody of the
@@ -80,7 +80,7 @@ class Waves:
             return CoreReport(self.rank, started=self.number)
         return None
 
-    def start(self, wave: int, excluded: int | None) -> bool:
+    def on_start_wave(self, wave: int, excluded: int | None) -> bool:
         """START_DP_WAVE; whether it is obeyed now.
 
         A greater number than one's own is adopted, but not in the middle of a wave,
@@ -103,15 +103,15 @@ class Waves:
         self.running = True
         return CoreReport(self.rank, started=self.number)
 
-    def step_begins(self) -> None:
+    def on_step_begin(self) -> None:
         self.running = True
 
-    def step_ended(self) -> bool:
+    def on_step_end(self) -> bool:
         """Whether the ranks are to confer now."""
         self.step += 1
         return self.step == 1 or self.step % self._interval == 0
 
-    def conferred(self, unfinished: int, paused: int) -> CoreReport | None:
+    def on_agreement(self, unfinished: int, paused: int) -> CoreReport | None:
         """How many ranks have work that they may do, and how many are paused.
 
         Returns:
@@ -134,10 +134,10 @@ class Waves:
         if not self.agreed:
             self.paused = self.running = True
 
-    def resumed(self, *, unfinished: bool) -> None:
+    def on_resumed(self, *, unfinished: bool) -> None:
         """All ranks have been asked to resume; whether any of them has work, or owes a wave.
 
-        Only after :attr:`globally_paused`.
+        Only after :attr:`is_globally_paused`.
         """
         kept, self._start = self._start, None
         self.paused = self.agreed = False

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from bus.vllm_versions import OLDEST_SUPPORTED, TESTED
-from sidecar.vllm_plugin.registry import REGISTRY as SIDECAR
+from sidecar.vllm.plugin.patches import REGISTRY as SIDECAR
 from trainer_agent.vllm_registry import REGISTRY as TRAINER
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,7 +11,7 @@ from bus import vllm_payloads as blobs
 from bus.errors import UsageError
 from bus.manifest import TensorMeta
 from bus.weight_transfer.allocation import World
-from sidecar.vllm_plugin.ipc import rebuildable
+from sidecar.vllm.plugin.worker.native_handles import rebuildable
 from trainer_agent import native
 from trainer_agent.plan import Plan
 

@@ -1,0 +1,100 @@
+"""The calls that a session's machine asks for, as an engine's adapter takes them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from bus.protocol.engine.calls import (
+    Call,
+    CallAbortRequests,
+    CallAdmit,
+    CallArm,
+    CallCommit,
+    CallFinish,
+    CallLoad,
+    CallOpenTransfer,
+    CallPause,
+    CallProbe,
+    CallReceive,
+    CallRestore,
+    CallResult,
+    CallResume,
+    CallSleep,
+    CallStart,
+    CallStrengthenPause,
+    CallSwap,
+    CallWakeWeights,
+)
+from sidecar.engine import Chunk, Engine
+
+if TYPE_CHECKING:
+    from bus.messages import PauseMode
+
+
+async def dispatch(engine: Engine, call: Call) -> CallResult:
+    """Make the call; what it has told.
+
+    Raises:
+        EngineError: it has failed; but an adapter may raise anything.
+    """
+    match call:
+        case CallPause(mode, clear_cache):
+            return await _pause(engine, mode, clear_cache=clear_cache)
+        case CallStrengthenPause(aborts, clears):
+            if aborts:
+                await engine.abort_requests()
+            if clears:
+                await engine.clear_cache()
+            return await engine.in_flight()
+        case CallResume(asleep, opens):
+            if opens:
+                await engine.admit(open=True)
+            await (engine.wake() if asleep else engine.resume())
+        case CallSleep(level):
+            await engine.sleep(level)
+        case CallWakeWeights():
+            await engine.wake_weights()
+        case CallReceive(chunk, backend, tensors, handle):
+            await engine.receive(Chunk(chunk, backend, tensors, handle))
+        case CallLoad(chunk, verify, sums):
+            await engine.load(chunk, verify, sums)
+        case CallArm(manifest, target, staging):
+            return await engine.arm(manifest, target, staging)
+        case CallStart(recover, target, staged):
+            await engine.start_update(recover=recover, target=target, staged=staged)
+        case CallFinish():
+            await engine.finish_update()
+        case CallProbe(prompts, max_tokens, salt, mode, clear_cache):
+            return await engine.probe(prompts, max_tokens, salt, mode=mode, clear_cache=clear_cache)
+        case CallCommit(version):
+            await engine.commit(version)
+        case CallSwap(version, clear_cache):
+            await engine.swap(version, clear_cache=clear_cache)
+        case CallOpenTransfer(backend=backend, params=params, assignment=place):
+            return await engine.open_transfer(backend, params, place)
+        case CallRestore(target):
+            await engine.restore(target)
+        case CallAbortRequests():
+            await engine.admit(open=False)
+            await engine.abort_requests()
+        case CallAdmit():
+            await engine.admit(open=True)
+    return None
+
+
+async def _pause(engine: Engine, mode: PauseMode, *, clear_cache: bool) -> int:
+    """Pause; how many requests the engine holds then.
+
+    Those of ``keep`` are counted meanwhile: it keeps what it has, and a server's count
+    costs a request, which the pause need not wait for.
+    """
+    if mode != "keep":
+        await engine.pause(mode, clear_cache=clear_cache)
+        return await engine.in_flight()
+    counting = asyncio.ensure_future(engine.in_flight())
+    try:
+        await engine.pause(mode, clear_cache=clear_cache)
+        return await counting
+    finally:
+        counting.cancel()

@@ -1,0 +1,227 @@
+"""The frames between a DP group and its coordinator, as vLLM 0.32 speaks them.
+
+======================= ============================ ==================================
+way                     frames                       meaning
+======================= ============================ ==================================
+core → coordinator      ``01``                       subscribes (its first frame)
+coordinator → cores     ``READY``                    all cores have subscribed
+coordinator → cores     ``02``, ``[wave, excluded]`` START_DP_WAVE
+core → coordinator      ``[rank, [], …]``            a report: element 6 is the wave that
+                                                     is complete, 7 one that has started
+front end → coordinator ``01``, ``00``               subscribes, unsubscribes
+front end → coordinator ``[rank, wave]``             FIRST_REQ
+coordinator → front end ``[counts, wave, running]``  where things stand
+======================= ============================ ==================================
+
+Numbers and arrays are MessagePack. A front end names the rank by its ZeroMQ identity,
+two bytes, little endian; a plain number is taken as well. Reports are vLLM's
+``EngineCoreOutputs``: longer in later versions, shorter in earlier ones, so what stands
+elsewhere in them is not looked at.
+
+Decoding is strict and bounded; what it refuses is to be dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from bus.errors import WavebusError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SUBSCRIBE: Final = b"\x01"
+UNSUBSCRIBE: Final = b"\x00"
+READY: Final = b"READY"
+MAX_COORDINATOR_FRAME_BYTES: Final = 64 * 1024
+_START: Final = b"\x02"
+_COMPLETE_AT: Final = 6
+_STARTED_AT: Final = 7
+_REPORT_LENGTH: Final = 9
+
+_Number: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
+_Identity: TypeAlias = Annotated[bytes, Meta(min_length=2, max_length=2)]
+_Report: TypeAlias = Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=64)]
+
+_encode = msgspec.msgpack.Encoder().encode
+_first_req = msgspec.msgpack.Decoder(tuple[_Number | _Identity, _Number])
+_report = msgspec.msgpack.Decoder(_Report)
+_number = msgspec.msgpack.Decoder(_Number)
+_optional = msgspec.msgpack.Decoder(_Number | None)
+_start = msgspec.msgpack.Decoder(tuple[_Number, _Number | None])
+_standing = msgspec.msgpack.Decoder(tuple[Any, _Number, bool])
+
+
+class BadFrame(WavebusError):
+    """A frame that nobody here speaks; says what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontSubscribed:
+    """A front end listens from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontGone:
+    """A front end listens no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstRequest:
+    """A front end gives a request to ``rank``, and believes that no wave runs; the next one,
+    as far as it has heard, is ``wave``."""
+
+    rank: int
+    wave: int
+
+
+@dataclass(frozen=True, slots=True)
+class CoreReport:
+    """What a core says of its waves; with neither, the report was about something else."""
+
+    rank: int
+    complete: int | None = None
+    started: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WaveStatus:
+    """What front ends are told."""
+
+    wave: int
+    running: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StartWave:
+    """What cores are told."""
+
+    wave: int
+    excluded: int | None = None
+
+
+# -- the coordinator's side ----------------------------------------------------------
+
+
+def decode_front_frame(
+    parts: Sequence[bytes], size: int
+) -> FrontSubscribed | FrontGone | FirstRequest | None:
+    """What a front end of a group of ``size`` ranks says.
+
+    Raises:
+        BadFrame: it is none of a front end's frames.
+    """
+    frame = _only(parts)
+    if frame == SUBSCRIBE:
+        return FrontSubscribed()
+    if frame == UNSUBSCRIBE:
+        return FrontGone()
+    try:
+        rank, wave = _first_req.decode(frame)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise BadFrame(f"from a front end: {error}") from error
+    number = rank if isinstance(rank, int) else int.from_bytes(rank, "little")
+    return FirstRequest(_checked(number, size), wave)
+
+
+def decode_core_frame(parts: Sequence[bytes], size: int) -> CoreReport:
+    """What a core of a group of ``size`` ranks reports.
+
+    Raises:
+        BadFrame: it is no report.
+    """
+    try:
+        items = _report.decode(_only(parts))
+        rank = _number.decode(items[0])
+        complete, started = (
+            _optional.decode(items[at]) if at < len(items) else None
+            for at in (_COMPLETE_AT, _STARTED_AT)
+        )
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadFrame(f"from a core: {error}") from error
+    return CoreReport(_checked(rank, size), complete, started)
+
+
+def is_core_subscription(parts: Sequence[bytes]) -> bool:
+    """Whether a core subscribes (or else unsubscribes).
+
+    Raises:
+        BadFrame: cores say nothing else there.
+    """
+    frame = _only(parts)
+    if frame not in (SUBSCRIBE, UNSUBSCRIBE):
+        raise BadFrame("from a core: no subscription")
+    return frame == SUBSCRIBE
+
+
+def encode_start_wave(told: StartWave) -> tuple[bytes, bytes]:
+    """START_DP_WAVE, for all cores."""
+    return _START, _encode((told.wave, told.excluded))
+
+
+def encode_wave_status(told: WaveStatus) -> bytes:
+    """Where things stand, for all front ends. Counts of requests are not told."""
+    return _encode((None, told.wave, told.running))
+
+
+# -- the other side: an engine that is not vLLM ----------------------------------------
+
+
+def encode_first_request(told: FirstRequest) -> bytes:
+    """FIRST_REQ, as a front end says it."""
+    return _encode((told.rank.to_bytes(2, "little"), told.wave))
+
+
+def encode_core_report(told: CoreReport) -> bytes:
+    """A core's report."""
+    items: list[object] = [None] * _REPORT_LENGTH
+    items[:4] = [told.rank, [], None, 0.0]
+    items[_COMPLETE_AT], items[_STARTED_AT] = told.complete, told.started
+    return _encode(items)
+
+
+def decode_frame_to_core(parts: Sequence[bytes]) -> StartWave | None:
+    """What a core is told; None is READY.
+
+    Raises:
+        BadFrame: it is none of the coordinator's frames.
+    """
+    if list(parts) == [READY]:
+        return None
+    if len(parts) != len(encode_start_wave(StartWave(0))) or parts[0] != _START:
+        raise BadFrame("from the coordinator: neither READY nor START_DP_WAVE")
+    try:
+        return StartWave(*_start.decode(_only(parts[1:])))
+    except (msgspec.DecodeError, ValueError) as error:
+        raise BadFrame(f"from the coordinator: {error}") from error
+
+
+def decode_frame_to_front(parts: Sequence[bytes]) -> WaveStatus:
+    """What a front end is told.
+
+    Raises:
+        BadFrame: it is not what a coordinator publishes.
+    """
+    try:
+        _, wave, running = _standing.decode(_only(parts))
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadFrame(f"from the coordinator: {error}") from error
+    return WaveStatus(wave, running)
+
+
+def _only(parts: Sequence[bytes]) -> bytes:
+    if len(parts) != 1:
+        raise BadFrame(f"{len(parts)} frames in one message, expected one")
+    if len(parts[0]) > MAX_COORDINATOR_FRAME_BYTES:
+        raise BadFrame(f"{len(parts[0])} bytes, at most {MAX_COORDINATOR_FRAME_BYTES}")
+    return parts[0]
+
+
+def _checked(rank: int, size: int) -> int:
+    if rank >= size:
+        raise BadFrame(f"rank {rank} in a DP group of {size}")
+    return rank

@@ -1,0 +1,147 @@
+"""Start a gateway as a child process, and know when it dies. The standard library alone.
+
+For vLLM's plugin and for the embedded engine. The gateway ends with this process, however
+that ends; it shares neither its terminal nor its process group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Final
+
+from bus.errors import WavebusError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+START_S: Final = 60.0
+STOP_S: Final = 5.0
+_ROOT: Final = Path(__file__).resolve().parents[2]
+
+
+class GatewayFailed(WavebusError):
+    """The gateway process did not come up; says how it ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class DpCoordinatorAddresses:
+    """Where its sockets are bound: see :mod:`bus.runtime.zmq_dp`."""
+
+    front: str
+    core_in: str
+    core_out: str
+
+
+class DpCoordinatorProcess:
+    """One gateway, from construction to :meth:`stop`. Looks like a ``multiprocessing.Process``
+    to those who watch one: ``pid``, ``name``, ``sentinel``, ``exitcode`` and so on.
+
+    Args:
+        dp_group: the DP group's name on the bus.
+        size: its ranks.
+        host: where to bind.
+        broker: whom to ask; empty: nobody.
+        group: the group on the bus.
+        on_death: called in a thread, with its exit code, when it ends unasked.
+
+    Raises:
+        GatewayFailed: it ended, or said nothing for a minute.
+    """
+
+    def __init__(
+        self,
+        *,
+        dp_group: str,
+        size: int,
+        host: str = "127.0.0.1",
+        broker: str = "",
+        group: str = "policy",
+        env: Mapping[str, str] = os.environ,
+        on_death: Callable[[int], None] = lambda _code: None,
+    ) -> None:
+        self.name = f"wavebus_gateway_{dp_group}"
+        self._owner = os.getpid()
+        self._stopping = False
+        self._on_death = on_death
+        path = os.pathsep.join(filter(None, [str(_ROOT), env.get("PYTHONPATH", "")]))
+        self._process = subprocess.Popen(  # noqa: S603 - our own module
+            [
+                *(sys.executable, "-m", "sidecar.dp_coordinator", "--dp-group", dp_group),
+                *("--size", str(size), "--host", host, "--broker", broker, "--group", group),
+            ],
+            env={**env, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        try:
+            self.addresses = self._read_addresses(self._process)
+            self.sentinel = os.pidfd_open(self.pid)
+        except BaseException:
+            self._process.kill()
+            self.stop()
+            raise
+        threading.Thread(target=self._watch, name="wavebus_gateway_watch", daemon=True).start()
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        return self._process.poll()
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self._stopping = True
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._stopping = True
+        self._process.kill()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, at most so many seconds."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """End it in order, or else by force. Again, or in a forked process: does nothing."""
+        if self._owner != os.getpid() or self._process.stdin is None:
+            return
+        self._stopping = True
+        if not self._process.stdin.closed:
+            self._process.stdin.close()
+        self.join(STOP_S if timeout_s is None else timeout_s)
+        if self.is_alive():
+            self.kill()
+            self.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _read_addresses(self, process: subprocess.Popen[bytes]) -> DpCoordinatorAddresses:
+        output: IO[bytes] | None = process.stdout
+        assert output is not None
+        readable, _, _ = select.select([output], [], [], START_S)
+        line = output.readline() if readable else b""
+        if not line:
+            code = process.poll() if readable else None
+            how = f"ended with exit code {code}" if readable else f"said nothing for {START_S:g} s"
+            raise GatewayFailed(f"the gateway process {process.pid} {how}; its log says why")
+        told = json.loads(line)
+        return DpCoordinatorAddresses(told["front"], told["core_in"], told["core_out"])
+
+    def _watch(self) -> None:
+        code = self._process.wait()
+        if not self._stopping:
+            self._on_death(code)

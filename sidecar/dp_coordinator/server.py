@@ -1,0 +1,215 @@
+"""The gateway's shell: three sockets to the DP group, a peer on the bus, one timer.
+
+A broker is asked when there is one and waited for by nobody: see
+:mod:`bus.protocol.dp.coordinator`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import bus.log
+from bus.ids import new_boot
+from bus.keys import security
+from bus.messages import CoordinatorFacts, Heartbeat, Join
+from bus.net import is_loopback
+from bus.protocol.core.effects import Note, Send
+from bus.protocol.core.link import LinkState
+from bus.protocol.dp.coordinator import DpCoordinator, Publish, Ready, StartCores
+from bus.runtime.clock import Alarm, AsyncioScheduler
+from bus.runtime.peer import HOST, PID, PeerClient, default_name, route_of
+from bus.runtime.zmq_dp import DpCoordinatorSockets
+from bus.runtime.zmq_transport import ZmqClient
+from sidecar.dp_coordinator import frames
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bus.messages import Envelope, Message
+    from bus.protocol.dp.coordinator import CoordinatorEffect
+    from bus.runtime.interfaces import Handle
+
+# A broker that refused is asked again: the next one there may be another.
+REFUSED_RETRY_MS: Final = 5_000.0
+
+
+class DpCoordinatorServer:
+    """The coordinator of one DP group, from construction to :meth:`close`.
+
+    Args:
+        dp_group: its name on the bus.
+        size: its ranks.
+        host: where to bind, such as ``127.0.0.1``.
+        broker: a broker's address; empty: decide everything here. Keys for it are those of the
+            environment (:func:`bus.keys.security`).
+        group: the group on the bus that the DP group belongs to.
+
+    Raises:
+        UsageError: the host or the broker's address is wrong, or a key.
+    """
+
+    def __init__(
+        self, *, dp_group: str, size: int, host: str, broker: str = "", group: str = "policy"
+    ) -> None:
+        self.machine = DpCoordinator(dp_group, size)
+        self.name = default_name(f"gateway-{dp_group[:64]}")
+        self.sockets = DpCoordinatorSockets(host)
+        self._size = size
+        self._broker = broker
+        self._security = security()
+        self._group = group
+        self._scheduler = AsyncioScheduler()
+        self._log = bus.log.logger(peer=self.name, group=group)
+        self._alarm = Alarm(self._scheduler, self._on_alarm)
+        self._rejoin: Handle | None = None
+        self._closed = False
+        try:
+            self._peer = self._make_peer()
+        except BaseException:
+            self.sockets.close()
+            raise
+
+    def start(self) -> None:
+        """Begin to serve, and to join."""
+        self.sockets.listen(
+            on_front=self._on_front,
+            on_core_subscription=self._on_core_subscription,
+            on_core_report=self._on_core_report,
+        )
+        self._log.info("gateway_serves", size=self._size, broker=self._broker)
+        if not is_loopback(self.sockets.front):
+            detail = (
+                "vLLM's cores and front ends have no keys: anyone who reaches it may wake ranks"
+            )
+            self._log.warning("insecure", address=self.sockets.front, detail=detail)
+        if self._peer is not None:
+            self._peer.start()
+        self._perform([])
+
+    def close(self) -> None:
+        """Leave the bus, and end."""
+        self._closed = True
+        self._alarm.cancel()
+        if self._rejoin is not None:
+            self._rejoin.cancel()
+        if self._peer is not None:
+            self._peer.close("the DP group's front end has ended")
+        self.sockets.close()
+
+    # -- the DP group --------------------------------------------------------------
+
+    def _on_front(self, parts: list[bytes]) -> None:
+        now_ms = self._scheduler.now_ms()
+        try:
+            said = frames.decode_front_frame(parts, self._size)
+        except frames.BadFrame as error:
+            self._on_bad_frame(error)
+            return
+        match said:
+            case frames.FirstRequest(rank, wave):
+                broker = self._on_joined()
+                self._perform(self.machine.first_req(rank, wave, now_ms, broker=broker))
+            case frames.FrontSubscribed():
+                self._perform(self.machine.on_front_subscribed(now_ms))
+            case frames.FrontGone():
+                pass
+
+    def _on_core_subscription(self, parts: list[bytes]) -> None:
+        try:
+            if frames.is_core_subscription(parts):
+                self._perform(self.machine.on_core_subscribed())
+        except frames.BadFrame as error:
+            self._on_bad_frame(error)
+
+    def _on_core_report(self, parts: list[bytes]) -> None:
+        now_ms = self._scheduler.now_ms()
+        try:
+            report = frames.decode_core_frame(parts, self._size)
+        except frames.BadFrame as error:
+            self._on_bad_frame(error)
+            return
+        if report.complete is not None:
+            self._perform(self.machine.complete(report.complete, now_ms))
+        if report.started is not None:
+            self._perform(self.machine.on_started(report.started, report.rank, now_ms))
+
+    def _on_bad_frame(self, error: frames.BadFrame) -> None:
+        self._log.warning("bad_frame", detail=str(error))
+
+    # -- the bus -------------------------------------------------------------------
+
+    def _make_peer(self) -> PeerClient | None:
+        if not self._broker:
+            return None
+        boot = new_boot()
+        return PeerClient(
+            name=self.name,
+            group=self._group,
+            boot=boot,
+            transport=ZmqClient(self._broker, route_of(self.name, boot), self._security),
+            scheduler=self._scheduler,
+            join=self._join,
+            beat=lambda: Heartbeat("running", 0, 0, ""),
+            on_message=self._on_message,
+            on_state=self._on_state,
+        )
+
+    def _on_joined(self) -> bool:
+        return self._peer is not None and self._peer.link.state is LinkState.JOINED
+
+    def _join(self) -> Join:
+        machine = self.machine
+        facts = CoordinatorFacts(
+            machine.dp_group, self._size, machine.wave, machine.running, machine.started_by
+        )
+        return Join("gateway", HOST, PID, None, facts)
+
+    def _on_message(self, _envelope: Envelope, message: Message) -> None:
+        if self._on_joined():
+            self._perform(self.machine.on_message(message, self._scheduler.now_ms()))
+
+    def _on_state(self, state: LinkState) -> None:
+        now_ms = self._scheduler.now_ms()
+        if state is LinkState.JOINED:
+            self._perform(self.machine.on_joined(now_ms))
+        elif state is LinkState.REFUSED and not self._closed:
+            self._rejoin = self._scheduler.call_at(now_ms + REFUSED_RETRY_MS, self._rejoin_bus)
+
+    def _rejoin_bus(self) -> None:
+        if self._peer is not None and not self._closed:
+            self._peer.close()
+            self._peer = self._make_peer()
+            if self._peer is not None:
+                self._peer.start()
+
+    # -- what is to be done ----------------------------------------------------------
+
+    def _perform(self, effects: Iterable[CoordinatorEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case StartCores(wave, excluded):
+                    self.sockets.publish_to_cores(
+                        frames.encode_start_wave(frames.StartWave(wave, excluded))
+                    )
+                case Publish(wave, running):
+                    self.sockets.publish_to_fronts(
+                        frames.encode_wave_status(frames.WaveStatus(wave, running))
+                    )
+                case Ready():
+                    self.sockets.publish_to_cores((frames.READY,))
+                case Send() if self._on_joined():
+                    assert self._peer is not None
+                    self._peer.perform([effect])
+                case Note():
+                    bus.log.write(self._log, effect)
+                case _:
+                    pass  # for a broker that isn't there
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        if not self._closed:
+            self._alarm.ring_by(self.machine.next_deadline_ms())
+
+    def _on_alarm(self) -> None:
+        if not self._closed:
+            self._perform(self.machine.tick(self._scheduler.now_ms()))

@@ -1,0 +1,156 @@
+"""Connections by which ranks notice that one of them is gone, also while all are idle.
+
+Rank 0 listens, the others connect; each connection ends with its process, however that
+ends. Rank 0 tells the others of a rank that it lost. One that goes in an orderly way says
+so first; then the others, who are probably going too, wait a moment before they call it
+a death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+from bus.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# How long after a rank has left the others give themselves to leave, too.
+LEAVE_GRACE_S: Final = 3.0
+_GONE: Final = "gone"
+_LEAVING: Final = "leaving"
+_MAX_LINE_BYTES: Final = 64
+
+
+class RankLiveness:
+    """One rank's connections.
+
+    Lines are ``<rank> <what>``: at first ``<rank> here``, later that a rank is leaving or
+    gone.
+
+    ``noticed`` is set when a rank is known to be gone; ``lost`` is called then, or, where
+    the rank has left, a little later.
+
+    Args:
+        group: the DP group's name, for what is said of it.
+        rank: this one.
+        size: how many there are.
+        lost: called once, with the reason, when a rank is gone.
+    """
+
+    def __init__(self, group: str, rank: int, size: int, lost: Callable[[str], None]) -> None:
+        self._group = group
+        self._rank = rank
+        self._size = size
+        self._lost = lost
+        self._server: asyncio.Server | None = None
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._left: set[int] = set()
+        self._closing = False
+        self._said = False
+        self.noticed = asyncio.Event()
+        self._all_here = asyncio.Event()
+
+    async def listen(self, host: str) -> tuple[str, int]:
+        """Rank 0: where the others connect."""
+        self._server = await asyncio.start_server(self._welcome, host, 0, limit=_MAX_LINE_BYTES)
+        address: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
+        return address
+
+    async def connect(self, host: str, port: int) -> None:
+        """The others: connect to rank 0.
+
+        Raises:
+            EngineError: nobody listens there.
+        """
+        try:
+            reader, writer = await asyncio.open_connection(host, port, limit=_MAX_LINE_BYTES)
+        except OSError as error:
+            raise EngineError(f"rank 0 of DP group {self._group} is gone: {error}") from error
+        self._writers[0] = writer
+        self._say(writer, self._rank, "here")
+        self._watch(0, reader)
+
+    async def wait_for_all(self) -> None:
+        """Rank 0: return when all others have connected."""
+        await self._all_here.wait()
+
+    def leave(self) -> None:
+        """Say that this rank is about to close, and look no more at the others."""
+        self._closing = True
+        for task in self._tasks:
+            task.cancel()
+        for writer in self._writers.values():
+            self._say(writer, self._rank, _LEAVING)
+
+    def announce_crash(self) -> None:
+        """Say that this rank's core is gone, though its process is not."""
+        for writer in self._writers.values():
+            self._say(writer, self._rank, _GONE)
+
+    async def close(self) -> None:
+        """Leave, and let everything go."""
+        self.leave()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._writers.values():
+            writer.close()
+        for writer in self._writers.values():
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+        if self._server is not None:
+            self._server.close()
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            rank, _ = _parsed(await reader.readline())
+            if 0 < rank < self._size and rank not in self._writers and not self._closing:
+                self._writers[rank] = writer
+                self._watch(rank, reader)
+                if len(self._writers) == self._size - 1:
+                    self._all_here.set()
+                return
+        writer.close()  # a stranger
+
+    def _watch(self, rank: int, reader: asyncio.StreamReader) -> None:
+        task = asyncio.create_task(self._read(rank, reader))
+        self._tasks.add(task)
+
+    async def _read(self, peer: int, reader: asyncio.StreamReader) -> None:
+        """Hear of ``peer``, or through it of others, until the connection ends."""
+        with contextlib.suppress(OSError, ValueError):
+            while line := await reader.readline():
+                rank, what = _parsed(line)
+                self._left.update({rank} if what == _LEAVING else ())
+                if what == _GONE:
+                    await self._declare(rank)
+        await self._declare(peer)
+
+    async def _declare(self, rank: int) -> None:
+        what = _LEAVING if rank in self._left else _GONE
+        self.noticed.set()
+        for other, writer in self._writers.items():
+            if self._rank == 0 and other != rank:
+                self._say(writer, rank, what)
+                self._say(writer, rank, _GONE)
+        if what == _LEAVING:
+            await asyncio.sleep(LEAVE_GRACE_S)
+        if not self._said:
+            self._said = True
+            word = "has left" if what == _LEAVING else "has died"
+            self._lost(
+                f"rank {rank} of DP group {self._group} {word}, and rank {self._rank} can't "
+                "step without it"
+            )
+
+    def _say(self, writer: asyncio.StreamWriter, rank: int, what: str) -> None:
+        with contextlib.suppress(OSError, RuntimeError):
+            writer.write(f"{rank} {what}\n".encode())
+
+
+def _parsed(line: bytes) -> tuple[int, str]:
+    """Raises ValueError for what no rank says."""
+    rank, _, what = line.decode("ascii").strip().partition(" ")
+    return int(rank), what

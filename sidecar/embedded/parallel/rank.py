@@ -1,0 +1,261 @@
+"""A rank's front end: its place in the group, and its word with the coordinator.
+
+The front end knows of waves only what the coordinator publishes. When a request comes
+while it believes that nothing runs, it says FIRST_REQ, so that the other ranks join.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import bus.log
+from bus.errors import EngineError
+from bus.runtime.zmq_dp import DpRankSockets
+from sidecar.dp_coordinator import frames
+from sidecar.dp_coordinator.process import (
+    DpCoordinatorAddresses,
+    DpCoordinatorProcess,
+    GatewayFailed,
+)
+from sidecar.embedded.parallel.core import LockstepCore, OnePhaseCore
+from sidecar.embedded.parallel.group import GroupExchange, Rendezvous
+from sidecar.embedded.parallel.liveness import RankLiveness
+from sidecar.embedded.parallel.waves import RankWaves
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+    from typing import Any
+
+    from sidecar.embedded.model import Qwen3
+    from sidecar.embedded.parallel.options import DataParallel
+    from sidecar.embedded.requests import Publish
+    from sidecar.shared_pages.core_status import CoreStatusPage
+
+T = TypeVar("T")
+# In which the end of a rank that broke a step is noticed here, too.
+_NOTICE_S: Final = 0.5
+
+
+class DpRank:
+    """One rank of a group, from :meth:`join` to :meth:`close`; lives in one loop.
+
+    Args:
+        options: which rank of which group.
+        lost: called once, with the reason, when the group can't go on.
+    """
+
+    def __init__(self, options: DataParallel, lost: Callable[[str], None]) -> None:
+        self.options = options
+        self._lost = lost
+        self._loop = asyncio.get_running_loop()
+        self._log = bus.log.logger(dp_group=options.group, dp_rank=options.rank)
+        self._liveness = RankLiveness(options.group, options.rank, options.size, lost)
+        self._coordinator: DpCoordinatorProcess | None = None
+        self._sockets: DpRankSockets | None = None
+        self._core: LockstepCore | None = None
+        self._ready = asyncio.Event()
+        # What the coordinator said last, or FIRST_REQ has made likely.
+        self._wave = 0
+        self._running = False
+
+    async def join(self, facts: dict[str, object]) -> GroupExchange:
+        """Meet the others; ``facts`` must be alike on all ranks.
+
+        Returns:
+            The way of tokens to the experts on other ranks.
+
+        Raises:
+            EngineError: the others did not come, or are not like this one.
+        """
+        options = self.options
+        alike = {**facts, "dp_size": options.size, "sync_interval": options.sync_interval}
+        meeting = await _blocking(lambda: Rendezvous(options))
+        await _blocking(lambda: meeting.check(alike))
+        addresses = await self._meet(meeting)
+        self._sockets = DpRankSockets(
+            options.rank,
+            front=addresses.front,
+            core_in=addresses.core_in,
+            core_out=addresses.core_out,
+        )
+        self._group = await _blocking(meeting.join)
+        return GroupExchange(self._group)
+
+    def make_core(
+        self,
+        model: Qwen3,
+        *,
+        slots: int,
+        publish: Publish,
+        died: Callable[[str], None],
+        page: CoreStatusPage,
+    ) -> LockstepCore:
+        """The core of this rank; see :class:`LockstepCore`."""
+        options = self.options
+        kind = OnePhaseCore if options.one_phase_pause else LockstepCore
+        self._core = kind(
+            model,
+            slots=slots,
+            publish=publish,
+            died=died,
+            page=page,
+            group=self._group,
+            waves=RankWaves(options.rank, options.size, options.sync_interval),
+            report=self._report,
+        )
+        return self._core
+
+    async def ready(self) -> None:
+        """Listen to the coordinator; return when the cores of all ranks do.
+
+        Raises:
+            EngineError: they don't in time.
+        """
+        assert self._sockets is not None
+        self._sockets.listen(on_front=self._on_front, on_core=self._on_core)
+        self._sockets.send_as_front(frames.SUBSCRIBE)
+        self._sockets.subscribe_as_core(frames.SUBSCRIBE)
+        await self._bounded(self._ready.wait(), "its coordinator is not ready")
+
+    def on_request(self) -> int:
+        """A request has been given to the core's queue, or is about to be. The wave it is for."""
+        wave = self._wave
+        if not self._running and self._sockets is not None:
+            self._running = True
+            asked = frames.FirstRequest(self.options.rank, wave)
+            self._sockets.send_as_front(frames.encode_first_request(asked))
+        return wave
+
+    async def explain(self, reason: str) -> str | None:
+        """Why the core died, in better words than its own if there are any.
+
+        None: another rank is gone, and ``lost`` says which.
+        """
+        try:
+            await asyncio.wait_for(self._liveness.noticed.wait(), _NOTICE_S)
+        except TimeoutError:
+            self._liveness.announce_crash()
+            return reason
+        return None
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one is going to close."""
+        self._liveness.leave()
+
+    async def close(self) -> None:
+        """Leave the group; the other ranks can't go on without this one."""
+        await self._liveness.close()
+        if self._sockets is not None:
+            self._sockets.close()
+            self._sockets = None
+        if self._coordinator is not None:
+            await asyncio.to_thread(self._coordinator.stop)
+
+    # Inside
+
+    async def _meet(self, meeting: Rendezvous) -> DpCoordinatorAddresses:
+        """Exchange addresses over the store, and connect the lifelines."""
+        options = self.options
+        if options.rank == 0:
+            addresses = options.coordinator or await self._start_coordinator()
+            host, port = await self._liveness.listen(options.address[0])
+            told: dict[str, object] = {
+                "front": addresses.front,
+                "core_in": addresses.core_in,
+                "core_out": addresses.core_out,
+                "host": host,
+                "port": port,
+            }
+            await _blocking(lambda: meeting.tell("addresses", told))
+            await self._bounded(self._liveness.wait_for_all(), "not all ranks have come")
+            return addresses
+        told = await _blocking(lambda: meeting.ask("addresses"))
+        await self._liveness.connect(str(told["host"]), int(str(told["port"])))
+        return DpCoordinatorAddresses(
+            str(told["front"]), str(told["core_in"]), str(told["core_out"])
+        )
+
+    async def _bounded(self, work: Coroutine[Any, Any, T], complaint: str) -> T:
+        options = self.options
+        try:
+            return await asyncio.wait_for(work, options.join_timeout_s)
+        except TimeoutError as error:
+            raise EngineError(
+                f"rank {options.rank} of DP group {options.group}: {complaint} "
+                f"after {options.join_timeout_s:g} s"
+            ) from error
+
+    async def _start_coordinator(self) -> DpCoordinatorAddresses:
+        options = self.options
+        try:
+            self._coordinator = await asyncio.to_thread(
+                DpCoordinatorProcess,
+                dp_group=options.group,
+                size=options.size,
+                host=options.address[0],
+                broker=options.broker,
+                group=options.bus_group,
+                on_death=self._on_coordinator_died,
+            )
+        except GatewayFailed as error:
+            raise EngineError(str(error)) from error
+        return self._coordinator.addresses
+
+    def _on_coordinator_died(self, code: int) -> None:
+        """From its watcher's thread. Without it the idle ranks would not wake."""
+        reason = f"the gateway of DP group {self.options.group} has ended with exit code {code}"
+        self._in_loop(lambda: self._lost(reason))
+
+    def _on_front(self, parts: list[bytes]) -> None:
+        with self._checked():
+            standing = frames.decode_frame_to_front(parts)
+            self._wave, self._running = standing.wave, standing.running
+
+    def _on_core(self, parts: list[bytes]) -> None:
+        with self._checked():
+            told = frames.decode_frame_to_core(parts)
+            if told is None:
+                self._ready.set()
+            elif self._core is not None:
+                self._core.start_wave(told.wave, told.excluded)
+
+    @contextlib.contextmanager
+    def _checked(self) -> Iterator[None]:
+        try:
+            yield
+        except frames.BadFrame as error:
+            self._log.warning("bad_frame", detail=str(error))
+
+    def _report(self, report: frames.CoreReport) -> None:
+        """From the core's thread."""
+
+        def send() -> None:
+            if self._sockets is not None:
+                self._sockets.report_as_core(frames.encode_core_report(report))
+
+        self._in_loop(send)
+
+    def _in_loop(self, action: Callable[[], None]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(action)
+
+
+async def _blocking(action: Callable[[], T]) -> T:
+    """Run what may wait long for other ranks in a thread that holds up no end of the process."""
+    loop = asyncio.get_running_loop()
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = action()
+        except BaseException as error:  # noqa: BLE001 - the waiting task raises it
+            answer.set_exception(error)
+        else:
+            answer.set_result(result)
+
+    threading.Thread(target=run, name="wavebus-meet", daemon=True).start()
+    return await asyncio.shield(asyncio.wrap_future(answer, loop=loop))

@@ -1,0 +1,331 @@
+"""The next weights, beside those that are served.
+
+A weight update of the embedded engine, step by step.
+
+::
+
+    state      call                  next       what happens
+    IDLE       start                 LOADING    the armed manifest is the one to load
+    any        start, recover        LOADING    same, whatever an earlier update left
+    LOADING    receive               LOADING    the chunk's tensors are there
+    LOADING    verify                LOADING    their checksums are compared
+    LOADING    load                  LOADING    they are copied into the parameters
+    LOADING    restore, none loaded  IDLE       the old weights were never touched
+    LOADING    finish, all loaded    FINISHED
+    FINISHED   commit                IDLE       the engine serves the new version
+
+    of an update that is staged, in no pause
+    LOADING    load                  LOADING    they are copied beside the parameters
+    any        restore               IDLE       what is staged is let go
+    FINISHED   swap                  IDLE       between two steps all of it is copied into the
+                                                parameters; the engine serves the new version
+    FINISHED   swap, called off      FINISHED   nothing has changed
+
+Opening a transport and arming change no state and may come at any time. Anything
+else is refused with code ``wrong_state`` and changes nothing.
+
+From the first load of an update to its commit the parameters are *foreign*: not those
+of the version that the engine says it serves. There is no way back from that, so if
+the update breaks off, a whole one, started with ``recover``, is the only way out. A sleep that
+discards the weights makes them foreign, too.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from bus.errors import EngineError
+from bus.messages import NackCode
+from bus.weight_transfer.allocation import StagingCapacity, require_capacity
+from bus.weight_transfer.registry import make_receiver
+from sidecar.embedded.memory import ModelMemoryState
+from sidecar.embedded.weights import check_manifest, load_tensors
+from sidecar.transfer import check_delivered, check_room, check_sums, staging_capacity
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bus.manifest import Manifest
+    from bus.messages import Staging, Verify
+    from bus.weight_transfer.allocation import RankAssignment
+    from bus.weight_transfer.base import Receiver
+    from sidecar.embedded.core import EngineCore
+    from sidecar.embedded.model import Qwen3
+    from sidecar.engine import Chunk
+
+
+class StagedParameters:
+    """Of one model: as much again as its parameters, while it is there.
+
+    :meth:`load` runs in any one thread; the others, in the core's, between steps.
+    """
+
+    def __init__(self, model: Qwen3) -> None:
+        self._layout = model.layout
+        self._parameters = model.parameters
+        self._staged: dict[str, torch.Tensor] = {}
+
+    @property
+    def needed_bytes(self) -> int:
+        """What it takes."""
+        return sum(each.nbytes for each in self._parameters.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """What it takes now."""
+        return sum(each.nbytes for each in self._staged.values())
+
+    def allocate(self) -> None:
+        """Take the memory, if it is not there."""
+        if not self._staged:
+            self._staged = {n: torch.empty_like(p) for n, p in self._parameters.items()}
+
+    def release(self) -> None:
+        """Give it back."""
+        self._staged = {}
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Put tensors, by their Hugging Face names, where they will go."""
+        load_tensors(self._layout, self._staged, tensors)
+
+    def swap(self) -> None:
+        """Copy all of it into the parameters."""
+        for name, staged in self._staged.items():
+            self._parameters[name].copy_(staged)
+
+
+# Receiving and sampling so many takes 1 ms at most.
+SHORT_TENSORS: Final = 16
+
+
+class UpdaterState(StrEnum):
+    IDLE = "idle"
+    LOADING = "loading"
+    FINISHED = "finished"
+
+
+class Updater:
+    """The update machine of one core.
+
+    :meth:`open_transfer`, :meth:`receive`, :meth:`verify`, :meth:`stage` and :meth:`close` may
+    block on the other end, or take long, and run outside the core's thread, one at a time;
+    :meth:`arm` runs anywhere; the others run in the core's thread. Of a receive and a verify,
+    :meth:`is_short` tells whether the loop's own thread is good enough.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._layout = core.model.layout
+        self._state = UpdaterState.IDLE
+        self._armed: Manifest | None = None
+        self._manifest: Manifest | None = None
+        self._loaded: set[int] = set()
+        self._foreign = False
+        self._staging: Staging | None = None  # how the armed update may be staged
+        self._memory = StagedParameters(core.model)
+        self.staged = False  # the update that is open is
+        self._backend = ""
+        self._receiver: Receiver | None = None
+        self._received_seq: int | None = None
+        self._received: list[tuple[str, torch.Tensor]] = []
+
+    def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> None:
+        receiver = make_receiver(backend)
+        receiver.open(params, place)
+        self.close()
+        self._backend, self._receiver = backend, receiver
+
+    def close(self) -> None:
+        """Let the transport go, and what it has received."""
+        self._release()
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    def arm(self, manifest: Manifest, staging: Staging | None) -> StagingCapacity:
+        self._armed = None
+        check_manifest(self._layout, manifest)
+        check_room(self._backend, self._receiver, manifest)
+        room = StagingCapacity()
+        if staging is not None:
+            memory = self._memory
+            needed, held = memory.needed_bytes, memory.held_bytes
+            found = staging_capacity(staging, needed, torch.device("cpu"), held_bytes=held)
+            room = require_capacity(staging, found)
+        self._armed, self._staging = manifest, staging
+        return room
+
+    def start(self, *, recover: bool, staged: bool) -> None:
+        if not staged:
+            self._core.require_paused("an update")
+        elif self._foreign or self._staging is None:
+            raise _wrong_state("nothing can be staged beside weights that are not a version's")
+        self._core.memory.require_weights("an update")
+        if self._armed is None:
+            raise _wrong_state("no manifest is armed")
+        if not recover and self._state is not UpdaterState.IDLE:
+            hint = "; only a whole update with recover frees the engine" if self._foreign else ""
+            raise _wrong_state(f"an earlier update is still {self._state.value}{hint}")
+        self._release()
+        self._manifest, self._armed = self._armed, None
+        self._loaded.clear()
+        self.staged = staged
+        if staged:
+            self._memory.allocate()
+        self._state = UpdaterState.LOADING
+
+    def receive(self, chunk: Chunk) -> None:
+        manifest = self._loading("receive")
+        if chunk.seq >= manifest.chunks or chunk.tensors != manifest.chunk(chunk.seq):
+            raise _wrong_state(f"chunk {chunk.seq} is not the armed manifest's")
+        if chunk.seq in self._loaded:
+            raise _wrong_state(f"chunk {chunk.seq} is loaded already")
+        if self._received_seq not in (None, chunk.seq):
+            raise _wrong_state(f"chunk {self._received_seq} is received and not loaded yet")
+        if self._receiver is None or chunk.backend != self._backend:
+            raise _wrong_state(f"no {chunk.backend} transport is open")
+        self._release()
+        self._received = self._receiver.receive(chunk.tensors, chunk.handle)
+        self._received_seq = chunk.seq
+        try:
+            check_delivered(self._backend, chunk.tensors, self._received)
+        except EngineError:
+            self._release()
+            raise
+
+    def is_short(self, tensors: int, verify: Verify = "off") -> bool:
+        """Whether to receive a chunk of so many tensors, or to verify it, takes less than waking
+        a thread does on a busy host: it waits for nobody, and looks at little."""
+        waits = self._receiver is None or self._receiver.is_blocking
+        return not waits and verify != "full" and tensors <= SHORT_TENSORS
+
+    @property
+    def received_tensors(self) -> int:
+        return len(self._received)
+
+    def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
+        self._loading("verify")
+        if self._received_seq != seq:
+            raise _wrong_state(f"chunk {seq} is not received")
+        check_sums(seq, self._received, verify, sums)
+
+    def load(self, seq: int) -> None:
+        self._loading("load")
+        self._core.require_paused("load")
+        if self._received_seq != seq:
+            raise _wrong_state(f"chunk {seq} is not received")
+        self._foreign = True
+        load_tensors(self._layout, self._core.model.parameters, self._received)
+        self._loaded.add(seq)
+        self._release()
+
+    def stage(self, seq: int) -> None:
+        """Load a chunk of a staged update."""
+        self._loading("load")
+        if self._received_seq != seq:
+            raise _wrong_state(f"chunk {seq} is not received")
+        self._memory.load(self._received)
+        self._loaded.add(seq)
+        self._release()
+
+    def restore(self) -> None:
+        if self.staged:
+            self._end_staging()
+            return
+        self._loading("restore")
+        if self._foreign:
+            raise _wrong_state("restore after a load: only a whole update frees the engine")
+        self._release()
+        self._state = UpdaterState.IDLE
+
+    def finish(self) -> None:
+        manifest = self._loading("finish")
+        if not self.staged:
+            self._core.require_paused("finish")
+        missing = manifest.chunks - len(self._loaded)
+        if missing:
+            raise _wrong_state(f"{missing} of {manifest.chunks} chunks are not loaded")
+        self._state = UpdaterState.FINISHED
+
+    def require_finished(self, what: str) -> None:
+        """Refuse ``what`` unless an update is loaded whole, and not committed.
+
+        Raises:
+            EngineError: code ``wrong_state``.
+        """
+        if self._state is not UpdaterState.FINISHED:
+            raise _wrong_state(f"{what} while the update is {self._state.value}")
+
+    def commit(self, version: int) -> None:
+        self.require_finished("commit")
+        self._require_next(version)
+        self._core.version = version
+        self._foreign = False
+        self._state = UpdaterState.IDLE
+
+    def require_staged(self, version: int) -> None:
+        """Refuse a swap unless a staged update is whole.
+
+        Raises:
+            EngineError: code ``called_off``.
+        """
+        if not self.staged or self._state is not UpdaterState.FINISHED:
+            raise EngineError("nothing is staged, or not all", code=NackCode.CALLED_OFF)
+        if self._core.memory.state is not ModelMemoryState.AWAKE:
+            raise EngineError("the engine sleeps", code=NackCode.CALLED_OFF)
+        try:
+            self._require_next(version)
+        except EngineError as error:
+            raise EngineError(error.detail, code=NackCode.CALLED_OFF) from error
+
+    def swap(self, version: int) -> None:
+        """Serve what is staged. The core has made sure that no step runs, anywhere."""
+        self._memory.swap()
+        self._core.version = version
+        self._end_staging()
+
+    def on_slept(self, *, discarded: bool) -> None:
+        """Memory was given back; with the weights, only a whole update brings others."""
+        self._memory.release()
+        self._foreign = self._foreign or discarded
+
+    def require_whole(self) -> None:
+        """Refuse to serve while an update is open, or the weights were let go.
+
+        Raises:
+            EngineError: code ``wrong_state``.
+        """
+        in_place = self._state is not UpdaterState.IDLE and not self.staged
+        if in_place or self._foreign:
+            mixed = ", with weights that are not the version's" if self._foreign else ""
+            raise _wrong_state(f"resume while an update is {self._state.value}{mixed}")
+
+    def _require_next(self, version: int) -> None:
+        if version < max(self._core.version, 1):
+            raise _wrong_state(f"version {version} does not follow {self._core.version}")
+
+    def _end_staging(self) -> None:
+        self._release()
+        if self._staging is None or not self._staging.keep:
+            self._memory.release()
+        self.staged = False
+        self._state = UpdaterState.IDLE
+
+    def _loading(self, what: str) -> Manifest:
+        if self._state is not UpdaterState.LOADING or self._manifest is None:
+            raise _wrong_state(f"{what} while the update is {self._state.value}")
+        return self._manifest
+
+    def _release(self) -> None:
+        """Give what was received back to the receiver."""
+        self._received = []
+        if self._received_seq is not None and self._receiver is not None:
+            self._receiver.release()
+        self._received_seq = None
+
+
+def _wrong_state(detail: str) -> EngineError:
+    return EngineError(detail, code=NackCode.WRONG_STATE)

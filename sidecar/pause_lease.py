@@ -1,0 +1,159 @@
+"""Keeps an engine's hold page in step with its session, and takes over what it finds there.
+
+What would have to be undone is written before the call that does it: so the page never says less
+than what has happened to the engine.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from typing import TYPE_CHECKING, Final
+
+from bus.errors import EngineError
+from bus.lora import PREFIX as ADAPTERS
+from bus.messages import NackCode
+from bus.protocol.core.effects import Note
+from bus.protocol.engine.calls import (
+    CallCommit,
+    CallFinish,
+    CallLoad,
+    CallPause,
+    CallReceive,
+    CallResume,
+    CallStart,
+)
+from bus.protocol.engine.pause import EnginePauseState
+from bus.vllm_payloads import is_loaded_on_receipt
+from sidecar.shared_pages.pause_lease import (
+    AbandonedPause,
+    Begun,
+    LeaseOutcome,
+    PauseLease,
+    deadline_ns,
+)
+
+if TYPE_CHECKING:
+    from bus.protocol.engine.calls import Call
+    from bus.protocol.engine.session import EngineSession
+    from sidecar.engine import Engine
+
+_SERIAL_BITS: Final = 53
+_MIN_LEASE_MS: Final = 1000.0
+# What is not called under a hold that the engine has ended.
+_UPDATE_CALLS: Final = (CallStart, CallReceive, CallLoad, CallFinish, CallCommit)
+
+
+class PauseLeaseWriter:
+    """One engine's, for one life of its sidecar."""
+
+    def __init__(self, engine: Engine, session: EngineSession, dp_group: str) -> None:
+        self._engine = engine
+        self._session = session
+        self._dp_group = dp_group
+        self._serial = 0
+
+    def write(self, left_ms: float, now_ms: float, call: Call | None = None) -> list[Note]:
+        """Write by what the engine is held now; ``call`` is about to be made.
+
+        Where the engine has ended the pause meanwhile, the session is told, as soon as no call is
+        under way.
+
+        Args:
+            left_ms: for how long the engine is to stay paused, should this sidecar die now.
+            now_ms: the session's time.
+
+        Raises:
+            EngineError: code ``wrong_state``: it has, and the call is of an update.
+        """
+        if self._session.pause.state is EnginePauseState.RUNNING:
+            self._serial = 0
+            self._engine.hold(None)
+            return []
+        if isinstance(call, CallPause) or not self._serial:
+            self._serial = secrets.randbits(_SERIAL_BITS)
+        end = self._engine.hold(self._lease(left_ms, call))
+        if end is None:
+            return []
+        if isinstance(call, _UPDATE_CALLS):
+            raise EngineError(
+                f"the pause's lease was over, and the engine is {end.state}: {end.reason}",
+                code=NackCode.WRONG_STATE,
+            )
+        return self._on_outcome(end, now_ms) if self._session.at_rest else []
+
+    async def take_over(self, left: AbandonedPause, now_ms: float) -> Note:
+        """The engine was found paused: undo what was begun of an update, and go on from there."""
+        hold, broken, engine = left.lease, left.broken, self._engine
+        if hold.begun and hold.begun != "adapter" and not broken:
+            try:
+                await engine.restore(hold.begun)
+            except EngineError:
+                broken = (hold.begun,)
+        if broken:
+            await engine.admit(open=False)
+            await engine.abort_requests()
+        left_ms = (hold.until_ns - time.monotonic_ns()) / 1e6
+        self._session.on_found_paused(
+            hold.pause_id,
+            max(left_ms, _MIN_LEASE_MS),
+            now_ms,
+            broken=broken,
+            asleep=hold.asleep,
+        )
+        fields = {"update_id": hold.pause_id, "phase": self._session.phase, "broken": list(broken)}
+        return Note("found_paused", "warning", fields)
+
+    def _on_outcome(self, end: LeaseOutcome, now_ms: float) -> list[Note]:
+        session = self._session
+        if end.state == "waiting":
+            over_ms = session.lease.over_ms
+            if over_ms is None or over_ms <= now_ms:
+                return []
+            # The broker is heard again: the pause is the group's once more.
+        elif end.state == "resumed":
+            session.found_running()
+        else:
+            broken = {*session.update.partial, session.update.part_in_place or "model"}
+            session.on_found_paused(
+                session.pause.update_id,
+                0.0,
+                now_ms,
+                broken=broken,
+                asleep=not session.memory.awake,
+            )
+        self._serial = 0
+        return [Note("engine_decided", "warning", {"state": end.state, "reason": end.reason})]
+
+    def _lease(self, left_ms: float, call: Call | None) -> PauseLease:
+        session, update = self._session, self._session.update
+        part = update.part_in_place
+        begun: Begun = ""
+        if part.startswith(ADAPTERS):
+            begun = "adapter"
+        elif part:
+            begun = "draft" if part == "draft" else "model"
+        broken = set(update.partial)
+        if begun in ("model", "draft") and (update.has_loaded or _loads(call)):
+            broken.add(part)
+        return PauseLease(
+            serial=self._serial,
+            pause_id=session.pause.update_id,
+            until_ns=deadline_ns(left_ms),
+            holder_pid=os.getpid(),
+            dp_group=self._dp_group,
+            version=session.version,
+            begun=begun,
+            broken=tuple(sorted(broken)),
+            asleep=not session.memory.awake,
+            resuming=isinstance(call, CallResume)
+            or session.pause.state is EnginePauseState.RESUMING,
+        )
+
+
+def _loads(call: Call | None) -> bool:
+    """Whether the old weights are gone once this call has begun."""
+    if isinstance(call, CallReceive):
+        return is_loaded_on_receipt(call.backend)
+    return isinstance(call, CallLoad)

@@ -1,0 +1,156 @@
+"""The direct link between the sidecars of one DP group, for when there is no broker.
+
+Each has a ROUTER of its own, and a DEALER to each mate; the broker has told them of each other
+(MATES). Only LEASE_WORD travels here, and only its sender's own rank is believed: by its name, and
+where the broker has keys, by its key.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import bus.log
+from bus.errors import DecodeError, UsageError
+from bus.keys import Key, Keyring, Security
+from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, LeaseVote, codec
+from bus.net import is_loopback
+from bus.runtime.peer import route_of
+from bus.runtime.zmq_transport import ZmqClient, ZmqServer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bus.messages import PeerRank, PeerRanks
+
+
+class PeerLinks:
+    """One rank's end.
+
+    Args:
+        name, boot, group, dp_group, dp_rank: this rank's, as on the bus.
+        broker: the broker's address; mates are reached over the same interface.
+        on_word: what a mate has said, decoded and checked.
+
+    Attributes:
+        address: where mates reach this rank.
+
+    Raises:
+        UsageError: there is no port to listen on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        boot: int,
+        *,
+        group: str,
+        dp_group: str,
+        dp_rank: int,
+        broker: str,
+        security: Security,
+        on_word: Callable[[LeaseVote], None],
+    ) -> None:
+        self._name, self._boot, self._group = name, boot, group
+        self._dp_group, self._dp_rank = dp_group, dp_rank
+        self._security = security
+        self._on_word = on_word
+        self._peers: dict[int, tuple[PeerRank, ZmqClient]] = {}
+        self._seq = 0
+        self._log = bus.log.logger(peer=name, group=group)
+        own = security.own
+        self._server = ZmqServer(
+            f"tcp://{_own_address(broker)}:*",
+            keyring=Keyring(own, {}) if own else None,
+            insecure=security.insecure,
+        )
+        self.address = self._server.address
+        self._server.listen(self._on_frame)
+
+    def connect_peers(self, message: PeerRanks) -> None:
+        """Who the mates are now; links to those that are new, or have moved, are made."""
+        mates = {each.dp_rank: each for each in message.mates if each.dp_rank != self._dp_rank}
+        for rank in [r for r, (known, _) in self._peers.items() if mates.get(r) != known]:
+            self._peers.pop(rank)[1].close()
+        for rank, mate in mates.items():
+            if rank not in self._peers and mate.address:
+                self._connect(rank, mate)
+        if self._security.own is not None:
+            keys = {each.key: Key(each.name, "engine", each.key) for each in mates.values()}
+            self._server.keyring = Keyring(self._security.own, keys)
+
+    def _connect(self, rank: int, mate: PeerRank) -> None:
+        security = Security(self._security.own, mate.key, insecure=self._security.insecure)
+        try:
+            client = ZmqClient(mate.address, route_of(self._name, self._boot), security)
+        except UsageError as error:
+            self._log.warning("mate_unreachable", mate=mate.name, detail=str(error))
+            return
+        client.listen(lambda _frame: None)  # answers come to the own ROUTER
+        self._peers[rank] = (mate, client)
+
+    def send(self, word: LeaseVote, ranks: tuple[int, ...]) -> None:
+        """Tell these mates; who can't be reached now is asked again by whoever wants to know."""
+        for rank in ranks:
+            if rank in self._peers:
+                self._seq += 1
+                self._peers[rank][1].send(
+                    codec.encode(
+                        Envelope(
+                            WIRE_MAJOR,
+                            WIRE_MINOR,
+                            WIRE_NAMES[LeaseVote],
+                            self._seq,
+                            0,
+                            self._name,
+                            self._boot,
+                            self._group,
+                            0,
+                            self._seq,
+                            codec.encode_body(word),
+                        )
+                    )
+                )
+
+    def close(self) -> None:
+        """End; nothing more is heard."""
+        self._server.close()
+        for _, client in self._peers.values():
+            client.close()
+        self._peers.clear()
+
+    def _on_frame(self, _route: bytes, frame: bytes, user: str) -> None:
+        try:
+            envelope, message = codec.decode(frame)
+        except DecodeError as error:
+            self._log.warning("bad_frame", field=error.field, detail=str(error))
+            return
+        if not isinstance(message, LeaseVote) or not self._known(envelope, message, user):
+            self._log.warning("forbidden", peer=envelope.sender, kind=envelope.kind)
+            return
+        self._on_word(message)
+
+    def _known(self, envelope: Envelope, word: LeaseVote, user: str) -> bool:
+        mate, _ = self._peers.get(word.dp_rank, (None, None))
+        return (
+            mate is not None
+            and (envelope.group, word.dp_group) == (self._group, self._dp_group)
+            and (envelope.sender, user) == (mate.name, mate.key)
+        )
+
+
+def _own_address(broker: str) -> str:
+    """The own address on the way to the broker, which is also where mates are."""
+    if is_loopback(broker):
+        return "127.0.0.1"
+    parts = urlsplit(broker)
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)
+        family, kind, proto, _, where = found[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(where)  # sends nothing
+            host = str(probe.getsockname()[0])
+    except OSError:  # no broker can be reached by this address, and so no mate is known
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,491 @@
+"""The sidecar: one engine on the bus.
+
+A frame arrives, the session machine decides, an engine call runs as a task, and its
+result goes back into the machine. Nothing else happens here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import anyio
+
+from bus.errors import BusClosed, EngineError, refusal
+from bus.ids import check_name, new_boot
+from bus.keys import security
+from bus.messages import (
+    CoreStatus,
+    EngineFacts,
+    Envelope,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    LeaseVote,
+    Message,
+    NackCode,
+    PeerRanks,
+    Restart,
+)
+from bus.protocol.core.effects import Note, Send
+from bus.protocol.core.failures import Failure
+from bus.protocol.core.link import LinkConfig, LinkState
+from bus.protocol.engine.calls import (
+    COMMANDS,
+    Call,
+    CallCancelSwap,
+    CallEscalate,
+    CallSwap,
+    SendToPeers,
+    SessionEffect,
+)
+from bus.protocol.engine.session import EngineSession
+from bus.runtime.clock import AsyncioScheduler
+from bus.runtime.peer import HOST, PID, PeerClient, default_name, route_of
+from bus.runtime.zmq_transport import ZmqClient
+from bus.settings import DEFAULT_BROKER
+from sidecar.dispatch import dispatch
+from sidecar.pause_lease import PauseLeaseWriter
+from sidecar.peer_links import PeerLinks
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterable
+    from pathlib import Path
+    from types import TracebackType
+
+    from bus.runtime.interfaces import ClientTransport, Scheduler
+    from sidecar.engine import Engine, EngineInfo
+
+# How often a swap is called off that has not returned.
+CANCEL_SWAP_RETRY_S: Final = 0.5
+# How long a closing sidecar waits for the engine call under way.
+CLOSE_TIMEOUT_S: Final = 10.0
+
+
+class Sidecar:
+    """One engine on the bus, from :meth:`__aenter__` to :meth:`__aexit__`.
+
+    ::
+
+        async with Sidecar(VllmEngine(async_llm), broker="tcp://...:7710", group="policy"):
+            ...  # serve requests; updates come over the bus
+
+    Args:
+        engine: an adapter; the sidecar starts it, and closes it at the end.
+        broker: the broker's address.
+        group: the group of engines that take the same weights.
+        name: this engine's name on the bus; unique. Default: from host and pid.
+        dp_group: the DP group it is a rank of. Default: its own name (a DP group of one).
+        supervised: whoever started this process starts it anew when it ends, and the engine with
+            it, and all other ranks of its DP group. Then it ends when the broker finds that the
+            engine is stuck for good.
+        key, broker_key: files of `wavebus keygen`: this engine's secret key, and the broker's
+            public one. Default: WAVEBUS_KEY and WAVEBUS_BROKER_KEY, or no keys.
+        insecure: go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.
+
+    Raises (from entering):
+        EngineError: the engine can't be started or reached.
+        Refused: the broker refused the join (the name is taken, a fact is wrong).
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        broker: str = DEFAULT_BROKER,
+        group: str = "policy",
+        name: str | None = None,
+        dp_group: str | None = None,
+        supervised: bool = False,
+        key: Path | str | None = None,
+        broker_key: Path | str | None = None,
+        insecure: bool = False,
+        transport: ClientTransport | None = None,
+        scheduler: Scheduler | None = None,
+        link_config: LinkConfig | None = None,
+    ) -> None:
+        self.engine = engine
+        self.name = check_name(name or default_name("engine"), "name")
+        self.group = check_name(group, "group")
+        self.dp_group = check_name(dp_group or self.name, "dp_group")
+        self.supervised = supervised
+        self.session = EngineSession(self.name)
+        self._lease_writer = PauseLeaseWriter(engine, self.session, self.dp_group)
+        self.info: EngineInfo | None = None
+        self.death = ""
+        self._broker = broker
+        self._security = security(key, broker_key, insecure=insecure)
+        self._transport = transport
+        self._scheduler = scheduler
+        self._link_config = link_config
+        self._peer: PeerClient | None = None
+        self._peer_links: PeerLinks | None = None  # to the other ranks of its DP group
+        self._tasks: set[asyncio.Task[None]] = set()  # what watches
+        self._caller: asyncio.Task[None] | None = None  # makes the engine calls, one at a time
+        self._next_call: Call | None = None
+        self._wake: asyncio.Future[None] | None = None  # set while the caller has nothing to do
+        self._swap_cancelled: CallSwap | None = None  # which is, until it returns
+        self._closing = False
+        self._ended = asyncio.Event()
+        self._changed = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def start(self) -> None:
+        """Start the engine and begin to join; return once the engine takes requests."""
+        self.info = await self.engine.start()
+        try:
+            version = await self.engine.version()
+            self.session = EngineSession(
+                self.name,
+                version=version,
+                draft=self.info.draft,
+                closed=self.info.closed,
+                dp_group=self.dp_group,
+                dp_rank=self.info.dp_rank,
+                dp_size=self.info.dp_size,
+            )
+            self._lease_writer = PauseLeaseWriter(self.engine, self.session, self.dp_group)
+            scheduler = self._scheduler or AsyncioScheduler()
+            now_ms = scheduler.now_ms()
+            left = self.engine.left_behind()
+            found = None if left is None else await self._lease_writer.take_over(left, now_ms)
+            boot = new_boot()
+            if self.info.dp_size > 1:
+                self._peer_links = self._connect_peers(boot)
+            transport = self._transport or ZmqClient(
+                self._broker, route_of(self.name, boot), self._security
+            )
+            self._peer = PeerClient(
+                name=self.name,
+                group=self.group,
+                boot=boot,
+                transport=transport,
+                scheduler=scheduler,
+                join=self._join,
+                beat=self._beat,
+                on_message=self._on_message,
+                on_state=self._on_state,
+                on_tick=self._on_tick,
+                next_deadline_ms=self._next_deadline_ms,
+                link_config=self._link_config,
+            )
+            if found is not None:
+                self._peer.note(found)
+            self._caller = asyncio.create_task(self._make_calls())
+            self._peer.start()
+            self._tasks.add(asyncio.create_task(self._watch_engine()))
+            self._tasks.add(asyncio.create_task(self._watch_load()))
+            self._tasks.add(asyncio.create_task(self._watch_core()))
+        except BaseException:
+            if self._peer_links is not None:
+                self._peer_links.close()
+            await self.engine.close()
+            raise
+
+    def _connect_peers(self, boot: int) -> PeerLinks:
+        assert self.info is not None
+        return PeerLinks(
+            self.name,
+            boot,
+            group=self.group,
+            dp_group=self.dp_group,
+            dp_rank=self.info.dp_rank,
+            broker=self._broker,
+            security=self._security,
+            on_word=self._on_word,
+        )
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close("closed" if exc is None else f"closing on {exc!r}"[:256])
+
+    async def joined(self) -> None:
+        """Return when the broker has taken this engine in.
+
+        Raises:
+            Refused: it will not, and why.
+        """
+        while True:
+            assert self._peer is not None
+            link = self._peer.link
+            if link.state is LinkState.JOINED:
+                return
+            if link.state is LinkState.REFUSED and link.refusal is not None:
+                raise refusal(link.refusal)
+            if link.state is LinkState.CLOSED:
+                raise BusClosed("the sidecar was closed")
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def run(self) -> None:
+        """Serve until the engine dies, the broker refuses, or the sidecar is closed.
+
+        Raises:
+            EngineError: the engine died; the text says how.
+            Refused: the broker refused the join.
+        """
+        await self._ended.wait()
+        assert self._peer is not None
+        if self.death:
+            raise EngineError(self.death, code=NackCode.ENGINE_DEAD)
+        if self._peer.link.refusal is not None:
+            raise refusal(self._peer.link.refusal)
+
+    async def close(self, reason: str = "closed") -> None:
+        """Leave the bus and let the engine go; one that runs on and is paused is resumed."""
+        if self._peer is not None:
+            self._peer.close(self.death or reason)
+        with anyio.CancelScope(shield=True):
+            if not self.death:
+                with anyio.move_on_after(CLOSE_TIMEOUT_S):
+                    await self._last_call()
+                    if self.session.admission.closed and not self.session.update.partial:
+                        await self.engine.admit(open=True)  # it is nobody's any more to close
+                    if self.session.phase == "paused":
+                        await self.engine.resume()
+                        self.engine.hold(None)
+                    elif self.session.phase == "asleep":
+                        await self.engine.wake()
+                        self.engine.hold(None)
+            tasks = [*self._tasks, *([self._caller] if self._caller else [])]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._ended.set()
+            if self._peer_links is not None:
+                self._peer_links.close()
+            await self.engine.close()
+
+    # -- the link's questions --------------------------------------------------
+
+    def _join(self) -> Join:
+        assert self.info is not None
+        info = self.info
+        facts = EngineFacts(
+            kind=info.kind,
+            software=info.software,
+            model=info.model,
+            dp_group=self.dp_group,
+            dp_rank=info.dp_rank,
+            dp_size=info.dp_size,
+            workers=info.workers,
+            backends=info.backends,
+            endpoint=info.endpoint,
+            can_sleep=info.can_sleep,
+            draft=info.draft,
+            supervised=self.supervised,
+            canary=info.canary,
+            version=self.session.version,
+            phase=self.session.phase,
+            update_id=self.session.shown_id,
+            mate_address=self._peer_links.address if self._peer_links else "",
+            closed=self.session.is_closed,
+            features=dict(info.features),
+            untested=info.untested,
+        )
+        return Join("engine", HOST, PID, facts, None)
+
+    def _beat(self) -> Heartbeat:
+        return self.session.beat()
+
+    def _next_deadline_ms(self) -> float | None:
+        if self._peer is None:
+            return None
+        return self.session.next_deadline_ms()
+
+    # -- what happens -----------------------------------------------------------
+
+    def _on_message(self, envelope: Envelope, message: Message) -> None:
+        assert self._peer is not None
+        link = self._peer.link
+        if link.state is not LinkState.JOINED or not envelope.group:
+            return
+        if type(message) in COMMANDS:
+            now_ms = link.last_heard_ms  # when this came
+            self._perform(self.session.command(envelope.id, envelope.epoch, message, now_ms))
+        elif isinstance(message, HeartbeatAck):
+            self.session.on_lease_renewed(envelope.epoch, message.held, link.last_heard_ms)
+            self._perform(self.session.on_group_version(message.version, self._peer.now_ms()))
+        elif isinstance(message, PeerRanks) and self._peer_links is not None:
+            self._peer_links.connect_peers(message)
+        elif isinstance(message, Restart):
+            self._restart(envelope.epoch, message.reason)
+
+    def _on_word(self, word: LeaseVote) -> None:
+        if self._peer is not None:
+            self._perform(self.session.on_lease_word(word, self._peer.now_ms()))
+
+    def _restart(self, epoch: int, reason: str) -> None:
+        """The broker finds the engine stuck: end, so that it is started anew."""
+        assert self._peer is not None
+        if epoch < self.session.epoch or not self.supervised or self.death:
+            return
+        self.death = f"stuck, to be started anew: {reason}"
+        self._peer.note(Note("restart_asked", "error", {"reason": reason}))
+        self._ended.set()
+
+    def _on_state(self, state: LinkState) -> None:
+        self._changed.set()
+        if state is LinkState.JOINED and self._peer is not None:
+            self._perform(
+                self.session.on_group_version(self._peer.link.version, self._peer.now_ms())
+            )
+        if state is LinkState.REFUSED:
+            self._ended.set()
+
+    def _on_tick(self, now_ms: float) -> None:
+        assert self._peer is not None
+        self._perform(self.session.tick(now_ms))
+
+    def _perform(self, effects: Iterable[SessionEffect]) -> None:
+        assert self._peer is not None
+        peer = self._peer
+        for effect in effects:
+            if isinstance(effect, Send):
+                peer.send(effect.message, reply_to=effect.reply_to)
+            elif isinstance(effect, Note):
+                peer.note(effect)
+            elif isinstance(effect, SendToPeers):
+                if self._peer_links is not None:
+                    self._peer_links.send(effect.vote, effect.ranks)
+            elif isinstance(effect, CallEscalate):
+                self._run_beside_call(self._escalate(effect))
+            elif isinstance(effect, CallCancelSwap):
+                self._run_beside_call(self._cancel_swap(effect))
+            else:
+                assert self._next_call is None, "the machine makes one call at a time"
+                self._next_call = effect
+                self._wake_caller()
+        self._write_lease()
+        due_ms = self.session.next_deadline_ms()
+        if due_ms is not None:
+            peer.arm_by(due_ms)
+
+    def _write_lease(self, call: Call | None = None) -> None:
+        """Have the engine know by what it is held, and until when.
+
+        Raises:
+            EngineError: see :meth:`PauseLeaseWriter.keep`.
+        """
+        assert self._peer is not None
+        now_ms = self._peer.now_ms()
+        for note in self._lease_writer.write(self.session.held_for_ms(now_ms), now_ms, call):
+            self._peer.note(note)
+
+    # -- engine calls -----------------------------------------------------------
+
+    async def _make_calls(self) -> None:
+        """Make the calls that the machine asks for, one after the other."""
+        while True:
+            call, self._next_call = self._next_call, None
+            if call is not None:
+                await self._make(call)
+            elif self._closing:
+                return
+            else:
+                self._wake = asyncio.get_running_loop().create_future()
+                await self._wake
+                self._wake = None
+
+    def _wake_caller(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    async def _last_call(self) -> None:
+        """Return when the call under way, and what follows it, is over."""
+        self._closing = True
+        self._wake_caller()
+        if self._caller is not None:
+            await asyncio.wait([self._caller])
+
+    async def _make(self, call: Call) -> None:
+        """Make one engine call and give its result to the machine."""
+        assert self._peer is not None
+        try:
+            self._write_lease(call)
+            told = await dispatch(self.engine, call)
+        except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged and told
+            failure = self._failure(call, error)
+            self._perform(self.session.on_call_failed(call, failure, self._peer.now_ms()))
+        else:
+            now_ms = self._peer.now_ms()
+            self._perform(self.session.on_call_done(call, now_ms, result=told))
+
+    def _failure(self, call: Call | CallEscalate | CallCancelSwap, error: Exception) -> Failure:
+        """What the machine is told of a call that failed; the log has more."""
+        assert self._peer is not None
+        name = type(call).__name__
+        if not isinstance(error, EngineError):
+            self._peer.log.error("engine_call_broke", call=name, exc_info=error)
+            return Failure(NackCode.ENGINE_FAILED, f"{type(error).__name__}: {error}")
+        fields: dict[str, object] = {"call": name, "detail": error.detail, "tensor": error.tensor}
+        self._peer.note(Note("engine_call_failed", "warning", fields))
+        return Failure(error.code, error.detail, tensor=error.tensor)
+
+    async def _escalate(self, call: CallEscalate) -> None:
+        """Pause a second time, beside the `wait` that still drains."""
+        assert self._peer is not None
+        failure = in_flight = None
+        try:
+            self.session.escalating(await self.engine.request_ids())
+            await self.engine.pause(call.mode, clear_cache=call.clear_cache)
+            in_flight = await self.engine.in_flight()
+        except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged and told
+            failure = self._failure(call, error)
+        now_ms = self._peer.now_ms()
+        self._perform(self.session.on_escalation_done(failure, now_ms, in_flight=in_flight))
+
+    async def _cancel_swap(self, call: CallCancelSwap) -> None:
+        """Call the swap off that waits for other ranks; its own return tells what came of it. Until
+        then it is said again: it may have come before the swap, or not at all."""
+        swap = self.session.update.swap
+        if swap is self._swap_cancelled:
+            return
+        self._swap_cancelled = swap
+        while swap is not None and self.session.update.swap is swap:
+            try:
+                await self.engine.call_off()
+            except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged
+                self._failure(call, error)
+            await anyio.sleep(CANCEL_SWAP_RETRY_S)
+
+    def _run_beside_call(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it beside the call under way."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch_engine(self) -> None:
+        self.death = await self.engine.died()
+        assert self._peer is not None
+        self._peer.note(Note("engine_died", "error", {"reason": self.death}))
+        self._ended.set()
+
+    async def _watch_load(self) -> None:
+        """Keep the number of requests that heartbeats tell up to date, and the lease."""
+        assert self._peer is not None
+        while True:
+            self._write_lease()
+            with contextlib.suppress(EngineError):
+                self.session.pause.in_flight = await self.engine.in_flight()
+            await anyio.sleep(self._peer.link.heartbeat_ms / 1000)
+
+    async def _watch_core(self) -> None:
+        """Tell the broker what the engine's core does; the page is there when nothing answers."""
+        assert self._peer is not None
+        while True:
+            view = self.engine.core_view()
+            if view is not None and self._peer.link.state is LinkState.JOINED:
+                requests = view.waiting + view.running
+                since_ms = round(view.age_ms(), 1)
+                status = CoreStatus(view.phase, since_ms, view.step, view.wave, requests)
+                self._peer.send(status)
+            await anyio.sleep(self._peer.link.heartbeat_ms / 1000)

@@ -1,0 +1,51 @@
+"""What starting a process beside the sidecar takes: a port, and a guard over it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from bus.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Set for a sidecar by whoever starts it, and its engine, anew when it ends.
+SUPERVISED: Final = "WAVEBUS_SUPERVISED"
+_REAPER: Final = Path(__file__).with_name("reaper.py")
+_FIRST_PORT: Final = 21_000
+_PORTS: Final = 11_000
+_TRIES: Final = 100
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of ``host`` (a numeric address or a name of this host) that nobody listens on now.
+
+    Any below the ephemeral range, so that no outgoing connection gets it, and not the
+    first one, so that two who look at once differ.
+
+    Raises:
+        EngineError: ``host`` is not this host, or has no such port.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for _ in range(_TRIES):
+        port = _FIRST_PORT + secrets.randbelow(_PORTS)
+        with socket.socket(family) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise EngineError(f"no free port on {host} between {_FIRST_PORT} and {_FIRST_PORT + _PORTS}")
+
+
+def with_reaper(argv: Sequence[str], grace_s: float) -> list[str]:
+    """The command that runs ``argv`` under :mod:`sidecar.supervision.reaper`.
+
+    It ends when this process does, even by SIGKILL: in order, or killed after ``grace_s``.
+    """
+    return [sys.executable, str(_REAPER), str(os.getpid()), str(grace_s), *argv]

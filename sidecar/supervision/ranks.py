@@ -1,0 +1,308 @@
+"""All ranks of one DP group on this host: started together, and together started anew. Or one
+engine with its sidecar, which is a DP group of one.
+
+Each rank is a `wavebus sidecar` of its own, with its engine. A rank that dies leaves its
+mates in collectives that will never end, and a rank cannot rejoin: so when one ends, all
+are ended, and the DP group begins anew with another rendezvous. The broker sees it DOWN,
+and up again when all ranks have joined.
+
+::
+
+    state     event              next      what is done
+    STARTING  (made)             RUNNING   start every rank
+    RUNNING   a rank ends        ENDING    end the others; code 2: give up at once
+    RUNNING   asked to stop      STOPPING  end all, in order
+    ENDING    all have ended     WAITING   the longer, the more often it happened
+    WAITING   time is over       STARTING  with a new rendezvous
+    WAITING   too often in a row (exit)    with the rank's exit code
+    STOPPING  all have ended     (exit)    0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Final, Protocol
+
+import bus.log
+from bus.errors import EngineError, UsageError, WavebusError
+from bus.messages import NackCode
+from sidecar.supervision.launch import SUPERVISED, free_port, with_reaper
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+_USAGE: Final = 2
+# Longer than a rank's sidecar gives its server: what a rank started is gone with it.
+STOP_GRACE_S: Final = 45.0
+# A DP group that lived for so long starts with a clean sheet.
+CLEAN_AFTER_S: Final = 600.0
+_BACKOFF_S: Final = (0.5, 2.0, 5.0, 15.0, 30.0)
+
+
+class LaunchPlan(Protocol):
+    """What is started."""
+
+    @property
+    def dp_group(self) -> str:
+        """Its name, for the log."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+
+    @property
+    def host(self) -> str:
+        """Where they meet."""
+
+    def argv(self, rank: int, meeting_port: int) -> list[str]:
+        """The command line of one rank, for the rendezvous at ``meeting_port``."""
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What one rank's environment has beyond this process's."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLaunchPlan:
+    """One sidecar with its engine.
+
+    Args:
+        name: the engine's, the same in each life.
+        options: options of `wavebus sidecar`, but for the name.
+        command: the command of a vLLM server; empty for an embedded engine, or one that runs.
+    """
+
+    name: str
+    options: tuple[str, ...]
+    command: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    size: int = 1
+
+    @property
+    def dp_group(self) -> str:
+        return self.name
+
+    def environment(self, rank: int) -> dict[str, str]:  # noqa: ARG002 - there is one
+        return {}
+
+    def argv(self, rank: int, meeting_port: int) -> list[str]:  # noqa: ARG002 - it meets nobody
+        line = [sys.executable, "-m", "bus.cli.main", "sidecar", *self.options]
+        line += ["--name", self.name, "--restarts", "0"]
+        return [*line, "--", *self.command] if self.command else line
+
+
+@dataclass(frozen=True, slots=True)
+class RankLaunchPlan:
+    """What all ranks have in common.
+
+    Args:
+        dp_group: its name; rank ``r`` is the engine ``dp_group-r``.
+        size: how many ranks.
+        options: options of `wavebus sidecar`, for every rank.
+        command: the command of a vLLM server, without its data parallel options;
+            empty for embedded engines.
+        port: where rank 0 serves requests, the others on the ports after it; 0: any.
+        host: where ranks meet; this host's own address.
+        gpus: those of this host, by the names of ``CUDA_VISIBLE_DEVICES``, shared out evenly
+            to the ranks; none: ranks see what this process sees.
+    """
+
+    dp_group: str
+    size: int
+    options: tuple[str, ...]
+    command: tuple[str, ...] = ()
+    port: int = 0
+    host: str = "127.0.0.1"
+    gpus: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.gpus and len(self.gpus) < self.size:
+            raise UsageError(
+                f"--dp-size {self.size}: this host shows {len(self.gpus)} GPUs "
+                f"({', '.join(self.gpus)}); each rank needs its own"
+            )
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What one rank's environment has beyond this process's."""
+        if not self.gpus:
+            return {}
+        share = len(self.gpus) // self.size
+        return {_VISIBLE: ",".join(self.gpus[rank * share : (rank + 1) * share])}
+
+    def argv(self, rank: int, meeting_port: int) -> list[str]:
+        """The command line of one rank, for the rendezvous at ``meeting_port``."""
+        own = ["--name", f"{self.dp_group}-{rank}", "--dp-group", self.dp_group]
+        line = [sys.executable, "-m", "bus.cli.main", "sidecar", *self.options, *own]
+        port = str(self.port + rank)
+        if not self.command:
+            line += ["--dp-size", str(self.size), "--dp-rank", str(rank)]
+            line += ["--dp-master", f"{self.host}:{meeting_port}"]
+            return [*line, "--port", port] if self.port else line
+        vllm = rank_options(rank, self.size, self.host, meeting_port)
+        if self.port:
+            vllm += ["--port", port]
+        return [*line, "--", *self.command, *vllm]
+
+
+def rank_options(rank: int, size: int, host: str, meeting_port: int) -> list[str]:
+    """Those of a vLLM server that is one rank of a DP group, and takes requests by itself."""
+    return [
+        *("--data-parallel-size", str(size), "--data-parallel-rank", str(rank)),
+        *("--data-parallel-address", host, "--data-parallel-rpc-port", str(meeting_port)),
+        "--data-parallel-external-lb",
+    ]
+
+
+def parse_server_command(command: Sequence[str]) -> tuple[tuple[str, ...], int]:
+    """A vLLM server's command without its ``--port``, and that port (0 if there is none).
+
+    Raises:
+        UsageError: it chooses ranks itself, or the port is not a number.
+    """
+    rest: list[str] = []
+    port = "0"
+    words = iter(command)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name.startswith(("--data-parallel", "-dp")):
+            raise UsageError(
+                f"{name}: --dp-size starts all ranks and sets this; leave it out, or start each "
+                "rank with a `wavebus sidecar` of its own"
+            )
+        if name == "--port":
+            port = value if equals else next(words, "")
+        else:
+            rest.append(word)
+    if not port.isdigit():
+        raise UsageError(f"--port {port}: not a number")
+    return tuple(rest), int(port)
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs that this process may use; empty without any."""
+    visible = os.environ.get(_VISIBLE)
+    if visible is not None:
+        return tuple(name for name in visible.split(",") if name)
+    numbers = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
+    return tuple(sorted(numbers, key=int))
+
+
+class RankSupervisor:
+    """Runs a plan until it is stopped, or it dies too often.
+
+    Args:
+        plan: see there.
+        restarts: how often in a row the DP group is started anew.
+        output: where ranks write; this process's own stdout and stderr if not given.
+        env: their environment; this process's if not given.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        *,
+        restarts: int = 5,
+        output: IO[bytes] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.generation = 0
+        self._restarts = restarts
+        self._output = output
+        self._env = env
+        self._ranks: list[asyncio.subprocess.Process] = []
+        self._log = bus.log.logger(dp_group=plan.dp_group)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until ``stop``.
+
+        Raises:
+            EngineError: ranks died too often; ``code`` engine_dead.
+            WavebusError: a rank refuses its options.
+        """
+        failures = 0
+        while True:
+            began_s = time.monotonic()
+            await self._start()
+            rank, code = await self._first_to_end(stop)
+            if rank is None:
+                await self._end()
+                self._log.info("dp_group_stopped")
+                return
+            lived_s = time.monotonic() - began_s
+            failures = 1 if lived_s > CLEAN_AFTER_S else failures + 1
+            self._log.error("rank_ended", dp_rank=rank, exit_code=code, generation=self.generation)
+            await self._end()
+            if code == _USAGE:
+                raise WavebusError(f"rank {rank} refused its options; see above")
+            if failures > self._restarts:
+                raise EngineError(
+                    f"DP group {self.plan.dp_group} died {failures} times in a row, last with "
+                    f"rank {rank} (exit code {code})",
+                    code=NackCode.ENGINE_DEAD,
+                )
+            pause_s = _BACKOFF_S[min(failures, len(_BACKOFF_S)) - 1]
+            self._log.warning("dp_group_restarts", in_s=pause_s, failures=failures)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await stop.wait()
+                return
+
+    async def _start(self) -> None:
+        self.generation += 1
+        meeting_port = free_port(self.plan.host)
+        self._ranks = []
+        for rank in range(self.plan.size):
+            process = await asyncio.create_subprocess_exec(
+                *with_reaper(self.plan.argv(rank, meeting_port), STOP_GRACE_S),
+                env={**(self._env or os.environ), SUPERVISED: "1", **self.plan.environment(rank)},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                start_new_session=True,
+            )
+            self._ranks.append(process)
+        pids = [process.pid for process in self._ranks]
+        self._log.info(
+            "dp_group_starts", ranks=self.plan.size, generation=self.generation, pids=pids
+        )
+
+    async def _first_to_end(self, stop: asyncio.Event) -> tuple[int | None, int]:
+        """The first rank that ends, with its code; no rank if all are to stop."""
+        waits = {
+            asyncio.create_task(process.wait()): rank for rank, process in enumerate(self._ranks)
+        }
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            done, _ = await asyncio.wait([*waits, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if stopped in done:
+                return None, 0
+            first = min(done & waits.keys(), key=lambda task: waits[task])
+            return waits[first], first.result()
+        finally:
+            for task in (*waits, stopped):
+                task.cancel()
+
+    async def _end(self) -> None:
+        """SIGTERM to all ranks, SIGKILL after the grace; return when they are gone."""
+        for process in self._ranks:
+            _signal(process, signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_GRACE_S):
+                await asyncio.gather(*(process.wait() for process in self._ranks))
+        for process in self._ranks:
+            _signal(process, signal.SIGKILL)  # and the kernel ends what it guards
+        await asyncio.gather(*(process.wait() for process in self._ranks))
+
+
+def _signal(process: asyncio.subprocess.Process, number: int) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)

@@ -1,0 +1,150 @@
+"""Stands between a sidecar and the server it started. A program, not a module to import.
+
+    python guard.py PARENT_PID GRACE_S COMMAND...
+
+It runs the command in a process group of its own and leaves nothing of that group
+behind, whoever dies first:
+
+* The sidecar dies, even by SIGKILL: the kernel tells the guard (PR_SET_PDEATHSIG),
+  which ends the group.
+* The guard gets SIGTERM or SIGINT: it passes it to the group, wakes who is stopped there,
+  and sends SIGKILL after the grace.
+* The command ends by itself: stragglers of its group are killed.
+* The guard is killed: the kernel kills the command (PR_SET_PDEATHSIG again).
+
+Who gets SIGKILL unlinks nothing. So the group's resource trackers live until they have tidied up,
+and the guard takes the other names from shared memory that the group had, and nobody else has: or
+each restart of a server would leave some behind.
+
+It exits as the command did; with 128 + n where a signal n ended that.
+It uses the standard library alone and runs by its path, under any Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+SHARED = "/dev/shm/"  # noqa: S108 - where Linux has the names
+# Of multiprocessing, vLLM and torch, which make them under names that are nobody else's. What
+# belongs to wavebus has its own end.
+THEIRS = ("psm_", "sem.mp-", "vllm_dist_", "torch_")
+GONE_S = 5.0  # in which they go
+ARGUMENTS = 3
+
+
+def die_with_parent(signum: int) -> None:
+    """Have the kernel send this process ``signum`` when its parent's thread ends. Linux only."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signum, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def main(arguments: list[str]) -> int:
+    parent, grace_s, command = int(arguments[0]), float(arguments[1]), arguments[2:]
+    stop = threading.Event()
+    received: list[int] = []
+
+    def note(signum: int, _frame: object) -> None:
+        received.append(signum)
+        stop.set()
+
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, note)
+    die_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:
+        return 128 + signal.SIGTERM  # it died before the kernel was told to watch it
+    try:
+        child = subprocess.Popen(  # noqa: S603 - the user's own command
+            command,
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(signal.SIGKILL),  # noqa: PLW1509 - one thread here
+        )
+    except OSError as error:
+        sys.stderr.write(f"can't start {command[0]}: {error.strerror}\n")
+        return 127
+
+    def watch() -> None:
+        child.wait()
+        stop.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    stop.wait()
+    if child.poll() is None:
+        _kill_group(child.pid, received[0] if received else signal.SIGTERM)
+        _kill_group(child.pid, signal.SIGCONT)  # who is stopped could not obey
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(grace_s)
+    _clean_up(child.pid)
+    code = child.wait()
+    return code if code >= 0 else 128 - code
+
+
+def _clean_up(group: int) -> None:
+    """Kill what is left of the group; of its shared memory, leave no name that nobody else uses."""
+    names = _names(_members(group))
+    until = time.monotonic() + GONE_S
+    while (left := _members(group)) and time.monotonic() < until:
+        for pid in left:
+            if not _is_resource_tracker(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    _kill_group(group, signal.SIGKILL)
+    for name in names - _names(_processes()) if names else ():
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    """Whether it is a resource tracker of multiprocessing: when all whom it watches have ended, it
+    takes the names that they have left, and ends."""
+    try:
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _members(group: int) -> set[int]:
+    """The processes of a process group that live."""
+    found = set()
+    for pid in _processes():
+        with contextlib.suppress(OSError):
+            told = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            state, its_group = told[0], int(told[2])
+            if its_group == group and state != "Z":
+                found.add(pid)
+    return found
+
+
+def _processes() -> set[int]:
+    return {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()}
+
+
+def _names(processes: set[int]) -> set[str]:
+    """Names of shared memory that these processes have mapped."""
+    found = set()
+    for pid in processes:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+            found |= {line.split(maxsplit=5)[5] for line in lines if SHARED in line}
+    return {name for name in found if name.removeprefix(SHARED).startswith(THEIRS)}
+
+
+def _kill_group(group: int, signum: int) -> None:
+    # Gone already, or only processes of it that are being reaped.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signum)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) <= ARGUMENTS:
+        sys.exit("usage: guard.py PARENT_PID GRACE_S COMMAND...")
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,294 @@
+"""Start a vLLM API server beside the sidecar, and let it never outlive it.
+
+The user gives the command as they would type it; what the RL routes need is added
+where they didn't say otherwise. The server runs under
+:mod:`sidecar.supervision.reaper`, in a process group of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import aiohttp
+import anyio
+import anyio.to_thread
+
+from bus.errors import EngineDead, EngineError, UsageError
+from bus.runtime.locked_paths import LockedFolder
+from bus.vllm_payloads import UNSUPPORTED
+from sidecar.supervision.launch import free_port, with_reaper
+from sidecar.vllm.connection_http import is_loopback
+from sidecar.vllm.plugin import environment
+from sidecar.vllm.plugin.compat import BACKEND
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+    from typing import Self
+
+    from sidecar.vllm.plugin.environment import BusAddress
+
+__all__ = ["ServerCommand", "SupervisedServer", "complete_command"]
+
+DEV_MODE: Final = "VLLM_SERVER_DEV_MODE"
+LORA_UPDATING: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+LAST_LINES: Final = 30
+_PAGES_PREFIX: Final = "wavebus-server-"
+HEALTH_PERIOD_S: Final = 0.25
+HEALTH_ANSWER_S: Final = 10.0
+REAPER_EXTRA_S: Final = 5.0
+OK: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """A server's command and environment, complete, and the URL it will have."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    base_url: str
+
+
+def complete_command(argv: Sequence[str], env: Mapping[str, str]) -> ServerCommand:
+    """Complete the command of a vLLM API server.
+
+    Adds ``--host 127.0.0.1``, a free ``--port``, the weight transfer backend and
+    ``--enable-scale-out`` (the token-in, token-out route) where they are missing, and
+    ``VLLM_SERVER_DEV_MODE=1`` to the environment; with ``--enable-lora`` also
+    ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``, unless it is set. Options in a ``--config`` file are
+    not seen; those given here come later and win.
+
+    Raises:
+        UsageError: an option contradicts what the bus needs; names it.
+    """
+    if not argv:
+        raise UsageError(
+            "no command: give one, such as python -m "
+            "vllm.entrypoints.openai.api_server --model MODEL"
+        )
+    options = _options(argv)
+    added: list[str] = []
+    if "uds" in options:
+        raise UsageError("--uds: the sidecar reaches its server by TCP; leave it out")
+    host = options.get("host")
+    if host is None:
+        host = "127.0.0.1"
+        added += ["--host", host]
+    elif not is_loopback(host):
+        raise UsageError(
+            f"--host {host}: the API key does not cover the RL routes, so a server that the "
+            "bus drives listens on loopback: leave --host out and put a router in front"
+        )
+    port = options.get("port")
+    if port is None:
+        port = str(free_port(host))
+        added += ["--port", port]
+    elif not port.isdigit():
+        raise UsageError(f"--port {port}: not a number")
+    added += _transfer_options(options)
+    if not {"enable-scale-out", "no-enable-scale-out"} & set(options):
+        added.append("--enable-scale-out")
+    if env.get(DEV_MODE, "1") != "1":
+        raise UsageError(f"{DEV_MODE}={env[DEV_MODE]}: the RL routes need {DEV_MODE}=1")
+    netloc = f"[{host}]" if ":" in host else host
+    switches = {DEV_MODE: "1"}
+    if "enable-lora" in options:
+        switches[LORA_UPDATING] = env.get(LORA_UPDATING, "1")
+    return ServerCommand((*argv, *added), {**env, **switches}, f"http://{netloc}:{port}")
+
+
+class SupervisedServer:
+    """One server process, from start to stop.
+
+    Args:
+        argv: the command, such as ``python -m vllm.entrypoints.openai.api_server
+            --model …``; see :func:`prepare` for what is added.
+        env: its environment; this process's if not given.
+        ready_timeout_s: how long :meth:`start` waits for it to be healthy.
+        grace_s: how long it may take to end after SIGTERM before it is killed.
+        coordinate: where its DP group's gateway belongs, if the bus is to coordinate it;
+            given to every rank, used by rank 0.
+        prefix: stands before each line of its output, which goes to our stderr.
+
+    Raises:
+        UsageError: see :func:`prepare`.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        ready_timeout_s: float = 600.0,
+        grace_s: float = 20.0,
+        prefix: str = "vllm| ",
+        coordinate: BusAddress | None = None,
+    ) -> None:
+        told = {} if coordinate is None else coordinate.variables()
+        self.prepared = complete_command(argv, {**(os.environ if env is None else env), **told})
+        self.base_url = self.prepared.base_url
+        self._ready_timeout_s = ready_timeout_s
+        self._grace_s = grace_s
+        self._prefix = prefix
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
+        self._last: deque[str] = deque(maxlen=LAST_LINES)
+        self._pages: LockedFolder | None = None  # of its cores' status pages
+
+    @property
+    def pid(self) -> int:
+        """Of the guard, whose child the server is; 0 before the start."""
+        return self._process.pid if self._process is not None else 0
+
+    async def start(self) -> str:
+        """Start it, and return its URL once it is healthy. Once only.
+
+        Raises:
+            EngineDead: it ended before that; with its exit code and last lines.
+            EngineError: it wasn't healthy in time, and was stopped.
+        """
+        if self._process is not None:
+            raise EngineError("this server was started before")
+        self._pages = pages = LockedFolder(_PAGES_PREFIX, environment.memory_folder())
+        # A thread's end counts as the parent's death: start only from the main thread's loop.
+        self._process = process = subprocess.Popen(  # noqa: S603, ASYNC220 - the user's command; forking is quick
+            with_reaper(self.prepared.argv, self._grace_s),
+            env={**self.prepared.env, environment.CORE_PAGES: str(pages.path)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, args=(process,), daemon=True)
+        self._reader.start()
+        try:
+            await self._wait_until_healthy(process)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self.stop()
+            raise
+        return self.base_url
+
+    async def wait_for_exit(self) -> str:
+        """Return when it has ended, with how."""
+        process = self._process
+        if process is None:
+            raise EngineError("start() comes first")
+        await anyio.to_thread.run_sync(process.wait, abandon_on_cancel=True)
+        return self._reason(process)
+
+    def send_signal(self, signum: int) -> None:
+        """Pass SIGINT or SIGTERM on: the server ends in order, or is killed after the grace."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signum)
+
+    async def forward_signals(self) -> None:
+        """Pass on every SIGINT and SIGTERM that this process gets; runs until cancelled.
+
+        The server is in a process group of its own, so Ctrl-C reaches only us.
+        """
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async for signum in signals:
+                self.send_signal(signum)
+
+    async def stop(self) -> None:
+        """End it and its whole process group: SIGTERM, and SIGKILL after the grace."""
+        process = self._process
+        if process is None:
+            return
+        self.send_signal(signal.SIGTERM)
+        with anyio.move_on_after(self._grace_s + REAPER_EXTRA_S, shield=True):
+            await anyio.to_thread.run_sync(process.wait, abandon_on_cancel=True)
+        if process.poll() is None:
+            process.kill()  # the kernel then kills the server
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(process.wait)
+        if self._reader is not None:
+            self._reader.join(REAPER_EXTRA_S)
+        if self._pages is not None:
+            self._pages.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    # -- inside ------------------------------------------------------------------------
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        """In a thread, so that a busy event loop never blocks the server's output."""
+        assert process.stdout is not None
+        with process.stdout as output:
+            for raw in output:
+                line = raw.decode(errors="replace").rstrip("\r\n")
+                self._last.append(line)
+                sys.stderr.write(f"{self._prefix}{line}\n")
+
+    async def _wait_until_healthy(self, process: subprocess.Popen[bytes]) -> None:
+        timeout = aiohttp.ClientTimeout(total=HEALTH_ANSWER_S)
+        with anyio.move_on_after(self._ready_timeout_s):
+            async with aiohttp.ClientSession(timeout=timeout) as session:
+                while process.poll() is None:
+                    try:
+                        async with session.get(f"{self.base_url}/health") as response:
+                            if response.status == OK:
+                                return
+                    except (aiohttp.ClientError, TimeoutError):
+                        pass  # not listening yet
+                    await anyio.sleep(HEALTH_PERIOD_S)
+            raise EngineDead(f"{self._reason(process)}{self._tail()}")
+        raise EngineError(f"not healthy within {self._ready_timeout_s:g} s{self._tail()}")
+
+    def _reason(self, process: subprocess.Popen[bytes]) -> str:
+        return f"the server (guard {process.pid}) ended with exit code {process.returncode}"
+
+    def _tail(self) -> str:
+        if self._reader is not None and self._process is not None and self._process.returncode:
+            self._reader.join(REAPER_EXTRA_S)
+        return "; its last lines:\n" + "\n".join(self._last) if self._last else ""
+
+
+def _options(argv: Sequence[str]) -> dict[str, str]:
+    """``--long options`` with their values (empty for flags); underscores become hyphens."""
+    found: dict[str, str] = {}
+    for index, word in enumerate(argv):
+        if not word.startswith("--") or word == "--":
+            continue
+        name, equals, value = word[2:].partition("=")
+        if not equals and index + 1 < len(argv) and not argv[index + 1].startswith("--"):
+            value = argv[index + 1]
+        found[name.replace("_", "-")] = value
+    return found
+
+
+def _transfer_options(options: Mapping[str, str]) -> list[str]:
+    """The option that chooses the backend, if the user left it out; a dotted one counts."""
+    name = "weight-transfer-config"
+    chosen = options.get(f"{name}.backend")
+    if name in options:
+        try:
+            chosen = json.loads(options[name]).get("backend")
+        except (ValueError, AttributeError) as error:
+            raise UsageError(f"--{name} {options[name]}: not a JSON object") from error
+    if chosen is None:
+        return [f"--{name}", json.dumps({"backend": BACKEND})]
+    if chosen in UNSUPPORTED:
+        raise UsageError(
+            f"--{name} chooses vLLM's {chosen!r}, which the bus can't drive: {UNSUPPORTED[chosen]}"
+        )
+    return []

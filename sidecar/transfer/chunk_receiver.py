@@ -1,0 +1,266 @@
+"""Chunks on their way into a model: from when they are announced until they are loaded.
+
+A receiver with room for several chunks (:attr:`Receiver.prefetch_depth`), or that waits for others
+(:attr:`Receiver.is_collective`), receives in a thread of its own, one chunk after the other: on a
+GPU on a stream of its own as well, so that a chunk comes while another is loaded. One that launches
+(:attr:`Receiver.can_launch`) needs no thread for that: the device receives, and the next chunk is
+under way before this one is there. Any other receives when it is asked to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+
+from bus.errors import EngineError
+from bus.messages import NackCode
+from bus.weight_transfer.formats import transfer_failed
+from bus.weight_transfer.packing import ReceivedChunk
+from sidecar.transfer.streams import own_stream, within
+from sidecar.transfer.verification import check_delivered
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from bus.manifest import TensorMeta
+    from bus.weight_transfer.base import Receiver
+    from bus.weight_transfer.packing import Tensors
+
+
+class ChunkReceiver:
+    """Of one model, over one transport after the other. Used by one thread at a time; but while
+    one opens another transport, another one may :meth:`interrupt` and :meth:`clear`.
+
+    Args:
+        device: where the weights are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.backend = ""
+        self.receiver: Receiver | None = None
+        self._device = device
+        self._chunks: dict[int, Future[Tensors]] = {}
+        self._launched: dict[int, Callable[[], None]] = {}  # of those, who is not waited for yet
+        self._thread: ThreadPoolExecutor | None = None
+        self._abandoned = False  # that thread, in a transport that was closed
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def prefetch_depth(self) -> int:
+        """How many chunks it takes before the first of them is loaded."""
+        return 1 if self.receiver is None else self.receiver.prefetch_depth
+
+    def use(self, backend: str, receiver: Receiver) -> None:
+        """Another transport; the one before goes."""
+        self.close()
+        self.backend, self.receiver = backend, receiver
+
+    def close(self) -> None:
+        """Let the transport go, and all that came or comes over it."""
+        self.stop()
+        if self.receiver is not None:
+            self.receiver.close()
+            self.receiver = None
+
+    def stop(self) -> None:
+        """Forget all chunks at once, and what comes yet: the transport is closed then, and must be
+        opened anew. Who waits in it is left behind, until its deadline at the latest."""
+        self._cancel()
+        self.clear()
+
+    def interrupt(self) -> None:
+        """As :meth:`stop`, where a transport waits for the other end, called from any thread while
+        another is in :meth:`take`: that raises. What comes over any other is there soon."""
+        if self.receiver is not None and self.receiver.is_collective:
+            self._cancel()
+
+    def _cancel(self) -> None:
+        """None of the chunks that come, ever does."""
+        cancelled = [coming for coming in self._chunks.copy().values() if coming.cancel()]
+        if cancelled and self.receiver is not None:
+            self._abandoned = True
+            self.receiver.close()
+
+    def begin(
+        self,
+        seq: int,
+        metas: tuple[TensorMeta, ...],
+        backend: str,
+        handle: bytes,
+        into: ReceivedChunk | None = None,
+    ) -> None:
+        """Receive a chunk. It may come yet when this returns: :meth:`take` waits.
+
+        Args:
+            into: where the tensors are to lie, for receivers that can have them there; received in
+                the caller's own stream, if the device receives.
+
+        Raises:
+            EngineError: code ``transfer_failed``: there is no such transport, or it failed; and
+                ``wrong_state``, if there is no room.
+        """
+        receiver = self.receiver
+        if receiver is None or backend != self.backend:
+            raise transfer_failed(f"transport {backend!r} is not open in this worker")
+        self._release(seq)  # asked again, it comes again
+        if into is None and len(self._chunks) >= receiver.prefetch_depth:
+            raise EngineError(
+                f"chunks {sorted(self._chunks)} are received and not loaded yet",
+                code=NackCode.WRONG_STATE,
+            )
+        # From here on, an interrupt ends it.
+        coming = self._chunks[seq] = Future()
+        try:
+            if receiver.can_launch:
+                with self._in_own_stream() if into is None else contextlib.nullcontext():
+                    fetch = receiver.launch(metas, handle, into)
+            else:
+                fetch = functools.partial(_fetch, receiver, metas, handle, into)
+            receive = functools.partial(self._receive, receiver, metas, fetch, into)
+            if receiver.can_launch:
+                self._launched[seq] = functools.partial(self._deliver, coming, receive)
+            elif receiver.prefetch_depth > 1 or receiver.is_collective:
+                self._receiving().submit(self._deliver_in_own_stream, coming, receive)
+            else:
+                coming.set_result(receive())
+        except BaseException:
+            self._chunks.pop(seq, None)
+            raise
+
+    def take(self, seq: int) -> Tensors:
+        """The tensors of a chunk that was begun, when they are there; valid until :meth:`done`.
+
+        Raises:
+            EngineError: code ``transfer_failed``: it did not come, or is not what was announced;
+                and ``wrong_state``: it was not begun.
+        """
+        coming = self._chunks.get(seq)
+        if coming is None:
+            found = f"only {sorted(self._chunks)}" if self._chunks else "nothing"
+            raise EngineError(
+                f"chunk {seq} is asked for, but {found} is staged", code=NackCode.WRONG_STATE
+            )
+        self._wait_for(seq)
+        try:
+            tensors = coming.result()
+        except CancelledError:
+            raise transfer_failed(f"chunk {seq} was given up before it had come") from None
+        made = self.receiver is not None and self.receiver.is_owned
+        if self._stream is not None and made and not isinstance(tensors, ReceivedChunk):
+            here = torch.cuda.current_stream(self._device)
+            for _, tensor in tensors:
+                if tensor.is_cuda:  # gloo receives into the host's memory
+                    tensor.record_stream(here)
+        return tensors
+
+    def take_own(self, seq: int) -> Tensors:
+        """As :meth:`take`, but for ever, and on the weights' device.
+
+        Raises:
+            EngineError: also code ``transfer_failed``, if there is no room for a copy.
+        """
+        tensors = self.take(seq)
+        receiver = self.receiver
+        assert receiver is not None, "its tensors are there"
+        copied = receiver.is_owned or not receiver.is_lasting
+        try:
+            return self._copies(tensors, copy=not copied)
+        except torch.OutOfMemoryError as error:
+            raise transfer_failed(
+                f"{self._device} has no room for a copy of chunk {seq}: lower chunk_bytes"
+            ) from error
+
+    def release(self, seq: int) -> None:
+        """A chunk is loaded: its room may be used again."""
+        self._release(seq)
+
+    def clear(self) -> None:
+        """Forget all chunks; who still comes is waited for."""
+        for seq in list(self._chunks):
+            self._release(seq)
+
+    def _release(self, seq: int) -> None:
+        self._wait_for(seq)
+        coming = self._chunks.pop(seq, None)
+        if coming is None or self.receiver is None:
+            return
+        with contextlib.suppress(CancelledError):
+            if coming.exception() is None and self.receiver.is_lasting:
+                self.receiver.release()
+
+    def _deliver(self, coming: Future[Tensors], receive: Callable[[], Tensors]) -> None:
+        """Until it is there it can be cancelled, however long it has been coming."""
+        failure: BaseException | None = None
+        tensors: Tensors = []
+        try:
+            tensors = receive()
+        except BaseException as error:  # noqa: BLE001 - who takes the chunk, gets it
+            failure = error
+        if not coming.set_running_or_notify_cancel():
+            return  # and the transport was closed
+        if failure is not None:
+            coming.set_exception(failure)
+        else:
+            coming.set_result(tensors)
+
+    def _deliver_in_own_stream(
+        self, coming: Future[Tensors], receive: Callable[[], Tensors]
+    ) -> None:
+        with self._in_own_stream():
+            self._deliver(coming, receive)
+
+    def _receive(
+        self,
+        receiver: Receiver,
+        metas: tuple[TensorMeta, ...],
+        fetch: Callable[[], Tensors],
+        into: ReceivedChunk | None,
+    ) -> Tensors:
+        received = fetch()
+        stays = receiver.is_lasting or received is into
+        try:
+            check_delivered(self.backend, metas, received)
+            kept = received if stays else self._copies(received, copy=True)
+        except BaseException:
+            receiver.release()
+            raise
+        if not receiver.is_lasting:
+            receiver.release()
+        return kept
+
+    def _copies(self, tensors: Tensors, *, copy: bool) -> Tensors:
+        return [(name, tensor.to(self._device, copy=copy)) for name, tensor in tensors]
+
+    def _wait_for(self, seq: int) -> None:
+        """For what the device receives, if it is that."""
+        launched = self._launched.pop(seq, None)
+        if launched is not None:
+            launched()
+
+    def _receiving(self) -> ThreadPoolExecutor:
+        if self._thread is not None and self._abandoned:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = None
+        self._abandoned = False
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="wavebus-receive")
+        return self._thread
+
+    def _in_own_stream(self) -> AbstractContextManager[None]:
+        if self._stream is None:
+            self._stream = own_stream(self._device)
+        return within(self._stream, self._device)
+
+
+def _fetch(
+    receiver: Receiver, metas: tuple[TensorMeta, ...], handle: bytes, into: ReceivedChunk | None
+) -> Tensors:
+    """Where it is to lie, if that can be."""
+    if into is not None and receiver.receive_into(metas, handle, into):
+        return into
+    return receiver.receive(metas, handle)

@@ -1,0 +1,168 @@
+"""What arrived is what was announced, and what was sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from bus.errors import EngineError
+from bus.messages import NackCode
+from bus.weight_transfer.checksum import checksums, first_difference, select_words, sum_words
+from bus.weight_transfer.formats import aligned, transfer_failed
+from bus.weight_transfer.packing import ReceivedChunk
+
+if TYPE_CHECKING:
+    from bus.manifest import Manifest, TensorMeta
+    from bus.messages import Verify
+    from bus.weight_transfer.base import Receiver
+    from bus.weight_transfer.checksum import SelectedWords
+
+
+# Words that are kept before they are summed up: 32 MiB.
+_MOST_WORDS: Final = 1 << 22
+
+
+def check_room(backend: str, receiver: Receiver | None, manifest: Manifest) -> None:
+    """Every chunk fits the transport that is open.
+
+    Raises:
+        EngineError: code ``transfer_failed``, with the largest tensor of a chunk that doesn't.
+    """
+    if receiver is None or receiver.room_bytes is None:
+        return
+    for seq in range(manifest.chunks):
+        sizes_bytes = manifest.sizes_bytes(seq)
+        packed_bytes = sum(map(aligned, sizes_bytes))
+        if packed_bytes > receiver.room_bytes:
+            largest = max(range(len(sizes_bytes)), key=sizes_bytes.__getitem__)
+            raise transfer_failed(
+                f"chunk {seq} takes {packed_bytes} bytes, and the {backend} transport has room "
+                f"for {receiver.room_bytes}",
+                tensor=manifest.names[manifest.part(seq)][largest],
+            )
+
+
+def check_delivered(
+    backend: str, announced: tuple[TensorMeta, ...], received: list[tuple[str, torch.Tensor]]
+) -> None:
+    """A receiver, which may be anybody's, has brought what the manifest says.
+
+    Raises:
+        EngineError: code ``transfer_failed``, with the first tensor that is another.
+    """
+    if isinstance(received, ReceivedChunk) and received.announced is announced:
+        return  # views that were made of it
+    if len(received) > len(announced):
+        raise transfer_failed(
+            f"transport {backend!r} delivered {len(received)} tensors for {len(announced)}"
+        )
+    for place, meta in enumerate(announced):
+        got = "nothing"
+        if place < len(received):
+            name, tensor = received[place]
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if (name, dtype, tensor.shape) == (meta.name, meta.dtype, meta.shape):
+                continue
+            got = f"{name}, {dtype} {tuple(tensor.shape)}"
+        raise transfer_failed(
+            f"transport {backend!r} delivered other tensors than announced: {got} for {meta}",
+            tensor=meta.name,
+        )
+
+
+class DeferredSums:
+    """Of chunks that nobody serves before the last of them has come: they are looked at one by
+    one, and summed up together.
+
+    Here is little to be done for each: where the same chunk has come before, one operation.
+    """
+
+    def __init__(self) -> None:
+        self._looks: list[_Look] = []
+        self._memo: dict[str, Any] = {}
+
+    def record(
+        self,
+        seq: int,
+        received: list[tuple[str, torch.Tensor]],
+        verify: Verify,
+        sums: tuple[int, ...],
+        *,
+        stays: bool = False,
+    ) -> None:
+        """A chunk has arrived. ``stays``: it lies there until :meth:`check`.
+
+        Raises:
+            EngineError: as :func:`check_sums`; of this one, or of one before.
+        """
+        if verify != "sample" or not isinstance(received, ReceivedChunk):
+            check_sums(seq, received, verify, sums)
+            return
+        looked = select_words(torch, received.tensors, verify, received.memo, later=stays)
+        self._looks.append(_Look(seq, received, sums, looked))
+        if not stays and sum(each.looked.count for each in self._looks) > _MOST_WORDS:
+            self.check()
+
+    def check(self) -> None:
+        """All that were looked at are what was sent.
+
+        Raises:
+            EngineError: as :func:`check_sums`.
+        """
+        looks, self._looks = self._looks, []
+        found = sum_words(torch, [each.looked for each in looks], self._memo)
+        for each, sums in zip(looks, found, strict=True):
+            _compare(each.seq, each.received, each.sums, sums)
+
+    def discard(self) -> None:
+        """None of them counts."""
+        self._looks.clear()
+
+    def close(self) -> None:
+        """Nor will these chunks come again: nothing of where they lay is kept."""
+        self._looks.clear()
+        self._memo.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    seq: int
+    received: list[tuple[str, torch.Tensor]]
+    sums: tuple[int, ...]
+    looked: SelectedWords
+
+
+def check_sums(
+    seq: int, received: list[tuple[str, torch.Tensor]], verify: Verify, sums: tuple[int, ...]
+) -> None:
+    """What has arrived is what was sent, as far as ``verify`` looks.
+
+    Raises:
+        EngineError: code ``checksum_mismatch``, with the first tensor that differs.
+    """
+    memo = received.memo if isinstance(received, ReceivedChunk) else None
+    _compare(seq, received, sums, checksums(torch, [t for _, t in received], verify, memo))
+
+
+def _compare(
+    seq: int,
+    received: list[tuple[str, torch.Tensor]],
+    sums: tuple[int, ...],
+    found: tuple[int, ...],
+) -> None:
+    if len(found) != len(sums):
+        raise EngineError(
+            f"{len(sums)} sums to verify {len(found)} tensors of chunk {seq}",
+            code=NackCode.WRONG_STATE,
+        )
+    place = first_difference(sums, found)
+    if place is not None:
+        name = received[place][0]
+        raise EngineError(
+            f"{name}, in chunk {seq}, is not what was sent: sum {found[place]:016x}, "
+            f"expected {sums[place]:016x}",
+            code=NackCode.CHECKSUM_MISMATCH,
+            tensor=name,
+        )

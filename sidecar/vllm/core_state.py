@@ -1,0 +1,226 @@
+"""The state of a vLLM's engine cores as its sidecar sees it: status pages, ranks, coordinator,
+versions.
+
+Both adapters share this module, whether they reach vLLM over HTTP or in process.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import bus.log
+from bus.errors import EngineError
+from bus.vllm_payloads import native_name
+from bus.weight_transfer.registry import receiver_backends
+from sidecar.engine import EngineInfo
+from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusReader, NoPage
+from sidecar.shared_pages.pause_lease import LeaseOutcome, NoHoldPage, PauseLeasePage, lease_path
+from sidecar.vllm.plugin import environment
+from sidecar.vllm.plugin.compat import BACKEND
+
+if TYPE_CHECKING:
+    from sidecar.shared_pages.core_status import CoreStatusView
+    from sidecar.shared_pages.pause_lease import AbandonedPause, OutcomeState, PauseLease
+    from sidecar.vllm.plugin.environment import DpCoordinator
+    from sidecar.vllm.plugin.worker_rpc import WorkerFacts
+
+
+class CoreLink:
+    """One engine's. ``wanted``: who was to coordinate its DP group."""
+
+    def __init__(self, wanted: DpCoordinator) -> None:
+        self._wanted = wanted
+        self._page: CoreStatusReader | None = None
+        self._coordinator_pid = 0
+        self._lease_pages: tuple[PauseLeasePage, ...] = ()  # one of each core, or none at all
+        self._pids: tuple[int, ...] = ()  # of several cores
+        self._cores = 0
+        self._log = bus.log.logger()
+
+    def learn(self, facts: WorkerFacts, info: EngineInfo, *, cores: int, here: bool = True) -> None:
+        """Take what the plugin says. ``cores``: how many the engine has (several behind an
+        internal load balancer); ``here``: it runs on this machine.
+
+        Raises:
+            EngineError: the bus was to coordinate, and doesn't.
+        """
+        if self._wanted == "bus":
+            _refuse_uncoordinated(facts, info)
+        if here:
+            self._page = CoreStatusReader(Path(facts.page)) if facts.page else None
+            self._coordinator_pid = facts.gateway_pid
+            self._lease_pages = self._open_lease_pages(facts, cores)
+        self._cores = cores
+
+    def _open_lease_pages(self, facts: WorkerFacts, cores: int) -> tuple[PauseLeasePage, ...]:
+        """Empty: a pause that this sidecar leaves behind is ended by nobody."""
+        reason = ""
+        if self._page is None:
+            reason = "the engine's core has no status page"
+        elif cores > 1 and len(facts.cores) != cores:
+            reason = (
+                f"{cores} cores behind one client, and pages of {len(facts.cores)} on this host"
+            )
+        else:
+            own = self._page.path
+            self._pids = facts.cores if cores > 1 else ()
+            paths = [own.with_stem(str(pid)) for pid in self._pids] or [own]
+            try:
+                return tuple(PauseLeasePage.open(lease_path(path)) for path in paths)
+            except NoHoldPage as error:
+                reason = str(error)
+        self._log.warning("hold_not_kept", reason=reason)
+        return ()
+
+    def hold(self, hold: PauseLease | None) -> LeaseOutcome | None:
+        """See :meth:`sidecar.engine.Engine.hold`. Several cores have ended it when all have; one
+        that has voted is left to the others."""
+        if hold is not None:
+            hold = replace(hold, cores=self._pids)
+            end = self._outcome(hold)
+            if end is not None:
+                return end
+        for page in self._lease_pages:
+            if hold is not None or page.lease() is not None:
+                page.write_lease(hold)
+        return None
+
+    def _outcome(self, hold: PauseLease) -> LeaseOutcome | None:
+        """What the cores have made of this hold; or of the one before it, as long as several of
+        them are about to decide: it is not to be taken from under them."""
+        held = [(page.lease(), page.outcome()) for page in self._lease_pages]
+        ends = [end for now, end in held if now and end and now.serial == end.serial]
+        if not ends:
+            return None
+        states = {end.state for end in ends}
+        state: OutcomeState = "waiting"
+        if "quarantined" in states:
+            state = "quarantined"
+        elif states == {"resumed"} and len(ends) == len(held):
+            state = "resumed"
+        undecided = state == "waiting" and bool(self._pids)
+        if not undecided and all(end.serial != hold.serial for end in ends):
+            return None
+        reasons = (end.reason for end in ends if end.state == state)
+        return LeaseOutcome(hold.serial, state, next(reasons, "not all of its cores have decided"))
+
+    def left_behind(self) -> AbandonedPause | None:
+        """See :meth:`sidecar.engine.Engine.left_behind`."""
+        found: list[AbandonedPause] = []
+        for page in self._lease_pages:
+            try:
+                flags = CoreStatusReader(page.path.with_suffix(".page")).read().flags
+            except NoPage:
+                continue
+            left = page.abandoned_pause(paused=bool(flags & LOCALLY_PAUSED))
+            found += [left] if left is not None else []
+        return next((left for left in found if left.broken), found[0] if found else None)
+
+    def view(self) -> CoreStatusView | None:
+        """The page as it is now; None without one."""
+        if self._page is None:
+            return None
+        try:
+            return self._page.read()
+        except NoPage:
+            return None
+
+    def requests(self) -> int | None:
+        """How many its cores have, running and waiting; None if pages don't tell it."""
+        view = self.view() if self._cores == 1 else None
+        return None if view is None else view.waiting + view.running
+
+    def check_coordinator(self) -> None:
+        """Say so, once, when the gateway that this rank started is gone."""
+        if self._coordinator_pid and not _alive(self._coordinator_pid):
+            self._log.error(
+                "gateway_died",
+                pid=self._coordinator_pid,
+                hint="waves that run go on, but an idle DP group may not wake for a request: "
+                "restart all its ranks",
+            )
+            self._coordinator_pid = 0
+
+
+def check_ranks(who: str, *, hybrid: bool, elastic: bool) -> None:
+    """Refuse an engine whose data parallel ranks the bus can't tell apart, or can't count on.
+
+    Args:
+        who: the engine, in words.
+        hybrid: it was booted with ``data_parallel_hybrid_lb``.
+        elastic: it was booted with ``enable_elastic_ep``.
+
+    Raises:
+        EngineError: says what was found, and how to boot instead.
+    """
+    if hybrid:
+        raise EngineError(
+            f"{who} has --data-parallel-hybrid-lb, which puts several ranks of a DP group behind "
+            "one engine: start it with --data-parallel-external-lb, with one sidecar per rank"
+        )
+    if elastic:
+        raise EngineError(
+            f"{who} has --enable-elastic-ep, with which ranks join and leave a DP group while it "
+            "serves. The bus pauses and updates a fixed set of ranks: start it without "
+            "--enable-elastic-ep, and restart all ranks to change how many there are"
+        )
+
+
+def _refuse_uncoordinated(facts: WorkerFacts, info: EngineInfo) -> None:
+    if facts.coordinator != "bus":
+        raise EngineError(
+            "--dp-coordinator bus: this vLLM was booted with its own coordinator, which can't be "
+            f"replaced while it runs. Start every rank with {environment.DP_COORDINATOR}=bus, "
+            f"{environment.BROKER}, {environment.GROUP} and {environment.DP_GROUP} in its "
+            "environment, or leave --dp-coordinator out"
+        )
+    if info.dp_size == 1:
+        raise EngineError(
+            "--dp-coordinator bus: this vLLM has one data parallel rank, or one server for all: "
+            "there is nothing to coordinate. Give --data-parallel-size and "
+            "--data-parallel-external-lb, or leave --dp-coordinator out"
+        )
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def parse_version(text: str) -> int:
+    """Our version in vLLM's free text; 0 for one that is not ours, such as ``default``."""
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def driven_backends(chosen: str) -> tuple[str, ...]:
+    """What an engine can be updated with that was booted with the backend ``chosen``."""
+    ours = receiver_backends()
+    return ours if chosen == BACKEND else (*ours, native_name(chosen))
+
+
+def server_info(
+    config: dict[str, Any], version: str, url: str, backend: str, *, draft: bool
+) -> EngineInfo:
+    parallel = config["parallel_config"]
+    external = bool(parallel["data_parallel_external_lb"])
+    world, dp_size = int(parallel["world_size"]), int(parallel["data_parallel_size"])
+    return EngineInfo(
+        kind="vllm-http",
+        software=f"vllm {version}",
+        model=str(config["model_config"]["model"]),
+        dp_rank=int(parallel["data_parallel_rank"]) if external else 0,
+        dp_size=dp_size if external else 1,
+        workers=world * (1 if external else dp_size),
+        backends=driven_backends(backend),
+        endpoint=url,
+        can_sleep=bool(config["model_config"].get("enable_sleep_mode")),
+        draft=draft,
+    )

@@ -1,0 +1,281 @@
+"""Drive a vLLM engine that lives in this process: an ``AsyncLLM``.
+
+The caller builds the ``AsyncLLM`` with ``weight_transfer_config`` backend
+``wavebus`` (or one of vLLM's own, such as ``nccl``) and keeps it: requests go to it
+directly, and closing the adapter leaves it running.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+
+from bus.errors import EngineDead, EngineError, UsageError
+from bus.lora import adapter_of
+from bus.vllm_versions import require_supported, untested_reason
+from sidecar.engine import EngineInfo, PauseMode, ProbeResult, RankAssignment, SleepLevel
+from sidecar.vllm.admission import AdmissionControl
+from sidecar.vllm.core_state import CoreLink, check_ranks, driven_backends, parse_version
+from sidecar.vllm.lora_routes import adapter_id, adapter_path
+from sidecar.vllm.plugin import worker_rpc
+from sidecar.vllm.plugin.compat import check_backend
+from sidecar.vllm.worker_client import UpdatesByPlugin, WorkerClient, engine_error
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from sidecar.shared_pages.core_status import CoreStatusView
+    from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
+    from sidecar.vllm.plugin.environment import DpCoordinator
+
+
+__all__ = ["VllmEngine", "parse_version"]
+
+
+DEATH_CHECK_S: Final = 0.5
+
+
+class VllmEngine(UpdatesByPlugin):
+    """An ``AsyncLLM`` as a :class:`sidecar.engine.Engine`.
+
+    Args:
+        async_llm: the engine, which stays the caller's.
+        dp_coordinator: ``bus`` insists that the bus coordinates its DP group; see
+            :mod:`sidecar.vllm.plugin.environment` for how it comes to.
+    """
+
+    def __init__(self, async_llm: Any, *, dp_coordinator: DpCoordinator = "vllm") -> None:
+        self._llm = async_llm
+        self._core = CoreLink(dp_coordinator)
+        self._connection = InProcessConnection(async_llm)
+        self._admission = AdmissionControl(self._connection.ask)
+        self._plugin = WorkerClient(self._connection)
+
+    async def start(self) -> EngineInfo:
+        """Check that this engine can be driven.
+
+        Raises:
+            EngineError: the vLLM is too old, or the engine was built without a backend that
+                the bus drives, or with another coordinator; the text says what to change.
+        """
+        import vllm  # noqa: PLC0415 - whoever has an AsyncLLM has vLLM; nobody else needs it
+
+        require_supported(vllm.__version__)
+        config = self._llm.vllm_config
+        transfer = config.weight_transfer_config
+        backend = "" if transfer is None else str(transfer.backend)
+        who = "the AsyncLLM (weight_transfer_config of AsyncEngineArgs)"
+        check_backend(backend, who)
+        # Asked before any call of the plugin's: without it, that would fail in all workers.
+        present = await _call(self._llm.collective_rpc(worker_rpc.ASK_PRESENCE))
+        worker_rpc.check_drives(present, backend, who)
+        parallel = config.parallel_config
+        check_ranks(
+            who,
+            hybrid=parallel.data_parallel_hybrid_lb,
+            elastic=bool(getattr(parallel, "enable_elastic_ep", False)),
+        )
+        # Behind an internal load balancer one client pauses all ranks: a DP group of one.
+        external = bool(parallel.data_parallel_external_lb)
+        cores = 1 if external else int(parallel.data_parallel_size)
+        told = worker_rpc.read(await _call(self._llm.collective_rpc(worker_rpc.ASK_FACTS)))
+        await self._plugin.hello(told.features, cores=cores)
+        await self._admission.look()
+        draft = worker_rpc.read_draft(await _call(self._llm.collective_rpc(worker_rpc.ASK_DRAFT)))
+        info = EngineInfo(
+            kind="vllm",
+            software=f"vllm {vllm.__version__}",
+            model=str(config.model_config.model),
+            dp_rank=parallel.data_parallel_rank if external else 0,
+            dp_size=parallel.data_parallel_size if external else 1,
+            workers=parallel.world_size * (1 if external else parallel.data_parallel_size),
+            backends=driven_backends(backend),
+            endpoint="",
+            can_sleep=bool(config.model_config.enable_sleep_mode),
+            draft=draft,
+            canary="abort" if self._admission.is_supported else "",
+            closed=self._admission.found_closed,
+            features=told.features,
+            untested=untested_reason(vllm.__version__),
+        )
+        self._core.learn(told, info, cores=cores)
+        return info
+
+    def lora_request(self, adapter: str) -> Any:
+        """vLLM's ``LoRARequest`` of an adapter that came over the bus, for
+        ``AsyncLLM.generate(..., lora_request=...)``. Ask for it with every request: with another
+        version of the adapter it is another one, which has no part in the others' prefix cache.
+
+        Raises:
+            UsageError: no update of it was committed here.
+        """
+        request = self._connection.settled.get(adapter)
+        if request is None:
+            have = ", ".join(sorted(self._connection.settled)) or "none"
+            raise UsageError(f"adapter={adapter!r}: nobody has sent it yet (there are: {have})")
+        return request
+
+    async def close(self) -> None:
+        """The engine is the caller's, and stays."""
+        self._plugin.close()
+
+    async def died(self) -> str:
+        while not self._llm.errored:  # vLLM offers a flag and no event
+            self._core.check_coordinator()
+            await anyio.sleep(DEATH_CHECK_S)
+        return "vLLM's engine core is dead"
+
+    async def in_flight(self) -> int:
+        return len(self._llm.output_processor.request_states)
+
+    async def request_ids(self) -> tuple[str, ...]:
+        states = self._llm.output_processor.request_states.values()
+        return tuple(dict.fromkeys(str(state.external_req_id)[:256] for state in states))
+
+    def core_view(self) -> CoreStatusView | None:
+        return self._core.view()
+
+    def hold(self, hold: PauseLease | None) -> LeaseOutcome | None:
+        return self._core.hold(hold)
+
+    def left_behind(self) -> AbandonedPause | None:
+        return self._core.left_behind()
+
+    async def version(self) -> int:
+        return parse_version(await _call(self._llm.get_weight_version()))
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        clear = self._plugin.clears_cache(clear_cache)
+        await _call(self._llm.pause_generation(mode=mode, clear_cache=clear))
+
+    async def resume(self) -> None:
+        await _call(self._llm.resume_generation())
+
+    async def sleep(self, level: SleepLevel) -> None:
+        await self._plugin.release_staging()
+        await self._rpc("sleep", {"level": level})
+
+    async def wake_weights(self) -> None:
+        await self._rpc("wake_up", {"tags": ["weights"]})
+
+    async def wake(self) -> None:
+        """The workers wake. Then vLLM's own wake finds nothing asleep: it resumes, and, on 0.33,
+        tells the KV connector where the cache lies now."""
+        await self._rpc("wake_up", {"tags": None})
+        await _call(self._llm.wake_up())
+
+    async def _rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        """Of the workers themselves: vLLM's own sleep pauses a second time, for which a rank
+        waits until all others are asked, too."""
+        await self._connection.ask(method, kwargs)
+
+    async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
+        """Where the cores have no door (another vLLM than we know), requests are queued."""
+        if self._admission.is_supported:
+            await self._admission.admit(open=open)
+
+    async def abort_requests(self) -> int:
+        processor = self._llm.output_processor
+        requests = [*processor.request_states]
+        if requests:
+            everything = [*requests, *processor.parent_requests]
+            await _call(self._llm.abort(everything, internal=True))
+        return len(requests)
+
+    async def clear_cache(self) -> None:
+        if not await _call(self._llm.reset_prefix_cache(reset_running_requests=True)):
+            raise EngineError("vLLM could not drop its prefix cache: some of it is in use")
+        await _call(self._llm.reset_mm_cache())
+        await _call(self._llm.reset_encoder_cache())
+
+    async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
+        ahead = await self._plugin.open_transfer(backend, params, place)
+        self._connection.adapter_path = adapter_path(params) if adapter_of(backend) else ""
+        return ahead
+
+    async def probe(
+        self,
+        prompts: tuple[tuple[int, ...], ...],
+        max_tokens: int,
+        salt: str,
+        *,
+        mode: PauseMode,
+        clear_cache: bool,
+    ) -> tuple[ProbeResult, ...]:
+        return await self._admission.probe(
+            self, prompts, max_tokens, salt, mode=mode, clear_cache=clear_cache
+        )
+
+    async def probe_one(
+        self, request_id: str, prompt: tuple[int, ...], max_tokens: int, salt: str
+    ) -> ProbeResult:
+        result: ProbeResult = await _call(self._probe_one(request_id, prompt, max_tokens, salt))
+        return result
+
+    async def _probe_one(
+        self, request_id: str, prompt: tuple[int, ...], max_tokens: int, salt: str
+    ) -> ProbeResult:
+        from vllm import SamplingParams  # noqa: PLC0415 - see start()
+
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, detokenize=False
+        )
+        asked = {"prompt_token_ids": list(prompt), "cache_salt": salt}
+        last = None
+        async for output in self._llm.generate(asked, params, request_id=request_id):
+            last = output.outputs[0]
+        assert last is not None
+        tokens = tuple(last.token_ids)
+        steps = zip(last.logprobs, tokens, strict=True)
+        return ProbeResult(tokens, tuple(float(step[token].logprob) for step, token in steps))
+
+    async def commit(self, version: int) -> None:
+        await self._plugin.settle()
+        await _call(self._llm.update_weight_version(str(version)))
+        self._connection.settle()
+
+
+class InProcessConnection:
+    """:class:`sidecar.vllm.worker_client.VllmConnection` of an ``AsyncLLM``."""
+
+    def __init__(self, async_llm: Any) -> None:
+        self.adapter_path = ""  # of the one that is under way
+        self.loaded: dict[str, Any] = {}  # requests of adapters, since the last commit
+        self.settled: dict[str, Any] = {}  # and of those that are committed
+        self._llm = async_llm
+
+    async def ask(self, method: str, kwargs: dict[str, Any]) -> Any:
+        return await _call(self._llm.collective_rpc(method, kwargs=kwargs))
+
+    async def load_adapter(self, name: str) -> None:
+        from vllm.lora.request import LoRARequest  # noqa: PLC0415 - see start()
+
+        told = (name, adapter_id(name), self.adapter_path)
+        await _call(self._llm.add_lora(LoRARequest(*told, load_inplace=True)))
+        self.loaded[name] = LoRARequest(*told)
+
+    async def drop_adapter(self, name: str) -> None:
+        self.loaded.pop(name, None)
+
+    def settle(self) -> None:
+        """What was loaded is committed."""
+        self.settled.update(self.loaded)
+        self.loaded.clear()
+
+
+async def _call(call: Awaitable[Any]) -> Any:
+    """Await a call of vLLM's, and name its failure.
+
+    Raises:
+        EngineDead: the engine core is gone.
+        EngineError: what vLLM, or the plugin inside it, said.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415 - see start()
+
+    try:
+        return await call
+    except EngineDeadError as error:
+        raise EngineDead(f"vLLM: {error}") from error
+    except Exception as error:
+        raise engine_error(str(error) or type(error).__name__) from error

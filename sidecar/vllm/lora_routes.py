@@ -1,0 +1,98 @@
+"""vLLM's own doors for LoRA adapters: the routes of a server, and the ids of an ``AsyncLLM``."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from bus.errors import EngineError
+from bus.lora import AdapterFolder
+from bus.messages import NackCode
+from bus.weight_transfer.formats import SHM_FOLDER, decode
+from sidecar.vllm.worker_client import engine_error
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+LOAD: Final = "/v1/load_lora_adapter"
+UNLOAD: Final = "/v1/unload_lora_adapter"
+MODELS: Final = "/v1/models"
+SWITCH: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+_OK: Final = 200
+_UNAUTHORIZED: Final = 401
+_NOT_FOUND: Final = 404
+_LARGEST_ID: Final = 2**31 - 1
+
+
+class StatusOf(Protocol):
+    """A call of a route: its status, and the text of the answer."""
+
+    def __call__(self, method: str, path: str, body: Any = None) -> Awaitable[tuple[int, str]]: ...
+
+
+def adapter_path(params: bytes) -> str:
+    """The folder in the params of an adapter's transport, which workers have opened."""
+    return os.path.join(SHM_FOLDER, decode(params, AdapterFolder).folder)  # noqa: PTH118 - for vLLM
+
+
+def adapter_id(name: str) -> int:
+    """The number that vLLM knows an adapter by, the same for a name wherever it is asked."""
+    return 1 + zlib.crc32(name.encode()) % _LARGEST_ID
+
+
+class AdapterRoutes:
+    """Of one API server; one adapter at a time is under way."""
+
+    def __init__(self, status_of: StatusOf, url: str) -> None:
+        self._status_of = status_of
+        self._url = url
+        self._path = ""
+        self._known = False
+
+    async def open(self, name: str, params: bytes) -> None:
+        """Check that the server will load the adapter ``name``. Changes nothing.
+
+        Raises:
+            EngineError: code ``backend_missing``: it has no such routes, or keeps them to those
+                who have its API key; ``on_malformed_frame``: its own model has that name.
+        """
+        # vLLM refuses a request without a name; one for a route that is not there it doesn't find.
+        status, text = await self._status_of("POST", LOAD, {"lora_name": "", "lora_path": ""})
+        if status in (_NOT_FOUND, _UNAUTHORIZED):
+            why = (
+                f"start it with {SWITCH}=1"
+                if status == _NOT_FOUND
+                else "the server's API key covers it: start the server without one"
+            )
+            raise EngineError(
+                f"{self._url}{LOAD} answers {status}: {why}", code=NackCode.BACKEND_MISSING
+            )
+        status, text = await self._status_of("GET", MODELS)
+        if status != _OK:
+            raise EngineError(f"{self._url}{MODELS} answers {status}: {text[:2000]}")
+        cards = {card["id"]: card.get("parent") for card in json.loads(text)["data"]}
+        if name in cards and cards[name] is None:
+            raise EngineError(
+                f"{name!r} is the name of the model that the server serves; an adapter needs "
+                "another one",
+                code=NackCode.MALFORMED,
+            )
+        self._known = name in cards
+        self._path = adapter_path(params)
+
+    async def load(self, name: str) -> None:
+        """Load it in place: requests for the model ``name`` get it."""
+        body = {"lora_name": name, "lora_path": self._path, "load_inplace": True}
+        await self._post(LOAD, body)
+
+    async def drop(self, name: str) -> None:
+        """Forget the name, if the server did not have it before."""
+        if not self._known:
+            await self._post(UNLOAD, {"lora_name": name}, but=_NOT_FOUND)
+
+    async def _post(self, path: str, body: dict[str, Any], *, but: int = _OK) -> None:
+        status, text = await self._status_of("POST", path, body)
+        if status not in (_OK, but):
+            raise engine_error(f"{self._url}{path} answers {status}: {text[:2000]}")

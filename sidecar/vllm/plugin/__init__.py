@@ -1,0 +1,90 @@
+"""What runs inside vLLM's own processes.
+
+vLLM loads :func:`register` from the entry point group ``vllm.general_plugins`` in every process it
+starts. The function registers one weight transfer backend, ``wavebus``, chosen at boot with
+``--weight-transfer-config '{"backend": "wavebus"}'``. Where one of vLLM's own backends (such as
+``nccl``) is chosen, it lets a sidecar drive that one. It gives engine cores a status page, and
+fixes the pause and resume of cores in lockstep. Where ``WAVEBUS_DP_COORDINATOR=bus`` says so, the
+bus coordinates data parallel ranks.
+
+==================== ===============================================================
+module               what it does
+==================== ===============================================================
+``patches``          lists what is wrapped inside vLLM, what it must look like, what needs it
+``vllm_calls``       lists what is called inside vLLM: a part of that registry
+``vllm_names``       names inside vLLM that those two refer to
+``installation``     installs the patches, and says which do not fit
+``operations``       the operations, as typed payloads of one call of vLLM's
+``worker_rpc``       what a sidecar calls in a worker by ``collective_rpc``
+``agreement``        lets the workers of one engine agree on one outcome
+``environment``      environment variables
+``compat``           differences between versions of vLLM
+``core``             inside engine cores: status page, lease guard, admission, swap, coordinator
+``worker``           inside workers: the weight transfer engine, vLLM's own engines, LoRA, drafts
+``staging``          staged updates: the worker's half, and the channel by which it is reached
+``loading``          manifests, copy plans and the memory that updates are staged in
+==================== ===============================================================
+
+Importing this package imports neither vllm nor torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from bus.vllm_versions import unsupported_reason
+from sidecar.vllm.plugin import environment, installation
+from sidecar.vllm.plugin.compat import BACKEND
+
+__all__ = ["BACKEND", "register"]
+
+_log = logging.getLogger("vllm.wavebus")
+_registered = False
+
+
+def register() -> None:
+    """Make the plugin known to vLLM; cheap, and harmless when repeated.
+
+    On a vLLM that is too old nothing is registered and the log says so, since raising here would
+    break every other use of vLLM in the environment.
+
+    Raises:
+        RuntimeError: the bus was to coordinate, which it can't do with this vLLM.
+    """
+    global _registered  # noqa: PLW0603 - vLLM's registry is global and refuses a second entry
+    if _registered:
+        return
+    import vllm  # noqa: PLC0415 - only ever called by vLLM
+
+    try:
+        by_bus = environment.dp_coordinator() == "bus"
+    except ValueError as error:
+        raise RuntimeError(f"wavebus: {error}") from error
+    reason = unsupported_reason(vllm.__version__)
+    if reason and by_bus:
+        raise RuntimeError(f"wavebus: {environment.DP_COORDINATOR}=bus: {reason}")
+    if reason:
+        _log.warning("wavebus: not registered: %s", reason)
+        return
+    _registered = True
+    _install(by_bus=by_bus)
+
+
+def _install(*, by_bus: bool) -> None:
+    """Install the seams of this process. Processes that are forked inherit them, and vLLM loads no
+    plugin again there: so a front end has those of cores, too."""
+    installation.install("any")
+    front_end = "vllm.engine.arg_utils" in sys.modules
+    if front_end or "vllm.v1.engine.core" in sys.modules:
+        installation.install("core")
+    if front_end and by_bus:
+        from sidecar.vllm.plugin.core import dp_coordinator as coordinator  # noqa: PLC0415 - of no use elsewhere
+
+        why = installation.install_seam("dp coordinator")
+        if why:
+            raise coordinator.refusal(why)
+        form = installation.report().forms["dp coordinator"]
+        _log.info("wavebus: DP coordinator replaced; in this vLLM %s", form)
+    if "vllm.v1.worker.worker_base" in sys.modules:
+        installation.install("worker")

@@ -1,0 +1,139 @@
+"""The workers of one engine agree on one outcome.
+
+vLLM's multiprocess executor reads the answers of its workers in rank order and
+stops at the first failure; the answers behind it stay in their queues, and the
+next call takes them for its own (seen on vLLM 0.32 with two tensor parallel
+workers, ``MultiprocExecutor.collective_rpc``). So only the last worker may raise:
+then every queue is empty. For that the workers first tell each other how they
+fared, over the CPU groups (gloo) that vLLM has anyway, as plain bytes. Engine cores
+behind one client (internal data parallelism) are not among each other: there vLLM's
+client raises the error of any, and returns what the first one answered.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+
+from bus.errors import EngineError
+from bus.messages import NackCode
+from sidecar.vllm.plugin.operations import WorkerFailure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_log = logging.getLogger("vllm.wavebus")
+
+_SLOT_BYTES: Final = 12 * 1024  # a clipped Failure of four-byte characters fits
+
+
+class WorkerRefusal(Exception):
+    """What the last worker raises for all of them, with a :class:`Failure` in its text."""
+
+
+def run_together(action: Callable[[], None]) -> None:
+    """Do it in every worker; the outcome is that of all together. A collective.
+
+    Raises:
+        WorkerRefusal: in the last worker, if any failed.
+    """
+    failure = agree(attempt(action))
+    if failure is not None:
+        refuse(failure)
+
+
+def run_before_any_continues(action: Callable[[], None]) -> None:
+    """Do it in every worker before any goes on to what comes next. A collective: whatever may fail
+    in one worker alone, between two of them, belongs into one of them.
+
+    Raises:
+        EngineError: in every worker, if any failed.
+    """
+    raise_failure(agree(attempt(action)))
+
+
+def refuse(failure: WorkerFailure) -> None:
+    """What all workers refuse, the last one raises.
+
+    Raises:
+        WorkerRefusal: there.
+    """
+    if is_last_worker():
+        raise WorkerRefusal(failure.to_text())
+
+
+def attempt(action: Callable[[], None]) -> WorkerFailure | None:
+    """Do it; return how it failed, so that it can be agreed on before anyone raises."""
+    try:
+        action()
+    except EngineError as error:
+        return WorkerFailure(error.code, error.detail, error.tensor).clipped()
+    except Exception as error:  # noqa: BLE001 - the caller gets it; mates must not be left alone
+        # The caller gets the text; where in vLLM it happened stands only here.
+        _log.warning("wavebus: an operation failed", exc_info=True)
+        text = f"{type(error).__name__}: {error}".rstrip(": ")
+        return WorkerFailure(NackCode.ENGINE_FAILED, text).clipped()
+    return None
+
+
+def raise_failure(failure: WorkerFailure | None) -> None:
+    """The failure as an error, if there is one.
+
+    Raises:
+        EngineError: it.
+    """
+    if failure is not None:
+        raise EngineError(failure.detail, code=failure.code, tensor=failure.tensor)
+
+
+def _groups() -> Iterator[Any]:
+    """The groups that together span one engine's workers: pipeline, context, tensor."""
+    from vllm.distributed import parallel_state  # noqa: PLC0415 - only inside a worker
+
+    for getter in ("get_tp_group", "get_pcp_group", "get_pp_group"):
+        get = getattr(parallel_state, getter, None)
+        group = get() if get is not None else None
+        if group is not None and group.world_size > 1:
+            yield group
+
+
+def is_last_worker() -> bool:
+    """Whether this worker is the last one of its engine, whose answer is read last."""
+    return all(group.rank_in_group == group.world_size - 1 for group in _groups())
+
+
+def agree(mine: WorkerFailure | None) -> WorkerFailure | None:
+    """The failure of the lowest rank that has one, the same on every worker.
+
+    A collective: every worker of the engine must call it. With one worker, nothing
+    is sent.
+    """
+    outcome = mine
+    for group in _groups():
+        slot = torch.zeros(_SLOT_BYTES, dtype=torch.uint8)
+        blob = outcome.to_bytes() if outcome else b""
+        slot[:4] = torch.tensor(list(len(blob).to_bytes(4, "big")), dtype=torch.uint8)
+        if blob:
+            slot[4 : 4 + len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        slots = [torch.empty_like(slot) for _ in range(group.world_size)]
+        dist.all_gather(slots, slot, group=group.cpu_group)
+        outcome = next((found for found in map(_read, slots) if found), None)
+    return outcome
+
+
+def any_rank(flags: torch.Tensor) -> torch.Tensor:
+    """Elementwise maximum of ``flags`` (uint8, on the CPU) over all workers of the engine."""
+    merged = flags.clone()
+    for group in _groups():
+        dist.all_reduce(merged, op=dist.ReduceOp.MAX, group=group.cpu_group)
+    return merged
+
+
+def _read(slot: torch.Tensor) -> WorkerFailure | None:
+    size_bytes = int.from_bytes(bytes(slot[:4].tolist()), "big")
+    if not size_bytes:
+        return None
+    return WorkerFailure.from_bytes(bytes(slot[4 : 4 + size_bytes].tolist()))

@@ -1,0 +1,108 @@
+"""The gateway in place of vLLM's DP coordinator, in rank 0's front end.
+
+vLLM builds a ``DPCoordinator`` where it launches engine cores, and asks it for addresses;
+:class:`BusCoordinator` takes its name in that module and starts ``python -m
+sidecar.dp_coordinator`` instead. External load balancing only: behind vLLM's own balancer cores
+report their request counts through the coordinator at every step, and the gateway passes
+none on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from typing import Any
+
+from sidecar.dp_coordinator.process import DpCoordinatorProcess
+from sidecar.vllm.plugin import environment
+
+__all__ = ["BusCoordinator", "refusal"]
+
+_log = logging.getLogger("vllm.wavebus")
+_OPT_OUT = f"leave {environment.DP_COORDINATOR} unset (sidecar: --dp-coordinator vllm)"
+
+
+class BusCoordinator:
+    """What vLLM uses of a ``DPCoordinator``.
+
+    Raises:
+        RuntimeError: this DP group can't be coordinated by the bus; says why, and what to do.
+    """
+
+    def __init__(
+        self,
+        parallel_config: Any,
+        enable_wave_coordination: bool = True,
+        logging_config: Any = None,
+    ) -> None:
+        del logging_config  # the gateway logs as wavebus does
+        _refuse_other_shapes(parallel_config, enable_wave_coordination)
+        try:
+            address = environment.bus_address()
+        except ValueError as error:
+            raise RuntimeError(f"wavebus: {error}") from error
+        self.proc = DpCoordinatorProcess(
+            dp_group=address.dp_group,
+            size=parallel_config.data_parallel_size,
+            host=parallel_config.data_parallel_master_ip,
+            broker=address.broker,
+            group=address.group,
+            on_death=_on_death,
+        )
+        os.environ[environment.GATEWAY_PID] = str(self.proc.pid)
+        self._finalizer = weakref.finalize(self, self.proc.stop)
+        _log.info(
+            "wavebus: the bus coordinates DP group %s: gateway pid %d, broker %s",
+            address.dp_group,
+            self.proc.pid,
+            address.broker,
+        )
+
+    def get_stats_publish_address(self) -> str:
+        """Where front ends listen."""
+        return self.proc.addresses.front
+
+    def get_engine_socket_addresses(self) -> tuple[str, str]:
+        """Where cores listen, and where they report."""
+        return self.proc.addresses.core_in, self.proc.addresses.core_out
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the gateway; again: nothing."""
+        if self._finalizer.detach() is not None:
+            self.proc.stop(timeout)
+
+
+def _on_death(code: int) -> None:
+    _log.error(
+        "wavebus: the gateway of this DP group ended with exit code %d: waves that run go on, "
+        "but an idle group may not wake for a request; restart all its ranks",
+        code,
+    )
+
+
+def _refuse_other_shapes(parallel_config: Any, enable_wave_coordination: bool) -> None:
+    if not parallel_config.data_parallel_external_lb:
+        raise RuntimeError(
+            f"wavebus: {environment.DP_COORDINATOR}=bus needs --data-parallel-external-lb, one "
+            "API server per rank: behind vLLM's own load balancer the coordinator passes on "
+            f"request counts, which the gateway does not. Add it, or {_OPT_OUT}"
+        )
+    if not enable_wave_coordination:
+        raise RuntimeError(
+            f"wavebus: {environment.DP_COORDINATOR}=bus is for mixture-of-experts models; "
+            f"ranks of a dense one run no waves: {_OPT_OUT}"
+        )
+    if getattr(parallel_config, "enable_elastic_ep", False):
+        raise RuntimeError(
+            f"wavebus: {environment.DP_COORDINATOR}=bus does not know elastic expert "
+            f"parallelism, where ranks come and go. Leave that out, or {_OPT_OUT}"
+        )
+
+
+def refusal(why: str) -> RuntimeError:
+    """The error that keeps a server from booting which the bus was to coordinate."""
+    return RuntimeError(
+        f"wavebus: {environment.DP_COORDINATOR}=bus can't be used with this vLLM: {why}. "
+        f"Please {_OPT_OUT}"
+    )

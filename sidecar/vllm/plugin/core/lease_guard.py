@@ -1,0 +1,376 @@
+"""The deadline of a pause, held inside vLLM's engine core.
+
+A sidecar that dies, or stops, in the middle of a pause leaves its engine paused. What it held the
+engine by, and until when, it has written to the core's hold page
+(:mod:`sidecar.shared_pages.pause_lease`). A thread of the core's process looks at that page; what
+follows when the lease is over, the core does on its own thread, between two of its turns:
+
+==================== =================================================================
+found                then
+==================== =================================================================
+not paused           nothing; unless a mate is: then the pause is completed here, so that
+                     all can resume
+a part is missing    quarantined: stays paused, requests end with the tokens they have
+an update was begun  restored; it is whole then
+memory sleeps        woken
+whole                without mates: resumed. Else it votes, see below
+==================== =================================================================
+
+Mates decide as one, by their pages: ranks of a DP group, which tell each other where those are;
+and cores behind one client (vLLM's internal load balancer), whose one sidecar holds them all, and
+names them in the hold. A core that finds itself whole *votes*: from then on its hold is void, and
+nothing that the sidecar still sends is loaded. When every mate has voted, or is being resumed by
+its own sidecar, it resumes: each core by itself, and all alike. When a mate lacks a part, or
+serves another version, it is quarantined. It waits, and says for whom, while a mate's lease runs,
+or its page can't be read, or it is on another host.
+
+A sidecar that lives acts by itself when its lease is over; the core gives it ``GRACE_S`` for that.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import time
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import msgspec
+
+from bus.messages import NackCode
+from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusReader, NoPage
+from sidecar.shared_pages.pause_lease import (
+    NoHoldPage,
+    OutcomeState,
+    PauseLease,
+    PauseLeasePage,
+    lease_path,
+)
+from sidecar.vllm.plugin import operations
+from sidecar.vllm.plugin.core.status import page_path, stat_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_log = logging.getLogger("vllm.wavebus")
+PERIOD_S: Final = 0.2
+GRACE_S: Final = 5.0
+_PERFORM: Final = "wavebus_perform"
+_STORE_KEY: Final = "wavebus/hold/"
+_DUE: Final = "wavebus: look at the hold page"
+# What a void hold does not let through.
+_UPDATES: Final = (
+    operations.Start,
+    operations.ReceiveChunk,
+    operations.LoadChunk,
+    operations.LoadAdapter,
+    operations.Finish,
+)
+
+
+class PeerCore(msgspec.Struct, frozen=True):
+    """Another rank of the DP group, as it tells of itself, or another core behind the one client;
+    ``host`` names one life of one."""
+
+    rank: int
+    host: str
+    page: str
+
+
+Mates: TypeAlias = dict[str, PeerCore | None]  # by what they are called
+
+
+class LeaseGuard:
+    """One core's."""
+
+    def __init__(self, core: Any) -> None:
+        path = lease_path(page_path(os.getpid()))
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.page = PauseLeasePage.make(path)
+        Finalize(self, functools.partial(self.page.path.unlink, missing_ok=True), exitpriority=0)
+        self._core = core
+        self._rank = int(getattr(core, "dp_rank", 0))
+        self._size = int(getattr(core, "dp_size", 1))
+        self._store = getattr(core, "dp_store", None)
+        self._peers: dict[int, PeerCore] = {}
+        self._prepared = 0  # the serial of the hold that was made whole
+        self._said = ""
+        self._asked = False  # the core is about to look
+        if self._size > 1 and self._store is not None:
+            told = PeerCore(self._rank, _host(), str(self.page.path))
+            self._store.set(f"{_STORE_KEY}{self._rank}", msgspec.json.encode(told))
+
+    def run(self) -> None:
+        """Have the core look when a lease is over. In a thread, for as long as the core lives."""
+        while True:
+            time.sleep(PERIOD_S)
+            try:
+                self._find_peers()
+                hold = self.page.lease()
+            except Exception as error:  # noqa: BLE001 - the core lives on without it
+                _log.warning("wavebus: the hold page of this core is not watched: %s", error)
+                return
+            if hold is not None and _has_expired(hold) and not self._asked:
+                self._asked = True
+                self._core.input_queue.put_nowait((self._core.wavebus_wakeup, _DUE))
+
+    def void_reason(self) -> str:
+        """Why the hold of the sidecar counts no more; empty: it does, or there is none."""
+        hold, end = self.page.lease(), self.page.outcome()
+        if hold is None or end is None or end.serial != hold.serial:
+            return ""
+        return f"the pause's lease was over, and the engine is {end.state}: {end.reason}"
+
+    def check_lease(self) -> None:
+        """A lease may be over: decide. On the core's thread."""
+        self._asked = False
+        hold = self.page.lease()
+        if hold is None or not _has_expired(hold):
+            return
+        end = self.page.outcome()
+        if end is not None and end.serial == hold.serial and end.state != "waiting":
+            return
+        mates = self._deciding_peers(hold)
+        if not _is_paused(self._core):
+            if self._size > 1 or not hold.resuming:
+                self._complete_peers(mates)
+            return
+        if not _is_complete(self._core) and (mates or _is_alive(hold.holder_pid)):
+            return  # the sidecar's call is pending
+        self._decide(hold, mates)
+
+    def _decide(self, hold: PauseLease, mates: Mates) -> None:
+        if hold.broken:
+            self._quarantine(hold, f"of {', '.join(hold.broken)} not all weights are there")
+            return
+        if self._prepared != hold.serial:
+            try:
+                self._restore(hold)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is not whole then
+                _log.exception("wavebus: an update could not be undone")
+                self._quarantine(hold, f"an update could not be undone: {error}")
+                return
+            self._prepared = hold.serial
+        if mates:
+            self.page.write_outcome(hold.serial, "waiting", self._said)
+            state, reason = self._verdict(hold, mates)
+        else:
+            state, reason = "resumed", "nobody renewed the lease"
+        if state == "quarantined":
+            self._quarantine(hold, reason)
+        elif state == "resumed":
+            self._write_outcome(hold, state, reason)
+            self._core.resume_scheduler()
+        else:
+            self._write_outcome(hold, state, reason)
+
+    def _restore(self, hold: PauseLease) -> None:
+        """Undo what was begun, and take the memory back."""
+        if hold.begun == "adapter":
+            self._perform(operations.UndoAdapter(settled=True))
+        elif hold.begun:
+            self._perform(operations.Restore(hold.begun))
+        if hold.asleep:
+            self._core.collective_rpc("wake_up", kwargs={"tags": None})
+            publish = getattr(self._core, "wavebus_publish_caches", None)
+            if publish is not None:
+                publish()  # peers of a KV connector would go on with the caches from before
+
+    def _perform(self, operation: operations.Operation) -> None:
+        self._core.collective_rpc(_PERFORM, kwargs={"operation": operations.encode(operation)})
+
+    def _quarantine(self, hold: PauseLease, reason: str) -> None:
+        core = self._core
+        ended = core.scheduler.finish_requests(None, core.wavebus_aborted)
+        core._send_abort_outputs(ended)  # noqa: SLF001 - as vLLM's own pause does
+        self._write_outcome(hold, "quarantined", reason)
+
+    def _write_outcome(self, hold: PauseLease, state: OutcomeState, reason: str) -> None:
+        self.page.write_outcome(hold.serial, state, reason)
+        if reason != self._said:
+            self._said = reason
+            level = logging.INFO if state == "resumed" else logging.WARNING
+            _log.log(level, "wavebus: pause %s is %s: %s", hold.pause_id, state, reason)
+
+    # -- the mates ---------------------------------------------------------------------
+
+    def _find_peers(self) -> None:
+        """Learn where the mates' pages are; they may boot later than this one."""
+        if self._store is None or len(self._peers) >= self._size - 1:
+            return
+        for rank in range(self._size):
+            key = f"{_STORE_KEY}{rank}"
+            if rank != self._rank and rank not in self._peers and self._store.check([key]):
+                self._peers[rank] = msgspec.json.decode(self._store.get(key), type=PeerCore)
+
+    def _deciding_peers(self, hold: PauseLease) -> Mates:
+        """Who decides with this core; None for a rank that has not told of itself yet."""
+        if self._size > 1:
+            ranks = (rank for rank in range(self._size) if rank != self._rank)
+            return {f"rank {rank}": self._peers.get(rank) for rank in ranks}
+        own = self.page.path
+        return {
+            f"core {pid}": PeerCore(0, _host(), str(own.with_stem(str(pid))))
+            for pid in hold.cores
+            if str(pid) != own.stem
+        }
+
+    def _verdict(self, mine: PauseLease, mates: Mates) -> tuple[OutcomeState, str]:
+        """What all come to, by what each has written. This one is whole, and has voted."""
+        waits = ""
+        for name, mate in mates.items():
+            try:
+                state, reason = self._vote_of(mine, mate)
+            except NoHoldPage as error:
+                state, reason = "waiting", str(error)
+            if state == "quarantined":
+                return state, f"{name}: {reason}"
+            if state == "waiting":
+                waits = waits or f"{name}: {reason}"
+        if waits:
+            return "waiting", waits
+        return "resumed", "nobody renewed the lease, and no mate lacks a part"
+
+    def _vote_of(self, mine: PauseLease, mate: PeerCore | None) -> tuple[OutcomeState, str]:
+        """What one mate has to say.
+
+        Raises:
+            NoHoldPage: it can't be asked.
+        """
+        if mate is None:
+            raise NoHoldPage("it has told of no hold page")
+        if mate.host != _host():
+            raise NoHoldPage("it is on another host")
+        with PauseLeasePage.open(Path(mate.page)) as page:
+            hold, end = page.lease(), page.outcome()
+        if hold is None:
+            if _stays_paused(mate):
+                return "waiting", "it is paused, and nobody says by what right"
+            return "resumed", ""
+        made = end.state if end is not None and end.serial == hold.serial else ""
+        if hold.broken or made == "quarantined":
+            return "quarantined", "not all of its weights are there"
+        if hold.version != mine.version:
+            return "quarantined", f"it serves version {hold.version}, this one {mine.version}"
+        if made or hold.resuming:
+            return "resumed", ""
+        return "waiting", "its sidecar holds it paused"
+
+    def _complete_peers(self, mates: Mates) -> None:
+        """A mate that is paused waits until this core is, too; in lockstep, in a collective."""
+        for name, mate in mates.items():
+            try:
+                paused = mate is not None and mate.host == _host() and _stays_paused(mate)
+            except NoHoldPage:
+                continue
+            if paused:
+                _log.warning("wavebus: %s is paused alone; completing its pause", name)
+                self._core.pause_scheduler("keep", False)
+                return
+
+
+class _LeaseGuards:
+    """This process's one watch, made when its core first turns; None where that failed."""
+
+    def __init__(self) -> None:
+        self._watch: LeaseGuard | None = None
+        self._tried_in = 0  # the process: forks need their own
+
+    def of(self, core: Any) -> LeaseGuard | None:
+        if hasattr(core, "current_wave") and not hasattr(core, "wavebus_shows_barriers"):
+            return None  # ranks in lockstep decide by what their pages show of resumes
+        if self._tried_in != os.getpid():
+            self._tried_in, self._watch = os.getpid(), None
+            try:
+                self._watch = LeaseGuard(core)
+            except Exception as error:  # noqa: BLE001 - the engine runs as well without it
+                _log.warning("wavebus: this core holds no deadline: %s", error)
+            else:
+                threading.Thread(target=self._watch.run, name="wavebus_hold", daemon=True).start()
+        return self._watch
+
+
+_watches = _LeaseGuards()
+
+
+def process_input_queue(original: Callable[..., Any], core: Any) -> None:
+    """Begin to watch the hold page at the core's first turn."""
+    _watches.of(core)
+    original(core)
+
+
+def handle_client_request(
+    original: Callable[..., Any], core: Any, request_type: Any, request: Any
+) -> None:
+    """Look at the hold page when the watching thread has asked for it."""
+    if request is not _DUE:
+        original(core, request_type, request)
+        return
+    watch = _watches.of(core)
+    if watch is not None:
+        watch.check_lease()
+
+
+def collective_rpc(
+    original: Callable[..., Any],
+    core: Any,
+    method: Any,
+    timeout: float | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Let no update through whose pause lease is void."""
+    watch = _watches.of(core) if method == _PERFORM else None
+    if watch is not None and kwargs and (void := watch.void_reason()):
+        _refuse_updates(void, kwargs["operation"])
+    return original(core, method, timeout, args, kwargs)
+
+
+def _refuse_updates(void: str, operation: str) -> None:
+    from sidecar.vllm.plugin.agreement import WorkerRefusal  # noqa: PLC0415 - needs torch
+
+    if isinstance(operations.decode(operation), _UPDATES):
+        raise WorkerRefusal(operations.WorkerFailure(NackCode.WRONG_STATE, void).to_text())
+
+
+def _stays_paused(mate: PeerCore) -> bool:
+    """Whether a mate is paused, or is being paused, and is not in its resume.
+
+    Raises:
+        NoHoldPage: its core has no status page.
+    """
+    try:
+        view = CoreStatusReader(Path(mate.page).with_suffix(".page")).read()
+    except NoPage as error:
+        raise NoHoldPage(str(error)) from error
+    return bool(view.flags & LOCALLY_PAUSED) and view.phase != "barrier"
+
+
+def _is_paused(core: Any) -> bool:
+    return int(core.scheduler.pause_state) != 0
+
+
+def _is_complete(core: Any) -> bool:
+    """Whether the core is idle in its pause; in lockstep: whether all ranks have agreed on it."""
+    return not core.has_work() and bool(getattr(core, "ignore_start_dp_wave", True))
+
+
+def _has_expired(hold: PauseLease) -> bool:
+    late_s = (time.monotonic_ns() - hold.until_ns) / 1e9
+    return late_s > (GRACE_S if _is_alive(hold.holder_pid) else 0.0)
+
+
+def _is_alive(pid: int) -> bool:
+    told = stat_of(pid)
+    return bool(told) and told[0] not in "ZX"
+
+
+@functools.cache
+def _host() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename

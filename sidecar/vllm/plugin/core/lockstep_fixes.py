@@ -1,0 +1,86 @@
+"""Three holes in the pause and resume of vLLM's lockstep cores, closed from inside.
+
+Each was seen to hang real ranks (vLLM 0.32), with vLLM's own coordinator or any other:
+
+* **A second resume** of a rank that is idle and not paused waits in the all-reduce of a
+  resume for ranks that are not in one. Here a resume of a rank that is not paused changes
+  nothing.
+* **A lost wake**: START_DP_WAVE comes to a rank that is still paused, which drops it,
+  while a rank that was resumed a moment before obeys it and waits for the other in its
+  first forward pass. Here a paused rank remembers what it dropped, and obeys it after its
+  resume. No rank steps alone by that: every rank gets every START, either before its
+  resume or after it, and no resume returns before all ranks were asked for one. Numbers of
+  waves that are over are dropped as ever.
+* **A second pause** of a group that has agreed on its pause makes another wave, for which
+  all ranks must be asked again. When a `wait` pause is to become a `keep` at its deadline,
+  some ranks may have heard that it is over and some not. Here a rank of a paused group
+  answers a `keep` or `abort` by itself: there is nothing left to agree upon. Not a `wait`:
+  it may have frozen requests to run to their end.
+
+Off with ``WAVEBUS_CORE_GUARD=0``.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_log = logging.getLogger("vllm.wavebus")
+
+
+def _is_paused(core: Any) -> bool:
+    return int(core.scheduler.pause_state) != 0
+
+
+def _has_agreed(core: Any) -> bool:
+    """All ranks are paused, idle, and not resumed since (as far as this one knows)."""
+    return (
+        _is_paused(core)
+        and core.ignore_start_dp_wave
+        and not core.pending_pause
+        and not core.engines_running
+    )
+
+
+def resume_scheduler(original: Callable[..., Any], core: Any) -> Any:
+    """Resume a rank that is paused, and obey the wave that it dropped meanwhile."""
+    if not (_is_paused(core) or core.pending_pause or core.ignore_start_dp_wave):
+        _log.info("wavebus: a resume of a rank that is not paused; nothing is changed")
+        return None
+    owed = core.wavebus_owed_wave
+    result = original(core)  # raises while a pause is pending: then it is owed on
+    core.wavebus_owed_wave = None
+    if owed is not None and owed >= core.current_wave and not core.engines_running:
+        core.current_wave = owed
+        core.engines_running = True
+    return result
+
+
+def handle_client_request(
+    original: Callable[..., Any], core: Any, request_type: Any, request: Any
+) -> None:
+    """Remember a START_DP_WAVE that the paused rank is about to drop."""
+    if request_type.name == "START_DP_WAVE" and core.ignore_start_dp_wave:
+        wave, excluded = request
+        if excluded != core.engine_index:
+            core.wavebus_owed_wave = max(wave, core.wavebus_owed_wave or 0)
+    original(core, request_type, request)
+
+
+def pause_scheduler(
+    original: Callable[..., Any], core: Any, mode: str = "abort", clear_cache: bool = True
+) -> Any:
+    """Have a rank of a paused group answer a further pause by itself."""
+    core.wavebus_alone = mode != "wait" and _has_agreed(core)
+    try:
+        return original(core, mode, clear_cache)
+    finally:
+        core.wavebus_alone = False
+
+
+def pause_complete(original: Callable[..., Any], core: Any) -> Any:
+    """Ask no other rank where there is nothing to agree upon."""
+    return core.wavebus_complete_alone() if core.wavebus_alone else original(core)

@@ -1,0 +1,300 @@
+"""The swap of a staged update inside vLLM's engine cores, between two steps.
+
+A core asks its workers for the swap where it asks them for steps, and they do what they are asked
+in that order: so all of them, of tensor and pipeline parallelism, swap between the same two steps,
+however many of these are on their way (asynchronous scheduling).
+
+::
+
+    core          event                              next     what happens
+    IDLE          SWAP, alone                        IDLE     it swaps; or it is called off, where
+                                                              caches are to be cleared and can't
+    IDLE          SWAP, in lockstep, and the workers READY    a wave starts, if none runs
+                  have all that is to be swapped in
+    IDLE          SWAP, in lockstep, paused, or the  IDLE     called off
+                  workers have not
+    READY         all ranks are, where they confer   IDLE     all swap
+    READY         CALL_OFF, or all ranks have paused IDLE     called off
+    any           the swap fails half-way, or, where -        the process ends
+                  all ranks are at it, at all
+
+**Lockstep.** Ranks add up whether they have work, in one all-reduce at the first step of a wave and
+then at every ``dp_sync_interval``-th, which all of them make at the same step. A ready rank adds
+:data:`READY` to that number. When all are, all see it there, and swap before the next step. A rank
+that is not, for whatever reason, keeps all of them at the old weights. While some are ready the
+wave goes on, since the sum is not zero: vLLM's own core adds up the same, and would go on, too.
+
+**Labels.** vLLM labels tokens with the version that the core has when their step is *read*. Steps
+that were on their way at the swap are of the version before.
+
+**Prefix cache.** Requests that come after a new version find none of what was computed with older
+weights: the salt of their blocks' hashes has the version in it. Requests that were there, and have
+not begun, get the new salt. The others go on with what they have; or, if caches are cleared,
+compute all anew, and get it as well. So it is with a version that was loaded in a pause, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from bus.messages import NackCode
+from sidecar.vllm.plugin import operations
+from sidecar.vllm.plugin.worker_rpc import PERFORM
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+_log = logging.getLogger("vllm.wavebus")
+
+# What a ready rank adds to how many ranks have work.
+READY: Final = 1 << 16
+_SALT: Final = "wavebus:"
+
+
+class SwapRefused(Exception):
+    """With a :class:`sidecar.vllm.plugin.operations.WorkerFailure` in its text."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            operations.WorkerFailure(NackCode.CALLED_OFF, f"the swap was {why}").to_text()
+        )
+
+
+@dataclass(slots=True)
+class ReadySwap:
+    """What a rank is ready to do, as soon as all are."""
+
+    version: int
+    operation: str
+    clear_cache: bool
+    made: Future[list[bool]]
+
+
+@dataclass(slots=True)
+class _Vote:
+    """This process's part in the all-reduce that is under way, and what came of it."""
+
+    ready: bool = False
+    all_ready: bool = False
+
+
+_conference = _Vote()
+
+
+# -- the swap ----------------------------------------------------------------------------
+
+
+def swap(core: Any, version: int, check: str, operation: str, clear_cache: bool) -> Any:
+    """Answer :data:`sidecar.vllm.plugin.worker_rpc.SWAP`: swap, or get ready to."""
+    made: Future[list[bool]] = Future()
+    asked = ReadySwap(version, operation, clear_cache, made)
+    if not hasattr(core, "current_wave"):
+        core.collective_rpc(PERFORM, None, (), {"operation": check})
+        _clear_caches(core, asked)
+        return _swap_now(core, asked)
+    if not hasattr(core, "wavebus_swaps_together"):
+        raise SwapRefused("called off: ranks in lockstep can't agree on a step in this vLLM")
+    if core.pending_pause or core.ignore_start_dp_wave or int(core.scheduler.pause_state):
+        raise SwapRefused("called off: the rank is paused")
+    if core.wavebus_ready is not None:
+        raise SwapRefused("called off: another one is under way")
+    core.collective_rpc(PERFORM, None, (), {"operation": check})
+    core.wavebus_ready = asked
+    if not core.engines_running:
+        core.engines_running = True
+        if core.has_coordinator:
+            started = core.wavebus_outputs(start_wave=core.current_wave)
+            core.output_queue.put_nowait((-1, started))
+    return made
+
+
+def call_off(core: Any) -> list[bool]:
+    """Answer :data:`sidecar.vllm.plugin.worker_rpc.CALL_OFF`: whether a swap was waiting."""
+    waiting, core.wavebus_ready = core.wavebus_ready, None
+    if waiting is not None:
+        waiting.made.set_exception(SwapRefused("called off"))
+    return [waiting is not None]
+
+
+def _swap_now(core: Any, swap: ReadySwap) -> list[bool]:
+    """No step is asked of the workers meanwhile. They were checked: if it fails now, some of them,
+    or of other ranks, may have swapped."""
+    before = core.get_weight_version()
+    on_their_way = len(core.batch_queue or ())
+    with _exit_on_failure():
+        core.collective_rpc(PERFORM, None, (), {"operation": swap.operation})
+    if hasattr(core, "wavebus_labels_steps"):
+        labels = _labels_of(core)
+        since_the_last = on_their_way - sum(count for count, _ in labels)
+        if since_the_last:
+            labels.append([since_the_last, before])
+    core.set_weight_version(str(swap.version))
+    if swap.clear_cache:
+        _resalt(core, begun=True)
+    return [False]
+
+
+def _clear_caches(core: Any, swap: ReadySwap) -> None:
+    """All that was computed with the weights before, as vLLM does when a pause is made; nothing is
+    computed until they are swapped. But what is remembered of images as they came, stays: front
+    ends remember it, too, and send it once."""
+    if not swap.clear_cache:
+        return
+    try:
+        cleared = core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    except RuntimeError as error:  # keys and values are on their way from another engine
+        raise SwapRefused(f"called off: {error}") from error
+    if not cleared:
+        raise SwapRefused("called off: the KV connector's cache can't be cleared")
+    core.reset_encoder_cache()
+
+
+@contextlib.contextmanager
+def _exit_on_failure() -> Iterator[None]:
+    """Some workers, or other ranks, may serve other weights by now: where this fails, nobody is to
+    hear from this core again."""
+    try:
+        yield
+    except Exception as error:
+        _log.critical("wavebus: a swap failed half-way; the engine core ends: %s", error)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise
+
+
+def has_global_unfinished_reqs(
+    original: Callable[..., Any], core: Any, local_unfinished: bool
+) -> Any:
+    """Swap when all ranks have said at this step that they are ready."""
+    _conference.ready = core.wavebus_ready is not None
+    _conference.all_ready = False
+    unfinished = original(core, local_unfinished)
+    if _conference.all_ready:
+        ready, core.wavebus_ready = core.wavebus_ready, None
+        with _exit_on_failure():  # the others do it now
+            _clear_caches(core, ready)
+        ready.made.set_result(_swap_now(core, ready))
+    elif core.ignore_start_dp_wave:
+        call_off(core)
+    return unfinished
+
+
+def sum_by_torch(
+    _original: Callable[..., Any], dp_group: Any, has_unfinished: bool, pending_pause: bool
+) -> tuple[bool, bool]:
+    """``ParallelConfig.sync_dp_state`` as a static method, and which ranks are ready to swap."""
+    import torch  # noqa: PLC0415 - a core has it
+
+    def add_up(told: torch.Tensor) -> None:
+        torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.SUM, group=dp_group)
+
+    return _vote(add_up, dp_group.size(), has_unfinished, pending_pause)
+
+
+def sum_by_vllm(
+    _original: Callable[..., Any],
+    config: Any,
+    dp_group: Any,
+    has_unfinished: bool,
+    pending_pause: bool,
+) -> tuple[bool, bool]:
+    """The same as a method, whose sum is vLLM's own and has a time limit: all ranks must add up in
+    the same way, or they never meet."""
+    from vllm.distributed.utils import cpu_all_reduce_  # noqa: PLC0415 - only inside a core
+
+    def add_up(told: torch.Tensor) -> None:
+        cpu_all_reduce_(told, dp_group, timeout=config.cpu_distributed_timeout)
+
+    return _vote(add_up, dp_group.size(), has_unfinished, pending_pause)
+
+
+def _vote(
+    add_up: Callable[[torch.Tensor], None], size: int, has_unfinished: bool, pending_pause: bool
+) -> tuple[bool, bool]:
+    import torch  # noqa: PLC0415 - a core has it
+
+    mine = int(has_unfinished) + READY * _conference.ready
+    told = torch.tensor([mine, int(pending_pause)], dtype=torch.int32, device="cpu")
+    add_up(told)
+    unfinished, pauses = (int(each) for each in told.tolist())
+    _conference.all_ready = unfinished // READY == size
+    work = unfinished % READY if _conference.all_ready else unfinished
+    return work > 0 or pauses % size != 0, pauses == size
+
+
+# -- labels ------------------------------------------------------------------------------
+
+
+def _labels_of(core: Any) -> deque[list[Any]]:
+    labels: deque[list[Any]] | None = getattr(core, "wavebus_labels", None)
+    if labels is None:
+        labels = core.wavebus_labels = deque()
+    return labels
+
+
+def attach_weight_version(original: Callable[..., Any], core: Any, outputs: Any) -> None:
+    """Label a step that was on its way at a swap with the version before."""
+    labels = _labels_of(core)
+    if not labels:
+        original(core, outputs)
+        return
+    for output in outputs.values():
+        output.weight_version = labels[0][1]
+    labels[0][0] -= 1
+    if not labels[0][0]:
+        labels.popleft()
+
+
+# -- prefix caches -----------------------------------------------------------------------
+
+
+def set_weight_version(original: Callable[..., Any], core: Any, weight_version: str) -> None:
+    """Give requests that have not begun the salt of a new version."""
+    changed = weight_version != core.get_weight_version()
+    original(core, weight_version)
+    if changed:
+        core.wavebus_salt = f"{_SALT}{weight_version}:"
+        _resalt(core, begun=False)
+
+
+def preprocess_add_request(original: Callable[..., Any], core: Any, request: Any) -> Any:
+    """Hash a request's blocks with the salt of the version that serves."""
+    own, salt = request.cache_salt, core.wavebus_salt
+    if salt:
+        request.cache_salt = salt + (own or "")
+    made, wave = original(core, request)
+    made.wavebus_own_salt, made.wavebus_salt = own, salt
+    return made, wave
+
+
+def add_request(
+    original: Callable[..., Any], core: Any, request: Any, request_wave: int = 0
+) -> Any:
+    """Hash again where a new version came between: requests are hashed before their turn."""
+    _salt(core, request)
+    return original(core, request, request_wave)
+
+
+def _resalt(core: Any, *, begun: bool) -> None:
+    if not hasattr(core, "wavebus_salt"):
+        return
+    for request in core.scheduler.requests.values():
+        if begun or not (request.num_computed_tokens or request.num_output_tokens):
+            _salt(core, request)
+
+
+def _salt(core: Any, request: Any) -> None:
+    if getattr(request, "wavebus_salt", None) in (None, core.wavebus_salt):
+        return
+    request.wavebus_salt = core.wavebus_salt
+    request.cache_salt = core.wavebus_salt + (request.wavebus_own_salt or "")
+    request.block_hashes.clear()
+    request.update_block_hashes()

@@ -1,0 +1,380 @@
+"""Does this manifest fill this model, exactly? Answered before anything is loaded.
+
+vLLM checks nothing beforehand: an update without ``k_proj`` (half of a fused
+parameter) finishes without an error and serves tokens of neither version, a tensor
+of another dtype is cast silently, one with too many rows is cut, and an unknown
+name fails in the middle of the load and takes the engine down.
+
+So a second model of the same configuration and shard is built on the meta device,
+once, and the manifest is loaded into it chunk by chunk through vLLM's own loader,
+as meta tensors; the same manifest once. A dispatch mode sees every write and its source.
+Then every element of every parameter must have been written, by one tensor, and every
+tensor must have been used up. On pipeline, tensor or expert shards a worker sees its own
+part; the workers then merge which tensors were used by anyone.
+
+Built from a private copy of the configuration: layers enter themselves in the
+compilation config's ``static_forward_context``, and rotary embeddings in a module
+wide cache; neither may learn of this model. It holds no weights (8 B parameters
+take some MB of Python objects).
+
+A draft model that takes its embeddings or its output head from the model it drafts for (EAGLE and
+MTP, by :mod:`vllm.v1.spec_decode`) must not be sent those: they would be loaded into that model.
+
+A model that vLLM quantises as it loads (``--quantization fp8`` over a bf16 checkpoint) takes
+the tensors of one that isn't quantised, and quantises a layer when it is full, which meta
+tensors can't be. So it is checked as what it is loaded from.
+
+A patch need not fill the model. What it names must be known, and of the full shape and dtype; and
+since it is written into the parameters that serve, through the loaders of those that don't yet, the
+ones it touches must still lie as they were loaded (:mod:`sidecar.vllm.plugin.loading.patch_check`).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from bus.errors import EngineError
+from sidecar.vllm.plugin import agreement
+from sidecar.vllm.plugin.loading.loader_trace import (
+    LoaderTrace,
+    refused,
+    shared_refusal,
+    storage_of,
+)
+from sidecar.vllm.plugin.loading.patch_check import check_in_place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from bus.manifest import Manifest, TensorMeta
+
+
+_log = logging.getLogger("vllm.wavebus")
+
+
+def quiet_loading() -> AbstractContextManager[None]:
+    """Let a chunk be loaded by itself: some models want all tensors in one call.
+
+    vLLM's own backends load chunks in the same context (``nccl_engine.py``, 0.32);
+    where it doesn't exist, there is no such check either.
+    """
+    try:
+        from vllm.model_executor.model_loader import (  # noqa: PLC0415 - only inside a worker
+            mtp_validation,
+        )
+    except ImportError:
+        return nullcontext()
+    manager: AbstractContextManager[None] = mtp_validation.disable_mtp_completeness_check()
+    return manager
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What vLLM built a model of.
+
+    Attributes:
+        vllm_config, model_config, prefix: what its constructor was given.
+        quantised: its checkpoint is, or its weights are as they are loaded.
+        shared: its parameters that are another model's, by name.
+    """
+
+    vllm_config: Any
+    model_config: Any
+    quantised: bool
+    prefix: str = ""
+    shared: frozenset[str] = frozenset()
+
+
+def tied_head(model_config: Any, model: torch.nn.Module) -> str:
+    """The tensor to keep from the loader: an output head tied to the embeddings.
+
+    vLLM 0.32 skips it by itself, but fails when the embeddings are not in the same
+    chunk (``models/utils.py``). It also ties a head that was equal to the embeddings
+    in its checkpoint, whatever the configuration says. Empty where nothing is tied.
+    """
+    config = model_config.hf_text_config
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    shared = any(
+        len(names) > 1 and any(name.endswith("lm_head.weight") for name in names)
+        for names in owners.values()
+    )
+    return "lm_head.weight" if tied or shared else ""
+
+
+class ManifestChecker:
+    """Checks manifests against the model of one worker. The meta model is kept."""
+
+    def __init__(self, built: Blueprint, serving: torch.nn.Module, tied_head: str) -> None:
+        self._built = built
+        self._serving = serving
+        self._tied_head = tied_head
+        online = quantised_while_loading(serving)
+        self._quantised = built.quantised and not online
+        self._model: torch.nn.Module | None = None
+        self._last: tuple[Manifest, LoaderTrace] | None = None
+        self._judged = False  # that one's manifest, by this worker
+
+    def prepare(self) -> None:
+        """Have the meta model, before requests wait for it: while it is built, nothing else may
+        make a tensor. If it can't be, that is said when a manifest is checked."""
+        try:
+            self._meta_model()
+        except Exception:  # noqa: BLE001 - it will be tried again
+            _log.warning("wavebus: no manifest can be checked against this model", exc_info=True)
+
+    @property
+    def prepared(self) -> bool:
+        """Whether there is one."""
+        return self._model is not None
+
+    def check(self, manifest: Manifest) -> LoaderTrace:
+        """Refuse what would not fill the model. A collective of the engine's workers.
+
+        Returns:
+            what the loader did with the manifest's tensors.
+
+        Raises:
+            EngineError: code ``manifest_refused``, with ``tensor`` and the reason.
+        """
+        problem: Exception | None = None
+        used = torch.zeros(len(manifest.names), dtype=torch.uint8)
+        try:
+            trace = self._load(manifest)
+            # A patch is laid over what serves, which may have changed.
+            if manifest.counts or not self._judged:
+                self._judge(manifest, trace)
+                self._judged = True
+            used[list(trace.used)] = 1
+        except Exception as error:  # noqa: BLE001 - raised below: the peers wait in between
+            problem = error
+            used.fill_(1)  # so that no peer finds a tensor unused that it would have used here
+        merged = agreement.any_rank(used)
+        if problem is not None:
+            raise problem
+        self._check_unused(manifest, merged)
+        return trace
+
+    def loader(self) -> tuple[Callable[[Iterable[tuple[str, torch.Tensor]]], None], dict[int, str]]:
+        """The loader of the meta model, and that model's parameters and buffers by the identity of
+        their storage (:mod:`sidecar.vllm.plugin.loading.staged_weights`). After a check."""
+        model = self._model
+        assert model is not None, "a manifest was checked"
+        names = {storage_of(buffer): name for name, buffer in model.named_buffers()}
+        names |= {storage_of(each): name for name, each in model.named_parameters()}
+
+        def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            with quiet_loading():
+                model.load_weights(iter(tensors))  # type: ignore[operator]
+
+        return load, names
+
+    # -- loading -----------------------------------------------------------------------
+
+    def _meta_model(self) -> torch.nn.Module:
+        if self._model is None:
+            self._model = build_meta_model(self._built, self._serving)
+        return self._model
+
+    def _load(self, manifest: Manifest) -> LoaderTrace:
+        if self._last is not None and self._last[0] == manifest:
+            return self._last[1]
+        model = self._meta_model()
+        trace = LoaderTrace(
+            tuple(manifest.tensors()),
+            dict(model.named_parameters()),
+            dict(model.named_buffers()),
+            shared=self._built.shared,
+            exact_dtype=not self._quantised,
+        )
+        start = 0
+        for end in manifest.chunk_ends:
+            try:
+                with trace, quiet_loading(), torch.no_grad():
+                    feed = trace.feed(start, end, self._tied_head)
+                    model.load_weights(feed)  # type: ignore[operator]
+            except EngineError:
+                raise
+            except Exception as error:
+                if trace.current.name in self._built.shared:  # a place that was made later
+                    raise shared_refusal(trace.current, trace.current.name) from error
+                raise _loader_refusal(trace.current, error) from error
+            start = end
+        trace.sources.clear()
+        self._last = manifest, trace
+        self._judged = False
+        return trace
+
+    # -- judging -----------------------------------------------------------------------
+
+    def _judge(self, manifest: Manifest, trace: LoaderTrace) -> None:
+        """What a worker can say by itself."""
+        if manifest.counts:
+            check_in_place(
+                self._built.vllm_config, self._serving, trace.parameters, trace.origins()
+            )
+        else:
+            self._check_filled(manifest, trace)
+        self._check_read(trace)
+
+    def _check_filled(self, manifest: Manifest, trace: LoaderTrace) -> None:
+        given = set(manifest.names)
+        for name, parameter in trace.parameters.items():
+            expected = int(getattr(parameter, "weight_loader_numel", parameter.numel()))
+            written = trace.written(name)
+            if written >= expected or self._may_lack(name, written):
+                continue
+            missing = self._missing_name(name, given)
+            share = f"{written} of {expected} elements" if written else "nothing"
+            raise refused(missing, f"missing: the manifest fills {share} of the model's {name}")
+
+    def _check_read(self, trace: LoaderTrace) -> None:
+        parallel = self._built.vllm_config.parallel_config
+        # Without expert parallelism, experts are cut across data parallel ranks as well.
+        dp_rank, dp_size = parallel.data_parallel_rank, parallel.data_parallel_size
+        whole = parallel.world_size == 1 and dp_size == 1
+        last = agreement.is_last_worker() and dp_rank == dp_size - 1
+        for index in sorted(trace.used):
+            meta = trace.metas[index]
+            if whole and not trace.derived(index) and trace.read(index) < meta_numel(meta):
+                raise refused(
+                    meta.name,
+                    f"misshapen: of shape {list(meta.shape)} the model takes only "
+                    f"{trace.read(index)} of {meta_numel(meta)} elements",
+                )
+            if last and not trace.read_to_end(index):
+                raise refused(
+                    meta.name,
+                    f"misshapen: the last shard ends before the end of shape {list(meta.shape)}",
+                )
+
+    def _check_unused(self, manifest: Manifest, used: torch.Tensor) -> None:
+        if used.all():
+            return
+        for index, meta in enumerate(manifest.tensors()):
+            if not used[index] and not self._may_ignore(meta, manifest):
+                raise refused(
+                    meta.name, "unknown: the model has no place for it and would drop it silently"
+                )
+
+    def _may_lack(self, parameter: str, written: int) -> bool:
+        """A tied head is never loaded, nor is what is another model's; scales of quantised
+        weights may be computed."""
+        return not written and (
+            parameter == self._tied_head
+            or parameter in self._built.shared
+            or (self._quantised and "scale" in parameter)
+        )
+
+    def _may_ignore(self, meta: TensorMeta, manifest: Manifest) -> bool:
+        """Tensors that a trainer has and a model rightly doesn't take."""
+        if meta.name == self._tied_head:
+            embeddings = [m for m in manifest.tensors() if m.name.endswith("embed_tokens.weight")]
+            return any((m.shape, m.dtype) == (meta.shape, meta.dtype) for m in embeddings)
+        parallel = self._built.vllm_config.parallel_config
+        elsewhere = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
+        return "rotary_emb.inv_freq" in meta.name or (elsewhere and ".experts." in meta.name)
+
+    def _missing_name(self, parameter: str, given: set[str]) -> str:
+        """The trainer's name of what is missing: a part of a fused parameter by its own name."""
+        packed: dict[str, list[str]] = getattr(self._model, "packed_modules_mapping", {})
+        for fused, parts in packed.items():
+            if f".{fused}." in parameter:
+                names = [parameter.replace(f".{fused}.", f".{part}.") for part in parts]
+                return next((n for n in names if n not in given), parameter)
+        return parameter
+
+
+def build_meta_model(built: Blueprint, serving: torch.nn.Module) -> torch.nn.Module:
+    """The worker's model once more, without memory and unknown to the serving one.
+
+    Layers and loaders ask integer tables, such as the map of experts, for values: those are
+    made on the CPU, and get the serving model's content.
+    """
+    from vllm.config import CompilationMode  # noqa: PLC0415 - only inside a worker
+    from vllm.model_executor.model_loader.utils import initialize_model  # noqa: PLC0415
+    from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: PLC0415
+
+    compilation = copy.copy(built.vllm_config.compilation_config)
+    compilation.mode = CompilationMode.NONE
+    compilation.static_forward_context = {}
+    compilation.static_all_moe_layers = []
+    compilation.enabled_custom_ops = Counter()
+    compilation.disabled_custom_ops = Counter()
+    private = copy.copy(built.vllm_config)
+    private.compilation_config = compilation
+    if quantised_while_loading(serving):
+        private.quant_config = None
+    with (
+        _kept_rotary_cache(),
+        set_default_torch_dtype(built.model_config.dtype),
+        torch.device("meta"),
+        _TablesOnCpu(),
+    ):
+        model: torch.nn.Module = initialize_model(
+            private, prefix=built.prefix, model_config=built.model_config
+        )
+    tables = {n: b for n, b in serving.named_buffers() if not (b.is_floating_point() or b.is_meta)}
+    for name, module in model.named_modules():
+        for key in list(module._buffers):  # noqa: SLF001 - the module's own, no child's
+            table = tables.get(f"{name}.{key}")
+            if table is not None:
+                module._buffers[key] = table.cpu()  # noqa: SLF001
+    return model
+
+
+def quantised_while_loading(model: torch.nn.Module) -> bool:
+    """Whether vLLM quantises layers as it loads them, from a checkpoint that isn't quantised."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    return any(getattr(method, "uses_meta_device", False) for method in methods)
+
+
+class _TablesOnCpu(TorchFunctionMode):
+    """Small integer tables are built with values even where the default device is meta."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        dtype = kwargs.get("dtype")
+        integer = dtype is not None and not dtype.is_floating_point and not dtype.is_complex
+        if func in (torch.full, torch.arange) and integer:
+            kwargs.setdefault("device", "cpu")
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _kept_rotary_cache() -> Iterator[None]:
+    """Take out of the cache of rotary embeddings what is put in meanwhile."""
+    from vllm.model_executor.layers import rotary_embedding  # noqa: PLC0415 - only in a worker
+
+    cache: dict[Any, Any] = rotary_embedding._ROPE_DICT  # noqa: SLF001 - there is no other door
+    before = set(cache)
+    try:
+        yield
+    finally:
+        for key in set(cache) - before:
+            del cache[key]
+
+
+def _loader_refusal(meta: TensorMeta, error: Exception) -> EngineError:
+    """What the loader's own exception means: a name it lacks, or a shape that doesn't fit."""
+    # vLLM appends the names of all parameters there are.
+    said = str(error).partition(". The available")[0]
+    text = f"{type(error).__name__}: {said}".rstrip(": ")
+    unknown = isinstance(error, KeyError) or "no module or parameter named" in str(error)
+    if unknown:
+        return refused(meta.name, f"unknown: the model has no such tensor ({text})")
+    return refused(meta.name, f"misshapen: shape {list(meta.shape)} doesn't fit the model ({text})")
+
+
+def meta_numel(meta: TensorMeta) -> int:
+    return torch.Size(meta.shape).numel()

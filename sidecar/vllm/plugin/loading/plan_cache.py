@@ -1,0 +1,215 @@
+"""Which way an update goes into the model: by the loader, or by a copy plan.
+
+::
+
+    what is known    an update then goes                             and then
+    nothing          is armed: a plan is made, or told why not
+    no plan          by vLLM's loader
+    a plan           by vLLM's loader, compared with the plan        it is proven, or dropped
+    a proven plan    by the plan
+
+All workers of an engine go the same way: by the loader, if one of them can't go by a plan. What is
+known, is known of the tensors of one manifest, however they are cut into chunks; another one's
+takes its place.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from sidecar.vllm.plugin import agreement
+from sidecar.vllm.plugin.loading.copy_plan import CopyPlan, NoPlanError, make_plan
+from sidecar.vllm.plugin.loading.parameter_map import reordering_kernel
+from sidecar.vllm.plugin.loading.plan_runner import PlanComparison, PlannedUpdate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bus.manifest import Manifest
+    from sidecar.vllm.plugin.loading.loader_trace import LoaderTrace
+
+_log = logging.getLogger("vllm.wavebus")
+
+# What vLLM does with a layer's weights after they are loaded: nothing on GPUs, repacking on CPUs.
+PLAIN_METHODS: Final = frozenset(
+    {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
+)
+
+
+@dataclass(slots=True)
+class PlanEntry:
+    """Of the tensors of one manifest."""
+
+    tensors: tuple[Any, ...]
+    plan: CopyPlan | None = None
+    proven: bool = False
+    reason: str = ""  # why there is no plan
+
+
+class PlanCache:
+    """What one worker knows, and how its update session that is open goes.
+
+    Args:
+        vllm_config: vLLM's.
+        model: the serving model.
+        device: where its weights are.
+        tied_head: the parameter that the loader never fills; empty for none.
+        any_rank: elementwise maximum of flags over all workers of the engine.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        model: torch.nn.Module,
+        device: torch.device,
+        tied_head: str,
+        any_rank: Callable[[torch.Tensor], torch.Tensor] = agreement.any_rank,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._model = model
+        self._device = device
+        self._tied_head = tied_head
+        self._any_rank = any_rank
+        self._entry: PlanEntry | None = None
+        self._comparing: PlanEntry | None = None
+        self._comparison: PlanComparison | None = None
+        self.update: PlannedUpdate | None = None  # the session that is open goes by it
+        self._way = ""  # how the last one went
+
+    def on_armed(self, manifest: Manifest, trace: LoaderTrace) -> None:
+        """The manifest is armed; the loader was seen with its tensors."""
+        tensors = (manifest.names, manifest.dtypes, manifest.shapes)
+        if self._entry is not None and self._entry.tensors == tensors:
+            return
+        self._entry = known = PlanEntry(tensors)
+        try:
+            self._check_methods()
+            known.plan = make_plan(trace, unloaded=self._tied_head)
+        except NoPlanError as error:
+            self._discard(known, str(error))
+        except Exception as error:  # noqa: BLE001 - the update goes well without a plan
+            self._discard(known, f"{type(error).__name__}: {error}", level=logging.ERROR)
+
+    def start(self, *, reloading: bool) -> bool:
+        """Choose the way of a session. A collective of the engine's workers.
+
+        Args:
+            reloading: an earlier session has left layers in the middle of vLLM's reload.
+
+        Returns:
+            whether it goes by the plan, in :attr:`update`; else it is the loader's.
+        """
+        self.close()
+        known = self._entry
+        update: PlannedUpdate | None = None
+        if known is not None and known.plan is not None and known.proven and not reloading:
+            try:
+                update = PlannedUpdate(known.plan, self._model, self._device)
+            except Exception as error:  # noqa: BLE001 - the peers wait in what comes next
+                _log.warning("wavebus: this update goes through vLLM's loader: %s", error)
+        stays_out = torch.tensor([update is None], dtype=torch.uint8)
+        self.update = None if self._any_rank(stays_out)[0] else update
+        self._way = "loader" if self.update is None else "plan"
+        if known is not None and known.plan is not None and not known.proven and not reloading:
+            self._compare(known, known.plan)
+        return self.update is not None
+
+    def on_load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """The loader is about to load these."""
+        self._observe(lambda comparison: comparison.on_load(tensors))
+
+    def on_loaded(self) -> None:
+        """The loader has."""
+        self._observe(PlanComparison.compare_loaded)
+
+    def on_finished(self) -> None:
+        """The loader's session is done, without an error: its plan is proven now, or dropped."""
+        comparison, known = self._comparison, self._comparing
+        if comparison is None or known is None:
+            return
+        self._observe(PlanComparison.finish)
+        known.proven = known.plan is not None and comparison.is_equal
+        self.close_comparison()
+        if known.proven:
+            _log.info(
+                "wavebus: updates of these %d tensors are copied by a plan from now on; it "
+                "equals what vLLM's loader did",
+                len(known.tensors[0]),
+            )
+        elif known.plan is not None and comparison.difference:
+            self._discard(known, comparison.difference, level=logging.ERROR)
+
+    def on_staged(self, *, proven: bool) -> None:
+        """A staged update has used the plan, and shown that it is right, or that it isn't."""
+        known = self.entry
+        self._way = "staged"
+        if not proven:
+            self._discard(known, "it is not what the loader does", level=logging.ERROR)
+        known.proven = known.plan is not None
+
+    def close(self) -> None:
+        """The session is over: no update by the plan, no comparison."""
+        self.close_comparison()
+        self.update = None
+
+    def close_comparison(self) -> None:
+        """What comes now is not the whole update: nothing can be learnt from it."""
+        if self._comparison is not None:
+            self._comparison.close()
+        self._comparison = self._comparing = None
+
+    @property
+    def entry(self) -> PlanEntry:
+        """Of the tensors that were armed last."""
+        return self._entry or PlanEntry((), reason="nothing was armed")
+
+    def account(self) -> dict[str, Any]:
+        """How the last update went, ``plan``, ``staged``, ``loader``, or empty before the first;
+        whether the next one of the armed tensors can go by the plan; and why it can't, where that
+        is for good."""
+        known = self.entry
+        return {"way": self._way, "proven": known.proven, "reason": known.reason}
+
+    def _compare(self, known: PlanEntry, plan: CopyPlan) -> None:
+        try:
+            self._comparison = PlanComparison(plan, self._model, self._device)
+        except NoPlanError as error:
+            self._discard(known, str(error))
+            return
+        self._comparing = known
+
+    def _observe(self, step: Callable[[PlanComparison], None]) -> None:
+        """What looks on while the loader works, must not spoil its work."""
+        if self._comparison is None or self._comparing is None:
+            return
+        try:
+            step(self._comparison)
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            self._discard(self._comparing, f"{type(error).__name__}: {error}", level=logging.ERROR)
+            self.close_comparison()
+
+    def _discard(self, known: PlanEntry, reason: str, level: int = logging.INFO) -> None:
+        known.plan, known.reason = None, reason
+        _log.log(
+            level,
+            "wavebus: updates of these %d tensors go through vLLM's loader, without a copy plan: "
+            "%s",
+            len(known.tensors[0]),
+            reason,
+        )
+
+    def _check_methods(self) -> None:
+        """No layer makes something else of its weights when they are loaded."""
+        if self._vllm_config.parallel_config.enable_eplb:
+            raise NoPlanError("experts move between workers (EPLB)")
+        for name, module in self._model.named_modules():
+            method = getattr(module, "quant_method", None)
+            if method is not None and type(method).__name__ not in PLAIN_METHODS:
+                raise NoPlanError(f"{name} is quantised by {type(method).__name__}")
+            kernel = reordering_kernel(module)
+            if kernel and self._device.type != "cpu":  # there it is repacked as vLLM does it
+                raise NoPlanError(f"vLLM lays {name} out anew for its {kernel} kernel")

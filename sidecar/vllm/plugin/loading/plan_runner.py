@@ -1,0 +1,268 @@
+"""A copy plan at work: an update that is copied by it, and one that it is compared with.
+
+Weights are found by name each time an update starts: layers may have got other parameters since,
+and parameters other memory. ``base_layer``, which vLLM puts between when it serves LoRA adapters,
+is no part of a name.
+
+**Layers that repack.** On a CPU vLLM gives the weights of most layers another form after they are
+loaded. Such a layer is filled in memory of its own, and when it is whole, vLLM's own method
+post-processes it, as its reload does (``reload/layerwise.py``). On other devices unquantised
+weights lie as they are loaded, and are copied into where they are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sidecar.vllm.plugin.loading.copy_plan import CopyBatch, part
+from sidecar.vllm.plugin.loading.parameter_map import as_tensors, find_parameters, repacks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from sidecar.vllm.plugin.loading.copy_plan import CopyPlan, PlanTarget
+
+Received = list[tuple[str, torch.Tensor]]
+
+
+class RepackedLayer:
+    """A layer that is filled in memory of its own, and then post-processed."""
+
+    def __init__(self, module: torch.nn.Module, targets: dict[str, PlanTarget]) -> None:
+        self._module = module
+        self._targets = targets  # by the names that the module has for them
+        self._missing = sum(torch.Size(target.shape).numel() for target in targets.values())
+        self._filled: dict[str, torch.Tensor] = {}
+
+    def memory(self, key: str, device: torch.device) -> torch.Tensor:
+        """Where the target is to be filled."""
+        if key not in self._filled:
+            target = self._targets[key]
+            self._filled[key] = torch.empty(target.shape, dtype=target.dtype, device=device)
+        return self._filled[key]
+
+    def note(self, numel: int) -> None:
+        """So many elements more are filled; when all are, the layer gets them."""
+        self._missing -= numel
+        if not self._missing:
+            filled, self._filled = self._filled, {}
+            put(self._module, filled)
+
+
+def put(module: torch.nn.Module, filled: dict[str, torch.Tensor]) -> None:
+    """Give a layer that repacks these weights, by the names that it has for them."""
+    own: dict[str, Any] = module._parameters  # noqa: SLF001 - see Place
+    kept = {key: own[key] for key in filled}
+    try:
+        for key, tensor in filled.items():
+            own[key] = torch.nn.Parameter(tensor, requires_grad=False)
+        method: Any = module.quant_method
+        method.process_weights_after_loading(module)
+        for key, parameter in kept.items():
+            parameter.data.copy_(own[key])
+    finally:
+        own.update(kept)
+
+
+class PlannedUpdate:
+    """One update session that copies.
+
+    Args:
+        plan: what goes where.
+        model: the serving model.
+        device: where its weights are.
+
+    Raises:
+        NoPlanError: the model's weights are not where the plan wants them.
+    """
+
+    def __init__(self, plan: CopyPlan, model: torch.nn.Module, device: torch.device) -> None:
+        self._plan = plan
+        self._device = device
+        self._places = find_parameters(plan, model, device)
+        self._repacked: dict[str, RepackedLayer] = {}
+        by_module: dict[torch.nn.Module, dict[str, str]] = {}
+        for name, place in self._places.items():
+            if repacks(place.module, device):
+                by_module.setdefault(place.module, {})[place.key] = name
+        for module, names in by_module.items():
+            layer = RepackedLayer(module, {key: plan.targets[name] for key, name in names.items()})
+            self._repacked |= dict.fromkeys(names.values(), layer)
+        self._begun: set[str] = set()
+
+    def load(self, tensors: Received) -> None:
+        """Copy a chunk into the model.
+
+        Raises:
+            KeyError: a tensor that the manifest doesn't have.
+        """
+        planned, filled = copies(self._plan, tensors, self._memory)
+        padded = self._pad(name for name, _ in filled)
+        planned.run()
+        for name, numel in (*padded, *filled):
+            if name in self._repacked:
+                self._repacked[name].note(numel)
+
+    def _pad(self, names: Iterable[str]) -> list[tuple[str, int]]:
+        new = [name for name in dict.fromkeys(names) if name not in self._begun]
+        self._begun.update(new)
+        return [(name, pad(self._plan, name, self._memory(name))) for name in new]
+
+    def _memory(self, name: str) -> torch.Tensor:
+        place = self._places[name]
+        if name in self._repacked:
+            return self._repacked[name].memory(place.key, self._device)
+        with as_tensors():
+            return place.tensor.data
+
+
+class PlanComparison:
+    """One update session of the loader's, and the plan beside it: does each element that the plan
+    would have copied stand where it would be?
+
+    A chunk's tensors are kept until the layers that they belong to are whole, for which vLLM's
+    reload keeps them as well. A layer that repacks is compared before it does.
+    """
+
+    def __init__(self, plan: CopyPlan, model: torch.nn.Module, device: torch.device) -> None:
+        self._plan = plan
+        self._places = find_parameters(plan, model, device)
+        self._missing = {name for name, copies in plan.copies.items() if copies}
+        self._waiting: dict[str, list[tuple[str, torch.Tensor]]] = {}  # received, by target
+        self._hooked: list[tuple[Any, Any]] = []
+        self._names_of: dict[torch.nn.Module, list[str]] = {}
+        self.difference = ""
+        for name, place in self._places.items():
+            if repacks(place.module, device):
+                self._names_of.setdefault(place.module, []).append(name)
+        self._repacked = {name for names in self._names_of.values() for name in names}
+        methods = {id(module.quant_method): module.quant_method for module in self._names_of}
+        for method in methods.values():
+            self._hook(method)
+
+    def on_load(self, tensors: Received) -> None:
+        """These are about to be loaded."""
+        for name, tensor in tensors:
+            self._missing.discard(name)
+            for target in dict.fromkeys(copy.target for copy in self._plan.copies[name]):
+                self._waiting.setdefault(target, []).append((name, tensor))
+
+    def compare_loaded(self) -> None:
+        """Compare what has come to its place."""
+        for name in [name for name in self._waiting if name not in self._repacked]:
+            place = self._places[name]
+            if place.current is place.tensor:
+                self._compare(name, place.tensor.data)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether everything came, and all of it is where the plan would have copied it."""
+        return not (self._missing or self._waiting or self.difference)
+
+    def finish(self) -> None:
+        """The loader is done: compare what is left."""
+        self.close()
+        for name in list(self._waiting):
+            current = None if name in self._repacked else self._places[name].current
+            if current is None:
+                self._differs(f"{name} was not post-processed")
+                self._waiting.pop(name)
+            else:
+                self._compare(name, current.data)
+
+    def close(self) -> None:
+        """Take the hooks out."""
+        for method, own in self._hooked:
+            if own is None:
+                del method.process_weights_after_loading
+            else:
+                method.process_weights_after_loading = own
+        self._hooked = []
+
+    def _hook(self, method: Any) -> None:
+        original: Callable[[torch.nn.Module], None] = method.process_weights_after_loading
+        self._hooked.append((method, vars(method).get("process_weights_after_loading")))
+
+        def compared_first(layer: torch.nn.Module) -> None:
+            try:
+                for name in self._names_of.get(layer, ()):
+                    current = self._places[name].current
+                    if current is not None:
+                        self._compare(name, current.data)
+            except Exception as error:  # noqa: BLE001 - who looks on, must not spoil the load
+                self._differs(f"{type(error).__name__}: {error}")
+            original(layer)
+
+        method.process_weights_after_loading = compared_first
+
+    def _compare(self, name: str, loaded: torch.Tensor) -> None:
+        target = self._plan.targets[name]
+        received = self._waiting.pop(name, [])
+        if self.difference:
+            return
+        if (tuple(loaded.shape), loaded.dtype) != (target.shape, target.dtype):
+            self._differs(f"{name} is {loaded.dtype} {list(loaded.shape)}")
+            return
+        if not loaded.is_contiguous():
+            self._differs(f"{name} is not contiguous")
+            return
+        for each in self._plan.fills.get(name, ()):
+            padding = part(loaded, each.region)
+            if not bool((padding == each.value).all()):
+                self._differs(f"the padding of {name} is another")
+        for tensor, values in received:
+            whole = values.contiguous()
+            for copy in self._plan.copies[tensor]:
+                if copy.target != name:
+                    continue
+                if not equal_bits(part(loaded, copy.region), part(whole, copy.source)):
+                    self._differs(f"{name} is not what was received as {tensor}")
+
+    def _differs(self, difference: str) -> None:
+        self.difference = self.difference or difference
+
+
+def copies(
+    plan: CopyPlan, tensors: Received, memory: Callable[[str], torch.Tensor]
+) -> tuple[CopyBatch, list[tuple[str, int]]]:
+    """What goes where of received tensors.
+
+    Args:
+        plan: says so.
+        tensors: some of the manifest's.
+        memory: where a target of the plan is to be filled.
+
+    Returns:
+        the copies, and of which targets how many elements each of them fills.
+
+    Raises:
+        KeyError: a tensor that the manifest doesn't have.
+    """
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    filled: list[tuple[str, int]] = []
+    for name, tensor in tensors:
+        whole = tensor.contiguous()
+        for copy in plan.copies[name]:
+            source = part(whole, copy.source)
+            targets.append(part(memory(copy.target), copy.region))
+            sources.append(source)
+            filled.append((copy.target, source.numel()))
+    return CopyBatch(targets, sources), filled
+
+
+def pad(plan: CopyPlan, name: str, target: torch.Tensor) -> int:
+    """Fill what of a target is the same in all updates; return how many elements that are."""
+    filled = 0
+    for each in plan.fills.get(name, ()):
+        filled += part(target, each.region).fill_(each.value).numel()
+    return filled
+
+
+def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Not-a-number, too, equals itself. ``other`` is cast, as a copy would."""
+    other = other.to(device=one.device, dtype=one.dtype)
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return torch.equal(one.view(bits), other.view(bits))

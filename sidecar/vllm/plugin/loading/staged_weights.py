@@ -1,0 +1,280 @@
+"""The next weights of a worker's model, beside those that serve, and the swap.
+
+::
+
+    state    call       next     what happens
+    EMPTY    begin      FILLING  memory for all that the copy plan fills is there
+    FILLING  stage      FILLING  a chunk is in that memory (:mod:`staging_layouts`)
+    FILLING  seal       SEALED   every element was staged, once
+    SEALED   swap       EMPTY    all of it is copied to where the model serves from
+    any      let_go     EMPTY    nothing has changed
+
+A plan that no update has proven yet is proven as it is used: the model's own loader is run over the
+chunk as it has arrived, with its parameters on the meta device, and each copy that it makes is
+compared with what was staged. So the serving model is not touched for it.
+
+Weights that a CPU serves in another form than it loads
+(:mod:`sidecar.vllm.plugin.loading.plan_runner`), get that form in the swap.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bus.errors import EngineError
+from bus.messages import NackCode
+from sidecar.vllm.plugin.loading.copy_plan import NoPlanError
+from sidecar.vllm.plugin.loading.loader_trace import storage_of
+from sidecar.vllm.plugin.loading.parameter_map import (
+    ParameterFingerprint,
+    as_tensors,
+    find_parameters,
+    repacks,
+)
+from sidecar.vllm.plugin.loading.plan_runner import equal_bits, put
+from sidecar.vllm.plugin.loading.staging_buffers import StagingBuffers
+from sidecar.vllm.plugin.loading.staging_layouts import AsSent, ByTarget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bus.manifest import TensorMeta
+    from bus.weight_transfer.packing import ReceivedChunk
+    from sidecar.vllm.plugin.loading.copy_plan import CopyBatch, CopyPlan
+    from sidecar.vllm.plugin.loading.parameter_map import ParameterRef
+    from sidecar.vllm.plugin.loading.plan_runner import Received
+    from sidecar.vllm.plugin.loading.staging_layouts import StagingLayout
+
+    Chunks: TypeAlias = tuple[tuple[TensorMeta, ...], ...]
+
+
+class StagedWeights:
+    """Of one model, from one update to the next.
+
+    Args:
+        model: the serving model.
+        device: where its weights are.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._memory = StagingBuffers(device)
+        self._parameters: tuple[CopyPlan, dict[str, ParameterRef], ParameterFingerprint] | None = (
+            None
+        )
+        # The one that was used last, for which chunks; and whether an update is staged.
+        self._layout: tuple[StagingLayout, Chunks] | None = None
+        self._begun = self._sealed = False
+        # What a swap copies, of a layout, from memory, to places that are these.
+        self._swap: tuple[tuple[object, ...], CopyBatch] | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an update is staged, or is about to be."""
+        return self._begun
+
+    @property
+    def held_bytes(self) -> int:
+        """What the memory takes."""
+        return self._memory.held_bytes
+
+    @property
+    def released_bytes(self) -> int:
+        """What it took, and has let go."""
+        return self._memory.released_bytes
+
+    def begin(self, plan: CopyPlan, chunks: Chunks) -> None:
+        """Have memory for all that the plan fills; what an update before has left, is used again.
+
+        Args:
+            chunks: what will come, the same objects where it is the same.
+
+        Raises:
+            EngineError: code ``staging_refused``: there is no room, or the model's weights are not
+                where the plan wants them.
+        """
+        self._begun = self._sealed = False
+        places = self._find_parameters_or(NackCode.STAGING_REFUSED, plan)
+        if self._layout is None or not (self._layout[0].plan is plan and self._layout[1] is chunks):
+            repacked = any(repacks(place.module, self._device) for place in places.values())
+            as_sent = plan.is_whole(chunks) and not repacked
+            self._layout = AsSent(plan, chunks) if as_sent else ByTarget(plan), chunks
+        layout, _ = self._layout
+        self._memory.allocate(layout.shapes)
+        layout.begin(self._memory.tensors)
+        self._begun = True
+
+    def buffer_for(self, seq: int) -> ReceivedChunk | None:
+        """The chunk's tensors, where it may be received as it is packed: then there is nothing to
+        copy."""
+        return self._require_layout().buffer_for(seq)
+
+    def stage(self, seq: int, tensors: Received) -> bool:
+        """Have a chunk in the memory. Returns whether it is copied there.
+
+        Raises:
+            KeyError: a tensor that the manifest doesn't have.
+        """
+        return self._require_layout().stage(seq, tensors)
+
+    def prove(
+        self, tensors: Received, load: Callable[[Received], None], names: dict[int, str]
+    ) -> None:
+        """Compare what was staged of a chunk with what the model's own loader does with it.
+
+        Args:
+            tensors: as they have arrived.
+            load: runs the loader of a model on the meta device over them.
+            names: that model's parameters and buffers, by the identity of their storage.
+
+        Raises:
+            EngineError: code ``engine_failed``: it does something else.
+        """
+        layout = self._require_layout()
+        proof = _Proof(layout, names)
+        with torch.no_grad(), proof:
+            load(tensors)
+        expected = sum(
+            torch.Size(copy.region[1]).numel()
+            for name, _ in tensors
+            for copy in layout.plan.copies[name]
+        )
+        if not proof.difference and proof.compared != expected:
+            proof.difference = f"of {expected} elements the loader copies {proof.compared}"
+        if proof.difference:
+            raise EngineError(f"the copy plan is not what the loader does: {proof.difference}")
+
+    def seal(self) -> None:
+        """All of it was staged.
+
+        Raises:
+            EngineError: it was not.
+        """
+        layout = self._require_layout()
+        if layout.missing:
+            raise EngineError(
+                f"{layout.missing} elements are not staged", code=NackCode.WRONG_STATE
+            )
+        if self._parameters is not None:
+            self._prepare(self._parameters[1])
+        self._sealed = True
+
+    def require_sealed(self) -> None:
+        """For a swap.
+
+        Raises:
+            EngineError: code ``called_off``: not all is staged, or the model's weights are not
+                where the plan wants them.
+        """
+        if not self._sealed:
+            raise EngineError("nothing is staged, or not all", code=NackCode.CALLED_OFF)
+        self._find_parameters_or(NackCode.CALLED_OFF, self._require_layout().plan)
+
+    def swap(self) -> None:
+        """Copy all of it to where :meth:`require_sealed` has found the targets. No step runs."""
+        assert self._parameters is not None, "it was asked whether they are there"
+        _, places, _ = self._parameters
+        repacked: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
+        for name, place in places.items():
+            if repacks(place.module, self._device):
+                repacked.setdefault(place.module, {})[place.key] = self._memory.tensors[name]
+        with torch.no_grad():
+            self._prepare(places).run()
+            layout = self._require_layout()
+            layout.pad({name: places[name].tensor.data for name in layout.plan.fills})
+            for module, filled in repacked.items():
+                put(module, filled)
+
+    def release(self, *, keep: bool) -> None:
+        """The update is over. ``keep``: its memory stays."""
+        self._begun = self._sealed = False
+        if not keep:
+            self._memory.release()
+            if not self._memory.tensors:
+                self._swap = None
+                if self._layout is not None:
+                    self._layout[0].discard()
+
+    def _prepare(self, places: dict[str, ParameterRef]) -> CopyBatch:
+        """What a swap copies."""
+        layout, memory = self._require_layout(), self._memory.tensors
+        if self._swap is not None:
+            known, copies = self._swap
+            if all(map(operator.is_, known, (layout, memory, places))):
+                return copies
+        with as_tensors():
+            targets = {
+                name: place.tensor.data
+                for name, place in places.items()
+                if not repacks(place.module, self._device)
+            }
+        copies = layout.into(targets)
+        self._swap = (layout, memory, places), copies
+        return copies
+
+    def _find_parameters_or(self, code: NackCode, plan: CopyPlan) -> dict[str, ParameterRef]:
+        try:
+            return self._find_parameters(plan)
+        except NoPlanError as error:
+            raise EngineError(str(error), code=code) from error
+
+    def require_parameters(self, plan: CopyPlan) -> None:
+        """The model's weights are where the plan wants them.
+
+        Raises:
+            NoPlanError: they are not.
+        """
+        self._find_parameters(plan)
+
+    def _find_parameters(self, plan: CopyPlan) -> dict[str, ParameterRef]:
+        """Where the targets are; where they were, if they still are."""
+        if self._parameters is not None:
+            known, places, standing = self._parameters
+            if known is plan and standing:
+                return places
+        places = find_parameters(plan, self._model, self._device)
+        self._parameters = plan, places, ParameterFingerprint(places)
+        return places
+
+    def _require_layout(self) -> StagingLayout:
+        if not self._begun or self._layout is None:
+            raise EngineError("no update is staged", code=NackCode.WRONG_STATE)
+        return self._layout[0]
+
+
+class _Proof(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Entered around a loader whose parameters are on meta, and whose tensors are real.
+
+    Attributes:
+        compared: so many elements are where the plan has put them.
+        difference: the first thing that is not; empty: all is.
+    """
+
+    def __init__(self, staged: StagingLayout, names: dict[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.compared = 0
+        self.difference = ""
+        self._staged = staged
+        self._names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0].is_meta:
+            self._compare(args[0], args[1])
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _compare(self, target: torch.Tensor, loaded: torch.Tensor) -> None:
+        name = self._names.get(storage_of(target), "")
+        region = (int(target.storage_offset()), tuple(target.shape), target.stride())
+        staged = self._staged.find(name, region)
+        if staged is None or self.difference:
+            self.difference = self.difference or f"{name or 'something'} is not in the plan"
+            return
+        if not equal_bits(staged, loaded.expand(target.shape)):
+            self.difference = f"{name} is not what the loader would have put there"
+        self.compared += target.numel()

@@ -1,0 +1,476 @@
+"""Everything inside vLLM that the sidecar and its plugin depend on, in one list.
+
+:data:`REGISTRY` has one entry per seam, in the order of installation; :mod:`bus.seams` says what
+an entry is. Only :mod:`sidecar.vllm.plugin.installation` installs them.
+
+To port wavebus to a new vLLM: run ``wavebus doctor --vllm PATH`` on its wheel, add a form to each
+seam that does not fit, and its number to :data:`bus.vllm_versions.TESTED` when the tests have run
+on it.
+
+Importing this module imports neither vllm nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from bus.seams import Fields, Form, Has, Ref, Registry, Says, SaysNot, Seam, Takes
+from sidecar.vllm.plugin.vllm_calls import CALLED
+from sidecar.vllm.plugin.vllm_names import (
+    BASE_CORE,
+    COORDINATOR_MODULE,
+    CORE_MODULE,
+    FEATURES,
+    LOCKSTEP_CORE,
+    LORA_MANAGER,
+    PARALLEL_CONFIG,
+    PLAIN_CORE,
+    PLUGIN,
+    PUBLISH_CACHES,
+    RESUMES_AT_ONCE,
+    START_WAVE,
+    TAKES_ABORTS,
+    TAKES_AGREEMENT,
+    TAKES_PAUSE,
+    TAKES_REQUEST,
+    TAKES_RESUME,
+    TAKES_RPC,
+    TRANSFER_PACKAGE,
+    WAVES_BY_CORES,
+    WAVES_BY_FRONT_ENDS,
+    WORKER_MODULE,
+    wraps_by,
+)
+
+_SEAMS: Final = (
+    Seam(
+        "weight transfer engine",
+        ("weight_updates", "staged_updates", "lockstep_staged_updates"),
+        (
+            Takes(
+                f"{TRANSFER_PACKAGE}.factory:WeightTransferEngineFactory.register_engine",
+                ("cls", "name", "module_path_or_cls", "class_name"),
+            ),
+            Takes(
+                f"{TRANSFER_PACKAGE}.base:WeightTransferEngine.__init__",
+                ("self", "config", "vllm_config", "device", "model"),
+            ),
+            Has(
+                f"{TRANSFER_PACKAGE}.base:WeightTransferEngine",
+                (
+                    "parse_init_info",
+                    "init_transfer_engine",
+                    "start_weight_update",
+                    "update_weights",
+                    "finish_weight_update",
+                    "shutdown",
+                ),
+            ),
+            Has(f"{TRANSFER_PACKAGE}.base", ("WeightTransferInitInfo", "WeightTransferUpdateInfo")),
+        ),
+        process="any",
+        install=f"{PLUGIN}.worker.native_factory:register",
+    ),
+    Seam(
+        "worker methods",
+        ("weight_updates", "staged_updates", "lockstep_staged_updates"),
+        (Has(WORKER_MODULE, ("WorkerBase", "WorkerWrapperBase")),),
+        process="worker",
+        sets=(
+            *(
+                (
+                    f"{WORKER_MODULE}:WorkerBase",
+                    f"wavebus_{name}",
+                    Ref(f"{PLUGIN}.worker_rpc:{name}"),
+                )
+                for name in (
+                    "facts",
+                    "requests",
+                    "draft",
+                    "loading",
+                    "lane",
+                    "perform",
+                    "arm",
+                    # Answered by engine cores; by workers where the cores don't know them.
+                    "door",
+                    "swap",
+                    "call_off",
+                )
+            ),
+            (f"{WORKER_MODULE}:WorkerWrapperBase", "__str__", Ref(f"{PLUGIN}.worker_rpc:presence")),
+        ),
+    ),
+    Seam(
+        "worker engines",
+        ("vllm_worker_engines",),
+        (
+            Takes(
+                f"{TRANSFER_PACKAGE}.factory:WeightTransferEngineFactory.create_engine",
+                ("cls", "config", "vllm_config", "device", "model"),
+            ),
+            Has(f"{TRANSFER_PACKAGE}.factory:WeightTransferEngineFactory._registry"),
+        ),
+        process="any",
+        wraps=wraps_by(
+            "worker.native_factory",
+            (
+                f"{TRANSFER_PACKAGE}.factory:WeightTransferEngineFactory.create_engine",
+                "create_engine",
+            ),
+        ),
+    ),
+    Seam(
+        "core status",
+        ("core_status", "lockstep_core_status", "pause_lease", "lockstep_pause_lease"),
+        (
+            Takes(f"{PLAIN_CORE}._process_input_queue", ("self",)),
+            Takes(f"{PLAIN_CORE}._process_engine_step", ("self",)),
+            TAKES_REQUEST,
+            Takes(f"{PLAIN_CORE}.step", ("self",)),
+            Takes(f"{PLAIN_CORE}.step_with_batch_queue", ("self",)),
+            TAKES_ABORTS,
+            Takes(f"{PLAIN_CORE}.has_work", ("self",)),
+        ),
+        process="core",
+        wraps=wraps_by(
+            "core.status",
+            (f"{PLAIN_CORE}._process_input_queue", "input_queue"),
+            (f"{PLAIN_CORE}._handle_client_request", "client_request"),
+            (f"{PLAIN_CORE}._process_engine_step", "engine_step"),
+            (f"{PLAIN_CORE}.step", "outputs_made"),
+            (f"{PLAIN_CORE}.step_with_batch_queue", "outputs_made"),
+            (f"{PLAIN_CORE}._send_abort_outputs_to_client", "abort_outputs"),
+        ),
+    ),
+    Seam(
+        "lockstep core status",
+        ("lockstep_core_status", "lockstep_pause_lease"),
+        (
+            TAKES_AGREEMENT,
+            Takes(f"{LOCKSTEP_CORE}.execute_dummy_batch", ("self",)),
+            Takes(f"{LOCKSTEP_CORE}.resume_scheduler", ("self",)),
+        ),
+        process="core",
+        needs=("core status",),
+        sets=((LOCKSTEP_CORE, "wavebus_shows_barriers", True),),
+        wraps=wraps_by(
+            "core.status",
+            (f"{LOCKSTEP_CORE}.execute_dummy_batch", "dummy_batch"),
+            (f"{LOCKSTEP_CORE}._has_global_unfinished_reqs", "agreement"),
+            (f"{LOCKSTEP_CORE}.resume_scheduler", "barrier"),
+        ),
+    ),
+    Seam(
+        "pause lease",
+        ("pause_lease", "lockstep_pause_lease"),
+        (
+            Takes(f"{PLAIN_CORE}._process_input_queue", ("self",)),
+            TAKES_REQUEST,
+            Takes(f"{PLAIN_CORE}._send_abort_outputs", ("self", "aborted_reqs")),
+            TAKES_RPC,
+            TAKES_PAUSE,
+            TAKES_RESUME,
+            Takes(f"{PLAIN_CORE}.has_work", ("self",)),
+            Has(f"{CORE_MODULE}:EngineCoreRequestType", ("WAKEUP",)),
+            Has(f"{CORE_MODULE}:RequestStatus", ("FINISHED_ABORTED",)),
+        ),
+        process="core",
+        needs=("core status",),
+        sets=(
+            (PLAIN_CORE, "wavebus_wakeup", Ref(f"{CORE_MODULE}:EngineCoreRequestType.WAKEUP")),
+            (PLAIN_CORE, "wavebus_aborted", Ref(f"{CORE_MODULE}:RequestStatus.FINISHED_ABORTED")),
+        ),
+        wraps=wraps_by(
+            "core.lease_guard",
+            (f"{PLAIN_CORE}._process_input_queue", "process_input_queue"),
+            (f"{PLAIN_CORE}._handle_client_request", "handle_client_request"),
+            (f"{PLAIN_CORE}.collective_rpc", "collective_rpc"),
+        ),
+    ),
+    Seam(
+        "lockstep pause fixes",
+        ("lockstep_pause_fixes",),
+        (
+            Takes(f"{LOCKSTEP_CORE}.resume_scheduler", ("self",)),
+            Takes(f"{LOCKSTEP_CORE}.pause_scheduler", ("self", "mode", "clear_cache")),
+            Takes(f"{LOCKSTEP_CORE}._pause_complete", ("self",)),
+            Takes(f"{LOCKSTEP_CORE}._handle_client_request", ("self", "request_type", "request")),
+            Says(
+                f"{LOCKSTEP_CORE}._handle_client_request",
+                ("new_wave, exclude_eng_index = request",),
+            ),
+            Says(
+                f"{LOCKSTEP_CORE}._has_global_unfinished_reqs",
+                ("self.ignore_start_dp_wave = True", "self.pending_pause = False"),
+            ),
+            Says(f"{LOCKSTEP_CORE}.resume_scheduler", ("ParallelConfig.has_unfinished_dp(",)),
+            Has(f"{CORE_MODULE}:EngineCoreRequestType", ("START_DP_WAVE",)),
+        ),
+        process="core",
+        off="WAVEBUS_CORE_GUARD",
+        sets=(
+            (LOCKSTEP_CORE, "wavebus_owed_wave", None),
+            (LOCKSTEP_CORE, "wavebus_alone", False),
+            (LOCKSTEP_CORE, "wavebus_complete_alone", Ref(f"{PLAIN_CORE}._pause_complete")),
+        ),
+        wraps=wraps_by(
+            "core.lockstep_fixes",
+            (f"{LOCKSTEP_CORE}.resume_scheduler", "resume_scheduler"),
+            (f"{LOCKSTEP_CORE}._handle_client_request", "handle_client_request"),
+            (f"{LOCKSTEP_CORE}.pause_scheduler", "pause_scheduler"),
+            (f"{LOCKSTEP_CORE}._pause_complete", "pause_complete"),
+        ),
+    ),
+    Seam(
+        "admission",
+        ("admission", "lockstep_admission"),
+        (
+            TAKES_REQUEST,
+            TAKES_RPC,
+            TAKES_ABORTS,
+            Says(f"{PLAIN_CORE}._handle_client_request", ("req, request_wave = request",)),
+            Has(f"{CORE_MODULE}:EngineCoreRequestType", ("ADD",)),
+        ),
+        process="core",
+        wraps=wraps_by(
+            "core.admission", (f"{PLAIN_CORE}._handle_client_request", "handle_client_request")
+        ),
+        answers=(("wavebus_door", f"{PLUGIN}.core.admission:set_admission"),),
+    ),
+    Seam(
+        "lockstep admission",
+        ("lockstep_admission",),
+        (Says(f"{LOCKSTEP_CORE}._handle_client_request", ("self.ignore_start_dp_wave",)),),
+        forms=(WAVES_BY_FRONT_ENDS, WAVES_BY_CORES),
+        process="core",
+        needs=("admission",),
+    ),
+    Seam(
+        "version labels",
+        ("version_labels",),
+        (
+            Takes(f"{BASE_CORE}._attach_weight_version", ("self", "outputs")),
+            Takes(f"{PLAIN_CORE}.get_weight_version", ("self",)),
+            Says(f"{BASE_CORE}.step_with_batch_queue", ("batch_queue.appendleft(",)),
+        ),
+        process="core",
+        sets=((BASE_CORE, "wavebus_labels_steps", True),),
+        wraps=wraps_by(
+            "core.swap", (f"{BASE_CORE}._attach_weight_version", "attach_weight_version")
+        ),
+    ),
+    Seam(
+        "prefix cache versions",
+        ("prefix_cache_versions",),
+        (
+            Takes(f"{PLAIN_CORE}.preprocess_add_request", ("self", "request")),
+            Takes(f"{BASE_CORE}.add_request", ("self", "request", "request_wave")),
+            Takes(f"{BASE_CORE}.set_weight_version", ("self", "weight_version")),
+            Takes(f"{PLAIN_CORE}.get_weight_version", ("self",)),
+            Says("vllm.v1.core.kv_cache_utils", ("request.cache_salt",)),
+            Has("vllm.v1.request:Request", ("update_block_hashes",)),
+        ),
+        process="core",
+        sets=((PLAIN_CORE, "wavebus_salt", ""),),
+        wraps=wraps_by(
+            "core.swap",
+            (f"{PLAIN_CORE}.preprocess_add_request", "preprocess_add_request"),
+            (f"{BASE_CORE}.add_request", "add_request"),
+            (f"{BASE_CORE}.set_weight_version", "set_weight_version"),
+        ),
+    ),
+    Seam(
+        "swap",
+        ("staged_updates", "lockstep_staged_updates"),
+        (
+            TAKES_RPC,
+            Takes(
+                f"{PLAIN_CORE}.reset_prefix_cache",
+                ("self", "reset_running_requests", "reset_connector"),
+            ),
+            Takes(f"{PLAIN_CORE}.reset_encoder_cache", ("self",)),
+            Takes(f"{BASE_CORE}.set_weight_version", ("self", "weight_version")),
+            Takes(f"{PLAIN_CORE}.get_weight_version", ("self",)),
+            Says(f"{PLAIN_CORE}._invoke_utility_method", ("isinstance(result, Future)",)),
+            Says(f"{BASE_CORE}.step_with_batch_queue", ("batch_queue.appendleft(",)),
+        ),
+        process="core",
+        answers=(
+            ("wavebus_swap", f"{PLUGIN}.core.swap:swap"),
+            ("wavebus_call_off", f"{PLUGIN}.core.swap:call_off"),
+        ),
+        sets=((PLAIN_CORE, "wavebus_ready", None),),
+    ),
+    Seam(
+        "lockstep swap",
+        ("lockstep_staged_updates",),
+        (
+            TAKES_AGREEMENT,
+            Says(
+                f"{PARALLEL_CONFIG}.sync_dp_state",
+                (
+                    "[int(has_unfinished), int(pending_pause)], dtype=torch.int32",
+                    "tensor[0].item() > 0 or pause_count % dp_size != 0",
+                    "return (has_unfinished_global, pause_count == dp_size)",
+                ),
+            ),
+            Says(f"{LOCKSTEP_CORE}.run_busy_loop", (START_WAVE, "self.step_counter = 0")),
+        ),
+        forms=(
+            Form(
+                "torch adds up",
+                (
+                    Takes(
+                        f"{PARALLEL_CONFIG}.sync_dp_state",
+                        ("dp_group", "has_unfinished", "pending_pause"),
+                    ),
+                    Says(
+                        f"{PARALLEL_CONFIG}.sync_dp_state", ("torch.distributed.all_reduce(tensor",)
+                    ),
+                ),
+                wraps=wraps_by("core.swap", (f"{PARALLEL_CONFIG}.sync_dp_state", "sum_by_torch")),
+            ),
+            Form(
+                "vLLM adds up",
+                (
+                    Takes(
+                        f"{PARALLEL_CONFIG}.sync_dp_state",
+                        ("self", "dp_group", "has_unfinished", "pending_pause"),
+                    ),
+                    Says(
+                        f"{PARALLEL_CONFIG}.sync_dp_state",
+                        ("cpu_all_reduce_(tensor, dp_group, timeout=",),
+                    ),
+                    Takes("vllm.distributed.utils:cpu_all_reduce_", ("tensor", "group", "timeout")),
+                ),
+                wraps=wraps_by("core.swap", (f"{PARALLEL_CONFIG}.sync_dp_state", "sum_by_vllm")),
+            ),
+        ),
+        process="core",
+        needs=("swap",),
+        sets=(
+            (LOCKSTEP_CORE, "wavebus_swaps_together", True),
+            (LOCKSTEP_CORE, "wavebus_outputs", Ref(f"{CORE_MODULE}:EngineCoreOutputs")),
+        ),
+        wraps=wraps_by(
+            "core.swap",
+            (f"{LOCKSTEP_CORE}._has_global_unfinished_reqs", "has_global_unfinished_reqs"),
+        ),
+    ),
+    Seam(
+        "wake",
+        ("sleep",),
+        (
+            Takes(f"{BASE_CORE}.wake_up", ("self", "tags")),
+            Says(
+                f"{BASE_CORE}.wake_up",
+                ("self.model_executor.wake_up(tags)", "self.resume_scheduler()"),
+            ),
+        ),
+        forms=(
+            Form(
+                "caches stay known to peers", (SaysNot(f"{BASE_CORE}.wake_up", ("kv_connector",)),)
+            ),
+            Form(
+                "caches are published again",
+                (
+                    Takes(PUBLISH_CACHES, ("self",)),
+                    Says(f"{BASE_CORE}.wake_up", ("self._set_kv_connector_handshake_metadata()",)),
+                ),
+                sets=((BASE_CORE, "wavebus_publish_caches", Ref(PUBLISH_CACHES)),),
+            ),
+        ),
+        process="core",
+    ),
+    Seam(
+        "dp coordinator",
+        ("dp_coordinator",),
+        (
+            Has(f"{COORDINATOR_MODULE}:DPCoordinator"),
+            Has("vllm.v1.engine.utils:DPCoordinator"),
+            Takes(
+                f"{COORDINATOR_MODULE}:DPCoordinator.__init__",
+                ("self", "parallel_config", "enable_wave_coordination", "logging_config"),
+            ),
+            Takes(f"{COORDINATOR_MODULE}:DPCoordinator.get_engine_socket_addresses", ("self",)),
+            Takes(f"{COORDINATOR_MODULE}:DPCoordinator.get_stats_publish_address", ("self",)),
+            Takes(f"{COORDINATOR_MODULE}:DPCoordinator.shutdown", ("self", "timeout")),
+            Fields(
+                "vllm.v1.engine:EngineCoreOutputs",
+                ((0, "engine_index"), (6, "wave_complete"), (7, "start_wave")),
+            ),
+            Says("vllm.v1.engine:EngineCoreRequestType", ("START_DP_WAVE = b'\\x02'",)),
+            Says(
+                f"{COORDINATOR_MODULE}:DPCoordinatorProc",
+                (
+                    "send(b'READY')",
+                    "outputs.wave_complete",
+                    "outputs.start_wave",
+                    "msgspec.msgpack.encode((wave, exclude_engine_index))",
+                ),
+            ),
+            Says(f"{LOCKSTEP_CORE}.run_busy_loop", (START_WAVE, "not self.pending_pause")),
+            # A rank that resumes obeys a START before it waits for the others (docs/waves.md).
+            Says(
+                f"{LOCKSTEP_CORE}.resume_scheduler",
+                (RESUMES_AT_ONCE,),
+            ),
+            # A core that has heard READY ignores it when it comes again.
+            Says(f"{PLAIN_CORE}.process_input_sockets", ("type_frame.buffer == b'READY'",)),
+        ),
+        forms=(WAVES_BY_FRONT_ENDS, WAVES_BY_CORES),
+        process="coordinator",
+        needs=("lockstep pause fixes",),
+        sets=(
+            (
+                "vllm.v1.engine.utils",
+                "DPCoordinator",
+                Ref(f"{PLUGIN}.core.dp_coordinator:BusCoordinator"),
+            ),
+        ),
+    ),
+    Seam(
+        "lora adapters",
+        ("lora_updates",),
+        (
+            Takes(f"{LORA_MANAGER}._load_adapter", ("self", "lora_request")),
+            Takes(f"{LORA_MANAGER}._apply_adapters", ("self", "lora_requests")),
+            Takes(
+                "vllm.lora.lora_model:LoRAModel.from_lora_tensors",
+                (
+                    "cls",
+                    "lora_model_id",
+                    "tensors",
+                    "peft_helper",
+                    "device",
+                    "dtype",
+                    "model_vocab_size",
+                    "weights_mapper",
+                    "skip_prefixes",
+                ),
+            ),
+            Has("vllm.lora.peft_helper:PEFTHelper"),
+            Has("vllm.lora.utils:parse_fine_tuned_lora_name"),
+        ),
+        wraps=wraps_by(
+            "worker.lora",
+            (f"{LORA_MANAGER}._load_adapter", "load_adapter"),
+            (f"{LORA_MANAGER}._apply_adapters", "apply_adapters"),
+        ),
+    ),
+    Seam(
+        "CPU communicator",
+        ("cpu_experts",),
+        (
+            Has(
+                "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator",
+                ("all_gather",),
+            ),
+        ),
+        process="any",
+        install=f"{PLUGIN}.loading.cpu:install",
+    ),
+)
+
+
+REGISTRY: Final = Registry(FEATURES, (*_SEAMS, *CALLED))

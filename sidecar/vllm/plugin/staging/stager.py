@@ -1,0 +1,323 @@
+"""A worker's part in a staged update.
+
+::
+
+    asked by        operation        where                    what
+    the lane        Open             the lane's thread        the way that chunks come
+    the lane        ArmManifest,     the lane's thread        what comes; as before
+                    ArmAgain
+    the lane        StartStaging     the lane's thread        memory beside the weights
+    the lane        Receive, Stage   the lane's thread        a chunk comes, and is there
+    the lane        Seal             the lane's thread        all of it is there
+    the core        Ready, Swap      the worker's thread      it is copied into the weights
+    the core        LetGo            the worker's thread      nothing is staged any more
+
+Until the swap the worker makes steps. They are Python, most of them, and so is what the lane does:
+of the two threads one runs at a time. So whatever is asked of the lane takes its time from a step,
+and should be little. On a GPU the lane has a stream of its own, and says that something is done
+when the GPU has done it.
+
+A worker that has mates sees a manifest for the first time by the core's way: they ask each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import TYPE_CHECKING, Final, Protocol
+
+import torch
+from vllm.config import set_current_vllm_config
+
+from bus.errors import EngineError
+from bus.messages import NackCode
+from bus.weight_transfer.allocation import StagingCapacity
+from bus.weight_transfer.cuda import synchronize
+from sidecar.transfer import free_memory, spare_memory, staging_capacity
+from sidecar.transfer.streams import own_stream, within
+from sidecar.transfer.verification import DeferredSums
+from sidecar.vllm.plugin import agreement
+from sidecar.vllm.plugin.loading.copy_plan import NoPlanError
+from sidecar.vllm.plugin.loading.target_model import ArmedUpdate, require_armed
+from sidecar.vllm.plugin.operations import ArmManifest, Open
+from sidecar.vllm.plugin.staging.channel_messages import (
+    Done,
+    Greet,
+    Operation,
+    Rearm,
+    ReceiveStaged,
+    Seal,
+    SentChunk,
+    Stage,
+    StartStaging,
+)
+from sidecar.vllm.plugin.staging.channel_server import StagingChannelServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import Any
+
+    from bus.weight_transfer.packing import Tensors
+    from sidecar.transfer.chunk_receiver import ChunkReceiver
+    from sidecar.vllm.plugin.loading.copy_plan import CopyPlan
+    from sidecar.vllm.plugin.loading.target_model import TargetModel
+
+# How long Python lets one thread run while another waits, at most. As it comes, 5 ms: a step that
+# waits so long for the lane, is late by as much.
+_SWITCH_INTERVAL_S: Final = 0.0005
+
+
+class StagingEngine(Protocol):
+    """The worker's, as far as its lane asks it. Whatever it raises, is for the sidecar."""
+
+    @property
+    def armed(self) -> ArmedUpdate | None:
+        """The update that comes next, or is under way."""
+
+    def open_transfer(self, operation: Open) -> int:
+        """See the operation; how many chunks may be received ahead."""
+
+    def arm(self, operation: ArmManifest) -> StagingCapacity:
+        """See the operation; whether it can be staged."""
+
+    def rearm(self, operation: Rearm) -> StagingCapacity:
+        """See the operation; whether it can be staged."""
+
+
+class Stager:
+    """Of one model.
+
+    Args:
+        inbox: the worker's.
+        vllm_config: with which the model was built.
+        engine: the worker's.
+
+    Attributes:
+        swap_ms: how long the last swap kept the device from steps.
+    """
+
+    def __init__(
+        self,
+        loadable: TargetModel,
+        inbox: ChunkReceiver,
+        vllm_config: Any,
+        device: torch.device,
+        engine: StagingEngine,
+    ) -> None:
+        self.channel = StagingChannelServer(self._execute, inbox.interrupt, self._thread_context)
+        self._engine = engine
+        self._target = loadable
+        self._receiver = inbox
+        self._vllm_config = vllm_config
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._armed: ArmedUpdate | None = None
+        self._sums = DeferredSums()
+        # So much could not be had, when so much seemed to be free.
+        self._last_refusal: tuple[int, int] | None = None
+        self.swap_ms = 0.0
+
+    # -- on the worker's thread --------------------------------------------------------
+
+    def capacity(self, armed: ArmedUpdate | None, *, broken: bool) -> StagingCapacity:
+        """Whether the armed update can be staged here. ``broken``: the model is in the middle of
+        a load."""
+        if armed is None or armed.staging is None or armed.target != "model":
+            return StagingCapacity(why_not="no update was armed that may be staged")
+        known = self._target.plans.entry
+        if known.plan is None:
+            return StagingCapacity(why_not=f"it needs the model's own loader: {known.reason}")
+        if broken:
+            return StagingCapacity(why_not="an update broke off in this engine")
+        anew = self._layout_mismatch(known.plan)
+        if anew:
+            return StagingCapacity(why_not=f"its weights are not as they are loaded: {anew}")
+        needed = known.plan.size_bytes
+        held = self._reusable_bytes(needed)
+        if needed > held and self._is_refused_again(needed):
+            return StagingCapacity(needed, "there was no room when it was last tried")
+        return staging_capacity(armed.staging, needed, self._device, held_bytes=held)
+
+    def _layout_mismatch(self, plan: CopyPlan) -> str:
+        """What of the model is not where the plan wants it; empty: all is."""
+        try:
+            self._target.staged.require_parameters(plan)
+        except NoPlanError as error:
+            return str(error)
+        return ""
+
+    def _reusable_bytes(self, needed: int) -> int:
+        """What an update before has left here, and nobody must be asked for: it is held, or was
+        let go and is still this process's."""
+        staged = self._target.staged
+        if staged.released_bytes >= needed and spare_memory(self._device) >= needed:
+            return needed
+        return staged.held_bytes
+
+    def _is_refused_again(self, needed: int) -> bool:
+        """What seems free may lie in pieces, or be had for CUDA graphs alone. So what could not be
+        had is not tried again before there is more."""
+        if self._last_refusal is None:
+            return False
+        asked, free = self._last_refusal
+        return needed >= asked and free_memory(self._device) < free + needed // 10
+
+    def discard_transport(self) -> None:
+        """Another one comes: nothing of the last one's buffers is kept."""
+        self._sums.close()
+
+    def check_ready(self) -> None:
+        """Whether a swap would go through."""
+        self._target.staged.require_sealed()
+
+    def swap(self) -> None:
+        """In all workers, or in none. What fails behind that, leaves an engine that must not go
+        on: it is not :data:`NackCode.CALLED_OFF`."""
+        loadable = self._target
+        agreement.run_before_any_continues(loadable.staged.require_sealed)
+        with self._timed():
+            loadable.repacking.before_start()
+            loadable.staged.swap()
+            loadable.process_deferred(self._vllm_config.model_config.dtype)
+            loadable.repacking.after_finish()
+        loadable.plans.on_staged(proven=True)
+        self.release()
+
+    def release(self) -> None:
+        """Nothing is staged any more."""
+        self._discard_chunks()
+        staging = None if self._armed is None else self._armed.staging
+        self._armed = None
+        self._target.staged.release(keep=staging is not None and staging.keep)
+
+    def _discard_chunks(self) -> None:
+        """What comes yet is of an update that was given up: steps don't wait for its trainer."""
+        self._receiver.interrupt()
+        self._receiver.clear()
+        self._sums.discard()
+
+    # -- on the lane's -----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _thread_context(self) -> Iterator[None]:
+        if self._stream is None:
+            self._stream = own_stream(self._device)
+        with torch.no_grad(), within(self._stream, self._device):
+            yield
+
+    def _execute(self, operation: Operation) -> Done:
+        with _short_switch_interval():
+            match operation:
+                case Greet():
+                    pass
+                case Open():
+                    return Done(ahead=self._engine.open_transfer(operation))
+                case ArmManifest():
+                    return Done(room=self._engine.arm(operation))
+                case Rearm():
+                    return Done(room=self._engine.rearm(operation))
+                case StartStaging():
+                    return Done(in_place=self._start(self._engine.armed))
+                case ReceiveStaged():
+                    self._receive(operation)
+                case Stage():
+                    self._stage(operation.chunks)
+                case Seal():
+                    self._target.staged.seal()
+            return Done()
+
+    def _start(self, armed: ArmedUpdate | None) -> bool:
+        """Have memory for the armed update. Returns whether chunks are received into it.
+
+        Raises:
+            EngineError: code ``wrong_state``: none can be staged.
+        """
+        known = self._target.plans.entry
+        if armed is None or armed.staging is None or known.plan is None:
+            raise EngineError("no update was armed that can be staged", code=NackCode.WRONG_STATE)
+        self._discard_chunks()
+        staged, receiver = self._target.staged, self._receiver.receiver
+        try:
+            staged.begin(known.plan, armed.announced.chunks)
+        except EngineError as error:
+            if error.code is NackCode.STAGING_REFUSED and not self._layout_mismatch(known.plan):
+                self._last_refusal = known.plan.size_bytes, free_memory(self._device)
+            raise
+        synchronize(self._device)  # the memory may have been somebody's in this stream
+        self._armed = armed
+        launches = receiver is not None and receiver.can_launch
+        return launches and known.proven and staged.buffer_for(0) is not None
+
+    def _receive(self, asked: ReceiveStaged) -> None:
+        metas = require_armed(self._armed).announced.chunk_at(asked.seq)
+        into = self._target.staged.buffer_for(asked.seq)
+        self._receiver.begin(asked.seq, metas, asked.backend, asked.handle, into)
+
+    def _stage(self, chunks: Sequence[SentChunk]) -> None:
+        """They lie beside the weights, when they have arrived; and when the last of all is among
+        them, all are what was sent."""
+        try:
+            if chunks:
+                self._receiver.take(chunks[-1].seq)  # the others have come before
+            for sent in chunks:
+                self._stage_one(sent)
+        except BaseException:
+            self._receiver.clear()
+            raise
+        for sent in chunks:
+            self._receiver.release(sent.seq)
+
+    def _stage_one(self, sent: SentChunk) -> None:
+        loadable, seq = self._target, sent.seq
+        received = self._receiver.take(seq)
+        if sent.sums:
+            stays = received is loadable.staged.buffer_for(seq)
+            self._sums.record(seq, received, sent.verify, sent.sums, stays=stays)
+        if seq + 1 == require_armed(self._armed).manifest.chunks:
+            self._sums.check()
+        tensors = loadable.taken(received)
+        if loadable.staged.stage(seq, tensors):
+            synchronize(self._device)  # what it was copied from, may change
+        if not loadable.plans.entry.proven:
+            self._prove(tensors)
+            synchronize(self._device)
+
+    def _prove(self, tensors: Tensors) -> None:
+        loadable = self._target
+        with set_current_vllm_config(self._vllm_config):
+            try:
+                loadable.staged.prove(tensors, *loadable.checker.loader())
+            except EngineError:
+                loadable.plans.on_staged(proven=False)
+                raise
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Of a block: until the device has done it, and, on a GPU, not before it has done what it
+        was asked earlier."""
+        if self._device.type != "cuda":
+            since_s = time.perf_counter()
+            yield
+            self.swap_ms = (time.perf_counter() - since_s) * 1000
+            return
+        begun, done = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        begun.record()
+        yield
+        done.record()
+        done.synchronize()
+        self.swap_ms = begun.elapsed_time(done)
+
+
+@contextlib.contextmanager
+def _short_switch_interval() -> Iterator[None]:
+    """Have threads wait less for each other."""
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before_s)

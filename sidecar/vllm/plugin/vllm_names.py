@@ -1,0 +1,119 @@
+"""Names inside vLLM that the patches refer to, and the features that depend on them.
+
+Importing this module imports neither vllm nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from bus.seams import Form, Says, Takes, Wrap
+
+# Those that begin with "lockstep" concern ranks that step together (mixtures of experts with data
+# parallelism), and no other engine.
+FEATURES: Final = {
+    "weight_updates": "load weights in a pause",
+    "staged_updates": "load weights without a pause",
+    "lockstep_staged_updates": "load weights without a pause in ranks that step in lockstep",
+    "version_labels": "label each token with the version that produced it",
+    "prefix_cache_versions": "keep prefix caches of different versions apart",
+    "admission": "close an engine to requests; run canary probes",
+    "lockstep_admission": "close ranks that step in lockstep to requests",
+    "pause_lease": "end a pause whose sidecar has died",
+    "lockstep_pause_lease": "end a pause of lockstep ranks whose sidecars have died",
+    "core_status": "show what each engine core does, and where it hangs",
+    "lockstep_core_status": "show what lockstep ranks do, and which one hangs",
+    "lockstep_pause_fixes": "keep repeated pauses and resumes of lockstep ranks from hanging",
+    "dp_coordinator": "coordinate data parallel ranks by the bus",
+    "vllm_worker_engines": "drive vLLM's own worker engines, such as nccl",
+    "lora_updates": "update LoRA adapters",
+    "draft_updates": "update draft models",
+    "sleep": "have engines sleep and wake, also with a KV connector",
+    "in_process": "drive an AsyncLLM in its own process",
+    "over_http": "drive an API server through its RL routes",
+    "cpu_experts": "run mixtures of experts in lockstep on CPUs",
+}
+
+
+CORE_MODULE: Final = "vllm.v1.engine.core"
+
+PLAIN_CORE: Final = f"{CORE_MODULE}:EngineCoreProc"
+
+LOCKSTEP_CORE: Final = f"{CORE_MODULE}:DPEngineCoreProc"
+
+BASE_CORE: Final = f"{CORE_MODULE}:EngineCore"
+
+PUBLISH_CACHES: Final = f"{BASE_CORE}._set_kv_connector_handshake_metadata"
+
+PARALLEL_CONFIG: Final = "vllm.config.parallel:ParallelConfig"
+
+COORDINATOR_MODULE: Final = "vllm.v1.engine.coordinator"
+
+TRANSFER_PACKAGE: Final = "vllm.distributed.weight_transfer"
+
+WORKER_MODULE: Final = "vllm.v1.worker.worker_base"
+
+LORA_MANAGER: Final = "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager"
+
+PLUGIN: Final = "sidecar.vllm.plugin"
+
+TAKES_RPC: Final = Takes(
+    f"{PLAIN_CORE}.collective_rpc", ("self", "method", "timeout", "args", "kwargs")
+)
+
+TAKES_REQUEST: Final = Takes(
+    f"{PLAIN_CORE}._handle_client_request", ("self", "request_type", "request")
+)
+
+TAKES_PAUSE: Final = Takes(f"{PLAIN_CORE}.pause_scheduler", ("self", "mode", "clear_cache"))
+
+TAKES_RESUME: Final = Takes(f"{PLAIN_CORE}.resume_scheduler", ("self",))
+
+TAKES_ABORTS: Final = Takes(
+    f"{PLAIN_CORE}._send_abort_outputs_to_client", ("self", "req_ids", "client_index")
+)
+
+TAKES_AGREEMENT: Final = Takes(
+    f"{LOCKSTEP_CORE}._has_global_unfinished_reqs", ("self", "local_unfinished")
+)
+
+RESUMES_AT_ONCE: Final = (
+    "self.ignore_start_dp_wave = False\n"
+    "    has_global_unfinished = ParallelConfig.has_unfinished_dp("
+)
+
+START_WAVE: Final = "EngineCoreOutputs(start_wave=self.current_wave)"
+
+
+def wraps_by(module: str, *pairs: tuple[str, str]) -> tuple[Wrap, ...]:
+    return tuple(Wrap(target, f"{PLUGIN}.{module}:{around}") for target, around in pairs)
+
+
+# Who notices that an idle DP group has got a request: the front end, which tells the coordinator
+# FIRST_REQ; or the engine core itself, which starts the wave and reports that.
+WAVES_BY_FRONT_ENDS: Final = Form(
+    "front ends start waves",
+    (
+        Says("vllm.v1.engine.core_client:DPAsyncMPClient", ("'FIRST_REQ'",)),
+        Says(f"{LOCKSTEP_CORE}.add_request", ("request_wave != self.current_wave",)),
+    ),
+    sets=((LOCKSTEP_CORE, "wavebus_joins_asked_waves", True),),
+)
+
+WAVES_BY_CORES: Final = Form(
+    "engine cores start waves",
+    (
+        Says(
+            f"{LOCKSTEP_CORE}.add_request",
+            (
+                "if self.has_coordinator:\n        if request_wave > self.current_wave:",
+                "self.scheduler.pause_state == PauseState.UNPAUSED",
+                START_WAVE,
+            ),
+        ),
+    ),
+    sets=((LOCKSTEP_CORE, "wavebus_joins_asked_waves", False),),
+)
+
+# The class whose ``collective_rpc`` answers what is in :attr:`Seam.answers`.
+CORES: Final = PLAIN_CORE

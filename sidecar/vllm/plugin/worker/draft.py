@@ -1,0 +1,65 @@
+"""A worker's draft model, and how it was built, told to the worker's weight transfer engine.
+
+vLLM gives that engine the model that it serves, and points it at the draft when an update of it
+starts. By then its manifest must have been checked: so a sidecar asks for this first. What a
+draft model is built of, only the one who drafts knows, and its two model runners say it in
+different ways (0.32).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from sidecar.vllm.plugin.loading.manifest_check import Blueprint
+
+if TYPE_CHECKING:
+    import torch
+
+logger = init_logger("vllm.wavebus")
+
+
+def introduce(worker: Any) -> bool:
+    """Tell the worker's engine of its draft model; False where it can't be told how to build it.
+
+    Never raises: a call that fails in all workers spoils the executor's later answers
+    (:mod:`sidecar.vllm.plugin.agreement`).
+    """
+    try:
+        draft = worker.get_draft_model()
+        worker.weight_transfer_engine.introduce_draft(draft, _blueprint(worker, draft))
+    except Exception:
+        logger.warning("wavebus: the draft model can't be updated", exc_info=True)
+        return False
+    return True
+
+
+def shared_parameters(draft: torch.nn.Module, model: torch.nn.Module) -> frozenset[str]:
+    """Those of ``draft`` that are ``model``'s, by their names in ``draft``."""
+    theirs = {id(parameter) for parameter in model.parameters()}
+    ours = draft.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, parameter in ours if id(parameter) in theirs)
+
+
+def _blueprint(worker: Any, draft: torch.nn.Module) -> Blueprint:
+    speculative = worker.speculative_config
+    config = speculative.draft_model_config
+    return Blueprint(
+        _config(worker),
+        config,
+        config.quantization is not None,
+        # As its loaders have it: a whole model beside the other, or a head upon it.
+        "draft_model" if speculative.uses_draft_model() else "",
+        shared_parameters(draft, worker.get_model()),
+    )
+
+
+def _config(worker: Any) -> Any:
+    runner = worker.model_runner
+    drafter = runner.speculator if worker.use_v2_model_runner else runner.drafter
+    own = getattr(drafter, "_draft_vllm_config", None)
+    make = getattr(drafter, "_create_draft_vllm_config", None)
+    if own is None and make is not None:
+        own = make()
+    return own or worker.speculative_config.apply_draft_overrides(worker.vllm_config)

@@ -1,0 +1,500 @@
+"""The weight transfer engine inside each vLLM worker.
+
+A sidecar has it carry out the operations of :mod:`sidecar.vllm.plugin.operations`: each is one call
+of all workers, and its outcome is that of all (:mod:`sidecar.vllm.plugin.agreement`). Of vLLM's own
+calls it takes those that open and close the sidecar's session
+(:mod:`sidecar.vllm.plugin.worker.session`), and refuses all others. Receiving, loading and
+committing are apart. There are two ways to load (:mod:`sidecar.vllm.plugin.loading.plan_cache`):
+
+* By vLLM's loader, which gets copies on the worker's device. That copy is not a luxury: vLLM's
+  layerwise reload keeps the tensors of a layer that is not complete yet until a later chunk
+  completes it, so views of a transport's buffers would be overwritten under it. Only a transport
+  that brings tensors of one's own (:attr:`Receiver.is_owned`) does without.
+* By a copy plan, straight from where the transport has them into the serving parameters.
+
+Receiving is the inbox's (:mod:`sidecar.transfer.chunk_receiver`): the next chunk may come while one
+is loaded.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from bus.errors import EngineError, UsageError
+from bus.lora import PREFIX as ADAPTERS
+from bus.lora import adapter_of, check_adapter_name
+from bus.manifest import Manifest
+from bus.messages import NackCode, Target
+from bus.vllm_payloads import engine_of
+from bus.weight_transfer.allocation import RankAssignment
+from bus.weight_transfer.cuda import synchronize
+from bus.weight_transfer.registry import make_receiver
+from sidecar.transfer import check_sums
+from sidecar.transfer.chunk_receiver import ChunkReceiver
+from sidecar.transfer.lora import LoraReceiver
+from sidecar.vllm.plugin import agreement, operations
+from sidecar.vllm.plugin.compat import BACKEND, shared_communicators
+from sidecar.vllm.plugin.loading.manifest_check import Blueprint, quiet_loading
+from sidecar.vllm.plugin.loading.target_model import (
+    ArmedManifest,
+    ArmedUpdate,
+    TargetModel,
+    require_armed,
+)
+from sidecar.vllm.plugin.staging.stager import Stager
+from sidecar.vllm.plugin.worker.lora import LoraAdapters
+from sidecar.vllm.plugin.worker.session import UpdateSession
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bus.weight_transfer.allocation import StagingCapacity
+    from bus.weight_transfer.base import Receiver
+    from bus.weight_transfer.packing import Tensors
+    from sidecar.vllm.plugin.staging import channel_messages
+
+__all__ = ["WavebusWeightTransferEngine"]
+
+# What is said to whom it is not for.
+_NOT_YOURS = operations.WorkerFailure(
+    NackCode.WRONG_STATE,
+    "this engine's weights are updated through wavebus, by a sidecar of the same version as the "
+    "wavebus inside vLLM",
+)
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """``init_info`` as it came, from somebody else."""
+
+    raw: dict[str, Any]
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """``update_info`` as it came."""
+
+    raw: dict[str, Any]
+
+
+class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
+    """Dispatches each update to a receiver; checks manifests; loads.
+
+    vLLM says which model a session is for before it starts, and points ``self.model`` at that one
+    until it has finished. A manifest is armed before that: so :meth:`introduce_draft`.
+    """
+
+    wavebus_drives = BACKEND
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = True
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        quantised = vllm_config.quant_config is not None
+        built = Blueprint(vllm_config, vllm_config.model_config, quantised)
+        own = TargetModel(model, built, device)
+        self._loadable: dict[Target, TargetModel] = {"model": own}
+        self._adapters = LoraAdapters.of(model)
+        self._index = worker_index(vllm_config.parallel_config)
+        self.armed: ArmedUpdate | None = None  # the update that comes next, or is under way
+        self._last_manifest: ArmedManifest | None = None
+        self._began = True  # maybe a load, since it was seen that none has broken off
+        self._backend = ""
+        self._receiver = ChunkReceiver(device)
+        self._opening = threading.Lock()
+        self._stager = Stager(own, self._receiver, vllm_config, device, self)
+        self.session = UpdateSession()
+
+    def introduce_draft(self, model: torch.nn.Module, built: Blueprint) -> None:
+        """The worker's draft model, whose manifests can be armed from now on."""
+        known = self._loadable.get("draft")
+        if known is None or known.model is not model:
+            self._loadable["draft"] = TargetModel(model, built, self.device)
+
+    @property
+    def _target(self) -> Target:
+        """Which model the session is for."""
+        draft = self._loadable.get("draft")
+        return "draft" if draft is not None and draft.model is self.model else "model"
+
+    # -- doors of vLLM ---------------------------------------------------------------
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
+        return InitInfo(init_dict)
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
+        return UpdateInfo(update_dict)
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:  # noqa: ARG002 - not for us
+        """Refused: a sidecar opens transports by an operation."""
+        agreement.refuse(_NOT_YOURS)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:  # noqa: ARG002 - not for us
+        """Refused: a sidecar loads by an operation."""
+        agreement.refuse(_NOT_YOURS)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:  # noqa: ARG002 - not for us
+        """Refused: a sidecar receives by an operation."""
+        agreement.refuse(_NOT_YOURS)
+
+    def start_weight_update(self) -> None:
+        """The sidecar's session is opened; another one is refused."""
+        if self.session.ours:
+            self.session.on_opened(self._start)
+        else:
+            self.session.refused = True
+            agreement.refuse(_NOT_YOURS)
+
+    def finish_weight_update(self) -> None:
+        """The sidecar's session is closed; of another one there is nothing to finish."""
+        if self.session.ours:
+            self.session.on_closed(self._finish)
+
+    def _start(self) -> None:
+        """Get ready to copy by the plan; or put the model into loading format: its parameters are
+        on meta from there on."""
+        self._began = True
+        loadable = self._loadable[self._target]
+        planned = loadable.plans.start(reloading=loadable.is_reloading)
+        self._receiver.clear()
+        loadable.repacking.before_start()
+        if not planned:
+            initialize_layerwise_reload(self.model)
+
+    def _load_tensors(self, received: list[tuple[str, torch.Tensor]]) -> None:
+        loadable = self._loadable[self._target]
+        plans = loadable.plans
+        tensors = loadable.taken(received)
+        with torch.no_grad():
+            if plans.update is not None:
+                plans.update.load(tensors)
+            else:
+                plans.on_load(tensors)
+                with quiet_loading():
+                    self.model.load_weights(iter(tensors))
+                plans.on_loaded()
+        synchronize(self.device)
+
+    def _require_its_session(self) -> None:
+        """The session is of the model that was armed: tensors of one may fit the other, too."""
+        armed = self.armed
+        if armed is not None and armed.target != self._target:
+            raise EngineError(
+                f"what was armed for the {armed.target} is not loaded into the {self._target}",
+                code=NackCode.WRONG_STATE,
+            )
+
+    def _finish(self) -> None:
+        """Post-process what was loaded; layers without any load get their old weights back."""
+        self._receiver.clear()
+        plans = self._loadable[self._target].plans
+        try:
+            self._post_process()
+        finally:
+            plans.close()
+            self._began = self._loadable["model"].is_reloading  # seen while no step waits
+
+    def _post_process(self) -> None:
+        loadable = self._loadable[self._target]
+        if loadable.plans.update is not None:
+            loadable.process_deferred(self.model_config.dtype)
+        else:
+            finalize_layerwise_reload(self.model, self.model_config)
+        loadable.plans.on_finished()
+        loadable.repacking.after_finish()
+
+    def shutdown(self) -> None:
+        self._stager.channel.close()
+        self._receiver.close()
+
+    @property
+    def wavebus_lane(self) -> str:
+        """The name of this worker's lane."""
+        return self._stager.channel.name
+
+    @property
+    def wavebus_room(self) -> StagingCapacity:
+        """Whether the armed update can be staged here."""
+        if self._began:
+            self._began = self._loadable["model"].is_reloading
+        return self._stager.capacity(self.armed, broken=self.session.open or self._began)
+
+    @property
+    def wavebus_loading(self) -> dict[str, Any]:
+        """See :meth:`PlanCache.account`; and ``swap_ms``, of the last staged one;
+        ``staging_bytes``,
+        which are held now."""
+        model = self._loadable["model"]
+        swap_ms, staging_bytes = round(self._stager.swap_ms, 3), model.staged.held_bytes
+        return {**model.plans.account(), "swap_ms": swap_ms, "staging_bytes": staging_bytes}
+
+    # -- operations ------------------------------------------------------------------
+
+    def wavebus_perform(self, worker: Any, operation: str) -> int:
+        """Carry one out, in the worker that this engine is of. Returns how many chunks may be
+        received ahead, over the transport that is open.
+
+        Raises:
+            WorkerRefusal: in the last worker, if it failed in any.
+        """
+        with self._stager.channel.preempted():
+            agreement.run_together(lambda: self._perform(worker, operations.decode(operation)))
+        return self._receiver.prefetch_depth
+
+    def _perform(self, worker: Any, operation: operations.Operation) -> None:
+        match operation:
+            case operations.Hello(protocol=protocol):
+                _check_protocol(protocol)
+                self._loadable["model"].checker.prepare()
+            case operations.Open():
+                self.open_transfer(operation)
+            case operations.ArmManifest():
+                self._arm(operation)
+            case operations.Start(target=target):
+                if operation.recover:
+                    agreement.run_before_any_continues(lambda: self._close(worker))
+                    self._restore(worker, target)
+                self.session.begin(worker, target)
+            case operations.ReceiveChunk():
+                self._receive(worker, operation)
+            case operations.VerifyChunk():
+                self._arrived(operation)
+            case operations.LoadChunk():
+                self._load(worker, operation)
+            case operations.CheckReady():
+                self._stager.check_ready()
+            case operations.SwapStaged():
+                self._stager.swap()
+            case operations.ReleaseStaging():
+                self._stager.release()
+            case operations.Restore(target=target):
+                self._restore(worker, target)
+            case operations.Finish():
+                self.session.finish(worker)
+            case operations.LoadAdapter():
+                self._load_adapter(operation)
+            case operations.UndoAdapter(settled=settled):
+                self._adapters.undo(settled=settled)
+            case operations.SettleAdapter():
+                self._adapters.settle()
+
+    def _restore(self, worker: Any, target: Target) -> None:
+        if not self.session.open:
+            agreement.run_before_any_continues(lambda: self.session.begin(worker, target))
+        agreement.run_before_any_continues(lambda: self._close(worker))
+
+    def _close(self, worker: Any) -> None:
+        """Close the session that is open, if one is; layers that are not complete keep their old
+        weights."""
+        if self.session.open:
+            self._discard()
+            self.session.close(worker)
+
+    def _discard(self) -> None:
+        """What of the update has come, is not loaded any more."""
+        self._receiver.clear()
+        self._loadable[self._target].discard()
+
+    def open_transfer(self, operation: operations.Open) -> int:
+        """Open the transport. Returns how many chunks may be received ahead.
+
+        Raises:
+            EngineError: it can't be.
+        """
+        with self._opening:  # one that a sidecar before has begun goes on until its deadline
+            self._open(operation)
+        return self._receiver.prefetch_depth
+
+    def _open(self, operation: operations.Open) -> None:
+        if engine_of(operation.backend):
+            raise not_this_engine(operation.backend)
+        inbox = self._receiver
+        receiver = inbox.receiver
+        if receiver is None or operation.backend != self._backend:
+            receiver = self._make_receiver(operation.backend)
+            inbox.close()
+            inbox.use(operation.backend, receiver)
+            self._backend = operation.backend
+        inbox.stop()
+        self._stager.discard_transport()
+        engine = RankAssignment(operation.communicator, operation.world_size, operation.first_rank)
+        with shared_communicators():
+            receiver.open(operation.params, engine.of_worker(self._index))
+
+    def _make_receiver(self, backend: str) -> Receiver:
+        if not backend.startswith(ADAPTERS):
+            return make_receiver(backend, self.device)
+        try:
+            check_adapter_name(adapter_of(backend))
+        except UsageError as error:
+            raise EngineError(str(error), code=NackCode.MALFORMED) from error
+        self._adapters.require_available()
+        return LoraReceiver()
+
+    def _arm(self, operation: operations.ArmManifest) -> None:
+        self.armed = None
+        if operation.counts and self.session.open:
+            raise EngineError(
+                "an update broke off in this engine, and no patch mends it: send a whole set of "
+                "weights",
+                code=NackCode.OTHER_BASE,
+            )
+        try:
+            manifest = Manifest(
+                operation.names,
+                operation.dtypes,
+                operation.shapes,
+                operation.chunk_ends,
+                operation.counts,
+            )
+        except ValueError as error:
+            raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
+        target = operation.target
+        receiver = self._receiver.receiver
+        if isinstance(receiver, LoraReceiver):
+            self._adapters.check(receiver.config, manifest)
+            self._adapters.begin()
+        elif target not in self._loadable:
+            raise EngineError(
+                "this worker has no draft model whose weights can be updated",
+                code=NackCode.DRAFT_MISSING,
+            )
+        else:
+            loadable = self._loadable[target]
+            trace = loadable.checker.check(manifest)
+            if not manifest.counts:  # a patch goes into the model as vLLM does it
+                loadable.plans.on_armed(manifest, trace)
+        if self._last_manifest is None or self._last_manifest.manifest != manifest:
+            self._last_manifest = ArmedManifest(manifest)
+        self._last_manifest.check_room(self._backend, receiver)
+        self.armed = ArmedUpdate(self._last_manifest, target, operation.staging)
+
+    def arm(self, operation: operations.ArmManifest) -> StagingCapacity:
+        """Arm while steps are made; whether it can be staged.
+
+        Raises:
+            EngineError: the target can't be filled with it; code ``wrong_state``, if no step may be
+                made meanwhile.
+        """
+        if not self._loadable["model"].checker.prepared:
+            raise EngineError("nothing was checked here before", code=NackCode.WRONG_STATE)
+        self._arm(operation)
+        return self.wavebus_room
+
+    def rearm(self, operation: channel_messages.Rearm) -> StagingCapacity:
+        """As it was armed last, to be staged: whether it can be. While steps are made; nothing is
+        asked of the worker's mates.
+
+        Raises:
+            EngineError: another update was armed last, or the transport has no room for it.
+        """
+        armed = self.armed
+        if armed is None or (armed.target, armed.announced.digest) != ("model", operation.manifest):
+            raise EngineError("another update was armed last", code=NackCode.WRONG_STATE)
+        armed.announced.check_room(self._backend, self._receiver.receiver)
+        self.armed = ArmedUpdate(armed.announced, armed.target, operation.staging)
+        return self.wavebus_room
+
+    def _receive(self, worker: Any, operation: operations.ReceiveChunk) -> None:  # noqa: ARG002 - see native
+        if engine_of(operation.backend):
+            raise not_this_engine(operation.backend)
+        require_armed(self.armed).receive(operation, self._receiver)
+
+    def _loads_in_place(self) -> bool:
+        """Whether what is received can be loaded from where the transport has it."""
+        if isinstance(self._receiver.receiver, LoraReceiver):  # vLLM keeps adapters in CPU memory
+            return True
+        return self._loadable[self._target].plans.update is not None
+
+    def _arrived(
+        self, operation: operations.VerifyChunk | operations.LoadChunk | operations.LoadAdapter
+    ) -> Tensors:
+        """The tensors of a chunk, when they are there, and are what was sent."""
+        received = self._receiver.take(operation.seq)
+        if operation.sums:
+            check_sums(operation.seq, received, operation.verify, operation.sums)
+        return received if self._loads_in_place() else self._receiver.take_own(operation.seq)
+
+    def _take(
+        self, operation: operations.LoadChunk | operations.LoadAdapter, check: Callable[[], None]
+    ) -> Tensors:
+        """A chunk, once it has arrived in all workers, and ``check`` raises in none of them: then
+        they load, or none does."""
+        arrived: Tensors = []
+
+        def prepare() -> None:
+            check()
+            arrived.extend(self._arrived(operation))
+
+        try:
+            agreement.run_before_any_continues(prepare)
+        except EngineError:
+            self._receiver.clear()
+            raise
+        return arrived
+
+    def _load(self, worker: Any, operation: operations.LoadChunk) -> None:
+        def check() -> None:
+            self.session.require_open(worker)
+            self._require_its_session()
+
+        received = self._take(operation, check)
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                self._load_tensors(received)
+        except BaseException:
+            self._receiver.clear()
+            raise
+        self._receiver.release(operation.seq)
+
+    def _load_adapter(self, operation: operations.LoadAdapter) -> None:
+        receiver = self._receiver.receiver
+
+        def check() -> None:
+            if not isinstance(receiver, LoraReceiver):
+                raise EngineError("no adapter is open", code=NackCode.WRONG_STATE)
+
+        received = self._take(operation, check)
+        assert isinstance(receiver, LoraReceiver)
+        try:
+            self._adapters.load(adapter_of(self._backend), receiver.config, dict(received))
+        finally:
+            self._receiver.clear()
+
+
+def _check_protocol(theirs: int) -> None:
+    if theirs != operations.PROTOCOL:
+        raise EngineError(
+            f"the sidecar speaks plugin protocol {theirs}, the wavebus inside vLLM "
+            f"{operations.PROTOCOL}: install one version of wavebus for both"
+        )
+
+
+def worker_index(parallel: Any) -> int:
+    """This worker's number among those of its engine, which on the bus is one client's: all
+    ranks of data parallelism behind an internal load balancer, one behind an external one."""
+    ranks_here = 0 if parallel.data_parallel_external_lb else parallel.data_parallel_index
+    return int(ranks_here * parallel.world_size + parallel.rank)
+
+
+def not_this_engine(backend: str) -> EngineError:
+    """The error of what another worker engine of vLLM's would have to do."""
+    return EngineError(
+        f"this engine was not booted with vLLM's worker engine {engine_of(backend)!r}",
+        code=NackCode.BACKEND_MISSING,
+    )

@@ -1,0 +1,211 @@
+"""LoRA adapters that came over the bus, in one worker.
+
+vLLM loads an adapter by its path, and again by that path whenever it likes: when a request comes
+whose adapter was evicted, and after every update of the model's weights, which drops all
+(``reset_lora_state``, 0.32). A request that was begun before an update has the path of that time;
+and one whose path came by an in-place load has it loaded again at every step. So an old request
+would put an old adapter in the place of the new one, and a path that is gone ends the engine.
+
+Here a path is read once, by the update; from then on the worker holds the tensors, by the
+adapter's name. Whenever vLLM loads an adapter of that name, under any id or path, it gets those.
+Only an adapter that somebody loads himself, from a path that is none of the bus's, is loaded as
+he says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from bus.errors import EngineError
+from bus.lora import FOLDER_PREFIX
+from bus.messages import NackCode
+from bus.weight_transfer.formats import SHM_FOLDER
+from sidecar.vllm.plugin import installation
+from sidecar.vllm.plugin.worker.lora_check import check_adapter, peft_helper, weights_mapper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    from bus.manifest import Manifest
+
+_OURS = os.path.join(SHM_FOLDER, FOLDER_PREFIX)  # noqa: PTH118 - a prefix of paths
+
+
+@dataclass(frozen=True, slots=True)
+class HeldAdapter:
+    """An adapter's config, and its tensors by PEFT's names, in CPU memory."""
+
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _PreviousAdapter:
+    """What the adapter ``name`` was; None: the bus had brought none."""
+
+    name: str
+    held: HeldAdapter | None
+
+
+class LoraAdapters:
+    """Of one worker.
+
+    Args:
+        manager: vLLM's ``LoRAModelManager``; None where LoRA is not enabled.
+        lacking: why this vLLM's LoRA can't be driven; empty if it can.
+    """
+
+    def __init__(self, manager: Any, lacking: str = "") -> None:
+        self._manager = manager
+        self._lacking = lacking
+        self._held: dict[str, HeldAdapter] = {}
+        self._before: _PreviousAdapter | None = None
+        self._settled = False  # what is in its place now
+        self._ids: dict[str, set[int]] = {}  # under which each was loaded
+        self._paths: dict[str, str] = {}  # where those of others were loaded from
+        self._stepping = False
+
+    @classmethod
+    def of(cls, model: Any) -> LoraAdapters:
+        """Those of a worker's model, from now on consulted whenever vLLM loads one."""
+        manager = getattr(model, "lora_manager", None)
+        if manager is None:
+            return cls(None)
+        known: LoraAdapters | None = getattr(manager, "wavebus_adapters", None)
+        if known is None:
+            lacking = installation.install_seam("lora adapters")
+            known = manager.wavebus_adapters = cls(manager, lacking)
+        return known
+
+    def require_available(self) -> None:
+        """This engine takes adapters.
+
+        Raises:
+            EngineError: code ``backend_missing``.
+        """
+        if self._manager is None:
+            raise EngineError(
+                "LoRA is not enabled: start the engine with enable_lora (--enable-lora)",
+                code=NackCode.BACKEND_MISSING,
+            )
+        if self._lacking:
+            raise EngineError(
+                f"this vLLM's LoRA is not as wavebus knows it: {self._lacking}",
+                code=NackCode.BACKEND_MISSING,
+            )
+
+    def check(self, config: dict[str, Any], manifest: Manifest) -> None:
+        """Whether an adapter fits: see :func:`check_adapter`."""
+        check_adapter(config, manifest, self._manager)
+
+    def load(self, name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Have an adapter in the place of the one before. vLLM takes it when it next loads one of
+        that name; it has none of them loaded now.
+
+        Raises:
+            EngineError: vLLM can't make an adapter of it; nothing has changed.
+        """
+        fresh = HeldAdapter(config, tensors)
+        self._built(fresh, 1)
+        self.begin()
+        self._before = _PreviousAdapter(name, self._held.get(name))
+        self._held[name] = fresh
+        self._unload(name)
+
+    def begin(self) -> None:
+        """Another update begins: what the last one has settled stays."""
+        self.undo(settled=False)
+        self._before = None
+        self._settled = False
+
+    def undo(self, *, settled: bool) -> None:
+        """What the update under way has loaded is as before; ``settled``: even if it is settled."""
+        before = self._before
+        if before is None or (self._settled and not settled):
+            return
+        self._before = None
+        if before.held is None:
+            self._held.pop(before.name, None)
+        else:
+            self._held[before.name] = before.held
+        self._unload(before.name)
+
+    def settle(self) -> None:
+        """What was loaded is being committed."""
+        self._settled = True
+
+    # -- when vLLM loads one ---------------------------------------------------------
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """In this block adapters are loaded for requests, and not because somebody says so."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+
+    def replacement_for(self, request: Any) -> tuple[Any, Any]:
+        """What to load for a ``LoRARequest``: vLLM's model of one that is held, or nothing and
+        the request as it is to be obeyed."""
+        name, path = request.lora_name, request.lora_path
+        self._ids.setdefault(name, set()).add(request.lora_int_id)
+        ours = path.startswith(_OURS)
+        if not ours and not self._stepping:
+            self._held.pop(name, None)
+        held = self._held.get(name)
+        if held is not None:
+            return self._built(held, request.lora_int_id), request
+        if ours:  # an update that was undone has left its path behind
+            path = self._paths.get(name, path)
+            return None, msgspec.structs.replace(request, lora_path=path)
+        self._paths[name] = path
+        return None, request
+
+    def _built(self, held: HeldAdapter, adapter_id: int) -> Any:
+        """vLLM's model of an adapter. It works on its tensors in place: they are copies."""
+        from vllm.lora.lora_model import LoRAModel  # noqa: PLC0415 - only where LoRA is enabled
+
+        manager = self._manager
+        return LoRAModel.from_lora_tensors(
+            adapter_id,
+            {name: tensor.clone() for name, tensor in held.tensors.items()},
+            peft_helper(held.config, manager.lora_config),
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            model_vocab_size=manager.vocab_size,
+            weights_mapper=weights_mapper(manager.model),
+            skip_prefixes=getattr(manager.model, "lora_skip_prefixes", None),
+        )
+
+    def _unload(self, name: str) -> None:
+        """Under every id, so that each is loaded again."""
+        for adapter_id in self._ids.pop(name, set()):
+            self._manager.remove_adapter(adapter_id)
+
+
+def load_adapter(original: Callable[..., Any], manager: Any, lora_request: Any) -> Any:
+    """Give vLLM an adapter that came over the bus in place of one from disk."""
+    adapters: LoraAdapters | None = getattr(manager._adapter_manager, "wavebus_adapters", None)  # noqa: SLF001
+    if adapters is None:
+        return original(manager, lora_request)
+    built, request = adapters.replacement_for(lora_request)
+    return original(manager, request) if built is None else built
+
+
+def apply_adapters(original: Callable[..., Any], manager: Any, lora_requests: set[Any]) -> None:
+    """Load for a step what is not there, and nothing in place a second time."""
+    adapters: LoraAdapters | None = getattr(manager._adapter_manager, "wavebus_adapters", None)  # noqa: SLF001
+    if adapters is None:
+        original(manager, lora_requests)
+        return
+    plain = {msgspec.structs.replace(each, load_inplace=False) for each in lora_requests if each}
+    with adapters.stepping():
+        original(manager, plain)

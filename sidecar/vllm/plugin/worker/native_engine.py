@@ -1,0 +1,289 @@
+"""vLLM's own worker engines, driven over the bus: guarded by what wavebus's has.
+
+An engine that is booted with ``--weight-transfer-config '{"backend": "nccl"}'`` gets a subclass
+of the class that vLLM's factory knows by that name, whichever it is. What others tell it, goes
+to that class as if there were no wavebus. What the sidecar tells it, are the operations of
+:mod:`sidecar.vllm.plugin.operations`, carried out as by :class:`WavebusWeightTransferEngine`: so
+manifests are checked before anybody enters a collective, no worker raises alone, and an update
+that broke off can be recovered. Only four things are then the other class's own: opening its
+transport, starting, receiving (which loads) and finishing.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import set_current_vllm_config
+
+from bus import vllm_payloads
+from bus.errors import EngineError
+from bus.messages import NackCode
+from bus.weight_transfer.allocation import RankAssignment
+from bus.weight_transfer.formats import transfer_failed
+from sidecar.vllm.plugin import agreement, operations
+from sidecar.vllm.plugin.loading.loader_trace import refused
+from sidecar.vllm.plugin.loading.target_model import require_armed
+from sidecar.vllm.plugin.worker.engine import WavebusWeightTransferEngine, not_this_engine
+from sidecar.vllm.plugin.worker.native_handles import rebuildable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bus.manifest import TensorMeta
+
+__all__ = ["NativeUpdates", "guarded"]
+
+
+@dataclass(frozen=True, slots=True)
+class OriginalMethods:
+    """The methods of the guarded class, without what its subclass adds."""
+
+    parse_init_info: Callable[[dict[str, Any]], Any]
+    init_transfer_engine: Callable[[Any, Any], None]  # with its parallel config for this call
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
+    shutdown: Callable[[], None]
+    takes_draft: bool
+
+
+class NativeUpdates(WavebusWeightTransferEngine):
+    """The sidecar's half of a guarded engine. Backends of wavebus's work in it as well."""
+
+    def __init__(self, name: str, doors: OriginalMethods, *args: Any) -> None:
+        super().__init__(*args)
+        self._name = name
+        self._original = doors
+        self._opened = False  # theirs
+        self._started_theirs = False  # the update session was
+
+    def _start(self) -> None:
+        self._started_theirs = self._opened
+        if not self._started_theirs:
+            super()._start()
+            return
+        self._loadable[self._target].repacking.before_start()
+        self._original.start_weight_update()
+
+    def _receive(self, worker: Any, operation: operations.ReceiveChunk) -> None:
+        """Also load it, in a session, where the transport is theirs."""
+        if not vllm_payloads.engine_of(operation.backend):
+            super()._receive(worker, operation)
+            return
+        chunk: dict[str, Any] = {}
+
+        def prepare() -> None:
+            nonlocal chunk
+            self.session.require_open(worker)
+            chunk = self._update_info(operation)
+
+        agreement.run_before_any_continues(
+            prepare
+        )  # who stayed out of the collective, would be waited for
+        with set_current_vllm_config(self.vllm_config):
+            self._original.update_weights(chunk)
+
+    def _update_info(self, operation: operations.ReceiveChunk) -> dict[str, Any]:
+        """What the guarded engine is to be told."""
+        if not self._opened or operation.backend != self._backend:
+            raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
+        armed = require_armed(self.armed)
+        metas = armed.announced.chunk(operation)
+        self._require_its_session()
+        columns = _columns(metas, armed.counts(operation.seq))
+        return rebuildable(vllm_payloads.decode_chunk(operation.handle, columns))  # type: ignore[no-any-return]
+
+    def _post_process(self) -> None:
+        if not self._started_theirs:
+            super()._post_process()
+            return
+        self._original.finish_weight_update()
+        self._loadable[self._target].repacking.after_finish()
+
+    def shutdown(self) -> None:
+        """Let both go: the receiver of wavebus's, and the transport that is theirs."""
+        super().shutdown()
+        self._close_theirs()
+
+    def _close_theirs(self) -> None:
+        if self._opened:
+            self._opened = False
+            self._original.shutdown()
+
+    def closed_with_theirs(self) -> None:
+        """The guarded engine is shut down, whoever asked for it."""
+        self._opened = False
+        self.shutdown()
+
+    # -- operations ------------------------------------------------------------------
+
+    def _open(self, operation: operations.Open) -> None:
+        if not vllm_payloads.engine_of(operation.backend):
+            if self._opened:
+                self._close_theirs()
+            super()._open(operation)
+            return
+        typed: Any = None
+        parallel = self.vllm_config.parallel_config
+
+        def prepare() -> None:
+            nonlocal typed, parallel
+            if vllm_payloads.engine_of(operation.backend) != self._name:
+                raise not_this_engine(operation.backend)
+            info = vllm_payloads.decode_info(operation.params)
+            place = RankAssignment(
+                operation.communicator, operation.world_size, operation.first_rank
+            )
+            if vllm_payloads.is_sharding(operation.backend):
+                info, parallel = self._in_mesh(info, place)
+            else:
+                info = self._placed(info, place)
+            typed = self._original.parse_init_info(info)
+
+        agreement.run_before_any_continues(prepare)
+        self._receiver.close()
+        self._close_theirs()
+        self.armed = None
+        try:
+            self._original.init_transfer_engine(typed, parallel)
+        except Exception as error:
+            raise transfer_failed(
+                f"vLLM's {self._name!r} did not open: {type(error).__name__}: {error}"
+            ) from error
+        self._backend, self._opened = operation.backend, True
+
+    def _placed(self, info: dict[str, Any], place: RankAssignment) -> dict[str, Any]:
+        """The info with the place that the bus gave, where it has one.
+
+        vLLM's workers add to ``rank_offset`` their index among all workers of all ranks of
+        data parallelism, which they know themselves: also behind an external load balancer,
+        where each rank is an engine of its own on the bus.
+        """
+        if "rank_offset" not in info:
+            return info
+        _require_rank(place)
+        parallel = self.vllm_config.parallel_config
+        added = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        offset = place.of_worker(self._index).rank - added
+        return {**info, "rank_offset": offset, "world_size": place.world_size}
+
+    def _in_mesh(self, info: dict[str, Any], place: RankAssignment) -> tuple[dict[str, Any], Any]:
+        """The info, and the parallel config by which vLLM's worker finds its place.
+
+        ``rank_offset`` is where the mesh of all engines' workers begins, in all of them: behind
+        the trainer's ranks, of which the broker counts one. So a worker's number in the mesh is
+        what vLLM takes it from: its rank in the only engine that vLLM knows of.
+        """
+        _require_rank(place)
+        first = info.get("rank_offset")
+        if type(first) is not int or first < 1:
+            raise transfer_failed(f"rank_offset={first!r}: where do the workers begin?")
+        parallel = copy.copy(self.vllm_config.parallel_config)
+        parallel.data_parallel_index = 0
+        parallel.rank = place.of_worker(self._index).rank - 1
+        return {**info, "world_size": place.world_size - 1 + first}, parallel
+
+    def _arm(self, operation: operations.ArmManifest) -> None:
+        if self._opened and operation.target == "draft" and not self._original.takes_draft:
+            raise EngineError(
+                f"vLLM's {self._name!r} does not update draft models", code=NackCode.DRAFT_MISSING
+            )
+        target = self._loadable.get(operation.target)
+        if self._opened and target is not None and target.tied_head in operation.names:
+            raise refused(
+                target.tied_head,
+                "is tied to the embeddings, and vLLM's own worker engines can't load it by "
+                "itself: leave it out",
+            )
+        super()._arm(operation)
+
+
+def _require_rank(place: RankAssignment) -> None:
+    if not place.communicator:
+        raise transfer_failed("a place in a communicator is asked for, and none was given")
+
+
+def _columns(metas: tuple[TensorMeta, ...], counts: tuple[int, ...]) -> dict[str, Any]:
+    """A chunk's tensors, as vLLM's update infos tell of them; ``counts`` are a patch's."""
+    return {
+        "names": [meta.name for meta in metas],
+        "dtype_names": [meta.dtype for meta in metas],
+        "shapes": [list(meta.shape) for meta in metas],
+        "num_updates_list": list(counts),
+    }
+
+
+def guarded(name: str, theirs: type[Any]) -> type[Any]:
+    """A subclass of ``theirs``, which vLLM's factory knows as ``name``; it obeys a sidecar too."""
+
+    class Guarded(theirs):  # type: ignore[misc]
+        wavebus_drives = name
+        _wavebus: NativeUpdates | None = None
+
+        def _guard(self) -> NativeUpdates:
+            # When a sidecar first speaks: nobody else is to notice.
+            if self._wavebus is None:
+                plain: Any = super()
+                doors = OriginalMethods(
+                    plain.parse_init_info,
+                    self._open_with,
+                    plain.start_weight_update,
+                    plain.update_weights,
+                    plain.finish_weight_update,
+                    plain.shutdown,
+                    self.supports_draft_weight_update,
+                )
+                self._wavebus = NativeUpdates(
+                    name, doors, self.config, self.vllm_config, self.device, self.model
+                )
+            return self._wavebus
+
+        def _open_with(self, info: Any, parallel: Any) -> None:
+            own: Any = self.parallel_config
+            self.parallel_config: Any = parallel
+            try:
+                super().init_transfer_engine(info)
+            finally:
+                self.parallel_config = own
+
+        def introduce_draft(self, model: Any, built: Any) -> None:
+            self._guard().introduce_draft(model, built)
+
+        def set_weight_update_target(self, model: Any, model_config: Any) -> None:
+            super().set_weight_update_target(model, model_config)
+            if self._wavebus is not None:
+                self._wavebus.set_weight_update_target(model, model_config)
+
+        def reset_weight_update_target(self) -> None:
+            super().reset_weight_update_target()
+            if self._wavebus is not None:
+                self._wavebus.reset_weight_update_target()
+
+        @property
+        def wavebus_loading(self) -> dict[str, Any]:
+            return {} if self._wavebus is None else self._wavebus.wavebus_loading
+
+        def wavebus_perform(self, worker: Any, operation: str) -> int:
+            return self._guard().wavebus_perform(worker, operation)
+
+        def start_weight_update(self) -> None:
+            if self._wavebus is not None and self._wavebus.session.ours:
+                self._wavebus.start_weight_update()
+            else:
+                super().start_weight_update()
+
+        def finish_weight_update(self) -> None:
+            if self._wavebus is not None and self._wavebus.session.ours:
+                self._wavebus.finish_weight_update()
+            else:
+                super().finish_weight_update()
+
+        def shutdown(self) -> None:
+            if self._wavebus is not None:
+                self._wavebus.closed_with_theirs()
+            super().shutdown()
+
+    Guarded.__name__ = Guarded.__qualname__ = f"{theirs.__name__}OnTheBus"
+    return Guarded

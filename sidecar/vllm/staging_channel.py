@@ -1,0 +1,130 @@
+"""The lanes of an engine's workers, sidecar's end: see
+:mod:`sidecar.vllm.plugin.staging.channel_server`."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import TYPE_CHECKING, Final
+
+from bus.errors import EngineError
+from sidecar.vllm.plugin.operations import WorkerFailure
+from sidecar.vllm.plugin.staging import channel_messages
+from sidecar.vllm.plugin.staging.channel_server import LENGTH, is_same_user
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+# A worker answers at once, whatever it does for others.
+_GREET_TIMEOUT_S: Final = 60.0
+
+
+class StagingChannels:
+    """One of each worker. Asked one thing at a time.
+
+    A call that is cancelled, or breaks, drops all connections: an answer that comes yet would be
+    taken for the next one's. The next call makes them anew.
+    """
+
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] = ()
+        self._connections: list[_Connection] = []
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    async def open(self, names: Sequence[str]) -> None:
+        """Reach the workers that listen there. Whoever did before, is not heard any more.
+
+        Raises:
+            EngineError: one can't be reached from here.
+        """
+        self.close()
+        self._names = tuple(names)
+        try:
+            async with asyncio.timeout(_GREET_TIMEOUT_S):
+                await self.perform(channel_messages.Greet())
+        except TimeoutError as error:
+            raise EngineError(f"a worker has not answered for {_GREET_TIMEOUT_S:.0f} s") from error
+
+    async def perform(self, operation: channel_messages.Operation) -> list[channel_messages.Done]:
+        """Have every worker carry it out; return when all have, with what each has answered.
+
+        Raises:
+            EngineError: in the first worker that failed; or one is gone.
+        """
+        try:
+            self._connect()
+            blob = channel_messages.encode(operation)
+            async with asyncio.TaskGroup() as asked:
+                answers = [asked.create_task(lane.ask(blob)) for lane in self._connections]
+        except BaseExceptionGroup as group:
+            self.close()
+            raise group.exceptions[0] from None
+        except BaseException:
+            self.close()
+            raise
+        done: list[channel_messages.Done] = []
+        for each in answers:
+            answer = each.result()
+            if isinstance(answer, WorkerFailure):
+                raise EngineError(answer.detail, code=answer.code, tensor=answer.tensor)
+            done.append(answer)
+        return done
+
+    def close(self) -> None:
+        """Let the connections go."""
+        lanes, self._connections = self._connections, []
+        for lane in lanes:
+            lane.close()
+
+    def _connect(self) -> None:
+        while len(self._connections) < len(self._names):
+            self._connections.append(_Connection.to(self._names[len(self._connections)]))
+
+
+class _Connection:
+    """To one worker."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    @classmethod
+    def to(cls, name: str) -> _Connection:
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        end.setblocking(False)
+        try:
+            end.connect(f"\0{name}")
+            if not is_same_user(end):
+                raise PermissionError("somebody else listens there")
+        except OSError as error:
+            end.close()
+            raise EngineError(
+                f"its worker is not to be reached at {name!r} ({error.strerror or error}): sidecar "
+                "and workers must run on one host, as one user (containers: one network namespace)"
+            ) from error
+        return cls(end)
+
+    async def ask(self, blob: bytes) -> channel_messages.Answer:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.sock_sendall(self._end, LENGTH.pack(len(blob)) + blob)
+            size = LENGTH.unpack(await self._read(LENGTH.size))[0]
+            answer = await self._read(size)
+        except OSError as error:
+            raise EngineError("a worker has left in the middle of staging") from error
+        return channel_messages.decode_answer(answer)
+
+    async def _read(self, size: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        read = b""
+        while len(read) < size:
+            some = await loop.sock_recv(self._end, size - len(read))
+            if not some:
+                raise ConnectionError("closed")
+            read += some
+        return read
+
+    def close(self) -> None:
+        self._end.close()

@@ -1,0 +1,249 @@
+"""The update machine refuses what is out of order, and then nothing has changed."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from bus.errors import EngineError
+from bus.messages import NackCode
+from bus.weight_transfer.checksum import checksums
+from bus.weight_transfer.shm import ShmReceiver
+from sidecar.embedded.update import Updater
+from tests.support.checkpoints import Checkpoint, perturbed
+from tests.support.push import Push, manifest_of
+from tests.unit.sidecar.embedded.harness import PROMPT, greedy, run, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Mapping
+
+    from torch import Tensor
+
+    from bus.messages import Verify
+    from sidecar.embedded.engine import EmbeddedEngine
+    from sidecar.engine import Chunk
+
+
+async def _refused(call: Awaitable[Any], said: str) -> None:
+    with pytest.raises(EngineError, match=said) as refused:
+        await call
+    assert refused.value.code is NackCode.WRONG_STATE
+
+
+async def _assert_serves(
+    engine: EmbeddedEngine, checkpoint: Checkpoint, weights: Mapping[str, Tensor], version: int
+) -> None:
+    (output,) = await engine.generate(PROMPT, greedy(12)).outputs()
+    assert list(output.token_ids) == checkpoint.greedy(weights, PROMPT, 12)
+    assert [span.version for span in output.weight_versions] == [version]
+    assert await engine.version() == version
+
+
+def test_an_update_of_a_running_engine_is_refused(checkpoint: Checkpoint) -> None:
+    """Arming is not; starting is."""
+
+    async def scenario() -> None:
+        async with serving(checkpoint) as engine:
+            push = Push(engine, perturbed(checkpoint.weights, 1))
+            await _refused(push.begin(), "an update needs a paused engine")
+            push.close()
+            await _assert_serves(engine, checkpoint, checkpoint.weights, 0)
+
+    run(scenario())
+
+
+def test_steps_before_their_time_are_refused(checkpoint: Checkpoint) -> None:
+    """Each with the step that is missing; then the update can go on."""
+    new = perturbed(checkpoint.weights, 2)
+
+    async def scenario() -> None:
+        async with serving(checkpoint) as engine:
+            await engine.pause("keep", clear_cache=True)
+            await _refused(engine.start_update(recover=False), "no manifest is armed")
+            await _refused(engine.load(0), "load while the update is idle")
+            await _refused(engine.finish_update(), "finish while the update is idle")
+            await _refused(engine.restore(), "restore while the update is idle")
+            await _refused(engine.commit(1), "commit while the update is idle")
+            push = Push(engine, new, chunks=2)
+            await push.begin()
+            await _refused(engine.start_update(recover=False), "no manifest is armed")
+            await _refused(engine.load(0), "chunk 0 is not received")
+            await _refused(engine.resume(), "resume while an update is loading")
+            first = push.offer(0)
+            await engine.receive(first)
+            await _refused(engine.load(1), "chunk 1 is not received")
+            await _refused(engine.receive(push.offer(1)), "chunk 0 is received and not loaded")
+            await engine.receive(first)
+            await engine.load(0)
+            await _refused(engine.load(0), "chunk 0 is not received")
+            await _refused(engine.receive(push.offer(0)), "chunk 0 is loaded already")
+            await _refused(engine.restore(), "only a whole update")
+            await _refused(engine.finish_update(), "1 of 2 chunks are not loaded")
+            await _refused(engine.commit(1), "commit while the update is loading")
+            await engine.receive(push.offer(1))
+            await engine.load(1)
+            await engine.finish_update()
+            await _refused(engine.finish_update(), "finish while the update is finished")
+            await _refused(engine.resume(), "resume while an update is finished")
+            await _refused(engine.commit(0), "version 0 does not follow 0")
+            await engine.commit(5)
+            await _refused(engine.commit(6), "commit while the update is idle")
+            push.close()
+            await engine.resume()
+            await _assert_serves(engine, checkpoint, new, 5)
+
+    run(scenario())
+
+
+def test_a_chunk_that_was_not_armed_is_refused(checkpoint: Checkpoint) -> None:
+    """Another cut, another shape, another number, another transport."""
+    new = perturbed(checkpoint.weights, 3)
+
+    async def scenario() -> None:
+        async with serving(checkpoint) as engine:
+            await engine.pause("keep", clear_cache=True)
+            push = Push(engine, new, chunks=4)
+            await push.begin()
+            chunk = push.offer(0)
+            first, *others = chunk.tensors
+            for wrong in (
+                replace(chunk, seq=4),
+                replace(chunk, seq=1),
+                replace(chunk, tensors=chunk.tensors[1:]),
+                replace(chunk, tensors=(replace(first, shape=(64, 128)), *others)),
+            ):
+                await _refused(engine.receive(wrong), "is not the armed manifest's")
+            await _refused(engine.receive(replace(chunk, backend="nccl")), "no nccl transport")
+            push.close()
+
+    run(scenario())
+
+
+def test_receiving_leaves_the_model_alone(checkpoint: Checkpoint) -> None:
+    """What was received and not loaded is gone with a restore."""
+    new = perturbed(checkpoint.weights, 4)
+
+    async def scenario() -> None:
+        async with serving(checkpoint) as engine:
+            await engine.pause("keep", clear_cache=True)
+            push = Push(engine, new)
+            await push.begin()
+            await engine.receive(push.offer(0))
+            await engine.restore()
+            push.close()
+            await engine.resume()
+            await _assert_serves(engine, checkpoint, checkpoint.weights, 0)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("verify", ["off", "sample", "full"])
+@pytest.mark.parametrize(("chunks", "waits"), [(1, False), (1000, False), (1000, True)])
+def test_what_is_short_needs_no_thread(
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    verify: Verify,
+    chunks: int,
+    waits: bool,
+) -> None:
+    """Few tensors of a receiver that waits for nobody; whatever takes long leaves the loop."""
+    threads: dict[str, int] = {}
+    receive, verify_it = Updater.receive, Updater.verify
+
+    def receives(self: Updater, chunk: Chunk) -> None:
+        threads["receive"] = threading.get_ident()
+        receive(self, chunk)
+
+    def verifies(self: Updater, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
+        threads["verify"] = threading.get_ident()
+        verify_it(self, seq, verify, sums)
+
+    monkeypatch.setattr(Updater, "receive", receives)
+    monkeypatch.setattr(Updater, "verify", verifies)
+    monkeypatch.setattr(ShmReceiver, "is_blocking", waits)
+
+    async def scenario() -> None:
+        async with serving(checkpoint) as engine:
+            await engine.pause("keep", clear_cache=True)
+            new = perturbed(checkpoint.weights, 3)
+            push = Push(engine, new, chunks=min(chunks, len(new)))
+            await push.begin()
+            chunk = push.offer(0)
+            await engine.receive(chunk)
+            sent = [new[meta.name] for meta in chunk.tensors]
+            await engine.load(0, verify, checksums(torch, sent, verify))
+            push.close()
+
+    run(scenario())
+    here = threading.get_ident()
+    short = chunks == 1000 and not waits
+    assert (threads["receive"] == here) == short
+    assert ("verify" in threads) == (verify != "off")
+    assert (threads.get("verify") == here) == (short and verify == "sample")
+
+
+def test_a_refused_manifest_takes_the_place_of_an_armed_one(checkpoint: Checkpoint) -> None:
+    """After a refusal nothing is armed: an older manifest does not slip in."""
+
+    async def scenario() -> None:
+        async with serving(checkpoint) as engine:
+            await engine.pause("keep", clear_cache=True)
+            await engine.arm(manifest_of(checkpoint.weights))
+            half = dict(list(checkpoint.weights.items())[:5])
+            with pytest.raises(EngineError) as refused:
+                await engine.arm(manifest_of(half))
+            assert refused.value.code is NackCode.MANIFEST_REFUSED
+            await _refused(engine.start_update(recover=False), "no manifest is armed")
+            await engine.resume()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("loaded", [1, 3])
+def test_only_recovery_frees_a_partly_loaded_engine(checkpoint: Checkpoint, loaded: int) -> None:
+    """Also when everything was loaded, and only the commit is missing."""
+    broken_off, new = perturbed(checkpoint.weights, 5), perturbed(checkpoint.weights, 6)
+
+    async def scenario() -> None:
+        async with serving(checkpoint) as engine:
+            await engine.pause("keep", clear_cache=True)
+            push = Push(engine, broken_off, chunks=3)
+            await push.begin()
+            for seq in range(loaded):
+                await engine.receive(push.offer(seq))
+                await engine.load(seq)
+            if loaded == 3:
+                await engine.finish_update()
+            push.close()
+            assert await engine.abort_requests() == 0
+            again = Push(engine, new, chunks=3)
+            await _refused(again.begin(), "only a whole update with recover")
+            await _refused(engine.resume(), "weights that are not the version's")
+            await again.begin(recover=True)
+            await _refused(engine.restore(), "only a whole update")
+            again.close()
+            await Push(engine, new, chunks=2).whole(1, recover=True)
+            await engine.resume()
+            await _assert_serves(engine, checkpoint, new, 1)
+
+    run(scenario())
+
+
+def test_updates_follow_each_other_over_one_engine(checkpoint: Checkpoint) -> None:
+    """Each over a transport of its own, which replaces the one before."""
+
+    async def scenario() -> None:
+        weights = checkpoint.weights
+        async with serving(checkpoint) as engine:
+            for version in (1, 2, 3):
+                weights = perturbed(weights, version)
+                await engine.pause("keep", clear_cache=True)
+                await Push(engine, weights, chunks=version).whole(version)
+                await engine.resume()
+                await _assert_serves(engine, checkpoint, weights, version)
+
+    run(scenario())

@@ -1,0 +1,128 @@
+"""The status page of an engine core: what is written is read, from outside and at any time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sidecar.shared_pages.core_status import (
+    GLOBALLY_PAUSED,
+    LOCALLY_PAUSED,
+    PAGE_BYTES,
+    CoreStatusPage,
+    CoreStatusReader,
+    NoPage,
+)
+from tests.support.procs import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bus.messages import CorePhase
+
+PHASES: tuple[CorePhase, ...] = ("idle", "work", "step", "dummy", "sync", "barrier")
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    with CoreStatusPage(tmp_path / "page", rank=3) as page:
+        for number, phase in enumerate(PHASES):
+            flags = LOCALLY_PAUSED | GLOBALLY_PAUSED
+            page.count(step=number, wave=7, flags=flags, waiting=2, running=1)
+            page.enter(phase)
+            view = CoreStatusReader(tmp_path / "page").read()
+            assert view == page.view()
+            assert (view.rank, view.phase, view.step, view.wave) == (3, phase, number, 7)
+            assert (view.flags, view.waiting, view.running) == (flags, 2, 1)
+            assert 0 <= view.age_ms() < 1000
+    assert not (tmp_path / "page").exists()
+
+
+def test_a_page_is_its_owners(tmp_path: Path) -> None:
+    with CoreStatusPage(tmp_path / "page"):
+        assert (tmp_path / "page").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("content", [None, b"", b"WBCP", b"x" * PAGE_BYTES])
+def test_what_is_no_page(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "page").write_bytes(content)
+    with pytest.raises(NoPage):
+        CoreStatusReader(tmp_path / "page").read()
+
+
+def test_a_new_core_takes_the_page_over(tmp_path: Path) -> None:
+    """What the last one left, ended or not, is gone."""
+    reader = CoreStatusReader(tmp_path / "page")
+    first = CoreStatusPage(tmp_path / "page", rank=1)
+    first.count(step=9, wave=9)
+    first.enter("step")
+    with CoreStatusPage(tmp_path / "page", rank=1):
+        assert (reader.read().phase, reader.read().step) == ("idle", 0)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_write_cut_anywhere_shows_the_one_before(tmp_path: Path, backwards: bool) -> None:
+    """A writer that has come as far as any byte, its stores seen in order or the last first."""
+    with CoreStatusPage(tmp_path / "page") as page:
+        page.count(step=1, wave=1)
+        page.enter("step")
+        before, then = page.view(), (tmp_path / "page").read_bytes()
+        page.count(step=2**40 + 2, wave=2**50 + 2, waiting=2, running=2)
+        page.enter("sync")
+        after, now = page.view(), (tmp_path / "page").read_bytes()
+    written = [at for at in range(PAGE_BYTES) if then[at] != now[at]]
+    assert len(written) > 10  # the checksum among them
+    for cut in range(len(written)):
+        page_bytes = bytearray(then)
+        for at in (written[::-1] if backwards else written)[:cut]:
+            page_bytes[at] = now[at]
+        (tmp_path / "cut").write_bytes(page_bytes)
+        assert CoreStatusReader(tmp_path / "cut").read() == before
+    (tmp_path / "cut").write_bytes(now)
+    assert CoreStatusReader(tmp_path / "cut").read() == after
+
+
+def test_it_can_be_read_at_any_time(tmp_path: Path) -> None:
+    """The writer writes as fast as it can, and threads of its own take the GIL from it in the
+    middle; each view is whole: all its numbers are of one write, and none is older than what
+    was seen before."""
+    program = f"""
+import threading
+from pathlib import Path
+from sidecar.shared_pages.core_status import CoreStatusPage
+
+def spin():
+    while True:
+        sum(range(1000))
+
+for _ in range(3):
+    threading.Thread(target=spin, daemon=True).start()
+page = CoreStatusPage(Path({str(tmp_path / "page")!r}))
+number = 0
+print("begun", flush=True)
+while True:
+    number += 1
+    page.count(step=number, wave=number, waiting=number, running=number)
+    page.enter("step")
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT
+    ) as writer:
+        try:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            reader = CoreStatusReader(tmp_path / "page")
+            seen = [0]
+            deadline_s = time.monotonic() + 1.5
+            while time.monotonic() < deadline_s or seen[-1] < 100:
+                assert writer.poll() is None
+                view = reader.read()
+                assert view.step == view.wave == view.waiting == view.running
+                assert view.step >= seen[-1]
+                seen.append(view.step)
+        finally:
+            writer.kill()

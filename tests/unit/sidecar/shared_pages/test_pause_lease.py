@@ -1,0 +1,103 @@
+"""The hold page: what either side writes the other one reads, whole, at any time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sidecar.shared_pages.pause_lease import (
+    PAGE_BYTES,
+    LeaseOutcome,
+    NoHoldPage,
+    PauseLease,
+    PauseLeasePage,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HOLD = PauseLease(
+    7, "u1", 10**12, 4711, "e0", 3, "draft", ("draft", "model"), asleep=True, resuming=True
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    PauseLeasePage.make(tmp_path / "1.hold").close()
+    return tmp_path / "1.hold"
+
+
+def test_what_is_written_is_read(path: Path) -> None:
+    """By somebody else, and by whoever opens it next; the halves don't touch each other."""
+    with PauseLeasePage.open(path) as sidecar, PauseLeasePage.open(path) as core:
+        assert (core.lease(), sidecar.outcome()) == (None, None)
+        for serial in range(1, 6):
+            sidecar.write_lease(replace(HOLD, serial=serial))
+            core.write_outcome(serial, "waiting", "for rank 1")
+            assert core.lease() == replace(HOLD, serial=serial)
+            assert sidecar.outcome() == LeaseOutcome(serial, "waiting", "for rank 1")
+        sidecar.write_lease(None)
+        assert core.lease() is None
+    with PauseLeasePage.open(path) as page:
+        assert page.lease() is None
+        page.write_lease(HOLD)
+        assert page.lease() == HOLD
+        assert page.outcome() == LeaseOutcome(5, "waiting", "for rank 1")
+
+
+def test_a_write_that_broke_off_is_not_read(path: Path) -> None:
+    """The one before it stands."""
+    with PauseLeasePage.open(path) as page:
+        page.write_lease(replace(HOLD, serial=1))
+        page.write_lease(replace(HOLD, serial=2))
+        _, at, _ = page._slots(0)[-1]
+        page._memory[at + 30] ^= 0xFF
+        assert page.lease() == replace(HOLD, serial=1)
+        page.write_lease(replace(HOLD, serial=3))
+        assert page.lease() == replace(HOLD, serial=3)
+
+
+def test_a_page_is_its_owners(path: Path) -> None:
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_long_reason_is_cut(path: Path) -> None:
+    with PauseLeasePage.open(path) as page:
+        page.write_outcome(1, "quarantined", "x" * 1000)
+        end = page.outcome()
+        assert end is not None
+        assert end.reason == "x" * 256
+
+
+@pytest.mark.parametrize("content", [None, b"", b"WBHP", b"x" * PAGE_BYTES])
+def test_what_is_no_page(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "page").write_bytes(content)
+    with pytest.raises(NoHoldPage):
+        PauseLeasePage.open(tmp_path / "page")
+
+
+@pytest.mark.parametrize(
+    ("serial", "state", "broken"),
+    [
+        (7, "quarantined", ()),
+        (7, "waiting", ()),
+        (8, "quarantined", ()),
+        (7, "waiting", ("draft",)),
+    ],
+)
+def test_what_was_left_behind(path: Path, serial: int, state: str, broken: tuple[str, ...]) -> None:
+    """An end of another hold is none; who was quarantined for a mate's sake lacks the model."""
+    with PauseLeasePage.open(path) as page:
+        assert page.abandoned_pause(paused=True) is None
+        page.write_lease(replace(HOLD, broken=broken))
+        page.write_outcome(serial, state, "")  # type: ignore[arg-type]
+        assert page.abandoned_pause(paused=False) is None
+        left = page.abandoned_pause(paused=True)
+        assert left is not None
+        assert left.lease == replace(HOLD, broken=broken)
+        quarantined = (serial, state) == (7, "quarantined")
+        assert left.broken == (broken or (("model",) if quarantined else ()))
+        assert (left.outcome is not None) == (serial == 7)

@@ -1,0 +1,276 @@
+"""The hold page says what would have to be undone, before it is done; and is believed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bus.errors import EngineError
+from bus.messages import Commit, NackCode, Resume, Sleep, UpdateFinish, UpdateStart
+from bus.protocol.engine.calls import (
+    CallCommit,
+    CallFinish,
+    CallLoad,
+    CallPause,
+    CallReceive,
+    CallResume,
+    CallStart,
+)
+from bus.protocol.engine.pause import EnginePauseState
+from bus.testing.makers import make_chunk, make_sent
+from sidecar.pause_lease import PauseLeaseWriter
+from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease, deadline_ns
+from tests.unit.bus._session import MANIFEST, PAUSE, Driver
+
+if TYPE_CHECKING:
+    from bus.protocol.core.effects import Note
+    from bus.protocol.engine.calls import Call
+    from sidecar.shared_pages.pause_lease import Begun, OutcomeState
+
+_S = EnginePauseState
+LEFT_MS = 4_000.0
+
+
+class Page:
+    """An engine, as far as a holder has to do with it."""
+
+    def __init__(self) -> None:
+        self.held: PauseLease | None = None
+        self.end: LeaseOutcome | None = None
+        self.done: list[str] = []
+        self.fails = False
+
+    def hold(self, hold: PauseLease | None) -> LeaseOutcome | None:
+        if hold is not None and self.end is not None and self.end.serial == hold.serial:
+            return self.end
+        self.held = hold
+        return None
+
+    async def restore(self, target: str) -> None:
+        self.done.append(f"restore {target}")
+        if self.fails:
+            raise EngineError("it broke")
+
+    async def admit(self, *, open: bool) -> None:  # noqa: A002 - the engine's
+        self.done.append("open" if open else "shut")
+
+    async def abort_requests(self) -> int:
+        self.done.append("abort")
+        return 0
+
+
+class Kept(Driver):
+    """A session whose every call is made under a hold, as a sidecar makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.page = Page()
+        self.now_ms = 0.0
+        self.holder = PauseLeaseWriter(self.page, self.session, "e0")  # type: ignore[arg-type]
+
+    def keep(self, call: Call | None = None, left_ms: float = LEFT_MS) -> list[Note]:
+        return self.holder.write(left_ms, self.now_ms, call)
+
+    @property
+    def held(self) -> PauseLease:
+        self.keep(self.running)
+        assert self.page.held is not None
+        return self.page.held
+
+    def ends(self, state: OutcomeState) -> None:
+        """The core has ended what it is held by."""
+        self.page.end = LeaseOutcome(self.held.serial, state, "nobody renewed the lease")
+
+
+@pytest.fixture
+def kept() -> Kept:
+    return Kept()
+
+
+def test_who_runs_is_held_by_nobody(kept: Kept) -> None:
+    kept.keep()
+    assert kept.page.held is None
+    kept.armed()
+    kept.keep()
+    assert kept.page.held is None
+
+
+def test_a_pause_is_held_before_it_is_called_and_until_its_resume_has_returned(kept: Kept) -> None:
+    kept.command(PAUSE)
+    assert isinstance(kept.running, CallPause)
+    held = kept.held
+    assert (held.pause_id, held.version, held.dp_group) == ("u1", 3, "e0")
+    assert held.holder_pid == os.getpid()
+    assert (held.begun, held.broken, held.asleep, held.resuming) == ("", (), False, False)
+    left_ms = (held.until_ns - time.monotonic_ns()) / 1e6
+    assert 0 < left_ms <= LEFT_MS
+    kept.returned()
+    assert kept.held.serial == held.serial
+    kept.command(Resume("u1"))
+    assert isinstance(kept.running, CallResume)
+    assert kept.held.resuming
+    kept.returned()
+    kept.keep()
+    assert kept.page.held is None
+
+
+def test_each_pause_has_a_hold_of_its_own(kept: Kept) -> None:
+    """But for one that takes over from another: nobody has called the engine for that."""
+    kept.paused()
+    first = kept.held.serial
+    assert kept.held.serial == first
+    kept.command(Resume("u1"))
+    kept.returned()
+    kept.command(PAUSE)
+    assert kept.held.serial != first
+
+
+def test_what_an_update_has_begun_is_held_before_it_is_called(kept: Kept) -> None:
+    """From its start to its commit; what can't be restored any more from the first load on."""
+    kept.armed().paused()
+    assert kept.held.begun == ""
+    kept.command(UpdateStart("u1"))
+    assert isinstance(kept.running, CallStart)
+    assert (kept.held.begun, kept.held.broken) == ("model", ())
+    kept.returned()
+    kept.command(make_chunk("u1", MANIFEST, 0, 1))
+    kept.command(make_sent("u1", MANIFEST, 0, 1))
+    assert isinstance(kept.running, CallReceive)
+    assert kept.held.broken == ()
+    kept.returned()
+    assert isinstance(kept.running, CallLoad)
+    assert (kept.held.begun, kept.held.broken) == ("model", ("model",))
+    kept.returned()
+    kept.command(make_chunk("u1", MANIFEST, 1, 1))
+    kept.command(make_sent("u1", MANIFEST, 1, 1))
+    for _ in ("received", "loaded"):
+        assert kept.held.broken == ("model",)
+        kept.returned()
+    kept.command(UpdateFinish("u1"))
+    assert isinstance(kept.running, CallFinish)
+    assert kept.held.broken == ("model",)
+    kept.returned()
+    kept.command(Commit("u1", 4, "", ()))
+    assert isinstance(kept.running, CallCommit)
+    assert kept.held.broken == ("model",)
+    kept.returned()
+    assert (kept.held.begun, kept.held.broken, kept.held.version) == ("", (), 4)
+
+
+def test_a_sleep_is_held(kept: Kept) -> None:
+    """One that discards weights leaves parts missing, before it is called."""
+    kept.paused()
+    kept.command(Sleep("u1", 2))
+    assert (kept.held.asleep, kept.held.broken) == (True, ("model",))
+
+
+@pytest.mark.parametrize("state", ["resumed", "quarantined", "waiting"])
+def test_under_a_hold_that_is_void_no_update_is_called(kept: Kept, state: OutcomeState) -> None:
+    kept.armed().paused()
+    kept.ends(state)
+    kept.command(UpdateStart("u1"))
+    with pytest.raises(EngineError, match="the pause's lease was over, and the engine is") as found:
+        kept.keep(kept.running)
+    assert found.value.code is NackCode.WRONG_STATE
+    kept.failed()
+    kept.command(Resume("u1"))
+    kept.keep(CallResume(asleep=False))  # that it may
+
+
+def test_an_engine_that_has_resumed_by_itself_runs(kept: Kept) -> None:
+    kept.started()
+    kept.ends("resumed")
+    (note,) = kept.keep()
+    assert (note.event, note.fields["state"]) == ("engine_decided", "resumed")
+    assert (kept.session.phase, kept.session.version) == ("running", 3)
+    assert not kept.session.update.is_mixed
+    kept.keep()
+    assert kept.page.held is None
+
+
+@pytest.mark.parametrize("loaded", [0, 1])
+def test_an_engine_that_was_quarantined_inside_is_so_here(kept: Kept, loaded: int) -> None:
+    """Also when it was for a mate's sake; and the next update may begin."""
+    kept.loaded(loaded)
+    kept.ends("quarantined")
+    before = kept.held.serial if kept.page.end is None else kept.page.end.serial
+    kept.keep()
+    assert kept.session.phase == "quarantined"
+    assert kept.session.pause.state is _S.PAUSED
+    assert kept.held.serial != before
+    assert kept.held.broken == ("model",)
+
+
+def test_one_that_waits_is_held_anew_when_the_broker_is_heard_again(kept: Kept) -> None:
+    """Not before: the others of its DP group may have counted on its vote."""
+    kept.paused()
+    kept.ends("waiting")
+    assert kept.page.end is not None
+    kept.now_ms = kept.session.lease.over_ms or 0.0
+    assert kept.keep() == []
+    kept.now_ms -= 1.0
+    assert kept.page.held is not None
+    assert kept.page.held.serial == kept.page.end.serial
+    assert kept.session.phase == "paused"
+    kept.keep()
+    assert kept.held.serial != kept.page.end.serial
+    assert kept.session.phase == "paused"
+
+
+def test_nothing_is_followed_while_a_call_is_under_way(kept: Kept) -> None:
+    kept.started()
+    kept.ends("resumed")
+    kept.command(make_chunk("u1", MANIFEST, 0, 1))
+    assert isinstance(kept.running, CallReceive)
+    assert kept.keep() == []
+    assert kept.session.phase == "updating"
+
+
+def left(
+    *,
+    begun: Begun = "",
+    broken: tuple[str, ...] = (),
+    state: OutcomeState | None = None,
+    asleep: bool = False,
+) -> AbandonedPause:
+    until_ns = deadline_ns(60_000)
+    hold = PauseLease(7, "u9", until_ns, 1, "e0", 3, begun, broken, asleep, resuming=False)
+    return AbandonedPause(hold, LeaseOutcome(7, state, "") if state else None)
+
+
+@pytest.mark.parametrize(
+    ("found", "done", "phase"),
+    [
+        (left(), [], "paused"),
+        (left(state="waiting"), [], "paused"),
+        (left(asleep=True), [], "asleep"),
+        (left(begun="model"), ["restore model"], "paused"),
+        (left(begun="adapter"), [], "paused"),
+        (left(begun="model", broken=("model",)), ["shut", "abort"], "quarantined"),
+        (left(state="quarantined"), ["shut", "abort"], "quarantined"),
+    ],
+)
+def test_a_pause_that_was_left_behind_is_taken_over(
+    kept: Kept, found: AbandonedPause, done: list[str], phase: str
+) -> None:
+    note = asyncio.run(kept.holder.take_over(found, 0.0))
+    assert (note.event, note.fields["phase"]) == ("found_paused", phase)
+    assert kept.page.done == done
+    assert kept.session.phase == phase
+    assert kept.session.shown_id == "u9"
+    over_ms = kept.session.lease.over_ms
+    assert over_ms is not None
+    assert 0 < over_ms <= 60_000
+    assert kept.held.broken == found.broken
+    assert kept.held.serial != 7
+
+
+def test_what_can_not_be_restored_lacks_a_part(kept: Kept) -> None:
+    kept.page.fails = True
+    asyncio.run(kept.holder.take_over(left(begun="draft"), 0.0))
+    assert kept.page.done == ["restore draft", "shut", "abort"]
+    assert kept.session.update.partial == {"draft"}

@@ -1,0 +1,514 @@
+"""What a core makes of a pause whose lease is over, alone and with the mates of its DP group."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bus.messages import NackCode
+from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusPage
+from sidecar.shared_pages.pause_lease import LeaseOutcome, PauseLease, deadline_ns, lease_path
+from sidecar.vllm.plugin import environment
+from sidecar.vllm.plugin import operations as wire
+from sidecar.vllm.plugin.agreement import WorkerRefusal
+from sidecar.vllm.plugin.core import lease_guard
+from sidecar.vllm.plugin.core.status import page_path
+from tests.support.seams import install
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bus.messages import CorePhase
+    from sidecar.shared_pages.pause_lease import Begun
+
+NOBODY = 2**22 + 1  # no process has this number
+
+
+def a_hold(
+    serial: int = 7,
+    *,
+    left_ms: float = 0.0,
+    begun: Begun = "",
+    broken: tuple[str, ...] = (),
+    holder_pid: int = NOBODY,
+    version: int = 0,
+    asleep: bool = False,
+    resuming: bool = False,
+) -> PauseLease:
+    until_ns = deadline_ns(left_ms)
+    return PauseLease(
+        serial, "u1", until_ns, holder_pid, "e0", version, begun, broken, asleep, resuming
+    )
+
+
+class Store:
+    """A DP group's, as far as it is needed."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        self.said[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.said for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.said[key]
+
+
+class Core:
+    """One core with its watch, which looks when the test says so."""
+
+    def __init__(self, core: Any, watch: lease_guard.LeaseGuard) -> None:
+        self.core = core
+        self.watch = watch
+
+    def paused(self, requests: int = 1) -> Core:
+        self.core.scheduler.set_pause_state(2)
+        self.core.scheduler.running = requests
+        if hasattr(self.core, "ignore_start_dp_wave"):
+            self.core.ignore_start_dp_wave = True
+        return self
+
+    def held(self, hold: PauseLease) -> Core:
+        self.watch.page.write_lease(hold)
+        return self
+
+    def looks(self) -> str:
+        """What it has made of its hold then; empty: nothing."""
+        self.watch.check_lease()
+        end, hold = self.watch.page.outcome(), self.watch.page.lease()
+        return end.state if end is not None and hold and end.serial == hold.serial else ""
+
+    @property
+    def reason(self) -> str:
+        end = self.watch.page.outcome()
+        return end.reason if end is not None else ""
+
+    @property
+    def runs(self) -> bool:
+        return bool(self.core.scheduler.pause_state == 0)
+
+    @property
+    def operations(self) -> list[wire.Operation]:
+        return [
+            wire.decode(kwargs["operation"])
+            for method, kwargs in self.core.calls
+            if method == "wavebus_perform"
+        ]
+
+
+@pytest.fixture
+def module(core_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Wrapped, in a process that has no watch yet."""
+    monkeypatch.setenv(environment.CORE_PAGES, str(tmp_path / "pages"))
+    monkeypatch.setattr(lease_guard, "_watches", lease_guard._LeaseGuards())
+    install(core_module, "pause lease")
+    core_module.DPEngineCoreProc.wavebus_shows_barriers = True  # else its ranks can't decide
+    return core_module
+
+
+@pytest.fixture
+def alone(module: Any) -> Core:
+    core = module.EngineCoreProc()
+    return Core(core, lease_guard.LeaseGuard(core))
+
+
+@pytest.fixture
+def pair(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[Core]:
+    """Two ranks of a DP group, each as in a process of its own."""
+    store, ranks = Store(), []
+    for rank in range(2):
+        core = module.DPEngineCoreProc(engine_index=rank)
+        core.dp_rank, core.dp_size, core.dp_store = rank, 2, store
+        path = page_path(1000 + rank)
+        monkeypatch.setattr(lease_guard, "page_path", lambda _pid, path=path: path)
+        ranks.append(Core(core, lease_guard.LeaseGuard(core)))
+    by_core = {id(each.core): each.watch for each in ranks}
+    monkeypatch.setattr(lease_guard._watches, "of", lambda core: by_core[id(core)])
+    for each in ranks:
+        each.watch._find_peers()
+    return ranks
+
+
+@pytest.fixture
+def cores(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[Core]:
+    """Two cores behind one client, which have no word with each other."""
+    found = []
+    for index in range(2):
+        core = module.EngineCoreProc(engine_index=index)
+        path = page_path(1000 + index)
+        monkeypatch.setattr(lease_guard, "page_path", lambda _pid, path=path: path)
+        found.append(Core(core, lease_guard.LeaseGuard(core)))
+        shows(index, "idle")
+    by_core = {id(each.core): each.watch for each in found}
+    monkeypatch.setattr(lease_guard._watches, "of", lambda core: by_core[id(core)])
+    return found
+
+
+def shows(rank: int, phase: CorePhase, flags: int = 0) -> None:
+    """The status page of a rank."""
+    page = CoreStatusPage(lease_path(page_path(1000 + rank)).with_suffix(".page"))
+    page.count(step=1, wave=0, flags=flags)
+    page.enter(phase)
+
+
+# -- a DP group of one -----------------------------------------------------------------
+
+
+def test_who_is_whole_resumes_when_the_lease_is_over(alone: Core) -> None:
+    """Not before."""
+    alone.paused().held(a_hold(left_ms=60_000))
+    assert alone.looks() == ""
+    assert not alone.runs
+    assert alone.held(a_hold()).looks() == "resumed"
+    assert alone.runs
+    assert alone.core.scheduler.running == 1
+    assert alone.operations == []
+
+
+def test_what_was_let_go_is_held_no_more(alone: Core) -> None:
+    alone.paused().held(a_hold())
+    alone.watch.page.write_lease(None)
+    assert alone.looks() == ""
+    assert not alone.runs
+
+
+def test_it_decides_once(alone: Core) -> None:
+    """A pause that comes later is somebody else's, until it has a hold of its own."""
+    assert alone.paused().held(a_hold()).looks() == "resumed"
+    alone.paused()
+    assert alone.looks() == "resumed"
+    assert not alone.runs
+    assert alone.held(a_hold(8)).looks() == "resumed"
+    assert alone.runs
+
+
+@pytest.mark.parametrize("target", ["model", "draft"])
+def test_an_update_that_was_begun_is_restored_first(alone: Core, target: Begun) -> None:
+    assert alone.paused().held(a_hold(begun=target)).looks() == "resumed"
+    assert alone.operations == [wire.Restore(target)]  # type: ignore[arg-type]
+    assert alone.runs
+
+
+def test_an_adapter_that_was_begun_is_undone(alone: Core) -> None:
+    assert alone.paused().held(a_hold(begun="adapter")).looks() == "resumed"
+    assert alone.operations == [wire.UndoAdapter(settled=True)]
+
+
+def test_what_sleeps_is_woken(alone: Core) -> None:
+    assert alone.paused().held(a_hold(asleep=True)).looks() == "resumed"
+    assert alone.core.calls == [("wake_up", {"tags": None})]
+    assert alone.runs
+
+
+def test_what_sleeps_is_woken_and_its_caches_are_published_again(alone: Core) -> None:
+    """Where vLLM's own wake does that: peers of a KV connector hold addresses that are gone."""
+    core = alone.core
+    core.wavebus_publish_caches = lambda: core.calls.append("published")
+    assert alone.paused().held(a_hold(asleep=True)).looks() == "resumed"
+    assert core.calls == [("wake_up", {"tags": None}), "published"]
+
+
+def test_who_lacks_a_part_stays_paused_and_ends_its_requests(alone: Core) -> None:
+    alone.paused(requests=2).held(a_hold(begun="model", broken=("model",)))
+    assert alone.looks() == "quarantined"
+    assert not alone.runs
+    assert alone.core.outputs == ["ended", "ended"]
+    assert alone.operations == []
+    assert "of model not all weights are there" in alone.reason
+
+
+def test_who_can_not_be_restored_is_quarantined(alone: Core) -> None:
+    alone.core.fails = RuntimeError("it broke")
+    assert alone.paused().held(a_hold(begun="model")).looks() == "quarantined"
+    assert not alone.runs
+    assert "could not be undone: it broke" in alone.reason
+
+
+def test_who_is_not_paused_is_left_alone(alone: Core) -> None:
+    assert alone.held(a_hold()).looks() == ""
+    assert alone.runs
+
+
+def test_a_sidecar_that_lives_comes_first(alone: Core) -> None:
+    """For a while; a pause of its own that is pending is never resumed under it."""
+    alive = replace(a_hold(), holder_pid=os.getpid())
+    assert alone.paused().held(alive).looks() == ""
+    late_ns = time.monotonic_ns() - int(lease_guard.GRACE_S * 1e9) - 1
+    late = replace(alive, until_ns=late_ns)
+    alone.core.engines_running = True  # it drains still
+    assert alone.held(late).looks() == ""
+    alone.core.engines_running = False
+    assert alone.looks() == "resumed"
+
+
+def test_a_pause_that_drains_still_is_ended_when_its_sidecar_is_dead(alone: Core) -> None:
+    alone.core.engines_running = True
+    assert alone.paused().held(a_hold()).looks() == "resumed"
+
+
+UPDATES = [
+    wire.Start("model", recover=False),
+    wire.ReceiveChunk(0, "shm", (), (), (), b""),
+    wire.LoadChunk(0, "off", ()),
+    wire.LoadAdapter(0, "off", ()),
+    wire.Finish(),
+]
+
+
+@pytest.mark.parametrize("operation", UPDATES, ids=lambda each: type(each).__name__)
+def test_a_hold_that_is_void_lets_no_update_through(module: Any, operation: wire.Operation) -> None:
+    """Of a sidecar that was stopped, say; with a new hold it may again."""
+    core = module.EngineCoreProc()
+    watch = lease_guard._watches.of(core)
+    assert watch is not None
+    text = {"operation": wire.encode(operation)}
+    Core(core, watch).paused().held(a_hold(left_ms=60_000))
+    core.collective_rpc("wavebus_perform", kwargs=text)
+    watch.page.write_outcome(7, "resumed", "nobody renewed the lease")
+    with pytest.raises(WorkerRefusal) as refused:
+        core.collective_rpc("wavebus_perform", kwargs=text)
+    failure = wire.find_failure(str(refused.value))
+    assert failure is not None
+    assert failure.code is NackCode.WRONG_STATE
+    assert "the pause's lease was over, and the engine is resumed" in failure.detail
+    core.collective_rpc("wavebus_perform", kwargs={"operation": wire.encode(wire.Restore("model"))})
+    core.collective_rpc("anything")
+    watch.page.write_lease(a_hold(8, left_ms=60_000))
+    core.collective_rpc("wavebus_perform", kwargs=text)
+
+
+# -- a DP group ------------------------------------------------------------------------
+
+
+def test_ranks_that_are_whole_resume_together(pair: list[Core]) -> None:
+    """The first one votes, and waits for the second."""
+    zero, one = pair
+    for each in pair:
+        each.paused().held(a_hold(begun="model"))
+    assert zero.looks() == "waiting"
+    assert not zero.runs
+    assert one.looks() == "resumed"
+    assert zero.looks() == "resumed"
+    assert zero.runs
+    assert one.runs
+    assert [each.operations for each in pair] == [[wire.Restore("model")]] * 2
+
+
+def test_nobody_resumes_while_a_mate_is_held(pair: list[Core]) -> None:
+    """It waits, says for whom, and from then on its own sidecar updates nothing."""
+    zero, one = pair
+    zero.paused().held(a_hold())
+    one.paused().held(a_hold(left_ms=60_000))
+    assert [zero.looks(), zero.looks(), one.looks()] == ["waiting", "waiting", ""]
+    assert zero.reason == "rank 1: its sidecar holds it paused"
+    assert "the pause's lease was over" in zero.watch.void_reason()
+    assert not zero.runs
+    assert not one.runs
+
+
+def test_who_is_waited_for_in_a_resume_joins_it(pair: list[Core]) -> None:
+    """Its mate's own sidecar is resuming it."""
+    zero, one = pair
+    zero.paused().held(a_hold())
+    one.paused().held(a_hold(left_ms=60_000, resuming=True))
+    assert zero.looks() == "resumed"
+    assert zero.runs
+
+
+@pytest.mark.parametrize(
+    ("phase", "flags", "state"),
+    [
+        ("barrier", LOCALLY_PAUSED, "resumed"),
+        ("step", 0, "resumed"),
+        ("idle", LOCALLY_PAUSED, "waiting"),
+    ],
+)
+def test_a_mate_that_nobody_holds(
+    pair: list[Core], phase: CorePhase, flags: int, state: str
+) -> None:
+    """It waits in its resume, or runs; or who has paused it, is no sidecar of ours."""
+    zero, one = pair
+    zero.paused().held(a_hold())
+    one.paused()
+    shows(1, phase, flags)
+    assert zero.looks() == state
+
+
+@pytest.mark.parametrize(
+    "other",
+    [a_hold(broken=("model",)), a_hold(left_ms=60_000, broken=("draft",)), a_hold(version=1)],
+)
+def test_when_one_lacks_a_part_nobody_resumes(pair: list[Core], other: PauseLease) -> None:
+    """Whole or not, they are quarantined as one; also when they serve different versions."""
+    zero, one = pair
+    zero.paused().held(a_hold())
+    one.paused().held(other)
+    assert zero.looks() == "quarantined"
+    assert zero.core.outputs == ["ended"]
+    assert "rank 1: " in zero.reason
+    assert one.held(replace(other, until_ns=0)).looks() == "quarantined"
+    assert not zero.runs
+    assert not one.runs
+
+
+def test_a_mate_that_was_quarantined_takes_the_other_along(pair: list[Core]) -> None:
+    """It could not be restored."""
+    zero, one = pair
+    for each in pair:
+        each.paused().held(a_hold(begun="model"))
+    one.core.fails = RuntimeError("it broke")
+    assert zero.looks() == "waiting"
+    assert one.looks() == "quarantined"
+    assert zero.looks() == "quarantined"
+
+
+def test_a_quarantine_that_is_over_is_none(pair: list[Core]) -> None:
+    """What a mate has made of an earlier hold."""
+    zero, one = pair
+    assert one.paused().held(a_hold(broken=("model",))).looks() == "quarantined"
+    zero.paused().held(a_hold(8))
+    one.held(a_hold(8))
+    assert zero.looks() == "waiting"
+    assert [one.looks(), zero.looks()] == ["resumed", "resumed"]
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("gone", "No such file"),
+        ("elsewhere", "rank 1: it is on another host"),
+        ("silent", "rank 1: it has told of no hold page"),
+    ],
+)
+def test_a_mate_that_can_not_be_asked_is_waited_for(
+    pair: list[Core], how: str, reason: str
+) -> None:
+    """And it is said: only the broker, or a human, resumes them then."""
+    zero, one = pair
+    for each in pair:
+        each.paused().held(a_hold())
+    mate = zero.watch._peers[1]
+    if how == "gone":
+        one.watch.page.path.unlink()
+    elif how == "elsewhere":
+        zero.watch._peers[1] = lease_guard.PeerCore(1, "another", mate.page)
+    else:
+        zero.watch._peers.clear()
+    assert [zero.looks(), zero.looks()] == ["waiting", "waiting"]
+    assert reason in zero.reason
+    assert not zero.runs
+
+
+def test_a_pause_that_is_not_agreed_upon_is_not_ended(pair: list[Core]) -> None:
+    """No resume without a completed pause."""
+    zero, _ = pair
+    zero.core.pause_scheduler("keep", clear_cache=False)
+    zero.held(a_hold())
+    assert zero.looks() == ""
+    assert not zero.runs
+
+
+def test_a_pause_that_reached_a_mate_alone_is_completed(pair: list[Core]) -> None:
+    """It waits in a collective, until this rank is paused, too."""
+    zero, one = pair
+    one.held(a_hold())
+    assert one.looks() == ""
+    shows(0, "idle")
+    assert one.looks() == ""
+    assert not one.core.pending_pause
+    shows(0, "dummy", LOCALLY_PAUSED)
+    assert one.looks() == ""
+    assert one.core.pending_pause
+    assert zero.core.scheduler.pause_state == 0
+
+
+# -- cores behind one client -----------------------------------------------------------
+
+BOTH = (1000, 1001)
+
+
+def of_both(serial: int = 7, **fields: Any) -> PauseLease:
+    """Their one sidecar's hold."""
+    return replace(a_hold(serial, **fields), cores=BOTH)
+
+
+def test_cores_that_are_whole_resume_together(cores: list[Core]) -> None:
+    """The first one restores what was begun, votes, and waits for the second."""
+    zero, one = cores
+    for each in cores:
+        each.paused().held(of_both(begun="model"))
+    assert zero.looks() == "waiting"
+    assert "core 1001: its sidecar holds it paused" in zero.reason
+    assert not zero.runs
+    assert "the pause's lease was over" in zero.watch.void_reason()
+    assert [one.looks(), zero.looks()] == ["resumed", "resumed"]
+    assert zero.runs
+    assert one.runs
+    assert [each.operations for each in cores] == [[wire.Restore("model")]] * 2
+
+
+@pytest.mark.parametrize("how", ["broken", "not restored"])
+def test_when_one_core_lacks_a_part_none_resumes(cores: list[Core], how: str) -> None:
+    """Its sidecar died between the two pages; or what was begun could not be undone there."""
+    zero, one = cores
+    zero.paused().held(of_both(begun="model"))
+    one.paused().held(of_both(begun="model", broken=("model",) if how == "broken" else ()))
+    one.core.fails = RuntimeError("it broke")
+    zero.looks()
+    assert [one.looks(), zero.looks()] == ["quarantined", "quarantined"]
+    assert [each.core.outputs for each in cores] == [["ended"], ["ended"]]
+    assert not zero.runs
+    assert not one.runs
+
+
+def test_a_core_that_the_resume_has_not_reached_follows(cores: list[Core]) -> None:
+    """Its sidecar died in the middle of it; who runs is not paused again."""
+    zero, one = cores
+    for each in cores:
+        each.held(of_both(resuming=True))
+    one.paused()
+    shows(1, "idle", LOCALLY_PAUSED)
+    assert zero.looks() == ""
+    assert zero.runs
+    assert one.looks() == "resumed"
+    assert one.runs
+
+
+def test_a_pause_that_reached_one_core_alone_is_completed(cores: list[Core]) -> None:
+    """Then both can agree."""
+    zero, one = cores
+    for each in cores:
+        each.held(of_both())
+    one.paused()
+    shows(1, "idle", LOCALLY_PAUSED)
+    assert one.looks() == "waiting"
+    assert zero.looks() == ""
+    assert not zero.runs
+    assert [zero.looks(), one.looks()] == ["resumed", "resumed"]
+
+
+# -- inside vLLM -----------------------------------------------------------------------
+
+
+def test_the_core_looks_on_its_own_thread(module: Any) -> None:
+    """When its input queue tells it to; any other wakeup is vLLM's."""
+    core = module.EngineCoreProc()
+    core._process_input_queue()
+    watch = lease_guard._watches.of(core)
+    assert watch is not None
+    Core(core, watch).paused().held(a_hold())
+    kind, told = core.input_queue.get(timeout=30)
+    assert kind is module.EngineCoreRequestType.WAKEUP
+    assert core.scheduler.pause_state == 2
+    core._handle_client_request(kind, told)
+    assert watch.page.outcome() == LeaseOutcome(7, "resumed", "nobody renewed the lease")
+    assert core.scheduler.pause_state == 0
+    core._handle_client_request(kind, None)
+    assert core.seen == ["input", "request"]

@@ -1,0 +1,149 @@
+"""The status page inside a core: which method writes what, and where the page lies."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sidecar.shared_pages.core_status import (
+    GLOBALLY_PAUSED,
+    LOCALLY_PAUSED,
+    STEPPING,
+    CoreStatusReader,
+    CoreStatusView,
+)
+from sidecar.vllm.plugin import environment
+from sidecar.vllm.plugin.core import status
+from tests.support.seams import install
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the page goes; each test is a process that has none yet."""
+    monkeypatch.setenv(environment.CORE_PAGES, str(tmp_path / "pages"))
+    monkeypatch.setattr(status, "_watches", status._StatusWriters())
+    return tmp_path / "pages"
+
+
+def view() -> CoreStatusView:
+    return CoreStatusReader(status.page_path(os.getpid())).read()
+
+
+def seen_in(core: Any, name: str) -> list[CoreStatusView]:
+    """What the page says inside that method; the class is wrapped afterwards."""
+    views: list[CoreStatusView] = []
+    original = getattr(core, name)
+
+    @functools.wraps(original)
+    def spy(self: Any, *args: Any) -> Any:
+        views.append(view())
+        return original(self, *args)
+
+    setattr(core, name, spy)
+    return views
+
+
+def test_each_phase_is_written_where_it_happens(core_module: Any, folder: Path) -> None:
+    plain, lockstep = core_module.EngineCoreProc, core_module.DPEngineCoreProc
+    waits = seen_in(plain, "_process_input_queue")
+    requests = seen_in(plain, "_handle_client_request")
+    steps = seen_in(plain, "_process_engine_step")
+    dummies = seen_in(lockstep, "execute_dummy_batch")
+    syncs = seen_in(lockstep, "_has_global_unfinished_reqs")
+    barriers = seen_in(lockstep, "resume_scheduler")
+    install(core_module, "core status", "lockstep core status")
+
+    core = lockstep(engine_index=3)
+    core._process_input_queue()
+    core._handle_client_request(core_module.EngineCoreRequestType.ADD, None)
+    core.scheduler.running, core.scheduler.waiting = 2, 1
+    core._process_input_queue()
+    assert (view().waiting, view().running) == (1, 2)
+    core._process_engine_step()
+    core.execute_dummy_batch()
+    core.turn()
+    core.pause_scheduler("keep", clear_cache=False)
+    core.turn()
+    core.resume_scheduler()
+    assert [v.phase for v in waits] == ["idle", "work"]
+    assert [v.phase for v in requests] == ["work"]
+    assert [v.phase for v in steps] == ["step"]
+    assert [v.phase for v in dummies] == ["dummy"]
+    assert [v.phase for v in syncs] == ["sync", "sync"]
+    assert [v.phase for v in barriers] == ["barrier"]
+    last = view()
+    assert (last.pid, last.rank, last.step, last.wave) == (os.getpid(), 3, 2, 1)
+    assert (last.waiting, last.running, last.flags) == (1, 0, 0)
+
+
+def test_flags_tell_how_far_a_pause_is(core_module: Any, folder: Path) -> None:
+    install(core_module, "core status", "lockstep core status")
+    core = core_module.DPEngineCoreProc()
+    core.pause_scheduler("keep", clear_cache=False)
+    core._process_input_queue()
+    assert view().flags == LOCALLY_PAUSED | STEPPING
+    core.turn()
+    core._process_input_queue()
+    assert view().flags == LOCALLY_PAUSED | GLOBALLY_PAUSED
+
+
+def test_an_engine_that_steps_alone_counts_its_steps(core_module: Any, folder: Path) -> None:
+    install(core_module, "core status", "lockstep core status")
+    core = core_module.EngineCoreProc()
+    for running in (1, 1, 1, 0):
+        core.scheduler.running = running
+        core._process_engine_step()
+    core._process_input_queue()
+    assert (view().step, view().wave) == (3, 0)
+
+
+def test_a_request_counts_no_more_before_its_last_output_leaves(
+    core_module: Any, folder: Path
+) -> None:
+    """Whoever reads that output, and then the page, must not find the request still there."""
+    outputs = seen_in(core_module.EngineCoreProc, "_put")
+    install(core_module, "core status", "lockstep core status")
+    core = core_module.EngineCoreProc()
+    for end in (core._process_engine_step, functools.partial(core.pause_scheduler, "abort")):
+        core.scheduler.running = 1
+        core._process_input_queue()
+        assert view().running == 1
+        end()
+    assert core.outputs == ["last", "aborted"]
+    assert [seen.running for seen in outputs] == [0, 0]
+
+
+def test_pages_of_cores_that_were_killed_are_cleared(core_module: Any, folder: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    folder.mkdir()
+    stale = folder / f"{gone.pid}.page"
+    mine = folder / f"{os.getppid()}.page"
+    for path in (stale, mine):
+        path.touch()
+    install(core_module, "core status", "lockstep core status")
+    core_module.EngineCoreProc()._process_input_queue()
+    assert not stale.exists()
+    assert mine.exists()
+
+
+def test_a_page_that_cannot_be_made_stops_nothing(
+    core_module: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once."""
+    folder.write_text("a file where the folder should be")
+    install(core_module, "core status", "lockstep core status")
+    core = core_module.EngineCoreProc()
+    with caplog.at_level(logging.WARNING):
+        core._process_input_queue()
+        core._process_input_queue()
+    assert core.seen == ["input", "input"]
+    assert caplog.text.count("no status page") == 1

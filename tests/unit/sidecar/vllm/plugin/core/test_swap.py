@@ -1,0 +1,272 @@
+"""The swap inside engine cores: at a step, for all ranks or none, with the right labels."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bus.messages import NackCode
+from sidecar.vllm.plugin import operations
+from sidecar.vllm.plugin.core import swap as core_swap
+from sidecar.vllm.plugin.worker_rpc import CALL_OFF, PERFORM, SWAP
+from tests.support.seams import install
+
+
+@pytest.fixture
+def bare() -> Any:
+    """The fake module, anew."""
+    path = Path(__file__).with_name("_fake_swap.py")
+    spec = importlib.util.spec_from_file_location("fake_swap", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    import sys  # noqa: PLC0415 - dataclasses look their module up
+
+    sys.modules["fake_swap"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def module(bare: Any) -> Any:
+    install(bare, "version labels", "prefix cache versions", "swap", "lockstep swap")
+    return bare
+
+
+def swap(core: Any, version: int = 5, *, clear_cache: bool = False) -> Any:
+    kwargs = {"version": version, "check": "all?", "operation": "op", "clear_cache": clear_cache}
+    return core.collective_rpc(SWAP, None, (), kwargs)
+
+
+def label(core: Any) -> str:
+    """Of the next batch whose output is read."""
+    outputs = {0: SimpleNamespace(weight_version=None)}
+    core._attach_weight_version(outputs)
+    return str(outputs[0].weight_version)
+
+
+def refused(error: BaseException | None) -> NackCode:
+    failure = operations.find_failure(str(error))
+    assert failure is not None
+    return failure.code
+
+
+class Ranks:
+    """Some in lockstep, whose all-reduce is a sum over what each of them brings."""
+
+    def __init__(self, module: Any, monkeypatch: pytest.MonkeyPatch, size: int = 2) -> None:
+        group = SimpleNamespace(size=lambda: size)
+        self._config = module.ParallelConfig
+        self.cores = [module.DPEngineCoreProc(group) for _ in range(size)]
+        self._brought: list[torch.Tensor] = []
+        self._sum: torch.Tensor | None = None
+        monkeypatch.setattr(torch.distributed, "all_reduce", self._all_reduce)
+
+    def _all_reduce(self, tensor: torch.Tensor, **_how: Any) -> None:
+        if self._sum is None:
+            self._brought.append(tensor.clone())
+        else:
+            tensor.copy_(self._sum)
+
+    def confer(self, *unfinished: bool) -> list[bool]:
+        """All of them, at one step; what each makes of it."""
+        self._brought, self._sum = [], None
+        ready = [core.wavebus_ready for core in self.cores]
+        for core, work in zip(self.cores, unfinished, strict=True):
+            saved = (core.pending_pause, core.ignore_start_dp_wave)
+            core.wavebus_ready, kept = None, core.wavebus_ready
+            core_swap._conference.ready = kept is not None
+            self._config.sync_dp_state(core.dp_group, work, core.pending_pause)
+            core.wavebus_ready = kept
+            core.pending_pause, core.ignore_start_dp_wave = saved
+        assert [core.wavebus_ready for core in self.cores] == ready
+        self._sum = sum(self._brought, start=torch.zeros(2, dtype=torch.int32))
+        return [
+            core._has_global_unfinished_reqs(work)
+            for core, work in zip(self.cores, unfinished, strict=True)
+        ]
+
+
+def test_alone_it_swaps_at_once(module: Any) -> None:
+    """The workers are asked where the core asks them for steps; what comes is of the version."""
+    core = module.EngineCoreProc()
+    assert swap(core) == [False]
+    assert core.calls == [(PERFORM, {"operation": "all?"}), (PERFORM, {"operation": "op"})]
+    assert (core.get_weight_version(), label(core), core.resets) == ("5", "5", 0)
+    assert core.collective_rpc(CALL_OFF) == [False]
+    core.calls.clear()
+    swap(core, 6, clear_cache=True)
+    check, op = ((PERFORM, {"operation": each}) for each in ("all?", "op"))
+    assert core.calls == [check, ("reset_prefix_cache", None), op]
+
+
+def test_steps_on_their_way_are_of_the_version_before(module: Any) -> None:
+    """Their outputs are read later, in order; also over two swaps."""
+    core = module.EngineCoreProc()
+    swap(core, 4)
+    core.batch_queue = module.deque(["one", "two"])
+    swap(core, 5)
+    assert label(core) == "4"
+    core.batch_queue = module.deque(["two", "three"])  # of 4, and of 5
+    swap(core, 6)
+    assert [label(core) for _ in range(4)] == ["4", "5", "6", "6"]
+
+
+def test_requests_that_come_find_nothing_of_older_weights(module: Any) -> None:
+    """Those that were there go on with what they have; those that had not begun do not."""
+    core = module.EngineCoreProc()
+
+    def made(*tokens: int, salt: str | None = None) -> Any:
+        asked = SimpleNamespace(tokens=list(tokens), cache_salt=salt)
+        return core.preprocess_add_request(asked)[0]
+
+    running, waiting, late = made(1, 2), made(1, 2), made(1, 2)
+    running.num_computed_tokens = 2
+    core.add_request(running, 0)
+    core.add_request(waiting, 1)
+    swap(core)
+    core.add_request(late, 2)
+    fresh, own = made(1, 2), made(1, 2, salt="mine")
+    core.add_request(fresh, 3)
+    assert running.block_hashes == [(None, 1, 2)]
+    assert waiting.block_hashes == late.block_hashes == fresh.block_hashes
+    assert not set(fresh.block_hashes) & set(running.block_hashes)
+    assert own.cache_salt.endswith("mine")
+    assert own.block_hashes != fresh.block_hashes
+    swap(core, 6, clear_cache=True)
+    assert core.resets == core.encoder_resets == 1
+    again = made(1, 2)
+    assert running.block_hashes == again.block_hashes != fresh.tokens
+    core.set_weight_version("7")  # committed in a pause
+    assert made(1, 2).block_hashes != again.block_hashes
+
+
+def test_ranks_swap_where_all_of_them_are_ready(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is not keeps all at the old version, and the wave going; nobody swaps alone."""
+    ranks = Ranks(module, monkeypatch)
+    zero, one = ranks.cores
+    first = swap(zero)
+    assert isinstance(first, Future)
+    for _ in range(2):
+        assert ranks.confer(False, False) == [True, True]
+        assert (zero.get_weight_version(), one.get_weight_version()) == ("default", "default")
+    second = swap(one)
+    assert not second.done()
+    assert ranks.confer(False, False) == [False, False]
+    assert (first.result(0), second.result(0)) == ([False], [False])
+    assert (zero.get_weight_version(), one.get_weight_version()) == ("5", "5")
+    assert ranks.confer(True, False) == [True, True]
+
+
+def test_an_idle_rank_starts_a_wave(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator hears of it, once; a wave that runs needs none."""
+    zero, one = Ranks(module, monkeypatch).cores
+    zero.current_wave = 7
+    swap(zero)
+    assert zero.engines_running
+    client, told = zero.output_queue.get_nowait()
+    assert (client, told.start_wave) == (-1, 7)
+    one.engines_running = True
+    swap(one)
+    assert one.output_queue.empty()
+
+
+def test_it_is_called_off_as_long_as_it_waits(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or when all ranks have paused; and in a pause none begins."""
+    ranks = Ranks(module, monkeypatch)
+    zero, one = ranks.cores
+    waits = swap(zero)
+    assert zero.collective_rpc(CALL_OFF) == [True]
+    assert refused(waits.exception(0)) is NackCode.CALLED_OFF
+    swap(one)
+    assert ranks.confer(False, False) == [True, True]
+    assert zero.get_weight_version() == one.get_weight_version() == "default"
+    zero.pending_pause = one.pending_pause = True
+    waits = one.wavebus_ready.made
+    ranks.confer(False, False)
+    assert refused(waits.exception(0)) is NackCode.CALLED_OFF
+    for core in (zero, one):
+        with pytest.raises(core_swap.SwapRefused) as paused:
+            swap(core)
+        assert refused(paused.value) is NackCode.CALLED_OFF
+
+
+def test_a_second_one_does_not_take_its_place(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused."""
+    zero, _ = Ranks(module, monkeypatch).cores
+    swap(zero)
+    with pytest.raises(core_swap.SwapRefused):
+        swap(zero, 6)
+    assert zero.wavebus_ready.version == 5
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_workers_that_have_not_all_of_it_change_nothing(
+    module: Any, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    """They say so before any rank is ready."""
+    core = module.EngineCoreProc() if alone else Ranks(module, monkeypatch).cores[0]
+    core.fails = core_swap.SwapRefused("called off: not all is staged")
+    with pytest.raises(core_swap.SwapRefused):
+        swap(core)
+    assert core.wavebus_ready is None
+    assert core.get_weight_version() == "default"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), core_swap.SwapRefused("refused")])
+def test_workers_that_fail_when_it_is_made_end_the_core(
+    module: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Whatever with: some of them, or the other ranks, may have swapped, and nobody is to be served
+    by two versions."""
+    killed: list[int] = []
+    monkeypatch.setattr("os.kill", lambda _pid, number: killed.append(number))
+    ranks = Ranks(module, monkeypatch)
+    for core in ranks.cores:
+        swap(core)
+    ranks.cores[0].fails = error
+    with pytest.raises(type(error)):
+        ranks.confer(True, True)
+    assert killed == [signal.SIGKILL]
+
+
+CANT_CLEAR = (False, RuntimeError("keys and values are still to come"))
+
+
+@pytest.mark.parametrize("clears", CANT_CLEAR)
+def test_caches_that_cant_be_cleared_call_it_off(module: Any, clears: bool | Exception) -> None:
+    """Before anything has changed; and who keeps them, swaps."""
+    core = module.EngineCoreProc()
+    core.clears = clears
+    with pytest.raises(core_swap.SwapRefused) as cant:
+        swap(core, clear_cache=True)
+    assert refused(cant.value) is NackCode.CALLED_OFF
+    assert core.calls == [(PERFORM, {"operation": "all?"})]
+    assert (core.get_weight_version(), core.encoder_resets) == ("default", 0)
+    swap(core)
+    assert core.get_weight_version() == "5"
+
+
+@pytest.mark.parametrize("clears", CANT_CLEAR)
+def test_a_rank_that_cant_clear_its_caches_ends_when_the_others_swap(
+    module: Any, monkeypatch: pytest.MonkeyPatch, clears: bool | Exception
+) -> None:
+    """All of them have agreed to it."""
+    killed: list[int] = []
+    monkeypatch.setattr("os.kill", lambda _pid, number: killed.append(number))
+    ranks = Ranks(module, monkeypatch)
+    for core in ranks.cores:
+        swap(core, clear_cache=True)
+    ranks.cores[0].clears = clears
+    with pytest.raises(core_swap.SwapRefused):
+        ranks.confer(True, True)
+    assert killed == [signal.SIGKILL]

@@ -1,0 +1,390 @@
+"""What the HTTP adapter says of servers that it can't drive, and of those that are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+
+from bus.errors import EngineDead, EngineError, UsageError
+from bus.messages import NackCode
+from sidecar.engine import ProbeResult
+from sidecar.vllm import connection_http
+from sidecar.vllm.http_engine import VllmHttpEngine
+from sidecar.vllm.plugin import operations, worker_rpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.7:8000", "http://example.org", "http://[2001::1]"])
+def test_only_loopback(url: str) -> None:
+    """Unless asked for: the API key does not cover the RL routes."""
+    with pytest.raises(UsageError, match="API key"):
+        VllmHttpEngine(url)
+    VllmHttpEngine(url, allow_remote=True)
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://127.0.0.1"])
+def test_urls_that_are_none(url: str) -> None:
+    """Refused before anything is tried."""
+    with pytest.raises(UsageError):
+        VllmHttpEngine(url)
+
+
+PRESENT = worker_rpc._PRESENT + "wavebus"
+FAILURE = operations.WorkerFailure(
+    NackCode.CHECKSUM_MISMATCH, "lm_head.weight differs", "lm_head.weight"
+)
+# What vLLM 0.32 and 0.33 answer on their RL routes when a call has failed.
+OLD_DEATH = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+NEW_DEATH = "The server had an error while processing your request."
+
+
+class Server:
+    """Answers as an API server would: which of its routes it has is up to the test."""
+
+    def __init__(self, **routes: Any) -> None:
+        self.routes: dict[str, Any] = {"health": None, **routes}
+        self.ports: list[int] = []  # the callers', of each call
+        self.posts: list[tuple[str, Any]] = []  # routes and bodies
+        self.names: list[str] = []  # the routes that were called
+        self._asked = asyncio.Condition()
+
+    async def asked(self, name: str) -> None:
+        """Wait until this route was called."""
+        async with self._asked:
+            await self._asked.wait_for(lambda: name in self.names)
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        name = request.path.strip("/")
+        assert request.transport is not None
+        self.ports.append(request.transport.get_extra_info("peername")[1])
+        if request.method == "POST" and request.can_read_body:
+            self.posts.append((name, await request.json()))
+        async with self._asked:
+            self.names.append(name)
+            self._asked.notify_all()
+        if name not in self.routes:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        content = self.routes[name]
+        if isinstance(content, web.HTTPException):
+            raise content
+        if isinstance(content, asyncio.Event):
+            await content.wait()
+        return web.json_response(content if isinstance(content, dict) else {})
+
+
+@asynccontextmanager
+async def serving(server: Server) -> AsyncIterator[tuple[VllmHttpEngine, web.AppRunner]]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", server.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    engine = VllmHttpEngine(f"http://127.0.0.1:{port}", ready_timeout_s=2)
+    try:
+        yield engine, runner
+    finally:
+        await engine.close()
+        await runner.cleanup()
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 30))
+
+
+def config(backend: str | None, **parallel: bool) -> dict[str, Any]:
+    transfer = None if backend is None else {"backend": backend}
+    return {"vllm_config": {"weight_transfer_config": transfer, "parallel_config": parallel}}
+
+
+@pytest.mark.parametrize(
+    ("routes", "text"),
+    [
+        ({"version": {"version": "0.27.1"}}, "vLLM 0.27.1 is not supported"),
+        ({"version": {"version": "0.32.0"}}, "VLLM_SERVER_DEV_MODE=1"),
+        (
+            {"version": {"version": "0.32.0"}, "server_info": config(None)},
+            r"no backend: start it with --weight-transfer-config",
+        ),
+        (
+            {
+                "version": {"version": "0.32.0"},
+                "server_info": config("nccl"),
+                "collective_rpc": {"results": ["<WorkerWrapperBase object>"]},
+            },
+            "backend 'nccl'.* no plugin",
+        ),
+        (
+            {"version": {"version": "0.32.0"}, "server_info": config("sharded_rdt")},
+            "'sharded_rdt', which the bus can't drive",
+        ),
+        (
+            {
+                "version": {"version": "0.33.0"},
+                "server_info": config("wavebus", enable_elastic_ep=True),
+                "collective_rpc": {"results": [PRESENT]},
+            },
+            "has --enable-elastic-ep.*start it without",
+        ),
+        (
+            {
+                "version": {"version": "0.33.0"},
+                "server_info": config("wavebus", data_parallel_hybrid_lb=True),
+                "collective_rpc": {"results": [PRESENT]},
+            },
+            "has --data-parallel-hybrid-lb.*with one sidecar per rank",
+        ),
+        ({"health": web.HTTPServiceUnavailable()}, "no healthy server"),
+    ],
+)
+def test_servers_that_cannot_be_driven(routes: dict[str, Any], text: str) -> None:
+    """The text says how to start one that can."""
+
+    async def scenario() -> None:
+        async with serving(Server(**routes)) as (engine, _):
+            with pytest.raises(EngineError, match=text):
+                await engine.start()
+
+    run(scenario())
+
+
+def test_a_step_is_one_post() -> None:
+    """Of one operation, for all workers."""
+
+    async def scenario() -> None:
+        server = Server(collective_rpc={"results": ["1"]})
+        async with serving(server) as (engine, _):
+            engine._connections = connection_http.HttpSessions(5.0)
+            await engine.start_update(recover=False, target="draft")
+            operation = operations.encode(operations.Start("draft", recover=False))
+            [(name, body)] = server.posts
+            assert name == "collective_rpc"
+            assert body == {"method": worker_rpc.PERFORM, "kwargs": {"operation": operation}}
+
+    run(scenario())
+
+
+def test_a_probe_is_one_request_with_a_salt_of_its_own() -> None:
+    """Greedy, past any end; what a prefix cache holds under another salt has no part in it."""
+    content = [{"token_id": 7, "logprob": -0.5}, {"token_id": 8, "logprob": -0.25}]
+    choice = {"token_ids": [7, 8], "logprobs": {"content": content}}
+
+    async def scenario() -> None:
+        server = Server(**{"inference/v1/generate": {"choices": [choice]}})
+        async with serving(server) as (engine, _):
+            engine._connections = connection_http.HttpSessions(5.0)
+            found = await engine.probe_one("probe-1", (1, 2), 2, "salt-of-u1")
+            assert found == ProbeResult((7, 8), (-0.5, -0.25))
+            [(name, body)] = server.posts
+            assert name == "inference/v1/generate"
+            assert body["cache_salt"] == "salt-of-u1"
+            assert (body["token_ids"], body["request_id"]) == ([1, 2], "probe-1")
+            sampling = body["sampling_params"]
+            assert (sampling["temperature"], sampling["max_tokens"]) == (0.0, 2)
+            assert sampling["ignore_eos"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("answer", "serves"),
+    [
+        (web.HTTPUnprocessableEntity(), True),
+        (web.HTTPBadRequest(), True),
+        (web.HTTPUnauthorized(), False),
+        (web.HTTPNotFound(), False),
+    ],
+)
+def test_who_is_asked_for_an_api_key_runs_no_probes(
+    answer: web.HTTPException, serves: bool
+) -> None:
+    """Nor who has no such route. It is asked before anything begins."""
+
+    async def scenario() -> None:
+        async with serving(Server(**{"inference/v1/generate": answer})) as (engine, _):
+            engine._connections = connection_http.HttpSessions(5.0)
+            assert await engine._accepts_token_ids() is serves
+
+    run(scenario())
+
+
+def test_a_call_has_no_read_timeout_and_ends_with_the_server() -> None:
+    """A pause that takes long is no failure; one whose server goes away is."""
+    forever = asyncio.Event()
+
+    async def scenario() -> None:
+        async with serving(Server(pause=forever)) as (engine, runner):
+            with pytest.raises(EngineError):
+                await engine.start()
+            pause = asyncio.create_task(engine.pause("keep", clear_cache=True))
+            done, _ = await asyncio.wait([pause], timeout=0.2)
+            assert not done
+            await runner.cleanup()
+            with pytest.raises(EngineDead):
+                await pause
+
+    run(scenario())
+
+
+def test_a_quiet_connection_is_closed_by_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that closes it may do so while a pause is on its way."""
+    monkeypatch.setattr(connection_http, "KEEP_ALIVE_S", 0.05)
+
+    async def scenario() -> None:
+        hung_up = asyncio.Event()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while await reader.readline():
+                while (await reader.readline()).strip():
+                    pass
+                writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\n{}")
+            hung_up.set()
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            engine = VllmHttpEngine(f"http://127.0.0.1:{port}", ready_timeout_s=2)
+            with pytest.raises(EngineError):
+                await engine.start()
+            await hung_up.wait()
+            await engine.close()
+
+    run(scenario())
+
+
+def test_a_connection_that_saw_a_failure_is_not_used_again() -> None:
+    """Servers close it a moment later, perhaps when the next call has just taken it. What is
+    under way beside the failure goes on."""
+    waiting = asyncio.Event()
+
+    async def scenario() -> None:
+        server = Server(resume=None, pause=waiting, abort_requests=web.HTTPInternalServerError())
+        async with serving(server) as (engine, _):
+            with pytest.raises(EngineError):
+                await engine.start()
+            await engine.resume()
+            await engine.resume()
+            kept, again = server.ports[-2:]
+            assert kept == again
+            pause = asyncio.create_task(engine.pause("keep", clear_cache=True))
+            await server.asked("pause")
+            with pytest.raises(EngineError):
+                await engine.post("/abort_requests")
+            failed, asked_for_health = server.ports[-2:]
+            assert failed != asked_for_health
+            await engine.resume()
+            assert server.ports[-1] not in (failed, kept)
+            waiting.set()
+            await pause
+
+    run(scenario())
+
+
+def test_death_is_told_from_being_busy() -> None:
+    """Slow is busy. Not listening is dead, and so is who says so."""
+
+    async def scenario() -> None:
+        server = Server()
+        async with serving(server) as (engine, runner):
+            with pytest.raises(EngineError):
+                await engine.start()
+            death = asyncio.create_task(engine.died())
+            server.routes["health"] = asyncio.Event()
+            done, _ = await asyncio.wait([death], timeout=2.5)
+            assert not done
+            await runner.cleanup()
+            assert "nothing listens" in await death
+
+    run(scenario())
+
+
+def test_a_server_may_say_that_its_engine_is_dead() -> None:
+    """vLLM's /health answers 503 then."""
+
+    async def scenario() -> None:
+        server = Server()
+        async with serving(server) as (engine, _):
+            with pytest.raises(EngineError):
+                await engine.start()
+            server.routes["health"] = web.HTTPServiceUnavailable()
+            assert "503" in await engine.died()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("text", [OLD_DEATH, NEW_DEATH, "Failed to pause generation: whatever"])
+def test_a_dead_engine_is_recognised_by_its_servers_health(text: str) -> None:
+    """Whatever the answer says; the same answer of a healthy server is an error of the call."""
+
+    async def scenario() -> None:
+        server = Server(pause=web.HTTPInternalServerError(text=text))
+        async with serving(server) as (engine, _):
+            engine._connections = connection_http.HttpSessions(5.0)
+            with pytest.raises(EngineError) as failed:
+                await engine.pause("keep", clear_cache=True)
+            assert failed.value.code is NackCode.ENGINE_FAILED
+            assert text in failed.value.detail
+            server.routes["pause"] = web.HTTPInternalServerError(text=text)
+            server.routes["health"] = web.HTTPServiceUnavailable()
+            with pytest.raises(EngineDead):
+                await engine.pause("keep", clear_cache=True)
+
+    run(scenario())
+
+
+def test_a_server_that_ends_with_its_engine_is_dead() -> None:
+    """It has answered, and nobody listens any more."""
+
+    async def scenario() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            server.close()
+            writer.write(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 2\r\n\r\n{}")
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        engine = VllmHttpEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        engine._connections = connection_http.HttpSessions(5.0)
+        with pytest.raises(EngineDead, match="/pause: the server's engine is dead"):
+            await engine.pause("keep", clear_cache=True)
+        await engine.close()
+
+    run(scenario())
+
+
+def test_what_the_plugin_says_gets_through_an_error() -> None:
+    """With its code and its tensor; nobody asks for the server's health."""
+    said = {"error": {"message": f"Call failed: {FAILURE.to_text()}"}}
+    answer = web.HTTPInternalServerError(text=json.dumps(said))
+
+    async def scenario() -> None:
+        server = Server(collective_rpc=answer)
+        async with serving(server) as (engine, _):
+            engine._connections = connection_http.HttpSessions(5.0)
+            with pytest.raises(EngineError) as failed:
+                await engine.start_update(recover=False)
+            assert (failed.value.code, failed.value.tensor) == (FAILURE.code, FAILURE.tensor)
+            assert len(server.ports) == 1
+
+    run(scenario())
+
+
+def test_an_engine_wakes_by_its_workers_and_resumes_by_vllms_own_wake() -> None:
+    """That one tells a KV connector where the cache lies now."""
+
+    async def scenario() -> None:
+        server = Server(collective_rpc={"results": [None]}, wake_up={"status": "awake"})
+        async with serving(server) as (engine, _):
+            engine._connections = connection_http.HttpSessions(5.0)
+            await engine.wake()
+            assert server.names == ["collective_rpc", "wake_up"]
+
+    run(scenario())

@@ -1,0 +1,111 @@
+"""What is asked of a server that is to load adapters, and what its answers mean."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from bus.errors import EngineError
+from bus.lora import AdapterFolder
+from bus.messages import NackCode
+from bus.weight_transfer.formats import SHM_FOLDER, encode
+from sidecar.vllm.lora_routes import LOAD, MODELS, UNLOAD, AdapterRoutes, adapter_id
+
+PARAMS = encode(AdapterFolder("wavebus-lora-x", "0" * 64))
+NO_NAME = (400, "{\"error\": \"Both 'lora_name' and 'lora_path' must be provided.\"}")
+
+
+class Routes:
+    """A server's answers by path, and what it was told."""
+
+    def __init__(self, served: dict[str, str | None], **answers: tuple[int, str]) -> None:
+        cards = [{"id": name, "parent": parent} for name, parent in served.items()]
+        self.answers = {
+            LOAD: NO_NAME,
+            UNLOAD: (200, "Success"),
+            MODELS: (200, json.dumps({"data": cards})),
+            **{f"/v1/{name}": answer for name, answer in answers.items()},
+        }
+        self.told: list[tuple[str, Any]] = []
+
+    async def __call__(self, method: str, path: str, body: Any = None) -> tuple[int, str]:  # noqa: ARG002
+        self.told.append((path, body))
+        if path == LOAD and body["lora_name"] and self.answers[LOAD] == NO_NAME:
+            return 200, "Success: LoRA adapter added"
+        return self.answers[path]
+
+
+def run(routes: Routes, *steps: str) -> None:
+    async def scenario() -> None:
+        adapters = AdapterRoutes(routes, "http://here")
+        await adapters.open("mine", PARAMS)
+        for step in steps:
+            await getattr(adapters, step)("mine")
+
+    asyncio.run(scenario())
+
+
+def test_it_is_loaded_in_place_by_its_path() -> None:
+    routes = Routes({"tiny": None})
+    run(routes, "load")
+    body = {"lora_name": "mine", "lora_path": f"{SHM_FOLDER}/wavebus-lora-x", "load_inplace": True}
+    assert routes.told[-1] == (LOAD, body)
+
+
+@pytest.mark.parametrize(("models", "told"), [({}, True), ({"mine": "tiny"}, False)])
+def test_only_a_name_that_was_not_there_is_forgotten(models: Any, told: bool) -> None:
+    """One that was, still has an adapter: the one before."""
+    routes = Routes({"tiny": None, **models})
+    run(routes, "drop")
+    assert ((UNLOAD, {"lora_name": "mine"}) in routes.told) == told
+
+
+def test_a_name_that_never_came_is_forgotten_already() -> None:
+    run(Routes({"tiny": None}, unload_lora_adapter=(404, "cannot be found")), "drop")
+
+
+@pytest.mark.parametrize(
+    ("routes", "code", "text"),
+    [
+        (
+            Routes({"tiny": None}, load_lora_adapter=(404, "Not Found")),
+            NackCode.BACKEND_MISSING,
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+        ),
+        (
+            Routes({"tiny": None}, load_lora_adapter=(401, "Unauthorized")),
+            NackCode.BACKEND_MISSING,
+            "API key",
+        ),
+        (Routes({"mine": None}), NackCode.MALFORMED, "name of the model"),
+        (Routes({}, models=(500, "broken")), NackCode.ENGINE_FAILED, "answers 500: broken"),
+    ],
+)
+def test_a_server_that_would_not_load_it(routes: Routes, code: NackCode, text: str) -> None:
+    """It says so before anything has changed."""
+    with pytest.raises(EngineError, match=text) as refused:
+        run(routes)
+    assert refused.value.code is code
+
+
+@pytest.mark.parametrize("step", ["load", "drop"])
+def test_what_the_server_fails_with_is_told(step: str) -> None:
+    routes = Routes({"tiny": None})
+
+    async def scenario() -> None:
+        adapters = AdapterRoutes(routes, "http://here")
+        await adapters.open("mine", PARAMS)
+        routes.answers |= {LOAD: (500, "no room"), UNLOAD: (500, "no room")}
+        await getattr(adapters, step)("mine")
+
+    with pytest.raises(EngineError, match="no room"):
+        asyncio.run(scenario())
+
+
+def test_ids_are_stable_and_vllms() -> None:
+    """The same in every process, and never 0."""
+    assert adapter_id("policy-lora") == adapter_id("policy-lora") != adapter_id("policy-lorb")
+    assert all(0 < adapter_id(str(n)) < 2**31 for n in range(1000))

@@ -1,0 +1,386 @@
+"""Each step of an update is one call of the engine's workers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+import pytest
+
+from bus.errors import EngineError
+from bus.lora import adapter_backend
+from bus.manifest import Manifest, TensorMeta
+from bus.messages import NackCode, Staging
+from bus.weight_transfer.allocation import NO_RANK, StagingCapacity
+from sidecar.engine import Chunk
+from sidecar.vllm.plugin import operations, worker_rpc
+from sidecar.vllm.plugin.staging import channel_messages
+from sidecar.vllm.plugin.staging.channel_server import StagingChannelServer
+from sidecar.vllm.worker_client import WorkerClient
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterator
+
+    Told: TypeAlias = operations.Operation | channel_messages.Operation | str
+
+MANIFEST = Manifest(("a",), ("float32",), ((2,),), (1,))
+META = TensorMeta("a", "float32", (2,))
+MAY = Staging(required=False, budget_bytes=0, keep=False, clear_cache=False)
+
+
+class Workers:
+    """The workers of an engine, and what they were told."""
+
+    def __init__(self, *, fails: type[Any] | None = None) -> None:
+        self.told: list[Told] = []
+        self.found = StagingCapacity(64)
+        self.calls_off: bool | None = False
+        self.mates: list[StagingChannelServer] = []
+        self.by_lane: list[channel_messages.Operation] = []
+        self.in_place = False
+        self.forgets = False  # what was armed
+        self.lane = StagingChannelServer(self._carry_out, lambda: None)
+        self.lane_name = ""  # of another one
+        self._fails = fails
+
+    async def ask(self, method: str, kwargs: dict[str, Any]) -> Any:
+        match method:
+            case worker_rpc.PERFORM:
+                self._perform(operations.decode(kwargs["operation"]))
+                return [2]
+            case worker_rpc.ARM:
+                self._perform(operations.decode(kwargs["operation"]))
+                return [msgspec.to_builtins(self.found)]
+            case worker_rpc.ASK_LANE:
+                return [self.lane_name or self.lane.name, *(mate.name for mate in self.mates)]
+            case worker_rpc.SWAP:
+                self.told += [operations.decode(kwargs[name]) for name in ("check", "operation")]
+                self.told.append(f"swap to {kwargs['version']}, {kwargs['clear_cache']}")
+                return [True]
+            case worker_rpc.CALL_OFF:
+                self.told.append("call off")
+                return [self.calls_off]
+        raise AssertionError(method)
+
+    def _carry_out(self, told: channel_messages.Operation) -> channel_messages.Done:
+        if isinstance(told, channel_messages.Greet):
+            return channel_messages.Done()
+        self.told.append(told)
+        self.by_lane.append(told)
+        if isinstance(told, channel_messages.Rearm | operations.ArmManifest):
+            if self.forgets:
+                raise EngineError("another update was armed last", code=NackCode.WRONG_STATE)
+            return channel_messages.Done(room=self.found)
+        return channel_messages.Done(in_place=self.in_place, ahead=3)
+
+    def _perform(self, told: operations.Operation) -> None:
+        self.told.append(told)
+        if self._fails is not None and isinstance(told, self._fails):
+            raise EngineError("another sum", code=NackCode.CHECKSUM_MISMATCH)
+
+    async def load_adapter(self, name: str) -> None:
+        self.told.append(f"load {name}")
+
+    async def drop_adapter(self, name: str) -> None:
+        self.told.append(f"drop {name}")
+
+
+@pytest.fixture
+def closed() -> Iterator[list[WorkerClient | StagingChannelServer]]:
+    """Both ends of lanes, which go when a test ends."""
+    made: list[WorkerClient | StagingChannelServer] = []
+    yield made
+    for each in made:
+        each.close()
+
+
+def client_of(workers: Workers, closed: list[WorkerClient | StagingChannelServer]) -> WorkerClient:
+    """Of these workers, until the test ends."""
+    client = WorkerClient(workers)
+    closed += client, workers.lane, *workers.mates
+    return client
+
+
+def told(workers: Workers, *steps: Coroutine[Any, Any, object]) -> list[Told]:
+    """What these steps came to."""
+
+    async def scenario() -> None:
+        for step in steps:
+            await step
+
+    workers.told.clear()
+    asyncio.run(scenario())
+    return workers.told
+
+
+def test_an_update_is_one_call_for_each_step(
+    closed: list[WorkerClient | StagingChannelServer],
+) -> None:
+    """A chunk is two: it is verified where it is loaded."""
+    workers = Workers()
+    client = client_of(workers, closed)
+    told(workers, client.hello({}, cores=1), client.open_transfer("shm", b"", NO_RANK))
+    steps = (
+        client.arm(MANIFEST, "model"),
+        client.start_update(recover=False, target="model"),
+        client.receive(Chunk(0, "shm", (META,), b"h")),
+        client.load(0, "full", (7,)),
+        client.finish_update(),
+        client.settle(),
+    )
+    assert told(workers, *steps) == [
+        operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", ()),
+        operations.Start("model", recover=False),
+        operations.ReceiveChunk(0, "shm", ("a",), ("float32",), ((2,),), b"h"),
+        operations.LoadChunk(0, "full", (7,)),
+        operations.Finish(),
+    ]
+
+
+def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap(
+    closed: list[WorkerClient | StagingChannelServer],
+) -> None:
+    """Chunks come by the lane, so that no step waits for them."""
+    workers = Workers()
+    client = client_of(workers, closed)
+    told(workers, client.hello({}, cores=1), client.open_transfer("shm", b"", NO_RANK))
+    steps = (
+        client.arm(MANIFEST, "model", MAY),
+        client.start_update(recover=False, target="model", staged=True),
+        client.receive(Chunk(0, "shm", (META,), b"h")),
+        client.load(0, "full", (7,)),
+        client.finish_update(),
+        client.swap(3, clear_cache=False),
+        client.restore("model"),
+    )
+    assert told(workers, *steps) == [
+        operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), MAY),
+        channel_messages.StartStaging(),
+        channel_messages.ReceiveStaged(0, "shm", b"h"),
+        channel_messages.Stage((channel_messages.SentChunk(0, "full", (7,)),)),
+        channel_messages.Seal(),
+        operations.CheckReady(),
+        operations.SwapStaged(),
+        "swap to 3, False",
+        operations.ReleaseStaging(),
+    ]
+
+
+def test_chunks_that_are_received_where_they_are_staged_are_told_of_together(
+    closed: list[WorkerClient | StagingChannelServer],
+) -> None:
+    """Each word takes its time from a step."""
+    workers = Workers()
+    workers.in_place = True
+    client = client_of(workers, closed)
+    told(workers, client.hello({}, cores=1), client.open_transfer("nccl", b"", NO_RANK))
+    manifest = replace(
+        MANIFEST, names=tuple("abc"), dtypes=("int8",) * 3, shapes=((1,),) * 3, chunk_ends=(1, 2, 3)
+    )
+    chunks = [Chunk(seq, "nccl", manifest.chunk(seq), b"h") for seq in range(3)]
+    told(workers, client.arm(manifest, "model", MAY))
+    steps = (
+        client.start_update(recover=False, target="model", staged=True),
+        client.receive(chunks[0]),
+        client.receive(chunks[1]),
+        client.load(0, "sample", (7,)),
+        client.receive(chunks[2]),
+        client.load(1, "sample", (8,)),
+        client.load(2, "sample", (9,)),
+        client.finish_update(),
+    )
+    sent = [channel_messages.SentChunk(seq, "sample", (7 + seq,)) for seq in range(3)]
+    assert told(workers, *steps) == [
+        channel_messages.StartStaging(),
+        channel_messages.ReceiveStaged(0, "nccl", b"h"),
+        channel_messages.ReceiveStaged(1, "nccl", b"h"),
+        channel_messages.ReceiveStaged(2, "nccl", b"h"),
+        channel_messages.Stage(tuple(sent)),
+        channel_messages.Seal(),
+    ]
+
+
+def test_a_manifest_that_was_armed_before_is_not_sent_again(
+    closed: list[WorkerClient | StagingChannelServer],
+) -> None:
+    """Whether it was staged then, or loaded in a pause. Unless workers know another one, or the
+    tensors were an adapter's."""
+    workers = Workers()
+    client = client_of(workers, closed)
+    told(workers, client.hello({}, cores=1), client.open_transfer("shm", b"", NO_RANK))
+    arm = operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), MAY)
+    again = channel_messages.Rearm(MANIFEST.digest(), MAY)
+    other = replace(MANIFEST, shapes=((3,),))
+    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
+    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again]
+    assert len(told(workers, client.arm(other, "model", MAY))) == 1
+    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
+    workers.forgets = True
+    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again, arm, arm]
+    workers.forgets, workers.found = False, StagingCapacity(64, "no room")
+    assert asyncio.run(client.arm(MANIFEST, "model", MAY)) == workers.found
+    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again]
+    told(workers, client.arm(MANIFEST, "model"))
+    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again]
+    told(workers, client.arm(other, "model"))
+    theirs = channel_messages.Rearm(other.digest(), MAY)
+    assert told(workers, client.arm(other, "model", MAY)) == [theirs]
+    told(workers, client.arm(MANIFEST, "draft"))
+    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
+    told(workers, client.open_transfer(adapter_backend("mine"), b"", NO_RANK))
+    assert again not in told(workers, client.arm(MANIFEST, "model", MAY))
+    told(workers, client.open_transfer("shm", b"", NO_RANK))
+    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
+
+
+@pytest.mark.parametrize("workers_there", [1, 2])
+def test_what_may_take_long_is_asked_of_lanes(
+    workers_there: int, closed: list[WorkerClient | StagingChannelServer]
+) -> None:
+    """Who opens a transport waits for others. Of a manifest that is new, workers with mates ask
+    each other, as the core has them do; and one that can't look at it meanwhile, says so."""
+    workers = Workers()
+    workers.mates += [
+        StagingChannelServer(workers._carry_out, lambda: None) for _ in range(workers_there - 1)
+    ]
+    client = client_of(workers, closed)
+    told(workers, client.hello({}, cores=1))
+    assert asyncio.run(client.open_transfer("shm", b"", NO_RANK)) == 3
+    assert workers.by_lane == [operations.Open("shm", b"", 0, 1, 0)] * workers_there
+    told(workers, client.arm(MANIFEST, "model", MAY))
+    arm = operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), MAY)
+    assert workers.told == [arm]
+    assert (workers.by_lane[-1] == arm) == (workers_there == 1)
+    workers.by_lane.clear()
+    told(workers, client.arm(MANIFEST, "draft", MAY))
+    told(workers, client.arm(replace(MANIFEST, counts=(1,)), "model", MAY))
+    told(workers, client.open_transfer("vllm:nccl", b"", NO_RANK))
+    told(workers, client.open_transfer(adapter_backend("mine"), b"", NO_RANK))
+    assert workers.by_lane == []
+    workers.forgets = True
+    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm] * (3 - workers_there)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 0])
+def test_an_engine_without_room_says_so_and_refuses_what_must_be_staged(
+    cores: int, closed: list[WorkerClient | StagingChannelServer]
+) -> None:
+    """Behind several cores nobody can agree on a moment; and some cores know of no swaps."""
+    workers = Workers()
+    workers.found = StagingCapacity(64, "no room" if cores == 1 else "")
+    workers.calls_off = False if cores else None
+    client = client_of(workers, closed)
+    told(workers, client.hello({}, cores=cores))
+    found = asyncio.run(client.arm(MANIFEST, "model", MAY))
+    why_not = {1: "no room", 2: "several cores", 0: "can't swap"}[cores]
+    assert why_not in found.why_not
+    with pytest.raises(EngineError) as refused:
+        asyncio.run(client.arm(MANIFEST, "model", replace(MAY, required=True)))
+    assert refused.value.code is NackCode.STAGING_REFUSED
+
+
+def test_a_vllm_that_takes_no_staged_updates_is_named_with_the_reason(
+    closed: list[WorkerClient | StagingChannelServer],
+) -> None:
+    """Nobody has to look for it in a core's log."""
+    workers = Workers()
+    client = client_of(workers, closed)
+    why = "ParallelConfig.sync_dp_state takes more"
+    told(workers, client.hello({"staged_updates": why, "admission": ""}, cores=1))
+    found = asyncio.run(client.arm(MANIFEST, "model", MAY))
+    assert found.why_not == f"this vLLM takes no staged updates: {why}"
+
+
+@pytest.mark.parametrize("mixes", ["", "EngineCoreProc.preprocess_add_request takes more"])
+def test_where_versions_would_share_a_prefix_cache_it_is_always_cleared(
+    mixes: str, closed: list[WorkerClient | StagingChannelServer]
+) -> None:
+    workers = Workers()
+    client = client_of(workers, closed)
+    told(workers, client.hello({"prefix_cache_versions": mixes}, cores=1))
+    assert client.clears_cache(True)
+    assert client.clears_cache(False) == bool(mixes)
+    assert told(workers, client.swap(5, clear_cache=False))[-1] == f"swap to 5, {bool(mixes)}"
+
+
+def test_workers_that_cannot_be_reached_stage_nothing(
+    closed: list[WorkerClient | StagingChannelServer],
+) -> None:
+    """As on another host; the reason says so."""
+    workers = Workers()
+    workers.lane_name = "wavebus-lane-nobody"
+    client = client_of(workers, closed)
+    told(workers, client.hello({}, cores=1))
+    found = asyncio.run(client.arm(MANIFEST, "model", MAY))
+    assert "must run on one host" in found.why_not
+
+
+def test_a_recovery_and_a_restore_are_one_call(
+    closed: list[WorkerClient | StagingChannelServer],
+) -> None:
+    """The workers know what is open, and of which model."""
+    workers = Workers()
+    client = client_of(workers, closed)
+    recovered = client.start_update(recover=True, target="draft")
+    assert told(workers, recovered) == [operations.Start("draft", recover=True)]
+    assert told(workers, client.restore("draft")) == [operations.Restore("draft")]
+
+
+def test_what_is_loaded_when_it_is_received_is_not_loaded_again(
+    closed: list[WorkerClient | StagingChannelServer],
+) -> None:
+    """By vLLM's own worker engines, until another transport is open."""
+    workers = Workers()
+    client = client_of(workers, closed)
+    told(workers, client.open_transfer("vllm:nccl", b"", NO_RANK))
+    [received] = told(workers, client.receive(Chunk(0, "vllm:nccl", (META,), b"")), client.load(0))
+    assert isinstance(received, operations.ReceiveChunk)
+    told(workers, client.open_transfer("shm", b"", NO_RANK))
+    assert told(workers, client.load(0)) == [operations.LoadChunk(0, "off", ())]
+
+
+@pytest.mark.parametrize("fails", [None, operations.VerifyChunk])
+def test_cores_that_cannot_agree_verify_before_any_of_them_loads(
+    fails: type[Any] | None, closed: list[WorkerClient | StagingChannelServer]
+) -> None:
+    """One that finds another sum keeps all of them from loading."""
+    workers = Workers(fails=fails)
+    client = client_of(workers, closed)
+    told(workers, client.hello({}, cores=2))
+    if fails:
+        with pytest.raises(EngineError, match="another sum"):
+            told(workers, client.load(0, "full", (7,)))
+        assert workers.told == [operations.VerifyChunk(0, "full", (7,))]
+    else:
+        loaded = [operations.VerifyChunk(0, "full", (7,)), operations.LoadChunk(0, "off", ())]
+        assert told(workers, client.load(0, "full", (7,))) == loaded
+        assert told(workers, client.load(1)) == [operations.LoadChunk(1, "off", ())]
+
+
+def test_an_adapter_is_staged_by_the_workers_and_loaded_by_vllm(
+    closed: list[WorkerClient | StagingChannelServer],
+) -> None:
+    """It needs no session."""
+    workers = Workers()
+    client = client_of(workers, closed)
+    told(
+        workers,
+        client.hello({}, cores=1),
+        client.open_transfer(adapter_backend("mine"), b"", NO_RANK),
+    )
+    steps = (
+        client.start_update(recover=False, target="model"),
+        client.load(0, "full", (7,)),
+        client.finish_update(),
+        client.settle(),
+        client.restore("model"),
+    )
+    assert told(workers, *steps) == [
+        operations.LoadAdapter(0, "full", (7,)),
+        "load mine",
+        operations.SettleAdapter(),
+        operations.UndoAdapter(settled=True),
+        "drop mine",
+    ]
