@@ -31,7 +31,7 @@ ci-next: $(NEXT)/.vllm-next
 	$(NEXT)/bin/python -m pytest -q -m 'not slow' -n 2 --dist loadfile tests/vllm/test_engine_inprocess.py \
 		tests/vllm/test_engine_http.py tests/vllm/test_vllm_sources.py tests/vllm/test_new_vllm.py \
 		tests/vllm/test_trainer_engine.py tests/unit/sidecar/vllm/plugin/test_patches.py \
-		tests/unit/trainer/test_vllm_registry.py
+		tests/unit/trainer_agent/vllm/test_registry.py
 	$(NEXT)/bin/python -m pytest -q -m slow tests/vllm/test_broadcast_engines.py
 	$(NEXT)/bin/python -m pytest -q -m own_coordinator tests/vllm/test_dp_ranks.py
 	$(NEXT)/bin/python -m pytest -q -m 'not slow' tests/vllm/test_dp_staged.py

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from trainer_agent.agent import TrainerAgent
-    from trainer_agent.cache import CpuCache
-    from trainer_agent.canary import Canary
     from trainer_agent.report import UpdateReport
-    from trainer_agent.shared import share_memory
-    from trainer_agent.sources import WeightSource
-    from trainer_agent.sync import SyncTrainerAgent
+    from trainer_agent.sync_agent import SyncTrainerAgent
+    from trainer_agent.update.canary import Canary
+    from trainer_agent.weights.cpu_cache import CpuCache
+    from trainer_agent.weights.shared_memory import share_memory
+    from trainer_agent.weights.source import WeightSource
 
 __all__ = [
     "Canary",
@@ -25,13 +25,13 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "Canary": "trainer_agent.canary",
-    "CpuCache": "trainer_agent.cache",
-    "SyncTrainerAgent": "trainer_agent.sync",
+    "Canary": "trainer_agent.update.canary",
+    "CpuCache": "trainer_agent.weights.cpu_cache",
+    "SyncTrainerAgent": "trainer_agent.sync_agent",
     "TrainerAgent": "trainer_agent.agent",
     "UpdateReport": "trainer_agent.report",
-    "WeightSource": "trainer_agent.sources",
-    "share_memory": "trainer_agent.shared",
+    "WeightSource": "trainer_agent.weights.source",
+    "share_memory": "trainer_agent.weights.shared_memory",
 }
 
 

@@ -27,22 +27,20 @@ from bus.runtime.peer import default_name
 from bus.settings import DEFAULT_BROKER
 from bus.weight_transfer.cuda import current_gpu
 from bus.weight_transfer.registry import make_sender
-from trainer_agent.adapter import Adapter, send_adapter
-from trainer_agent.catching_up import CatchingUp
 from trainer_agent.connection import Connection
-from trainer_agent.for_vllm import ForVllm
-from trainer_agent.how import WAIT_S, PauseHow, UpdateHow
+from trainer_agent.options import WAIT_S, PauseOptions, UpdateOptions
 from trainer_agent.pauses import Pauses
-from trainer_agent.ranks import follow
-from trainer_agent.sending import send_stream
-from trainer_agent.snapshot import Snapshot
-from trainer_agent.sources import Weights, as_source, copied
-from trainer_agent.steps import Steps
-from trainer_agent.stream import ChunkStream, nothing
-from trainer_agent.transport import Transport
-from trainer_agent.under_way import given_up, until_sent
-from trainer_agent.updating import Updates
-from trainer_agent.weight_sync import WeightSync
+from trainer_agent.update.catch_up import CatchUp
+from trainer_agent.update.chunk_stream import ChunkStream, do_nothing, send_stream
+from trainer_agent.update.lora import Adapter, send_adapter
+from trainer_agent.update.rank_sync import follow_rank_zero
+from trainer_agent.update.steps import Steps
+from trainer_agent.update.transport import Transport
+from trainer_agent.update.update import Updates, cancel_and_wait, wait_until_sent
+from trainer_agent.vllm.api import VllmApi
+from trainer_agent.vllm.session import TrainerEngineSession
+from trainer_agent.weights.snapshot import Snapshot
+from trainer_agent.weights.source import Weights, as_source, copy_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -51,12 +49,12 @@ if TYPE_CHECKING:
 
     from bus.protocol.core.link import LinkConfig
     from bus.runtime.interfaces import ClientTransport
-    from trainer_agent.canary import Canary
-    from trainer_agent.how import How, Quorum, UpdateOptions
+    from trainer_agent.options import How, Quorum, UpdateArguments
     from trainer_agent.report import UpdateReport
+    from trainer_agent.update.canary import Canary
 
 
-class TrainerAgent(Pauses, ForVllm):
+class TrainerAgent(Pauses, VllmApi):
     """A trainer on the bus: holds one group of engines.
 
     ::
@@ -148,7 +146,7 @@ class TrainerAgent(Pauses, ForVllm):
         self.lease_ms = lease_ms
         self.timeout_s = timeout_s
         self._snapshot = Snapshot() if keep_last and not rank else None
-        self._line = Connection(
+        self._connection = Connection(
             broker,
             role="follower" if rank else "trainer",
             name=self.name,
@@ -157,17 +155,19 @@ class TrainerAgent(Pauses, ForVllm):
             security=security(key, broker_key, insecure=insecure),
             transport=transport,
             link_config=link_config,
-            kept=lambda: self._snapshot.version if self._snapshot else 0,
+            kept_version=lambda: self._snapshot.version if self._snapshot else 0,
             on_behind=self._on_behind,
         )
-        self._steps = Steps(self._line, lease_ms=lease_ms, timeout_s=timeout_s)
+        self._steps = Steps(self._connection, lease_ms=lease_ms, timeout_s=timeout_s)
         sender = make_sender(backend, buffers=buffers, packed=packed, device=self.device)
-        self._transport = Transport(backend, sender, self._line, self._steps)
-        self._updates = Updates(self._line, self._steps, alone=ranks == 1, snapshot=self._snapshot)
+        self._transport = Transport(backend, sender, self._connection, self._steps)
+        self._updates = Updates(
+            self._connection, self._steps, alone=ranks == 1, snapshot=self._snapshot
+        )
         self._sending: asyncio.Task[int] | None = None
-        self._catching_up = self._make_catching_up()
-        self._sync = WeightSync(
-            self._line,
+        self._catch_up = self._make_catch_up()
+        self._engine_session = TrainerEngineSession(
+            self._connection,
             self._steps,
             self._updates,
             self._transport,
@@ -175,20 +175,25 @@ class TrainerAgent(Pauses, ForVllm):
             ranks=ranks,
             chunk_bytes=chunk_bytes,
             timeout_s=timeout_s,
-            aside=self._aside,
+            suspend_catch_up=self._suspend_catch_up,
         )
 
-    def _make_catching_up(self) -> CatchingUp | None:
+    def _make_catch_up(self) -> CatchUp | None:
         if self._snapshot is None:
             return None
-        return CatchingUp(
+        return CatchUp(
             self._snapshot,
-            self._line,
+            self._connection,
             Steps(
-                self._line, lease_ms=self.lease_ms, timeout_s=self.timeout_s, ids=self._steps.ids
+                self._connection,
+                lease_ms=self.lease_ms,
+                timeout_s=self.timeout_s,
+                ids=self._steps.ids,
             ),
             self._transport,
-            idle=lambda: not (self._updates.busy or self._steps.held or self._transport.theirs),
+            is_idle=lambda: (
+                not (self._updates.is_busy or self._steps.holds_pause or self._transport.is_foreign)
+            ),
             make_sender=lambda: make_sender(
                 self.backend, buffers=self.buffers, packed=True, device=self.device
             ),
@@ -197,8 +202,8 @@ class TrainerAgent(Pauses, ForVllm):
         )
 
     def _on_behind(self, behind: StaleEngines) -> None:
-        if self._catching_up is not None:
-            self._catching_up.told(behind)
+        if self._catch_up is not None:
+            self._catch_up.on_behind(behind)
 
     # -- coming and going -------------------------------------------------------
 
@@ -209,18 +214,18 @@ class TrainerAgent(Pauses, ForVllm):
             BusTimeout: no broker answers at the address within ``timeout_s``.
             Refused: the name is taken, or another trainer holds the group.
         """
-        await self._line.open()
-        self._sync.loop = asyncio.get_running_loop()
+        await self._connection.open()
+        self._engine_session.loop = asyncio.get_running_loop()
         return self
 
     async def close(self) -> None:
         """Leave the bus. A pause that is still held is resumed by the broker; an update that was
         not awaited, is given up."""
         if self._sending is not None:
-            await given_up(self._sending)
-        if self._catching_up is not None:
-            await self._catching_up.stop()
-        self._line.close()
+            await cancel_and_wait(self._sending)
+        if self._catch_up is not None:
+            await self._catch_up.stop()
+        self._connection.close()
         self._transport.close()
 
     async def __aenter__(self) -> Self:
@@ -244,7 +249,7 @@ class TrainerAgent(Pauses, ForVllm):
         """
         if count < 1:
             raise UsageError(f"count={count}: wait for one engine at least")
-        view = await self._line.ask(
+        view = await self._connection.ask(
             WaitEngines(count, int(timeout_s * 1000)), GroupView, timeout_s=timeout_s + 10
         )
         self._steps.version = max(self._steps.version, view.version)
@@ -252,7 +257,7 @@ class TrainerAgent(Pauses, ForVllm):
 
     async def status(self) -> Status:
         """The broker's whole view."""
-        return await self._line.status()
+        return await self._connection.status()
 
     async def update_weights(
         self,
@@ -269,7 +274,7 @@ class TrainerAgent(Pauses, ForVllm):
         how: How = "auto",
         staging_bytes: int | None = None,
         keep_staging: bool = False,
-        on_sent: Callable[[], None] = nothing,
+        on_sent: Callable[[], None] = do_nothing,
     ) -> int:
         """Send weights to every engine and have them serve them.
 
@@ -281,7 +286,7 @@ class TrainerAgent(Pauses, ForVllm):
 
         Args:
             source: an ``nn.Module``, a state dict, ``(name, tensor)`` pairs, or a
-                :class:`trainer_agent.sources.WeightSource`; all weights of the model,
+                :class:`trainer_agent.weights.source.WeightSource`; all weights of the model,
                 by their Hugging Face names.
             target: ``draft`` updates the draft model of the engines' speculative decoding. What
                 it shares with the model that it drafts for (embeddings, output head) is not
@@ -320,16 +325,16 @@ class TrainerAgent(Pauses, ForVllm):
             BusTimeout: somebody did not answer in time: it has ``peer``, ``step``, ``chunk`` and
                 ``heard_s``. If that is the broker, what was begun is undone once it is back.
         """
-        self._need_no_other()
-        pause = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
-        ask = UpdateHow(pause, canary, quorum, how, staging_bytes, keep_staging)
+        self._require_no_other()
+        pause = PauseOptions(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
+        ask = UpdateOptions(pause, canary, quorum, how, staging_bytes, keep_staging)
         if self.rank:
-            with self._updates.beside() as number:
-                return await follow(self._line, as_source(source), number)
+            with self._updates.as_follower() as number:
+                return await follow_rank_zero(self._connection, as_source(source), number)
         return await self._update(source, target, label, ask, on_sent)
 
     async def send_weights(
-        self, source: Weights, *, snapshot: bool = False, **options: Unpack[UpdateOptions]
+        self, source: Weights, *, snapshot: bool = False, **options: Unpack[UpdateArguments]
     ) -> asyncio.Task[int]:
         """As :meth:`update_weights`, for a trainer that goes on meanwhile: returns as soon as the
         source's tensors may change, and what it returns is awaited for the version.
@@ -352,13 +357,13 @@ class TrainerAgent(Pauses, ForVllm):
         Raises:
             UsageError: a snapshot, with several ranks, each of which has a part of the tensors.
         """
-        self._need_no_other()
+        self._require_no_other()
         if snapshot:
             if self.ranks > 1:
                 raise UsageError("snapshot: several ranks gather their tensors as they are sent")
-            source = await anyio.to_thread.run_sync(copied, as_source(source))
+            source = await anyio.to_thread.run_sync(copy_source, as_source(source))
         begun = functools.partial(self.update_weights, source, **options)
-        self._sending = await until_sent(begun, at_once=snapshot)
+        self._sending = await wait_until_sent(begun, at_once=snapshot)
         return self._sending
 
     async def update_adapter(
@@ -404,9 +409,9 @@ class TrainerAgent(Pauses, ForVllm):
                 "send it with an agent of rank=0, ranks=1"
             )
         fresh = Adapter(adapter, source, config)
-        self._need_no_other()
-        pause = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
-        async with self._aside(), self._updates.begin(UpdateHow(pause)) as update:
+        self._require_no_other()
+        pause = PauseOptions(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
+        async with self._suspend_catch_up(), self._updates.begin(UpdateOptions(pause)) as update:
             report = await send_adapter(
                 fresh, update, self._transport, self._steps, label=label, verify=self.verify
             )
@@ -417,7 +422,7 @@ class TrainerAgent(Pauses, ForVllm):
         """The last update that was committed, by whichever way."""
         return self._updates.last
 
-    def _need_no_other(self) -> None:
+    def _require_no_other(self) -> None:
         """None that was sent is still under way; it may not even have begun."""
         sending = self._sending
         if sending is not None and not sending.done() and sending is not asyncio.current_task():
@@ -430,10 +435,10 @@ class TrainerAgent(Pauses, ForVllm):
         source: Weights,
         target: Target,
         label: str,
-        how: UpdateHow,
+        options: UpdateOptions,
         on_sent: Callable[[], None],
     ) -> int:
-        async with self._aside(), self._updates.begin(how, target) as update:
+        async with self._suspend_catch_up(), self._updates.begin(options, target) as update:
             stream = ChunkStream(
                 as_source(source),
                 self._transport.sender,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from trainer_agent.demo.processes import DpCoordinator, EngineKind
-    from trainer_agent.how import How
+    from trainer_agent.options import How
 
 
 @click.command(short_help="See it all at work: an RL run on this machine.")

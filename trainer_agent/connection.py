@@ -27,8 +27,8 @@ from bus.protocol.core.link import LinkConfig, LinkState
 from bus.runtime.clock import AsyncioScheduler
 from bus.runtime.peer import HOST, PID, PeerClient, route_of
 from bus.runtime.zmq_transport import ZmqClient
-from trainer_agent.late import silent_broker, waits_on
-from trainer_agent.owed import Owed
+from trainer_agent.failures import silent_broker, silent_engines
+from trainer_agent.guaranteed_delivery import GuaranteedDelivery
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,11 +48,11 @@ _BEATS_MISSED: Final = 2
 
 
 class Connection:
-    """One life of a peer. Arguments are those of :class:`trainer_agent.TrainerAgent`; ``kept`` says
-    of which version it keeps the weights, ``on_behind`` hears who lacks them.
+    """One life of a peer. Arguments are those of :class:`trainer_agent.TrainerAgent`;
+    ``kept_version`` says of which version it keeps the weights, ``on_behind`` hears who lacks them.
 
     Attributes:
-        owed: what the bus is told even when nobody waits for it.
+        delivery: what the bus is told even when nobody waits for it.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Connection:
         security: Security | None = None,
         transport: ClientTransport | None = None,
         link_config: LinkConfig | None = None,
-        kept: Callable[[], int] = lambda: 0,
+        kept_version: Callable[[], int] = lambda: 0,
         on_behind: Callable[[StaleEngines], None] = lambda _behind: None,
     ) -> None:
         self.broker = broker
@@ -77,14 +77,14 @@ class Connection:
         self._security = security
         self._transport = transport
         self._link_config = link_config
-        self._kept = kept
+        self._kept_version = kept_version
         self._on_behind = on_behind
         self._peer: PeerClient | None = None
         self._answers: dict[int, asyncio.Future[Message]] = {}
         self._steps: dict[int, Message] = {}  # those that wait for all engines, in their order
         self._changed = asyncio.Event()
         self._progress_ms = 0.0  # when a step was last done
-        self.owed = Owed(self)
+        self.delivery = GuaranteedDelivery(self)
 
     async def open(self) -> None:
         """Join the bus.
@@ -104,7 +104,7 @@ class Connection:
             or ZmqClient(self.broker, route_of(self._name, boot), self._security),
             scheduler=AsyncioScheduler(),
             join=lambda: Join(self._role, HOST, PID, None, None),
-            beat=lambda: Heartbeat("running", self._kept(), 0, ""),
+            beat=lambda: Heartbeat("running", self._kept_version(), 0, ""),
             on_message=self._on_message,
             on_state=self._on_state,
             link_config=self._link_config,
@@ -112,7 +112,7 @@ class Connection:
         self._peer.start()
         try:
             with anyio.fail_after(min(self._timeout_s, _JOIN_S)):
-                await self._joined()
+                await self._wait_until_joined()
         except TimeoutError:
             self._peer.close()
             raise BusTimeout(
@@ -132,19 +132,19 @@ class Connection:
                 future.set_exception(BusClosed("the agent was closed"))
 
     @property
-    def joined(self) -> bool:
+    def is_joined(self) -> bool:
         """Whether the broker has let us in, and is heard."""
-        return self._connected().link.state is LinkState.JOINED
+        return self._require_peer().link.state is LinkState.JOINED
 
     @property
     def epoch(self) -> int:
         """The fencing number that the broker gave."""
-        return self._connected().link.epoch
+        return self._require_peer().link.epoch
 
     @property
     def boot(self) -> int:
         """The number of this life."""
-        return self._connected().boot
+        return self._require_peer().boot
 
     async def ask(
         self,
@@ -152,14 +152,14 @@ class Connection:
         expect: type[M],
         *,
         timeout_s: float | None = None,
-        unheard: bool = False,
+        even_if_silent: bool = False,
     ) -> M:
         """Send until answered. The broker knows the id, and does nothing twice.
 
         Args:
             timeout_s: how long to wait; for a step of all engines from when one was last done: it
                 may be asked for long before its turn.
-            unheard: also to a broker that is missed: it may hear us all the same.
+            even_if_silent: also to a broker that is missed: it may hear us all the same.
 
         Raises:
             Refused: the answer is a NACK.
@@ -167,7 +167,7 @@ class Connection:
             BusClosed: the agent was closed.
         """
         wait_s = self._timeout_s if timeout_s is None else timeout_s
-        peer = self._connected()
+        peer = self._require_peer()
         msg_id = peer.new_id()
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._answers[msg_id] = future
@@ -180,12 +180,12 @@ class Connection:
                 left_s = wait_s - (peer.now_ms() - since_ms) / 1000
                 if left_s <= 0:
                     first = next(iter(self._steps.values())) if expect is GroupAck else message
-                    raise await self._late(first, wait_s)
+                    raise await self._explain_timeout(first, wait_s)
                 if peer.link.state is LinkState.REFUSED and peer.link.refusal is not None:
                     raise refusal(peer.link.refusal)
                 if peer.link.state is LinkState.CLOSED:
                     raise BusClosed("the agent was closed")
-                if unheard or peer.link.state is LinkState.JOINED:
+                if even_if_silent or peer.link.state is LinkState.JOINED:
                     peer.send(message, msg_id=msg_id)
                 await asyncio.wait([future], timeout=min(_RESEND_S, left_s))
         finally:
@@ -207,21 +207,21 @@ class Connection:
         status = await self.status()
         return next((group.engines for group in status.groups if group.name == self._group), ())
 
-    async def settled(self, message: Message, timeout_s: float) -> None:
+    async def wait_until_delivered(self, message: Message, timeout_s: float) -> None:
         """Wait until nothing is owed, before ``message`` is asked for.
 
         Raises:
             BusTimeout: something still is.
         """
-        if not await self.owed.paid(timeout_s):
-            raise await self._late(message, timeout_s)
+        if not await self.delivery.drain(timeout_s):
+            raise await self._explain_timeout(message, timeout_s)
 
-    async def _late(self, message: Message, wait_s: float) -> BusTimeout:
+    async def _explain_timeout(self, message: Message, wait_s: float) -> BusTimeout:
         """Who has not answered, as far as anybody can tell."""
-        peer = self._connected()
+        peer = self._require_peer()
         beats_ms = _BEATS_MISSED * peer.link.heartbeat_ms
         heard_ms = peer.now_ms() - peer.link.last_heard_ms
-        silent = not self.joined or heard_ms >= max(wait_s * 1000, beats_ms)
+        silent = not self.is_joined or heard_ms >= max(wait_s * 1000, beats_ms)
         if not silent and not isinstance(message, StatusRequest):
             try:
                 status = await self.ask(StatusRequest(), Status, timeout_s=_EXPLAIN_S)
@@ -229,7 +229,7 @@ class Connection:
                 heard_ms = peer.now_ms() - peer.link.last_heard_ms
             else:
                 named = (group for group in status.groups if group.name == self._group)
-                return waits_on(message, wait_s, self._group, next(named, None))
+                return silent_engines(message, wait_s, self._group, next(named, None))
         return silent_broker(message, wait_s, self.broker, heard_ms / 1000)
 
     def _on_message(self, envelope: Envelope, message: Message) -> None:
@@ -242,21 +242,21 @@ class Connection:
         if isinstance(message, Nack) and message.code in (NackCode.STALE, NackCode.NOT_JOINED):
             return  # asked again, under a new number or after the new join
         if isinstance(message, GroupAck):
-            self._progress_ms = self._connected().now_ms()
+            self._progress_ms = self._require_peer().now_ms()
         future.set_result(message)
 
     def _on_state(self, _state: LinkState) -> None:
         self._changed.set()
 
-    async def _joined(self) -> None:
-        link = self._connected().link
+    async def _wait_until_joined(self) -> None:
+        link = self._require_peer().link
         while link.state is not LinkState.JOINED:
             if link.state is LinkState.REFUSED and link.refusal is not None:
                 raise refusal(link.refusal)
             self._changed.clear()
             await self._changed.wait()
 
-    def _connected(self) -> PeerClient:
+    def _require_peer(self) -> PeerClient:
         if self._peer is None:
             raise BusClosed("connect() first, or use `async with`")
         return self._peer

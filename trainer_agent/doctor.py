@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from bus.cli.doctor import Check, feature_checks
 from bus.vllm_source import SourceTree
 from bus.weight_transfer.registry import sender_backends
-from trainer_agent.vllm_registry import REGISTRY
+from trainer_agent.vllm.registry import REGISTRY
 
 if TYPE_CHECKING:
     from bus.cli.doctor import Options

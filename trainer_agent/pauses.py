@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from bus.errors import UsageError
 from bus.messages import Resume
-from trainer_agent.how import WAIT_S, PauseHow
+from trainer_agent.options import WAIT_S, PauseOptions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from bus.messages import Escalation, GroupAck, PauseMode, SleepLevel
-    from trainer_agent.catching_up import CatchingUp
-    from trainer_agent.steps import Steps
+    from trainer_agent.update.catch_up import CatchUp
+    from trainer_agent.update.steps import Steps
 
 
 class Pauses:
@@ -23,7 +23,7 @@ class Pauses:
 
     _steps: Steps
     _sending: asyncio.Task[int] | None
-    _catching_up: CatchingUp | None
+    _catch_up: CatchUp | None
 
     @contextlib.asynccontextmanager
     async def paused(
@@ -50,18 +50,18 @@ class Pauses:
         Raises:
             PauseFailed: not every engine could be paused; those that were, have resumed.
         """
-        if self._steps.held:
+        if self._steps.holds_pause:
             raise UsageError("the group is paused already by this agent")
         if self._sending is not None:
             await asyncio.wait([self._sending])
-        how = PauseHow(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
-        async with self._aside(), self._pause_held(how) as ack:
+        options = PauseOptions(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
+        async with self._suspend_catch_up(), self._hold_pause(options) as ack:
             yield ack
 
     @contextlib.asynccontextmanager
-    async def _pause_held(self, how: PauseHow) -> AsyncIterator[GroupAck]:
+    async def _hold_pause(self, options: PauseOptions) -> AsyncIterator[GroupAck]:
         update_id = self._steps.new_id()
-        ack = await self._steps.pause(update_id, how)
+        ack = await self._steps.pause(update_id, options)
         try:
             yield ack
         except BaseException as error:
@@ -69,7 +69,7 @@ class Pauses:
             if also is not None:  # what went wrong first is what is to be known
                 error.add_note(f"and the engines could not be resumed: {also}")
             raise
-        async with self._steps.resumed_if_given_up(update_id):
+        async with self._steps.resume_on_failure(update_id):
             await self._steps.resume(update_id)
 
     @contextlib.asynccontextmanager
@@ -109,6 +109,6 @@ class Pauses:
         async with self.paused(mode=mode, wait_s=wait_s, escalate=escalate):
             yield await self._steps.sleep(level)
 
-    def _aside(self) -> contextlib.AbstractAsyncContextManager[None]:
+    def _suspend_catch_up(self) -> contextlib.AbstractAsyncContextManager[None]:
         """What the trainer asks for goes before engines that catch up."""
-        return contextlib.nullcontext() if self._catching_up is None else self._catching_up.aside()
+        return contextlib.nullcontext() if self._catch_up is None else self._catch_up.suspend()

@@ -75,7 +75,7 @@ async def measure(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wavebus-bench-")))
         checkpoint = folder / "checkpoint"
         # By name: the two roles never import each other.
-        await _run("trainer_agent.demo.make_checkpoint", checkpoint, EXPERTS)
+        await _run("trainer_agent.demo.policy", checkpoint, EXPERTS)
         broker = await stack.enter_async_context(
             worker("sidecar.bench.broker", loop, _HEARTBEAT_MS)
         )
@@ -98,7 +98,7 @@ async def measure(
         groups: dict[str, Worker] = {}
         endpoints: dict[str, list[str]] = {}
         for name, own in stacks.items():
-            trainer = worker("trainer_agent.bench", address, name, dp_size, loop)
+            trainer = worker("trainer_agent.bench.pause", address, name, dp_size, loop)
             groups[name] = await own.enter_async_context(trainer)
             endpoints[name] = (await groups[name].answer())["endpoints"]
         connector = aiohttp.TCPConnector(keepalive_timeout=KEEP_ALIVE_S)

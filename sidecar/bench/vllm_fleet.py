@@ -222,7 +222,7 @@ async def fleet(
         # By name: the two roles never import each other.
         trainer = await start(
             "trainer",
-            "trainer_agent.bench_vllm",
+            "trainer_agent.bench.gap_vllm",
             json.dumps(_trainer_settings(plan, address, groups, model)),
             env={"VLLM_LOGGING_STREAM": "ext://sys.stderr"},  # it answers on stdout
         )

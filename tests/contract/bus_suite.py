@@ -21,7 +21,7 @@ from sidecar.engine import Engine, EngineInfo
 from tests.contract.engine_suite import PROMPT, EngineUnderTest, Watch, contract
 from tests.support.broker import a_broker
 from trainer_agent import TrainerAgent
-from trainer_agent.sources import meta_of
+from trainer_agent.weights.source import meta_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

@@ -15,7 +15,7 @@ from bus.weight_transfer.formats import GlooInit, decode, encode
 from bus.weight_transfer.gloo import GlooSender
 from bus.weight_transfer.registry import make_receiver
 from tests.contract.transfer_suite import METAS, TENSORS, Ends, TransferContract
-from trainer_agent.sources import meta_of
+from trainer_agent.weights.source import meta_of
 
 LOCAL = "127.0.0.1"
 

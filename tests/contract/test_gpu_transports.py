@@ -36,7 +36,7 @@ from bus.weight_transfer.registry import receiver_backends as receivers
 from bus.weight_transfer.registry import sender_backends as senders
 from tests.contract.transfer_suite import METAS, TENSORS, raw
 from trainer_agent import SyncTrainerAgent, TrainerAgent
-from trainer_agent.sources import meta_of
+from trainer_agent.weights.source import meta_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,7 +19,7 @@ from bus.weight_transfer.packing import ViewCache, packed_offsets
 from bus.weight_transfer.registry import make_receiver, make_sender
 from bus.weight_transfer.shm import ShmReceiver
 from sidecar.transfer.chunk_receiver import ChunkReceiver
-from trainer_agent.sources import meta_of
+from trainer_agent.weights.source import meta_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

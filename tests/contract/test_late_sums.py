@@ -16,7 +16,7 @@ from bus.weight_transfer.checksum import checksums
 from bus.weight_transfer.packing import ViewCache, packed_offsets
 from sidecar.transfer import verification
 from sidecar.transfer.verification import DeferredSums
-from trainer_agent.sources import meta_of
+from trainer_agent.weights.source import meta_of
 
 METAS = (meta_of("a", torch.zeros(3, 40)), meta_of("b", torch.zeros(500)))
 

@@ -28,7 +28,7 @@ from bus.weight_transfer.formats import (
 from bus.weight_transfer.registry import make_receiver, make_sender
 from bus.weight_transfer.shm import ShmSender, allocate, sweep
 from tests.contract.transfer_suite import METAS, TENSORS, Ends, TransferContract
-from trainer_agent.sources import meta_of
+from trainer_agent.weights.source import meta_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from trainer_agent.how import How
+    from trainer_agent.options import How
 
 LOCKSTEP: Final = ("m-0", "m-1")
 _OF_ONE_VERSION: Final = 2

@@ -138,7 +138,7 @@ class Pair:
 @pytest.fixture(autouse=True)
 def _short_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer tries for long to undo what it began, and here nobody will answer."""
-    monkeypatch.setattr("trainer_agent.owed.CLEANUP_S", 0.1)
+    monkeypatch.setattr("trainer_agent.guaranteed_delivery.CLEANUP_S", 0.1)
 
 
 @pytest.fixture(params=["open", "keys"])

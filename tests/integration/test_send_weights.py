@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Mapping, Sequence
 
     from tests.support.checkpoints import Checkpoint
-    from trainer_agent.how import How
+    from trainer_agent.options import How
 
 LIMIT_S = 300.0
 CHUNK_BYTES = 1 << 15  # many

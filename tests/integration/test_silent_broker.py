@@ -41,7 +41,7 @@ MOMENTS: dict[str, tuple[Callable[[Message], bool], set[str]]] = {
 @pytest.fixture(autouse=True)
 def _long_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for the answers of a silent broker: it would be for longer than the test."""
-    monkeypatch.setattr("trainer_agent.owed.CLEANUP_S", 10 * PATIENCE_S)
+    monkeypatch.setattr("trainer_agent.guaranteed_delivery.CLEANUP_S", 10 * PATIENCE_S)
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:

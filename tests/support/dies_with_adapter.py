@@ -14,7 +14,7 @@ import torch
 
 from tests.support.adapters import folders
 from trainer_agent import SyncTrainerAgent
-from trainer_agent.updating import Update
+from trainer_agent.update.update import Update
 
 
 async def die(*_: Any) -> None:

@@ -21,8 +21,8 @@ import bus.log
 from bus.errors import WavebusError
 from bus.runtime.json_lines import write_answer as say
 from trainer_agent import SyncTrainerAgent
-from trainer_agent.cache import CpuCache
-from trainer_agent.sources import PairSource
+from trainer_agent.weights.cpu_cache import CpuCache
+from trainer_agent.weights.source import PairSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -31,8 +31,9 @@ from tests.vllm._vllm import (
     generate,
     require_vllm,
 )
-from trainer_agent import TrainerAgent, adapter
-from trainer_agent.updating import Update
+from trainer_agent import TrainerAgent
+from trainer_agent.update import lora as adapter
+from trainer_agent.update.update import Update
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence

@@ -29,7 +29,7 @@ from tests.vllm._vllm import (
     server_argv,
 )
 from trainer_agent import TrainerAgent
-from trainer_agent.updating import Update
+from trainer_agent.update.update import Update
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

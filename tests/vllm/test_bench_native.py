@@ -52,7 +52,7 @@ def rank(met: threading.Barrier, *, status: int = 200) -> Iterator[tuple[str, li
 
 def test_all_ranks_are_asked_at_once() -> None:
     """Neither of them answers before the other was asked, as in a pause of theirs."""
-    from trainer_agent.bench_native import NativeClient  # noqa: PLC0415 - after require_vllm
+    from trainer_agent.bench.native import NativeClient  # noqa: PLC0415 - after require_vllm
 
     met = threading.Barrier(2)
     with ExitStack() as stack:
@@ -74,7 +74,7 @@ def test_all_ranks_are_asked_at_once() -> None:
 
 def test_a_rank_that_refuses_fails_the_call() -> None:
     """Whichever it is."""
-    from trainer_agent.bench_native import NativeClient  # noqa: PLC0415 - after require_vllm
+    from trainer_agent.bench.native import NativeClient  # noqa: PLC0415 - after require_vllm
 
     met = threading.Barrier(2)
     with (
@@ -106,8 +106,8 @@ def test_workers_are_told_of_the_copy_on_their_own_gpu(monkeypatch: pytest.Monke
     GPU."""
     from vllm.distributed.weight_transfer import ipc_engine  # noqa: PLC0415 - after require_vllm
 
-    from trainer_agent import bench_ipc  # noqa: PLC0415
-    from trainer_agent.bench_native import Weights  # noqa: PLC0415
+    from trainer_agent.bench import ipc  # noqa: PLC0415
+    from trainer_agent.bench.native import NativeWeights  # noqa: PLC0415
 
     def lent(tensor: torch.Tensor) -> tuple[None, tuple[int]]:
         return None, (tensor.data_ptr(),)
@@ -116,7 +116,7 @@ def test_workers_are_told_of_the_copy_on_their_own_gpu(monkeypatch: pytest.Monke
         return tensor.clone()
 
     uuids = {0: "gpu-0", torch.device("cuda:1"): "gpu-1"}
-    for module in (ipc_engine, bench_ipc):
+    for module in (ipc_engine, ipc):
         monkeypatch.setattr(module, "reduce_tensor", lent)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(
@@ -124,12 +124,12 @@ def test_workers_are_told_of_the_copy_on_their_own_gpu(monkeypatch: pytest.Monke
     )
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(bench_ipc, "copied", moved)
+    monkeypatch.setattr(ipc, "copied", moved)
 
     weights = {"a": torch.ones(2), "b": torch.ones(3)}
     client = Told()
-    trainer = bench_ipc.CopiesTrainer.trainer_init(
-        ipc_engine.IPCTrainerInitInfo(rank=0), client=client, source=Weights(weights)
+    trainer = ipc.CopiesTrainer.trainer_init(
+        ipc_engine.IPCTrainerInitInfo(rank=0), client=client, source=NativeWeights(weights)
     )
     trainer.copy_to(["cuda:0", "cuda:1"])
     for _ in range(2):

@@ -204,7 +204,7 @@ def test_who_has_no_bus_notices_nothing(two: Two) -> None:
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  # noqa: PLC0415
 
     from tests.support.pair import PairTrainerInitInfo  # noqa: PLC0415 - it needs vLLM
-    from trainer_agent.bench_native import Weights  # noqa: PLC0415 - same
+    from trainer_agent.bench.native import NativeWeights  # noqa: PLC0415 - same
 
     alone, both = perturbed(two.weights, 8), perturbed(two.weights, 9)
     url = two.server.base_url
@@ -213,7 +213,7 @@ def test_who_has_no_bus_notices_nothing(two: Two) -> None:
         trainer = WeightTransferTrainerFactory.trainer_init(
             PairTrainerInitInfo("127.0.0.1", free_port(), 2, rank=0),
             client=HTTPVLLMWeightSyncClient(url),
-            source=Weights(alone),
+            source=NativeWeights(alone),
         )
         trainer.send_weights()
         trainer.shutdown()

@@ -24,7 +24,7 @@ from tests.support.procs import ROOT
 from tests.support.serving import an_engine, assert_serve
 from tests.vllm._vllm import require_vllm
 from trainer_agent import SyncTrainerAgent
-from trainer_agent.sources import PairSource
+from trainer_agent.weights.source import PairSource
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

@@ -21,16 +21,17 @@ from bus.weight_transfer.allocation import World
 from sidecar.supervision.launch import free_port
 from sidecar.vllm.plugin.worker.native_handles import rebuildable
 from tests.vllm._vllm import require_vllm
-from trainer_agent import TrainerAgent, native
-from trainer_agent.plan import Plan
-from trainer_agent.sources import as_source, meta_of, tensor_metas
+from trainer_agent import TrainerAgent
+from trainer_agent.update.plan import UpdatePlan
+from trainer_agent.vllm import native_payloads
+from trainer_agent.weights.source import as_source, meta_of, tensor_metas
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from torch import Tensor
 
-    from trainer_agent.bus_source import BusWeightSource
+    from trainer_agent.vllm.source import BusWeightSource
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
@@ -207,7 +208,7 @@ def test_a_worker_is_told_of_every_tensor_in_every_round() -> None:
     from vllm.distributed.weight_transfer import nccl_engine as vllms  # noqa: PLC0415
 
     metas = [meta_of("a", torch.zeros(2, 3)), meta_of("b", torch.zeros(4))]
-    plan = Plan.of_source(metas, chunk_bytes=1 << 20)
+    plan = UpdatePlan.of_source(metas, chunk_bytes=1 << 20)
     full: dict[str, Any] = {
         "names": ["a", "b"],
         "dtype_names": ["float32", "float32"],
@@ -216,14 +217,14 @@ def test_a_worker_is_told_of_every_tensor_in_every_round() -> None:
     worker = vllms.NCCLWeightTransferEngine.__new__(vllms.NCCLWeightTransferEngine)
     as_before: dict[str, Any] = {key: [] for key in full}
     for told in (full, as_before):
-        meta, _ = native.chunk_messages(told, plan, 0, "u1")
+        meta, _ = native_payloads.chunk_messages(told, plan, 0, "u1")
         parsed = worker.parse_update_info(blobs.decode_chunk(meta.handle, full))
         assert (parsed.names, parsed.dtype_names) == (["a", "b"], ["float32", "float32"])
         assert parsed.shapes == [[2, 3], [4]]
     # Of several chunks an empty one would be the one before.
-    two = Plan.of_source(metas, chunk_bytes=24)
+    two = UpdatePlan.of_source(metas, chunk_bytes=24)
     with pytest.raises(UsageError, match="other names"):
-        native.chunk_messages(as_before, two, 1, "u1")
+        native_payloads.chunk_messages(as_before, two, 1, "u1")
 
 
 class Model(nn.Module):
@@ -240,7 +241,7 @@ class Model(nn.Module):
 class Carrying:
     """In place of the bus's client: hands a worker engine what the bus would."""
 
-    def __init__(self, worker: Any, plan: Plan) -> None:
+    def __init__(self, worker: Any, plan: UpdatePlan) -> None:
         self._worker = worker
         self._plan = plan
         self.described: list[list[str]] = []
@@ -254,7 +255,7 @@ class Carrying:
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.described.append(update_info["names"])
-        meta, _ = native.chunk_messages(update_info, self._plan, 0, "u1")
+        meta, _ = native_payloads.chunk_messages(update_info, self._plan, 0, "u1")
         columns = {
             "names": list(meta.names),
             "dtype_names": list(meta.dtypes),
@@ -267,12 +268,12 @@ def both_ends(engine: str) -> tuple[Any, Any, Any]:
     """The classes of vLLM's worker and trainer engines, as they run on CPUs; and of a source."""
     from tests.support import ipc_pair, m2n_pair, nccl_pair  # noqa: PLC0415 - after require_vllm
     from tests.support.m2n_source import Replicated  # noqa: PLC0415 - same
-    from trainer_agent.bench_native import Weights  # noqa: PLC0415 - same
+    from trainer_agent.bench.native import NativeWeights  # noqa: PLC0415 - same
 
     if engine == "nccl":
-        return nccl_pair.NCCLWorkerEngine, nccl_pair.NCCLTrainerEngine, Weights
+        return nccl_pair.NCCLWorkerEngine, nccl_pair.NCCLTrainerEngine, NativeWeights
     if engine == "ipc":
-        return ipc_pair.IPCWorkerEngine, ipc_pair.IPCTrainerEngine, Weights
+        return ipc_pair.IPCWorkerEngine, ipc_pair.IPCTrainerEngine, NativeWeights
     return m2n_pair.M2NWorkerEngine, m2n_pair.M2NTrainerEngine, Replicated
 
 
@@ -298,7 +299,7 @@ def test_both_ends_of_vllms_engines_understand_what_the_bus_carries(engine: str)
     worker = worker_class(None, config, torch.device("cpu"), model)
     weights = {"a": torch.rand(3, 4), "b": torch.rand(5).bfloat16(), "c": torch.rand(4, 6)[:, :3]}
     metas = [meta_of(name, tensor) for name, tensor in weights.items()]
-    client = Carrying(worker, Plan.of_source(metas, chunk_bytes=1 << 20))
+    client = Carrying(worker, UpdatePlan.of_source(metas, chunk_bytes=1 << 20))
     trainer = trainer_class.trainer_init(info, client=client, source=source_class(weights))
     for _ in range(2):
         for tensor in weights.values():
@@ -393,7 +394,7 @@ def test_vllm_plans_by_the_layout_of_what_is_wrapped() -> None:
     source = on_the_bus(halves())
     told = vllms_plan(source)
     assert told == vllms_plan(halves())
-    opening = native.transfer_init(told, "nccl_m2n", World(7, 3, "127.0.0.1", 2), "t1")
+    opening = native_payloads.transfer_init(told, "nccl_m2n", World(7, 3, "127.0.0.1", 2), "t1")
     worker = M2NWeightTransferEngine.__new__(M2NWeightTransferEngine)
     parsed = worker.parse_init_info(blobs.decode_info(opening.params))
     if property_form():  # they are authenticated by a digest
@@ -404,11 +405,13 @@ def test_vllm_plans_by_the_layout_of_what_is_wrapped() -> None:
         ]
     else:
         assert (parsed.names, parsed.src_placements) == (["a", "b"], [[0, -1], None])
-    opened = native.Native("vllm:nccl_m2n", None, native.opened_for(told, "nccl_m2n"))
+    opened = native_payloads.NativeTransport(
+        "vllm:nccl_m2n", None, native_payloads.opened_for(told, "nccl_m2n")
+    )
     metas = tensor_metas(source.metadata)
-    opened.check(Plan.of_source(metas, chunk_bytes=1 << 20))
+    opened.check(UpdatePlan.of_source(metas, chunk_bytes=1 << 20))
     with pytest.raises(UsageError, match="other tensors than when"):
-        opened.check(Plan.of_source(metas[:1], chunk_bytes=1 << 20))
+        opened.check(UpdatePlan.of_source(metas[:1], chunk_bytes=1 << 20))
 
 
 def test_shards_are_as_long_as_their_layout_says() -> None:

@@ -24,19 +24,19 @@ from bus.journal.reader import Entry, read
 from bus.journal.records import FrameSent
 from bus.messages import Commit
 from bus.messages.codec import decode
-from trainer_agent.demo.grpo import GrpoConfig, GrpoLearner
+from trainer_agent.demo.learner import GrpoConfig, GrpoLearner
 from trainer_agent.demo.oracle import Verdict, judge
 from trainer_agent.demo.policy import Policy, PolicyConfig, copy_of, save_checkpoint
 from trainer_agent.demo.processes import Processes
 from trainer_agent.demo.rollouts import RolloutPool
-from trainer_agent.demo.sender import Sender
-from trainer_agent.sync import SyncTrainerAgent
+from trainer_agent.demo.trainer_process import TrainerProcess
+from trainer_agent.sync_agent import SyncTrainerAgent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bus.messages import EngineView
-    from trainer_agent.demo.grpo import Rollout
+    from trainer_agent.demo.learner import Rollout
 
 GROUP: Final = "policy"
 HEARTBEAT_MS: Final = 500
@@ -205,7 +205,7 @@ class Chaos:
             whole=self._rollouts.append,
         )
         log = self._folder / "trainer.log"
-        with Sender(self._address, options, log) as self._sender, pool as self._pool:
+        with TrainerProcess(self._address, options, log) as self._sender, pool as self._pool:
             while self._left and time.monotonic() < until_s:
                 stats = learner.step(pool.take(config.groups), self._publish)
                 self.result.reward = stats.reward

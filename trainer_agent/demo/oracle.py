@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch.nn import functional
 
-from trainer_agent.demo.grpo import collate
+from trainer_agent.demo.learner import collate
 from trainer_agent.demo.policy import Policy, PolicyConfig
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from trainer_agent.demo.grpo import Rollout
+    from trainer_agent.demo.learner import Rollout
 
 # Engines add up in another order, in float32.
 TOLERANCE: Final = 5e-5

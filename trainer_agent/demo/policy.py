@@ -3,21 +3,23 @@
 Parameter names and arithmetic follow Hugging Face's ``Qwen3ForCausalLM`` (with experts:
 ``Qwen3MoeForCausalLM``), so one state dict serves this module, ``transformers``, vLLM and
 any engine that reads that layout.
+
+``python -m trainer_agent.demo.policy FOLDER EXPERTS`` writes a checkpoint of an untrained policy;
+with 0 experts it is dense.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -264,3 +266,8 @@ def save_checkpoint(policy: Policy, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(policy.cfg.to_hf(), indent=2) + "\n")
     tensors = {name: value.detach().contiguous() for name, value in policy.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    folder, experts = sys.argv[1:]
+    save_checkpoint(Policy(PolicyConfig(experts=int(experts))), Path(folder))

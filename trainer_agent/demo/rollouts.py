@@ -18,7 +18,7 @@ import aiohttp
 from bus.errors import WavebusError
 from bus.rejection import is_rejected
 from trainer_agent.demo import task
-from trainer_agent.demo.grpo import Rollout
+from trainer_agent.demo.learner import Rollout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

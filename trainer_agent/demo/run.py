@@ -13,12 +13,12 @@ import torch
 
 from bus.errors import Refused
 from bus.messages import NackCode
-from trainer_agent.demo.grpo import GrpoConfig, GrpoLearner
+from trainer_agent.demo.learner import GrpoConfig, GrpoLearner
 from trainer_agent.demo.oracle import Verdict, judge
 from trainer_agent.demo.policy import Policy, PolicyConfig, copy_of, save_checkpoint
 from trainer_agent.demo.processes import DpCoordinator, EngineKind, Processes
 from trainer_agent.demo.rollouts import RolloutPool
-from trainer_agent.sync import SyncTrainerAgent
+from trainer_agent.sync_agent import SyncTrainerAgent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bus.messages import EngineView
-    from trainer_agent.demo.grpo import Rollout
-    from trainer_agent.how import How
+    from trainer_agent.demo.learner import Rollout
+    from trainer_agent.options import How
     from trainer_agent.report import UpdateReport
 
 GROUP: Final = "policy"

@@ -277,7 +277,7 @@ async def _bus(
         await agents.answer()
         # By name: the two roles never import each other.
         trainer = await stack.enter_async_context(
-            worker("trainer_agent.bench", address, GROUP, engines, loop, env=env.get(TRAINER))
+            worker("trainer_agent.bench.pause", address, GROUP, engines, loop, env=env.get(TRAINER))
         )
         await trainer.answer()
         yield trainer

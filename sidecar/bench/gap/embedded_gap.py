@@ -84,7 +84,7 @@ async def _running(
         # By name: the two roles never import each other.
         trainer = await start(
             "trainer",
-            "trainer_agent.bench_gap",
+            "trainer_agent.bench.gap",
             json.dumps(
                 {
                     "broker": address,

@@ -182,7 +182,7 @@ async def _running(
         # By name: the two roles never import each other.
         trainer = await stack.enter_async_context(
             worker(
-                "trainer_agent.bench_transfer",
+                "trainer_agent.bench.transfer",
                 *(address, GROUP, backend, checkpoint, shape, amount),
                 *("lent" if lent else "packed", loop),
             )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bus.vllm_versions import OLDEST_SUPPORTED, TESTED
 from sidecar.vllm.plugin.patches import REGISTRY as SIDECAR
-from trainer_agent.vllm_registry import REGISTRY as TRAINER
+from trainer_agent.vllm.registry import REGISTRY as TRAINER
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from sidecar.bench.gap.picture import draw
 from sidecar.bench.gap.vllm_gap import without_experts
 from sidecar.bench.streams import tokens_within
 from sidecar.bench.vllm_fleet import ServedAnswer
-from trainer_agent.bench_gap import mixture
+from trainer_agent.bench.gap import mixture
 from trainer_agent.demo.policy import Policy
 
 if TYPE_CHECKING:

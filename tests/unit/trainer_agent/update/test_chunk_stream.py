@@ -1,0 +1,86 @@
+"""A source's chunks on their way, without a bus."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import anyio
+import torch
+
+from bus.weight_transfer.base import Sender
+from trainer_agent.update.chunk_stream import ChunkStream
+from trainer_agent.weights.source import as_source
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from bus.weight_transfer.allocation import World
+
+LIMIT_S = 30.0
+CHUNKS = 8
+
+
+class Queueing(Sender):
+    """Its chunks leave one after the other, and of two the threads that wait for that come back in
+    the other order."""
+
+    prefetch_depth = 3
+    is_collective: ClassVar[bool] = True
+    can_queue: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.later = [threading.Event() for _ in range(CHUNKS // 2)]
+
+    def open(self, chunk_bytes: int, world: World) -> bytes:  # noqa: ARG002 - of all senders
+        return b""
+
+    def put(self, seq: int, tensors: Sequence[Tensor]) -> bytes:  # noqa: ARG002 - of all senders
+        return b"handle"
+
+    def queue(self, seq: int) -> None:
+        """It takes no time."""
+
+    def transfer(self, seq: int) -> None:
+        later = self.later[seq // 2]  # the pair's own: the next pair may be on its way by then
+        if seq % 2:
+            later.set()
+        else:
+            assert later.wait(LIMIT_S)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Running:
+    """An update that has begun everywhere."""
+
+    id = "u1"
+
+    def __init__(self) -> None:
+        self.paused = anyio.Event()
+        self.started = anyio.Event()
+        self.paused.set()
+        self.started.set()
+
+
+def test_engines_hear_in_order_what_was_sent() -> None:
+    """They take a word that comes out of turn for a late one, and wait until it is said again."""
+    told: list[tuple[str, int]] = []
+
+    async def step(message: Any) -> None:
+        told.append((type(message).__name__, message.chunk))
+
+    async def scenario() -> None:
+        tensors = {str(number): torch.zeros(16) for number in range(CHUNKS)}
+        stream = ChunkStream(as_source(tensors), Queueing(), chunk_bytes=64, verify="off")
+        update: Any = Running()
+        answered: Any = step
+        async with asyncio.timeout(LIMIT_S):
+            await stream.send(update, answered)
+
+    asyncio.run(scenario())
+    assert [seq for name, seq in told if name == "ChunkSent"] == list(range(CHUNKS))

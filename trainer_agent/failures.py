@@ -1,0 +1,116 @@
+"""Failures that the trainer's side reports itself.
+
+NACKs that no broker sent, and the :class:`bus.errors.BusTimeout` of a step without an answer: it
+names the peer that is waited for, the chunk, and when the peer was last heard.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bus.errors import BusTimeout, Refused
+from bus.messages import WIRE_NAMES, ChunkSent, Nack, NackCode, WeightChunkMeta, step_name
+from bus.protocol.broker.broker import BROKER_NAME
+from bus.protocol.broker.replies import ASKS_FOR
+
+if TYPE_CHECKING:
+    from bus.messages import GroupStatus, Message, WaitView
+
+
+def own_nack(
+    code: NackCode,
+    detail: str,
+    *,
+    step: str = "update",
+    update_id: str = "",
+    chunk: int = 0,
+    field: str = "",
+    peer: str = "",
+    hint: str = "",
+) -> Nack:
+    """A NACK of nobody else's."""
+    return Nack(
+        code=code,
+        step=step,
+        update_id=update_id,
+        chunk=chunk,
+        detail=detail[:4096],
+        field=field,
+        peer=peer,
+        tensor="",
+        hint=hint,
+        retry_after_ms=0,
+    )
+
+
+def nack_of(error: BaseException) -> Nack:
+    """What others are told of a failure here."""
+    if isinstance(error, Refused):
+        return error.nack
+    detail = f"rank 0: {type(error).__name__}: {error}"
+    if isinstance(error, BusTimeout):
+        step, chunk = error.step or "update", error.chunk or 0
+        return own_nack(NackCode.TIMEOUT, detail, step=step, chunk=chunk, peer=error.peer)
+    return own_nack(NackCode.CANCELLED, detail)
+
+
+# So many engines are named.
+_MAX_NAMED = 8
+
+
+def silent_broker(asked: Message, wait_s: float, address: str, heard_s: float) -> BusTimeout:
+    """The broker does not answer. ``heard_s``: how long ago it was last heard."""
+    return BusTimeout(
+        f"no answer to {_request(asked)} within {wait_s:g} s; the broker at {address} is silent, "
+        f"last heard {heard_s:.1f} s ago",
+        peer=BROKER_NAME,
+        step=_step(asked),
+        chunk=_chunk(asked),
+        heard_s=heard_s,
+    )
+
+
+def silent_engines(
+    asked: Message, wait_s: float, name: str, group: GroupStatus | None
+) -> BusTimeout:
+    """The broker is there, and waits itself. ``group``: the one called ``name``, if it knows it."""
+    what = f"no answer to {_request(asked)} within {wait_s:g} s"
+    step, chunk = _step(asked), _chunk(asked)
+    if group is None:
+        detail = f"{what}; the broker does not know group {name}"
+        return BusTimeout(detail, peer=BROKER_NAME, step=step, chunk=chunk)
+    heard = {engine.name: engine.last_heard_ms / 1000 for engine in group.engines}
+    waits = [wait for wait in group.waits if wait.engine]
+    # Several chunks may be under way: who holds up the one that was asked for, comes first.
+    waits.sort(key=lambda wait: (wait.step, wait.chunk) != (step, chunk or 0))
+    described = [_describe_wait(wait, heard.get(wait.engine)) for wait in waits[:_MAX_NAMED]]
+    return BusTimeout(
+        f"{what}; group {name} is {group.pause}, update {group.update}, "
+        f"waiting for: {', '.join(described) or 'nobody'}",
+        peer=waits[0].engine if waits else "",
+        step=step,
+        chunk=chunk,
+        heard_s=heard.get(waits[0].engine) if waits else None,
+    )
+
+
+def _describe_wait(wait: WaitView, heard_s: float | None) -> str:
+    step = step_name(wait.step, wait.chunk)
+    heard = "" if heard_s is None else f", heard {heard_s:.1f} s ago"
+    return f"{wait.engine} ({step} for {wait.waited_ms / 1000:.1f} s{heard})"
+
+
+def _request(asked: Message) -> str:
+    chunk = _chunk(asked)
+    name = WIRE_NAMES[type(asked)]
+    return name if chunk is None else f"{name} of chunk {chunk}"
+
+
+def _step(asked: Message) -> str:
+    """As NACKs call it; of a message that asks for none, its own name."""
+    step = ASKS_FOR.get(type(asked))
+    return WIRE_NAMES[type(asked)] if step is None else step.value
+
+
+def _chunk(asked: Message) -> int | None:
+    return asked.chunk if isinstance(asked, (WeightChunkMeta, ChunkSent)) else None

@@ -1,0 +1,116 @@
+"""How a group is to be paused, and how an update is to be made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypedDict
+
+from bus.errors import UsageError
+from bus.messages import Staging
+
+if TYPE_CHECKING:
+    from bus.messages import Escalation, PauseMode, Target
+    from trainer_agent.update.canary import Canary
+
+# Staged: while engines serve. Auto: so, where it can be.
+How: TypeAlias = Literal["auto", "staged", "paused"]
+# How many DP groups at least must have all weights, for those to serve them.
+Quorum: TypeAlias = int | Literal["all"]
+_MOST_GROUPS: Final = 65_536
+# It travels in milliseconds, in 32 bits' worth of them.
+_WAIT_MAX_S: Final = 2_000_000.0
+# How long a `wait` pause lets requests run, unless told otherwise.
+WAIT_S: Final = 60.0
+
+
+class UpdateArguments(TypedDict, total=False):
+    """What :meth:`TrainerAgent.update_weights` takes beside its source, by name."""
+
+    target: Target
+    label: str
+    mode: PauseMode
+    clear_cache: bool
+    wait_s: float
+    escalate: Escalation
+    canary: Canary | None
+    quorum: Quorum
+    how: How
+    staging_bytes: int | None
+    keep_staging: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PauseOptions:
+    """The arguments of :meth:`TrainerAgent.paused`.
+
+    Raises:
+        UsageError: ``wait_s`` is not a time that can be waited for.
+    """
+
+    mode: PauseMode
+    clear_cache: bool
+    wait_s: float
+    escalate: Escalation
+
+    def __post_init__(self) -> None:
+        if not 0 < self.wait_s < _WAIT_MAX_S:
+            raise UsageError(f"wait_s={self.wait_s}: must be above 0 and below {_WAIT_MAX_S}")
+
+    @property
+    def ends_requests(self) -> bool:
+        """Whether the pause leaves none that has begun."""
+        return self.mode == "abort" or (self.mode == "wait" and self.escalate == "abort")
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOptions:
+    """The arguments of :meth:`TrainerAgent.update_weights`; ``pause``: if it takes one.
+
+    Raises:
+        UsageError: ``quorum`` is no number of DP groups; or what is to be ``staged`` needs a pause.
+    """
+
+    pause: PauseOptions
+    canary: Canary | None = None
+    quorum: Quorum = 1
+    how: How = "paused"
+    staging_bytes: int | None = None
+    keep_staging: bool = False
+
+    def __post_init__(self) -> None:
+        if self.quorum != "all" and not 0 < self.quorum <= _MOST_GROUPS:
+            raise UsageError(f'quorum={self.quorum}: "all", or so many DP groups, at least 1')
+        if self.how not in ("auto", "staged", "paused"):
+            raise UsageError(f"how={self.how!r}: choose one of auto, staged, paused")
+        if self.staging_bytes is not None and self.staging_bytes <= 0:
+            raise UsageError(f"staging_bytes={self.staging_bytes}: must be positive")
+        if self.how == "staged" and self.needs_pause:
+            raise UsageError(f'how="staged": {self.needs_pause}')
+
+    @property
+    def quorum_on_the_wire(self) -> int:
+        """See :class:`bus.messages.Arm`."""
+        return 0 if self.quorum == "all" else self.quorum
+
+    @property
+    def needs_pause(self) -> str:
+        """Why the update can't be staged, whatever the engines say; empty if it may."""
+        if self.how == "paused":
+            return "it was asked for"
+        if self.canary is not None:
+            return "a canary runs in the pause"
+        if self.pause.mode != "keep":
+            return f'mode="{self.pause.mode}" is of a pause: staged, requests go on'
+        return ""
+
+    @property
+    def staging(self) -> Staging | None:
+        """See :class:`bus.messages.Arm`."""
+        if self.needs_pause:
+            return None
+        return Staging(
+            self.how == "staged",
+            self.staging_bytes or 0,
+            self.keep_staging,
+            self.pause.clear_cache,
+        )

@@ -1,0 +1,283 @@
+"""The trainer's library without an event loop: most trainers have none.
+
+A thread of its own keeps the bus alive, so that training steps may take as long as
+they like. Everything else is :class:`trainer_agent.TrainerAgent`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+
+from anyio.from_thread import start_blocking_portal
+
+from bus.errors import BusClosed
+from bus.weight_transfer.cuda import current_gpu
+from trainer_agent.agent import TrainerAgent
+from trainer_agent.guaranteed_delivery import CLEANUP_S
+from trainer_agent.options import WAIT_S
+from trainer_agent.update.chunk_stream import do_nothing
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+    from concurrent.futures import Future
+    from types import TracebackType
+
+    from anyio.from_thread import BlockingPortal
+
+    from bus.messages import EngineView, Escalation, GroupAck, PauseMode, SleepLevel, Status, Target
+    from trainer_agent.options import How, Quorum, UpdateArguments
+    from trainer_agent.report import UpdateReport
+    from trainer_agent.update.canary import Canary
+    from trainer_agent.vllm.client import BusWeightSyncClient
+    from trainer_agent.vllm.patches import AnyPatch, BusPatches
+    from trainer_agent.vllm.source import BusWeightSource
+    from trainer_agent.weights.source import Weights
+
+T = TypeVar("T")
+
+
+class SyncTrainerAgent:
+    """:class:`trainer_agent.TrainerAgent`, blocking. Same arguments, same errors.
+
+    ::
+
+        with SyncTrainerAgent("tcp://127.0.0.1:7710", group="policy") as agent:
+            agent.wait_for_engines(2, timeout_s=60)
+            version = agent.update_weights(model, label=f"step {step}")
+
+    Use it from one thread at a time.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._args = args
+        # Asked here: the agent is made in the bus's own thread.
+        self._kwargs = {"device": current_gpu(), **kwargs}
+        self._stack = contextlib.ExitStack()
+        self._portal: BlockingPortal | None = None
+        self._agent: TrainerAgent | None = None
+
+    def connect(self) -> Self:
+        """See :meth:`TrainerAgent.connect`."""
+        with contextlib.ExitStack() as stack:
+            self._portal = stack.enter_context(start_blocking_portal("asyncio"))
+            self._agent = self._portal.call(self._make)
+            stack.enter_context(self._portal.wrap_async_context_manager(self._agent))
+            self._stack = stack.pop_all()
+        return self
+
+    def close(self) -> None:
+        """See :meth:`TrainerAgent.close`."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self.connect()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def wait_for_engines(self, count: int, timeout_s: float = 60.0) -> list[EngineView]:
+        """See :meth:`TrainerAgent.wait_for_engines`."""
+        portal, agent = self._connected()
+        return portal.call(agent.wait_for_engines, count, timeout_s)
+
+    def update_weights(
+        self,
+        source: Weights,
+        *,
+        target: Target = "model",
+        label: str = "",
+        mode: PauseMode = "keep",
+        clear_cache: bool = True,
+        wait_s: float = WAIT_S,
+        escalate: Escalation = "keep",
+        canary: Canary | None = None,
+        quorum: Quorum = 1,
+        how: How = "auto",
+        staging_bytes: int | None = None,
+        keep_staging: bool = False,
+        on_sent: Callable[[], None] = do_nothing,
+    ) -> int:
+        """See :meth:`TrainerAgent.update_weights`. ``on_sent`` is called in the bus's thread."""
+        agent = self._connected()[1]
+        return self._call(
+            lambda: agent.update_weights(
+                source,
+                target=target,
+                label=label,
+                mode=mode,
+                clear_cache=clear_cache,
+                wait_s=wait_s,
+                escalate=escalate,
+                canary=canary,
+                quorum=quorum,
+                how=how,
+                staging_bytes=staging_bytes,
+                keep_staging=keep_staging,
+                on_sent=on_sent,
+            )
+        )
+
+    def send_weights(
+        self, source: Weights, *, snapshot: bool = False, **options: Unpack[UpdateArguments]
+    ) -> Future[int]:
+        """See :meth:`TrainerAgent.send_weights`: ``.result()`` is the version."""
+        portal, agent = self._connected()
+        update = self._call(lambda: agent.send_weights(source, snapshot=snapshot, **options))
+
+        async def version() -> int:
+            return await update
+
+        return portal.start_task_soon(version)
+
+    def update_adapter(
+        self,
+        adapter: str,
+        source: Weights,
+        *,
+        config: Mapping[str, Any],
+        label: str = "",
+        mode: PauseMode = "keep",
+        clear_cache: bool = True,
+        wait_s: float = WAIT_S,
+        escalate: Escalation = "keep",
+    ) -> int:
+        """See :meth:`TrainerAgent.update_adapter`."""
+        agent = self._connected()[1]
+        return self._call(
+            lambda: agent.update_adapter(
+                adapter,
+                source,
+                config=config,
+                label=label,
+                mode=mode,
+                clear_cache=clear_cache,
+                wait_s=wait_s,
+                escalate=escalate,
+            )
+        )
+
+    @contextlib.contextmanager
+    def paused(
+        self,
+        *,
+        mode: PauseMode = "keep",
+        clear_cache: bool = True,
+        wait_s: float = WAIT_S,
+        escalate: Escalation = "keep",
+    ) -> Iterator[GroupAck]:
+        """See :meth:`TrainerAgent.paused`."""
+        agent = self._connected()[1]
+        pause = agent.paused(mode=mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
+        with self._block(pause) as ack:
+            yield ack
+
+    @contextlib.contextmanager
+    def asleep(
+        self,
+        *,
+        level: SleepLevel = 1,
+        mode: PauseMode = "keep",
+        wait_s: float = WAIT_S,
+        escalate: Escalation = "keep",
+    ) -> Iterator[GroupAck]:
+        """See :meth:`TrainerAgent.asleep`. The bus hears from this trainer meanwhile."""
+        agent = self._connected()[1]
+        sleep = agent.asleep(level=level, mode=mode, wait_s=wait_s, escalate=escalate)
+        with self._block(sleep) as ack:
+            yield ack
+
+    def init_info(self, engine: str = "wavebus", **fields: Any) -> Any:
+        """See :meth:`TrainerAgent.init_info`."""
+        portal, agent = self._connected()
+        return portal.call(functools.partial(agent.init_info, engine, **fields))
+
+    def client(
+        self,
+        *,
+        mode: PauseMode = "keep",
+        clear_cache: bool = True,
+        wait_s: float = WAIT_S,
+        escalate: Escalation = "keep",
+        chunk_bytes: int | None = None,
+        target: Target = "model",
+        canary: Canary | None = None,
+        quorum: Quorum = 1,
+    ) -> BusWeightSyncClient:
+        """See :meth:`TrainerAgent.client`."""
+        return self._connected()[1].client(
+            mode=mode,
+            clear_cache=clear_cache,
+            wait_s=wait_s,
+            escalate=escalate,
+            chunk_bytes=chunk_bytes,
+            target=target,
+            canary=canary,
+            quorum=quorum,
+        )
+
+    def source(self, weights: Weights) -> BusWeightSource:
+        """See :meth:`TrainerAgent.source`."""
+        return self._connected()[1].source(weights)
+
+    def patches(self, patches: Iterable[AnyPatch], *, base: int | None = None) -> BusPatches:
+        """See :meth:`TrainerAgent.patches`."""
+        return self._connected()[1].patches(patches, base=base)
+
+    def status(self) -> Status:
+        """See :meth:`TrainerAgent.status`."""
+        portal, agent = self._connected()
+        return portal.call(agent.status)
+
+    @property
+    def last_update(self) -> UpdateReport | None:
+        """See :attr:`TrainerAgent.last_update`."""
+        return self._connected()[1].last_update
+
+    @contextlib.contextmanager
+    def _block(self, entered: Any) -> Iterator[GroupAck]:
+        """A block of the agent's; an interrupt on its way in leaves it, too."""
+        block = self._connected()[0].wrap_async_context_manager(entered)
+        try:
+            ack = block.__enter__()
+        except KeyboardInterrupt:
+            with contextlib.suppress(Exception, KeyboardInterrupt):
+                block.__exit__(*sys.exc_info())
+            raise
+        with contextlib.ExitStack() as entered_block:
+            entered_block.push(block)
+            yield ack
+
+    def _call(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run it in the bus's thread; who is interrupted, waits until it is undone."""
+        ended = threading.Event()
+
+        async def run() -> T:
+            try:
+                return await work()
+            finally:
+                ended.set()
+
+        future = self._connected()[0].start_task_soon(run)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            ended.wait(2 * CLEANUP_S)
+            raise
+
+    async def _make(self) -> TrainerAgent:
+        return TrainerAgent(*self._args, **self._kwargs)
+
+    def _connected(self) -> tuple[BlockingPortal, TrainerAgent]:
+        if self._portal is None or self._agent is None:
+            raise BusClosed("connect() first, or use `with`")
+        return self._portal, self._agent

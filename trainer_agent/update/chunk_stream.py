@@ -1,0 +1,190 @@
+"""Sends one update as a stream of chunks.
+
+The stream is planned from the metadata and filled from the tensors; :func:`send_stream` takes it
+from ARM to the commit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import anyio
+import anyio.lowlevel
+import torch
+
+from bus.errors import Refused
+from bus.messages import ChunkSent, NackCode
+from bus.weight_transfer.checksum import checksums
+from trainer_agent.update.plan import UpdatePlan
+from trainer_agent.update.steps import announce_chunk, flat_task_group
+from trainer_agent.weights.source import Devices, as_described, tensor_metas
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bus.messages import Verify
+    from bus.weight_transfer.base import Sender
+    from trainer_agent.report import UpdateReport
+    from trainer_agent.update.steps import SendStep, Steps
+    from trainer_agent.update.transport import Transport
+    from trainer_agent.update.update import Update
+    from trainer_agent.weights.snapshot import WeightsCopy
+    from trainer_agent.weights.source import WeightSource
+
+
+class ChunkStream:
+    """Sends a source chunk by chunk, with as many under way as the sender has room for.
+
+    Of each chunk engines hear twice: before it is sent, so that they receive it, and after
+    that, with its checksums, so that they load it.
+
+    Attributes:
+        all_sent: the last chunk has left, and engines have been told so.
+        on_released: called when the source's tensors may change: all of them are in the sender's
+            buffers; or, of one that sends them from where they are, engines have taken them.
+        copy: what is taken from the source is copied there.
+    """
+
+    def __init__(
+        self, source: WeightSource, sender: Sender, *, chunk_bytes: int, verify: Verify
+    ) -> None:
+        self.plan = UpdatePlan.of_source(tensor_metas(source.metadata()), chunk_bytes=chunk_bytes)
+        self.buffer_bytes = self.plan.buffer_bytes(sender)
+        self._remaining = iter(source)
+        self._tensors = as_described(self.plan.metas, self._remaining)
+        self._take_lock = threading.Lock()
+        self._devices = Devices()
+        self._sender = sender
+        self._filled: deque[_FilledChunk] = deque()
+        self._send_lock = anyio.Lock()  # chunks leave one after the other, in order
+        self._announced = [anyio.Event() for _ in range(self.plan.chunks)]  # that they have
+        self.all_sent = anyio.Event()
+        self.copy: WeightsCopy | None = None
+        self.on_released: Callable[[], None] = do_nothing
+        self.verify: Verify = verify if sender.is_bit_exact else "unsupported"
+
+    async def fill(self) -> None:
+        """Take from the source what there is room for. Nothing leaves: engines generate on."""
+        while len(self._filled) < min(self._sender.prefetch_depth, self.plan.chunks):
+            self._filled.append(await self._put(len(self._filled)))
+
+    async def send(self, update: Update, step: SendStep) -> None:
+        """Tell of every chunk once the engines are paused, and send it once they have started;
+        return when every engine has applied every one.
+
+        ``step`` sends one message and waits for all engines' acks.
+        """
+        rooms: deque[anyio.Event] = deque()
+        async with flat_task_group() as tasks:
+            for seq in range(self.plan.chunks):
+                if len(rooms) == self._sender.prefetch_depth:
+                    await rooms.popleft().wait()
+                chunk = self._filled.popleft() if self._filled else await self._put(seq)
+                if self._sender.packed and seq + 1 == self.plan.chunks:
+                    self.on_released()
+                await update.paused.wait()
+                free = anyio.Event()
+                rooms.append(free)
+                tasks.start_soon(self._send, update, chunk, step, free)
+        self.on_released()
+
+    async def _send(
+        self, update: Update, chunk: _FilledChunk, step: SendStep, free: anyio.Event
+    ) -> None:
+        """Tell, send, and tell that it is sent; both words are answered when it is applied."""
+        seq = chunk.seq
+        async with announce_chunk(step, self.plan.chunk_meta(update.id, seq, chunk.handle)):
+            await update.started.wait()
+            async with self._send_lock:
+                if self._sender.can_queue:
+                    await _in_thread(self._sender.queue, seq)
+                elif self._sender.is_collective:
+                    await _in_thread(self._sender.transfer, seq)
+                else:
+                    self._sender.transfer(seq)
+            if self._sender.can_queue:
+                await _in_thread(self._sender.transfer, seq)
+            if self._sender.is_collective:
+                free.set()  # its engines have it in memory of their own
+            if seq:
+                await self._announced[
+                    seq - 1
+                ].wait()  # its thread may come back later than this one's
+            async with flat_task_group() as tasks:
+                tasks.start_soon(step, ChunkSent(update.id, seq, self.verify, chunk.sums))
+                await anyio.lowlevel.checkpoint()  # it is on its way
+                self._announced[seq].set()
+                if seq + 1 == self.plan.chunks:
+                    self.all_sent.set()
+        self._sender.on_taken(seq)
+        free.set()
+
+    def drain(self) -> None:
+        """Take what is left of the source, for those who gather it with us."""
+        with self._take_lock:
+            for _ in self._remaining:
+                pass
+
+    async def _put(self, seq: int) -> _FilledChunk:
+        return await anyio.to_thread.run_sync(self._take, seq)
+
+    def _take(self, seq: int) -> _FilledChunk:
+        """Take the chunk's tensors from the source and offer them; runs in a thread."""
+        with self._take_lock:
+            found = itertools.islice(self._tensors, self.plan.tensor_count(seq))
+            chunk = [tensor.detach() for _, tensor in found]
+            for tensor in chunk:
+                self._devices.before_read(tensor)
+        if self.copy is not None:
+            self.copy.copy_from(self.plan.manifest.part(seq).start, chunk)
+        return _FilledChunk(seq, self._sender.put(seq, chunk), checksums(torch, chunk, self.verify))
+
+
+async def _in_thread(call: Callable[[int], None], seq: int) -> None:
+    """Who gives up, does not wait for it: it ends by itself."""
+    await anyio.to_thread.run_sync(call, seq, abandon_on_cancel=True)
+
+
+def do_nothing() -> None:
+    """Nobody is to be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class _FilledChunk:
+    """One that was put."""
+
+    seq: int
+    handle: bytes
+    sums: tuple[int, ...]
+
+
+async def send_stream(
+    update: Update, stream: ChunkStream, transport: Transport, steps: Steps, label: str
+) -> UpdateReport:
+    """Have the engines of the update take the stream's weights, and serve them. Its end is the
+    caller's, who hears of whatever goes wrong."""
+    await transport.open(stream.buffer_bytes)
+    try:
+        await update.arm(stream.plan, transport.backend, transport.communicator, label)
+    except Refused as refused:
+        # One that joined since the transport was opened has no end of it.
+        if refused.code is not NackCode.TRANSFER_CLOSED:
+            raise
+        await transport.reopen(stream.buffer_bytes)
+        await update.arm(stream.plan, transport.backend, transport.communicator, label)
+    await update.release_ranks(stream.drain)
+    await stream.fill()
+    try:
+        async with flat_task_group() as tasks:
+            tasks.start_soon(update.start)
+            tasks.start_soon(stream.send, update, steps.step)
+            await stream.all_sent.wait()
+            return await update.commit(label, stream.verify)
+    except BaseException:
+        if transport.sender.is_collective:
+            await transport.discard()  # whoever was in a broadcast may have left it
+        raise

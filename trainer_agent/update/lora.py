@@ -1,0 +1,207 @@
+"""A LoRA adapter alone: written to tmpfs, and told of as an update of one chunk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+import anyio.to_thread
+import torch
+from safetensors.torch import save_file
+
+from bus.errors import Refused, UsageError, WavebusError
+from bus.lora import (
+    CONFIG_FILE,
+    FOLDER_PREFIX,
+    MAX_CONFIG_BYTES,
+    WEIGHTS_FILE,
+    AdapterFolder,
+    adapter_backend,
+)
+from bus.messages import ChunkSent, NackCode, TransferInit
+from bus.runtime.locked_paths import LockedFolder
+from bus.weight_transfer.checksum import checksums
+from bus.weight_transfer.formats import SHM_FOLDER, encode
+from trainer_agent.update.plan import UpdatePlan
+from trainer_agent.update.steps import announce_chunk
+from trainer_agent.weights.source import as_source, meta_of
+
+if TYPE_CHECKING:
+    from bus.messages import Verify
+    from trainer_agent.report import UpdateReport
+    from trainer_agent.update.steps import Steps
+    from trainer_agent.update.transport import Transport
+    from trainer_agent.update.update import Update
+    from trainer_agent.weights.source import Weights
+
+REQUIRED_KEYS: Final = ("r", "lora_alpha", "target_modules")
+# A module has every tensor under the name of PEFT's own adapter; a checkpoint leaves that out.
+_OF_MODULE: Final = re.compile(r"(\.lora_[AB])\.[^.]+\.weight\Z")
+
+
+class Adapter:
+    """One version of an adapter, read and checked on the trainer's side.
+
+    Args:
+        name: what engines and their clients call it.
+        source: its tensors by PEFT's names, or a module, of which its LoRA parameters are taken.
+        config: PEFT's ``adapter_config``.
+
+    Raises:
+        UsageError: the name, the config or the source can't be an adapter's.
+    """
+
+    def __init__(self, name: str, source: Weights, config: Mapping[str, Any]) -> None:
+        self.backend = adapter_backend(name)
+        self.config = config_text(config)
+        self.tensors = adapter_tensors(source)
+        metas = [meta_of(name, tensor) for name, tensor in self.tensors.items()]
+        self.plan = UpdatePlan.of_source(metas, chunk_bytes=sys.maxsize)
+
+    def sums(self, verify: Verify) -> tuple[int, ...]:
+        """Of its tensors, where they are."""
+        return checksums(torch, list(self.tensors.values()), verify)
+
+
+class WrittenAdapter:
+    """An adapter in a folder of its own on tmpfs, until it is closed.
+
+    Raises:
+        WavebusError: there is no room for it.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._folder = LockedFolder(FOLDER_PREFIX, Path(SHM_FOLDER))
+        try:
+            own = {
+                name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+                for name, tensor in adapter.tensors.items()
+            }
+            (self._folder.path / CONFIG_FILE).write_bytes(adapter.config)
+            save_file(own, self._folder.path / WEIGHTS_FILE, metadata={"format": "pt"})
+        except BaseException as error:
+            self.close()
+            if isinstance(error, Exception):
+                raise WavebusError(
+                    f"can't write the adapter ({adapter.plan.size_bytes} bytes) to "
+                    f"{SHM_FOLDER}: {error}"
+                ) from error
+            raise
+        digest = hashlib.sha256(adapter.config).hexdigest()
+        self.handle = encode(AdapterFolder(self._folder.path.name, digest))
+
+    def close(self) -> None:
+        """Remove the folder."""
+        self._folder.close()
+
+
+async def send_adapter(
+    adapter: Adapter,
+    update: Update,
+    transport: Transport,
+    steps: Steps,
+    *,
+    label: str,
+    verify: Verify,
+) -> UpdateReport:
+    """Have every engine load an adapter, and serve it: one update, whose end is the caller's.
+
+    Engines have read the folder when this returns, and need it no more.
+    """
+    written = await anyio.to_thread.run_sync(WrittenAdapter, adapter)
+    try:
+        await _open(adapter, written, transport, steps)
+        try:
+            await update.arm(adapter.plan, adapter.backend, 0, label)
+        except Refused as refused:
+            # One that has joined since has not opened it.
+            if refused.code is not NackCode.TRANSFER_CLOSED:
+                raise
+            await _open(adapter, written, transport, steps)
+            await update.arm(adapter.plan, adapter.backend, 0, label)
+        sums = await anyio.to_thread.run_sync(adapter.sums, verify)
+        await update.release_ranks(_nothing_left)
+        await update.start()
+        async with announce_chunk(
+            steps.step, adapter.plan.chunk_meta(update.id, 0, written.handle)
+        ):
+            await steps.step(ChunkSent(update.id, 0, verify, sums))
+        return await update.commit(label, verify)
+    finally:
+        transport.invalidate()  # engines have let go what was open before
+        written.close()
+
+
+async def _open(
+    adapter: Adapter, written: WrittenAdapter, transport: Transport, steps: Steps
+) -> None:
+    opening = TransferInit(steps.new_id(), adapter.backend, written.handle, 0, 0, {})
+    await transport.open_foreign(opening)
+
+
+def _nothing_left() -> None:
+    """Nobody gathers an adapter with us."""
+
+
+def adapter_tensors(source: Weights) -> dict[str, torch.Tensor]:
+    """Tensors by the names that PEFT gives them in a checkpoint.
+
+    Raises:
+        UsageError: there are none, or those of two adapters.
+    """
+    pairs: Any = as_source(source)
+    if isinstance(source, torch.nn.Module):
+        pairs = [(name, tensor) for name, tensor in pairs if _OF_MODULE.search(name)]
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in pairs:
+        stored = _OF_MODULE.sub(r"\1.weight", name)
+        if stored in found:
+            raise UsageError(
+                f"source: {stored} stands twice ({name}): give the tensors of one adapter, as "
+                "peft.get_peft_model_state_dict(model, adapter_name=...) does"
+            )
+        found[stored] = tensor
+    if not found:
+        raise UsageError("source: there are no lora_A and lora_B in it, as PEFT names them")
+    return found
+
+
+def config_text(config: Mapping[str, Any]) -> bytes:
+    """PEFT's ``adapter_config.json``.
+
+    Raises:
+        UsageError: names the key that is missing or wrong.
+    """
+    if not isinstance(config, Mapping):
+        raise UsageError(
+            f"config={type(config).__name__}: a dict, such as PEFT's LoraConfig.to_dict() gives"
+        )
+    missing = [key for key in REQUIRED_KEYS if not config.get(key)]
+    if missing:
+        raise UsageError(f"config: {', '.join(missing)} must be given")
+    rank = config["r"]
+    if type(rank) is not int or rank < 1:
+        raise UsageError(f"config: r={rank!r}: a positive integer")
+    alpha = config["lora_alpha"]
+    if type(alpha) not in (int, float):
+        raise UsageError(f"config: lora_alpha={alpha!r}: a number")
+    try:
+        text = json.dumps(dict(config), indent=2, sort_keys=True, default=_listed).encode()
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"config: {error}") from error
+    if len(text) > MAX_CONFIG_BYTES:
+        raise UsageError(f"config: {len(text)} bytes, and at most {MAX_CONFIG_BYTES}")
+    return text
+
+
+def _listed(value: object) -> list[Any]:
+    """PEFT keeps some lists as sets."""
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    raise TypeError(f"a {type(value).__name__} has no place in JSON")

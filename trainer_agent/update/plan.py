@@ -1,0 +1,76 @@
+"""What an update will send, from its metadata alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+from bus.errors import UsageError
+from bus.manifest import Manifest
+from bus.messages import WeightChunkMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bus.manifest import TensorMeta
+    from bus.weight_transfer.base import Sender
+
+
+class UpdatePlan:
+    """What is sent of which tensors; made by one of the class methods.
+
+    Attributes:
+        base: the version that a patch is a difference from; 0 for a source.
+    """
+
+    def __init__(self, metas: Sequence[TensorMeta], manifest: Manifest, *, base: int = 0) -> None:
+        self.metas = metas
+        self.manifest = manifest
+        self.base = base
+        self.chunks = manifest.chunks
+        self._sizes_bytes = [manifest.sizes_bytes(seq) for seq in range(self.chunks)]
+        self.size_bytes = sum(map(sum, self._sizes_bytes))
+
+    @classmethod
+    def of_source(cls, metas: Sequence[TensorMeta], *, chunk_bytes: int) -> Self:
+        """All of a source's tensors, in chunks.
+
+        Raises:
+            UsageError: the metadata contradicts itself.
+        """
+        try:
+            return cls(metas, Manifest.plan(metas, chunk_bytes=chunk_bytes))
+        except ValueError as error:
+            raise UsageError(f"source: {error}") from error
+
+    @classmethod
+    def of_patch(cls, metas: Sequence[TensorMeta], counts: Sequence[int], *, base: int) -> Self:
+        """``counts`` elements of each tensor, onto version ``base``; all in one chunk.
+
+        Raises:
+            UsageError: a tensor stands twice, or has fewer elements than are to be changed.
+        """
+        try:
+            return cls(metas, Manifest.of_patch(metas, counts), base=base)
+        except ValueError as error:
+            raise UsageError(f"patches: {error}") from error
+
+    def buffer_bytes(self, sender: Sender) -> int:
+        """What a sender needs for the largest chunk."""
+        return max(map(sender.packed_bytes, self._sizes_bytes))
+
+    def tensor_count(self, seq: int) -> int:
+        """How many tensors a chunk has."""
+        return len(self.manifest.names[self.manifest.part(seq)])
+
+    def chunk_meta(self, update_id: str, seq: int, handle: bytes) -> WeightChunkMeta:
+        """What engines hear of a chunk before it is sent."""
+        manifest, part = self.manifest, self.manifest.part(seq)
+        return WeightChunkMeta(
+            update_id,
+            seq,
+            manifest.names[part],
+            manifest.dtypes[part],
+            manifest.shapes[part],
+            self._sizes_bytes[seq],
+            handle,
+        )

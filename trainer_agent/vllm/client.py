@@ -1,0 +1,69 @@
+"""The ``client`` of vLLM's trainer engines, over the bus; its calls block."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bus.messages import Target
+    from trainer_agent.options import UpdateOptions
+    from trainer_agent.vllm.session import TrainerEngineSession
+
+
+class BusWeightSyncClient:
+    """vLLM's ``VLLMWeightSyncClient``, over the bus: made by :meth:`TrainerAgent.client`.
+
+    Its calls block, from any thread but the agent's event loop. All of them raise
+
+    - :class:`bus.errors.UsageError`: for infos of worker engines that engines were not booted
+      with, or that the bus can't express, and calls out of order;
+    - what :meth:`TrainerAgent.update_weights` raises: the update is undone, engines have resumed;
+    - :class:`bus.errors.BusClosed`: the agent is not connected.
+    """
+
+    def __init__(
+        self,
+        session: TrainerEngineSession,
+        options: UpdateOptions,
+        chunk_bytes: int | None = None,
+        target: Target = "model",
+    ) -> None:
+        self._session = session
+        self._options = options
+        self._target: Target = target
+        self._chunk_bytes = chunk_bytes
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Have every engine open its end of the trainer engine's transport."""
+        self._session.call(lambda: self._session.init(init_info, self._chunk_bytes))
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """The transport is not to be used again; engines let it go when the next one is opened,
+        or the trainer leaves."""
+        self._session.call(self._session.shutdown)
+
+    def start_weight_update(self) -> None:
+        """Begin an update: every engine is armed with what the source's metadata tells, or the
+        patches that were read. They are paused behind that; if that fails, the source and
+        :meth:`update_weights` raise it. One that was begun and not finished is undone first."""
+        self._session.require_rank_zero()
+        if self._session.is_patching:
+            patch = self._session.next_patch.take()
+            self._session.call(lambda: self._session.start(patch, self._options))
+            return
+        try:
+            plan = self._session.source_plan()
+        except Exception as error:  # the other ranks wait for this update, whatever it is
+            refused = error
+            self._session.call(lambda: self._session.refuse(refused, self._options))
+            raise
+        self._session.call(lambda: self._session.start(plan, self._options, self._target))
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Tell of one chunk; return when every engine has applied it."""
+        self._session.call(lambda: self._session.update(update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Have every engine serve what it was sent, and resume. The version is the bus's to
+        give; ``weight_version`` becomes the update's label."""
+        self._session.call(lambda: self._session.finish(weight_version or ""))

@@ -1,0 +1,137 @@
+"""The update that a trainer engine has begun through its client, and the pass over its source."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import anyio
+
+from bus.errors import UsageError, refusal
+from trainer_agent.failures import nack_of
+from trainer_agent.weights.source import as_described
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop, Future
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from bus.manifest import TensorMeta
+    from bus.messages import Verify
+    from trainer_agent.update.plan import UpdatePlan
+    from trainer_agent.update.update import Update
+    from trainer_agent.weights.source import WeightSource
+
+
+class ClientUpdate:
+    """One of rank 0's. ``loop``: the agent's; tensors are taken in other threads, from ``inner``,
+    which a patch has none of.
+
+    Attributes:
+        chunks_announced: how many chunks the trainer engine has told of.
+        tensors_left: how many tensors the pass that is under way has left.
+        starting: engines are being paused and started.
+    """
+
+    def __init__(
+        self,
+        update: Update,
+        plan: UpdatePlan,
+        inner: WeightSource | None,
+        loop: AbstractEventLoop | None,
+    ) -> None:
+        self.update = update
+        self.plan = plan
+        self.verified: Verify = "off"
+        self.started = anyio.Event()  # or failed
+        self.undone = anyio.Event()
+        self.failure: BaseException | None = None
+        self.is_over = False
+        self.chunks_announced = 0
+        self.tensors_left = 0 if inner is None else len(plan.metas)
+        self.starting: Future[None] | None = None
+        self._loop = loop
+        self._awaited = 0
+        self._reached = anyio.Event()
+        self._inner = inner
+        self._remaining: Iterator[tuple[str, torch.Tensor]] | None = None
+        self._take_lock = threading.Lock()
+
+    def begin_pass(
+        self, tensors: Iterator[tuple[str, torch.Tensor]], metas: Sequence[TensorMeta]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Begins a pass over ``tensors``, which ``metas`` describe.
+
+        Raises:
+            UsageError: the update is a patch.
+        """
+        if self._inner is None:
+            raise UsageError("the update under way is a patch, which reads no source")
+        with self._take_lock:
+            self._remaining = tensors
+            self.tensors_left = len(self.plan.metas)
+        return as_described(metas, self._remaining)
+
+    def take(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
+        """The next one; None at the end. Once the update has failed, nobody takes any more."""
+        with self._take_lock:
+            if self.failure is not None:
+                raise copy_of_error(self.failure)
+            pair = next(tensors, None)
+            self.tensors_left -= pair is not None
+            if self._awaited and self._taken >= self._awaited:
+                self._wake()
+            return pair
+
+    async def wait_until_paused(self) -> None:
+        """Wait until every engine is.
+
+        Raises:
+            what the update has failed with, if it has.
+        """
+        await self.update.paused.wait()
+        if self.failure is not None:
+            raise copy_of_error(self.failure)
+
+    async def wait_until_taken(self, seq: int) -> None:
+        """Wait until every tensor of a chunk was taken, or the update has failed.
+
+        Raises:
+            what it failed with.
+        """
+        self._reached = anyio.Event()
+        self._awaited = 0 if self._inner is None else self.plan.manifest.chunk_ends[seq]
+        if self.failure is None and self._taken < self._awaited:
+            await self._reached.wait()
+        self._awaited = 0
+        if self.failure is not None:
+            raise copy_of_error(self.failure)
+
+    def on_failed(self, error: BaseException) -> None:
+        """Whoever waits for it, hears of it."""
+        self.failure = error
+        self.started.set()
+        self._reached.set()
+
+    @property
+    def _taken(self) -> int:
+        return len(self.plan.metas) - self.tensors_left
+
+    def _wake(self) -> None:
+        self._awaited = 0
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._reached.set)
+
+    def drain(self) -> None:
+        """Take what is left of the source, for those who gather it with us."""
+        if self._inner is None:
+            return
+        with self._take_lock:
+            for _ in iter(self._inner) if self._remaining is None else self._remaining:
+                pass
+
+
+def copy_of_error(error: BaseException) -> BaseException:
+    """What an update failed with, to be raised once more, elsewhere."""
+    return refusal(nack_of(error))

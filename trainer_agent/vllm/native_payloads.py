@@ -1,0 +1,270 @@
+"""What the trainer engines of vLLM's own tell their client, as bus messages.
+
+Their dicts don't say which worker engine they are for: that is the one which all engines of the
+group were booted with. Nor do they number their chunks: those come in order, and are cut as
+:attr:`Native.chunk_bytes` says.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from bus import vllm_payloads
+from bus.errors import UsageError
+from bus.messages import ChunkSent, TransferInit
+from bus.weight_transfer.allocation import ALONE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bus.messages import EngineView, WeightChunkMeta
+    from bus.weight_transfer.allocation import World
+    from trainer_agent.update.plan import UpdatePlan
+
+# What `rebuild_cuda_tensor` takes.
+_REBUILT_FROM: Final = 15
+_TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
+_STORAGES: Final = (torch.storage.TypedStorage, torch.storage.UntypedStorage)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeTransport:
+    """A transport of vLLM's own that engines have opened.
+
+    Attributes:
+        backend: its name on the bus, such as ``vllm:nccl``.
+        chunk_bytes: the trainer engine puts at most so much into one ``update_weights``;
+            None: all.
+        opened_for: names, dtypes and shapes, of a transport that was opened for just these
+            tensors; or empty.
+    """
+
+    backend: str
+    chunk_bytes: int | None
+    opened_for: tuple[Any, ...] = ()
+
+    @property
+    def is_patching(self) -> bool:
+        """Whether its updates are patches."""
+        return vllm_payloads.is_patching(self.backend)
+
+    @property
+    def is_sharding(self) -> bool:
+        """Whether every rank of the trainer sends its shards."""
+        return vllm_payloads.is_sharding(self.backend)
+
+    def check(self, plan: UpdatePlan) -> None:
+        """
+        Raises:
+            UsageError: the plan is of other tensors than the transport was opened for.
+        """
+        manifest = plan.manifest
+        told = (manifest.names, manifest.dtypes, manifest.shapes)
+        if self.opened_for and self.opened_for != told:
+            raise UsageError(
+                "source: other tensors than when the trainer engine was made: make a new info, "
+                "and a new trainer engine of it"
+            )
+
+    @property
+    def plan_bytes(self) -> int:
+        """Where a plan is to cut."""
+        return sys.maxsize if self.chunk_bytes is None else self.chunk_bytes
+
+
+def require_engines(views: Sequence[EngineView], engine: str) -> None:
+    """Every engine was booted with vLLM's worker engine ``engine``.
+
+    Raises:
+        UsageError: names one that was not, or says that there are none.
+    """
+    if not views:
+        raise UsageError(f"no engines yet to meet vLLM's {engine!r}: wait_for_engines() first")
+    wanted = vllm_payloads.native_name(engine)
+    for view in views:
+        if wanted not in view.backends:
+            why = vllm_payloads.UNSUPPORTED.get(engine, "")
+            raise UsageError(
+                f"engine {view.name} was not booted with vLLM's worker engine {engine!r} (it has "
+                f"{', '.join(view.backends)})"
+                + (
+                    f", which the bus can't drive: {why}"
+                    if why
+                    else f': boot it with --weight-transfer-config \'{{"backend": "{engine}"}}\''
+                )
+            )
+
+
+def engine_of_all(views: Sequence[EngineView]) -> str:
+    """The worker engine of vLLM's that all engines were booted with.
+
+    Raises:
+        UsageError: they were not all booted with one, and with the same.
+    """
+    found = {view.name: _native_of(view) for view in views}
+    chosen = set(found.values())
+    if len(chosen) == 1 and (only := chosen.pop()):
+        return only
+    told = ", ".join(f"{name} with {engine or 'wavebus'}" for name, engine in found.items())
+    raise UsageError(
+        "a trainer engine of vLLM's own needs engines that were booted with its worker engine, "
+        f"all with the same: they were booted {told or 'nowhere, there are none'} "
+        "(agent.init_info() leads to wavebus's own trainer engine, which needs no such)"
+    )
+
+
+def _native_of(view: EngineView) -> str:
+    return next(filter(None, map(vllm_payloads.engine_of, view.backends)), "")
+
+
+def sender_count(engine: str, ranks: int) -> int:
+    """How many of a trainer's ranks take part in the transport of vLLM's ``engine``."""
+    return ranks if engine in vllm_payloads.SHARDING else 1
+
+
+def opened_for(info: object, engine: str) -> tuple[Any, ...]:
+    """For which tensors an ``init_info`` opens a transport, see :attr:`Native.opened_for`."""
+    if engine not in vllm_payloads.SHARDING or not isinstance(info, dict):
+        return ()
+    params = info.get("params")  # vLLM 0.33 has one dict for each tensor, earlier ones columns
+    if params is None:
+        params = zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
+    else:
+        params = [(each["name"], each["dtype_name"], each["shape"]) for each in params]
+    rows = [(name, dtype, tuple(shape)) for name, dtype, shape in params]
+    return tuple(zip(*rows, strict=True))
+
+
+def has_communicator(info: object) -> bool:
+    """Whether those who are told this meet in a communicator."""
+    return isinstance(info, dict) and "rank_offset" in info
+
+
+def transfer_init(info: object, engine: str, world: World, update_id: str) -> TransferInit:
+    """What engines hear of an ``init_info``.
+
+    Args:
+        world: who meets, where anybody does.
+
+    Raises:
+        UsageError: it can't be told over the bus, or is for others than are there.
+    """
+    told = _dict(info, "init_info")
+    if has_communicator(info):
+        _check_world(told, world)
+    params = _encoded("init_info", told, ())
+    backend = vllm_payloads.native_name(engine)
+    number = world.number if has_communicator(info) else ALONE.number
+    return TransferInit(update_id, backend, params, number, 0, {})
+
+
+def _check_world(info: dict[str, Any], world: World) -> None:
+    if info["rank_offset"] != world.senders:
+        raise UsageError(
+            f"init_info: rank_offset={info['rank_offset']}: ranks of this trainer that send: "
+            f"{world.senders}, and the first worker is number {world.senders}"
+        )
+    size = info.get("world_size")
+    if size != world.size:
+        raise UsageError(
+            f"init_info: world_size={size}, and who sends, with the workers of all engines, are "
+            f"{world.size}: have agent.init_info() fill it"
+        )
+
+
+def chunk_messages(
+    info: object, plan: UpdatePlan, seq: int, update_id: str
+) -> tuple[WeightChunkMeta, ChunkSent]:
+    """What engines hear of the ``seq``-th ``update_info``, before and after the chunk.
+
+    Raises:
+        UsageError: it can't be told over the bus, or is of other tensors than were armed.
+    """
+    rest = _dict(info, "update_info")
+    if seq >= plan.chunks:
+        raise UsageError(f"update_info: chunk {seq}, and {plan.chunks} were armed: {_CUT_HINT}")
+    meta = plan.chunk_meta(update_id, seq, b"")
+    columns: dict[str, list[Any]] = {
+        "names": list(meta.names),
+        "dtype_names": list(meta.dtypes),
+        "shapes": [list(shape) for shape in meta.shapes],
+        "num_updates_list": list(plan.manifest.counts),
+    }
+    told = [name for name in columns if name in rest]
+    if plan.chunks == 1 and told and not any(rest[name] for name in told):
+        # From 0.33 on vLLM's `nccl` describes the tensors once, and then leaves the lists empty.
+        # The plan describes them, and each engine is told of them in full, as in the first round.
+        rest |= {name: columns[name] for name in told}
+    for name in told:
+        found = rest.pop(name)
+        if name == "shapes":
+            found = [list(shape) for shape in found]
+        if list(found) != columns[name]:
+            raise UsageError(
+                f"update_info: chunk {seq} has other {name} than were armed: {_CUT_HINT}"
+            )
+    handle = _encoded("update_info", rest, told)
+    return plan.chunk_meta(update_id, seq, handle), ChunkSent(update_id, seq, "unsupported", ())
+
+
+_CUT_HINT: Final = (
+    "say how the trainer engine cuts its source, with agent.client(chunk_bytes=...) or, for "
+    "packed 'ipc', by agent.init_info('ipc', packed=True, ...)"
+)
+
+
+def _dict(info: object, what: str) -> dict[str, Any]:
+    if not isinstance(info, dict):
+        raise UsageError(
+            f"{what}: a {type(info).__name__}, not a dict; a list, with one info for each "
+            "worker, does not go over the bus"
+        )
+    return dict(info)
+
+
+def _encoded(what: str, info: dict[str, Any], columns: Sequence[str]) -> bytes:
+    try:
+        plain = {key: _plain(value) for key, value in info.items()}
+        if what == "init_info":
+            return vllm_payloads.encode_info(plain)
+        return vllm_payloads.encode_chunk(columns, plain)
+    except ValueError as error:
+        more = "; 'ipc' takes less with packed=True" if "ipc_handles" in info else ""
+        raise UsageError(f"{what}: {error}{more}") from error
+
+
+def _plain(value: Any) -> Any:
+    """The value with what PyTorch rebuilds CUDA tensors from in a form of its own."""
+    if type(value) is tuple and len(value) == _REBUILT_FROM and value[0] in _TENSORS:
+        return _ipc_tensor(value)
+    if type(value) in (list, tuple):
+        return [_plain(each) for each in value]
+    if type(value) is dict:
+        return {key: _plain(each) for key, each in value.items()}
+    return value
+
+
+def _ipc_tensor(args: tuple[Any, ...]) -> vllm_payloads.IpcTensor:
+    _, size, stride, offset, storage, dtype, device, handle, nbytes, start = args[:10]
+    requires_grad, counter, counter_offset, event, event_sync = args[10:]
+    if storage not in _STORAGES or not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a tensor's handle has {storage!r} and {dtype!r}")
+    return vllm_payloads.IpcTensor(
+        size=tuple(map(int, size)),
+        stride=tuple(map(int, stride)),
+        offset=offset,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device,
+        handle=handle or b"",
+        storage_bytes=nbytes,
+        storage_offset_bytes=start,
+        requires_grad=requires_grad,
+        counter=counter or b"",
+        counter_offset=counter_offset,
+        event=event or b"",
+        event_sync=event_sync,
+    )

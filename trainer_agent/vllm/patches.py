@@ -1,0 +1,139 @@
+"""Patches for vLLM's ``sparse_nccl`` trainer engine, which tell the bus what they are.
+
+That trainer engine takes no source: it reads the patches that it is given to their end, and only
+then calls ``start_weight_update``, which carries none of them. Around them is what reads along.
+
+What vLLM's workers would refuse after a patch has arrived, when engines are paused and count as
+half-loaded, is refused here, before anybody is asked: an index that stands twice or lies outside of
+its tensor, and NaN, which says "unchanged" inside vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from bus.errors import UsageError
+from bus.manifest import TensorMeta
+from trainer_agent.update.plan import UpdatePlan
+from trainer_agent.weights.source import dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+class AnyPatch(Protocol):
+    """vLLM's ``SparseWeightPatch``: new values of some elements of one tensor."""
+
+    @property
+    def name(self) -> str:
+        """As in checkpoints."""
+
+    @property
+    def indices(self) -> torch.Tensor:
+        """One dimension, int32: where the values belong in the flattened tensor."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """One dimension, as many, in the tensor's dtype."""
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The whole tensor's."""
+
+
+class NextPatch:
+    """The patch that was read, and is to be sent next."""
+
+    def __init__(self) -> None:
+        self._plan: UpdatePlan | None = None
+
+    def put(self, plan: UpdatePlan | None) -> None:
+        """It is this one; None: it isn't known yet."""
+        self._plan = plan
+
+    def take(self) -> UpdatePlan:
+        """For the update that now begins.
+
+        Raises:
+            UsageError: no patch was read for it.
+        """
+        plan, self._plan = self._plan, None
+        if plan is None:
+            raise UsageError(
+                "no patches were read, so that engines can't be armed with them: send them as "
+                "trainer.send_weights(agent.patches(patches)), all of an update at once"
+            )
+        return plan
+
+
+class BusPatches:
+    """The patches of one update: made by :meth:`TrainerAgent.patches`.
+
+    Args:
+        base: the version that they are a difference from.
+        following: hears what they are, when all were read.
+    """
+
+    def __init__(self, patches: Iterable[AnyPatch], base: int, following: NextPatch) -> None:
+        self._patches = patches
+        self._base = base
+        self._following = following
+
+    def __iter__(self) -> Iterator[AnyPatch]:
+        """The patches as they are.
+
+        Raises:
+            UsageError: ``base`` is no version; or, after the last one, names a tensor that can't
+                be patched so.
+        """
+        self._following.put(None)
+        if self._base <= 0:
+            raise UsageError(
+                f"base={self._base}: a patch is a difference from a version that engines serve, "
+                "and this agent has committed none: update_weights() first, with a whole set of "
+                "weights, or say base="
+            )
+        metas: list[TensorMeta] = []
+        counts: list[int] = []
+        flaws: list[torch.Tensor] = []
+        for patch in self._patches:
+            shape = tuple(patch.full_shape)
+            metas.append(TensorMeta(patch.name, dtype_name(patch.values.dtype), shape))
+            counts.append(patch.indices.numel())
+            flaws.append(_flaws(patch))
+            yield patch
+        if metas:
+            plan = UpdatePlan.of_patch(metas, counts, base=self._base)
+            _refuse_flaws(metas, flaws)
+            self._following.put(plan)
+
+
+_FLAWS = (
+    "NaN among the values, which stands for what is unchanged",
+    "an index outside of the tensor",
+    "an index that stands twice",
+)
+
+
+@torch.no_grad()
+def _flaws(patch: AnyPatch) -> torch.Tensor:
+    """Which of the flaws it has: not waited for, where it lies on a GPU."""
+    indices = torch.sort(patch.indices.flatten()).values
+    numel = torch.Size(patch.full_shape).numel()
+    return torch.stack(
+        [
+            torch.isnan(patch.values).any(),
+            ((indices < 0) | (indices >= numel)).any().to(patch.values.device),
+            (indices[1:] == indices[:-1]).any().to(patch.values.device),
+        ]
+    )
+
+
+def _refuse_flaws(metas: list[TensorMeta], flaws: list[torch.Tensor]) -> None:
+    found = torch.stack([each.to(flaws[0].device) for each in flaws]).tolist()
+    for meta, row in zip(metas, found, strict=True):
+        for text, is_so in zip(_FLAWS, row, strict=True):
+            if is_so:
+                raise UsageError(f"patches: {meta.name}: {text}")

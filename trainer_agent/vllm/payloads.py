@@ -1,0 +1,111 @@
+"""The plain dicts that a trainer engine of vLLM's kind gives its client, and the bus messages
+that they stand for.
+
+A dict tells of its worker engine by its keys. These are of ``wavebus``, to which
+``agent.init_info()`` leads; for vLLM's own (such as ``nccl``) see
+:mod:`trainer_agent.vllm.native_payloads`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from bus.errors import UsageError
+from bus.messages import ChunkSent, TransferInit, Verify, WeightChunkMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainer_agent.update.plan import UpdatePlan
+
+SUPPORTED: Final = (
+    "over the bus go those of worker engine 'wavebus', which agent.init_info() leads to"
+)
+
+
+class _InitInfo(msgspec.Struct, forbid_unknown_fields=True):
+    transport: str
+    params: bytes
+    communicator: int
+
+
+class _ChunkInfo(msgspec.Struct, forbid_unknown_fields=True):
+    chunk: int
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[tuple[int, ...]]
+    handle: bytes
+    verify: Verify
+    sums: tuple[int, ...]
+
+
+def init_info(transport: str, params: bytes, communicator: int) -> dict[str, Any]:
+    """For ``init_weight_transfer_engine``: what engines need to open their ends."""
+    return msgspec.structs.asdict(_InitInfo(transport, params, communicator))
+
+
+def chunk_info(
+    plan: UpdatePlan, seq: int, handle: bytes, verify: Verify, sums: Sequence[int]
+) -> dict[str, Any]:
+    """For ``update_weights``: one chunk, and where it is."""
+    part, manifest = plan.manifest.part(seq), plan.manifest
+    return msgspec.structs.asdict(
+        _ChunkInfo(
+            seq,
+            list(manifest.names[part]),
+            list(manifest.dtypes[part]),
+            list(manifest.shapes[part]),
+            handle,
+            verify,
+            tuple(sums),
+        )
+    )
+
+
+def is_ours(info: object) -> bool:
+    """Whether an ``init_info`` is of worker engine ``wavebus``."""
+    return isinstance(info, dict) and set(info) == set(_InitInfo.__struct_fields__)
+
+
+def transfer_init(info: object, update_id: str) -> TransferInit:
+    """What engines hear of an ``init_info``.
+
+    Raises:
+        UsageError: it is another worker engine's.
+    """
+    try:
+        ours = msgspec.convert(info, _InitInfo)
+    except msgspec.ValidationError as error:
+        raise _foreign("init_info", info, error) from error
+    return TransferInit(update_id, ours.transport, ours.params, ours.communicator, 0, {})
+
+
+def chunk_messages(
+    info: object, plan: UpdatePlan, update_id: str
+) -> tuple[WeightChunkMeta, ChunkSent]:
+    """What engines hear of an ``update_info``, before and after the chunk.
+
+    Raises:
+        UsageError: it is another worker engine's, or of other tensors than were armed.
+    """
+    try:
+        ours = msgspec.convert(info, _ChunkInfo)
+    except msgspec.ValidationError as error:
+        raise _foreign("update_info", info, error) from error
+    if not 0 <= ours.chunk < plan.chunks:
+        raise UsageError(f"update_info: chunk={ours.chunk}, and {plan.chunks} were armed")
+    meta = plan.chunk_meta(update_id, ours.chunk, ours.handle)
+    told = (tuple(ours.names), tuple(ours.dtype_names), tuple(ours.shapes))
+    if told != (meta.names, meta.dtypes, meta.shapes):
+        raise UsageError(f"update_info: chunk {ours.chunk} has other tensors than were armed")
+    return meta, ChunkSent(update_id, ours.chunk, ours.verify, ours.sums)
+
+
+def _foreign(what: str, info: object, error: msgspec.ValidationError) -> UsageError:
+    if isinstance(info, dict):
+        found = f"with {', '.join(sorted(map(str, info))) or 'nothing in it'}"
+    else:
+        found = f"a {type(info).__name__}"
+    return UsageError(f"{what} {found}: {SUPPORTED} ({error})")

@@ -1,0 +1,450 @@
+"""What ``client`` and ``source`` of vLLM's trainer engines share; the bus is their control plane.
+
+A trainer engine calls ``start_weight_update``, which carries no plan; ``update_weights``, as
+often as it has chunks; and ``finish_weight_update``. Beside that it reads its source, on every
+rank of the trainer. On the bus these are one update:
+
+========================= ==============================================================
+the engine                the bus
+========================= ==============================================================
+reads the metadata        (that is the plan)
+``start_weight_update``   ARM, with the plan; the other ranks hear GO. Behind it, beside the
+                          engine: pause, UPDATE_START
+first tensor of a pass    waits for that, on every rank, or raises
+``update_weights``        WEIGHT_CHUNK_META and CHUNK_SENT; returns when it is applied. Behind
+                          the last one: UPDATE_FINISH
+``finish_weight_update``  COMMIT, resume
+========================= ==============================================================
+
+A trainer engine that sends patches reads no source. It reads its patches to their end before it
+calls ``start_weight_update``; wrapped by :meth:`TrainerAgent.patches`, they have told by then what
+the update is armed with. The other ranks of the trainer have no part in it.
+
+What fails in between undoes the update: ABORT, resume, and the others are told. So does a pass
+over the source that is left before its end.
+
+Nothing here needs vLLM: its client is a protocol, and its sources are known by what they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import anyio
+
+import bus.log
+from bus.errors import BusClosed, BusTimeout, UpdateFailed, UsageError, WavebusError
+from bus.messages import NackCode
+from bus.weight_transfer.allocation import ALONE
+from trainer_agent.failures import own_nack
+from trainer_agent.update.plan import UpdatePlan
+from trainer_agent.update.rank_sync import wait_for_rank_zero
+from trainer_agent.update.steps import announce_chunk, first_error
+from trainer_agent.vllm import native_payloads, payloads
+from trainer_agent.vllm.client_update import ClientUpdate, copy_of_error
+from trainer_agent.vllm.patches import NextPatch
+from trainer_agent.vllm.source import BusWeightSource, wrap_source
+from trainer_agent.weights.source import as_described, tensor_metas
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+    from contextlib import AbstractAsyncContextManager
+
+    import torch
+
+    from bus.messages import GroupAck, Target
+    from bus.weight_transfer.allocation import World
+    from trainer_agent.connection import Connection
+    from trainer_agent.options import UpdateOptions
+    from trainer_agent.update.steps import Steps
+    from trainer_agent.update.transport import Transport
+    from trainer_agent.update.update import Updates
+    from trainer_agent.weights.source import WeightSource
+
+
+T = TypeVar("T")
+
+
+class TrainerEngineSession:
+    """What the client and the source of one agent share. Its coroutines are for :meth:`call`."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        steps: Steps,
+        updates: Updates,
+        transport: Transport,
+        *,
+        rank: int,
+        ranks: int,
+        chunk_bytes: int,
+        timeout_s: float,
+        suspend_catch_up: Callable[[], AbstractAsyncContextManager[None]],
+    ) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._connection = connection
+        self._steps = steps
+        self._updates = updates
+        self._transport = transport
+        self._rank = rank
+        self._ranks = ranks
+        self._chunk_bytes = chunk_bytes
+        self._timeout_s = timeout_s
+        self._suspend_catch_up = suspend_catch_up  # what is asked for here, goes first
+        self._log = bus.log.logger()
+        self._source: BusWeightSource | None = None
+        self.next_patch = NextPatch()
+        self._current: ClientUpdate | None = None
+        self._begun = anyio.Event()  # the next update is
+        self._step_lock = anyio.Lock()
+        self._closing: asyncio.Task[None] | None = None  # of a pass; tasks are held weakly
+        self._planned_communicator = 0  # the communicator that the last plan told of,
+        self._open_communicator = 0  # and the one of those who opened their ends
+        self._native_transport: native_payloads.NativeTransport | None = (
+            None  # what is open is vLLM's own
+        )
+        self._packed_bytes: int | None = None  # of the info that vLLM's own was promised
+
+    # -- for any thread ---------------------------------------------------------
+
+    def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run ``work`` in the agent's loop, and wait for it.
+
+        Raises:
+            UsageError: this is the agent's loop.
+            BusClosed: the agent is not connected.
+        """
+        loop = self._require_loop()
+        if _runs_here(loop):
+            raise UsageError(
+                "vLLM's trainer engines block: call them in a thread, as in "
+                "`await anyio.to_thread.run_sync(trainer.send_weights)`, or use SyncTrainerAgent"
+            )
+        coroutine = work()
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        except RuntimeError:
+            coroutine.close()
+            raise BusClosed("the agent was closed") from None
+        try:
+            return future.result()
+        except CancelledError:
+            raise BusClosed("the agent was closed") from None
+        except BaseException:
+            future.cancel()  # who waited was interrupted; nothing, if it is the work's own
+            raise
+
+    def new_world(self) -> World | None:
+        """Who is to meet; None while those who met are still there, and nobody else is."""
+        return self.call(self._plan_world)
+
+    def wrap(self, source: WeightSource) -> BusWeightSource:
+        """The agent's source from now on."""
+        self._source = wrap_source(self, source)
+        return self._source
+
+    @property
+    def is_patching(self) -> bool:
+        """Whether the trainer engine sends patches."""
+        return self._native_transport is not None and self._native_transport.is_patching
+
+    @property
+    def _is_sharding(self) -> bool:
+        return self._native_transport is not None and self._native_transport.is_sharding
+
+    def require_rank_zero(self) -> None:
+        """The others only read their source."""
+        if self._rank:
+            raise UsageError(f"rank {self._rank} sends nothing: rank 0 calls the client")
+
+    def source_plan(self) -> UpdatePlan:
+        """Of what the source's metadata told."""
+        if self._source is None:
+            raise UsageError("no source yet: give the trainer engine source=agent.source(model)")
+        theirs = self._native_transport
+        if not self._is_sharding and not self._source.implements_iter_full():
+            raise UsageError(
+                "source: yields each rank's shards, which no trainer engine but nccl_m2n sends: "
+                "give the others agent.source(model)"
+            )
+        chunk_bytes = self._chunk_bytes if theirs is None else theirs.plan_bytes
+        plan = UpdatePlan.of_source(self._source.take_metas(), chunk_bytes=chunk_bytes)
+        if theirs is not None:
+            theirs.check(plan)
+        return plan
+
+    def read_source(
+        self, source: BusWeightSource, *, shards: bool
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the tensors of a source: whole ones, or this rank's shards."""
+        if source is not self._source:
+            raise UsageError("this agent has another source by now: it has one at a time")
+        inner = source.tensors(shards=shards)
+        if self._rank:
+            self.call(self._wait_for_release)
+            beside = iter(inner)
+            yield from as_described(tensor_metas(inner.metadata()), beside) if shards else beside
+            return
+        current = self.call(self._wait_until_started)
+        try:
+            metas = tensor_metas(inner.metadata()) if shards else current.plan.metas
+            tensors = current.begin_pass(iter(inner), metas)
+            while (pair := current.take(tensors)) is not None:
+                yield pair
+        except GeneratorExit:
+            if current.tensors_left:  # else nobody asked for what comes after the last one
+                left = UsageError("the pass over the source was left before its end")
+                with contextlib.suppress(WavebusError):
+                    self._abort_pass(current, left)
+            raise
+        except BaseException as error:
+            with contextlib.suppress(WavebusError):
+                self._abort_pass(current, error)
+            raise
+
+    def _abort_pass(self, current: ClientUpdate, error: BaseException) -> None:
+        loop = self._require_loop()
+        if _runs_here(loop):  # the collector closes a pass wherever it happens to run
+            self._closing = loop.create_task(self._fail(current, error))
+        else:
+            self.call(lambda: self._fail(current, error))
+
+    def _require_loop(self) -> asyncio.AbstractEventLoop:
+        if self.loop is None:
+            raise BusClosed("connect() the agent first, or use `with`")
+        return self.loop
+
+    # -- the client's calls -----------------------------------------------------
+
+    async def _plan_world(self) -> World | None:
+        world = await self._transport.plan()
+        if self._transport.is_foreign and world.number == self._open_communicator:
+            return None
+        self._planned_communicator = world.number
+        return world
+
+    async def plan_native_world(self, engine: str) -> World:
+        """Who meets, once every engine is known to run vLLM's worker engine ``engine``."""
+        native_payloads.require_engines(await self._connection.engines(), engine)
+        return await self._transport.plan(native_payloads.sender_count(engine, self._ranks))
+
+    def set_packed_bytes(self, packed_bytes: int | None) -> None:
+        """How the trainer engine will cut its source whose info was made last."""
+        self._packed_bytes = packed_bytes
+
+    async def init(self, info: object, chunk_bytes: int | None) -> None:
+        async with self._step_lock, self._suspend_catch_up():
+            await self._undo_unfinished()
+            if payloads.is_ours(info):
+                await self._transport.open_foreign(
+                    payloads.transfer_init(info, self._steps.new_id())
+                )
+                self._open_communicator, self._native_transport = self._planned_communicator, None
+                return
+            try:
+                await self._init_native(info, chunk_bytes or self._packed_bytes)
+            except WavebusError as error:
+                if native_payloads.has_communicator(
+                    info
+                ):  # and vLLM's rendezvous waits, before it raises this
+                    self._log.error("trainer_engine_refused", detail=str(error))
+                raise
+
+    async def _init_native(self, info: object, chunk_bytes: int | None) -> None:
+        engine = native_payloads.engine_of_all(await self._connection.engines())
+        senders = native_payloads.sender_count(engine, self._ranks)
+        world = (
+            await self._transport.plan(senders) if native_payloads.has_communicator(info) else ALONE
+        )
+        opening = native_payloads.transfer_init(info, engine, world, self._steps.new_id())
+        await self._transport.open_foreign(opening)
+        opened_for = native_payloads.opened_for(info, engine)
+        self._open_communicator, self._native_transport = (
+            0,
+            native_payloads.NativeTransport(opening.backend, chunk_bytes, opened_for),
+        )
+
+    async def shutdown(self) -> None:
+        async with self._step_lock:
+            await self._undo_unfinished()
+            self._transport.invalidate()
+
+    async def refuse(self, error: BaseException, options: UpdateOptions) -> None:
+        """An update that fails before the bus hears of it; the other ranks do."""
+        async with self._step_lock:
+            await self._undo_unfinished()
+            await self._updates.begin(options).end(error)
+
+    async def start(
+        self, plan: UpdatePlan, options: UpdateOptions, target: Target = "model"
+    ) -> None:
+        async with self._step_lock:
+            await self._undo_unfinished()
+            source = self._source
+            patch = bool(plan.base)
+            assert patch or source is not None, "the plan is its"
+            async with self._suspend_catch_up():
+                update = self._updates.begin(options, target, alone=patch)
+            sends = None if patch or source is None else source.tensors(shards=self._is_sharding)
+            current = ClientUpdate(update, plan, sends, self.loop)
+            self._current = current
+            self._begun.set()
+            self._begun = anyio.Event()
+            async with self._undo_on_failure(current):
+                transport = self._transport
+                if not transport.is_foreign:
+                    raise UpdateFailed(
+                        own_nack(
+                            NackCode.TRANSFER_CLOSED,
+                            "the trainer engine's transport is not open any more",
+                            step="arm",
+                            update_id=current.update.id,
+                            hint="make the trainer engine anew",
+                        )
+                    )
+                await current.update.arm(plan, transport.backend, transport.communicator, "")
+                if not self._is_sharding:
+                    await current.update.release_ranks(current.drain)
+            current.starting = asyncio.ensure_future(self._start_engines(current))
+
+    async def _start_engines(self, current: ClientUpdate) -> None:
+        """Who waits for it, hears how it failed."""
+        try:
+            await current.update.start()
+            if self._is_sharding:  # the other ranks enter a collective with those who have started
+                await current.update.release_ranks(current.drain)
+        except Exception as error:  # noqa: BLE001 - it is raised by who waits
+            await self._fail(current, error)
+        else:
+            current.started.set()
+
+    async def update(self, info: object) -> None:
+        current = self._require_current()
+        async with self._undo_on_failure(current):
+            if self._native_transport is None:
+                meta, sent = payloads.chunk_messages(info, current.plan, current.update.id)
+            else:
+                seq, current.chunks_announced = (
+                    current.chunks_announced,
+                    current.chunks_announced + 1,
+                )
+                meta, sent = native_payloads.chunk_messages(
+                    info, current.plan, seq, current.update.id
+                )
+            current.verified = sent.verify
+            await current.wait_until_paused()
+            async with announce_chunk(self._steps.step, meta):
+                if self._native_transport is not None:
+                    with anyio.move_on_after(self._timeout_s):  # gathering is the trainer's time
+                        await current.wait_until_taken(meta.chunk)
+                answer = asyncio.ensure_future(self._steps.step(sent))
+                if meta.chunk + 1 == current.plan.chunks:
+                    current.update.finish()
+                done = await answer
+            if (
+                self._native_transport is not None
+                and current.chunks_announced < current.plan.chunks
+            ):
+                self._require_everybody(done)
+
+    def _require_everybody(self, done: GroupAck) -> None:
+        """vLLM's own collectives have no deadline: nobody is to wait in one for who fell out."""
+        if done.excluded and self._transport.communicator:
+            raise UpdateFailed(
+                own_nack(
+                    NackCode.TRANSFER_FAILED,
+                    f"{', '.join(done.excluded)} fell out in the middle, and the next chunk is "
+                    "a collective of all",
+                    step="chunk",
+                    update_id=done.update_id,
+                    hint="the broker's log says why; make the trainer engine anew",
+                )
+            )
+
+    async def finish(self, label: str) -> None:
+        async with self._step_lock:
+            current = self._require_current()
+            async with self._undo_on_failure(current):
+                await current.update.commit(label, current.verified)
+            current.is_over = True
+            self._current = None
+            await current.update.end(None)
+
+    # -- the source's -----------------------------------------------------------
+
+    async def _wait_for_release(self) -> None:
+        """Another rank's: wait until rank 0 says that tensors may be gathered."""
+        with self._updates.as_follower() as number:
+            await wait_for_rank_zero(self._connection, number, "go")
+
+    async def _wait_until_started(self) -> ClientUpdate:
+        """Rank 0's: the update that is started, or will be."""
+        if self._current is None:
+            with anyio.move_on_after(self._timeout_s):
+                await self._begun.wait()
+        current = self._current
+        if current is None:
+            raise BusTimeout(
+                f"source: no start_weight_update() within {self._timeout_s:g} s; tensors are "
+                "yielded within an update"
+            )
+        await current.started.wait()
+        if current.failure is not None:
+            raise copy_of_error(current.failure)
+        return current
+
+    # -- when it fails ----------------------------------------------------------
+
+    def _require_current(self) -> ClientUpdate:
+        current = self._current
+        if current is None:
+            raise UsageError("no update is under way: start_weight_update() comes first")
+        if current.failure is not None:
+            raise copy_of_error(current.failure)
+        return current
+
+    async def _undo_unfinished(self) -> None:
+        current, self._current = self._current, None
+        if current is not None:
+            await self._fail(current, UsageError("the update was begun, and never finished"))
+
+    @contextlib.asynccontextmanager
+    async def _undo_on_failure(self, current: ClientUpdate) -> AsyncIterator[None]:
+        try:
+            yield
+        except BaseException as group:  # noqa: BLE001 - it is raised again
+            error = first_error(group)
+            await self._fail(current, error)
+            raise error from None
+
+    async def _fail(self, current: ClientUpdate, error: BaseException) -> None:
+        """Undo it, once; returns when it is undone."""
+        if current.is_over:
+            return
+        if current.failure is not None:
+            await current.undone.wait()
+            return
+        started = current.started.is_set()
+        current.on_failed(error)
+        starting = current.starting
+        if starting is not None and starting is not asyncio.current_task():
+            starting.cancel()
+            with anyio.CancelScope(shield=True):
+                await asyncio.gather(starting, return_exceptions=True)
+        if started and self._transport.communicator:
+            self._transport.invalidate()  # whoever was in a broadcast may have left it
+        try:
+            with anyio.CancelScope(shield=True):
+                await current.update.end(error)
+        finally:
+            current.undone.set()
+
+
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False

@@ -1,0 +1,198 @@
+"""The two forms of vLLM's weight sources. No other module tells them apart.
+
+================== ================================== ======================================
+                   the method form (0.28 to 0.32)     the property form (from 0.33)
+================== ================================== ======================================
+metadata           ``source.metadata()``              ``source.metadata``
+whole tensors      ``iter(source)``                   ``source.iter_full()``
+one rank's shards  ``iter(source)``, of an            ``source.iter_local()``
+                   ``M2NWeightSource``
+layout of shards   ``source.mesh()``, and integers    ``mesh_shape`` and objects in
+                   in each tensor's ``placements``    ``placements``, of each tensor
+================== ================================== ======================================
+
+A source's class shows its form; vLLM's version is never asked for. Nothing here imports vLLM: a
+trainer that has no vLLM sends its weights as well.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from bus.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+_M2N_SOURCE: Final = "vllm.distributed.weight_transfer.m2n_source"
+_REPLICATE: Final = -1  # among placements of the method form; the others are dimensions
+
+
+@dataclass(frozen=True)
+class ParamMeta:
+    """One tensor as both forms describe it. Every rank of the trainer owns the whole of it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    owners: tuple[int, ...] | None = None
+    mesh_shape: tuple[int, ...] | None = None
+    placements: tuple[Any, ...] | None = None
+
+
+class Metadata(list[Any]):
+    """Metadata that a trainer engine of either form can read.
+
+    Trainer engines of the property form use it as it is, those of the method form call it.
+    """
+
+    def __call__(self) -> Metadata:
+        return self
+
+
+class EitherForm:
+    """A base class for sources that vLLM's trainer engines of both forms accept.
+
+    Subclasses define :meth:`describe` and :meth:`iter_full`, or :meth:`iter_local`.
+    """
+
+    @property
+    def metadata(self) -> Metadata:
+        """Every tensor that a pass yields, in its order. Nothing is gathered."""
+        return Metadata(self.describe())
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.iter_full() if self.implements_iter_full() else self.iter_local()
+
+    def implements_iter_full(self) -> bool:
+        """Returns whether :meth:`iter_full` yields anything."""
+        return True
+
+    def implements_iter_local(self) -> bool:
+        """Returns whether :meth:`iter_local` yields anything."""
+        return False
+
+    def owned_names(self, rank: int) -> list[str]:
+        """Returns the names of the tensors that a pass yields on trainer rank ``rank``."""
+        metas = self.metadata
+        return [meta.name for meta in metas if meta.owners is None or rank in meta.owners]
+
+    def describe(self) -> list[Any]:
+        """Returns a :class:`ParamMeta`, or vLLM's own, of every tensor."""
+        raise NotImplementedError
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields whole tensors."""
+        raise NotImplementedError
+
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields this rank's shards."""
+        raise NotImplementedError
+
+
+class FullTensors:
+    """Reads whole tensors of a source that has the property form.
+
+    It is a :class:`trainer_agent.weights.source.WeightSource`.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def metadata(self) -> list[Any]:
+        """Returns the source's metadata.
+
+        Raises:
+            UsageError: the source yields shards only.
+        """
+        if not self.source.implements_iter_full():
+            raise UsageError(
+                f"source={type(self.source).__name__}: it implements iter_local() only, and whole "
+                "tensors are sent here: implement iter_full()"
+            )
+        return list(self.source.metadata)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        tensors: Iterator[tuple[str, torch.Tensor]] = self.source.iter_full()
+        return tensors
+
+
+class LocalShards:
+    """Reads this rank's shards of a source of either form.
+
+    It is a :class:`trainer_agent.weights.source.WeightSource`; its metadata has the shapes of the
+    shards.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def metadata(self) -> list[ParamMeta]:
+        """Returns the shards' names, dtypes and shapes.
+
+        vLLM refuses layouts that do not divide a tensor evenly, when its trainer engine is made.
+        """
+        if has_property_form(self._source):
+            return [_shard(meta, meta.mesh_shape) for meta in self._source.metadata]
+        dims = self._source.mesh().dims
+        return [_shard(meta, dims) for meta in self._source.metadata()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        source = self._source
+        tensors: Iterator[tuple[str, torch.Tensor]] = (
+            source.iter_local() if has_property_form(source) else iter(source)
+        )
+        return tensors
+
+
+def has_property_form(source: object) -> bool:
+    """Returns whether a source has the property form. Its metadata is not read for that."""
+    return callable(getattr(type(source), "implements_iter_full", None))
+
+
+def yields_shards_only(source: object) -> bool:
+    """Returns whether no pass over ``source`` (as ``as_source`` returns it) has whole tensors."""
+    if isinstance(source, FullTensors):
+        return not source.source.implements_iter_full()
+    return is_m2n_source(source)
+
+
+def local_shards(source: object) -> LocalShards | None:
+    """Returns the shards of ``source`` (as ``as_source`` returns it); None if it has none."""
+    if isinstance(source, FullTensors):
+        return LocalShards(source.source) if source.source.implements_iter_local() else None
+    return LocalShards(source) if is_m2n_source(source) else None
+
+
+def own_metadata(source: Any) -> list[Any] | None:
+    """Returns metadata with the layout of shards, which only vLLM's sources have; else None."""
+    if isinstance(source, FullTensors):
+        return list(source.source.metadata)
+    return list(source.metadata()) if is_m2n_source(source) else None
+
+
+def is_m2n_source(source: object) -> bool:
+    """Returns whether ``source`` is an ``M2NWeightSource``: shards in the method form.
+
+    Whoever made such a source has imported vLLM's module. Most releases of vLLM have none.
+    """
+    module = sys.modules.get(_M2N_SOURCE)
+    return module is not None and isinstance(source, module.M2NWeightSource)
+
+
+def accept_as_m2n_source(wrapper: type[Any]) -> None:
+    """Makes every ``wrapper`` an ``M2NWeightSource``, which vLLM's trainer engine asks for."""
+    sys.modules[_M2N_SOURCE].M2NWeightSource.register(wrapper)
+
+
+def _shard(meta: Any, dims: tuple[int, ...] | None) -> ParamMeta:
+    shape = list(meta.shape)
+    for ranks, placement in zip(dims or (), meta.placements or (), strict=False):
+        dim = placement if isinstance(placement, int) else getattr(placement, "dim", _REPLICATE)
+        if dim != _REPLICATE:
+            shape[dim] //= ranks
+    return ParamMeta(meta.name, meta.dtype, tuple(shape))

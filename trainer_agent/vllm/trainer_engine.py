@@ -1,0 +1,208 @@
+"""wavebus's own trainer engine, as vLLM registers those: over any backend that an agent has.
+
+``WeightTransferTrainerFactory`` knows it as ``wavebus`` once this module is imported, which
+:meth:`TrainerAgent.init_info` does. It does with its client what vLLM's own trainer engines do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import deque
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+from bus.errors import UsageError
+from bus.weight_transfer.allocation import ALONE, World
+from bus.weight_transfer.checksum import checksums
+from bus.weight_transfer.registry import make_sender
+from trainer_agent.update.plan import UpdatePlan
+from trainer_agent.vllm import payloads
+from trainer_agent.weights.source import tensor_metas
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bus.messages import Verify
+
+BACKEND = "wavebus"
+
+
+@dataclass
+class WavebusTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
+    """What :meth:`TrainerAgent.init_info` returns.
+
+    Attributes:
+        transport: the backend of the agent: ``shm``, ``gloo``, ``nccl``, ``ipc``, or one of your
+            own.
+        chunk_bytes, buffers, packed, device, verify: as the agent has them.
+        plan: asks the bus who is to meet; None while those who met are still there.
+    """
+
+    backend: ClassVar[str] = BACKEND
+
+    transport: str
+    chunk_bytes: int
+    buffers: int | None
+    packed: bool
+    device: str
+    verify: Verify
+    plan: Callable[[], World | None]
+
+
+class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
+    """Sends a source in chunks: each is put where engines reach it, while they load the one
+    before. Made on every rank of a trainer; rank 0 sends, the others gather with it."""
+
+    init_info_cls = WavebusTrainerInitInfo
+
+    def __init__(
+        self, init_info: WavebusTrainerInitInfo, *, client: Any, source: Any, is_sender: bool
+    ) -> None:
+        super().__init__(client=client, source=source, is_sender=is_sender)
+        self._info = init_info
+        self._sender = make_sender(
+            init_info.transport,
+            buffers=init_info.buffers,
+            packed=init_info.packed,
+            device=init_info.device,
+        )
+        self._buffer_bytes = 0
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: WavebusTrainerInitInfo, *, client: Any, source: Any = None
+    ) -> Self:
+        """Have every engine open its end.
+
+        Raises:
+            UsageError: without a source, or with metadata that contradicts itself.
+            Refused: an engine can't open its end; it is named.
+        """
+        if source is None:
+            raise UsageError("source=None: give it agent.source(model)")
+        engine = cls(init_info, client=client, source=source, is_sender=init_info.is_sender)
+        plan = engine._plan()
+        if engine.is_sender:
+            engine._open(plan)
+        return engine
+
+    def send_weights(self) -> None:
+        """One update, on every rank: returns on rank 0 when engines serve the weights.
+
+        Raises:
+            Refused, BusTimeout, UsageError: see :meth:`TrainerAgent.update_weights`.
+        """
+        plan = self._plan()
+        if not self.is_sender:
+            for _ in self.source:
+                pass
+            return
+        self._open(plan)
+        self.client.start_weight_update()
+        self._send(plan)
+        self.client.finish_weight_update()
+
+    def shutdown(self) -> None:
+        """Let the sending end go."""
+        self._sender.close()
+
+    def _plan(self) -> UpdatePlan:
+        return UpdatePlan.of_source(
+            tensor_metas(self.source.metadata()), chunk_bytes=self._info.chunk_bytes
+        )
+
+    # -- the rendezvous -----------------------------------------------------------
+
+    def _open(self, plan: UpdatePlan) -> None:
+        """Open the transport, if it is not, or has too little room, or other engines came."""
+        world = self._info.plan()
+        buffer_bytes = plan.buffer_bytes(self._sender)
+        if world is None and buffer_bytes <= self._buffer_bytes:
+            return
+        self._buffer_bytes = 0
+        if world is None:
+            self.client.shutdown_weight_transfer_engine()
+            world = self._info.plan()
+            assert world is not None, "nothing is open"
+        if not self._sender.is_collective:
+            world = ALONE
+        params = self._sender.open(buffer_bytes, world)
+        self._meet(payloads.init_info(self._info.transport, params, world.number))
+        self._sender.on_opened()
+        self._buffer_bytes = buffer_bytes
+
+    def _meet(self, info: dict[str, Any]) -> None:
+        """Both ends at once: those of engines open while this one waits for them."""
+
+        def stop_waiting(opening: Future[None]) -> None:
+            if opening.exception() is not None:
+                self._sender.close()
+
+        with ThreadPoolExecutor(1) as calls:
+            opening = calls.submit(self.client.init_weight_transfer_engine, info)
+            opening.add_done_callback(stop_waiting)
+            try:
+                self._sender.meet()
+            except Exception:
+                opening.result()  # why the engines did not come, if they said so
+                raise
+            opening.result()
+
+    # -- one update -----------------------------------------------------------------
+
+    def _send(self, plan: UpdatePlan) -> None:
+        sender = self._sender
+        verify: Verify = self._info.verify if sender.is_bit_exact else "unsupported"
+        applying: deque[tuple[int, Future[None]]] = deque()
+        calls, moves = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        try:
+            # Closed before its end, the pass undoes the update.
+            with contextlib.closing(iter(self.source)) as tensors:
+                for seq in range(plan.chunks):
+                    if len(applying) == sender.prefetch_depth:
+                        self._wait_until_applied(*applying.popleft())
+                    found = itertools.islice(tensors, plan.tensor_count(seq))
+                    chunk = [tensor.detach() for _, tensor in found]
+                    handle = sender.put(seq, chunk)
+                    sums = checksums(torch, chunk, verify)
+                    info = payloads.chunk_info(plan, seq, handle, verify, sums)
+                    applied = calls.submit(self.client.update_weights, info)
+                    applying.append((seq, applied))
+                    if sender.is_collective:
+                        _wait_for_both(moves.submit(sender.transfer, seq), applied)
+                    else:
+                        sender.transfer(seq)
+                for seq, applied in applying:
+                    self._wait_until_applied(seq, applied)
+        except BaseException:
+            if sender.is_collective:
+                self._buffer_bytes = 0
+                sender.close()  # whoever waits in the broadcast leaves it, where it can
+            raise
+        finally:
+            # Whoever waits in a broken broadcast is not waited for.
+            calls.shutdown(wait=False, cancel_futures=True)
+            moves.shutdown(wait=False, cancel_futures=True)
+
+    def _wait_until_applied(self, seq: int, applied: Future[None]) -> None:
+        applied.result()
+        self._sender.on_taken(seq)
+
+
+def _wait_for_both(moving: Future[None], applied: Future[None]) -> None:
+    """Until the chunk has left; engines that refuse it need not be waited for."""
+    wait((moving, applied), return_when=FIRST_COMPLETED)
+    if not moving.done():
+        applied.result()
+    moving.result()
+
+
+# Not twice: a registry is a process's, and a module may be loaded again.
+with contextlib.suppress(ValueError):
+    WeightTransferTrainerFactory.register_engine(BACKEND, WavebusTrainerEngine)

@@ -1,0 +1,121 @@
+"""Weights in CPU memory, taken at one moment and sent whenever.
+
+The trainer's next step may change the originals while these are sent, and what is sharded over
+ranks is gathered once, however often it is sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from bus.errors import UsageError
+from bus.weight_transfer.formats import aligned
+from bus.weight_transfer.shm import allocate
+from trainer_agent.weights.source import as_described, as_source, tensor_metas
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from bus.manifest import TensorMeta
+    from trainer_agent.weights.source import Weights
+
+
+class CpuCache:
+    """A :class:`trainer_agent.weights.source.WeightSource` over a copy.
+
+    ::
+
+        cache = CpuCache(model)         # as large as all weights of the model
+        await agent.update_weights(cache)
+        ...
+        cache.store(model)              # the same memory again
+
+    Args:
+        weights: stored at once; None: nothing yet.
+        shared: in shared memory, from where ``shm`` sends with ``packed=False`` and no copy; not
+            pinned for a GPU then.
+        keep: False on ranks other than 0 of a trainer of several: they gather with the others in
+            :meth:`store`, and have nothing to send.
+    """
+
+    def __init__(
+        self, weights: Weights | None = None, *, shared: bool = False, keep: bool = True
+    ) -> None:
+        self._shared = shared
+        self._keep = keep
+        self._metas: list[TensorMeta] = []
+        self._memory: list[torch.Tensor] = []
+        self._guard = threading.Lock()
+        self._passes = 0  # that are under way
+        if weights is not None:
+            self.store(weights)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the copy."""
+        return sum(memory.numel() * memory.element_size() for memory in self._memory)
+
+    def store(self, weights: Weights) -> None:
+        """Copy these in place of what was stored; a collective, where they are sharded.
+
+        Raises:
+            UsageError: an update reads the copy; or the source does not yield what its metadata
+                says, and then nothing is stored any more.
+        """
+        source = as_source(weights)
+        metas = tensor_metas(source.metadata())
+        with self._guard:
+            if self._passes:
+                raise UsageError("the cache is being sent: await the update first")
+            if metas != self._metas:
+                rooms = _shared_buffers if self._shared else cpu_buffers
+                self._memory = rooms(metas) if self._keep else []
+            self._metas = []
+            for place, (_, tensor) in enumerate(as_described(metas, iter(source))):
+                if self._keep:
+                    self._memory[place].copy_(tensor.detach())
+            self._metas = metas
+
+    def metadata(self) -> list[TensorMeta]:
+        """What is stored.
+
+        Raises:
+            UsageError: nothing is.
+        """
+        if not self._metas:
+            raise UsageError("the cache is empty: store(weights) first")
+        return self._metas
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        metas = self.metadata()
+        with self._guard:
+            self._passes += 1
+        try:
+            for meta, memory in zip(metas, self._memory, strict=self._keep):
+                yield meta.name, memory
+        finally:
+            with self._guard:
+                self._passes -= 1
+
+
+def cpu_buffers(metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
+    """Memory for such tensors; pinned where there is a GPU, which copies faster to and from it."""
+    pinned = torch.cuda.is_available()
+    return [
+        torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), pin_memory=pinned)
+        for meta in metas
+    ]
+
+
+def _shared_buffers(metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
+    """All in one piece of shared memory."""
+    starts = [0, *itertools.accumulate(aligned(meta.size_bytes) for meta in metas)]
+    memory = allocate(starts[-1])
+    return [
+        memory[start : start + meta.size_bytes].view(getattr(torch, meta.dtype)).view(meta.shape)
+        for meta, start in zip(metas, starts, strict=False)
+    ]
