@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bus.errors import BusTimeout, Refused
 from bus.messages import WIRE_NAMES, ChunkSent, Nack, NackCode, WeightChunkMeta, step_name
-from bus.protocol.broker.broker import BROKER_NAME
+from bus.protocol.broker.config import BROKER_NAME
 from bus.protocol.broker.replies import ASKS_FOR
 
 if TYPE_CHECKING:

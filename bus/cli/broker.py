@@ -14,7 +14,7 @@ from bus.errors import UsageError
 from bus.ids import new_boot
 from bus.journal.writer import DEFAULT_BYTES, LEAST_BYTES, MOST_BYTES, JournalWriter
 from bus.keys import read_keyring
-from bus.protocol.broker.broker import BrokerConfig
+from bus.protocol.broker.config import BrokerConfig
 from bus.protocol.core.effects import Note
 from bus.runtime.broker_server import BrokerServer
 from bus.runtime.clock import AsyncioScheduler

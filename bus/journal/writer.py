@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bus.protocol.broker.admission import KeyRole
-    from bus.protocol.broker.broker import BrokerConfig
+    from bus.protocol.broker.config import BrokerConfig
     from bus.runtime.interfaces import Handle, Scheduler
 
 DEFAULT_BYTES: Final = 64 * 1024 * 1024

@@ -24,7 +24,8 @@ from bus.messages import (
     Step,
     codec,
 )
-from bus.protocol.broker.broker import BROKER_NAME, Broker, BrokerConfig
+from bus.protocol.broker.broker import Broker
+from bus.protocol.broker.config import BROKER_NAME, BrokerConfig
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.runtime.clock import Alarm
 from bus.runtime.heartbeat_acks import HeartbeatAcks

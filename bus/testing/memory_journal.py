@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from bus.protocol.broker.admission import KeyRole
-    from bus.protocol.broker.broker import BrokerConfig
+    from bus.protocol.broker.config import BrokerConfig
     from bus.runtime.interfaces import Scheduler
 
 

@@ -10,12 +10,12 @@ import itertools
 import random
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from bus.protocol.broker.broker import BrokerConfig
+from bus.protocol.broker.config import BrokerConfig
 from bus.protocol.broker.pause import PauseState
 from bus.protocol.broker.update import UpdateState
 from bus.protocol.core.link import LinkConfig
 from bus.protocol.engine.pause import EnginePauseState
-from bus.protocol.engine.update import EngineUpdateState
+from bus.protocol.engine.update_states import EngineUpdateState
 from bus.runtime.broker_server import BrokerServer
 from bus.runtime.memory_transport import Faults, MemoryNetwork
 from bus.testing.clock import SimScheduler

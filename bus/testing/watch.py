@@ -25,7 +25,7 @@ from bus.protocol.broker.update import UpdateState
 from bus.protocol.engine.calls import CallResume
 from bus.protocol.engine.lease import LEASE_RETRY_MS, LeaseState
 from bus.protocol.engine.pause import EnginePauseState
-from bus.protocol.engine.update import EngineUpdateState
+from bus.protocol.engine.update_states import EngineUpdateState
 from bus.testing.ground_truth import GARBLED, InvariantViolation
 
 if TYPE_CHECKING:

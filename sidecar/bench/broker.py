@@ -16,7 +16,7 @@ import bus.log
 from bus.ids import new_boot
 from bus.journal.writer import DEFAULT_BYTES, JournalWriter
 from bus.keys import read_keyring
-from bus.protocol.broker.broker import BrokerConfig
+from bus.protocol.broker.config import BrokerConfig
 from bus.runtime import event_loop
 from bus.runtime.broker_server import BrokerServer
 from bus.runtime.clock import AsyncioScheduler

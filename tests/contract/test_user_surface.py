@@ -55,7 +55,7 @@ from bus.messages import (
     Target,
     Verify,
 )
-from bus.protocol.broker.broker import BrokerConfig
+from bus.protocol.broker.config import BrokerConfig
 from bus.protocol.dp.watchdog import Health
 from bus.settings import DEFAULT_BROKER, DEFAULT_FILE
 from bus.weight_transfer.allocation import RankAssignment, World

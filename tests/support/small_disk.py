@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from bus.journal.writer import DEFAULT_BYTES, JournalWriter
-from bus.protocol.broker.broker import BrokerConfig
+from bus.protocol.broker.config import BrokerConfig
 from bus.testing.clock import SimScheduler
 
 if __name__ == "__main__":

@@ -8,32 +8,9 @@ group wants done comes back as effects. :meth:`Broker.tick` is time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from bus.messages import (
-    Ack,
-    Armed,
-    AwaitStep,
-    CoreStatus,
-    Envelope,
-    FirstReq,
-    Heartbeat,
-    HeartbeatAck,
-    Join,
-    Leave,
-    Message,
-    Nack,
-    NackCode,
-    Phase,
-    Probed,
-    Status,
-    StatusRequest,
-    Step,
-    WaveComplete,
-    WaveStarted,
-    Welcome,
-)
+from bus import messages as m
 from bus.protocol.broker.admission import (
     FRAME_BYTES,
     JOINS_AS,
@@ -41,11 +18,11 @@ from bus.protocol.broker.admission import (
     REPORT_EVERY_MS,
     STRANGERS_FRAME_BYTES,
     Bucket,
-    Limits,
     cost_of,
     outside_key,
     outside_role,
 )
+from bus.protocol.broker.config import BROKER_NAME, LEASE_PER_PEER_TIMEOUT, MAX_GROUPS, BrokerConfig
 from bus.protocol.broker.group import Group
 from bus.protocol.broker.membership import WATCHERS, Membership, Peer
 from bus.protocol.broker.replies import lacking
@@ -58,47 +35,27 @@ if TYPE_CHECKING:
     from bus.errors import DecodeError
     from bus.protocol.broker.admission import KeyRole
 
-BROKER_NAME: Final = "broker"
-# A pause must outlive what the bus needs to miss a peer, or an engine could run
-# again while its group still counts it as paused.
-LEASE_PER_PEER_TIMEOUT: Final = 2
-# With more groups than this, those that nobody is in are forgotten.
-MAX_GROUPS: Final = 1024
 
-WAVE_MESSAGES: Final = (FirstReq, WaveStarted, WaveComplete)
+WAVE_MESSAGES: Final = (m.FirstReq, m.WaveStarted, m.WaveComplete)
 
-_PHASE_AFTER: Final[dict[Step, Phase]] = {
-    Step.PAUSE_LOCAL: "pausing",
-    Step.PAUSE_GLOBAL: "paused",
-    Step.SLEEP: "asleep",
-    Step.RESUME: "running",
-    Step.START: "updating",
-    Step.COMMIT: "paused",
+
+_PHASE_AFTER: Final[dict[m.Step, m.Phase]] = {
+    m.Step.PAUSE_LOCAL: "pausing",
+    m.Step.PAUSE_GLOBAL: "paused",
+    m.Step.SLEEP: "asleep",
+    m.Step.RESUME: "running",
+    m.Step.START: "updating",
+    m.Step.COMMIT: "paused",
 }
-_PHASE_AFTER_STAGED: Final[dict[Step, Phase]] = {
+
+_PHASE_AFTER_STAGED: Final[dict[m.Step, m.Phase]] = {
     **_PHASE_AFTER,
-    Step.START: "staging",
-    Step.COMMIT: "running",
+    m.Step.START: "staging",
+    m.Step.COMMIT: "running",
 }
+
 # What an ABORT found; an engine that was untouched is where it was.
-_PHASE_FOUND: Final[dict[str, Phase]] = {"partial": "quarantined", "restored": "paused"}
-
-
-@dataclass(frozen=True, slots=True)
-class BrokerConfig:
-    """Times are in milliseconds.
-
-    ``peer_timeout_ms``: silence after which a peer is lost. ``retry_ms``: how often
-    engines that have not answered are asked again. ``step_timeout_ms``: how long an
-    engine that lives may take for one step of an update or pause. ``limits``: how much a peer may
-    ask for.
-    """
-
-    heartbeat_ms: int = 1000
-    peer_timeout_ms: int = 5000
-    retry_ms: int = 1000
-    step_timeout_ms: int = 300_000
-    limits: Limits = field(default_factory=Limits)
+_PHASE_FOUND: Final[dict[str, m.Phase]] = {"partial": "quarantined", "restored": "paused"}
 
 
 class Broker:
@@ -133,11 +90,11 @@ class Broker:
         if size_bytes > bound:
             who = f"role {peer.role}" if peer else "one who has not joined"
             detail = f"frame of {size_bytes} bytes; of {who} at most {bound}"
-            return self._bad(peer, route, Failure(NackCode.OVERSIZED, detail), 0)
+            return self._bad(peer, route, Failure(m.NackCode.OVERSIZED, detail), 0)
         return None
 
     def receive(
-        self, route: bytes, envelope: Envelope, message: Message, now_ms: float, user: str = ""
+        self, route: bytes, envelope: m.Envelope, message: m.Message, now_ms: float, user: str = ""
     ) -> list[Effect]:
         """One decoded frame. ``user``: the key that its sender has proven to have."""
         effects = self._on_message(route, envelope, message, now_ms, user)
@@ -152,13 +109,13 @@ class Broker:
         return tuple(peer.route for peer in self.peers if peer.role in WATCHERS)
 
     def _on_message(
-        self, route: bytes, envelope: Envelope, message: Message, now_ms: float, user: str
+        self, route: bytes, envelope: m.Envelope, message: m.Message, now_ms: float, user: str
     ) -> list[Effect]:
         if self.keys is not None:
             outside = outside_key(self.keys, user, message)
             if outside is not None:
                 return self._reject_key(route, envelope, message, outside, user, now_ms)
-        if type(message) is Join:
+        if type(message) is m.Join:
             return self._join(route, envelope, message, now_ms, user)
         peer = self.peers.by_route.get(route)
         if (
@@ -172,11 +129,11 @@ class Broker:
         if outside is not None:
             return self._forbidden(route, envelope, outside, now_ms)
         if envelope.seq <= peer.last_seq:
-            if type(message) is Nack:
+            if type(message) is m.Nack:
                 return []
             self._bucket(peer, route, now_ms).charge(REFUSED_COST)
             failure = Failure(
-                NackCode.STALE,
+                m.NackCode.STALE,
                 f"frame {envelope.seq} after {peer.last_seq}",
                 field="seq",
             )
@@ -185,10 +142,10 @@ class Broker:
                 self._nack((route,), envelope.id, failure),
             ]
         peer.last_seq = envelope.seq
-        if type(message) is Heartbeat:
+        if type(message) is m.Heartbeat:
             peer.is_unreachable = False
         peer.on_frame(now_ms)
-        if type(message) is Ack:
+        if type(message) is m.Ack:
             # Between heartbeats, acks tell where an engine stands.
             group = self.groups[peer.group]
             after = _PHASE_AFTER_STAGED if group.update.staged else _PHASE_AFTER
@@ -232,7 +189,7 @@ class Broker:
             return []
         name = peer.name if peer else route.decode(errors="replace")
         failure = Failure(
-            NackCode.RATE_LIMITED,
+            m.NackCode.RATE_LIMITED,
             f"more than {bucket.rate.per_s:g} frames a second, each of up to 4 KiB",
             hint="frames are dropped until fewer come",
         )
@@ -244,28 +201,28 @@ class Broker:
     def _reject_key(
         self,
         route: bytes,
-        envelope: Envelope,
-        message: Message,
+        envelope: m.Envelope,
+        message: m.Message,
         failure: Failure,
         user: str,
         now_ms: float,
     ) -> list[Effect]:
         """A frame that its sender's key does not let in."""
         assert self.keys is not None
-        if user in self.keys or type(message) is Join:
+        if user in self.keys or type(message) is m.Join:
             return self._forbidden(route, envelope, failure, now_ms)
         # A key that was taken away gets no word, or its peer would believe the link alive.
         self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
         return [Note("forbidden", "warning", {"peer": envelope.sender, "detail": failure.detail})]
 
     def _from_peer(
-        self, peer: Peer, envelope: Envelope, message: Message, now_ms: float
+        self, peer: Peer, envelope: m.Envelope, message: m.Message, now_ms: float
     ) -> list[Effect]:
         group = self.groups.get(peer.group)
-        if isinstance(message, Heartbeat):
+        if isinstance(message, m.Heartbeat):
             beat: list[Effect] = [
                 Send(
-                    HeartbeatAck(
+                    m.HeartbeatAck(
                         group.version if group else 0,
                         group.pause_held_at(peer.name) if group else "",
                     ),
@@ -282,17 +239,17 @@ class Broker:
                     beat.append(self._welcome(peer, group, peer.route, envelope.id))
                 beat += group.on_owner_heartbeat(message)
             return beat
-        if isinstance(message, CoreStatus) and group is not None:
+        if isinstance(message, m.CoreStatus) and group is not None:
             return group.dp_groups.on_core_status(peer, message, now_ms)
-        if isinstance(message, Armed) and group is not None:
+        if isinstance(message, m.Armed) and group is not None:
             return group.on_armed(peer.name, message, now_ms)
-        if isinstance(message, Probed) and group is not None:
+        if isinstance(message, m.Probed) and group is not None:
             return group.on_probed(peer.name, message, now_ms)
-        if isinstance(message, Leave):
+        if isinstance(message, m.Leave):
             return self._remove_peer(peer, "peer_left", message.reason or "left", now_ms)
-        if isinstance(message, StatusRequest):
+        if isinstance(message, m.StatusRequest):
             return [Send(self.status(now_ms), (peer.route,), envelope.id, peer.group)]
-        if isinstance(message, Nack):
+        if isinstance(message, m.Nack):
             if peer.role == "engine" and group is not None and message.step:
                 return group.on_nack(peer.name, message, now_ms)
             note = {"peer": peer.name, "code": message.code.value, "detail": message.detail}
@@ -300,12 +257,12 @@ class Broker:
         assert group is not None, "watchers have no verbs but those above"
         if isinstance(message, WAVE_MESSAGES):
             return group.dp_groups.on_message(peer, envelope.id, message)
-        if isinstance(message, AwaitStep):
+        if isinstance(message, m.AwaitStep):
             return group.followers.on_await_step(peer, envelope.id, message)
         return group.command(peer, envelope.id, envelope.epoch, message, now_ms)
 
     def _join(
-        self, route: bytes, envelope: Envelope, join: Join, now_ms: float, user: str
+        self, route: bytes, envelope: m.Envelope, join: m.Join, now_ms: float, user: str
     ) -> list[Effect]:
         known = self.peers.by_name.get(envelope.sender)
         if known is not None and known.boot == envelope.boot and envelope.seq <= known.last_seq:
@@ -359,11 +316,11 @@ class Broker:
     def _welcome(self, peer: Peer, group: Group | None, route: bytes, reply_to: int) -> Send:
         config = self.config
         version, epoch = (group.version, group.epoch) if group else (0, 0)
-        welcome = Welcome(config.heartbeat_ms, config.peer_timeout_ms, version)
+        welcome = m.Welcome(config.heartbeat_ms, config.peer_timeout_ms, version)
         return Send(welcome, (route,), reply_to, peer.group, epoch)
 
     def _admit(
-        self, route: bytes, envelope: Envelope, join: Join, now_ms: float, user: str
+        self, route: bytes, envelope: m.Envelope, join: m.Join, now_ms: float, user: str
     ) -> tuple[Peer, Group | None] | Failure:
         refused = self._refuse_more(route, envelope)
         if refused is not None:
@@ -404,33 +361,33 @@ class Broker:
                 return refused
         return peer, group
 
-    def _refuse_more(self, route: bytes, envelope: Envelope) -> Failure | None:
+    def _refuse_more(self, route: bytes, envelope: m.Envelope) -> Failure | None:
         """One connection is one peer's, and groups are bounded."""
         other = self.peers.by_route.get(route)
         if other is not None and other.name != envelope.sender:
             detail = f"this connection is {other.name}'s"
-            return Failure(NackCode.FORBIDDEN, detail, field="sender", peer=other.name)
+            return Failure(m.NackCode.FORBIDDEN, detail, field="sender", peer=other.name)
         if envelope.group not in self.groups and len(self.groups) >= MAX_GROUPS:
             used = {peer.group for peer in self.peers}
             self.groups = {name: each for name, each in self.groups.items() if name in used}
             if len(self.groups) >= MAX_GROUPS:
                 detail = f"there are {len(self.groups)} groups"
-                return Failure(NackCode.RATE_LIMITED, detail, field="group")
+                return Failure(m.NackCode.RATE_LIMITED, detail, field="group")
         return None
 
     def _stranger(
-        self, route: bytes, envelope: Envelope, message: Message, now_ms: float
+        self, route: bytes, envelope: m.Envelope, message: m.Message, now_ms: float
     ) -> list[Effect]:
         """A frame of a peer that has not joined (or that another one replaced)."""
-        if isinstance(message, StatusRequest):
+        if isinstance(message, m.StatusRequest):
             if not self._views.take(1, now_ms):
                 return self._on_rate_limited(None, route, self._views, now_ms)
             return [Send(self.status(now_ms), (route,), envelope.id)]
         self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
-        if isinstance(message, (Nack, Leave)):
+        if isinstance(message, (m.Nack, m.Leave)):
             return []
         failure = Failure(
-            NackCode.NOT_JOINED,
+            m.NackCode.NOT_JOINED,
             f"{envelope.sender} has not joined this broker",
             field="sender",
             hint="JOIN first",
@@ -438,7 +395,7 @@ class Broker:
         return [self._nack((route,), envelope.id, failure)]
 
     def _forbidden(
-        self, route: bytes, envelope: Envelope, failure: Failure, now_ms: float
+        self, route: bytes, envelope: m.Envelope, failure: Failure, now_ms: float
     ) -> list[Effect]:
         self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
         note = {"peer": envelope.sender, "kind": envelope.kind, "detail": failure.detail}
@@ -500,7 +457,7 @@ class Broker:
         if peer.role == "gateway":
             return effects + group.dp_groups.on_coordinator_lost(peer)
         if peer.role == "engine":
-            failure = Failure(NackCode.PEER_LOST, reason, peer.name)
+            failure = Failure(m.NackCode.PEER_LOST, reason, peer.name)
             return effects + group.on_engine_lost(peer, failure, now_ms)
         if peer.role == "follower":
             group.followers.on_gone(peer)
@@ -510,9 +467,9 @@ class Broker:
 
     # -- answers --------------------------------------------------------------
 
-    def status(self, now_ms: float) -> Status:
+    def status(self, now_ms: float) -> m.Status:
         """The whole view; the shell adds what it knows of the process."""
-        return Status(
+        return m.Status(
             broker=BROKER_NAME,
             uptime_s=round(now_ms / 1000, 3),
             cpu_s=0.0,
@@ -526,7 +483,7 @@ class Broker:
     def _nack(
         self, routes: tuple[bytes, ...], reply_to: int, failure: Failure, retry_ms: int = 0
     ) -> Send:
-        nack = Nack(
+        nack = m.Nack(
             code=failure.code,
             step="",
             update_id="",

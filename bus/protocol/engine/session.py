@@ -23,55 +23,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bus.messages import (
-    Abort,
-    Arm,
-    ChunkSent,
-    Commit,
-    Heartbeat,
-    LeasePosition,
-    LeaseVote,
-    Message,
-    NackCode,
-    PauseGlobal,
-    PauseLocal,
-    Phase,
-    Probe,
-    Resume,
-    Sleep,
-    TransferInit,
-    UpdateFinish,
-    UpdateStart,
-    Wake,
-    WeightChunkMeta,
-)
+from bus import messages as m
 from bus.protocol.core.effects import Note
 from bus.protocol.core.failures import Declined, Failure, wrong_state
+from bus.protocol.engine import calls as c
 from bus.protocol.engine.admission import Admission
-from bus.protocol.engine.calls import (
-    COMMAND_STEPS,
-    Call,
-    CallAbortRequests,
-    CallAdmit,
-    CallCancelSwap,
-    CallPause,
-    CallProbe,
-    CallQueue,
-    CallRestore,
-    CallResult,
-    CallResume,
-    CallSleep,
-    CallStrengthenPause,
-    CallSwap,
-    CallWakeWeights,
-    SendToPeers,
-    SessionEffect,
-    nack,
-)
 from bus.protocol.engine.lease import LEASE_RETRY_MS, EngineLease, LeaseState
 from bus.protocol.engine.memory import EngineMemory
 from bus.protocol.engine.pause import EnginePause, EnginePauseState
-from bus.protocol.engine.update import MIXED, EngineUpdate, EngineUpdateState
+from bus.protocol.engine.update import EngineUpdate
+from bus.protocol.engine.update_states import MIXED, EngineUpdateState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -94,14 +55,14 @@ class EngineSession:
         dp_size: int = 1,
     ) -> None:
         self._dp_group = dp_group or name
-        self._queue = CallQueue()
+        self._queue = c.CallQueue()
         self.admission = Admission(closed)
         self.memory = EngineMemory(self._queue)
         self.lease = EngineLease(dp_rank, dp_size)
         self.pause = EnginePause(self._queue, self.memory, self.lease, self.admission)
         self.update = EngineUpdate(self._queue, version, name, self.admission, draft=draft)
         self.epoch = 0
-        self._waits_for_admission: list[SessionEffect] = []
+        self._waits_for_admission: list[c.SessionEffect] = []
         self._abandoned = False  # asleep without weights, and nobody holds the pause any more
 
     @property
@@ -120,7 +81,7 @@ class EngineSession:
         return bool(self.update.partial) or self.admission.is_stale
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> m.Phase:
         """One word for heartbeats and status."""
         if self.update.in_place:
             return "updating"
@@ -140,10 +101,10 @@ class EngineSession:
         """Its own were discarded by the sleep under way, and somebody is to bring others."""
         return self.memory.has_discarded_weights and not self._abandoned
 
-    def beat(self) -> Heartbeat:
+    def beat(self) -> m.Heartbeat:
         """How it stands."""
         in_flight = self.pause.in_flight
-        return Heartbeat(self.phase, self.version, in_flight, self.shown_id, self.is_closed)
+        return m.Heartbeat(self.phase, self.version, in_flight, self.shown_id, self.is_closed)
 
     @property
     def shown_id(self) -> str:
@@ -153,14 +114,14 @@ class EngineSession:
         return self.pause.update_id if self.pause.state is not EnginePauseState.RUNNING else ""
 
     def command(
-        self, msg_id: int, epoch: int, message: Message, now_ms: float
-    ) -> list[SessionEffect]:
+        self, msg_id: int, epoch: int, message: m.Message, now_ms: float
+    ) -> list[c.SessionEffect]:
         """One command of the broker."""
         try:
             if epoch < self.epoch:
                 raise Declined(
                     Failure(
-                        NackCode.FENCED,
+                        m.NackCode.FENCED,
                         f"epoch {epoch}, this engine has seen {self.epoch}",
                         field="epoch",
                     )
@@ -168,18 +129,18 @@ class EngineSession:
             self.epoch = epoch
             return self._with_calls(self._command(msg_id, message, now_ms), now_ms)
         except Declined as declined:
-            step = COMMAND_STEPS.get(type(message), "")
+            step = c.COMMAND_STEPS.get(type(message), "")
             update_id = getattr(message, "update_id", "")
             chunk = getattr(message, "chunk", 0)
-            return [nack(msg_id, step, declined.failure, update_id, chunk)]
+            return [c.nack(msg_id, step, declined.failure, update_id, chunk)]
 
-    def _command(self, msg_id: int, message: Message, now_ms: float) -> list[SessionEffect]:
+    def _command(self, msg_id: int, message: m.Message, now_ms: float) -> list[c.SessionEffect]:
         match message:
-            case PauseLocal():
+            case m.PauseLocal():
                 return [*self.pause.local(msg_id, message, now_ms), *self._pause_first()]
-            case PauseGlobal():
+            case m.PauseGlobal():
                 return self.pause.globally(msg_id, message)
-            case Resume():
+            case m.Resume():
                 if self.update.is_mixed and self.pause.state is not EnginePauseState.RUNNING:
                     raise wrong_state(
                         f"weights may be mixed: the engine is {self.phase}",
@@ -187,49 +148,49 @@ class EngineSession:
                     )
                 self.admission.group_version = max(self.admission.group_version, message.version)
                 return self.pause.resume(msg_id, message)
-            case Sleep():
+            case m.Sleep():
                 self._require_paused(message.update_id)
                 self._require_lease()
                 return self._sleep(msg_id, message)
-            case Wake():
+            case m.Wake():
                 self._require_paused(message.update_id)
                 return self.memory.wake(msg_id, message)
-            case TransferInit():
+            case m.TransferInit():
                 return self.update.open(msg_id, message)
-            case Arm():
+            case m.Arm():
                 self.memory.need_weights()
                 return self.update.arm(msg_id, message)
-            case UpdateStart():
+            case m.UpdateStart():
                 self._require_lease()
                 paused = self.pause.state is EnginePauseState.PAUSED
                 return self.update.start(msg_id, message, paused=paused)
-            case WeightChunkMeta():
+            case m.WeightChunkMeta():
                 return self.update.chunk(msg_id, message)
-            case ChunkSent():
+            case m.ChunkSent():
                 return self.update.chunk(msg_id, message)
-            case UpdateFinish():
+            case m.UpdateFinish():
                 return self.update.finish(msg_id, message)
-            case Probe():
+            case m.Probe():
                 if self.pause.state is not EnginePauseState.PAUSED or not self.memory.awake:
                     raise wrong_state(f"the engine is {self.phase}; probes are run in a pause")
                 return self.update.probe(msg_id, message, self.pause.effective_call)
-            case Commit() if self._waits_for_admission:
+            case m.Commit() if self._waits_for_admission:
                 return []  # it will be answered
-            case Commit():
+            case m.Commit():
                 runs = self.pause.state is EnginePauseState.RUNNING
                 return self.update.commit(msg_id, message, swaps=runs or not self.lease.peers)
-            case Abort():
+            case m.Abort():
                 return self.update.abort(msg_id, message)
             case _:
                 raise Declined(
-                    Failure(NackCode.FORBIDDEN, "an engine does not take this", field="kind")
+                    Failure(m.NackCode.FORBIDDEN, "an engine does not take this", field="kind")
                 )
 
-    def _pause_first(self) -> list[SessionEffect]:
+    def _pause_first(self) -> list[c.SessionEffect]:
         """A swap that waits for mates would hold up the pause that was asked for."""
-        return [CallCancelSwap()] if self.update.swapping and self.lease.peers else []
+        return [c.CallCancelSwap()] if self.update.swapping and self.lease.peers else []
 
-    def _sleep(self, msg_id: int, message: Sleep) -> list[SessionEffect]:
+    def _sleep(self, msg_id: int, message: m.Sleep) -> list[c.SessionEffect]:
         if self.update.state is not EngineUpdateState.NONE:
             raise wrong_state(f"update {self.update.update_id} is {self.update.state.value}")
         if not self.pause.clears_cache:
@@ -254,52 +215,54 @@ class EngineSession:
             raise wrong_state(f"the engine is in pause {self.pause.update_id}", "update_id")
 
     def on_call_done(
-        self, call: Call, now_ms: float, *, result: CallResult = None
-    ) -> list[SessionEffect]:
+        self, call: c.Call, now_ms: float, *, result: c.CallResult = None
+    ) -> list[c.SessionEffect]:
         """The running engine call has returned."""
-        if isinstance(result, int) and isinstance(call, CallPause | CallStrengthenPause):
+        if isinstance(result, int) and isinstance(call, c.CallPause | c.CallStrengthenPause):
             self.pause.in_flight = result
         job = self._queue.end(call)
         took_ms = now_ms - job.since_ms
-        if isinstance(call, CallPause):
+        if isinstance(call, c.CallPause):
             effects = self.pause.on_paused(took_ms)
-        elif isinstance(call, CallStrengthenPause):
+        elif isinstance(call, c.CallStrengthenPause):
             effects = self.pause.on_strengthened(took_ms)
-        elif isinstance(call, CallResume):
+        elif isinstance(call, c.CallResume):
             effects = self.pause.on_resumed(job, took_ms, now_ms)
             effects += self._update_admission()
-        elif isinstance(call, CallSleep | CallWakeWeights):
+        elif isinstance(call, c.CallSleep | c.CallWakeWeights):
             effects = self.memory.on_call_done(job, took_ms)
-        elif isinstance(call, CallAdmit):
+        elif isinstance(call, c.CallAdmit):
             self.admission.closed = self.admission.unconfirmed = False
             effects = self._take_waiting_for_admission()
         else:
             effects = self.update.on_call_done(job, took_ms, result)
-            if isinstance(call, CallSwap):  # no resume follows that would
+            if isinstance(call, c.CallSwap):  # no resume follows that would
                 effects = self._admit_first(effects)
-            elif isinstance(call, CallRestore):  # what it was about to serve, it does not
+            elif isinstance(call, c.CallRestore):  # what it was about to serve, it does not
                 effects += self._update_admission()
         return self._with_calls(effects, now_ms)
 
-    def on_call_failed(self, call: Call, failure: Failure, now_ms: float) -> list[SessionEffect]:
+    def on_call_failed(
+        self, call: c.Call, failure: Failure, now_ms: float
+    ) -> list[c.SessionEffect]:
         """The running engine call has raised."""
         job = self._queue.end(call)
-        if isinstance(call, CallPause):
+        if isinstance(call, c.CallPause):
             effects = self.pause.on_pause_failed(job.reply_to, failure)
-        elif isinstance(call, CallStrengthenPause):
+        elif isinstance(call, c.CallStrengthenPause):
             effects = self.pause.on_strengthen_failed(job.reply_to, failure)
-        elif isinstance(call, CallResume):
+        elif isinstance(call, c.CallResume):
             effects = self.pause.on_resume_failed(job, failure, now_ms)
-        elif isinstance(call, CallSleep | CallWakeWeights):
+        elif isinstance(call, c.CallSleep | c.CallWakeWeights):
             effects = self.memory.on_call_failed(job, failure)
-        elif isinstance(call, CallAdmit):
+        elif isinstance(call, c.CallAdmit):
             note = Note("open_failed", "warning", {"detail": failure.detail})
             effects = [note, *self._take_waiting_for_admission()]
         else:
             effects = self.update.on_call_failed(job, failure)
-            if isinstance(call, CallProbe):
+            if isinstance(call, c.CallProbe):
                 self.pause.on_state_unknown()
-            elif isinstance(call, CallRestore):
+            elif isinstance(call, c.CallRestore):
                 effects += self._update_admission()
         return self._with_calls(effects, now_ms)
 
@@ -309,7 +272,7 @@ class EngineSession:
 
     def on_escalation_done(
         self, failure: Failure | None, now_ms: float, *, in_flight: int | None = None
-    ) -> list[SessionEffect]:
+    ) -> list[c.SessionEffect]:
         """The second pause call has returned, or raised."""
         if in_flight is not None:
             self.pause.in_flight = in_flight
@@ -348,7 +311,7 @@ class EngineSession:
 
     # -- time -----------------------------------------------------------------
 
-    def tick(self, now_ms: float) -> list[SessionEffect]:
+    def tick(self, now_ms: float) -> list[c.SessionEffect]:
         """The time of :meth:`next_deadline_ms` has come; before it, nothing is done."""
         due_ms = self.next_deadline_ms()
         if due_ms is None or now_ms < due_ms:
@@ -356,7 +319,7 @@ class EngineSession:
         if self.pause.escalate_ms is not None:
             note = Note("wait_is_over", "info", {"update_id": self.pause.update_id})
             return [note, *self.pause.escalate()]
-        effects: list[SessionEffect] = []
+        effects: list[c.SessionEffect] = []
         if self.lease.state is LeaseState.HELD:
             fields = {"update_id": self.pause.update_id, "phase": self.phase}
             effects.append(Note("lease_expired", "warning", fields))
@@ -396,23 +359,23 @@ class EngineSession:
         if pause_id and pause_id == self.pause.update_id and epoch >= self.epoch:
             self.lease.renew(now_ms)
 
-    def on_group_version(self, group_version: int, now_ms: float) -> list[SessionEffect]:
+    def on_group_version(self, group_version: int, now_ms: float) -> list[c.SessionEffect]:
         """The broker has said which version the group serves: who runs and is behind it closes
         its door; who is not any more, since all of a later one are gone, opens it."""
         self.admission.group_version = group_version
         return self._with_calls(self._update_admission(), now_ms)
 
-    def _update_admission(self) -> list[SessionEffect]:
+    def _update_admission(self) -> list[c.SessionEffect]:
         door = self.admission
         if self.pause.state is not EnginePauseState.RUNNING or not self.at_rest:
             return []
         if self.update.about_to_serve(door.group_version):
             return []
         if self.is_stale and (door.unconfirmed or not door.closed):
-            self._queue.add(CallAbortRequests(), 0)
+            self._queue.add(c.CallAbortRequests(), 0)
             return [] if door.unconfirmed else [Note("closed_behind", "warning", self._versions)]
         if door.closed and not self.is_stale:
-            self._queue.add(CallAdmit(), 0)
+            self._queue.add(c.CallAdmit(), 0)
             return [self._admitting_note()]
         return []
 
@@ -423,35 +386,35 @@ class EngineSession:
     def _versions(self) -> dict[str, object]:
         return {"version": self.version, "group_version": self.admission.group_version}
 
-    def _admit_first(self, effects: list[SessionEffect]) -> list[SessionEffect]:
+    def _admit_first(self, effects: list[c.SessionEffect]) -> list[c.SessionEffect]:
         """Requests are sent to who has committed: so the door is opened, before anything else that
         waits, and then that is said. In a pause, too: what comes is held then, and not ended."""
         if self.is_stale or not self.admission.closed:
             return effects + self._update_admission()
-        self._queue.add_first(CallAdmit(), 0)
+        self._queue.add_first(c.CallAdmit(), 0)
         self._waits_for_admission = effects
         return [self._admitting_note()]
 
-    def _take_waiting_for_admission(self) -> list[SessionEffect]:
+    def _take_waiting_for_admission(self) -> list[c.SessionEffect]:
         effects, self._waits_for_admission = self._waits_for_admission, []
         return effects
 
-    def on_lease_word(self, word: LeaseVote, now_ms: float) -> list[SessionEffect]:
+    def on_lease_word(self, word: m.LeaseVote, now_ms: float) -> list[c.SessionEffect]:
         """A mate has said how it stands, and may ask how this rank does."""
         if word.dp_rank not in self.lease.peers:
             return []
         self.lease.on_vote(word)
-        effects: list[SessionEffect] = []
+        effects: list[c.SessionEffect] = []
         if word.stand == "pausing" and self.pause.state is EnginePauseState.RUNNING:
             self.pause.beside(word.pause_id, now_ms)
             effects += self._pause_first()
         if word.asks:
-            effects.append(SendToPeers(self._vote(asks=False), (word.dp_rank,)))
+            effects.append(c.SendToPeers(self._vote(asks=False), (word.dp_rank,)))
         if self.lease.state is LeaseState.OVER and self._lease_counts:
             effects += self._decide(now_ms)
         return self._with_calls(effects, now_ms)
 
-    def _end_lease(self, now_ms: float) -> list[SessionEffect]:
+    def _end_lease(self, now_ms: float) -> list[c.SessionEffect]:
         """Undo what was begun; then resume, alone or as one with the mates."""
         self.lease.record_attempt(now_ms)
         if self.pause.state is EnginePauseState.UNSURE:
@@ -460,9 +423,9 @@ class EngineSession:
             return self._ask_peers()
         if self.pause.state is EnginePauseState.PAUSING:
             return self._ask_peers()
-        effects: list[SessionEffect] = []
+        effects: list[c.SessionEffect] = []
         if self.update.in_place:  # one that is armed and no more may be of a later pause
-            effects += self.update.abort(0, Abort(self.update.update_id, "lease expired"))
+            effects += self.update.abort(0, m.Abort(self.update.update_id, "lease expired"))
             if len(self._queue):
                 self.lease.record_attempt(
                     now_ms - LEASE_RETRY_MS
@@ -474,27 +437,27 @@ class EngineSession:
             return [*effects, *self._stay(), *self._ask_peers()]
         return [*effects, *self._decide(now_ms), *self._ask_peers()]
 
-    def _decide(self, now_ms: float) -> list[SessionEffect]:
+    def _decide(self, now_ms: float) -> list[c.SessionEffect]:
         """Whether it resumes, if it is known."""
         if self._position() != "clean":
             return []
         if self.lease.any_partial(self.version):
-            self._queue.add(CallAbortRequests(), 0)
+            self._queue.add(c.CallAbortRequests(), 0)
             return [*self._stay(), *self.pause.run_queued(now_ms)]
         if self.lease.all_agree(self.version):
             self.pause.begin_resume(0)
         return []
 
-    def _stay(self) -> list[SessionEffect]:
+    def _stay(self) -> list[c.SessionEffect]:
         self.lease.stay_paused()
         fields = {"update_id": self.pause.update_id, "phase": self.phase}
         return [Note("lease_settled", "error", fields)]
 
-    def _ask_peers(self) -> list[SessionEffect]:
+    def _ask_peers(self) -> list[c.SessionEffect]:
         """Tell all how this rank stands; ask those who are waited for."""
         if not self.lease.peers or self.pause.state is EnginePauseState.RESUMING:
             return []
-        effects: list[SessionEffect] = [SendToPeers(self._vote(asks=True), self.lease.peers)]
+        effects: list[c.SessionEffect] = [c.SendToPeers(self._vote(asks=True), self.lease.peers)]
         missing = self.lease.missing() if self.lease.state is LeaseState.OVER else []
         if missing:
             told = ", ".join(f"rank {rank}: {stand or 'not heard'}" for rank, stand in missing)
@@ -502,14 +465,14 @@ class EngineSession:
             effects.append(Note("lease_undecided", "warning", fields))
         return effects
 
-    def _vote(self, *, asks: bool) -> LeaseVote:
+    def _vote(self, *, asks: bool) -> m.LeaseVote:
         stand = self._position()
         if stand == "clean":
             self.lease.clean_said = True
         rank, pause_id = self.lease.rank, self.pause.update_id
-        return LeaseVote(self._dp_group, rank, stand, pause_id, self.version, asks)
+        return m.LeaseVote(self._dp_group, rank, stand, pause_id, self.version, asks)
 
-    def _position(self) -> LeasePosition:
+    def _position(self) -> m.LeasePosition:
         """See :mod:`bus.protocol.engine.lease`."""
         if self.pause.state in (EnginePauseState.RUNNING, EnginePauseState.RESUMING):
             return "running"
@@ -520,7 +483,9 @@ class EngineSession:
             return "held"
         return "clean" if self.pause.state is EnginePauseState.PAUSED and undone else "pausing"
 
-    def _with_calls(self, effects: Iterable[SessionEffect], now_ms: float) -> list[SessionEffect]:
+    def _with_calls(
+        self, effects: Iterable[c.SessionEffect], now_ms: float
+    ) -> list[c.SessionEffect]:
         """Acks first, then the engine call that is to be made now."""
         calls = self._queue.issue(now_ms)
         for call in calls:

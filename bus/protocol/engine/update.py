@@ -1,39 +1,6 @@
 """One engine's weight update, sidecar's side.
 
-::
-
-    state      event          next        engine call, ack
-    NONE       ARM            ARMING      arm(manifest); a patch only onto its base, see below
-    ARMING     done           ARMED       ack arm
-    ARMING     failed         NONE        nack arm
-    ARMED      UPDATE_START   STARTING    start_update(recover); the engine is paused
-    STARTING   done           LOADING     ack start
-    STARTING, LOADING
-               CHUNK_META k,  (same)      receive(k), load(k, verify), as their turns come
-               CHUNK_SENT k               (:mod:`bus.protocol.engine.chunks`); ack chunk k
-    LOADING    UPDATE_FINISH  FINISHING   finish_update(), behind the last load
-    FINISHING  done           FINISHED    ack finish
-    FINISHING  failed         LOADING     nack finish, or the chunk; finish may be tried again
-    FINISHED   PROBE          PROBING     probe(), unless it is the one that was run last
-    PROBING    done           FINISHED    PROBED; what it gave is kept
-    PROBING    failed         FINISHED    nack probe; nobody knows whether the engine is paused
-    FINISHED   COMMIT         COMMITTING  commit(version)
-    COMMITTING done           NONE        ack commit; the version is served
-    staged, see below:
-    ARMED      UPDATE_START   STARTING    start_update(staged); the engine serves
-    FINISHED   COMMIT         COMMITTING  swap(version, clear_cache)
-    COMMITTING called off     FINISHED    nack commit, or what the ABORT asked for
-    COMMITTING failed         ABORTING    partial, the door is closed
-    COMMITTING ABORT, a pause COMMITTING  call off; the swap's return tells whether it was made
-    any other  ABORT          ABORTING    what the call under way leaves behind decides:
-                                          nothing loaded since the start, or nothing but an
-                                          adapter (:mod:`bus.lora`): restore()
-                                          something loaded: partial, the door is closed
-    ABORTING   done           NONE        ack abort: untouched, restored or partial
-    staged, and begun:
-    any        a later ARM,   as by ABORT no answer, until that is undone: it is asked again. Who
-               TRANSFER_INIT              was deaf has not heard that the bus has given this one up
-               of another one
+Its states and their table: :mod:`bus.protocol.engine.update_states`.
 
 ``partial`` is a set of parts, of which an update brings one: the model, its draft model, or a LoRA
 adapter.
@@ -83,54 +50,18 @@ brings an engine back, and none begins with recover.
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
+from bus import messages as m
 from bus.lora import adapter_of
-from bus.messages import (
-    Abort,
-    Arm,
-    ChunkSent,
-    Commit,
-    NackCode,
-    Probe,
-    Probed,
-    Step,
-    Target,
-    TransferInit,
-    UpdateFinish,
-    UpdateStart,
-    WeightChunkMeta,
-)
 from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.failures import Declined, Failure, swap_cancelled, wrong_state
 from bus.protocol.core.validation import manifest_of
-from bus.protocol.engine.calls import (
-    CALL_STEPS,
-    CallAbortRequests,
-    CallArm,
-    CallCancelSwap,
-    CallCommit,
-    CallFinish,
-    CallLoad,
-    CallOpenTransfer,
-    CallPause,
-    CallProbe,
-    CallQueue,
-    CallReceive,
-    CallRestore,
-    CallResult,
-    CallSleep,
-    CallStart,
-    CallSwap,
-    Job,
-    SessionEffect,
-    ack,
-    nack,
-)
+from bus.protocol.engine import calls as c
 from bus.protocol.engine.chunks import EngineChunks
 from bus.protocol.engine.transfer import EngineTransfer
 from bus.protocol.engine.update_spec import UpdateSpec
+from bus.protocol.engine.update_states import MIXED, NOTHING_LOADED, EngineUpdateState
 from bus.vllm_payloads import is_loaded_on_receipt
 from bus.weight_transfer.allocation import StagingCapacity
 
@@ -140,32 +71,14 @@ if TYPE_CHECKING:
     from bus.protocol.engine.admission import Admission
 
 
-class EngineUpdateState(StrEnum):
-    NONE = "none"
-    ARMING = "arming"
-    ARMED = "armed"
-    STARTING = "starting"
-    LOADING = "loading"
-    FINISHING = "finishing"
-    FINISHED = "finished"
-    PROBING = "probing"
-    COMMITTING = "committing"
-    ABORTING = "aborting"
-
-
 _S = EngineUpdateState
-# In these, the model may hold weights of two versions.
-MIXED: Final = frozenset(_S) - {_S.NONE, _S.ARMING, _S.ARMED}
-# With these, a load has failed before anything of its chunk was loaded: it did not come, or is
-# not what was sent.
-NOTHING_LOADED: Final = frozenset({NackCode.TRANSFER_FAILED, NackCode.CHECKSUM_MISMATCH})
 
 
 class EngineUpdate:
     """See the module. Calls go into ``queue``."""
 
     def __init__(
-        self, queue: CallQueue, version: int, name: str, door: Admission, *, draft: bool = False
+        self, queue: c.CallQueue, version: int, name: str, door: Admission, *, draft: bool = False
     ) -> None:
         self._draft = draft
         self.state = _S.NONE
@@ -181,7 +94,7 @@ class EngineUpdate:
         self._transfer = EngineTransfer(queue, name)
         self._last_commit = ""
         self.staged = False  # this update, or the last, is
-        self._probed: tuple[CallProbe, Probed] | None = None  # the last, of this update
+        self._probed: tuple[c.CallProbe, m.Probed] | None = None  # the last, of this update
         self._abort_asked: int | None = None  # id of the ABORT that waits for a call to end
 
     @property
@@ -195,7 +108,7 @@ class EngineUpdate:
         return self._order.update_id
 
     @property
-    def target(self) -> Target:
+    def target(self) -> m.Target:
         """The model that it is for."""
         return self._order.target
 
@@ -225,10 +138,10 @@ class EngineUpdate:
         return self._loaded and self.in_place
 
     @property
-    def swap(self) -> CallSwap | None:
+    def swap(self) -> c.CallSwap | None:
         """The one that is under way."""
         running = self._queue.running()
-        return running if isinstance(running, CallSwap) else None
+        return running if isinstance(running, c.CallSwap) else None
 
     @property
     def swapping(self) -> bool:
@@ -250,7 +163,7 @@ class EngineUpdate:
 
     # -- commands -------------------------------------------------------------
 
-    def open(self, msg_id: int, message: TransferInit) -> list[SessionEffect]:
+    def open(self, msg_id: int, message: m.TransferInit) -> list[c.SessionEffect]:
         """TRANSFER_INIT."""
         if self.staged and self.state in MIXED and not self._transfer.is_open(message):
             return self._give_way("the bus opens another transport")
@@ -258,7 +171,7 @@ class EngineUpdate:
             raise wrong_state(f"update {self.update_id} is {self.state.value}")
         return self._transfer.open(msg_id, message)
 
-    def arm(self, msg_id: int, message: Arm) -> list[SessionEffect]:
+    def arm(self, msg_id: int, message: m.Arm) -> list[c.SessionEffect]:
         """ARM."""
         known = message.update_id == self.update_id
         if known and self.state not in (_S.NONE, _S.ABORTING):
@@ -276,7 +189,7 @@ class EngineUpdate:
         if message.target == "draft" and not self._draft:
             raise Declined(
                 Failure(
-                    NackCode.DRAFT_MISSING,
+                    m.NackCode.DRAFT_MISSING,
                     "this engine has no draft model whose weights can be updated",
                     field="target",
                     hint="start vLLM with a speculative_config that has a model",
@@ -292,20 +205,20 @@ class EngineUpdate:
         self._loaded = False
         self._probed = None
         self.staged = False
-        self._queue.add(CallArm(manifest, self.target, message.staging), msg_id)
+        self._queue.add(c.CallArm(manifest, self.target, message.staging), msg_id)
         return []
 
-    def _give_way(self, why: str) -> list[SessionEffect]:
+    def _give_way(self, why: str) -> list[c.SessionEffect]:
         """A staged update that the bus has given up is let go; what came is asked again."""
-        return [] if self.state is _S.ABORTING else self.abort(0, Abort(self.update_id, why))
+        return [] if self.state is _S.ABORTING else self.abort(0, m.Abort(self.update_id, why))
 
-    def start(self, msg_id: int, message: UpdateStart, *, paused: bool) -> list[SessionEffect]:
+    def start(self, msg_id: int, message: m.UpdateStart, *, paused: bool) -> list[c.SessionEffect]:
         """UPDATE_START."""
         self._require(message.update_id)
         if self.state is _S.STARTING:
             return []
         if self.state in MIXED:
-            return [ack(msg_id, Step.START, self.update_id)]
+            return [c.ack(msg_id, m.Step.START, self.update_id)]
         if self.state is not _S.ARMED:
             raise wrong_state(f"the update is {self.state.value}, not armed")
         if message.staged:
@@ -315,10 +228,10 @@ class EngineUpdate:
         self._order.require_base(self.version, self.partial)
         self.state = _S.STARTING
         self.staged = message.staged
-        self._queue.add(CallStart(bool(self.partial), self.target, message.staged), msg_id)
+        self._queue.add(c.CallStart(bool(self.partial), self.target, message.staged), msg_id)
         return []
 
-    def chunk(self, msg_id: int, message: WeightChunkMeta | ChunkSent) -> list[SessionEffect]:
+    def chunk(self, msg_id: int, message: m.WeightChunkMeta | m.ChunkSent) -> list[c.SessionEffect]:
         """WEIGHT_CHUNK_META, or CHUNK_SENT."""
         self._require(message.update_id)
         if self._chunks.is_new(message):
@@ -328,22 +241,22 @@ class EngineUpdate:
                 raise wrong_state("the update is given up, when the call under way has ended")
         return self._chunks.take(msg_id, message)
 
-    def finish(self, msg_id: int, message: UpdateFinish) -> list[SessionEffect]:
+    def finish(self, msg_id: int, message: m.UpdateFinish) -> list[c.SessionEffect]:
         """UPDATE_FINISH."""
         self._require(message.update_id)
         if self.state is _S.FINISHING:
             return []
         if self.state in (_S.FINISHED, _S.PROBING, _S.COMMITTING):
-            return [ack(msg_id, Step.FINISH, self.update_id)]
+            return [c.ack(msg_id, m.Step.FINISH, self.update_id)]
         if self.state is not _S.LOADING:
             raise wrong_state(f"the update is {self.state.value}, not loading")
         if not self._chunks.has_sent_all:  # one was lost on its way: both are asked again
             return []
         self.state = _S.FINISHING
-        self._queue.add(CallFinish(), msg_id)
+        self._queue.add(c.CallFinish(), msg_id)
         return []
 
-    def probe(self, msg_id: int, message: Probe, pause: CallPause) -> list[SessionEffect]:
+    def probe(self, msg_id: int, message: m.Probe, pause: c.CallPause) -> list[c.SessionEffect]:
         """PROBE; the session has checked that the engine is paused, as ``pause`` says."""
         self._require(message.update_id)
         if self.state is _S.PROBING:
@@ -351,7 +264,7 @@ class EngineUpdate:
         if self.state is not _S.FINISHED or self.staged:
             is_staged = ", and staged" if self.staged else ""
             raise wrong_state(f"the update is {self.state.value}{is_staged}, not finished")
-        call = CallProbe(
+        call = c.CallProbe(
             message.prompts, message.max_tokens, message.salt, pause.mode, pause.clear_cache
         )
         if self._probed is not None and self._probed[0] == call:
@@ -360,7 +273,9 @@ class EngineUpdate:
         self._queue.add(call, msg_id)
         return []
 
-    def commit(self, msg_id: int, message: Commit, *, swaps: bool = True) -> list[SessionEffect]:
+    def commit(
+        self, msg_id: int, message: m.Commit, *, swaps: bool = True
+    ) -> list[c.SessionEffect]:
         """COMMIT. ``swaps``: nothing keeps the engine from a step to swap at."""
         if message.update_id and message.update_id == self._last_commit:
             return [self._commit_ack(msg_id)]
@@ -372,19 +287,19 @@ class EngineUpdate:
         if message.version != self._order.version:
             raise wrong_state(f"armed for version {self._order.version}", "version")
         if not self.staged:
-            self._queue.add(CallCommit(message.version), msg_id)
+            self._queue.add(c.CallCommit(message.version), msg_id)
         elif (staging := self._order.staging) is not None and swaps:
-            self._queue.add(CallSwap(message.version, staging.clear_cache), msg_id)
+            self._queue.add(c.CallSwap(message.version, staging.clear_cache), msg_id)
         else:
             raise swap_cancelled("ranks in lockstep swap at a step, and a pause makes none")
         self.state = _S.COMMITTING
         return []
 
-    def abort(self, msg_id: int, message: Abort) -> list[SessionEffect]:
+    def abort(self, msg_id: int, message: m.Abort) -> list[c.SessionEffect]:
         """ABORT."""
         if self.state is _S.NONE or message.update_id != self.update_id:
             outcome = self._or_partial("untouched")
-            return [ack(msg_id, Step.ABORT, message.update_id, outcome=outcome)]
+            return [c.ack(msg_id, m.Step.ABORT, message.update_id, outcome=outcome)]
         if self.state is _S.ABORTING:
             return []
         if self.state is _S.COMMITTING and not self.staged:
@@ -392,114 +307,114 @@ class EngineUpdate:
         self._queue.drop_waiting()
         if isinstance(self._queue.running(), _UPDATE_CALLS):
             self._abort_asked = msg_id
-            return [CallCancelSwap()] if self.swapping else []
+            return [c.CallCancelSwap()] if self.swapping else []
         return self._begin_abort(msg_id)
 
     # -- results --------------------------------------------------------------
 
     def on_call_done(
-        self, job: Job, took_ms: float, result: CallResult = None
-    ) -> list[SessionEffect]:
+        self, job: c.Job, took_ms: float, result: c.CallResult = None
+    ) -> list[c.SessionEffect]:
         """One of the update's calls has returned."""
         call = job.call
         chunk = 0
-        if isinstance(call, CallReceive):
+        if isinstance(call, c.CallReceive):
             return self._run_waiting_abort(self._chunks.on_received())
-        if isinstance(call, CallOpenTransfer):
+        if isinstance(call, c.CallOpenTransfer):
             self._chunks.ahead = result if isinstance(result, int) and result else 1
             return self._run_waiting_abort([self._transfer.on_opened(job.reply_to, call, took_ms)])
         if self._is_for_peer(job):
             return self._run_waiting_abort([])
-        if isinstance(call, (CallRestore, CallAbortRequests)):
+        if isinstance(call, (c.CallRestore, c.CallAbortRequests)):
             outcome = self._or_partial("untouched" if self.staged else "restored")
             return self._ack_abort(job.reply_to, outcome, took_ms)
-        if isinstance(call, CallArm):
+        if isinstance(call, c.CallArm):
             self.state = _S.ARMED
             if isinstance(result, StagingCapacity):
                 self._order.has_room(result, self.partial, took_ms)
             return self._run_waiting_abort([self._order.ack(job.reply_to, took_ms)])
-        if isinstance(call, CallStart):
+        if isinstance(call, c.CallStart):
             self.state = _S.LOADING
-        elif isinstance(call, CallLoad):
+        elif isinstance(call, c.CallLoad):
             chunk = call.chunk
             self._chunks.on_loaded()
             self._lost_the_old()
-        elif isinstance(call, CallFinish):
+        elif isinstance(call, c.CallFinish):
             self.state = _S.FINISHED
-        elif isinstance(call, CallProbe):
+        elif isinstance(call, c.CallProbe):
             self.state = _S.FINISHED
             results = result if isinstance(result, tuple) else ()
-            self._probed = (call, Probed(self.update_id, results, round(took_ms, 3)))
+            self._probed = (call, m.Probed(self.update_id, results, round(took_ms, 3)))
             return self._run_waiting_abort([Send(self._probed[1], reply_to=job.reply_to)])
-        elif isinstance(call, CallCommit | CallSwap):
+        elif isinstance(call, c.CallCommit | c.CallSwap):
             self.state = _S.NONE
             self._admission.version = call.version
             self.partial.discard(self._order.part)
             self._last_commit = self.update_id
             return self._run_waiting_abort([self._commit_ack(job.reply_to, took_ms)])
-        step = CALL_STEPS[type(call)]
+        step = c.CALL_STEPS[type(call)]
         return self._run_waiting_abort(
-            [ack(job.reply_to, step, self.update_id, chunk=chunk, took_ms=took_ms)]
+            [c.ack(job.reply_to, step, self.update_id, chunk=chunk, took_ms=took_ms)]
         )
 
-    def _is_for_peer(self, job: Job) -> bool:
+    def _is_for_peer(self, job: c.Job) -> bool:
         """Whether requests are ended for a mate's sake: the update, if one is armed, stays so."""
-        return isinstance(job.call, CallAbortRequests) and self.state is not _S.ABORTING
+        return isinstance(job.call, c.CallAbortRequests) and self.state is not _S.ABORTING
 
-    def on_call_failed(self, job: Job, failure: Failure) -> list[SessionEffect]:
+    def on_call_failed(self, job: c.Job, failure: Failure) -> list[c.SessionEffect]:
         """One of the update's calls has raised. What was to follow it makes no sense any more."""
         call = job.call
-        step = CALL_STEPS[type(call)]
-        if isinstance(call, CallOpenTransfer):  # what follows is another opening
+        step = c.CALL_STEPS[type(call)]
+        if isinstance(call, c.CallOpenTransfer):  # what follows is another opening
             self._transfer.on_open_failed()
-            return self._run_waiting_abort([nack(job.reply_to, step, failure, call.update_id)])
+            return self._run_waiting_abort([c.nack(job.reply_to, step, failure, call.update_id)])
         if self._is_for_peer(job):
             self._admission.unconfirmed = True
             return [Note("abort_failed", "error", {"detail": failure.detail})]
         self._queue.drop_waiting()
         self._chunks.discard()
-        chunk = call.chunk if isinstance(call, CallReceive | CallLoad) else 0
-        if isinstance(call, (CallRestore, CallAbortRequests)):
+        chunk = call.chunk if isinstance(call, c.CallReceive | c.CallLoad) else 0
+        if isinstance(call, (c.CallRestore, c.CallAbortRequests)):
             # The undoing itself failed: only a whole update brings this engine back.
             note = Note("abort_failed", "error", {"detail": failure.detail})
-            if isinstance(call, CallRestore) and self.staged:  # what is served is whole
+            if isinstance(call, c.CallRestore) and self.staged:  # what is served is whole
                 return [note, *self._ack_abort(job.reply_to, self._or_partial("untouched"), 0.0)]
-            if isinstance(call, CallRestore):
+            if isinstance(call, c.CallRestore):
                 self.partial.add(self._order.part)
-                self._queue.add(CallAbortRequests(), job.reply_to)
+                self._queue.add(c.CallAbortRequests(), job.reply_to)
                 return [note]
             return [note, *self._ack_abort(job.reply_to, "partial", 0.0)]
-        if isinstance(call, CallArm):
+        if isinstance(call, c.CallArm):
             self.state = _S.NONE
-        elif isinstance(call, CallStart):
+        elif isinstance(call, c.CallStart):
             self._lost_the_old()  # half started: not to be trusted
-        elif isinstance(call, CallLoad) and failure.code not in NOTHING_LOADED:
+        elif isinstance(call, c.CallLoad) and failure.code not in NOTHING_LOADED:
             self._lost_the_old()
-        elif isinstance(call, CallSwap) and failure.code is not NackCode.CALLED_OFF:
+        elif isinstance(call, c.CallSwap) and failure.code is not m.NackCode.CALLED_OFF:
             return self._on_half_swapped(job, failure)
-        elif isinstance(call, CallProbe | CallCommit | CallSwap):
+        elif isinstance(call, c.CallProbe | c.CallCommit | c.CallSwap):
             self.state = _S.FINISHED
         if self.state is _S.FINISHING:
             self.state = _S.LOADING
-        return self._run_waiting_abort([nack(job.reply_to, step, failure, self.update_id, chunk)])
+        return self._run_waiting_abort([c.nack(job.reply_to, step, failure, self.update_id, chunk)])
 
-    def _on_half_swapped(self, job: Job, failure: Failure) -> list[SessionEffect]:
+    def _on_half_swapped(self, job: c.Job, failure: Failure) -> list[c.SessionEffect]:
         """The engine serves, and some of its weights may be the new ones."""
         self.partial.add(self._order.part)
         self.state = _S.ABORTING
         reply_to, self._abort_asked = self._abort_asked or 0, None
-        self._queue.add(CallAbortRequests(), reply_to)
-        return [nack(job.reply_to, Step.COMMIT, failure, self.update_id)]
+        self._queue.add(c.CallAbortRequests(), reply_to)
+        return [c.nack(job.reply_to, m.Step.COMMIT, failure, self.update_id)]
 
     def on_issued(self, call: object) -> None:
         """A call is made now: from a receive on that loads, or the sleep that discards them, the
         old weights are gone."""
-        if isinstance(call, CallReceive) and is_loaded_on_receipt(call.backend):
+        if isinstance(call, c.CallReceive) and is_loaded_on_receipt(call.backend):
             self._lost_the_old()
-        elif isinstance(call, CallAbortRequests):
+        elif isinstance(call, c.CallAbortRequests):
             self._admission.closed = True
             self._admission.unconfirmed = False
-        elif isinstance(call, CallSleep) and call.level == 2:  # noqa: PLR2004 - the level
+        elif isinstance(call, c.CallSleep) and call.level == 2:  # noqa: PLR2004 - the level
             self.partial.add("model")
             if self._draft:
                 self.partial.add("draft")
@@ -507,7 +422,7 @@ class EngineUpdate:
     def abandon_discarded_weights(self) -> None:
         """Nobody is there to bring the weights that a sleep has discarded."""
         self.state = _S.ABORTING
-        self._queue.add(CallAbortRequests(), 0)
+        self._queue.add(c.CallAbortRequests(), 0)
 
     # -- inside ---------------------------------------------------------------
 
@@ -516,7 +431,7 @@ class EngineUpdate:
         and of a staged update all that it serves."""
         self._loaded = not (self.staged or adapter_of(self._order.backend))
 
-    def _run_waiting_abort(self, effects: list[SessionEffect]) -> list[SessionEffect]:
+    def _run_waiting_abort(self, effects: list[c.SessionEffect]) -> list[c.SessionEffect]:
         """An ABORT that waited for the call follows it."""
         if self._abort_asked is None:
             return effects
@@ -524,31 +439,31 @@ class EngineUpdate:
         if self.state is _S.NONE:  # it ended by itself: refused, or, staged, made before
             made = self.update_id == self._last_commit
             outcome = self._or_partial("committed" if made else "untouched")
-            return [*effects, ack(msg_id, Step.ABORT, self.update_id, outcome=outcome)]
+            return [*effects, c.ack(msg_id, m.Step.ABORT, self.update_id, outcome=outcome)]
         return [*effects, *self._begin_abort(msg_id)]
 
-    def _begin_abort(self, msg_id: int) -> list[SessionEffect]:
+    def _begin_abort(self, msg_id: int) -> list[c.SessionEffect]:
         began = self.state in MIXED
         self.state = _S.ABORTING
         if self._loaded:
             self.partial.add(self._order.part)
-            self._queue.add(CallAbortRequests(), msg_id)
+            self._queue.add(c.CallAbortRequests(), msg_id)
             return []
         if began and self._order.part not in self.partial:
-            self._queue.add(CallRestore(self.target), msg_id)
+            self._queue.add(c.CallRestore(self.target), msg_id)
             return []
         return self._ack_abort(msg_id, self._or_partial("untouched"), 0.0)
 
-    def _ack_abort(self, msg_id: int, outcome: str, took_ms: float) -> list[SessionEffect]:
+    def _ack_abort(self, msg_id: int, outcome: str, took_ms: float) -> list[c.SessionEffect]:
         self.state = _S.NONE
-        return [ack(msg_id, Step.ABORT, self.update_id, outcome=outcome, took_ms=took_ms)]
+        return [c.ack(msg_id, m.Step.ABORT, self.update_id, outcome=outcome, took_ms=took_ms)]
 
     def _or_partial(self, outcome: str) -> str:
         return "partial" if self.partial else outcome
 
-    def _commit_ack(self, msg_id: int, took_ms: float = 0.0) -> SessionEffect:
+    def _commit_ack(self, msg_id: int, took_ms: float = 0.0) -> c.SessionEffect:
         outcome = self._or_partial("")
-        return ack(msg_id, Step.COMMIT, self._last_commit, outcome=outcome, took_ms=took_ms)
+        return c.ack(msg_id, m.Step.COMMIT, self._last_commit, outcome=outcome, took_ms=took_ms)
 
     def _require(self, update_id: str) -> None:
         if self.state is _S.NONE or update_id != self.update_id:
@@ -559,12 +474,12 @@ class EngineUpdate:
 
 
 _UPDATE_CALLS: Final = (
-    CallOpenTransfer,
-    CallArm,
-    CallStart,
-    CallReceive,
-    CallLoad,
-    CallFinish,
-    CallProbe,
-    CallSwap,
+    c.CallOpenTransfer,
+    c.CallArm,
+    c.CallStart,
+    c.CallReceive,
+    c.CallLoad,
+    c.CallFinish,
+    c.CallProbe,
+    c.CallSwap,
 )

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.keys import AUTHORIZED, BROKER_KEY_VARIABLE, KEY_VARIABLE, Key, write_pair
-from bus.protocol.broker.broker import BrokerConfig
+from bus.protocol.broker.config import BrokerConfig
 from bus.runtime.zmq_curve import new_pair
 from sidecar.bench.control.http_client import HttpGroup
 from sidecar.bench.control.raw_zmq import RawRouter

@@ -23,7 +23,7 @@ from bus.journal.render import as_json, line
 from bus.messages import Heartbeat, Join, Message, Nack, NackCode, StatusRequest
 from bus.messages.codec import encode
 from bus.protocol.broker.admission import STRANGERS_FRAME_BYTES, Limits, Rate
-from bus.protocol.broker.broker import BrokerConfig
+from bus.protocol.broker.config import BrokerConfig
 from bus.runtime.broker_server import BrokerServer
 from bus.runtime.memory_transport import MemoryNetwork
 from bus.testing.clock import SimScheduler

@@ -32,7 +32,8 @@ from bus.protocol.broker.admission import (
     Limits,
     Rate,
 )
-from bus.protocol.broker.broker import MAX_GROUPS, Broker, BrokerConfig
+from bus.protocol.broker.broker import Broker
+from bus.protocol.broker.config import MAX_GROUPS, BrokerConfig
 from bus.protocol.core.effects import Effect, Note
 from tests.unit.bus._builders import TRAINER_JOIN, engine_join, envelope, messages, nack_in
 

@@ -50,7 +50,8 @@ from bus.messages import (
     WeightChunkMeta,
     Welcome,
 )
-from bus.protocol.broker.broker import Broker, BrokerConfig
+from bus.protocol.broker.broker import Broker
+from bus.protocol.broker.config import BrokerConfig
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.testing.makers import (
     make_arm,

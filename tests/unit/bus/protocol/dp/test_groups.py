@@ -33,7 +33,8 @@ from bus.messages import (
     WaveStarted,
     Welcome,
 )
-from bus.protocol.broker.broker import Broker, BrokerConfig
+from bus.protocol.broker.broker import Broker
+from bus.protocol.broker.config import BrokerConfig
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.dp.wave import WaveState
 from tests.unit.bus._builders import (

@@ -18,7 +18,8 @@ from bus.cli.main import run
 from bus.cli.status import _table
 from bus.errors import UsageError
 from bus.messages import Join, Status, StatusRequest
-from bus.protocol.broker.broker import Broker, BrokerConfig
+from bus.protocol.broker.broker import Broker
+from bus.protocol.broker.config import BrokerConfig
 from bus.protocol.core.effects import Note
 from bus.vllm_source import SourceTree
 from bus.vllm_versions import TESTED, untested_reason

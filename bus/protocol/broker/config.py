@@ -1,0 +1,34 @@
+"""The broker's configuration: its timeouts, its limits, and the name that it has on the bus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from bus.protocol.broker.admission import Limits
+
+BROKER_NAME: Final = "broker"
+
+# A pause must outlive what the bus needs to miss a peer, or an engine could run
+# again while its group still counts it as paused.
+LEASE_PER_PEER_TIMEOUT: Final = 2
+
+# With more groups than this, those that nobody is in are forgotten.
+MAX_GROUPS: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerConfig:
+    """Times are in milliseconds.
+
+    ``peer_timeout_ms``: silence after which a peer is lost. ``retry_ms``: how often
+    engines that have not answered are asked again. ``step_timeout_ms``: how long an
+    engine that lives may take for one step of an update or pause. ``limits``: how much a peer may
+    ask for.
+    """
+
+    heartbeat_ms: int = 1000
+    peer_timeout_ms: int = 5000
+    retry_ms: int = 1000
+    step_timeout_ms: int = 300_000
+    limits: Limits = field(default_factory=Limits)
