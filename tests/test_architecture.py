@@ -1,0 +1,190 @@
+"""The shape of the code: sizes, import circles, what an import loads, mirrored tests, and names.
+
+`docs/architecture.md` gives the reasons. Which package may import which stands in `pyproject.toml`,
+as contracts of import-linter; this file holds the rules that import-linter can't express.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("bus", "sidecar", "trainer_agent")
+
+MAX_LINES = 500
+MAX_MODULES = 16
+MAX_LEVELS = 4
+
+# The glossary's words (docs/glossary.md) replaced these in names. Each is one or several parts of an
+# identifier: "strays" forbids `_strays` and `StraysOf`, and not `astray`.
+REPLACED_IN_NAMES = {
+    "roster": "engine_registry",
+    "strays": "reconciliation",
+    "forsake": "abandon",
+    "sharpen": "strengthen",
+    "obey": "apply",
+    "stageable": "staging_decision",
+    "holdpage": "pause_lease",
+    "corepage": "core_status",
+    "inbox": "chunk_receiver",
+    "lifeline": "rank_liveness",
+    "owed": "guaranteed_delivery",
+}
+# Participles that were methods once, and said neither event, predicate, query nor command.
+PARTICIPLES = frozenset(
+    "told heard asked joined lost gone paid sent given taken done shut promised tried".split()
+)
+# What users call, or what mirrors vLLM, keeps its name.
+KEPT_METHODS = frozenset({"Sidecar.joined"})
+
+
+def modules() -> Iterator[Path]:
+    """Every Python file of the product."""
+    for package in PACKAGES:
+        yield from sorted((ROOT / package).rglob("*.py"))
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def shown(path: Path) -> str:
+    """A path below the root, as people write it."""
+    return str(path.relative_to(ROOT))
+
+
+def words(name: str) -> list[str]:
+    """The parts of an identifier: `_StrayPauses` is stray, pauses."""
+    return re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name.replace("_", " "))
+
+
+def defined_names(tree: ast.Module) -> Iterator[str]:
+    """Names of classes, functions, arguments, attributes that are set, and constants."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def test_no_module_is_longer_than_500_lines() -> None:
+    lines = {shown(path): len(path.read_text(encoding="utf-8").splitlines()) for path in modules()}
+    assert {name: n for name, n in lines.items() if n > MAX_LINES} == {}
+
+
+def test_no_folder_holds_more_than_16_modules() -> None:
+    counts = Counter(shown(path.parent) for path in modules() if path.name != "__init__.py")
+    assert {name: n for name, n in counts.items() if n > MAX_MODULES} == {}
+
+
+def test_no_module_lies_deeper_than_4_levels() -> None:
+    """`sidecar/vllm/plugin/core/swap.py` is at level 4."""
+    assert [shown(p) for p in modules() if len(p.relative_to(ROOT).parts) - 1 > MAX_LEVELS] == []
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    """Imports for types and within functions count as well."""
+    graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=False)
+    sorter = graphlib.TopologicalSorter(
+        {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    )
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level modules that a new Python has loaded after a statement."""
+    program = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import bus",
+        "import bus.cli.main",
+        "import bus.runtime.broker_server",
+        "import bus.protocol.engine.session",
+        "import trainer_agent",
+        "import sidecar.vllm.plugin",
+    ],
+)
+def test_an_import_loads_no_torch(statement: str) -> None:
+    """What only relays messages, prints a help text, or is loaded by every vLLM process."""
+    assert loaded_by(statement) & {"torch", "vllm", "numpy"} == set()
+
+
+def test_torch_is_found_where_it_is_loaded() -> None:
+    """The check above can fail."""
+    assert "torch" in loaded_by("import bus.weight_transfer.base")
+
+
+def test_no_class_name_stands_twice() -> None:
+    homes = defaultdict(list)
+    for path in modules():
+        for node in parsed(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(shown(path))
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
+def test_unit_tests_mirror_the_modules() -> None:
+    """`tests/unit/bus/journal/test_replay_torn.py` tests `bus/journal/replay.py`: the file's name
+    begins with the module's, or the folder is one module's."""
+    astray = []
+    for path in sorted((ROOT / "tests/unit").rglob("test_*.py")):
+        inner = path.relative_to(ROOT / "tests/unit")
+        if inner.parts[0] not in PACKAGES:
+            continue
+        folder = ROOT / inner.parent
+        stem = inner.stem.removeprefix("test_")
+        names = [p.stem for p in folder.glob("*.py")] + [p.name for p in folder.glob("*/")]
+        if not any(stem == name or stem.startswith(f"{name}_") for name in names):
+            astray.append(shown(path))
+    assert astray == []
+
+
+def test_replaced_words_do_not_come_back() -> None:
+    found = [
+        f"{shown(path)}: {name}"
+        for path in modules()
+        for name in {*defined_names(parsed(path)), path.stem}
+        if REPLACED_IN_NAMES.keys() & set(map(str.lower, words(name)))
+    ]
+    assert found == []
+
+
+def test_no_method_is_named_by_a_participle() -> None:
+    found = [
+        f"{shown(path)}: {klass.name}.{node.name}"
+        for path in modules()
+        for klass in ast.walk(parsed(path))
+        if isinstance(klass, ast.ClassDef)
+        for node in klass.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.lstrip("_") in PARTICIPLES
+        and f"{klass.name}.{node.name}" not in KEPT_METHODS
+    ]
+    assert found == []
