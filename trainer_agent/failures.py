@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from bus.errors import BusTimeout, Refused
 from bus.messages import WIRE_NAMES, ChunkSent, Nack, NackCode, WeightChunkMeta, step_name
 from bus.protocol.broker.config import BROKER_NAME
-from bus.protocol.broker.replies import ASKS_FOR
+from bus.protocol.group.replies import ASKS_FOR
 
 if TYPE_CHECKING:
     from bus.messages import GroupStatus, Message, WaitView

@@ -26,7 +26,7 @@ from bus.messages import (
     WaitEngines,
     Welcome,
 )
-from bus.protocol.broker.replies import ASKS_FOR
+from bus.protocol.group.replies import ASKS_FOR
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

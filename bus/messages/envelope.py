@@ -17,7 +17,7 @@ class Envelope(msgspec.Struct, frozen=True, gc=False):
     ``id`` names the message and stays when it is sent again; ``seq`` grows with
     every frame of one ``boot`` (one life of a process), so that a receiver can
     tell a frame that is old or doubled. ``reply_to`` is the id of the message
-    answered, or 0. ``epoch`` fences: see :mod:`bus.protocol.broker.group`.
+    answered, or 0. ``epoch`` fences: see :mod:`bus.protocol.group.group`.
     """
 
     wire_major: Count

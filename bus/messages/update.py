@@ -36,7 +36,7 @@ class PlanTransfer:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """See :mod:`bus.protocol.broker.communicator`. The trainer's sender is rank 0."""
+    """See :mod:`bus.protocol.group.engine_registry`. The trainer's sender is rank 0."""
 
     communicator: Count
     world_size: Count
@@ -64,7 +64,7 @@ class TransferInit:
 @dataclass(frozen=True, slots=True)
 class Staging:
     """How an update may come while the engine serves: into memory beside the weights, and from
-    there into them between two steps (:mod:`bus.protocol.broker.staging`).
+    there into them between two steps (:mod:`bus.protocol.group.staging`).
 
     ``required``: an engine that can't refuses the ARM; else its answer says why not.
     ``budget_bytes``: at most so much in each of an engine's workers; 0: what is free there.
@@ -97,7 +97,7 @@ class Arm:
 
     ``scope`` names DP groups that are behind and catch up, while all others go on: with the weights
     of the version that the group serves, which ``version`` then is, and the broker gives no other
-    (see :mod:`bus.protocol.broker.catch_up`). Empty: it is for all, and gives a new version.
+    (see :mod:`bus.protocol.group.catch_up`). Empty: it is for all, and gives a new version.
 
     ``staging``: how it may be staged; None: it is loaded in a pause. Engines answer with ARMED.
     """

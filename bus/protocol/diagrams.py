@@ -14,9 +14,9 @@ import re
 from typing import Final
 
 from bus.errors import UsageError
-from bus.protocol.broker import pause, sleep, update
 from bus.protocol.core.state_table import state_diagram
 from bus.protocol.dp import coordinator, wave
+from bus.protocol.group import pause, sleep, update
 
 _MARKED: Final = re.compile(
     r"(?P<begin><!-- diagram: (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end of diagram -->)",

@@ -11,11 +11,11 @@ import random
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from bus.protocol.broker.config import BrokerConfig
-from bus.protocol.broker.pause import PauseState
-from bus.protocol.broker.update import UpdateState
 from bus.protocol.core.link import LinkConfig
 from bus.protocol.engine.pause import EnginePauseState
 from bus.protocol.engine.update_states import EngineUpdateState
+from bus.protocol.group.pause import PauseState
+from bus.protocol.group.update import UpdateState
 from bus.runtime.broker_server import BrokerServer
 from bus.runtime.memory_transport import Faults, MemoryNetwork
 from bus.testing.clock import SimScheduler
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from bus.messages import Message
-    from bus.protocol.broker.group import Group
+    from bus.protocol.group.group import Group
 
 E = TypeVar("E", bound=SimEngine)
 
@@ -335,11 +335,11 @@ class SimWorld:
         wanted = [each.name for each in self.live_engines] if names is None else list(names)
         if group is None:
             return False
-        roster = group.registry
+        registry = group.registry
         known = {
             name: peer.boot
-            for name, peer in roster.engines.items()
-            if name in roster.ready() or roster.is_incomplete(name)
+            for name, peer in registry.engines.items()
+            if name in registry.ready() or registry.is_incomplete(name)
         }
         return all(
             known.get(name) == self.engines[name].boot and self.engines[name].is_joined

@@ -20,17 +20,17 @@ from bus.messages import (
     Step,
     WeightChunkMeta,
 )
-from bus.protocol.broker.pause import PauseState
-from bus.protocol.broker.update import UpdateState
 from bus.protocol.engine.calls import CallResume
 from bus.protocol.engine.lease import LEASE_RETRY_MS, LeaseState
 from bus.protocol.engine.pause import EnginePauseState
 from bus.protocol.engine.update_states import EngineUpdateState
+from bus.protocol.group.pause import PauseState
+from bus.protocol.group.update import UpdateState
 from bus.testing.ground_truth import GARBLED, InvariantViolation
 
 if TYPE_CHECKING:
-    from bus.protocol.broker.group import Group
-    from bus.protocol.broker.membership import Peer
+    from bus.protocol.core.membership import Peer
+    from bus.protocol.group.group import Group
     from bus.testing.sim_engine import SimEngine
     from bus.testing.sim_world import SimWorld
 

@@ -50,7 +50,7 @@ class NcclSender(Sender):
 
     def __init__(self) -> None:
         self._store: Any = None
-        self._communicator: nccl_communicator.Communicator | None = None
+        self._communicator: nccl_communicator.NcclCommunicator | None = None
         self._init: NcclInit | None = None
         self._place = RankAssignment(0, 1, 0)
         self._gpu = torch.device("cpu")
@@ -176,7 +176,7 @@ class NcclReceiver(Receiver):
     can_launch = True
 
     def __init__(self) -> None:
-        self._communicator: nccl_communicator.Communicator | None = None
+        self._communicator: nccl_communicator.NcclCommunicator | None = None
         self._buffers: deque[torch.Tensor] = deque()
         self._views = ViewCache()
 
@@ -294,7 +294,7 @@ class NcclReceiver(Receiver):
         return made, _as_bytes(made)
 
     @contextlib.contextmanager
-    def _transfer_errors(self, communicator: nccl_communicator.Communicator) -> Iterator[None]:
+    def _transfer_errors(self, communicator: nccl_communicator.NcclCommunicator) -> Iterator[None]:
         """What breaks in the block, is a transport that broke."""
         try:
             yield

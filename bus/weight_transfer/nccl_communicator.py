@@ -47,7 +47,7 @@ _WATCH_INTERVAL_S: Final = 0.5
 _ABORT_S: Final = 10.0
 
 
-class Communicator:
+class NcclCommunicator:
     """An end that has met the others. Used by one thread at a time; waited in and closed by any.
 
     Args:
@@ -148,7 +148,7 @@ class Broadcast:
 
     def __init__(
         self,
-        owner: Communicator,
+        owner: NcclCommunicator,
         number: int,
         memories: Sequence[Any],
         work: Any,
@@ -201,7 +201,9 @@ class Broadcast:
         return ""
 
 
-def meet(torch: Any, dist: Any, init: NcclInit, place: RankAssignment, device: Any) -> Communicator:
+def meet(
+    torch: Any, dist: Any, init: NcclInit, place: RankAssignment, device: Any
+) -> NcclCommunicator:
     """This end, when all are there and have exchanged a first byte.
 
     Args:
@@ -231,7 +233,7 @@ def meet(torch: Any, dist: Any, init: NcclInit, place: RankAssignment, device: A
             ended.record()
         return ended
 
-    made = Communicator(dist, group, store, mark)
+    made = NcclCommunicator(dist, group, store, mark)
 
     def connect() -> None:
         with torch.cuda.device(device):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from bus.manifest import Manifest
     from bus.messages import Staging, Target
-    from bus.protocol.broker.group import Group
+    from bus.protocol.group.group import Group
     from bus.runtime.broker_server import BrokerServer
     from bus.weight_transfer.allocation import StagingCapacity
     from tests.integration.conftest import Bus

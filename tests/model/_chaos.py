@@ -15,8 +15,8 @@ from bus.journal.records import MAGIC
 from bus.journal.render import line
 from bus.journal.replay import Unplayable, replay_lives
 from bus.messages import Staging
-from bus.protocol.broker.catch_up import stale_dp_groups
 from bus.protocol.core.link import LinkState
+from bus.protocol.group.catch_up import stale_dp_groups
 from bus.runtime.memory_transport import Faults
 from bus.testing.ground_truth import InvariantViolation
 from bus.testing.process import Died

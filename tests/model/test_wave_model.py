@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from bus.messages import FirstReqHeld, PauseLocal, StartDpWave, codec
-from bus.protocol.broker.pause import PauseState
 from bus.protocol.core.link import LinkState
 from bus.protocol.dp.wave import WaveState
 from bus.protocol.engine.calls import CallPause
+from bus.protocol.group.pause import PauseState
 from bus.runtime.memory_transport import Faults
 from bus.testing.ground_truth import InvariantViolation
 from bus.testing.sim_world import SimWorld

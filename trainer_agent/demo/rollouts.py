@@ -202,7 +202,7 @@ class RolloutPool:
                 self.counts.cut_short["killed"] += 1
                 await self._until_it_serves(endpoint)
             else:
-                self._lost(f"{type(error).__name__}: {error}")
+                self._count_lost(f"{type(error).__name__}: {error}")
             return []
         rollouts = [self._rollout(prompt, choice) for choice in answer["choices"]]
         whole = [rollout for rollout in rollouts if rollout is not None]
@@ -212,7 +212,7 @@ class RolloutPool:
             self.counts.cut_short["quarantined"] += 1
         elif len(whole) < n:
             reasons = Counter(choice["finish_reason"] for choice in answer["choices"])
-            self._lost(f"{len(whole)} of {n} sequences whole; they ended by {dict(reasons)}")
+            self._count_lost(f"{len(whole)} of {n} sequences whole; they ended by {dict(reasons)}")
         return whole
 
     async def _answer(self, endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -237,7 +237,7 @@ class RolloutPool:
             except aiohttp.ClientError:
                 await asyncio.sleep(_LOOK_AGAIN_S)
 
-    def _lost(self, why: str) -> None:
+    def _count_lost(self, why: str) -> None:
         self.counts.lost += 1
         self.counts.why_lost[why] += 1
 

@@ -1,6 +1,6 @@
 """Engines that are behind are brought to the group's version, by themselves, from the snapshot.
 
-The broker tells who is behind (see :mod:`bus.protocol.broker.catch_up`). Each catch-up is an update
+The broker tells who is behind (see :mod:`bus.protocol.group.catch_up`). Each catch-up is an update
 of those alone, over a transport of its own, beside engines that go on serving and a trainer that
 trains. Whatever the trainer asks for goes first: a catch-up under way is undone, and waited for.
 One that fails is tried again, after a second at first, then less and less often; who has failed,

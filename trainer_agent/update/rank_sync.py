@@ -3,7 +3,7 @@
 With FSDP a full tensor is gathered in a collective of all ranks. So no rank may begin before
 every engine is ready, and none may stop in the middle: the others hear of GO over the bus, and
 rank 0, when its update fails, first gathers what is left, for their sake. See
-:mod:`bus.protocol.broker.followers`.
+:mod:`bus.protocol.group.trainer_session`.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class ClientUpdate:
                 raise copy_of_error(self.failure)
             pair = next(tensors, None)
             self.tensors_left -= pair is not None
-            if self._awaited and self._taken >= self._awaited:
+            if self._awaited and self._tensors_sent >= self._awaited:
                 self._wake()
             return pair
 
@@ -102,7 +102,7 @@ class ClientUpdate:
         """
         self._reached = anyio.Event()
         self._awaited = 0 if self._inner is None else self.plan.manifest.chunk_ends[seq]
-        if self.failure is None and self._taken < self._awaited:
+        if self.failure is None and self._tensors_sent < self._awaited:
             await self._reached.wait()
         self._awaited = 0
         if self.failure is not None:
@@ -115,7 +115,7 @@ class ClientUpdate:
         self._reached.set()
 
     @property
-    def _taken(self) -> int:
+    def _tensors_sent(self) -> int:
         return len(self.plan.metas) - self.tensors_left
 
     def _wake(self) -> None:

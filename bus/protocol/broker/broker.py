@@ -23,11 +23,11 @@ from bus.protocol.broker.admission import (
     outside_role,
 )
 from bus.protocol.broker.config import BROKER_NAME, LEASE_PER_PEER_TIMEOUT, MAX_GROUPS, BrokerConfig
-from bus.protocol.broker.group import Group
-from bus.protocol.broker.membership import WATCHERS, Membership, Peer
-from bus.protocol.broker.replies import lacking
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.failures import Failure
+from bus.protocol.core.membership import WATCHERS, Membership, Peer
+from bus.protocol.group.group import Group
+from bus.protocol.group.replies import lacking
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from bus.messages import Message
-    from bus.protocol.broker.membership import Peer
+    from bus.protocol.core.membership import Peer
 
 _STILL: Final[frozenset[Phase]] = frozenset({"paused", "updating", "quarantined"})
 _LEVELS: Final = {"ok": "info", "slow": "warning", "unknown": "debug"}

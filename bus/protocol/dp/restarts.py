@@ -23,7 +23,7 @@ from bus.protocol.core.effects import Effect, Note, Send
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from bus.protocol.broker.membership import Peer
+    from bus.protocol.core.membership import Peer
 
 AGAIN_MS: Final = 5_000.0
 UNSUPERVISED: Final = "nobody supervises it: restart {}"

@@ -24,7 +24,7 @@ Invariants: a chunk is loaded at most once, in order, and not before the sender 
 all of it was sent and its sums are right (but backends of vLLM's own load what they receive, see
 :mod:`bus.vllm_payloads`); the model is finished when every chunk of the manifest is loaded, and not
 before; the version only grows, and at COMMIT, or is loaded again by an engine that catches up
-(:mod:`bus.protocol.broker.catch_up`); a part leaves ``partial`` only by a commit of its
+(:mod:`bus.protocol.group.catch_up`); a part leaves ``partial`` only by a commit of its
 own, and an update that begins while there is any, tells the engine to recover; the engine is
 resumed only when there is none; a part that is not in it has all the weights of its version.
 Who becomes quarantined has its door closed, and then its requests aborted: by one call, of which

@@ -115,7 +115,7 @@ class GapRound:
     lost: int
     trace: TokenTrace
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """In a line."""
         told = f"gap {self.gap_ms:.0f} ms, steps of {percentile(self.steps_ms, 50):.0f} ms before"
         if self.swap_ms:
@@ -153,7 +153,7 @@ async def measure(
         for way in WAYS:
             done = await _round(running, way, requests, tokens)
             name = "warming up," if index < 0 else f"round {index + 1},"
-            say(f"{name} {way}: {done.told()}")
+            say(f"{name} {way}: {done.describe()}")
             if index >= 0:
                 measured[way].append(done)
         raw_ms, copy_ms = await running.raw_ms(), await running.copy_ms()

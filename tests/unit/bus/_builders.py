@@ -19,9 +19,9 @@ from bus.messages import (
     Step,
 )
 from bus.messages.codec import encode_body
-from bus.protocol.broker.membership import Peer
 from bus.protocol.core.effects import Send
 from bus.protocol.core.failures import Failure
+from bus.protocol.core.membership import Peer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -6,9 +6,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from bus.errors import Refused
-from bus.protocol.broker.pause import PauseState
-from bus.protocol.broker.sleep import SleepState
-from bus.protocol.broker.update import UpdateState
+from bus.protocol.group.pause import PauseState
+from bus.protocol.group.sleep import SleepState
+from bus.protocol.group.update import UpdateState
 from bus.runtime.memory_transport import Faults
 from bus.testing.sim_world import SimWorld
 from bus.testing.watch import Watch

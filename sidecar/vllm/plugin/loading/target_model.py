@@ -37,7 +37,7 @@ class TargetModel:
         self.staged = StagedWeights(model, device)
         self.repacking = CpuRepacking(model, device)
 
-    def taken(self, received: Tensors) -> Tensors:
+    def without_tied_head(self, received: Tensors) -> Tensors:
         """Of what was received, what is loaded: a tied head is another tensor already."""
         if not self.tied_head or all(name != self.tied_head for name, _ in received):
             return received

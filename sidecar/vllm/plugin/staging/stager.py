@@ -276,7 +276,7 @@ class Stager:
             self._sums.record(seq, received, sent.verify, sent.sums, stays=stays)
         if seq + 1 == require_armed(self._armed).manifest.chunks:
             self._sums.check()
-        tensors = loadable.taken(received)
+        tensors = loadable.without_tied_head(received)
         if loadable.staged.stage(seq, tensors):
             synchronize(self._device)  # what it was copied from, may change
         if not loadable.plans.entry.proven:

@@ -179,7 +179,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _load_tensors(self, received: list[tuple[str, torch.Tensor]]) -> None:
         loadable = self._loadable[self._target]
         plans = loadable.plans
-        tensors = loadable.taken(received)
+        tensors = loadable.without_tied_head(received)
         with torch.no_grad():
             if plans.update is not None:
                 plans.update.load(tensors)

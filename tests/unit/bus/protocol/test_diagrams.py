@@ -10,10 +10,10 @@ from click.testing import CliRunner
 
 from bus.cli.diagrams import diagrams as command
 from bus.errors import UsageError
-from bus.protocol.broker import pause, sleep, update
 from bus.protocol.core.state_table import state_diagram
 from bus.protocol.diagrams import diagrams, fill_page
 from bus.protocol.dp import coordinator, wave
+from bus.protocol.group import pause, sleep, update
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -84,7 +84,7 @@ class Meeting:
     def enter(self, communicator: int = 1) -> Any:
         return rendezvous.connect_store(dist, LOCAL, self.port, communicator, 30)
 
-    def group(self, rank: int) -> nccl_communicator.Communicator:
+    def group(self, rank: int) -> nccl_communicator.NcclCommunicator:
         """An end that has met one other, over gloo."""
         store = self.enter()
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -92,9 +92,9 @@ class Meeting:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOCAL)]
         options._threads = 1  # one after the other, as on a stream
         group = AsNccl(dist.ProcessGroupGloo(store, rank, 2, options))
-        return nccl_communicator.Communicator(dist, group, store, End)
+        return nccl_communicator.NcclCommunicator(dist, group, store, End)
 
-    def both(self) -> tuple[nccl_communicator.Communicator, nccl_communicator.Communicator]:
+    def both(self) -> tuple[nccl_communicator.NcclCommunicator, nccl_communicator.NcclCommunicator]:
         with ThreadPoolExecutor(2) as threads:
             first, second = threads.map(self.group, (0, 1))
         return first, second

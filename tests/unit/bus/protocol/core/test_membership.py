@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bus.messages import EngineFacts, Join, NackCode, Role
-from bus.protocol.broker.membership import Membership, Peer
 from bus.protocol.core.failures import Failure
+from bus.protocol.core.membership import Membership, Peer
 from tests.unit.bus._builders import TRAINER_JOIN, engine_join, facts
 
 

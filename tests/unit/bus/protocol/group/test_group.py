@@ -23,8 +23,6 @@ from bus.messages import (
     UpdateStart,
     WaitEngines,
 )
-from bus.protocol.broker.pause import PauseState
-from bus.protocol.broker.update import UpdateState
 from bus.protocol.engine.calls import (
     CallAbortRequests,
     CallArm,
@@ -36,6 +34,8 @@ from bus.protocol.engine.calls import (
     CallResume,
     CallStart,
 )
+from bus.protocol.group.pause import PauseState
+from bus.protocol.group.update import UpdateState
 from bus.runtime.memory_transport import Faults
 from bus.testing.makers import make_arm, make_manifest
 from bus.testing.sim_world import GROUP

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bus.messages import NackCode, WaitEngines
-from bus.protocol.broker.engine_registry import PENDING_BEATS, EngineRegistry
 from bus.protocol.core.failures import Declined
+from bus.protocol.group.engine_registry import PENDING_BEATS, EngineRegistry
 from tests.unit.bus._builders import facts, peer
 
 

@@ -35,14 +35,17 @@ from bus.messages import (
     Step,
     step_name,
 )
-from bus.protocol.broker.canary import probe_report
-from bus.protocol.broker.catch_up import stale_dp_groups
-from bus.protocol.broker.commands import Commands
-from bus.protocol.broker.engine_registry import EngineRegistry
-from bus.protocol.broker.followers import Followers
-from bus.protocol.broker.pause import PauseMachine, PauseState
-from bus.protocol.broker.reconciliation import Reconciliation
-from bus.protocol.broker.replies import (
+from bus.protocol.core.effects import Effect, Note, Send
+from bus.protocol.core.failures import Declined, Failure
+from bus.protocol.core.instructions import Ask, StepDone, StepFailed
+from bus.protocol.dp.groups import DpGroups
+from bus.protocol.group.canary import probe_report
+from bus.protocol.group.catch_up import stale_dp_groups
+from bus.protocol.group.commands import Commands
+from bus.protocol.group.engine_registry import EngineRegistry
+from bus.protocol.group.pause import PauseMachine, PauseState
+from bus.protocol.group.reconciliation import Reconciliation
+from bus.protocol.group.replies import (
     DONE_EVENTS,
     PAUSE_STEPS,
     SLEEP_STEPS,
@@ -51,23 +54,19 @@ from bus.protocol.broker.replies import (
     done_fields,
     nack_of,
 )
-from bus.protocol.broker.routing import Routing
-from bus.protocol.broker.sleep import SleepMachine
-from bus.protocol.broker.status import DepartedEngines, status_of
-from bus.protocol.broker.timeouts import Timeouts
-from bus.protocol.broker.trainer_session import TrainerSession
-from bus.protocol.broker.update import UpdateMachine, UpdateState
-from bus.protocol.core.effects import Effect, Note, Send
-from bus.protocol.core.failures import Declined, Failure
-from bus.protocol.core.instructions import Ask, StepDone, StepFailed
-from bus.protocol.dp.groups import DpGroups
+from bus.protocol.group.routing import Routing
+from bus.protocol.group.sleep import SleepMachine
+from bus.protocol.group.status import DepartedEngines, status_of
+from bus.protocol.group.timeouts import Timeouts
+from bus.protocol.group.trainer_session import Followers, TrainerSession
+from bus.protocol.group.update import UpdateMachine, UpdateState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from bus.messages import GroupStatus
-    from bus.protocol.broker.membership import Peer
     from bus.protocol.core.ack_barrier import AckBarrier
+    from bus.protocol.core.membership import Peer
 
 Instruction: TypeAlias = Ask | StepDone | StepFailed
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from bus.messages import Route, Routes
-from bus.protocol.broker.update import UpdateState
+from bus.protocol.group.update import UpdateState
 
 if TYPE_CHECKING:
     from bus.messages import Phase
-    from bus.protocol.broker.engine_registry import EngineRegistry
-    from bus.protocol.broker.update import UpdateMachine
+    from bus.protocol.group.engine_registry import EngineRegistry
+    from bus.protocol.group.update import UpdateMachine
 
 _OUT: Final[frozenset[Phase]] = frozenset({"asleep", "emptied", "quarantined", "unsure"})
 
@@ -26,9 +26,9 @@ _OUT: Final[frozenset[Phase]] = frozenset({"asleep", "emptied", "quarantined", "
 class Routing:
     """One group's. ``now`` is what was told last."""
 
-    def __init__(self, roster: EngineRegistry, update: UpdateMachine) -> None:
+    def __init__(self, registry: EngineRegistry, update: UpdateMachine) -> None:
         self.now = Routes(0, ())
-        self._registry = roster
+        self._registry = registry
         self._update = update
         self._seen = (-1, -1)
 
@@ -49,18 +49,18 @@ class Routing:
         return routes
 
     def _routable(self, version: int) -> tuple[Route, ...]:
-        roster = self._registry
+        registry = self._registry
         out = {
             mate
-            for name, peer in roster.engines.items()
+            for name, peer in registry.engines.items()
             if peer.version != version
             or peer.phase in _OUT
-            or name in roster.quarantined
-            or roster.is_not_admitting(name)
-            for mate in roster.dp_peers(name)
+            or name in registry.quarantined
+            or registry.is_not_admitting(name)
+            for mate in registry.dp_peers(name)
         }
         return tuple(
             Route(name, peer.facts.dp_group, peer.facts.endpoint)
-            for name, peer in sorted(roster.engines.items())
-            if name not in out and not roster.is_incomplete(name) and peer.facts is not None
+            for name, peer in sorted(registry.engines.items())
+            if name not in out and not registry.is_incomplete(name) and peer.facts is not None
         )

@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 
 from bus.messages import NackCode, PauseLocal, Resume, Sleep, SleepLevel, Wake
-from bus.protocol.broker.pause import PauseState
-from bus.protocol.broker.sleep import SleepState
-from bus.protocol.broker.update import UpdateState
 from bus.protocol.engine.calls import (
     CallCommit,
     CallLoad,
@@ -17,6 +14,9 @@ from bus.protocol.engine.calls import (
     CallStart,
     CallWakeWeights,
 )
+from bus.protocol.group.pause import PauseState
+from bus.protocol.group.sleep import SleepState
+from bus.protocol.group.update import UpdateState
 from bus.testing.makers import make_arm, make_manifest
 from tests.unit.bus._builders import facts
 from tests.unit.bus._scene import Scene, code_of

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bus.messages import Heartbeat, Join, PauseLocal, Routes, Staging, Welcome
-from bus.protocol.broker.pause import PauseState
-from bus.protocol.broker.update import UpdateState
 from bus.protocol.engine.calls import CallAdmit, CallCommit, CallLoad, CallResume, CallSwap
+from bus.protocol.group.pause import PauseState
+from bus.protocol.group.update import UpdateState
 from tests.unit.bus._builders import engine_join, messages
 from tests.unit.bus._scene import Scene
 from tests.unit.bus.protocol.broker.test_broker import Bench

@@ -43,7 +43,7 @@ Invariants:
 - Who differs by the canary falls out in the same way, before the COMMIT is asked of anybody.
 
 An update that is staged loads nothing anywhere before it is committed: see
-:mod:`bus.protocol.broker.staging`.
+:mod:`bus.protocol.group.staging`.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ from bus.messages import (
     UpdateStart,
     WeightChunkMeta,
 )
-from bus.protocol.broker.staging import StagingDecision
 from bus.protocol.core.ack_barrier import AckBarrier
 from bus.protocol.core.failures import Failure, wrong_state
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
 from bus.protocol.core.state_table import IllegalTransition
+from bus.protocol.group.staging import StagingDecision
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -214,11 +214,11 @@ class UpdateMachine:
         message: Arm,
         members: dict[str, str],
         now_ms: float,
-        stageable: StagingDecision | None = None,
+        staging: StagingDecision | None = None,
     ) -> list[Instruction]:
         """Every engine checks the manifest; ``message.version`` is the bus's."""
         self._begin(_E.ARM_ASKED, message.update_id, members)
-        self.staging = stageable or StagingDecision()
+        self.staging = staging or StagingDecision()
         self.version = message.version
         self.label = message.label
         self.target = message.target

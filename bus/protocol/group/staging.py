@@ -10,14 +10,14 @@
     UPDATE_START(staged)                             it is staged: at once, in no pause
     UPDATE_START                                     it is not: in a pause, as any other
 
-A staged update takes the way of every other (:mod:`bus.protocol.broker.update`), with these
+A staged update takes the way of every other (:mod:`bus.protocol.group.update`), with these
 differences:
 
 - Until an engine has swapped, it serves what it served before, whatever happens to the update:
   nobody is quarantined for one that is given up, or falls out of it; RESUME does not wait for it.
 - COMMIT is not asked in a pause: the ranks of a DP group swap at a step, and a pause makes none.
 - Who falls out, and misses what the others have committed, is behind
-  (:mod:`bus.protocol.broker.catch_up`).
+  (:mod:`bus.protocol.group.catch_up`).
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from bus.messages import (
     UpdateStart,
     Wake,
 )
-from bus.protocol.broker.update import UpdateState
 from bus.protocol.engine.calls import CallAbortRequests, CallArm, CallLoad, CallRestore, CallStart
+from bus.protocol.group.update import UpdateState
 from bus.testing.makers import make_arm, make_chunk, make_sent
 from tests.unit.bus._builders import nack_in, only
 from tests.unit.bus._scene import Scene, code_of

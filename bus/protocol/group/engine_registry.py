@@ -1,22 +1,57 @@
-"""The engines of a group: who takes part, who came late, who is quarantined."""
+"""The engines of a group: which take part, which joined late, which are quarantined.
+
+It also gives each engine its place in a collective transfer. Rank 0 of the communicator is the
+trainer's sender. After it come the workers of every engine that takes part, engine by engine,
+ranks of a DP group in order. The communicator's number is a digest of that order and of each
+engine's boot. While no engine joins, leaves or restarts the number stays the same, also after a
+restart of the broker. With another number the transport has to be made anew.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from bus.messages import EngineView, NackCode, PeerRank, PeerRanks, WaitEngines
-from bus.protocol.broker.communicator import Communicator, communicator
 from bus.protocol.core.failures import Declined, Failure, wrong_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.messages import CanaryMode, Phase, Target
-    from bus.protocol.broker.membership import Peer
+    from bus.protocol.core.membership import Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Communicator:
+    """``first_ranks``: of each engine's first worker; the others follow it."""
+
+    number: int
+    world_size: int
+    first_ranks: dict[str, int]
+
+
+def communicator(engines: Iterable[Peer]) -> Communicator:
+    """The one that these engines and the trainer would make."""
+    first_ranks: dict[str, int] = {}
+    taken: list[tuple[str, int, int]] = []
+    world_size = 1
+    known = [(peer.facts, peer) for peer in engines if peer.facts is not None]
+    for facts, peer in sorted(known, key=lambda k: (k[0].dp_group, k[0].dp_rank, k[1].name)):
+        first_ranks[peer.name] = world_size
+        taken.append((peer.name, peer.boot, facts.workers))
+        world_size += facts.workers
+    digest = hashlib.sha256(msgspec.msgpack.encode(taken)).digest()
+    number = int.from_bytes(digest[:8], "big") >> 1 or 1  # 0 is no communicator
+    return Communicator(number, world_size, first_ranks)
 
 
 # A pause that nobody knows of, pending for more than so many heartbeats, is half-made.
 PENDING_BEATS: Final = 2
+
 # In these an engine makes tokens.
 _SERVES: Final[frozenset[Phase]] = frozenset({"running", "armed", "staging"})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bus.messages import NackCode, Step, WaitEngines
-from bus.protocol.broker.trainer_session import ANSWERS_KEPT, OpenRequests
+from bus.protocol.group.trainer_session import ANSWERS_KEPT, OpenRequests
 from bus.testing.makers import make_nack
 
 ANSWER = make_nack(NackCode.TIMEOUT)

@@ -21,15 +21,15 @@ from bus.messages import (
     UpdateFinish,
     UpdateStart,
 )
-from bus.protocol.broker.update import TRANSITIONS, UNSAFE, UpdateEvent, UpdateMachine, UpdateState
 from bus.protocol.core.failures import Failure
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
 from bus.protocol.core.state_table import IllegalTransition
+from bus.protocol.group.update import TRANSITIONS, UNSAFE, UpdateEvent, UpdateMachine, UpdateState
 from bus.testing.makers import make_arm, make_chunk, make_manifest, make_sent
 from tests.unit.bus._builders import LOST, ack
 
 if TYPE_CHECKING:
-    from bus.protocol.broker.update import Instruction
+    from bus.protocol.group.update import Instruction
 
 MEMBERS = {"e0": "e0", "e1": "dp1", "e2": "dp1"}
 MANIFEST = make_manifest(("a", "b", "c"))

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.messages import CanaryMode
-    from bus.protocol.broker.engine_registry import EngineRegistry
-    from bus.protocol.broker.update import UpdateMachine
+    from bus.protocol.group.engine_registry import EngineRegistry
+    from bus.protocol.group.update import UpdateMachine
 
 
 def require_probes(
-    way: CanaryMode, names: Iterable[str], roster: EngineRegistry, *, asleep: bool
+    way: CanaryMode, names: Iterable[str], registry: EngineRegistry, *, asleep: bool
 ) -> None:
     """Before anything is touched: whether all of them can run probes while requests are treated
     that way. Without a canary, all can.
@@ -43,10 +43,10 @@ def require_probes(
         raise wrong_state(
             "no engine runs probes while its KV cache sleeps", "canary", hint="update when awake"
         )
-    unable = roster.unable_to_probe(names, way)
+    unable = registry.unable_to_probe(names, way)
     if not unable:
         return
-    can_abort = way == "keep" and not roster.unable_to_probe(unable, "abort")
+    can_abort = way == "keep" and not registry.unable_to_probe(unable, "abort")
     detail = (
         "would serve the requests that the pause keeps with weights that are not proven"
         if can_abort

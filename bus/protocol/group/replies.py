@@ -27,10 +27,10 @@ from bus.messages import (
 
 if TYPE_CHECKING:
     from bus.messages import EngineFacts
-    from bus.protocol.broker.pause import PauseMachine
-    from bus.protocol.broker.update import UpdateMachine
     from bus.protocol.core.failures import Failure
     from bus.protocol.core.instructions import StepDone
+    from bus.protocol.group.pause import PauseMachine
+    from bus.protocol.group.update import UpdateMachine
 
 PAUSE_STEPS: Final = frozenset({Step.PAUSE_LOCAL, Step.PAUSE_GLOBAL, Step.RESUME})
 SLEEP_STEPS: Final = frozenset({Step.SLEEP, Step.WAKE})

@@ -8,10 +8,10 @@ from itertools import product
 import pytest
 
 from bus.messages import NackCode, PauseGlobal, PauseLocal, Resume, Step
-from bus.protocol.broker.pause import TRANSITIONS, PauseEvent, PauseMachine, PauseState
 from bus.protocol.core.failures import Failure
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
 from bus.protocol.core.state_table import IllegalTransition
+from bus.protocol.group.pause import TRANSITIONS, PauseEvent, PauseMachine, PauseState
 from tests.unit.bus._builders import LOST, ack
 
 MEMBERS = {"e0": "e0", "e1": "dp1", "e2": "dp1"}

@@ -26,14 +26,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bus.messages import Abort, Heartbeat, Message, PauseLocal, Resume
-from bus.protocol.broker.pause import PauseMachine, PauseState
-from bus.protocol.broker.update import UpdateMachine, UpdateState
+from bus.protocol.group.pause import PauseMachine, PauseState
+from bus.protocol.group.update import UpdateMachine, UpdateState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from bus.protocol.broker.engine_registry import EngineRegistry
-    from bus.protocol.broker.membership import Peer
+    from bus.protocol.core.membership import Peer
+    from bus.protocol.group.engine_registry import EngineRegistry
 
 
 class Reconciliation:
@@ -47,7 +47,7 @@ class Reconciliation:
 
     def __init__(
         self,
-        roster: EngineRegistry,
+        registry: EngineRegistry,
         pause: PauseMachine,
         update: UpdateMachine,
         version: Callable[[], int],
@@ -55,7 +55,7 @@ class Reconciliation:
         lease_ms: float,
         timeout_ms: float,
     ) -> None:
-        self._registry = roster
+        self._registry = registry
         self._pause = pause
         self._update = update
         self._version = version
@@ -64,27 +64,27 @@ class Reconciliation:
 
     def find(self, peer: Peer, beat: Heartbeat) -> tuple[Message, Iterable[str]] | None:
         """What to send to whom, after this heartbeat."""
-        roster, alone = self._registry, (peer.name,)
+        registry, alone = self._registry, (peer.name,)
         if beat.phase in ("armed", "staging", "updating") and (
             self._update.state is UpdateState.IDLE or self._update.update_id != beat.update_id
         ):
             return Abort(beat.update_id, "the bus knows nothing of this update"), alone
         if self._is_abandoned(peer, beat):
             return self._resume(beat), alone
-        if self._pause.state is not PauseState.RUNNING or roster.is_incomplete(peer.name):
+        if self._pause.state is not PauseState.RUNNING or registry.is_incomplete(peer.name):
             return None
-        if roster.is_pause_unknown(peer.name):
+        if registry.is_pause_unknown(peer.name):
             # It may have been made; so all of them are paused first.
-            mates = roster.dp_peers(peer.name)
+            mates = registry.dp_peers(peer.name)
             return (self._complete_pause(beat), mates) if beat.phase == "unsure" else None
-        if beat.phase in ("paused", "asleep") and peer.name not in roster.kept_paused():
-            if roster.has_updating_peer(peer.name):
+        if beat.phase in ("paused", "asleep") and peer.name not in registry.kept_paused():
+            if registry.has_updating_peer(peer.name):
                 return None  # its weights are touched: it gives that up first
             # Of a DP group, all have paused, or this one would not have; those that
             # have resumed wait for it.
             return self._resume(beat), alone
-        if beat.phase == "pausing" and roster.is_still_pausing(peer.name):
-            others = [name for name in roster.dp_peers(peer.name) if name != peer.name]
+        if beat.phase == "pausing" and registry.is_still_pausing(peer.name):
+            others = [name for name in registry.dp_peers(peer.name) if name != peer.name]
             return self._complete_pause(beat), others
         return None
 

@@ -31,23 +31,23 @@ from bus.messages import (
     Wake,
     WeightChunkMeta,
 )
-from bus.protocol.broker import catch_up
-from bus.protocol.broker.canary import failures, require_probes
-from bus.protocol.broker.pause import PauseState
-from bus.protocol.broker.replies import nack_of
-from bus.protocol.broker.sleep import SleepState
-from bus.protocol.broker.staging import StagingDecision, before_engines
-from bus.protocol.broker.update import TAKES_CHUNKS, UpdateState
 from bus.protocol.core.failures import Declined, Failure, wrong_state
 from bus.protocol.core.validation import check_chunk, check_sums, manifest_of
+from bus.protocol.group import catch_up
+from bus.protocol.group.canary import failures, require_probes
+from bus.protocol.group.pause import PauseState
+from bus.protocol.group.replies import nack_of
+from bus.protocol.group.sleep import SleepState
+from bus.protocol.group.staging import StagingDecision, before_engines
+from bus.protocol.group.update import TAKES_CHUNKS, UpdateState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.manifest import Manifest
-    from bus.protocol.broker.communicator import Communicator
-    from bus.protocol.broker.group import Group, Instruction
     from bus.protocol.core.effects import Effect
+    from bus.protocol.group.engine_registry import Communicator
+    from bus.protocol.group.group import Group, Instruction
 
 
 # In these, a chunk may come, or come again.
@@ -58,7 +58,7 @@ _OVER: Final = (UpdateState.IDLE, UpdateState.ABORTING)
 
 class Commands:
     """One group's. What a command does to the machines is theirs to tell; see
-    :meth:`bus.protocol.broker.group.Group.ask_engines`.
+    :meth:`bus.protocol.group.group.Group.ask_engines`.
 
     A trainer need not wait for a step's answer before it asks for the next: UPDATE_START is kept
     until the group is paused, UPDATE_FINISH until every chunk is sent, COMMIT until all have
@@ -316,7 +316,7 @@ class Commands:
         """Whom a command is for.
 
         Raises:
-            Declined: see :func:`bus.protocol.broker.catch_up.members`.
+            Declined: see :func:`bus.protocol.group.catch_up.members`.
         """
         return catch_up.members(self._group.registry, scope, self._group.version)
 
@@ -366,13 +366,13 @@ class Commands:
         asleep = sleep is not SleepState.AWAKE
         require_probes(message.canary, members, self._group.registry, asleep=asleep)
         why_paused = before_engines(message, self._group.pause.state.value)
-        stageable = StagingDecision(wanted=message.staging is not None, pause_reason=why_paused)
+        staging = StagingDecision(wanted=message.staging is not None, pause_reason=why_paused)
         if why_paused:
             message = replace(message, staging=None)
         self._manifest = manifest
         asked = message if message.scope else self._assign_version(message)
         self._group.registry.on_arm(members, self._group.version)
-        arming = self._group.update.arm(asked, members, now_ms, stageable)
+        arming = self._group.update.arm(asked, members, now_ms, staging)
         return self._group.ask_engines(msg_id, Step.ARM, arming, now_ms)
 
     def _assign_version(self, message: Arm) -> Arm:

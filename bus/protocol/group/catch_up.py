@@ -15,7 +15,7 @@ from                           a trainer that says, with each heartbeat, that it
                                is under way: a word that is lost comes again
 ============================== ===============================================================
 
-All else is as in any update (:mod:`bus.protocol.broker.update`): who falls out of it is behind
+All else is as in any update (:mod:`bus.protocol.group.update`): who falls out of it is behind
 still.
 """
 
@@ -30,28 +30,28 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.messages import Arm
-    from bus.protocol.broker.engine_registry import EngineRegistry
+    from bus.protocol.group.engine_registry import EngineRegistry
 
 
-def stale_dp_groups(roster: EngineRegistry, version: int) -> tuple[str, ...]:
+def stale_dp_groups(registry: EngineRegistry, version: int) -> tuple[str, ...]:
     """Those that take part in what begins now, and don't serve the group's ``version``."""
-    return tuple(sorted(_stale(roster, roster.ready(), version)))
+    return tuple(sorted(_stale(registry, registry.ready(), version)))
 
 
-def members(roster: EngineRegistry, scope: Iterable[str], version: int) -> dict[str, str]:
+def members(registry: EngineRegistry, scope: Iterable[str], version: int) -> dict[str, str]:
     """Engines that something is for, with their DP groups: of an empty ``scope``, all.
 
     Raises:
         Declined: there are none; or names a DP group that is not behind the group's ``version``,
             or is not there.
     """
-    everybody = roster.members()
+    everybody = registry.members()
     wanted = frozenset(scope)
     if not wanted:
         return everybody
     if not version:
         raise wrong_state("the group has no version yet", "scope", hint="update all engines")
-    for dp_group in sorted(wanted - _stale(roster, everybody, version)):
+    for dp_group in sorted(wanted - _stale(registry, everybody, version)):
         known = dp_group in everybody.values()
         why = f"serves the group's version {version}" if known else "is not there, or not whole"
         raise wrong_state(
@@ -76,11 +76,11 @@ def require_same_version(arm: Arm, version: int) -> None:
         )
 
 
-def _stale(roster: EngineRegistry, names: Iterable[str], version: int) -> set[str]:
-    peers = [roster.engines[name] for name in names if not roster.differs(name, version)]
+def _stale(registry: EngineRegistry, names: Iterable[str], version: int) -> set[str]:
+    peers = [registry.engines[name] for name in names if not registry.differs(name, version)]
     return {
         peer.facts.dp_group
         for peer in peers
         if peer.facts is not None
-        and (peer.version < version or (version and roster.lacks_model(peer.name)))
+        and (peer.version < version or (version and registry.lacks_model(peer.name)))
     }

@@ -18,8 +18,8 @@ from bus.messages import (
     Step,
     TransferInit,
 )
-from bus.protocol.broker.update import UpdateState
 from bus.protocol.engine.calls import CallCommit, CallLoad, CallStart
+from bus.protocol.group.update import UpdateState
 from bus.testing.makers import make_arm, make_manifest
 from tests.unit.bus._scene import Scene
 

@@ -1,32 +1,52 @@
-"""A trainer's requests: which wait for which step, and what was answered.
+"""A group's trainer: its ownership, its requests and their answers, and its other ranks.
 
 A request is known by its message id. Asked again while it waits, it goes on waiting;
 asked again after its answer, it gets the same answer. So a trainer may ask as often
 as it likes, and nothing is done twice.
 
-Who holds a group: its trainer, the epoch it was given, its requests and their answers.
+Invariants: one trainer owns a group at a time; every new owner gets a higher epoch
+than any before it; a command of an older epoch, or of another peer, is declined.
 
-Invariants: one trainer holds a group at a time; every new holder gets a higher epoch
-than any before it; a command of an older epoch, or of somebody else, is declined.
+Rank 0 of a trainer owns the group. The other ranks wait for the step that rank 0 announces::
+
+    rank 0 announces every other rank, in its n-th update
+    (nothing yet)    waits; it touches no tensor, since peers would wait for it in a collective
+    GO n             gathers its tensors beside rank 0, and sends none; or meets the engines
+                     where rank 0 says, if GO says where
+    END n            returns the version, or raises what rank 0 raised
+
+Invariants: no rank gets GO for tensors before rank 0 knows that all engines are armed;
+END with a failure also answers the ranks that still wait for GO; when rank 0 is gone, all
+ranks that wait get an error, and its steps are discarded, since its successor counts anew.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from bus.messages import Message, NackCode, Step, WaitEngines
+from bus.messages import (
+    AwaitStep,
+    Message,
+    Nack,
+    NackCode,
+    Step,
+    TrainerPoint,
+    TrainerStep,
+    WaitEngines,
+)
 from bus.protocol.broker.admission import OPEN_REQUESTS
-from bus.protocol.broker.replies import ASKS_FOR, nack_of
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.failures import Declined, Failure
+from bus.protocol.group.replies import ASKS_FOR, nack_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from bus.protocol.broker.membership import Peer
+    from bus.protocol.core.membership import Peer
 
 
 Key: TypeAlias = tuple[Step, int]  # a step, and the chunk's number for Step.CHUNK
+
 
 Answer: TypeAlias = tuple[int, Message]
 
@@ -188,3 +208,62 @@ class TrainerSession:
         return [
             Send(message, route, msg_id, self._group, self.epoch) for msg_id, message in answers
         ]
+
+
+UPDATES_KEPT: Final = 4
+
+
+class Followers:
+    """One group's. A follower waits for one thing at a time: what it asked last."""
+
+    def __init__(self) -> None:
+        self._deliver: dict[tuple[int, TrainerPoint], TrainerStep] = {}
+        self._waiting: dict[str, tuple[Peer, int, AwaitStep]] = {}  # with its request's id
+
+    def on_await_step(self, peer: Peer, msg_id: int, message: AwaitStep) -> list[Effect]:
+        """AWAIT_STEP: answered at once, or when rank 0 has come so far."""
+        self._waiting[peer.name] = (peer, msg_id, message)
+        return self._answers()
+
+    def on_trainer_step(self, message: TrainerStep) -> list[Effect]:
+        """TRAINER_STEP."""
+        self._deliver[message.number, message.point] = message
+        for number, point in list(self._deliver):
+            if number <= message.number - UPDATES_KEPT:
+                del self._deliver[number, point]
+        return self._answers()
+
+    def on_gone(self, peer: Peer) -> None:
+        """A follower has left, or is dead."""
+        waiting = self._waiting.get(peer.name)
+        if waiting is not None and waiting[0] is peer:
+            del self._waiting[peer.name]
+
+    def on_leader_gone(self, nack: Nack) -> list[Effect]:
+        """Rank 0 has left, or is dead."""
+        effects: list[Effect] = [
+            _tell(peer, msg_id, TrainerStep(asked.number, asked.point, 0, nack, b""))
+            for peer, msg_id, asked in self._waiting.values()
+        ]
+        self._deliver.clear()
+        self._waiting.clear()
+        return effects
+
+    def _answers(self) -> list[Effect]:
+        effects: list[Effect] = []
+        for name, (peer, msg_id, asked) in list(self._waiting.items()):
+            answer = self._answer(asked.number, asked.point)
+            if answer is not None:
+                del self._waiting[name]
+                effects.append(_tell(peer, msg_id, answer))
+        return effects
+
+    def _answer(self, number: int, point: TrainerPoint) -> TrainerStep | None:
+        ended = self._deliver.get((number, "end"))
+        if ended is not None and (point == "end" or ended.failure is not None):
+            return ended
+        return self._deliver.get((number, point))
+
+
+def _tell(peer: Peer, msg_id: int, step: TrainerStep) -> Send:
+    return Send(step, (peer.route,), msg_id, peer.group)

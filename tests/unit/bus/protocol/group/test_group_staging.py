@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from bus.messages import Commit, GroupAck, NackCode, PauseLocal, Staging, TransferInit, UpdateStart
-from bus.protocol.broker.pause import PauseState
-from bus.protocol.broker.update import UpdateState
 from bus.protocol.engine.calls import (
     CallArm,
     CallFinish,
@@ -17,6 +15,8 @@ from bus.protocol.engine.calls import (
     CallStart,
     CallSwap,
 )
+from bus.protocol.group.pause import PauseState
+from bus.protocol.group.update import UpdateState
 from bus.testing.makers import make_arm, make_manifest
 from tests.unit.bus._scene import Scene, code_of
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bus.messages import AwaitStep, Join, Leave, Nack, NackCode, TrainerPoint, TrainerStep
-from bus.protocol.broker.followers import UPDATES_KEPT
 from bus.protocol.core.effects import Effect, Send
+from bus.protocol.group.trainer_session import UPDATES_KEPT
 from tests.unit.bus._builders import messages, nack_in
 from tests.unit.bus.protocol.broker.test_broker import Bench
 

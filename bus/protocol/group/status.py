@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from bus.messages import GroupStatus, OutView, WaitView
-from bus.protocol.broker.pause import PauseState
-from bus.protocol.broker.sleep import SleepState
-from bus.protocol.broker.update import UpdateState
+from bus.protocol.group.pause import PauseState
+from bus.protocol.group.sleep import SleepState
+from bus.protocol.group.update import UpdateState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from bus.protocol.broker.group import Group
     from bus.protocol.core.ack_barrier import AckBarrier
+    from bus.protocol.group.group import Group
 
 
 DEPARTED_KEPT: Final = 64

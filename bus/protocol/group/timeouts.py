@@ -11,16 +11,16 @@ import functools
 from typing import TYPE_CHECKING
 
 from bus.messages import NackCode, step_name
-from bus.protocol.broker.replies import PAUSE_STEPS, SLEEP_STEPS, WINDOW_STEPS, nack_of
 from bus.protocol.core.failures import Failure
 from bus.protocol.dp.watchdog import describe_stall
+from bus.protocol.group.replies import PAUSE_STEPS, SLEEP_STEPS, WINDOW_STEPS, nack_of
 
 if TYPE_CHECKING:
-    from bus.protocol.broker.commands import Commands
-    from bus.protocol.broker.group import Group
-    from bus.protocol.broker.membership import Peer
     from bus.protocol.core.ack_barrier import AckBarrier
     from bus.protocol.core.effects import Effect
+    from bus.protocol.core.membership import Peer
+    from bus.protocol.group.commands import Commands
+    from bus.protocol.group.group import Group
 
 
 class Timeouts:
@@ -31,7 +31,7 @@ class Timeouts:
         self._commands = commands
 
     def tick(self, now_ms: float) -> list[Effect]:
-        """See :meth:`bus.protocol.broker.group.Group.tick`."""
+        """See :meth:`bus.protocol.group.group.Group.tick`."""
         group = self._group
         effects: list[Effect] = []
         for each in group.barriers():
@@ -50,7 +50,7 @@ class Timeouts:
         return effects + self._waited_too_long(now_ms)
 
     def next_ms(self) -> float | None:
-        """See :meth:`bus.protocol.broker.group.Group.next_deadline_ms`."""
+        """See :meth:`bus.protocol.group.group.Group.next_deadline_ms`."""
         group = self._group
         waiters = group.session.requests.waiters
         if not (group.is_busy() or waiters):

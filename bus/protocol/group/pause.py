@@ -22,7 +22,7 @@ Invariants:
   completed pause, and the group is called paused only when every engine in it is.
 - An engine that can't resume holds up nobody: the others' resume is done without it, and the
   trainer hears its name. It is still paused, and is asked again later
-  (:mod:`bus.protocol.broker.group`).
+  (:mod:`bus.protocol.group.group`).
 - A half-made pause is never undone. What goes wrong on the way (an engine lost or
   refusing, the trainer gone, a resume asked too early, time over) is noted as the
   failure; the pause is completed on whoever is left, and then all resume, once.

@@ -7,10 +7,10 @@ from itertools import product
 import pytest
 
 from bus.messages import NackCode, Sleep, SleepLevel, Step, Wake
-from bus.protocol.broker.sleep import TRANSITIONS, SleepEvent, SleepMachine, SleepState
 from bus.protocol.core.failures import Failure
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
 from bus.protocol.core.state_table import IllegalTransition
+from bus.protocol.group.sleep import TRANSITIONS, SleepEvent, SleepMachine, SleepState
 from tests.unit.bus._builders import LOST, ack
 
 MEMBERS = {"e0": "e0", "e1": "dp1", "e2": "dp1"}
