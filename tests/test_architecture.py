@@ -50,11 +50,6 @@ PARTICIPLES = frozenset(
 )
 # What users call, or what mirrors vLLM, keeps its name.
 KEPT_METHODS = frozenset({"Sidecar.joined"})
-# The one circle that is left, in a group's rules: they are to work on a GroupState at the bottom.
-IMPORTS_FOR_TYPES_ALONE = tuple(
-    (f"bus.protocol.group.{rules}", "bus.protocol.group.group")
-    for rules in ("commands", "timeouts", "status")
-)
 
 
 def modules() -> Iterator[Path]:
@@ -110,10 +105,6 @@ def test_no_module_lies_deeper_than_4_levels() -> None:
 def test_no_imports_run_in_a_circle() -> None:
     """Imports for types and within functions count as well."""
     graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=False, cache_dir=None)
-    for importer, imported in IMPORTS_FOR_TYPES_ALONE:
-        details = graph.get_import_details(importer=importer, imported=imported)
-        assert details, f"{importer} no longer imports {imported}: take it from the list"
-        graph.remove_import(importer=importer, imported=imported)
     sorter = graphlib.TopologicalSorter(
         {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     )

@@ -1,7 +1,8 @@
-"""What the trainer that holds a group may ask, when, and of whom.
+"""Checks the commands of a group's trainer, and keeps those that come before their turn.
 
-Each command is checked against the machines' states first: one that does not fit now is
-declined by name, and changes nothing.
+A command that does not fit the state of the machines is declined, with the reason, and changes
+nothing. Any other command changes the machines, and what it asks for is returned as actions;
+:class:`bus.protocol.group.group.Group` carries them out.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from bus.manifest import Manifest
     from bus.protocol.core.effects import Effect
     from bus.protocol.group.engine_registry import Communicator
-    from bus.protocol.group.group import Group, Instruction
+    from bus.protocol.group.group_state import Action, GroupState, Instruction
 
 
 # In these, a chunk may come, or come again.
@@ -57,27 +58,43 @@ _OVER: Final = (UpdateState.IDLE, UpdateState.ABORTING)
 
 
 class Commands:
-    """One group's. What a command does to the machines is theirs to tell; see
-    :meth:`bus.protocol.group.group.Group.ask_engines`.
+    """The commands of one group's trainer.
 
-    A trainer need not wait for a step's answer before it asks for the next: UPDATE_START is kept
-    until the group is paused, UPDATE_FINISH until every chunk is sent, COMMIT until all have
-    finished, RESUME until the update is over. If it ends otherwise, they are refused then, but for
-    RESUME.
+    A trainer may send the next command before the last one is answered. A command that comes too
+    early is queued:
+
+    - UPDATE_START until the group is paused, unless the update is staged,
+    - UPDATE_FINISH until every chunk is sent,
+    - COMMIT until every engine has finished,
+    - RESUME until the update is over.
+
+    If the update fails first, queued commands are refused with its error; RESUME is carried out.
+
+    Args:
+        state: the group.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, state: GroupState) -> None:
+        self._state = state
         self._manifest: Manifest | None = None  # of the update under way
         self._assigned: tuple[str, int] = ("", 0)  # the last version, and to which update
         self._queued: dict[Step, UpdateStart | UpdateFinish | Commit] = {}
         self._start_asked_ms = 0.0  # since when an UPDATE_START is kept
 
-    def execute(self, msg_id: int, message: Message, now_ms: float) -> list[Effect]:
-        """Obey it; what it needs is told to the engines, what it asks is answered later.
+    def execute(self, msg_id: int, message: Message, now_ms: float) -> list[Action]:
+        """Check a command and start what it asks for.
+
+        Args:
+            msg_id: the request's id. Its answer is sent when its step is done.
+            message: the command.
+            now_ms: the broker's clock, in milliseconds.
+
+        Returns:
+            Instructions for engines, answers and log events. Queued commands are not among them:
+            see :meth:`next_queued`.
 
         Raises:
-            Declined: not now, or not so; nothing has changed.
+            Declined: the command does not fit now; nothing has changed.
         """
         match message:
             case PauseLocal():
@@ -89,52 +106,52 @@ class Commands:
             case Wake():
                 return self._wake(msg_id, message, now_ms)
             case WaitEngines():
-                self._group.session.requests.waiters[msg_id] = (
+                self._state.session.requests.waiters[msg_id] = (
                     message,
                     now_ms + message.timeout_ms,
                 )
-                return self._group.serve_waiters(now_ms)
+                return [*self._state.answer_waiters(now_ms)]
             case TrainerStep():
-                told = self._group.followers.on_trainer_step(message)
-                return [*told, *self._group.session.answer_ids([msg_id], message)]
+                forwarded = self._state.followers.on_trainer_step(message)
+                return [*forwarded, *self._state.session.answer_ids([msg_id], message)]
             case PlanTransfer():
-                made = self._group.registry.communicator(self._members(message.scope))
+                made = self._state.registry.communicator(self._members(message.scope))
                 plan = TransferPlan(made.number, made.world_size)
-                return self._group.session.answer_ids([msg_id], plan)
+                return [*self._state.session.answer_ids([msg_id], plan)]
             case TransferInit():
                 return self._open(msg_id, message, now_ms)
             case Arm():
                 return self._arm(msg_id, message, now_ms)
             case UpdateStart():
-                self._group.update.require(UpdateState.ARMED, update_id=message.update_id)
+                self._state.update.require(UpdateState.ARMED, update_id=message.update_id)
                 if message.staged:
-                    self._group.update.staging.require()
-                elif self._group.pause.state is PauseState.RESUMING:
+                    self._state.update.staging.require()
+                elif self._state.pause.state is PauseState.RESUMING:
                     raise wrong_state(
                         "the group is resuming; an update starts in a pause",
                         hint="send PAUSE_LOCAL first",
                     )
-                return self._run_in_turn(msg_id, Step.START, message, now_ms)
+                return self._queue(msg_id, Step.START, message, now_ms)
             case WeightChunkMeta():
                 return self._chunk(msg_id, message, now_ms)
             case ChunkSent():
                 return self._on_chunk_sent(msg_id, message, now_ms)
             case UpdateFinish():
-                self._group.update.require(*TAKES_CHUNKS, update_id=message.update_id)
-                return self._run_in_turn(msg_id, Step.FINISH, message, now_ms)
+                self._state.update.require(*TAKES_CHUNKS, update_id=message.update_id)
+                return self._queue(msg_id, Step.FINISH, message, now_ms)
             case Probe():
-                self._group.update.require(UpdateState.FINISHED, update_id=message.update_id)
-                if not self._group.update.canary:
+                self._state.update.require(UpdateState.FINISHED, update_id=message.update_id)
+                if not self._state.update.canary:
                     raise wrong_state("the update was armed without a canary", "update_id")
-                probing = self._group.update.probe(message, now_ms)
-                return self._group.ask_engines(msg_id, Step.PROBE, probing, now_ms)
+                probing = self._state.update.probe(message, now_ms)
+                return self._ask(msg_id, Step.PROBE, probing)
             case Commit():
-                self._group.update.require(*_BEFORE_COMMIT, update_id=message.update_id)
-                if message.version != self._group.update.version:
+                self._state.update.require(*_BEFORE_COMMIT, update_id=message.update_id)
+                if message.version != self._state.update.version:
                     raise wrong_state(
-                        f"the bus gave this update version {self._group.update.version}", "version"
+                        f"the bus gave this update version {self._state.update.version}", "version"
                     )
-                return self._run_in_turn(msg_id, Step.COMMIT, message, now_ms)
+                return self._queue(msg_id, Step.COMMIT, message, now_ms)
             case Abort():
                 return self._abort(msg_id, message, now_ms)
             case _:
@@ -142,46 +159,41 @@ class Commands:
                     Failure(NackCode.FORBIDDEN, "a trainer does not send this", field="kind")
                 )
 
-    # -- steps that are asked before their turn ---------------------------------
+    def _ask(
+        self, msg_id: int, step: Step, instructions: Iterable[Instruction], chunk: int = 0
+    ) -> list[Action]:
+        """Have a request wait for a step that engines are asked for now."""
+        self._state.session.requests.ask((step, chunk), msg_id)
+        return [*instructions]
 
-    def _run_in_turn(
+    # -- commands before their turn ----------------------------------------------
+
+    def _queue(
         self, msg_id: int, step: Step, message: UpdateStart | UpdateFinish | Commit, now_ms: float
-    ) -> list[Effect]:
-        """Asked now, or kept until it is its turn."""
-        self._group.session.requests.ask((step, 0), msg_id)
+    ) -> list[Action]:
+        """Queue a command; :meth:`next_queued` returns it, at once if it is its turn."""
+        self._state.session.requests.ask((step, 0), msg_id)
         if step is Step.START and step not in self._queued:
             self._start_asked_ms = now_ms
         self._queued[step] = message
-        return self.run_queued(now_ms)
+        return []
 
-    def expire(self, now_ms: float) -> list[Effect]:
-        """A start that is kept until all are paused, while nobody asks for a pause, has waited
-        long enough: the pause that its trainer means may have ended with the engines in it."""
-        start = self._queued.get(Step.START)
-        waited_ms = now_ms - self._start_asked_ms
-        if start is None or self._group.pause.state is not PauseState.RUNNING:
-            return []
-        if waited_ms <= self._group.step_timeout_ms:
-            return []
-        del self._queued[Step.START]
-        failure = Failure(
-            NackCode.TIMEOUT,
-            f"the group is not paused, and nobody has asked for a pause for {waited_ms:.0f} ms",
-            hint="send PAUSE_LOCAL first",
-        )
-        nack = nack_of(failure, Step.START.value, start.update_id)
-        return self._group.session.answer((Step.START, 0), nack)
+    def next_queued(self, now_ms: float) -> list[Action]:
+        """Take the next queued command whose turn has come, and refuse those of an ended update.
 
-    def run_queued(self, now_ms: float) -> list[Effect]:
-        """What was asked before its turn, and whose turn it is now."""
-        update = self._group.update
+        Returns:
+            What it asks for; empty if every queued command still has to wait. The next command may
+            follow once this is carried out.
+        """
+        update = self._state.update
+        refused: list[Action] = []
         for step, message in list(self._queued.items()):
             if update.state in _OVER or message.update_id != update.update_id:
                 del self._queued[step]
                 ended = Failure(NackCode.WRONG_STATE, "the update ended before this was its turn")
-                reason = update.failure or ended
-                nack = nack_of(reason, step.value, message.update_id)
-                return [*self._group.session.answer((step, 0), nack), *self.run_queued(now_ms)]
+                nack = nack_of(update.failure or ended, step.value, message.update_id)
+                refused += self._state.session.answer((step, 0), nack)
+                continue
             asked: list[Instruction] = []
             match message:
                 case UpdateStart() if (
@@ -192,22 +204,56 @@ class Commands:
                     asked = update.finish(message, now_ms)
                 case Commit() if update.state is UpdateState.FINISHED and message.differing:
                     self._queued[step] = replace(message, differing=())
-                    gone = self._group.expel(failures(message.differing), now_ms)
-                    return [*gone, *self.run_queued(now_ms)]
+                    return [*refused, *self._expel(failures(message.differing), now_ms)]
                 case Commit() if update.state is UpdateState.FINISHED and (
                     not update.staged or self._in_state(PauseState.RUNNING)
                 ):
                     asked = update.commit(message, now_ms)
             if asked:
                 del self._queued[step]
-                return self._group.apply(asked, now_ms)
-        return []
+                return [*refused, *asked]
+        return refused
+
+    def _expel(self, differing: dict[str, Failure], now_ms: float) -> list[Action]:
+        """Exclude engines that differ by the canary from the update, with their DP groups."""
+        state, update = self._state, self._state.update
+        before = set(update.excluded)
+        notes = [
+            state.note("canary_failed", update.update_id, "error", {"peer": n, "detail": f.detail})
+            for n, f in differing.items()
+        ]
+        instructions = update.expel(differing, now_ms)
+        expelled = update.excluded.keys() - before
+        for each in expelled:
+            state.registry.quarantine(each, update.excluded[each].detail)
+        state.registry.expel(expelled, update.version)
+        return [*notes, *instructions]
+
+    def expire(self, now_ms: float) -> list[Effect]:
+        """Refuse an UPDATE_START that has waited too long for a pause which no one asks for.
+
+        The pause that its trainer means may have ended with the engines in it.
+        """
+        start = self._queued.get(Step.START)
+        waited_ms = now_ms - self._start_asked_ms
+        if start is None or self._state.pause.state is not PauseState.RUNNING:
+            return []
+        if waited_ms <= self._state.step_timeout_ms:
+            return []
+        del self._queued[Step.START]
+        failure = Failure(
+            NackCode.TIMEOUT,
+            f"the group is not paused, and nobody has asked for a pause for {waited_ms:.0f} ms",
+            hint="send PAUSE_LOCAL first",
+        )
+        nack = nack_of(failure, Step.START.value, start.update_id)
+        return self._state.session.answer((Step.START, 0), nack)
 
     def _in_state(self, state: PauseState) -> bool:
-        return self._group.pause.state is state
+        return self._state.pause.state is state
 
-    def _pause(self, msg_id: int, message: PauseLocal, now_ms: float) -> list[Effect]:
-        pause = self._group.pause
+    def _pause(self, msg_id: int, message: PauseLocal, now_ms: float) -> list[Action]:
+        pause = self._state.pause
         if pause.state is not PauseState.RUNNING:
             waiting = sorted(pause.barrier.waiting)[:8] if pause.barrier else []
             raise wrong_state(
@@ -215,57 +261,55 @@ class Commands:
                 + (f", waiting for {', '.join(waiting)}" if waiting else ""),
                 hint="one pause at a time: RESUME it, or wait until it is recovered",
             )
-        if message.lease_ms < self._group.min_lease_ms:
+        if message.lease_ms < self._state.min_lease_ms:
             raise Declined(
                 Failure(
                     NackCode.MALFORMED,
                     f"{message.lease_ms} ms is shorter than the bus takes to miss a peer",
                     field="lease_ms",
-                    hint=f"at least {self._group.min_lease_ms:.0f}",
+                    hint=f"at least {self._state.min_lease_ms:.0f}",
                 )
             )
         members = self._members(message.scope)
-        self._group.orphaned = False
-        self._group.dp_groups.on_pause_asked(set(members.values()))
+        self._state.orphaned = False
+        self._state.dp_groups.on_pause_asked(set(members.values()))
         fields: dict[str, object] = {"mode": message.mode, "engines": len(members)}
         if message.scope:
             fields["catch_up"] = list(message.scope)
         return [
-            self._group.note("pause_asked", message.update_id, "info", fields),
-            *self._group.ask_engines(
-                msg_id, Step.PAUSE_GLOBAL, self._group.pause.ask(message, members, now_ms), now_ms
-            ),
+            self._state.note("pause_asked", message.update_id, "info", fields),
+            *self._ask(msg_id, Step.PAUSE_GLOBAL, self._state.pause.ask(message, members, now_ms)),
         ]
 
-    def _resume(self, msg_id: int, message: Resume, now_ms: float) -> list[Effect]:
-        state = self._group.pause.state
+    def _resume(self, msg_id: int, message: Resume, now_ms: float) -> list[Action]:
+        state = self._state.pause.state
         if state is PauseState.RUNNING:
-            if message.update_id and message.update_id == self._group.last_resumed:
-                return self._group.answer_now(msg_id, Step.RESUME, message.update_id)
-            raise wrong_state(f"group {self._group.name} is not paused", "update_id")
-        if message.update_id != self._group.pause.update_id:
-            raise wrong_state(f"the pause under way is {self._group.pause.update_id}", "update_id")
-        update = self._group.update
-        self._group.session.requests.ask((Step.RESUME, 0), msg_id)
+            if message.update_id and message.update_id == self._state.last_resumed:
+                return [*self._state.answer_at_once(msg_id, Step.RESUME, message.update_id)]
+            raise wrong_state(f"group {self._state.name} is not paused", "update_id")
+        if message.update_id != self._state.pause.update_id:
+            raise wrong_state(f"the pause under way is {self._state.pause.update_id}", "update_id")
+        update = self._state.update
+        self._state.session.requests.ask((Step.RESUME, 0), msg_id)
         if update.is_unsafe:  # engines may hold different weights: it waits for the end
-            self._group.resume_asked = True
+            self._state.resume_asked = True
             return []
         if state is PauseState.RESUMING:
             return []
-        return self._group.resume(now_ms)
+        return self._state.end_pause(now_ms)
 
-    def _sleep(self, msg_id: int, message: Sleep, now_ms: float) -> list[Effect]:
+    def _sleep(self, msg_id: int, message: Sleep, now_ms: float) -> list[Action]:
         members = self._window(message.update_id)
-        sleep = self._group.sleep
+        sleep = self._state.sleep
         if sleep.state is not SleepState.AWAKE:
             raise wrong_state(f"the group is {sleep.state.value}", hint="RESUME it first")
-        if not self._group.pause.clears_cache:
+        if not self._state.pause.clears_cache:
             raise wrong_state(
                 "the pause keeps KV caches, which a sleep drops",
                 "clear_cache",
                 hint="pause with clear_cache",
             )
-        cannot = self._group.registry.unable_to_sleep(members)
+        cannot = self._state.registry.unable_to_sleep(members)
         if cannot:
             raise wrong_state(
                 f"{', '.join(cannot[:8])} can't sleep",
@@ -273,19 +317,17 @@ class Commands:
                 hint="start vLLM with --enable-sleep-mode, on a GPU",
             )
         asked = sleep.sleep(message, members, now_ms)
-        return self._group.ask_engines(msg_id, Step.SLEEP, asked, now_ms)
+        return self._ask(msg_id, Step.SLEEP, asked)
 
-    def _wake(self, msg_id: int, message: Wake, now_ms: float) -> list[Effect]:
+    def _wake(self, msg_id: int, message: Wake, now_ms: float) -> list[Action]:
         members = self._window(message.update_id)
-        sleep = self._group.sleep
+        sleep = self._state.sleep
         if sleep.state is SleepState.WAKING:  # who asked before may have been cancelled
-            self._group.session.requests.ask((Step.WAKE, 0), msg_id)
+            self._state.session.requests.ask((Step.WAKE, 0), msg_id)
             return []
         if sleep.barrier is not None:
             raise wrong_state(f"the group is {sleep.state.value}")
-        return self._group.ask_engines(
-            msg_id, Step.WAKE, sleep.wake(message, members, now_ms), now_ms
-        )
+        return self._ask(msg_id, Step.WAKE, sleep.wake(message, members, now_ms))
 
     def _window(self, update_id: str) -> dict[str, str]:
         """Who is in the pause, which is complete; no update is under way.
@@ -293,24 +335,24 @@ class Commands:
         Raises:
             Declined: otherwise.
         """
-        pause = self._group.pause
+        pause = self._state.pause
         if pause.state is not PauseState.PAUSED:
             raise wrong_state(f"the group is {pause.state.value}", hint="send PAUSE_LOCAL first")
         if update_id != pause.update_id:
             raise wrong_state(f"the pause under way is {pause.update_id}", "update_id")
-        self._group.update.require(UpdateState.IDLE)
+        self._state.update.require(UpdateState.IDLE)
         return pause.members
 
-    def _open(self, msg_id: int, message: TransferInit, now_ms: float) -> list[Effect]:
-        self._group.update.require(UpdateState.IDLE)
+    def _open(self, msg_id: int, message: TransferInit, now_ms: float) -> list[Action]:
+        self._state.update.require(UpdateState.IDLE)
         members = self._members(message.scope)
         world_size, first_ranks = 0, dict[str, int]()
         if message.communicator:
             made = self._require_communicator(message.communicator, members)
             world_size, first_ranks = made.world_size, made.first_ranks
         message = replace(message, world_size=world_size, first_ranks=first_ranks)
-        opening = self._group.update.open(message, members, now_ms)
-        return self._group.ask_engines(msg_id, Step.TRANSFER_INIT, opening, now_ms)
+        opening = self._state.update.open(message, members, now_ms)
+        return self._ask(msg_id, Step.TRANSFER_INIT, opening)
 
     def _members(self, scope: Iterable[str]) -> dict[str, str]:
         """Whom a command is for.
@@ -318,11 +360,11 @@ class Commands:
         Raises:
             Declined: see :func:`bus.protocol.group.catch_up.members`.
         """
-        return catch_up.members(self._group.registry, scope, self._group.version)
+        return catch_up.members(self._state.registry, scope, self._state.version)
 
     def _require_communicator(self, number: int, members: Iterable[str]) -> Communicator:
         """A collective is for those who are there now, all of them, and nobody else."""
-        made = self._group.registry.communicator(members)
+        made = self._state.registry.communicator(members)
         if made.number != number:
             raise Declined(
                 Failure(
@@ -334,9 +376,9 @@ class Commands:
             )
         return made
 
-    def _arm(self, msg_id: int, message: Arm, now_ms: float) -> list[Effect]:
-        self._group.update.require(UpdateState.IDLE)
-        sleep = self._group.sleep.state
+    def _arm(self, msg_id: int, message: Arm, now_ms: float) -> list[Action]:
+        self._state.update.require(UpdateState.IDLE)
+        sleep = self._state.sleep.state
         if sleep not in (SleepState.AWAKE, SleepState.WEIGHTS_AWAKE):
             raise Declined(
                 Failure(
@@ -350,7 +392,7 @@ class Commands:
             self._require_communicator(message.communicator, members)
         manifest = manifest_of(message)
         if message.scope:
-            catch_up.require_same_version(message, self._group.version)
+            catch_up.require_same_version(message, self._state.version)
         elif message.target == "draft":
             self._require_current(members)
         groups = len(set(members.values()))
@@ -364,47 +406,47 @@ class Commands:
                 )
             )
         asleep = sleep is not SleepState.AWAKE
-        require_probes(message.canary, members, self._group.registry, asleep=asleep)
-        why_paused = before_engines(message, self._group.pause.state.value)
+        require_probes(message.canary, members, self._state.registry, asleep=asleep)
+        why_paused = before_engines(message, self._state.pause.state.value)
         staging = StagingDecision(wanted=message.staging is not None, pause_reason=why_paused)
         if why_paused:
             message = replace(message, staging=None)
         self._manifest = manifest
         asked = message if message.scope else self._assign_version(message)
-        self._group.registry.on_arm(members, self._group.version)
-        arming = self._group.update.arm(asked, members, now_ms, staging)
-        return self._group.ask_engines(msg_id, Step.ARM, arming, now_ms)
+        self._state.registry.on_arm(members, self._state.version)
+        arming = self._state.update.arm(asked, members, now_ms, staging)
+        return self._ask(msg_id, Step.ARM, arming)
 
     def _assign_version(self, message: Arm) -> Arm:
         update_id, version = self._assigned
         # Armed again, after it was refused, an update is the same: an ARM that is late can't
         # arm an engine for another version.
-        if update_id != message.update_id or version <= self._group.version:
-            version = max(self._group.version, version, message.version) + 1
+        if update_id != message.update_id or version <= self._state.version:
+            version = max(self._state.version, version, message.version) + 1
         self._assigned = (message.update_id, version)
         return replace(message, version=version)
 
     def _require_current(self, members: Iterable[str]) -> None:
         """An update of a draft gives a version, too, and that must mean the same model weights
         everywhere: not on one that came late, or was left behind, and has others."""
-        behind = self._group.registry.stale(members, self._group.version)
+        behind = self._state.registry.stale(members, self._state.version)
         if behind:
             raise Declined(
                 Failure(
                     NackCode.WRONG_STATE,
-                    f"{', '.join(behind[:8])}: not at the group's version {self._group.version}",
+                    f"{', '.join(behind[:8])}: not at the group's version {self._state.version}",
                     behind[0],
                     field="target",
                     hint="update the model first, then its draft",
                 )
             )
 
-    def _chunk(self, msg_id: int, message: WeightChunkMeta, now_ms: float) -> list[Effect]:
-        self._group.update.require(*_KNOWS_CHUNKS, update_id=message.update_id)
-        if self._group.update.state is UpdateState.ARMED:  # UPDATE_START was lost on its way
+    def _chunk(self, msg_id: int, message: WeightChunkMeta, now_ms: float) -> list[Action]:
+        self._state.update.require(*_KNOWS_CHUNKS, update_id=message.update_id)
+        if self._state.update.state is UpdateState.ARMED:  # UPDATE_START was lost on its way
             return []
         assert self._manifest is not None
-        asked = self._group.update.chunks_asked
+        asked = self._state.update.chunks_asked
         if message.chunk >= self._manifest.chunks:
             raise wrong_state(
                 f"chunk {message.chunk}, expected {asked} of {self._manifest.chunks}", "chunk"
@@ -412,18 +454,16 @@ class Commands:
         if message.chunk > asked:  # the one before was lost on its way: both are asked again
             return []
         if message.chunk < asked:
-            if message.chunk not in self._group.update.chunks:
-                return self._group.answer_now(msg_id, Step.CHUNK, message.update_id)
-            self._group.session.requests.ask((Step.CHUNK, message.chunk), msg_id)
+            if message.chunk not in self._state.update.chunks:
+                return [*self._state.answer_at_once(msg_id, Step.CHUNK, message.update_id)]
+            self._state.session.requests.ask((Step.CHUNK, message.chunk), msg_id)
             return []
         check_chunk(self._manifest, message)
-        instructions = self._group.update.chunk(message, now_ms)
-        return self._group.ask_engines(
-            msg_id, Step.CHUNK, instructions, now_ms, chunk=message.chunk
-        )
+        instructions = self._state.update.chunk(message, now_ms)
+        return self._ask(msg_id, Step.CHUNK, instructions, message.chunk)
 
-    def _on_chunk_sent(self, msg_id: int, message: ChunkSent, now_ms: float) -> list[Effect]:
-        update = self._group.update
+    def _on_chunk_sent(self, msg_id: int, message: ChunkSent, now_ms: float) -> list[Action]:
+        update = self._state.update
         update.require(*_KNOWS_CHUNKS, update_id=message.update_id)
         if update.state is UpdateState.ARMED:
             return []
@@ -437,25 +477,22 @@ class Commands:
             return []
         under_way = update.chunks.get(message.chunk)
         if under_way is None:
-            return self._group.answer_now(msg_id, Step.CHUNK, message.update_id)
+            return [*self._state.answer_at_once(msg_id, Step.CHUNK, message.update_id)]
         if not under_way.waiting_for_trainer:
-            self._group.session.requests.ask((Step.CHUNK, message.chunk), msg_id)
+            self._state.session.requests.ask((Step.CHUNK, message.chunk), msg_id)
             return []
         check_sums(self._manifest, message)
         instructions = update.on_chunk_sent(message, now_ms)
-        asked = self._group.ask_engines(
-            msg_id, Step.CHUNK, instructions, now_ms, chunk=message.chunk
-        )
-        return asked + self.run_queued(now_ms)
+        return self._ask(msg_id, Step.CHUNK, instructions, message.chunk)
 
-    def _abort(self, msg_id: int, message: Abort, now_ms: float) -> list[Effect]:
-        state = self._group.update.state
-        if state is UpdateState.IDLE or message.update_id != self._group.update.update_id:
-            return self._group.answer_now(msg_id, Step.ABORT, message.update_id)
+    def _abort(self, msg_id: int, message: Abort, now_ms: float) -> list[Action]:
+        state = self._state.update.state
+        if state is UpdateState.IDLE or message.update_id != self._state.update.update_id:
+            return [*self._state.answer_at_once(msg_id, Step.ABORT, message.update_id)]
         if state is UpdateState.COMMITTING:
             raise wrong_state("the update is being committed")
-        self._group.session.requests.ask((Step.ABORT, 0), msg_id)
+        self._state.session.requests.ask((Step.ABORT, 0), msg_id)
         if state is UpdateState.ABORTING:
             return []
         failure = Failure(NackCode.CANCELLED, message.reason or "aborted by the trainer")
-        return self._group.apply(self._group.update.abort(failure, now_ms), now_ms)
+        return [*self._state.update.abort(failure, now_ms)]

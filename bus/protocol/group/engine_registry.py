@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bus.messages import EngineView, NackCode, PeerRank, PeerRanks, WaitEngines
+from bus.messages import EngineView, NackCode, OutView, PeerRank, PeerRanks, WaitEngines
 from bus.protocol.core.failures import Declined, Failure, wrong_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from bus.messages import CanaryMode, Phase, Target
     from bus.protocol.core.membership import Peer
@@ -51,6 +51,9 @@ def communicator(engines: Iterable[Peer]) -> Communicator:
 
 # A pause that nobody knows of, pending for more than so many heartbeats, is half-made.
 PENDING_BEATS: Final = 2
+
+# How many engines that have left a group are remembered.
+DEPARTED_KEPT: Final = 64
 
 # In these an engine makes tokens.
 _SERVES: Final[frozenset[Phase]] = frozenset({"running", "armed", "staging"})
@@ -398,3 +401,26 @@ class EngineRegistry:
         """What a status shows of them."""
         chosen = sorted(self.engines) if names is None else names
         return tuple(self.engines[name].view(now_ms) for name in chosen)
+
+
+class DepartedEngines:
+    """Engines that were of a group, the last :data:`DEPARTED_KEPT`, until they are back."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, str] = {}
+
+    def add(self, name: str, reason: str) -> None:
+        """It has left, or was lost."""
+        self._reasons[name] = reason
+        if len(self._reasons) > DEPARTED_KEPT:
+            del self._reasons[next(iter(self._reasons))]
+
+    def discard(self, name: str) -> None:
+        """It is there."""
+        self._reasons.pop(name, None)
+
+    def views(self, quarantined: Mapping[str, str]) -> tuple[OutView, ...]:
+        """These, and those that are there but quarantined, by name."""
+        found = [OutView(n, "gone", why[:4096]) for n, why in self._reasons.items()]
+        found += [OutView(n, "quarantined", why[:4096]) for n, why in quarantined.items()]
+        return tuple(sorted(found, key=lambda view: (view.state, view.engine)))

@@ -19,13 +19,12 @@ Methods take what happened, with ``now_ms``, and return effects.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, TypeAlias
+import functools
+from typing import TYPE_CHECKING, Final
 
 from bus.messages import (
     Ack,
     Armed,
-    GroupAck,
-    GroupView,
     Heartbeat,
     Message,
     Nack,
@@ -35,15 +34,15 @@ from bus.messages import (
     Step,
     step_name,
 )
-from bus.protocol.core.effects import Effect, Note, Send
+from bus.protocol.core.effects import Effect, Send
 from bus.protocol.core.failures import Declined, Failure
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
-from bus.protocol.dp.groups import DpGroups
+from bus.protocol.group import timeouts
 from bus.protocol.group.canary import probe_report
 from bus.protocol.group.catch_up import stale_dp_groups
 from bus.protocol.group.commands import Commands
-from bus.protocol.group.engine_registry import EngineRegistry
-from bus.protocol.group.pause import PauseMachine, PauseState
+from bus.protocol.group.group_state import GroupState
+from bus.protocol.group.pause import PauseState
 from bus.protocol.group.reconciliation import Reconciliation
 from bus.protocol.group.replies import (
     DONE_EVENTS,
@@ -54,47 +53,31 @@ from bus.protocol.group.replies import (
     done_fields,
     nack_of,
 )
-from bus.protocol.group.routing import Routing
-from bus.protocol.group.sleep import SleepMachine
-from bus.protocol.group.status import DepartedEngines, status_of
-from bus.protocol.group.timeouts import Timeouts
-from bus.protocol.group.trainer_session import Followers, TrainerSession
-from bus.protocol.group.update import UpdateMachine, UpdateState
+from bus.protocol.group.status import status_of
+from bus.protocol.group.update import UpdateState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from bus.messages import GroupStatus
     from bus.protocol.core.ack_barrier import AckBarrier
     from bus.protocol.core.membership import Peer
-
-Instruction: TypeAlias = Ask | StepDone | StepFailed
-
+    from bus.protocol.group.group_state import Action
 
 # What these do to engines' phases and versions may change where requests go.
 _MOVES: Final = frozenset({Step.SLEEP, Step.RESUME, Step.COMMIT, Step.ABORT})
 
 
-class Group:
-    """See the module. ``retry_ms`` is how often engines that don't answer are asked again;
-    ``step_timeout_ms`` how long an engine that lives may take for one step."""
+class Group(GroupState):
+    """The state of a group, and what carries its machines' instructions out."""
 
     def __init__(
         self, name: str, *, retry_ms: float, step_timeout_ms: float, min_lease_ms: float
     ) -> None:
-        self.name = name
-        self.retry_ms = retry_ms
-        self.step_timeout_ms = step_timeout_ms
-        self.min_lease_ms = min_lease_ms
-        self.version = 0
-        self.session = TrainerSession(name)
-        self.registry = EngineRegistry(name)
-        self.followers = Followers()
-        self.dp_groups = DpGroups(name, lambda: self.epoch)
-        self.pause = PauseMachine(self.registry.kept_paused, lambda: self.version)
-        self.sleep = SleepMachine()
-        self.update = UpdateMachine()
-        self.routing = Routing(self.registry, self.update)
+        super().__init__(
+            name, retry_ms=retry_ms, step_timeout_ms=step_timeout_ms, min_lease_ms=min_lease_ms
+        )
+        self._commands = Commands(self)
         self._reconciliation = Reconciliation(
             self.registry,
             self.pause,
@@ -103,22 +86,6 @@ class Group:
             lease_ms=min_lease_ms,
             timeout_ms=step_timeout_ms,
         )
-        self.departed = DepartedEngines()
-        self.last_resumed = ""
-        self.orphaned = False  # who asked for the pause under way is gone
-        self.resume_asked = False  # while an update was being committed, or undone
-        self._commands = Commands(self)
-        self._timeouts = Timeouts(self, self._commands)
-
-    @property
-    def epoch(self) -> int:
-        """The fencing number of the trainer that holds the group."""
-        return self.session.epoch
-
-    @property
-    def owner(self) -> Peer | None:
-        """The trainer that holds the group."""
-        return self.session.owner
 
     # -- the trainer ----------------------------------------------------------
 
@@ -149,28 +116,10 @@ class Group:
             return again
         try:
             self.session.check(trainer, epoch)
-            return self._commands.execute(msg_id, message, now_ms)
+            actions = self._commands.execute(msg_id, message, now_ms)
         except Declined as declined:
             return self.session.decline(trainer, msg_id, message, declined.failure)
-
-    def abandon_discarded_weights(self, reason: str) -> list[Effect]:
-        """The pause ends for engines that a sleep has left without weights: they sleep on."""
-        effects: list[Effect] = []
-        for name in sorted(self.sleep.discarded & self.registry.engines.keys()):
-            effects += self._quarantine(name, reason, self.pause.update_id)
-        return effects
-
-    def _quarantine(self, name: str, reason: str, update_id: str) -> list[Effect]:
-        """Unless it is already."""
-        if name in self.registry.quarantined:
-            return []
-        self.registry.quarantine(name, reason)
-        return [self.note("quarantined", update_id, "error", {"peer": name, "reason": reason})]
-
-    def resume(self, now_ms: float) -> list[Effect]:
-        """End the pause, for all who have weights."""
-        told = self.abandon_discarded_weights("its weights went in a sleep, and no update came")
-        return told + self.apply(self.pause.resume(now_ms), now_ms)
+        return [*self._carry_out(actions, now_ms), *self.run_follow_ups(now_ms)]
 
     # -- the engines ----------------------------------------------------------
 
@@ -183,7 +132,7 @@ class Group:
         return [
             *self.dp_groups.on_rank_joined(peer),
             *self._introduce(peer),
-            *self.serve_waiters(now_ms),
+            *self.answer_waiters(now_ms),
         ]
 
     def _introduce(self, peer: Peer) -> list[Effect]:
@@ -283,10 +232,10 @@ class Group:
             # While all undo what they can, only an ABORT that is refused is news.
             self.update.state is not UpdateState.ABORTING or nack.step == Step.ABORT
         ):
-            effects += self.exclude(name, failure, now_ms)
+            effects += self._exclude(name, failure, now_ms)
         return effects + self.run_follow_ups(now_ms)
 
-    def exclude(self, name: str, failure: Failure, now_ms: float) -> list[Effect]:
+    def _exclude(self, name: str, failure: Failure, now_ms: float) -> list[Effect]:
         """An engine can't go on with the update: who falls out for it may hold a part."""
         before = set(self.update.excluded)
         instructions = self.update.on_refused(name, failure, now_ms)
@@ -303,62 +252,91 @@ class Group:
         """An engine's answer to the canary's probes."""
         return self.apply(self.update.on_probed(name, probed, now_ms), now_ms)
 
-    def expel(self, failures: dict[str, Failure], now_ms: float) -> list[Effect]:
-        """Who differs by the canary falls out of the update with its DP group."""
-        before = set(self.update.excluded)
-        effects: list[Effect] = [
-            self.note(
-                "canary_failed", self.update.update_id, "error", {"peer": n, "detail": f.detail}
-            )
-            for n, f in failures.items()
-        ]
-        instructions = self.update.expel(failures, now_ms)
-        gone = self.update.excluded.keys() - before
-        for each in gone:
-            self.registry.quarantine(each, self.update.excluded[each].detail)
-        self.registry.expel(gone, self.update.version)
-        return effects + self.apply(instructions, now_ms)
-
     # -- time -----------------------------------------------------------------
 
     def tick(self, now_ms: float) -> list[Effect]:
-        """Ask again those who have not answered; end what took too long."""
-        return self._timeouts.tick(now_ms)
+        """Ask engines again that have not answered; end what took too long."""
+        effects: list[Effect] = []
+        for barrier in self.barriers():
+            if timeouts.is_overdue(self, barrier, now_ms):
+                effects += self._end_overdue(barrier, now_ms)
+            elif barrier.overdue(self.retry_ms, now_ms):
+                if barrier is self.pause.barrier:
+                    effects += self.apply(self.pause.retry(), now_ms)
+                else:
+                    waiting = sorted(barrier.waiting)
+                    effects += [self.send(message, waiting) for message in barrier.messages]
+        last_heard = functools.partial(self.registry.last_heard, now_ms=now_ms)
+        effects += self.apply(self.pause.expire(now_ms, last_heard), now_ms)
+        effects += self._commands.expire(now_ms)
+        effects += self.dp_groups.tick(now_ms)
+        return effects + timeouts.end_waits(self, now_ms)
 
     def next_deadline_ms(self) -> float | None:
-        """When :meth:`tick` has something to do, at the latest."""
-        return self._timeouts.next_ms()
+        """When :meth:`tick` has something to do, at the latest; None: never."""
+        return timeouts.next_deadline_ms(self)
 
-    # -- obeying the machines -------------------------------------------------
-
-    def ask_engines(
-        self,
-        msg_id: int,
-        step: Step,
-        instructions: list[Instruction],
-        now_ms: float,
-        *,
-        chunk: int = 0,
-    ) -> list[Effect]:
-        self.session.requests.ask((step, chunk), msg_id)
-        return self.apply(instructions, now_ms)
-
-    def apply(self, instructions: Iterable[Instruction], now_ms: float) -> list[Effect]:
+    def _end_overdue(self, barrier: AckBarrier, now_ms: float) -> list[Effect]:
+        """Go on without the engines that have not acknowledged a step in time."""
         effects: list[Effect] = []
-        for each in instructions:
-            if isinstance(each, StepDone) and each.step in _MOVES:
-                self.registry.changes += 1
-            if isinstance(each, Ask):
-                effects.append(self.send(each.message, each.names))
-            elif isinstance(each, StepDone):
-                effects += self._on_step_done(each, now_ms)
+        for name, failure, notes in timeouts.overdue_engines(self, barrier, now_ms):
+            effects += notes
+            if barrier.step in PAUSE_STEPS:
+                effects += self.apply(self.pause.on_lost(name, failure, now_ms), now_ms)
+            elif barrier.step in SLEEP_STEPS:
+                effects += self.apply(self.sleep.on_refused(name, barrier.step, failure), now_ms)
             else:
-                effects += self._on_step_failed(each)
-        if effects:
-            effects += self.run_follow_ups(now_ms)
+                effects += self._exclude(name, failure, now_ms)
+        return effects + self.run_follow_ups(now_ms)
+
+    # -- carrying instructions out -----------------------------------------------
+
+    def apply(self, actions: Iterable[Action], now_ms: float) -> list[Effect]:
+        """Carry out what a machine asks for and, if it asks for anything, what follows from it."""
+        effects = self._carry_out(actions, now_ms)
+        return effects + self.run_follow_ups(now_ms) if effects else effects
+
+    def run_follow_ups(self, now_ms: float) -> list[Effect]:
+        """Carry out what the state of the group calls for, until it calls for nothing."""
+        effects: list[Effect] = []
+        while actions := self._next_follow_up(now_ms):
+            effects += self._carry_out(actions, now_ms)
+        return effects
+
+    def _next_follow_up(self, now_ms: float) -> list[Action]:
+        """What the state calls for next: the end of a sleep whose pause is over, a queued command
+        whose turn has come, the end of an abandoned pause, engines that joined late."""
+        if self.pause.state is PauseState.RUNNING:
+            over = self.sleep.over()
+            if over:
+                return [*over]
+        queued = self._commands.next_queued(now_ms)
+        if queued:
+            return queued
+        if self.pause.state in (PauseState.RUNNING, PauseState.RESUMING):
+            self.resume_asked = False
+        elif (self.orphaned or self.resume_asked) and self.update.state is UpdateState.IDLE:
+            return self.end_pause(now_ms) if self.pause.state is PauseState.PAUSED else []
+        if not self.is_busy() and self.registry.admit_joined_late():
+            return [*self.answer_waiters(now_ms)]
+        return []
+
+    def _carry_out(self, actions: Iterable[Action], now_ms: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for action in actions:
+            if isinstance(action, Ask):
+                effects.append(self.send(action.message, action.names))
+            elif isinstance(action, StepDone):
+                effects += self._on_step_done(action, now_ms)
+            elif isinstance(action, StepFailed):
+                effects += self._on_step_failed(action)
+            else:
+                effects.append(action)
         return effects
 
     def _on_step_done(self, done: StepDone, now_ms: float) -> list[Effect]:
+        if done.step in _MOVES:
+            self.registry.changes += 1
         if done.step is Step.COMMIT:
             return [*self._on_committed(), *self._answer(done, now_ms)]
         if done.step is Step.RESUME:
@@ -377,7 +355,7 @@ class Group:
         effects: list[Effect] = []
         for name in sorted(members.keys() & partial - self.sleep.discarded):
             reason = "it holds a part of an update of its other model"
-            effects += self._quarantine(name, reason, self.update.update_id)
+            effects += self.quarantine(name, reason, self.update.update_id)
         return effects
 
     def _answer(self, done: StepDone, now_ms: float) -> list[Effect]:
@@ -407,7 +385,7 @@ class Group:
         keys = [(step, failed.chunk)]
         if step is Step.ABORT:
             self.registry.on_update_aborted(self.update.partial, self.update.update_id)
-            aborted = self._group_ack(Step.ABORT, update_id)
+            aborted = self.empty_ack(Step.ABORT, update_id)
             effects += self.session.answer((Step.ABORT, 0), aborted)
             keys = [key for key in self.session.requests.steps() if key[0] not in WINDOW_STEPS]
         for key in keys:
@@ -415,23 +393,7 @@ class Group:
             effects += self.session.answer(key, nack)
         return effects
 
-    def run_follow_ups(self, now_ms: float) -> list[Effect]:
-        """What follows by itself: a group without its trainer resumes; joiners come in."""
-        if self.pause.state is PauseState.RUNNING:
-            over = self.sleep.over()
-            if over:
-                return self.apply(over, now_ms)
-        followed = self._commands.run_queued(now_ms)
-        if followed:
-            return followed
-        paused = self.pause.state is PauseState.PAUSED
-        if self.pause.state in (PauseState.RUNNING, PauseState.RESUMING):
-            self.resume_asked = False
-        elif (self.orphaned or self.resume_asked) and self.update.state is UpdateState.IDLE:
-            return self.resume(now_ms) if paused else []
-        if not self.is_busy() and self.registry.admit_joined_late():
-            return self.serve_waiters(now_ms)
-        return []
+    # -- what others see ---------------------------------------------------------
 
     def reroute(self, watchers: Callable[[], tuple[bytes, ...]]) -> list[Effect]:
         """Tell which engines are routable, if those are others now."""
@@ -446,44 +408,6 @@ class Group:
         """What was told last."""
         return [Send(self.routing.now, watchers, 0, self.name, self.epoch)] if watchers else []
 
-    # -- small things ---------------------------------------------------------
-
-    def is_busy(self) -> bool:
-        return (
-            self.pause.state is not PauseState.RUNNING or self.update.state is not UpdateState.IDLE
-        )
-
-    def serve_waiters(self, now_ms: float) -> list[Effect]:
-        effects: list[Effect] = []
-        for msg_id, (wait, _) in list(self.session.requests.waiters.items()):
-            if self.registry.ready_count() >= wait.count:
-                view = GroupView(self.registry.views(now_ms, self.registry.ready()), self.version)
-                effects += self.session.answer_ids([msg_id], view)
-        return effects
-
     def status(self, now_ms: float) -> GroupStatus:
         """What `wavebus status` shows of the group."""
         return status_of(self, now_ms)
-
-    def barriers(self) -> list[AckBarrier]:
-        """What engines are asked for now."""
-        alone = (self.pause.barrier, self.sleep.barrier)
-        return [*(each for each in alone if each is not None), *self.update.barriers()]
-
-    def send(self, message: Message, names: Iterable[str]) -> Send:
-        return Send(message, self.registry.routes(names), 0, self.name, self.epoch)
-
-    def answer_now(self, msg_id: int, step: Step, update_id: str) -> list[Effect]:
-        answer = self._group_ack(step, update_id)
-        return self.session.answer_ids([msg_id], answer)
-
-    def _group_ack(self, step: Step, update_id: str) -> GroupAck:
-        """An answer for what was done before, or needed nothing done."""
-        engines, excluded = len(self.registry.engines), tuple(self.update.excluded)
-        return GroupAck(
-            step, update_id, self.version, engines, excluded, 0, "", 0.0, 0.0, 0.0, (), ()
-        )
-
-    def note(self, event: str, update_id: str, level: str, fields: Mapping[str, object]) -> Note:
-        common = {"group": self.name, "update_id": update_id, "epoch": self.epoch}
-        return Note(event, level, {**common, **fields})

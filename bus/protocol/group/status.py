@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from bus.messages import GroupStatus, OutView, WaitView
+from bus.messages import GroupStatus, WaitView
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.sleep import SleepState
 from bus.protocol.group.update import UpdateState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from bus.protocol.core.ack_barrier import AckBarrier
-    from bus.protocol.group.group import Group
-
-
-DEPARTED_KEPT: Final = 64
+    from bus.protocol.group.group_state import GroupState
 
 
 def waits(rounds: Iterable[AckBarrier], now_ms: float) -> tuple[WaitView, ...]:
@@ -33,30 +30,7 @@ def waits(rounds: Iterable[AckBarrier], now_ms: float) -> tuple[WaitView, ...]:
     return tuple(found)
 
 
-class DepartedEngines:
-    """Engines that were of a group, the last :data:`DEPARTED_KEPT`, until they are back."""
-
-    def __init__(self) -> None:
-        self._reasons: dict[str, str] = {}
-
-    def add(self, name: str, reason: str) -> None:
-        """It has left, or was lost."""
-        self._reasons[name] = reason
-        if len(self._reasons) > DEPARTED_KEPT:
-            del self._reasons[next(iter(self._reasons))]
-
-    def discard(self, name: str) -> None:
-        """It is there."""
-        self._reasons.pop(name, None)
-
-    def views(self, quarantined: Mapping[str, str]) -> tuple[OutView, ...]:
-        """These, and those that are there but quarantined, by name."""
-        found = [OutView(n, "gone", why[:4096]) for n, why in self._reasons.items()]
-        found += [OutView(n, "quarantined", why[:4096]) for n, why in quarantined.items()]
-        return tuple(sorted(found, key=lambda view: (view.state, view.engine)))
-
-
-def status_of(group: Group, now_ms: float) -> GroupStatus:
+def status_of(group: GroupState, now_ms: float) -> GroupStatus:
     """As it is now; it changes nothing."""
     pause, sleep, update, holder = group.pause, group.sleep, group.update, group.owner
     update_id = ""

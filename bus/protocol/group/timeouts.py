@@ -1,107 +1,100 @@
-"""What happens to a group by time alone: who has not answered is asked again, what is late ends.
+"""What is overdue in a group: steps to ask for again, engines that are too slow, requests to end.
 
-An engine that lives, and does not ack a step for ``step_timeout_ms``, falls out as one that is lost
-does; but a chunk's time begins when it has left its sender. If the core of it stands still, it is
-wedged, and said to be.
+These functions read a :class:`~bus.protocol.group.group_state.GroupState`;
+:meth:`bus.protocol.group.group.Group.tick` acts on what they return.
+
+A live engine that does not acknowledge a step for ``step_timeout_ms`` is treated as lost. The time
+of a chunk starts when the chunk has left the trainer. An engine whose core stands still is wedged,
+and its log event says so.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from bus.messages import NackCode, step_name
 from bus.protocol.core.failures import Failure
 from bus.protocol.dp.watchdog import describe_stall
-from bus.protocol.group.replies import PAUSE_STEPS, SLEEP_STEPS, WINDOW_STEPS, nack_of
+from bus.protocol.group.replies import WINDOW_STEPS, nack_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from bus.protocol.core.ack_barrier import AckBarrier
     from bus.protocol.core.effects import Effect
     from bus.protocol.core.membership import Peer
-    from bus.protocol.group.commands import Commands
-    from bus.protocol.group.group import Group
+    from bus.protocol.group.group_state import GroupState
 
 
-class Timeouts:
-    """Of one group, and of what its trainer waits for."""
+class Overdue(NamedTuple):
+    """An engine that has not acknowledged a step in time.
 
-    def __init__(self, group: Group, commands: Commands) -> None:
-        self._group = group
-        self._commands = commands
+    Attributes:
+        name: the engine.
+        failure: the step, and for how long it has been waited for.
+        effects: the log event, and the RESTART of an engine that is wedged.
+    """
 
-    def tick(self, now_ms: float) -> list[Effect]:
-        """See :meth:`bus.protocol.group.group.Group.tick`."""
-        group = self._group
-        effects: list[Effect] = []
-        for each in group.barriers():
-            if now_ms - each.asked_ms > group.step_timeout_ms and not each.waiting_for_trainer:
-                effects += self._overdue(each, now_ms)
-            elif each.overdue(group.retry_ms, now_ms):
-                if each is group.pause.barrier:
-                    effects += group.apply(group.pause.retry(), now_ms)
-                else:
-                    waiting = sorted(each.waiting)
-                    effects += [group.send(message, waiting) for message in each.messages]
-        told = functools.partial(group.registry.last_heard, now_ms=now_ms)
-        effects += group.apply(group.pause.expire(now_ms, told), now_ms)
-        effects += self._commands.expire(now_ms)
-        effects += group.dp_groups.tick(now_ms)
-        return effects + self._waited_too_long(now_ms)
+    name: str
+    failure: Failure
+    effects: list[Effect]
 
-    def next_ms(self) -> float | None:
-        """See :meth:`bus.protocol.group.group.Group.next_deadline_ms`."""
-        group = self._group
-        waiters = group.session.requests.waiters
-        if not (group.is_busy() or waiters):
-            return None  # as between updates, with every heartbeat
-        times = [each.resent_ms + group.retry_ms for each in group.barriers() if each.waiting]
-        times += [deadline for _, deadline in waiters.values()]
-        if group.pause.deadline_ms is not None:
-            times.append(group.pause.deadline_ms)
-        return min(times, default=None)
 
-    def _waited_too_long(self, now_ms: float) -> list[Effect]:
-        """For engines that have not come."""
-        group = self._group
-        effects: list[Effect] = []
-        for msg_id, (wait, deadline_ms) in list(group.session.requests.waiters.items()):
-            if now_ms >= deadline_ms:
-                nack = nack_of(group.registry.too_few(wait), "", "")
-                effects += group.session.answer_ids([msg_id], nack)
-        return effects
+def is_overdue(state: GroupState, barrier: AckBarrier, now_ms: float) -> bool:
+    """Whether the engines of a step have had their time."""
+    late = now_ms - barrier.asked_ms > state.step_timeout_ms
+    return late and not barrier.waiting_for_trainer
 
-    def _overdue(self, current: AckBarrier, now_ms: float) -> list[Effect]:
-        group = self._group
-        effects: list[Effect] = []
-        for name in sorted(current.waiting):
-            peer = group.registry.engines.get(name)
-            where, restart = self._check_wedged(peer, now_ms)
-            effects += restart
-            failure = Failure(
-                NackCode.TIMEOUT,
-                f"{group.registry.last_heard(name, now_ms)} lives but has not acked "
-                f"{step_name(current.step, current.chunk)} for "
-                f"{now_ms - current.asked_ms:.0f} ms{where}",
-                peer=name,
-            )
-            fields = {"peer": name, "step": current.step.value, "detail": failure.detail}
-            of = group.pause if current.step in WINDOW_STEPS else group.update
-            effects.append(group.note("engine_overdue", of.update_id, "warning", fields))
-            if current.step in PAUSE_STEPS:
-                effects += group.apply(group.pause.on_lost(name, failure, now_ms), now_ms)
-            elif current.step in SLEEP_STEPS:
-                effects += group.apply(group.sleep.on_refused(name, current.step, failure), now_ms)
-            else:
-                effects += group.exclude(name, failure, now_ms)
-        return effects + group.run_follow_ups(now_ms)
 
-    def _check_wedged(self, peer: Peer | None, now_ms: float) -> tuple[str, list[Effect]]:
-        """Whether the core of an engine whose step is overdue stands still: it is wedged then."""
-        if peer is None:
-            return "", []
-        text = describe_stall(peer.core, peer.core_reported_ms, now_ms, self._group.step_timeout_ms)
-        if not text:
-            return "", []
-        told, effects = self._group.dp_groups.on_stuck(peer, f"wedged: {text}", now_ms)
-        return f"; {told}", effects
+def overdue_engines(state: GroupState, barrier: AckBarrier, now_ms: float) -> Iterator[Overdue]:
+    """The engines that an overdue step waits for.
+
+    Yields:
+        One engine at a time: what the group does about one may change what the next one is.
+    """
+    for name in sorted(barrier.waiting):
+        wedged, restart = _check_wedged(state, state.registry.engines.get(name), now_ms)
+        failure = Failure(
+            NackCode.TIMEOUT,
+            f"{state.registry.last_heard(name, now_ms)} lives but has not acked "
+            f"{step_name(barrier.step, barrier.chunk)} for "
+            f"{now_ms - barrier.asked_ms:.0f} ms{wedged}",
+            peer=name,
+        )
+        fields = {"peer": name, "step": barrier.step.value, "detail": failure.detail}
+        machine = state.pause if barrier.step in WINDOW_STEPS else state.update
+        note = state.note("engine_overdue", machine.update_id, "warning", fields)
+        yield Overdue(name, failure, [*restart, note])
+
+
+def end_waits(state: GroupState, now_ms: float) -> list[Effect]:
+    """Refuse every WAIT_ENGINES whose time is over."""
+    effects: list[Effect] = []
+    for msg_id, (wait, deadline_ms) in list(state.session.requests.waiters.items()):
+        if now_ms >= deadline_ms:
+            nack = nack_of(state.registry.too_few(wait), "", "")
+            effects += state.session.answer_ids([msg_id], nack)
+    return effects
+
+
+def next_deadline_ms(state: GroupState) -> float | None:
+    """When the next tick is due; None if nothing is waited for."""
+    waiters = state.session.requests.waiters
+    if not (state.is_busy() or waiters):
+        return None  # as between updates, with every heartbeat
+    times = [each.resent_ms + state.retry_ms for each in state.barriers() if each.waiting]
+    times += [deadline for _, deadline in waiters.values()]
+    if state.pause.deadline_ms is not None:
+        times.append(state.pause.deadline_ms)
+    return min(times, default=None)
+
+
+def _check_wedged(state: GroupState, peer: Peer | None, now_ms: float) -> tuple[str, list[Effect]]:
+    """What to add about an engine whose core stands still, and what restarts it."""
+    if peer is None:
+        return "", []
+    text = describe_stall(peer.core, peer.core_reported_ms, now_ms, state.step_timeout_ms)
+    if not text:
+        return "", []
+    described, effects = state.dp_groups.on_stuck(peer, f"wedged: {text}", now_ms)
+    return f"; {described}", effects

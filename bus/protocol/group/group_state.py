@@ -1,0 +1,142 @@
+"""The state of one group, for all rules that read or change it.
+
+The modules :mod:`~bus.protocol.group.commands`, :mod:`~bus.protocol.group.timeouts` and
+:mod:`~bus.protocol.group.status` work on a :class:`GroupState` and return what is to be done. Only
+:class:`bus.protocol.group.group.Group` does it, so none of them imports the group.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from bus.messages import GroupAck, GroupView, Message, Step
+from bus.protocol.core.effects import Effect, Note, Send
+from bus.protocol.core.instructions import Ask, StepDone, StepFailed
+from bus.protocol.dp.groups import DpGroups
+from bus.protocol.group.engine_registry import DepartedEngines, EngineRegistry
+from bus.protocol.group.pause import PauseMachine, PauseState
+from bus.protocol.group.routing import Routing
+from bus.protocol.group.sleep import SleepMachine
+from bus.protocol.group.trainer_session import Followers, TrainerSession
+from bus.protocol.group.update import UpdateMachine, UpdateState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from bus.protocol.core.ack_barrier import AckBarrier
+    from bus.protocol.core.membership import Peer
+
+Instruction: TypeAlias = Ask | StepDone | StepFailed
+# What a rule wants done. The group carries instructions out, and passes effects on as they are.
+Action: TypeAlias = Instruction | Effect
+
+
+class GroupState:
+    """Machines, engines, trainer and version of one group.
+
+    Args:
+        name: the group's name.
+        retry_ms: how often engines that have not answered are asked again, in milliseconds.
+        step_timeout_ms: how long a live engine may take for one step, in milliseconds.
+        min_lease_ms: the shortest lease that a pause may ask for, in milliseconds.
+
+    Attributes:
+        version: the highest version that the group serves; 0 before its first commit.
+        last_resumed: the id of the pause that was resumed last.
+        orphaned: the trainer that asked for the present pause is gone.
+        resume_asked: RESUME came while the update was unsafe, and waits for the update's end.
+    """
+
+    def __init__(
+        self, name: str, *, retry_ms: float, step_timeout_ms: float, min_lease_ms: float
+    ) -> None:
+        self.name = name
+        self.retry_ms = retry_ms
+        self.step_timeout_ms = step_timeout_ms
+        self.min_lease_ms = min_lease_ms
+        self.version = 0
+        self.session = TrainerSession(name)
+        self.registry = EngineRegistry(name)
+        self.followers = Followers()
+        self.dp_groups = DpGroups(name, lambda: self.epoch)
+        self.pause = PauseMachine(self.registry.kept_paused, lambda: self.version)
+        self.sleep = SleepMachine()
+        self.update = UpdateMachine()
+        self.routing = Routing(self.registry, self.update)
+        self.departed = DepartedEngines()
+        self.last_resumed = ""
+        self.orphaned = False
+        self.resume_asked = False
+
+    @property
+    def epoch(self) -> int:
+        """The fencing epoch of the trainer that owns the group."""
+        return self.session.epoch
+
+    @property
+    def owner(self) -> Peer | None:
+        """The trainer that owns the group."""
+        return self.session.owner
+
+    def is_busy(self) -> bool:
+        """Whether a pause or an update is under way."""
+        return (
+            self.pause.state is not PauseState.RUNNING or self.update.state is not UpdateState.IDLE
+        )
+
+    def barriers(self) -> list[AckBarrier]:
+        """The steps that engines have been asked for and have not all acknowledged."""
+        alone = (self.pause.barrier, self.sleep.barrier)
+        return [*(each for each in alone if each is not None), *self.update.barriers()]
+
+    # -- changes that several rules share ----------------------------------------
+
+    def end_pause(self, now_ms: float) -> list[Action]:
+        """Resume the engines that have weights, and quarantine those that have none."""
+        notes = self.abandon_discarded_weights("its weights went in a sleep, and no update came")
+        return [*notes, *self.pause.resume(now_ms)]
+
+    def abandon_discarded_weights(self, reason: str) -> list[Effect]:
+        """Quarantine the engines whose weights a sleep has discarded: they stay asleep."""
+        effects: list[Effect] = []
+        for name in sorted(self.sleep.discarded & self.registry.engines.keys()):
+            effects += self.quarantine(name, reason, self.pause.update_id)
+        return effects
+
+    def quarantine(self, name: str, reason: str, update_id: str) -> list[Effect]:
+        """Quarantine an engine and log it, unless it is quarantined already."""
+        if name in self.registry.quarantined:
+            return []
+        self.registry.quarantine(name, reason)
+        return [self.note("quarantined", update_id, "error", {"peer": name, "reason": reason})]
+
+    def answer_waiters(self, now_ms: float) -> list[Effect]:
+        """Answer every WAIT_ENGINES for which enough engines are ready."""
+        effects: list[Effect] = []
+        for msg_id, (wait, _) in list(self.session.requests.waiters.items()):
+            if self.registry.ready_count() >= wait.count:
+                view = GroupView(self.registry.views(now_ms, self.registry.ready()), self.version)
+                effects += self.session.answer_ids([msg_id], view)
+        return effects
+
+    # -- what effects are made of ------------------------------------------------
+
+    def send(self, message: Message, names: Iterable[str]) -> Send:
+        """A message to engines, under the group's epoch."""
+        return Send(message, self.registry.routes(names), 0, self.name, self.epoch)
+
+    def note(self, event: str, update_id: str, level: str, fields: Mapping[str, object]) -> Note:
+        """A log event, with the fields that every event of a group has."""
+        common = {"group": self.name, "update_id": update_id, "epoch": self.epoch}
+        return Note(event, level, {**common, **fields})
+
+    def answer_at_once(self, msg_id: int, step: Step, update_id: str) -> list[Effect]:
+        """Answer a request for a step that was done before, or that no engine is needed for."""
+        return self.session.answer_ids([msg_id], self.empty_ack(step, update_id))
+
+    def empty_ack(self, step: Step, update_id: str) -> GroupAck:
+        """The acknowledgement of a step for which no engine was asked."""
+        engines, excluded = len(self.registry.engines), tuple(self.update.excluded)
+        return GroupAck(
+            step, update_id, self.version, engines, excluded, 0, "", 0.0, 0.0, 0.0, (), ()
+        )
