@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast, get_args
 
 from bus.errors import UsageError
-from bus.protocol.broker.admission import KeyRole
+from bus.protocol.core.access import KeyRole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

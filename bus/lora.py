@@ -18,7 +18,7 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 from bus.errors import UsageError
-from bus.weight_transfer.formats import SHM_PREFIX
+from bus.locked_paths import SHM_PREFIX
 
 PREFIX: Final = "lora:"
 FOLDER_PREFIX: Final = f"{SHM_PREFIX}lora-"

@@ -1,4 +1,4 @@
-"""Addresses of brokers, and who can reach them."""
+"""Addresses of brokers and servers, and whether other machines can reach them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def is_loopback(address: str) -> bool:
         return False
     if parts.scheme in ("ipc", "inproc"):
         return True
+    return is_loopback_host(host)
+
+
+def is_loopback_host(host: str) -> bool:
+    """Whether only this machine can reach a host: an IP address, or ``localhost``."""
     if host == "localhost":
         return True
     try:

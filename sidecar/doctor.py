@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from bus.cli.doctor import Check, feature_checks
+from bus.locked_paths import SHM_PREFIX
 from bus.lora import FOLDER_PREFIX
 from bus.vllm_versions import TESTED, unsupported_reason, untested_reason
-from bus.weight_transfer.formats import SHM_FOLDER, SHM_PREFIX
+from bus.weight_transfer.formats import SHM_FOLDER
 from sidecar.vllm.plugin import installation, worker_rpc
 from sidecar.vllm.plugin.patches import REGISTRY
 

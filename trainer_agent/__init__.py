@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from trainer_agent.agent import TrainerAgent
+    from trainer_agent.canary import Canary
     from trainer_agent.report import UpdateReport
     from trainer_agent.sync_agent import SyncTrainerAgent
-    from trainer_agent.update.canary import Canary
     from trainer_agent.weights.cpu_cache import CpuCache
     from trainer_agent.weights.shared_memory import share_memory
     from trainer_agent.weights.source import WeightSource
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "Canary": "trainer_agent.update.canary",
+    "Canary": "trainer_agent.canary",
     "CpuCache": "trainer_agent.weights.cpu_cache",
     "SyncTrainerAgent": "trainer_agent.sync_agent",
     "TrainerAgent": "trainer_agent.agent",

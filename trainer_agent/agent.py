@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
     from bus.protocol.core.link import LinkConfig
     from bus.runtime.interfaces import ClientTransport
+    from trainer_agent.canary import Canary
     from trainer_agent.options import How, Quorum, UpdateArguments
     from trainer_agent.report import UpdateReport
-    from trainer_agent.update.canary import Canary
 
 
 class TrainerAgent(Pauses, VllmApi):

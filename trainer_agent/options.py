@@ -10,7 +10,7 @@ from bus.messages import Staging
 
 if TYPE_CHECKING:
     from bus.messages import Escalation, PauseMode, Target
-    from trainer_agent.update.canary import Canary
+    from trainer_agent.canary import Canary
 
 # Staged: while engines serve. Auto: so, where it can be.
 How: TypeAlias = Literal["auto", "staged", "paused"]

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
 
     from bus.messages import EngineView, Escalation, GroupAck, PauseMode, SleepLevel, Status, Target
+    from trainer_agent.canary import Canary
     from trainer_agent.options import How, Quorum, UpdateArguments
     from trainer_agent.report import UpdateReport
-    from trainer_agent.update.canary import Canary
     from trainer_agent.vllm.client import BusWeightSyncClient
     from trainer_agent.vllm.patches import AnyPatch, BusPatches
     from trainer_agent.vllm.source import BusWeightSource

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from bus.protocol.broker.admission import KeyRole
     from bus.protocol.broker.config import BrokerConfig
+    from bus.protocol.core.access import KeyRole
     from bus.runtime.interfaces import Handle, Scheduler
 
 DEFAULT_BYTES: Final = 64 * 1024 * 1024

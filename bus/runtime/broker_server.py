@@ -33,7 +33,7 @@ from bus.runtime.heartbeat_acks import HeartbeatAcks
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from bus.protocol.broker.admission import KeyRole
+    from bus.protocol.core.access import KeyRole
     from bus.runtime.interfaces import Handle, Journal, Scheduler, ServerTransport
 
 # Heartbeats within this time are answered by one frame, encoded once and sent in one

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from bus.protocol.broker.admission import KeyRole
+    from bus.protocol.core.access import KeyRole
 
 OnFrame: TypeAlias = Callable[[bytes], None]
 OnRoutedFrame: TypeAlias = Callable[[bytes, bytes, str], None]

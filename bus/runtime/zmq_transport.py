@@ -2,7 +2,7 @@
 
 Beyond loopback both ends want keys, or to be told that nobody needs any.
 
-What bounds a broker's peers, beside :mod:`bus.protocol.broker.admission`:
+What bounds a broker's peers, beside :mod:`bus.protocol.core.access`:
 
 - ``RCVHWM``: so many frames of one peer wait unread; then its connection is not read until some
   are taken. ZeroMQ takes a frame of each peer in turn.

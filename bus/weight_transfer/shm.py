@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 
+from bus import locked_paths
 from bus.errors import WavebusError
+from bus.locked_paths import SHM_PREFIX
 from bus.lora import FOLDER_PREFIX
-from bus.runtime import locked_paths
 from bus.weight_transfer.base import Receiver, Sender
 from bus.weight_transfer.formats import (
     SHM_FOLDER,
-    SHM_PREFIX,
     ShmChunk,
     ShmInit,
     ShmMemory,

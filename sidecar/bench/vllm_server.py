@@ -82,7 +82,7 @@ def called(path: str, body: Any) -> str:
         return "commit"
     if path == "/collective_rpc" and body["method"] == worker_rpc.SWAP:
         return "swap"
-    if path != "/collective_rpc" or body["method"] != worker_rpc.PERFORM:
+    if path != "/collective_rpc" or body["method"] != operations.PERFORM:
         return path.removeprefix("/")
     operation = operations.decode(body["kwargs"]["operation"])
     # What vLLM's own worker engines receive, they load in the same call.

@@ -22,10 +22,10 @@ import anyio
 import anyio.to_thread
 
 from bus.errors import EngineDead, EngineError, UsageError
-from bus.runtime.locked_paths import LockedFolder
+from bus.locked_paths import LockedFolder
+from bus.net import is_loopback_host
 from bus.vllm_payloads import UNSUPPORTED
 from sidecar.supervision.launch import free_port, with_reaper
-from sidecar.vllm.connection_http import is_loopback
 from sidecar.vllm.plugin import environment
 from sidecar.vllm.plugin.compat import BACKEND
 
@@ -82,7 +82,7 @@ def complete_command(argv: Sequence[str], env: Mapping[str, str]) -> ServerComma
     if host is None:
         host = "127.0.0.1"
         added += ["--host", host]
-    elif not is_loopback(host):
+    elif not is_loopback_host(host):
         raise UsageError(
             f"--host {host}: the API key does not cover the RL routes, so a server that the "
             "bus drives listens on loopback: leave --host out and put a router in front"

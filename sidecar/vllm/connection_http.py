@@ -8,7 +8,6 @@ are closed before the server closes them.
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -85,13 +84,3 @@ class HttpConnection:
 
     async def drop_adapter(self, name: str) -> None:
         await self._adapters.drop(name)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether nobody from outside this machine can reach ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

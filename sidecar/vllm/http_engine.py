@@ -22,10 +22,11 @@ import anyio
 
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.lora import adapter_of
+from bus.net import is_loopback_host
 from bus.vllm_versions import require_supported, untested_reason
 from sidecar.engine import EngineInfo, PauseMode, ProbeResult, RankAssignment, SleepLevel
 from sidecar.vllm.admission import AdmissionControl
-from sidecar.vllm.connection_http import HttpConnection, HttpSessions, is_loopback
+from sidecar.vllm.connection_http import HttpConnection, HttpSessions
 from sidecar.vllm.core_state import CoreLink, check_ranks, parse_version, server_info
 from sidecar.vllm.lora_routes import AdapterRoutes
 from sidecar.vllm.plugin import worker_rpc
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from sidecar.vllm.plugin.environment import DpCoordinator
 
 
-__all__ = ["VllmHttpEngine", "is_loopback"]
+__all__ = ["VllmHttpEngine", "is_loopback_host"]
 
 
 CONNECT_S: Final = 5.0
@@ -106,14 +107,14 @@ class VllmHttpEngine(UpdatesByPlugin):
         parts = urlsplit(self._url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(f"base_url={base_url!r}: expected such as http://127.0.0.1:8000")
-        if not allow_remote and not is_loopback(parts.hostname):
+        if not allow_remote and not is_loopback_host(parts.hostname):
             raise UsageError(
                 f"{parts.hostname} is not a loopback address, and the server's API key does "
                 "not cover its RL routes: whoever reaches it can pause it and replace its "
                 "weights. Run the sidecar beside the server, bound to 127.0.0.1, or pass "
                 "allow_remote=True on a network that only you can reach"
             )
-        self._is_local = is_loopback(parts.hostname)
+        self._is_local = is_loopback_host(parts.hostname)
         self._core = CoreLink(dp_coordinator)
         self._admission = AdmissionControl(self._ask_workers)
         self._server = server

@@ -288,7 +288,7 @@ class WorkerClient:
     async def _perform(self, operation: operations.Operation) -> int:
         """Have all workers carry it out; how many chunks may be received ahead."""
         asked = {"operation": operations.encode(operation)}
-        return worker_rpc.read_ahead(await self._connection.ask(worker_rpc.PERFORM, asked))
+        return worker_rpc.read_ahead(await self._connection.ask(operations.PERFORM, asked))
 
 
 class UpdatesByPlugin:

@@ -19,7 +19,8 @@ from sidecar.bench.transfer.window import Window, window
 from sidecar.bench.vllm_server import called, foreign_plugins
 from sidecar.embedded import EmbeddedEngine
 from sidecar.vllm.plugin import operations
-from sidecar.vllm.plugin.worker_rpc import PERFORM, SWAP
+from sidecar.vllm.plugin.operations import PERFORM
+from sidecar.vllm.plugin.worker_rpc import SWAP
 from tests.support.checkpoints import make_checkpoint
 
 if TYPE_CHECKING:

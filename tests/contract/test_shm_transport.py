@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from bus.errors import EngineError
+from bus.locked_paths import SHM_PREFIX
 from bus.messages import NackCode
 from bus.weight_transfer.allocation import ALONE, NO_RANK
 from bus.weight_transfer.formats import (
     SHM_FOLDER,
-    SHM_PREFIX,
     ShmChunk,
     ShmInit,
     ShmMemory,

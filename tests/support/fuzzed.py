@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import bus.log
 from bus.ids import new_boot
-from bus.protocol.broker.admission import Limits, Rate
 from bus.protocol.broker.config import BrokerConfig
+from bus.protocol.core.access import Limits, Rate
 from bus.runtime.broker_server import rss_bytes
 from bus.runtime.json_lines import read_commands, write_answer
 from bus.runtime.peer import route_of

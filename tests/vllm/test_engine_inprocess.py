@@ -16,7 +16,8 @@ from sidecar.engine import Chunk
 from sidecar.vllm.core_state import parse_version
 from sidecar.vllm.inprocess_engine import VllmEngine
 from sidecar.vllm.plugin import operations
-from sidecar.vllm.plugin.worker_rpc import PERFORM, SWAP
+from sidecar.vllm.plugin.operations import PERFORM
+from sidecar.vllm.plugin.worker_rpc import SWAP
 from tests.contract.bus_suite import BusContract
 from tests.contract.engine_suite import EngineContract, Generated, Watch
 from tests.contract.staged_suite import StagedContract

@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
 from bus.weight_transfer.allocation import World
 from trainer_agent.vllm.init_info import native_info
-from trainer_agent.vllm.source_forms import EitherForm, ParamMeta
+from trainer_agent.weights.source_forms import EitherForm, ParamMeta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

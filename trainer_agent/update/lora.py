@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from bus.errors import Refused, UsageError, WavebusError
+from bus.locked_paths import LockedFolder
 from bus.lora import (
     CONFIG_FILE,
     FOLDER_PREFIX,
@@ -25,7 +26,6 @@ from bus.lora import (
     adapter_backend,
 )
 from bus.messages import ChunkSent, NackCode, TransferInit
-from bus.runtime.locked_paths import LockedFolder
 from bus.weight_transfer.checksum import checksums
 from bus.weight_transfer.formats import SHM_FOLDER, encode
 from trainer_agent.update.plan import UpdatePlan

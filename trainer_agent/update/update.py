@@ -26,8 +26,8 @@ import anyio.to_thread
 import bus.log
 from bus.errors import Refused, UsageError, WavebusError
 from bus.messages import Abort, Arm, Commit, NackCode, Resume, UpdateFinish, UpdateStart
+from trainer_agent.canary import compare
 from trainer_agent.report import UpdateReport
-from trainer_agent.update.canary import compare
 from trainer_agent.update.rank_sync import RankZero
 from trainer_agent.update.steps import ask_in_order
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from bus.messages import Escalation, PauseMode, Target, Verify
+    from trainer_agent.canary import Canary
     from trainer_agent.connection import Connection
     from trainer_agent.options import Quorum
-    from trainer_agent.update.canary import Canary
     from trainer_agent.update.update import Updates
     from trainer_agent.vllm.patches import AnyPatch
     from trainer_agent.vllm.session import TrainerEngineSession

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from trainer_agent.vllm import source_forms
-from trainer_agent.vllm.source_forms import EitherForm, ParamMeta
+from trainer_agent.weights import source_forms
 from trainer_agent.weights.source import tensor_metas
+from trainer_agent.weights.source_forms import EitherForm, ParamMeta
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,7 +16,7 @@ import torch
 
 from bus.errors import UsageError
 from bus.manifest import TensorMeta
-from trainer_agent.vllm.source_forms import FullTensors, has_property_form
+from trainer_agent.weights.source_forms import FullTensors, has_property_form
 
 
 class AnyMeta(Protocol):
@@ -38,7 +38,7 @@ class WeightSource(Protocol):
     """Metadata without transfer, and a fresh pass over the tensors for every update.
 
     vLLM's own weight sources are accepted as well, in both of their forms: see
-    :mod:`trainer_agent.vllm.source_forms`.
+    :mod:`trainer_agent.weights.source_forms`.
     """
 
     def metadata(self) -> Sequence[AnyMeta]:

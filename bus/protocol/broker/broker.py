@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from bus import messages as m
-from bus.protocol.broker.admission import (
+from bus.protocol.broker.config import BROKER_NAME, LEASE_PER_PEER_TIMEOUT, MAX_GROUPS, BrokerConfig
+from bus.protocol.core.access import (
     FRAME_BYTES,
     JOINS_AS,
     REFUSED_COST,
@@ -22,7 +23,6 @@ from bus.protocol.broker.admission import (
     outside_key,
     outside_role,
 )
-from bus.protocol.broker.config import BROKER_NAME, LEASE_PER_PEER_TIMEOUT, MAX_GROUPS, BrokerConfig
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.failures import Failure
 from bus.protocol.core.membership import WATCHERS, Membership, Peer
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from bus.errors import DecodeError
-    from bus.protocol.broker.admission import KeyRole
+    from bus.protocol.core.access import KeyRole
 
 
 WAVE_MESSAGES: Final = (m.FirstReq, m.WaveStarted, m.WaveComplete)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from bus.protocol.broker.admission import Limits
+from bus.protocol.core.access import Limits
 
 BROKER_NAME: Final = "broker"
 

@@ -39,7 +39,7 @@ from bus.protocol.core.failures import Failure
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bus.protocol.broker.admission import Bucket
+    from bus.protocol.core.access import Bucket
 
 # Who belongs to no group.
 WATCHERS: Final = ("observer", "scheduler")

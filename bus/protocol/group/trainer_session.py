@@ -34,7 +34,7 @@ from bus.messages import (
     TrainerStep,
     WaitEngines,
 )
-from bus.protocol.broker.admission import OPEN_REQUESTS
+from bus.protocol.core.access import OPEN_REQUESTS
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.failures import Declined, Failure
 from bus.protocol.group.replies import ASKS_FOR, nack_of

@@ -1,7 +1,7 @@
 """Operations that a sidecar has an engine's workers carry out, and how a failure travels back.
 
 Each is one call of vLLM's ``collective_rpc``, of a method that the plugin adds to workers
-(:data:`sidecar.vllm.plugin.worker_rpc.PERFORM`), with one argument: the operation in MessagePack,
+(:data:`PERFORM`), with one argument: the operation in MessagePack,
 in base64. In process the text crosses vLLM's MessagePack codec, over HTTP it is JSON, and one text
 form passes both. Decoding is strict: unknown operations, unknown fields and wrong types are
 refused. What comes while an engine serves, goes another way
@@ -35,6 +35,9 @@ from bus.messages import (  # noqa: TC001 - msgspec reads them when it decodes
 )
 from bus.messages import Verify as VerifyMode  # noqa: TC001 - as above
 
+# The method of a worker that carries out an operation, its argument ``operation``; it returns how
+# many chunks may be received ahead.
+PERFORM: Final = "wavebus_perform"
 PROTOCOL: Final = 11
 MAX_PAYLOAD_CHARS: Final = 32 * 1024 * 1024
 DETAIL_CHARS: Final = 2000

@@ -28,9 +28,6 @@ ASK_DRAFT: Final = "wavebus_draft"
 ASK_LOADING: Final = "wavebus_loading"
 ASK_LANE: Final = "wavebus_lane"
 ASK_PRESENCE: Final = "__str__"
-# Has the weight transfer engine carry out an operation of :mod:`sidecar.vllm.plugin.operations`,
-# its argument ``operation``; it returns how many chunks may be received ahead.
-PERFORM: Final = "wavebus_perform"
 # The same, of what arms; it returns whether that can be staged. In one call: each takes its time
 # from a step, and waits for one.
 ARM: Final = "wavebus_arm"
@@ -82,8 +79,8 @@ def read_requests(answer: Any) -> tuple[str, ...]:
 
 
 def read_ahead(answer: Any) -> int:
-    """How many chunks may be received ahead, in the answer to :data:`PERFORM`: as a number, or,
-    over HTTP, its text.
+    """How many chunks may be received ahead, in the answer to ``PERFORM``: as a number, or, over
+    HTTP, its text.
 
     Raises:
         EngineError: it is not there.

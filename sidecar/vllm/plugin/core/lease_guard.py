@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("vllm.wavebus")
 PERIOD_S: Final = 0.2
 GRACE_S: Final = 5.0
-_PERFORM: Final = "wavebus_perform"
 _STORE_KEY: Final = "wavebus/hold/"
 _DUE: Final = "wavebus: look at the hold page"
 # What a void hold does not let through.
@@ -180,7 +179,9 @@ class LeaseGuard:
                 publish()  # peers of a KV connector would go on with the caches from before
 
     def _perform(self, operation: operations.Operation) -> None:
-        self._core.collective_rpc(_PERFORM, kwargs={"operation": operations.encode(operation)})
+        self._core.collective_rpc(
+            operations.PERFORM, kwargs={"operation": operations.encode(operation)}
+        )
 
     def _quarantine(self, hold: PauseLease, reason: str) -> None:
         core = self._core
@@ -323,7 +324,7 @@ def collective_rpc(
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
     """Let no update through whose pause lease is void."""
-    watch = _watches.of(core) if method == _PERFORM else None
+    watch = _watches.of(core) if method == operations.PERFORM else None
     if watch is not None and kwargs and (void := watch.void_reason()):
         _refuse_updates(void, kwargs["operation"])
     return original(core, method, timeout, args, kwargs)

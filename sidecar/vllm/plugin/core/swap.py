@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bus.messages import NackCode
 from sidecar.vllm.plugin import operations
-from sidecar.vllm.plugin.worker_rpc import PERFORM
+from sidecar.vllm.plugin.operations import PERFORM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

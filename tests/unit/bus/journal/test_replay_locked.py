@@ -22,8 +22,8 @@ from bus.journal.records import (
 from bus.journal.render import as_json, line
 from bus.messages import Heartbeat, Join, Message, Nack, NackCode, StatusRequest
 from bus.messages.codec import encode
-from bus.protocol.broker.admission import STRANGERS_FRAME_BYTES, Limits, Rate
 from bus.protocol.broker.config import BrokerConfig
+from bus.protocol.core.access import STRANGERS_FRAME_BYTES, Limits, Rate
 from bus.runtime.broker_server import BrokerServer
 from bus.runtime.memory_transport import MemoryNetwork
 from bus.testing.clock import SimScheduler
@@ -34,7 +34,7 @@ from tests.unit.bus.journal._recorded import difference, message_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bus.protocol.broker.admission import KeyRole
+    from bus.protocol.core.access import KeyRole
 
 KEYS: dict[str, KeyRole] = {"key-e": "engine", "key-t": "trainer", "key-o": "observer"}
 LIMITS = Limits(peer=Rate(100, 1000), stranger=Rate(10, 40), status=Rate(5, 8))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from bus.runtime.locked_paths import LockedFolder
+from bus.locked_paths import LockedFolder
 from sidecar.supervision.launch import free_port
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAKES_ONE = """
 import sys
 from pathlib import Path
-from bus.runtime.locked_paths import LockedFolder
+from bus.locked_paths import LockedFolder
 folder = LockedFolder("held-", Path(sys.argv[1]))
 (folder.path / "page").touch()
 print(folder.path, flush=True)

@@ -167,7 +167,7 @@ def test_a_step_is_one_post() -> None:
             operation = operations.encode(operations.Start("draft", recover=False))
             [(name, body)] = server.posts
             assert name == "collective_rpc"
-            assert body == {"method": worker_rpc.PERFORM, "kwargs": {"operation": operation}}
+            assert body == {"method": operations.PERFORM, "kwargs": {"operation": operation}}
 
     run(scenario())
 

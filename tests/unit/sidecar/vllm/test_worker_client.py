@@ -47,7 +47,7 @@ class Workers:
 
     async def ask(self, method: str, kwargs: dict[str, Any]) -> Any:
         match method:
-            case worker_rpc.PERFORM:
+            case operations.PERFORM:
                 self._perform(operations.decode(kwargs["operation"]))
                 return [2]
             case worker_rpc.ARM:

@@ -287,7 +287,6 @@ def test_workers_get_every_method_that_sidecars_ask_for() -> None:
             "ASK_LOADING",
             "ASK_LANE",
             "ASK_PRESENCE",
-            "PERFORM",
             "ARM",
             "SWAP",
             "CALL_OFF",

@@ -86,7 +86,7 @@ def test_an_operation_is_carried_out_by_the_workers_engine() -> None:
     """Which is given the worker, whose session it opens and closes."""
     told: list[Any] = []
     worker, _ = workers_with(SimpleNamespace(wavebus_perform=lambda *args: told.append(args)))
-    assert getattr(worker, worker_rpc.PERFORM)(operation="op") is None
+    assert getattr(worker, operations.PERFORM)(operation="op") is None
     assert told == [(worker, "op")]
 
 

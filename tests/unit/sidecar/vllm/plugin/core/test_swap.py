@@ -15,7 +15,8 @@ import torch
 from bus.messages import NackCode
 from sidecar.vllm.plugin import operations
 from sidecar.vllm.plugin.core import swap as core_swap
-from sidecar.vllm.plugin.worker_rpc import CALL_OFF, PERFORM, SWAP
+from sidecar.vllm.plugin.operations import PERFORM
+from sidecar.vllm.plugin.worker_rpc import CALL_OFF, SWAP
 from tests.support.seams import install
 
 

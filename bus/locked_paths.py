@@ -11,10 +11,13 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+# What the names of all files begin with that wavebus makes in a tmpfs.
+SHM_PREFIX: Final = "wavebus-"
 
 
 def sweep(paths: Iterable[Path], remove: Callable[[Path], None]) -> list[str]:

@@ -22,7 +22,9 @@ from bus.messages import (
     WaitEngines,
     codec,
 )
-from bus.protocol.broker.admission import (
+from bus.protocol.broker.broker import Broker
+from bus.protocol.broker.config import MAX_GROUPS, BrokerConfig
+from bus.protocol.core.access import (
     FRAME_BYTES,
     KIB,
     OPEN_REQUESTS,
@@ -32,8 +34,6 @@ from bus.protocol.broker.admission import (
     Limits,
     Rate,
 )
-from bus.protocol.broker.broker import Broker
-from bus.protocol.broker.config import MAX_GROUPS, BrokerConfig
 from bus.protocol.core.effects import Effect, Note
 from tests.unit.bus._builders import TRAINER_JOIN, engine_join, envelope, messages, nack_in
 
