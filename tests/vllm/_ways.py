@@ -17,7 +17,7 @@ def register() -> None:
 
 def _know(worker: Any, plan: bool) -> None:
     """Without a plan, by the loader, which is compared with nothing."""
-    known = worker.weight_transfer_engine._plans._known
+    known = worker.weight_transfer_engine._loadable["model"].plans._entry
     if known.plan is not None:
         worker.wavebus_tests_plan = known.plan
     known.plan, known.proven = (worker.wavebus_tests_plan, True) if plan else (None, False)

@@ -265,7 +265,7 @@ def test_steps_do_not_wait_for_the_chunks_of_an_update_that_is_let_go() -> None:
     from sidecar.vllm.plugin.staging.stager import Stager  # noqa: PLC0415 - it needs vLLM
 
     class Silent(Receiver):
-        collective = True
+        is_collective = True
         closed = threading.Event()
 
         def open(self, params: bytes, place: Any) -> None:
@@ -281,7 +281,7 @@ def test_steps_do_not_wait_for_the_chunks_of_an_update_that_is_let_go() -> None:
     class Staged:
         kept: bool | None = None
 
-        def let_go(self, *, keep: bool) -> None:
+        def release(self, *, keep: bool) -> None:
             self.kept = keep
 
     cpu = torch.device("cpu")
