@@ -10,10 +10,10 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import structlog
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import structlog
 
     from bus.protocol.core.effects import Note
 
@@ -42,6 +42,8 @@ def configure(*, level: str = "info", json: bool | None = None) -> None:
 
 def logger(**fields: object) -> structlog.typing.FilteringBoundLogger:
     """A logger that puts ``fields`` on every line."""
+    import structlog  # noqa: PLC0415 - it takes long, and a help text logs nothing
+
     as_json = not sys.stderr.isatty() if _settings.json is None else _settings.json
     renderer: Any = (
         structlog.processors.JSONRenderer()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,10 +17,12 @@ from bus.journal.writer import DEFAULT_BYTES, LEAST_BYTES, MOST_BYTES, JournalWr
 from bus.keys import read_keyring
 from bus.protocol.broker.config import BrokerConfig
 from bus.protocol.core.effects import Note
-from bus.runtime.broker_server import BrokerServer
 from bus.runtime.clock import AsyncioScheduler
 from bus.runtime.zmq_transport import ZmqServer
 from bus.settings import DEFAULT_BROKER
+
+if TYPE_CHECKING:
+    from bus.runtime.broker_server import BrokerServer
 
 
 @click.command()
@@ -110,6 +113,9 @@ def broker(
         peer_timeout_ms=peer_timeout_ms,
         step_timeout_ms=step_timeout_ms,
     )
+
+    # A help text needs none of the machines.
+    from bus.runtime.broker_server import BrokerServer  # noqa: PLC0415
 
     async def serve(stop: asyncio.Event) -> None:
         log = bus.log.logger()

@@ -11,7 +11,6 @@ from bus.cli.options import journal_argument, json_option
 from bus.errors import JournalError
 from bus.journal.reader import Gap, read
 from bus.journal.render import line
-from bus.journal.replay import Unplayable, replay_lives
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -40,6 +39,9 @@ def replay(source: Path, upto: int | None, verbose: bool, as_json: bool) -> None
     replayed from its first file on, by the same version of wavebus; those whose first file was
     dropped (--journal-bytes) are named.
     """
+    # A help text needs none of the machines.
+    from bus.journal.replay import Unplayable, replay_lives  # noqa: PLC0415
+
     lives: dict[int, Replay] = {}
     left: list[str] = []  # what can't be replayed
     damaged = False

@@ -13,12 +13,12 @@ from bus.cli.options import broker_option, json_option, key_options, timeout_opt
 from bus.errors import JournalError
 from bus.journal.explain import findings
 from bus.journal.reader import read
-from bus.journal.replay import Replay, Unplayable, replay_lives
 from bus.keys import security
 from bus.runtime.event_loop import run
 from bus.runtime.status_client import fetch_status
 
 if TYPE_CHECKING:
+    from bus.journal.replay import Replay
     from bus.messages import Status
 
 
@@ -87,6 +87,9 @@ def _final_status(source: Path) -> Status:
     Raises:
         JournalError: it can't be replayed.
     """
+    # A help text needs none of the machines.
+    from bus.journal.replay import Unplayable, replay_lives  # noqa: PLC0415
+
     last: Replay | None = None
     reason = f"{source}: nothing is recorded in it"
     for each in replay_lives(read(source)):
