@@ -28,6 +28,33 @@ PACKAGES = ("bus", "sidecar", "trainer_agent")
 MAX_LINES = 500
 MAX_MODULES = 16
 MAX_LEVELS = 4
+MAX_CLASS_LINES = 250
+# Classes that are longer than that, with their lines: they may shrink, and no other may join them.
+LONG_CLASSES = {
+    "Broker": 438,
+    "Commands": 439,
+    "DpGroups": 266,
+    "EmbeddedEngine": 399,
+    "EngineCore": 364,
+    "EnginePause": 272,
+    "EngineRegistry": 342,
+    "EngineSession": 453,
+    "EngineUpdate": 397,
+    "GroundTruth": 398,
+    "Group": 343,
+    "Sidecar": 426,
+    "SimEngine": 387,
+    "SimWorld": 321,
+    "TrainerAgent": 397,
+    "TrainerEngineSession": 373,
+    "TrainerScripts": 408,
+    "Update": 254,
+    "UpdateMachine": 292,
+    "VllmHttpEngine": 409,
+    "Watch": 445,
+    "WavebusWeightTransferEngine": 384,
+    "WorkerClient": 252,
+}
 
 # The glossary's words (docs/glossary.md) replaced these in names. Each is one or several parts of
 # an
@@ -163,6 +190,19 @@ def test_no_class_name_stands_twice() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(shown(path))
     assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
+def test_no_class_is_longer_than_250_lines() -> None:
+    """But those that were when the rule came; one that has shrunk has its lines lowered here."""
+    lines = {
+        node.name: (node.end_lineno or 0) - node.lineno + 1
+        for path in modules()
+        for node in parsed(path).body
+        if isinstance(node, ast.ClassDef)
+    }
+    long = {name: n for name, n in lines.items() if n > MAX_CLASS_LINES}
+    assert {name: n for name, n in long.items() if n > LONG_CLASSES.get(name, 0)} == {}
+    assert LONG_CLASSES.keys() <= long.keys()
 
 
 def test_unit_tests_mirror_the_modules() -> None:
