@@ -28,7 +28,7 @@ def children(pid: int) -> list[int]:
     """Of all threads of a process; none if it is gone meanwhile."""
     try:
         tasks = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    except FileNotFoundError:
+    except OSError:
         return []
     return [int(child) for task in tasks for child in task.split()]
 
@@ -43,6 +43,6 @@ def runs(pid: int) -> bool:
     """Whether it is there, and has not ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+    except OSError:  # of more than one kind: it may end between the open and the read
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"

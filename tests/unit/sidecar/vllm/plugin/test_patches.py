@@ -27,6 +27,7 @@ from sidecar.vllm.plugin import installation
 from sidecar.vllm.plugin import worker_rpc as worker_facts
 from sidecar.vllm.plugin.core.admission import SET_ADMISSION
 from sidecar.vllm.plugin.installation import features_of
+from sidecar.vllm.plugin.operations import PERFORM
 from sidecar.vllm.plugin.patches import REGISTRY
 from tests.support.new_vllm import NewVllm, check_nothing_is_missed, installed, write
 from tests.unit.bus._builders import envelope, facts, only
@@ -292,7 +293,7 @@ def test_workers_get_every_method_that_sidecars_ask_for() -> None:
             "CALL_OFF",
         )
     }
-    assert names == asked | {SET_ADMISSION}
+    assert names == asked | {PERFORM, SET_ADMISSION}
     answered = {method for each in REGISTRY.seams for method, _ in each.answers}
     assert answered <= names
 
