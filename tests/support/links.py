@@ -108,6 +108,7 @@ class Links:
         self._connections: set[_Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
+        self._closing = False
 
     @property
     def address(self) -> str:
@@ -121,6 +122,7 @@ class Links:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
+        self._closing = True
         self._server.close()
         for connection in list(self._connections):
             connection.end()
@@ -165,10 +167,18 @@ class Links:
     def _ways_broken(self, connection: _Connection) -> frozenset[Way]:
         return self._everybody | self._broken.get(connection.peer, frozenset())
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._closing:
+            writer.transport.abort()
+            return
         task = asyncio.create_task(self._carry(reader, writer))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+        def on_done(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            writer.transport.abort()  # the task may have been cancelled before its first step
+
+        task.add_done_callback(on_done)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = _Connection([writer])
