@@ -24,6 +24,8 @@ from bus.ids import check_name
 from bus.messages import NackCode
 from bus.weight_transfer import cuda
 from bus.weight_transfer.gloo import GlooReceiver, GlooSender
+from bus.weight_transfer.ipc import IpcReceiver, IpcSender
+from bus.weight_transfer.nccl import NcclReceiver, NcclSender
 from bus.weight_transfer.shm import ShmReceiver, ShmSender
 
 if TYPE_CHECKING:
@@ -112,37 +114,11 @@ class _BuiltIn:
     unavailable_reason: Callable[[], str] = str
 
 
-def _nccl_sender() -> Sender:
-    from bus.weight_transfer.nccl import NcclSender  # noqa: PLC0415 - where there are GPUs
-
-    return NcclSender()
-
-
-def _nccl_receiver() -> Receiver:
-    from bus.weight_transfer.nccl import NcclReceiver  # noqa: PLC0415 - same
-
-    return NcclReceiver()
-
-
-def _ipc_sender() -> Sender:
-    from bus.weight_transfer.ipc import IpcSender  # noqa: PLC0415 - same
-
-    return IpcSender()
-
-
-def _ipc_receiver() -> Receiver:
-    from bus.weight_transfer.ipc import IpcReceiver  # noqa: PLC0415 - same
-
-    return IpcReceiver()
-
-
 _BUILT_IN: Final = {
     "shm": _BuiltIn(ShmSender, ShmReceiver),
     "gloo": _BuiltIn(GlooSender, GlooReceiver),
-    "nccl": _BuiltIn(
-        _nccl_sender, _nccl_receiver, lambda: cuda.nccl_unavailable_reason(torch, dist)
-    ),
-    "ipc": _BuiltIn(_ipc_sender, _ipc_receiver, lambda: cuda.unavailable_reason(torch)),
+    "nccl": _BuiltIn(NcclSender, NcclReceiver, lambda: cuda.nccl_unavailable_reason(torch, dist)),
+    "ipc": _BuiltIn(IpcSender, IpcReceiver, lambda: cuda.unavailable_reason(torch)),
 }
 _REASONS: Final = {name: backend.unavailable_reason for name, backend in _BUILT_IN.items()}
 

@@ -1,6 +1,4 @@
-"""The next weights, beside those that are served.
-
-A weight update of the embedded engine, step by step.
+"""A weight update of the embedded engine, step by step, and the memory that it is staged in.
 
 ::
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from bus.errors import DecodeError
 from bus.messages import codec
+from tests.support.relay import Relay
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,7 +92,7 @@ class _Connection:
             writer.close()
 
 
-class Links:
+class Links(Relay):
     """All links of a bus, for the length of an ``async with``.
 
     Args:
@@ -100,35 +101,13 @@ class Links:
     """
 
     def __init__(self, target: int, observe: Callable[[Passing], None]) -> None:
+        super().__init__()
         self._target = target
         self._observe = observe
         self._trap: Trap | None = None
         self._broken: dict[str, frozenset[Way]] = {}
         self._everybody: frozenset[Way] = frozenset()
         self._connections: set[_Connection] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
-        self._closing = False
-
-    @property
-    def address(self) -> str:
-        """Where peers connect to."""
-        assert self._server is not None
-        return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
-        self._closing = True
-        self._server.close()
-        for connection in list(self._connections):
-            connection.end()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def trap(self, matches: Callable[[Passing], bool]) -> Trap:
         """Hold the next message like this. One trap at a time."""
@@ -166,19 +145,6 @@ class Links:
 
     def _ways_broken(self, connection: _Connection) -> frozenset[Way]:
         return self._everybody | self._broken.get(connection.peer, frozenset())
-
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._closing:
-            writer.transport.abort()
-            return
-        task = asyncio.create_task(self._carry(reader, writer))
-        self._tasks.add(task)
-
-        def on_done(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            writer.transport.abort()  # the task may have been cancelled before its first step
-
-        task.add_done_callback(on_done)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = _Connection([writer])

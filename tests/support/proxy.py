@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from typing import Final, Self
+from typing import Final
+
+from tests.support.relay import Relay
 
 _CHUNK: Final = 65536
 
 
-class BadProxy:
+class BadProxy(Relay):
     """Between peers and a broker, for the length of an ``async with``.
 
     Args:
@@ -23,6 +25,7 @@ class BadProxy:
     def __init__(
         self, target: str, *, seed: int, delay_ms: float = 15.0, cut_every_s: float = 4.0
     ) -> None:
+        super().__init__()
         self.cuts = 0
         self.pieces = 0
         self._host, _, port = target.rpartition(":")
@@ -30,40 +33,6 @@ class BadProxy:
         self._random = random.Random(seed)
         self._delay_ms = delay_ms
         self._cut_every_s = cut_every_s
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
-        self._closing = False
-
-    @property
-    def address(self) -> str:
-        """Where peers connect to."""
-        assert self._server is not None
-        return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
-        self._closing = True
-        self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._closing:
-            writer.transport.abort()
-            return
-        task = asyncio.create_task(self._carry(reader, writer))
-        self._tasks.add(task)
-
-        def ended(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            writer.transport.abort()  # it may have been cancelled before its first step
-
-        task.add_done_callback(ended)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers = [writer]

@@ -1,16 +1,13 @@
-"""How much one peer may ask of the broker, so that none starves the others.
+"""What a peer may send to the broker: by its role, by its key, and how much.
 
-Every route has a bucket of tokens, which fills at a steady rate; a small one until its peer has
-joined. A frame costs one token, and one more per 4 KiB; one that is refused costs
-more, since it is answered and logged. With an empty bucket frames are dropped unread, and
-their sender is told once a second.
+**How much.** Each route has a bucket of tokens that fills at a steady rate; it is small until its
+peer has joined. A frame costs one token, and one more per 4 KiB. A frame that is refused costs
+:data:`REFUSED_COST` more, since it is answered and logged. While the bucket is empty frames are
+dropped unread, and their sender is told once a second. A role bounds the size of its frames: only a
+trainer sends manifests.
 
-What a role has to say bounds a frame's size: manifests are a trainer's alone.
-
-Who may say what: the roles of peers, the roles of keys, and the verbs of each.
-
-A peer says its role when it joins. Where the broker has keys, its key says which roles
-those can be, and nothing that the peer says of itself counts for more:
+**What.** A peer says its role when it joins. Where the broker has keys, the peer's key decides
+which roles those can be, whatever the peer says:
 
 ========= ==================== ==========================================================
 key       may join as          its verbs
@@ -21,8 +18,8 @@ observer  observer             STATUS_REQUEST
 scheduler scheduler            STATUS_REQUEST
 ========= ==================== ==========================================================
 
-Every role has JOIN, HEARTBEAT, LEAVE, STATUS_REQUEST and NACK beside these. SLEEP and WAKE are
-steps of a pause, which is its trainer's alone; a scheduler may watch.
+Every role may also send JOIN, HEARTBEAT, LEAVE, STATUS_REQUEST and NACK. SLEEP and WAKE are steps
+of a pause, so only its trainer sends them; a scheduler may watch.
 
 Invariants: what is refused here has changed nothing; a frame counts for the peer that it names
 only under the key with which that peer has joined.
@@ -76,19 +73,14 @@ if TYPE_CHECKING:
 
 
 KIB: Final = 1024
-
 BYTES_PER_TOKEN: Final = 4 * KIB
-
 REFUSED_COST: Final = 10
-
 REPORT_EVERY_MS: Final = 1000
 
 # Requests that one trainer may have open at a time.
 OPEN_REQUESTS: Final = 1024
 
-
 STRANGERS_FRAME_BYTES: Final = 64 * KIB
-
 FRAME_BYTES: Final[dict[Role, int]] = {
     "trainer": MAX_FRAME_BYTES,
     "follower": 64 * KIB,
@@ -161,13 +153,9 @@ def cost_of(size_bytes: int) -> int:
 
 
 KeyRole: TypeAlias = Literal["trainer", "engine", "observer", "scheduler"]
-
 Verbs: TypeAlias = frozenset[type[Message]]
 
-
 _EVERYBODY: Final[Verbs] = frozenset({Join, Heartbeat, Leave, StatusRequest, Nack})
-
-
 VERBS: Final[dict[Role, Verbs]] = {
     "trainer": _EVERYBODY
     | {
@@ -194,16 +182,12 @@ VERBS: Final[dict[Role, Verbs]] = {
     "observer": _EVERYBODY,
     "scheduler": _EVERYBODY,
 }
-
-
 JOINS_AS: Final[dict[KeyRole, frozenset[Role]]] = {
     "trainer": frozenset({"trainer", "follower"}),
     "engine": frozenset({"engine", "gateway"}),
     "observer": frozenset({"observer"}),
     "scheduler": frozenset({"scheduler"}),
 }
-
-
 KEY_VERBS: Final[dict[KeyRole, Verbs]] = {
     key: frozenset[type[Message]]().union(*(VERBS[role] for role in roles))
     for key, roles in JOINS_AS.items()

@@ -1,4 +1,4 @@
-"""A machine's transition table as a Mermaid diagram, and the error of an event it lacks."""
+"""Transition tables of machines: the next state, the error of an event, and the diagram."""
 
 from __future__ import annotations
 
@@ -13,8 +13,23 @@ if TYPE_CHECKING:
 
 
 S = TypeVar("S", bound=StrEnum)
-
 E = TypeVar("E", bound=StrEnum)
+
+
+def next_state(machine: str, transitions: Mapping[tuple[S, E], S], state: S, event: E) -> S:
+    """The state that an event leads to.
+
+    Args:
+        machine: the machine's name, for the error.
+        transitions: its table.
+
+    Raises:
+        IllegalTransition: the table has no such event in this state.
+    """
+    following = transitions.get((state, event))
+    if following is None:
+        raise IllegalTransition(machine, state.value, event.value)
+    return following
 
 
 def state_diagram(transitions: Mapping[tuple[S, E], S], initial: S) -> str:

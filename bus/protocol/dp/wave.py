@@ -55,7 +55,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-from bus.protocol.core.state_table import IllegalTransition
+from bus.protocol.core.state_table import next_state
 
 
 class WaveState(StrEnum):
@@ -199,7 +199,4 @@ class WaveMachine:
             self.wave = 0
 
     def _go(self, event: WaveEvent) -> None:
-        following = TRANSITIONS.get((self.state, event))
-        if following is None:
-            raise IllegalTransition("wave", self.state.value, event.value)
-        self.state = following
+        self.state = next_state("wave", TRANSITIONS, self.state, event)

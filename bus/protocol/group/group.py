@@ -78,14 +78,7 @@ class Group(GroupState):
             name, retry_ms=retry_ms, step_timeout_ms=step_timeout_ms, min_lease_ms=min_lease_ms
         )
         self._commands = Commands(self)
-        self._reconciliation = Reconciliation(
-            self.registry,
-            self.pause,
-            self.update,
-            lambda: self.version,
-            lease_ms=min_lease_ms,
-            timeout_ms=step_timeout_ms,
-        )
+        self._reconciliation = Reconciliation(self)
 
     # -- the trainer ----------------------------------------------------------
 

@@ -41,7 +41,7 @@ from bus.messages import NackCode, PauseGlobal, PauseLocal, Resume, Step
 from bus.protocol.core.ack_barrier import AckBarrier
 from bus.protocol.core.failures import Failure
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
-from bus.protocol.core.state_table import IllegalTransition
+from bus.protocol.core.state_table import next_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -276,7 +276,4 @@ class PauseMachine:
         return [Ask(message, tuple(self.members))]
 
     def _go(self, event: PauseEvent) -> None:
-        following = TRANSITIONS.get((self.state, event))
-        if following is None:
-            raise IllegalTransition("pause", self.state.value, event.value)
-        self.state = following
+        self.state = next_state("pause", TRANSITIONS, self.state, event)

@@ -26,52 +26,36 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bus.messages import Abort, Heartbeat, Message, PauseLocal, Resume
-from bus.protocol.group.pause import PauseMachine, PauseState
-from bus.protocol.group.update import UpdateMachine, UpdateState
+from bus.protocol.group.pause import PauseState
+from bus.protocol.group.update import UpdateState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from bus.protocol.core.membership import Peer
-    from bus.protocol.group.engine_registry import EngineRegistry
+    from bus.protocol.group.group_state import GroupState
 
 
 class Reconciliation:
-    """Of one group, by what its machines know.
+    """Finds what a pause or an update left behind at an engine.
 
     Args:
-        version: what the group serves.
-        lease_ms: of a pause that is completed so that it can end.
-        timeout_ms: how long an engine may take for that.
+        state: the group.
     """
 
-    def __init__(
-        self,
-        registry: EngineRegistry,
-        pause: PauseMachine,
-        update: UpdateMachine,
-        version: Callable[[], int],
-        *,
-        lease_ms: float,
-        timeout_ms: float,
-    ) -> None:
-        self._registry = registry
-        self._pause = pause
-        self._update = update
-        self._version = version
-        self._lease_ms = int(lease_ms)
-        self._timeout_ms = int(timeout_ms)
+    def __init__(self, state: GroupState) -> None:
+        self._state = state
 
     def find(self, peer: Peer, beat: Heartbeat) -> tuple[Message, Iterable[str]] | None:
         """What to send to whom, after this heartbeat."""
-        registry, alone = self._registry, (peer.name,)
+        registry, update, alone = self._state.registry, self._state.update, (peer.name,)
         if beat.phase in ("armed", "staging", "updating") and (
-            self._update.state is UpdateState.IDLE or self._update.update_id != beat.update_id
+            update.state is UpdateState.IDLE or update.update_id != beat.update_id
         ):
             return Abort(beat.update_id, "the bus knows nothing of this update"), alone
         if self._is_abandoned(peer, beat):
             return self._resume(beat), alone
-        if self._pause.state is not PauseState.RUNNING or registry.is_incomplete(peer.name):
+        if self._state.pause.state is not PauseState.RUNNING or registry.is_incomplete(peer.name):
             return None
         if registry.is_pause_unknown(peer.name):
             # It may have been made; so all of them are paused first.
@@ -90,19 +74,19 @@ class Reconciliation:
 
     def _is_abandoned(self, peer: Peer, beat: Heartbeat) -> bool:
         """It is still in a pause before this one, whose lease is over, and waits for its mates."""
+        pause = self._state.pause
         return (
-            self._pause.state is PauseState.LOCAL
+            pause.state is PauseState.LOCAL
             and beat.phase == "paused"
-            and peer.name in self._pause.members
-            and beat.update_id != self._pause.update_id
-            and peer.name not in self._registry.kept_paused()
+            and peer.name in pause.members
+            and beat.update_id != pause.update_id
+            and peer.name not in self._state.registry.kept_paused()
         )
 
     def _resume(self, beat: Heartbeat) -> Resume:
-        return Resume(beat.update_id, self._version())
+        return Resume(beat.update_id, self._state.version)
 
     def _complete_pause(self, beat: Heartbeat) -> PauseLocal:
         """Half-made: the mates are asked too, so that it completes, and all can resume."""
-        return PauseLocal(
-            beat.update_id, "keep", False, self._lease_ms, self._timeout_ms, 0, "keep"
-        )
+        lease_ms, timeout_ms = int(self._state.min_lease_ms), int(self._state.step_timeout_ms)
+        return PauseLocal(beat.update_id, "keep", False, lease_ms, timeout_ms, 0, "keep")

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from bus.messages import Sleep, Step, Wake
 from bus.protocol.core.ack_barrier import AckBarrier
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
-from bus.protocol.core.state_table import IllegalTransition
+from bus.protocol.core.state_table import next_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -161,7 +161,4 @@ class SleepMachine:
         return [StepDone(done.step, done)]
 
     def _go(self, event: SleepEvent) -> None:
-        following = TRANSITIONS.get((self.state, event))
-        if following is None:
-            raise IllegalTransition("sleep", self.state.value, event.value)
-        self.state = following
+        self.state = next_state("sleep", TRANSITIONS, self.state, event)

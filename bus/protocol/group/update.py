@@ -75,7 +75,7 @@ from bus.messages import (
 from bus.protocol.core.ack_barrier import AckBarrier
 from bus.protocol.core.failures import Failure, wrong_state
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
-from bus.protocol.core.state_table import IllegalTransition
+from bus.protocol.core.state_table import IllegalTransition, next_state
 from bus.protocol.group.staging import StagingDecision
 
 if TYPE_CHECKING:
@@ -448,7 +448,4 @@ class UpdateMachine:
         self.chunks.clear()
 
     def _go(self, event: UpdateEvent) -> None:
-        following = TRANSITIONS.get((self.state, event))
-        if following is None:
-            raise IllegalTransition("update", self.state.value, event.value)
-        self.state = following
+        self.state = next_state("update", TRANSITIONS, self.state, event)

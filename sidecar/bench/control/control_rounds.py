@@ -1,6 +1,4 @@
-"""Keys of a bench's own bus, in a folder that goes with it.
-
-How fast the bus pauses and resumes a group, beside what peers do and what is possible.
+"""How fast the bus pauses and resumes a group, beside what peers do and what is possible.
 
 Rounds of three kinds alternate in one run, so that whatever else the host does falls
 on all of them alike:

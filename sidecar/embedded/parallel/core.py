@@ -21,11 +21,10 @@ to let it be, is not ready, and all go on with the weights that they have. An id
 wave for it. In a pause there is no step to confer at; a swap that has not been made when all ranks
 have paused, is called off.
 
-How not to pause: in one phase. For tests alone, which show the deadlock that follows.
-
-The pause is acknowledged at once, whatever the core is doing. A rank that has heard of it
-steps no more, for nobody, and a START_DP_WAVE that comes then is not heeded. If another
-rank is in a step, it waits there for ever, and with it whatever was asked of it meanwhile.
+The last class pauses in one phase, as one must not: tests show the deadlock that follows. Its
+pause is acknowledged at once, whatever the core is doing. The rank steps no more, and ignores a
+START_DP_WAVE that comes then. If another rank is in a step, that rank waits there for ever, and so
+does whatever was asked of it meanwhile.
 """
 
 from __future__ import annotations
