@@ -79,10 +79,10 @@ class Refused(WavebusError):
         self.nack = nack
         where = f"{nack.peer}: " if nack.peer else ""
         step = step_name(nack.step, nack.chunk)
-        told = [f"field {nack.field}"] if nack.field else []
+        details = [f"field {nack.field}"] if nack.field else []
         if step not in nack.detail:
-            told.append(f"step {step}")
-        at = f" ({', '.join(told)})" if told else ""
+            details.append(f"step {step}")
+        at = f" ({', '.join(details)})" if details else ""
         hint = f"; {nack.hint}" if nack.hint else ""
         super().__init__(f"{nack.code.value}: {where}{nack.detail}{at}{hint}")
 

@@ -329,7 +329,7 @@ def _alone(command: tuple[str, ...]) -> bool:
     """Whether this is the command of a server that is no rank among others: a rank that ends can't
     come back without them."""
     return bool(command) and not any(
-        word.startswith(("--data-parallel-rank", "-dpr")) for word in command
+        argument.startswith(("--data-parallel-rank", "-dpr")) for argument in command
     )
 
 
@@ -339,13 +339,13 @@ _OF_THE_SUPERVISOR = frozenset({"dp_group", "dp_size", "port", "restarts", "comm
 
 def _given(ctx: click.Context, without: frozenset[str]) -> tuple[str, ...]:
     """The command's options as they came, wherever from, to be given to another process."""
-    words: list[str] = []
+    arguments: list[str] = []
     for param in ctx.command.params:
         value = ctx.params.get(str(param.name))
         if value is None or param.name in without or value == param.get_default(ctx):
             continue
-        words += [param.opts[0]] if value is True else [param.opts[0], str(value)]
-    return tuple(words)
+        arguments += [param.opts[0]] if value is True else [param.opts[0], str(value)]
+    return tuple(arguments)
 
 
 def _coordinate(broker: str, group: str, dp_group: str | None) -> BusAddress:

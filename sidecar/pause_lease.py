@@ -85,24 +85,28 @@ class PauseLeaseWriter:
 
     async def take_over(self, left: AbandonedPause, now_ms: float) -> Note:
         """The engine was found paused: undo what was begun of an update, and go on from there."""
-        hold, broken, engine = left.lease, left.broken, self._engine
-        if hold.begun and hold.begun != "adapter" and not broken:
+        lease, partial, engine = left.lease, left.broken, self._engine
+        if lease.begun and lease.begun != "adapter" and not partial:
             try:
-                await engine.restore(hold.begun)
+                await engine.restore(lease.begun)
             except EngineError:
-                broken = (hold.begun,)
-        if broken:
+                partial = (lease.begun,)
+        if partial:
             await engine.admit(open=False)
             await engine.abort_requests()
-        left_ms = (hold.until_ns - time.monotonic_ns()) / 1e6
+        left_ms = (lease.until_ns - time.monotonic_ns()) / 1e6
         self._session.on_found_paused(
-            hold.pause_id,
+            lease.pause_id,
             max(left_ms, _MIN_LEASE_MS),
             now_ms,
-            broken=broken,
-            asleep=hold.asleep,
+            broken=partial,
+            asleep=lease.asleep,
         )
-        fields = {"update_id": hold.pause_id, "phase": self._session.phase, "broken": list(broken)}
+        fields = {
+            "update_id": lease.pause_id,
+            "phase": self._session.phase,
+            "broken": list(partial),
+        }
         return Note("found_paused", "warning", fields)
 
     def _on_outcome(self, end: LeaseOutcome, now_ms: float) -> list[Note]:
@@ -115,12 +119,12 @@ class PauseLeaseWriter:
         elif end.state == "resumed":
             session.found_running()
         else:
-            broken = {*session.update.partial, session.update.part_in_place or "model"}
+            partial = {*session.update.partial, session.update.part_in_place or "model"}
             session.on_found_paused(
                 session.pause.update_id,
                 0.0,
                 now_ms,
-                broken=broken,
+                broken=partial,
                 asleep=not session.memory.awake,
             )
         self._serial = 0
@@ -134,9 +138,9 @@ class PauseLeaseWriter:
             begun = "adapter"
         elif part:
             begun = "draft" if part == "draft" else "model"
-        broken = set(update.partial)
+        partial = set(update.partial)
         if begun in ("model", "draft") and (update.has_loaded or _loads(call)):
-            broken.add(part)
+            partial.add(part)
         return PauseLease(
             serial=self._serial,
             pause_id=session.pause.update_id,
@@ -145,7 +149,7 @@ class PauseLeaseWriter:
             dp_group=self._dp_group,
             version=session.version,
             begun=begun,
-            broken=tuple(sorted(broken)),
+            broken=tuple(sorted(partial)),
             asleep=not session.memory.awake,
             resuming=isinstance(call, CallResume)
             or session.pause.state is EnginePauseState.RESUMING,

@@ -50,12 +50,12 @@ class PeerLinks:
         dp_rank: int,
         broker: str,
         security: Security,
-        on_word: Callable[[LeaseVote], None],
+        on_vote: Callable[[LeaseVote], None],
     ) -> None:
         self._name, self._boot, self._group = name, boot, group
         self._dp_group, self._dp_rank = dp_group, dp_rank
         self._security = security
-        self._on_word = on_word
+        self._on_word = on_vote
         self._peers: dict[int, tuple[PeerRank, ZmqClient]] = {}
         self._seq = 0
         self._log = bus.log.logger(peer=name, group=group)
@@ -70,27 +70,27 @@ class PeerLinks:
 
     def connect_peers(self, message: PeerRanks) -> None:
         """Who the mates are now; links to those that are new, or have moved, are made."""
-        mates = {each.dp_rank: each for each in message.mates if each.dp_rank != self._dp_rank}
-        for rank in [r for r, (known, _) in self._peers.items() if mates.get(r) != known]:
+        peers = {each.dp_rank: each for each in message.mates if each.dp_rank != self._dp_rank}
+        for rank in [r for r, (known, _) in self._peers.items() if peers.get(r) != known]:
             self._peers.pop(rank)[1].close()
-        for rank, mate in mates.items():
-            if rank not in self._peers and mate.address:
-                self._connect(rank, mate)
+        for rank, peer in peers.items():
+            if rank not in self._peers and peer.address:
+                self._connect(rank, peer)
         if self._security.own is not None:
-            keys = {each.key: Key(each.name, "engine", each.key) for each in mates.values()}
+            keys = {each.key: Key(each.name, "engine", each.key) for each in peers.values()}
             self._server.keyring = Keyring(self._security.own, keys)
 
-    def _connect(self, rank: int, mate: PeerRank) -> None:
-        security = Security(self._security.own, mate.key, insecure=self._security.insecure)
+    def _connect(self, rank: int, peer: PeerRank) -> None:
+        security = Security(self._security.own, peer.key, insecure=self._security.insecure)
         try:
-            client = ZmqClient(mate.address, route_of(self._name, self._boot), security)
+            client = ZmqClient(peer.address, route_of(self._name, self._boot), security)
         except UsageError as error:
-            self._log.warning("mate_unreachable", mate=mate.name, detail=str(error))
+            self._log.warning("mate_unreachable", mate=peer.name, detail=str(error))
             return
         client.listen(lambda _frame: None)  # answers come to the own ROUTER
-        self._peers[rank] = (mate, client)
+        self._peers[rank] = (peer, client)
 
-    def send(self, word: LeaseVote, ranks: tuple[int, ...]) -> None:
+    def send(self, vote: LeaseVote, ranks: tuple[int, ...]) -> None:
         """Tell these mates; who can't be reached now is asked again by whoever wants to know."""
         for rank in ranks:
             if rank in self._peers:
@@ -108,7 +108,7 @@ class PeerLinks:
                             self._group,
                             0,
                             self._seq,
-                            codec.encode_body(word),
+                            codec.encode_body(vote),
                         )
                     )
                 )
@@ -131,12 +131,12 @@ class PeerLinks:
             return
         self._on_word(message)
 
-    def _known(self, envelope: Envelope, word: LeaseVote, user: str) -> bool:
-        mate, _ = self._peers.get(word.dp_rank, (None, None))
+    def _known(self, envelope: Envelope, vote: LeaseVote, user: str) -> bool:
+        peer, _ = self._peers.get(vote.dp_rank, (None, None))
         return (
-            mate is not None
-            and (envelope.group, word.dp_group) == (self._group, self._dp_group)
-            and (envelope.sender, user) == (mate.name, mate.key)
+            peer is not None
+            and (envelope.group, vote.dp_group) == (self._group, self._dp_group)
+            and (envelope.sender, user) == (peer.name, peer.key)
         )
 
 

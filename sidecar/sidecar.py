@@ -196,7 +196,7 @@ class Sidecar:
             dp_rank=self.info.dp_rank,
             broker=self._broker,
             security=self._security,
-            on_word=self._on_word,
+            on_vote=self._on_word,
         )
 
     async def __aexit__(
@@ -319,9 +319,9 @@ class Sidecar:
         elif isinstance(message, Restart):
             self._restart(envelope.epoch, message.reason)
 
-    def _on_word(self, word: LeaseVote) -> None:
+    def _on_word(self, vote: LeaseVote) -> None:
         if self._peer is not None:
-            self._perform(self.session.on_lease_word(word, self._peer.now_ms()))
+            self._perform(self.session.on_lease_word(vote, self._peer.now_ms()))
 
     def _restart(self, epoch: int, reason: str) -> None:
         """The broker finds the engine stuck: end, so that it is started anew."""
@@ -411,13 +411,13 @@ class Sidecar:
         assert self._peer is not None
         try:
             self._write_lease(call)
-            told = await dispatch(self.engine, call)
+            result = await dispatch(self.engine, call)
         except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged and told
             failure = self._failure(call, error)
             self._perform(self.session.on_call_failed(call, failure, self._peer.now_ms()))
         else:
             now_ms = self._peer.now_ms()
-            self._perform(self.session.on_call_done(call, now_ms, result=told))
+            self._perform(self.session.on_call_done(call, now_ms, result=result))
 
     def _failure(self, call: Call | CallEscalate | CallCancelSwap, error: Exception) -> Failure:
         """What the machine is told of a call that failed; the log has more."""

@@ -201,9 +201,9 @@ class TrainerAgent(Pauses, VllmApi):
             verify=self.verify,
         )
 
-    def _on_behind(self, behind: StaleEngines) -> None:
+    def _on_behind(self, stale: StaleEngines) -> None:
         if self._catch_up is not None:
-            self._catch_up.on_behind(behind)
+            self._catch_up.on_behind(stale)
 
     # -- coming and going -------------------------------------------------------
 

@@ -118,9 +118,9 @@ def compare(canary: Canary, report: ProbeReport) -> tuple[Differing, ...]:
         for difference in wrong:
             found.setdefault(difference.engine, difference)
     if found and len(found) == len(report.engines):
-        told = "; ".join(_describe(each) for each in list(found.values())[:_MAX_NAMED])
+        text = "; ".join(_describe(each) for each in list(found.values())[:_MAX_NAMED])
         judge = "the trainer" if canary.score else "what was asked for"
-        raise _canary_failed(report.update_id, f"all engines differ from {judge}: {told}")
+        raise _canary_failed(report.update_id, f"all engines differ from {judge}: {text}")
     return tuple(found.values())
 
 

@@ -164,11 +164,11 @@ def _chaos(engines: int, seconds: float, seed: int, journal: Path, *, as_json: b
         raise UsageError(f"the demo needs {error.name}: install wavebus[demo]") from error
     options = ChaosOptions(journal.absolute(), engines=engines, seconds=seconds, seed=seed)
     result = run_chaos(options, say=lambda text: click.echo(text, err=True))
-    told = result.as_json()
+    answer = result.as_json()
     if as_json:
-        click.echo(json.dumps(told))
+        click.echo(json.dumps(answer))
     else:
-        for name, value in told.items():
+        for name, value in answer.items():
             click.echo(f"{name:20} {value}")
     if not result.clean:
         raise click.exceptions.Exit(1)

@@ -79,25 +79,25 @@ def silent_engines(
     if group is None:
         detail = f"{what}; the broker does not know group {name}"
         return BusTimeout(detail, peer=BROKER_NAME, step=step, chunk=chunk)
-    heard = {engine.name: engine.last_heard_ms / 1000 for engine in group.engines}
+    silent_s = {engine.name: engine.last_heard_ms / 1000 for engine in group.engines}
     waits = [wait for wait in group.waits if wait.engine]
     # Several chunks may be under way: who holds up the one that was asked for, comes first.
     waits.sort(key=lambda wait: (wait.step, wait.chunk) != (step, chunk or 0))
-    described = [_describe_wait(wait, heard.get(wait.engine)) for wait in waits[:_MAX_NAMED]]
+    described = [_describe_wait(wait, silent_s.get(wait.engine)) for wait in waits[:_MAX_NAMED]]
     return BusTimeout(
         f"{what}; group {name} is {group.pause}, update {group.update}, "
         f"waiting for: {', '.join(described) or 'nobody'}",
         peer=waits[0].engine if waits else "",
         step=step,
         chunk=chunk,
-        heard_s=heard.get(waits[0].engine) if waits else None,
+        heard_s=silent_s.get(waits[0].engine) if waits else None,
     )
 
 
 def _describe_wait(wait: WaitView, heard_s: float | None) -> str:
     step = step_name(wait.step, wait.chunk)
-    heard = "" if heard_s is None else f", heard {heard_s:.1f} s ago"
-    return f"{wait.engine} ({step} for {wait.waited_ms / 1000:.1f} s{heard})"
+    last_frame = "" if heard_s is None else f", heard {heard_s:.1f} s ago"
+    return f"{wait.engine} ({step} for {wait.waited_ms / 1000:.1f} s{last_frame})"
 
 
 def _request(asked: Message) -> str:

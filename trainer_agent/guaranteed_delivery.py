@@ -67,7 +67,7 @@ class GuaranteedDelivery:
                 await asyncio.wait([sending], timeout=_POLL_S)
         if sending.done():
             return sending.result()
-        self._log.warning("undone_later", words=[type(word).__name__ for word in messages])
+        self._log.warning("undone_later", words=[type(message).__name__ for message in messages])
         return BusTimeout("the broker has not answered; it is told when it does", peer=BROKER_NAME)
 
     async def drain(self, timeout_s: float) -> bool:
@@ -78,7 +78,9 @@ class GuaranteedDelivery:
 
     async def _send_all(self, messages: tuple[UndoMessage, ...]) -> WavebusError | None:
         """None waits for the answer to the one before: a broker that can't be heard obeys all."""
-        refused = await asyncio.gather(*(self._send_until_answered(word) for word in messages))
+        refused = await asyncio.gather(
+            *(self._send_until_answered(message) for message in messages)
+        )
         return next((each for each in refused if each is not None), None)
 
     async def _send_until_answered(self, message: UndoMessage) -> WavebusError | None:

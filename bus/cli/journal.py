@@ -97,13 +97,13 @@ class Filters:
             return not others and peer_of(entry.record.route) in self.engines
         if not isinstance(entry.record, FrameReceived | FrameSent):
             return False
-        told = decode_frame(entry.record)
-        group = told.envelope.group if told.envelope else ""
+        decoded = decode_frame(entry.record)
+        group = decoded.envelope.group if decoded.envelope else ""
         return (
-            (not self.updates or told.update_id in self.updates)
-            and (not self.engines or not set(self.engines).isdisjoint(told.peers))
+            (not self.updates or decoded.update_id in self.updates)
+            and (not self.engines or not set(self.engines).isdisjoint(decoded.peers))
             and (not self.groups or group in self.groups)
-            and (not self.kinds or told.kind in self.kinds)
+            and (not self.kinds or decoded.kind in self.kinds)
         )
 
 

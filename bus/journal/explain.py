@@ -79,12 +79,12 @@ def _judge(engine: EngineView | None, group: GroupStatus, status: Status) -> tup
         return "wedged", dp_group.diagnosis
     if dp_group is not None and dp_group.health == "down":
         return "dead", dp_group.diagnosis
-    heard = f"heard {_for(engine.last_heard_ms)} ago"
+    last_frame = f"heard {_for(engine.last_heard_ms)} ago"
     if engine.last_heard_ms > _SILENT_BEATS * status.heartbeat_ms:
-        return "silent", f"{heard}; it is lost at {_for(status.peer_timeout_ms)}"
+        return "silent", f"{last_frame}; it is lost at {_for(status.peer_timeout_ms)}"
     wave = f"; {_wave(dp_group)}" if dp_group is not None else ""
     return "blocked", (
-        f"it lives ({heard}), and its own call has not returned; it says that it is "
+        f"it lives ({last_frame}), and its own call has not returned; it says that it is "
         f"{engine.phase}, with {engine.in_flight} requests{wave}"
     )
 
@@ -106,8 +106,10 @@ def _between_steps(group: GroupStatus, status: Status) -> list[Finding]:
         text = f"{where}, no engine is waited for, and no trainer holds the group"
         return [Finding(group.name, "", "trainer", "", group.update_id, 0, 0.0, text)]
     silent = group.holder_heard_ms > _SILENT_BEATS * status.heartbeat_ms
-    heard = f"{'silent' if silent else 'alive'}, heard {_for(group.holder_heard_ms)} ago"
-    text = f"{where}, no engine is waited for: {group.holder} ({heard}) is to say what comes next"
+    last_frame = f"{'silent' if silent else 'alive'}, heard {_for(group.holder_heard_ms)} ago"
+    text = (
+        f"{where}, no engine is waited for: {group.holder} ({last_frame}) is to say what comes next"
+    )
     return [Finding(group.name, group.holder, "trainer", "", group.update_id, 0, 0.0, text)]
 
 

@@ -215,10 +215,10 @@ class GroundTruth:
 
     def _check_admission(self, *, opens: bool) -> None:
         """Who is resumed serves, unless it is behind."""
-        behind = self.version < self.group_version
-        if behind and (opens or not self.closed):
+        is_stale = self.version < self.group_version
+        if is_stale and (opens or not self.closed):
             self._refuse(f"resumed to serve {self.version}, its group is at {self.group_version}")
-        if self.closed and not opens and not behind:
+        if self.closed and not opens and not is_stale:
             self._refuse("resumed behind its closed door")
 
     def end(self, call: Call) -> None:

@@ -332,10 +332,10 @@ class SimEngine:
                 deliver = partial(peer.on_lease_vote, effect.vote)
                 self.process.direct(self.route, peer.route, deliver)
 
-    def on_lease_vote(self, word: LeaseVote) -> None:
+    def on_lease_vote(self, vote: LeaseVote) -> None:
         """A mate's word has come."""
         self.process.run(
-            lambda: self._perform(self.session.on_lease_word(word, self.process.now_ms()))
+            lambda: self._perform(self.session.on_lease_word(vote, self.process.now_ms()))
         )
 
     def _begin(self, call: Call) -> None:

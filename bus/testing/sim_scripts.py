@@ -180,23 +180,25 @@ class TrainerScripts(ABC):
         """In no pause; and nothing is to be mended."""
         try:
             yield from self._step(UpdateStart(update_id, staged=True))
-            behind: tuple[Message, ...] = (
+            last_steps: tuple[Message, ...] = (
                 UpdateFinish(update_id),
                 Commit(update_id, armed.version, f"p{payload}", ()),
             )
-            ahead = behind if self.pipelined else ()
-            told = yield from self._send_all(update_id, payload, manifest, think_ms, verify, ahead)
+            sent_early = last_steps if self.pipelined else ()
+            answers = yield from self._send_all(
+                update_id, payload, manifest, think_ms, verify, sent_early
+            )
             if not self.pipelined:
-                yield from self._step(behind[0])
-                return (yield from self._step(behind[1]))
-            return [_require_ack(answer) for answer in told][-1]
+                yield from self._step(last_steps[0])
+                return (yield from self._step(last_steps[1]))
+            return [_require_ack(answer) for answer in answers][-1]
         except WavebusError:
             yield from self._undo(update_id, resume=False)
             raise
 
-    def catch_up(self, behind: StaleEngines, payload: int) -> Script:
+    def catch_up(self, stale: StaleEngines, payload: int) -> Script:
         """These DP groups take the weights named ``payload``, as the version that they lack."""
-        self._stale, self._open = behind, False
+        self._stale, self._open = stale, False
         try:
             done = yield from self.update(payload)
         finally:
@@ -330,10 +332,10 @@ class TrainerScripts(ABC):
                 commit = replace(commit, differing=(yield from self._differing(update_id, payload)))
             return (yield from self._step(commit))
         assert self._pause_held is not None
-        behind = (UpdateFinish(update_id), commit, Resume(self._pause_held[0]))
+        last_steps = (UpdateFinish(update_id), commit, Resume(self._pause_held[0]))
         try:
             answers = yield from self._send_all(
-                update_id, payload, manifest, think_ms, verify, behind
+                update_id, payload, manifest, think_ms, verify, last_steps
             )
         finally:
             if self._pause_held is not None and self._pause_held[0] == update_id:

@@ -229,9 +229,9 @@ class SimTrainer(TrainerScripts):
             whole = outcome.payload and outcome.target == "model"
             self.kept = (outcome.version, outcome.payload) if whole else (0, 0)
 
-    def _catch_up(self, behind: StaleEngines) -> None:
-        if self._script is None and behind.version == self.kept[0]:
-            self._script, self._is_catching_up = self.catch_up(behind, self.kept[1]), True
+    def _catch_up(self, stale: StaleEngines) -> None:
+        if self._script is None and stale.version == self.kept[0]:
+            self._script, self._is_catching_up = self.catch_up(stale, self.kept[1]), True
             self.process.run(lambda: self._advance(None))
 
     def _send_waiting(self) -> None:

@@ -319,15 +319,17 @@ class SimWorld:
         """It runs with nothing armed, or it is quarantined, or stands with a rank that is,
         or with one that is missing."""
         session = engine.session
-        mates = [each for each in self.live_engines if each.dp_group == engine.dp_group]
-        stands = len(mates) < engine.dp_size or any(each.session.update.partial for each in mates)
+        peers = [each for each in self.live_engines if each.dp_group == engine.dp_group]
+        is_incomplete = len(peers) < engine.dp_size or any(
+            each.session.update.partial for each in peers
+        )
         if session.update.state is EngineUpdateState.ARMED:
-            return stands  # what is armed may be armed anew
+            return is_incomplete  # what is armed may be armed anew
         if session.update.state is not EngineUpdateState.NONE:
             return False
         if session.phase == "emptied":
             return False  # whoever was to bring its weights is gone; it is to know that
-        return stands or session.pause.state is EnginePauseState.RUNNING
+        return is_incomplete or session.pause.state is EnginePauseState.RUNNING
 
     def has_joined(self, names: Iterable[str] | None = None) -> bool:
         """Whether these engines (all that live) are members of the group at the broker."""

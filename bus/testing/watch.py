@@ -216,16 +216,16 @@ class Watch:
                 raise InvariantViolation(f"{name} was dropped, and was heard just now")
             self.reach["peer gone"] += 1
         self._peers = dict(peers)
-        holder = group.owner
+        owner = group.owner
         if group.epoch < self._epoch:
             raise InvariantViolation(f"the epoch fell from {self._epoch} to {group.epoch}")
-        if holder is not None and (self._owner is None or holder.boot != self._owner.boot):
+        if owner is not None and (self._owner is None or owner.boot != self._owner.boot):
             if self._owner is not None:
-                raise InvariantViolation(f"{holder.name} took the group from {self._owner.name}")
+                raise InvariantViolation(f"{owner.name} took the group from {self._owner.name}")
             if group.epoch == self._epoch:
-                raise InvariantViolation(f"{holder.name} holds the group with an old epoch")
+                raise InvariantViolation(f"{owner.name} holds the group with an old epoch")
             self.reach["group taken"] += 1
-        self._owner, self._epoch = holder, group.epoch
+        self._owner, self._epoch = owner, group.epoch
 
     def _has_left(self, peer: Peer) -> bool:
         """Whether that life said that it goes."""
@@ -357,12 +357,12 @@ class Watch:
         for touched in self.world.live_engines:
             if touched.dp_size == 1 or not touched.session.update.is_mixed:
                 continue
-            for mate in self.world.live_engines:
-                if mate.dp_group != touched.dp_group or touched.dp_group in self.lost_ranks:
+            for peer in self.world.live_engines:
+                if peer.dp_group != touched.dp_group or touched.dp_group in self.lost_ranks:
                     continue
-                if mate.truth.running:
+                if peer.truth.running:
                     raise InvariantViolation(
-                        f"{mate.name} runs, and {touched.name} is {touched.session.phase}"
+                        f"{peer.name} runs, and {touched.name} is {touched.session.phase}"
                     )
 
     def _check_dp_groups(self) -> None:
@@ -466,17 +466,19 @@ class Watch:
 
     def _count_chunks(self, engine: SimEngine) -> None:
         """In which orders the two messages of a chunk came."""
-        told: Counter[tuple[str, int]] = Counter()
+        announced: Counter[tuple[str, int]] = Counter()
         sent: Counter[tuple[str, int]] = Counter()
         for command in engine.commands:
             if isinstance(command, WeightChunkMeta):
                 key = (command.update_id, command.chunk)
-                self.reach["chunk told again"] += key in told
+                self.reach["chunk told again"] += key in announced
                 before = (command.update_id, command.chunk - 1)
-                self.reach["chunk told before the last is sent"] += before in told.keys() - sent
-                told[key] += 1
+                self.reach["chunk told before the last is sent"] += (
+                    before in announced.keys() - sent
+                )
+                announced[key] += 1
             elif isinstance(command, ChunkSent):
                 key = (command.update_id, command.chunk)
                 self.reach["chunk sent again"] += key in sent
-                self.reach["chunk sent before it is told"] += key not in told
+                self.reach["chunk sent before it is told"] += key not in announced
                 sent[key] += 1

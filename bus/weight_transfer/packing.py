@@ -28,7 +28,7 @@ class ReceivedChunk(list["tuple[str, torch.Tensor]"]):
     """A chunk's tensors, which lie where those of the same chunk will lie in the next update.
 
     Attributes:
-        announced: the chunk, as the manifest has it.
+        metas: the chunk's tensors, as the manifest has them.
         memory: the buffer that they lie in, as bytes.
         offsets_bytes: where each begins there.
         memo: what was derived of where they lie.
@@ -39,12 +39,12 @@ class ReceivedChunk(list["tuple[str, torch.Tensor]"]):
     def __init__(
         self,
         tensors: Tensors,
-        announced: tuple[TensorMeta, ...],
+        metas: tuple[TensorMeta, ...],
         memory: torch.Tensor,
         offsets_bytes: Sequence[int],
     ) -> None:
         super().__init__(tensors)
-        self.announced = announced
+        self.metas = metas
         self.memory = memory
         self.offsets_bytes = tuple(offsets_bytes)
         self.memo: dict[str, Any] = {}
@@ -80,7 +80,7 @@ class ViewCache:
         """As :func:`views_of`."""
         key = (id(memory), id(tensors))
         made = self._made.get(key)
-        if made is None or made.announced is not tensors or made.offsets_bytes != offsets_bytes:
+        if made is None or made.metas is not tensors or made.offsets_bytes != offsets_bytes:
             if len(self._made) >= _MOST_VIEWS:
                 self._made.clear()
             viewed = views_of(memory, offsets_bytes, tensors)

@@ -83,8 +83,8 @@ def is_store_alive(store: Any) -> bool:
 def reason(error: Exception) -> str:
     """What torch says of an error, without its source file, its guesses and the stack of C++."""
     lines = str(error).strip().splitlines()
-    told = re.sub(r"^\[\S+:\d+\]\s*", "", lines[0].strip()) if lines else ""
-    return told.split(". This is typically", 1)[0] or type(error).__name__
+    text = re.sub(r"^\[\S+:\d+\]\s*", "", lines[0].strip()) if lines else ""
+    return text.split(". This is typically", 1)[0] or type(error).__name__
 
 
 def host_of(address: str) -> str:

@@ -153,14 +153,14 @@ def say(text: str) -> None:
 def run_measuring(measuring: Coroutine[Any, Any, T], loop: LoopChoice) -> T:
     """Measure, and clean up on SIGTERM as on Ctrl-C."""
 
-    async def until_told() -> T:
+    async def until_cancelled() -> T:
         this = asyncio.current_task()
         assert this is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
         return await measuring
 
     try:
-        return event_loop.run(until_told(), loop=loop)
+        return event_loop.run(until_cancelled(), loop=loop)
     except UsageError as error:
         raise click.UsageError(str(error)) from error
     except asyncio.CancelledError:

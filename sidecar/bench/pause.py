@@ -149,12 +149,12 @@ async def _pauses(
         await _all(session, endpoints, "/resume", {})
         await _idle(trainer, since_s)
         since_s = time.monotonic()
-        told = await trainer.ask("round")
+        answer = await trainer.ask("round")
         await _idle(trainer, since_s)
         if index >= 0:
             direct.append(took_ms)
-            bus.append(told["pause_ms"])
-            beyond.append(told["pause_ms"] - told["engines_ms"])
+            bus.append(answer["pause_ms"])
+            beyond.append(answer["pause_ms"] - answer["engines_ms"])
     direct_ms, bus_ms = statistics.median(direct), statistics.median(bus)
     return {
         "pause_direct_ms": round(direct_ms, 3),

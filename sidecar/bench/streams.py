@@ -81,17 +81,17 @@ class Streams:
                 raise BenchBroken(f"request {index}: {(await response.text())[:500]}")
             async for line in response.content:
                 if line.startswith(_DATA) and not line.startswith(_DATA + _END):
-                    told = json.loads(line[len(_DATA) :])
+                    event = json.loads(line[len(_DATA) :])
                     # The status line is gone by then: the error is an event of the stream.
-                    if is_rejected(told):
+                    if is_rejected(event):
                         return False
-                    self._note(index, told)
+                    self._note(index, event)
         return True
 
-    def _note(self, index: int, told: dict[str, Any]) -> None:
-        if "choices" not in told:
-            raise BenchBroken(f"request {index}: {told}")
-        count = sum(len(choice["token_ids"] or ()) for choice in told["choices"])
+    def _note(self, index: int, event: dict[str, Any]) -> None:
+        if "choices" not in event:
+            raise BenchBroken(f"request {index}: {event}")
+        count = sum(len(choice["token_ids"] or ()) for choice in event["choices"])
         if count:
             self.came[index].append(time.monotonic())
             self.pieces[index].append(count)

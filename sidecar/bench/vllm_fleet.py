@@ -232,11 +232,11 @@ async def fleet(
         started: dict[str, list[Worker]] = {}
         for name, engine in servers.items():
             on = "" if name == NATIVE else address
-            told = _settings_of(plan, engine, groups[name], on, model)
+            settings = _settings_of(plan, engine, groups[name], on, model)
             logged = [name] if plan.dp_size == 1 else [f"{name}-{n}" for n in range(plan.dp_size)]
             started[name] = [
                 await start(log, "sidecar.bench.vllm_server", each.to_json(), grace_s=_GRACE_S)
-                for log, each in zip(logged, told, strict=True)
+                for log, each in zip(logged, settings, strict=True)
             ]
         # All boot at once, and whichever breaks first tells why.
         booted = await asyncio.gather(*(_urls(ranks) for ranks in started.values()))
@@ -341,12 +341,12 @@ def _server_settings(
 def step_graphs(requests: int) -> tuple[str, ...]:
     """vLLM's options with which a step of so many requests is one graph; without its compiler,
     which takes longer than all that is measured."""
-    told = {
+    config = {
         "mode": 0,
         "cudagraph_mode": "FULL_DECODE_ONLY",
         "cudagraph_capture_sizes": [requests],
     }
-    return "--no-enforce-eager", "--compilation-config", json.dumps(told)
+    return "--no-enforce-eager", "--compilation-config", json.dumps(config)
 
 
 def _kv_cache_bytes(plan: FleetPlan) -> int:

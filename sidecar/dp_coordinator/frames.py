@@ -158,29 +158,29 @@ def is_core_subscription(parts: Sequence[bytes]) -> bool:
     return frame == SUBSCRIBE
 
 
-def encode_start_wave(told: StartWave) -> tuple[bytes, bytes]:
+def encode_start_wave(message: StartWave) -> tuple[bytes, bytes]:
     """START_DP_WAVE, for all cores."""
-    return _START, _encode((told.wave, told.excluded))
+    return _START, _encode((message.wave, message.excluded))
 
 
-def encode_wave_status(told: WaveStatus) -> bytes:
+def encode_wave_status(message: WaveStatus) -> bytes:
     """Where things stand, for all front ends. Counts of requests are not told."""
-    return _encode((None, told.wave, told.running))
+    return _encode((None, message.wave, message.running))
 
 
 # -- the other side: an engine that is not vLLM ----------------------------------------
 
 
-def encode_first_request(told: FirstRequest) -> bytes:
+def encode_first_request(message: FirstRequest) -> bytes:
     """FIRST_REQ, as a front end says it."""
-    return _encode((told.rank.to_bytes(2, "little"), told.wave))
+    return _encode((message.rank.to_bytes(2, "little"), message.wave))
 
 
-def encode_core_report(told: CoreReport) -> bytes:
+def encode_core_report(message: CoreReport) -> bytes:
     """A core's report."""
     items: list[object] = [None] * _REPORT_LENGTH
-    items[:4] = [told.rank, [], None, 0.0]
-    items[_COMPLETE_AT], items[_STARTED_AT] = told.complete, told.started
+    items[:4] = [message.rank, [], None, 0.0]
+    items[_COMPLETE_AT], items[_STARTED_AT] = message.complete, message.started
     return _encode(items)
 
 

@@ -138,8 +138,10 @@ class DpCoordinatorProcess:
             code = process.poll() if readable else None
             how = f"ended with exit code {code}" if readable else f"said nothing for {START_S:g} s"
             raise GatewayFailed(f"the gateway process {process.pid} {how}; its log says why")
-        told = json.loads(line)
-        return DpCoordinatorAddresses(told["front"], told["core_in"], told["core_out"])
+        addresses = json.loads(line)
+        return DpCoordinatorAddresses(
+            addresses["front"], addresses["core_in"], addresses["core_out"]
+        )
 
     def _watch(self) -> None:
         code = self._process.wait()

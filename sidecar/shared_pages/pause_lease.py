@@ -166,9 +166,9 @@ class PauseLeasePage:
         found: PauseLease | None = self._read(0, PauseLease | None)
         return found
 
-    def write_lease(self, hold: PauseLease | None) -> None:
+    def write_lease(self, lease: PauseLease | None) -> None:
         """The sidecar's: hold it so; or not any more."""
-        self._write(0, hold)
+        self._write(0, lease)
 
     def outcome(self) -> LeaseOutcome | None:
         """What the core has last ended on its own account."""
@@ -181,10 +181,12 @@ class PauseLeasePage:
 
     def abandoned_pause(self, *, paused: bool) -> AbandonedPause | None:
         """The pause that was left, if the core is ``paused``."""
-        hold, end = self.lease(), self.outcome()
-        if hold is None or not paused:
+        lease, end = self.lease(), self.outcome()
+        if lease is None or not paused:
             return None
-        return AbandonedPause(hold, end if end is not None and end.serial == hold.serial else None)
+        return AbandonedPause(
+            lease, end if end is not None and end.serial == lease.serial else None
+        )
 
     def close(self, *, remove: bool = False) -> None:
         """Let go, and with ``remove`` take the file away."""

@@ -168,18 +168,18 @@ def parse_server_command(command: Sequence[str]) -> tuple[tuple[str, ...], int]:
     """
     rest: list[str] = []
     port = "0"
-    words = iter(command)
-    for word in words:
-        name, equals, value = word.partition("=")
+    arguments = iter(command)
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
         if name.startswith(("--data-parallel", "-dp")):
             raise UsageError(
                 f"{name}: --dp-size starts all ranks and sets this; leave it out, or start each "
                 "rank with a `wavebus sidecar` of its own"
             )
         if name == "--port":
-            port = value if equals else next(words, "")
+            port = value if equals else next(arguments, "")
         else:
-            rest.append(word)
+            rest.append(argument)
     if not port.isdigit():
         raise UsageError(f"--port {port}: not a number")
     return tuple(rest), int(port)

@@ -117,8 +117,8 @@ def _members(group: int) -> set[int]:
     found = set()
     for pid in _processes():
         with contextlib.suppress(OSError):
-            told = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            state, its_group = told[0], int(told[2])
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            state, its_group = fields[0], int(fields[2])
             if its_group == group and state != "Z":
                 found.add(pid)
     return found

@@ -132,8 +132,10 @@ class SupervisedServer:
         prefix: str = "vllm| ",
         coordinate: BusAddress | None = None,
     ) -> None:
-        told = {} if coordinate is None else coordinate.variables()
-        self.prepared = complete_command(argv, {**(os.environ if env is None else env), **told})
+        variables = {} if coordinate is None else coordinate.variables()
+        self.prepared = complete_command(
+            argv, {**(os.environ if env is None else env), **variables}
+        )
         self.base_url = self.prepared.base_url
         self._ready_timeout_s = ready_timeout_s
         self._grace_s = grace_s
@@ -266,10 +268,10 @@ class SupervisedServer:
 def _options(argv: Sequence[str]) -> dict[str, str]:
     """``--long options`` with their values (empty for flags); underscores become hyphens."""
     found: dict[str, str] = {}
-    for index, word in enumerate(argv):
-        if not word.startswith("--") or word == "--":
+    for index, argument in enumerate(argv):
+        if not argument.startswith("--") or argument == "--":
             continue
-        name, equals, value = word[2:].partition("=")
+        name, equals, value = argument[2:].partition("=")
         if not equals and index + 1 < len(argv) and not argv[index + 1].startswith("--"):
             value = argv[index + 1]
         found[name.replace("_", "-")] = value

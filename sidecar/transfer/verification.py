@@ -45,20 +45,20 @@ def check_room(backend: str, receiver: Receiver | None, manifest: Manifest) -> N
 
 
 def check_delivered(
-    backend: str, announced: tuple[TensorMeta, ...], received: list[tuple[str, torch.Tensor]]
+    backend: str, tensors: tuple[TensorMeta, ...], received: list[tuple[str, torch.Tensor]]
 ) -> None:
     """A receiver, which may be anybody's, has brought what the manifest says.
 
     Raises:
         EngineError: code ``transfer_failed``, with the first tensor that is another.
     """
-    if isinstance(received, ReceivedChunk) and received.announced is announced:
+    if isinstance(received, ReceivedChunk) and received.metas is tensors:
         return  # views that were made of it
-    if len(received) > len(announced):
+    if len(received) > len(tensors):
         raise transfer_failed(
-            f"transport {backend!r} delivered {len(received)} tensors for {len(announced)}"
+            f"transport {backend!r} delivered {len(received)} tensors for {len(tensors)}"
         )
-    for place, meta in enumerate(announced):
+    for place, meta in enumerate(tensors):
         got = "nothing"
         if place < len(received):
             name, tensor = received[place]

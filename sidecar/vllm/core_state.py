@@ -88,7 +88,7 @@ class CoreLink:
                 page.write_lease(hold)
         return None
 
-    def _outcome(self, hold: PauseLease) -> LeaseOutcome | None:
+    def _outcome(self, lease: PauseLease) -> LeaseOutcome | None:
         """What the cores have made of this hold; or of the one before it, as long as several of
         them are about to decide: it is not to be taken from under them."""
         held = [(page.lease(), page.outcome()) for page in self._lease_pages]
@@ -102,10 +102,10 @@ class CoreLink:
         elif states == {"resumed"} and len(ends) == len(held):
             state = "resumed"
         undecided = state == "waiting" and bool(self._pids)
-        if not undecided and all(end.serial != hold.serial for end in ends):
+        if not undecided and all(end.serial != lease.serial for end in ends):
             return None
         reasons = (end.reason for end in ends if end.state == state)
-        return LeaseOutcome(hold.serial, state, next(reasons, "not all of its cores have decided"))
+        return LeaseOutcome(lease.serial, state, next(reasons, "not all of its cores have decided"))
 
     def left_behind(self) -> AbandonedPause | None:
         """See :meth:`sidecar.engine.Engine.left_behind`."""

@@ -152,8 +152,8 @@ class VllmHttpEngine(UpdatesByPlugin):
         )
         external = bool(parallel["data_parallel_external_lb"])
         cores = 1 if external else int(parallel["data_parallel_size"])
-        told = worker_rpc.read(await self._ask_workers(worker_rpc.ASK_FACTS))
-        await self._plugin.hello(told.features, cores=cores)
+        facts = worker_rpc.read(await self._ask_workers(worker_rpc.ASK_FACTS))
+        await self._plugin.hello(facts.features, cores=cores)
         await self._gauges()  # fails here rather than later, if nothing is counted
         await self._admission.look()
         draft = worker_rpc.read_draft(await self._ask_workers(worker_rpc.ASK_DRAFT))
@@ -163,10 +163,10 @@ class VllmHttpEngine(UpdatesByPlugin):
             if self._admission.is_supported and await self._accepts_token_ids()
             else "",
             closed=self._admission.found_closed,
-            features=told.features,
+            features=facts.features,
             untested=untested_reason(version),
         )
-        self._core.learn(told, info, cores=cores, here=self._is_local)
+        self._core.learn(facts, info, cores=cores, here=self._is_local)
         return info
 
     async def close(self) -> None:
@@ -303,10 +303,10 @@ class VllmHttpEngine(UpdatesByPlugin):
                 raise EngineError(f"{path} answered {status}: {text[:256]}")
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        ahead = await self._plugin.open_transfer(backend, params, place)
+        prefetch_depth = await self._plugin.open_transfer(backend, params, place)
         if adapter := adapter_of(backend):
             await self._adapters.open(adapter, params)
-        return ahead
+        return prefetch_depth
 
     async def probe(
         self,

@@ -79,8 +79,8 @@ class VllmEngine(UpdatesByPlugin):
         # Behind an internal load balancer one client pauses all ranks: a DP group of one.
         external = bool(parallel.data_parallel_external_lb)
         cores = 1 if external else int(parallel.data_parallel_size)
-        told = worker_rpc.read(await _call(self._llm.collective_rpc(worker_rpc.ASK_FACTS)))
-        await self._plugin.hello(told.features, cores=cores)
+        facts = worker_rpc.read(await _call(self._llm.collective_rpc(worker_rpc.ASK_FACTS)))
+        await self._plugin.hello(facts.features, cores=cores)
         await self._admission.look()
         draft = worker_rpc.read_draft(await _call(self._llm.collective_rpc(worker_rpc.ASK_DRAFT)))
         info = EngineInfo(
@@ -96,10 +96,10 @@ class VllmEngine(UpdatesByPlugin):
             draft=draft,
             canary="abort" if self._admission.is_supported else "",
             closed=self._admission.found_closed,
-            features=told.features,
+            features=facts.features,
             untested=untested_reason(vllm.__version__),
         )
-        self._core.learn(told, info, cores=cores)
+        self._core.learn(facts, info, cores=cores)
         return info
 
     def lora_request(self, adapter: str) -> Any:
@@ -190,9 +190,9 @@ class VllmEngine(UpdatesByPlugin):
         await _call(self._llm.reset_encoder_cache())
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        ahead = await self._plugin.open_transfer(backend, params, place)
+        prefetch_depth = await self._plugin.open_transfer(backend, params, place)
         self._connection.adapter_path = adapter_path(params) if adapter_of(backend) else ""
-        return ahead
+        return prefetch_depth
 
     async def probe(
         self,
@@ -251,9 +251,9 @@ class InProcessConnection:
     async def load_adapter(self, name: str) -> None:
         from vllm.lora.request import LoRARequest  # noqa: PLC0415 - see start()
 
-        told = (name, adapter_id(name), self.adapter_path)
-        await _call(self._llm.add_lora(LoRARequest(*told, load_inplace=True)))
-        self.loaded[name] = LoRARequest(*told)
+        arguments = (name, adapter_id(name), self.adapter_path)
+        await _call(self._llm.add_lora(LoRARequest(*arguments, load_inplace=True)))
+        self.loaded[name] = LoRARequest(*arguments)
 
     async def drop_adapter(self, name: str) -> None:
         self.loaded.pop(name, None)

@@ -58,7 +58,7 @@ class StagingChannels:
             self._connect()
             blob = channel_messages.encode(operation)
             async with asyncio.TaskGroup() as asked:
-                answers = [asked.create_task(lane.ask(blob)) for lane in self._connections]
+                answers = [asked.create_task(channel.ask(blob)) for channel in self._connections]
         except BaseExceptionGroup as group:
             self.close()
             raise group.exceptions[0] from None
@@ -75,9 +75,9 @@ class StagingChannels:
 
     def close(self) -> None:
         """Let the connections go."""
-        lanes, self._connections = self._connections, []
-        for lane in lanes:
-            lane.close()
+        channels, self._connections = self._connections, []
+        for channel in channels:
+            channel.close()
 
     def _connect(self) -> None:
         while len(self._connections) < len(self._names):

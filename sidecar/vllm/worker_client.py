@@ -52,8 +52,8 @@ class WorkerClient:
     and are what was sent.
     """
 
-    def __init__(self, doors: VllmConnection) -> None:
-        self._connection = doors
+    def __init__(self, connection: VllmConnection) -> None:
+        self._connection = connection
         self._adapter = ""
         self._load_comes_with_receive = False
         self._staged = False
@@ -104,11 +104,11 @@ class WorkerClient:
         theirs, adapter = is_loaded_on_receipt(backend), adapter_of(backend)
         self._adapter = ""
         if not self._has_channels or theirs or adapter or self._load_comes_with_receive:
-            ahead = await self._perform(opened)
+            prefetch_depth = await self._perform(opened)
         else:
-            ahead = min(each.ahead for each in await self._channels.perform(opened))
+            prefetch_depth = min(each.ahead for each in await self._channels.perform(opened))
         self._adapter, self._load_comes_with_receive = adapter, theirs
-        return ahead
+        return prefetch_depth
 
     async def arm(
         self, manifest: Manifest, target: Target, staging: Staging | None = None

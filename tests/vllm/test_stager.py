@@ -52,7 +52,7 @@ def armed(staging: Staging = STAGING) -> ArmedUpdate:
 
 
 def test_a_model_as_it_is_loaded_has_room() -> None:
-    room = stager_of(Whole()).capacity(armed(), broken=False)
+    room = stager_of(Whole()).capacity(armed(), is_partial=False)
     assert not room.why_not
     assert room.needed_bytes > 0
 
@@ -61,7 +61,7 @@ def test_weights_that_are_laid_out_anew_are_said_to_be_when_they_are_armed() -> 
     """The update is loaded in a pause then; it would fail, each time, as soon as it begins."""
     model = Whole()
     model.out = nn.Parameter(torch.empty(HIDDEN, HIDDEN).t(), requires_grad=False)
-    room = stager_of(model).capacity(armed(), broken=False)
+    room = stager_of(model).capacity(armed(), is_partial=False)
     assert "out serves as it is not loaded" in room.why_not
 
 
@@ -76,14 +76,14 @@ def test_what_could_not_be_had_is_not_tried_again_before_there_is_more(
     def refused(*_: object) -> None:
         raise EngineError("no room", code=NackCode.STAGING_REFUSED)
 
-    assert not stager.capacity(armed(), broken=False).why_not
+    assert not stager.capacity(armed(), is_partial=False).why_not
     with monkeypatch.context() as short:
         short.setattr(StagingBuffers, "allocate", refused)
         with pytest.raises(EngineError, match="no room"):
             stager._start(armed())
-    assert "no room when it was last tried" in stager.capacity(armed(), broken=False).why_not
+    assert "no room when it was last tried" in stager.capacity(armed(), is_partial=False).why_not
     free *= 2
-    assert not stager.capacity(armed(), broken=False).why_not
+    assert not stager.capacity(armed(), is_partial=False).why_not
     stager._start(armed())
 
 
@@ -92,7 +92,7 @@ def test_memory_that_was_let_go_and_is_nobody_elses_yet_is_not_asked_for(
 ) -> None:
     """A GPU's driver takes its time for an answer, and steps go on meanwhile."""
     stager = stager_of(Whole())
-    needed, spare, asked = stager.capacity(armed(), broken=False).needed_bytes, 0, 0
+    needed, spare, asked = stager.capacity(armed(), is_partial=False).needed_bytes, 0, 0
 
     def free(_: object) -> int:
         nonlocal asked
@@ -104,14 +104,14 @@ def test_memory_that_was_let_go_and_is_nobody_elses_yet_is_not_asked_for(
     memory = stager._target.staged._memory
     memory.tensors = {"all": torch.empty(needed, dtype=torch.uint8)}  # as a GPU has it
     assert stager._target.staged.released_bytes == needed
-    assert "can be had" in stager.capacity(armed(), broken=False).why_not
+    assert "can be had" in stager.capacity(armed(), is_partial=False).why_not
     spare = needed
-    assert not stager.capacity(armed(), broken=False).why_not
+    assert not stager.capacity(armed(), is_partial=False).why_not
     assert asked == 1
     small = Staging(required=False, budget_bytes=needed - 1, keep=False, clear_cache=True)
-    assert "may take" in stager.capacity(armed(small), broken=False).why_not
+    assert "may take" in stager.capacity(armed(small), is_partial=False).why_not
     memory.tensors = {}
-    assert "can be had" in stager.capacity(armed(), broken=False).why_not
+    assert "can be had" in stager.capacity(armed(), is_partial=False).why_not
 
 
 def test_who_was_laid_out_anew_when_it_began_has_room_again_as_it_is_loaded() -> None:
@@ -122,4 +122,4 @@ def test_who_was_laid_out_anew_when_it_began_has_room_again_as_it_is_loaded() ->
     with pytest.raises(EngineError, match="out serves as it is not loaded"):
         stager._start(armed())
     model.out = loaded
-    assert not stager.capacity(armed(), broken=False).why_not
+    assert not stager.capacity(armed(), is_partial=False).why_not

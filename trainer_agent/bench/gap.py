@@ -152,13 +152,15 @@ class DirectTrainer:
             writer.close()
         self._timed.close()
 
-    async def _all(self, call: str, **told: object) -> None:
+    async def _all(self, call: str, **arguments: object) -> None:
         """Of all engines at once."""
-        await asyncio.gather(*(self._ask(index, call, **told) for index in range(len(self._ends))))
+        await asyncio.gather(
+            *(self._ask(index, call, **arguments) for index in range(len(self._ends)))
+        )
 
-    async def _ask(self, index: int, call: str, **told: object) -> None:
+    async def _ask(self, index: int, call: str, **arguments: object) -> None:
         reader, writer = self._ends[index]
-        writer.write(json.dumps({"call": call, **told}).encode() + b"\n")
+        writer.write(json.dumps({"call": call, **arguments}).encode() + b"\n")
         said = json.loads(await reader.readline() or b'{"error": "it is gone"}')
         if said:
             raise WavebusError(f"engine {index}, {call}: {said['error']}")

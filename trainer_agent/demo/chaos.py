@@ -228,8 +228,8 @@ class Chaos:
         self._weights[self._numbers] = copy_of(self._policy)
         path = self._folder / "weights.safetensors"
         save_file(self._weights[self._numbers], path)
-        told = {"path": str(path), "label": f"{_LABEL}{self._numbers}"}
-        self._sender.tell(told)
+        request = {"path": str(path), "label": f"{_LABEL}{self._numbers}"}
+        self._sender.tell(request)
         if self._left and self._calm >= _CALM:
             self._calm = 0
             self._left -= 1
@@ -239,21 +239,21 @@ class Chaos:
         while not self._ended(self._sender.answer()) and tries:
             tries -= 1
             time.sleep(_AGAIN_S)
-            self._sender.tell(told)
+            self._sender.tell(request)
 
-    def _ended(self, told: dict[str, Any] | None) -> bool:
+    def _ended(self, answer: dict[str, Any] | None) -> bool:
         """Count how an update has ended; whether it was committed."""
-        if told is None:
+        if answer is None:
             self.result.failed += 1
             self.result.errors["killed"] += 1
             self._sender.start()
-        elif "error" in told:
+        elif "error" in answer:
             self.result.failed += 1
-            self.result.errors[told["error"]] += 1
-            self._say(f"update {self._numbers}: {told['error']}: {told['text']}")
+            self.result.errors[answer["error"]] += 1
+            self._say(f"update {self._numbers}: {answer['error']}: {answer['text']}")
         else:
             self.result.updates += 1
-            whole = told["engines"] == self._options.engines and not told["excluded"]
+            whole = answer["engines"] == self._options.engines and not answer["excluded"]
             self._calm = self._calm + 1 if whole else 0
             return True
         return False

@@ -69,12 +69,12 @@ def judge(
 def _differences(policy: Policy, rollouts: Sequence[Rollout], version: int) -> Tensor:
     """Of all tokens of this version: by how much the log-probability told is off."""
     batch = collate([rollouts])
-    told = torch.zeros_like(batch.behaviour, dtype=torch.bool)
+    compared = torch.zeros_like(batch.behaviour, dtype=torch.bool)
     for row, each in enumerate(rollouts):
         first = len(each.prompt_ids) - 1
         for place, of in enumerate(each.versions):
-            told[row, first + place] = of == version
+            compared[row, first + place] = of == version
     with torch.inference_mode():
         logs = functional.log_softmax(policy(batch.inputs), dim=-1)
         chosen = logs.gather(-1, batch.target[..., None]).squeeze(-1)
-    return (chosen - batch.behaviour).abs()[told]
+    return (chosen - batch.behaviour).abs()[compared]

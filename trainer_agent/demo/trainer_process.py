@@ -72,8 +72,8 @@ class TrainerProcess:
         """What became of it; None if it was killed instead."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        told: dict[str, Any] | None = json.loads(line) if line.endswith("\n") else None
-        return told
+        decoded: dict[str, Any] | None = json.loads(line) if line.endswith("\n") else None
+        return decoded
 
     def _start(self) -> subprocess.Popen[str]:
         with self._log.open("a", encoding="utf-8") as log:

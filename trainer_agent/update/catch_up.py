@@ -97,16 +97,16 @@ class CatchUp:
             task.cancel()
         await asyncio.wait([task])
 
-    def on_behind(self, behind: StaleEngines) -> None:
+    def on_behind(self, stale: StaleEngines) -> None:
         """The broker's word. It comes again for as long as it is so."""
-        if behind.version != self._snapshot.version or self._suspensions or not self._is_idle():
+        if stale.version != self._snapshot.version or self._suspensions or not self._is_idle():
             return
         if self._task is not None and not self._task.done():
             return
-        scope = self._due(behind.dp_groups)
+        scope = self._due(stale.dp_groups)
         if scope:
             self._stopping = False
-            self._task = asyncio.create_task(self._catch_up(StaleEngines(behind.version, scope)))
+            self._task = asyncio.create_task(self._catch_up(StaleEngines(stale.version, scope)))
 
     def _due(self, dp_groups: tuple[str, ...]) -> tuple[str, ...]:
         """Those that have not failed, together; or one of those that have, when it is time."""
@@ -118,47 +118,47 @@ class CatchUp:
         due = (name for name in dp_groups if self._retries[name].at_s <= now_s)
         return tuple(due)[:1]
 
-    async def _catch_up(self, behind: StaleEngines) -> None:
-        names = list(behind.dp_groups)
-        self._log.info("catch_up_started", dp_groups=names, version=behind.version)
+    async def _catch_up(self, stale: StaleEngines) -> None:
+        names = list(stale.dp_groups)
+        self._log.info("catch_up_started", dp_groups=names, version=stale.version)
         try:
-            excluded = await self._send(behind)
+            excluded = await self._send(stale)
         except asyncio.CancelledError:
-            self._log.info("catch_up_gave_way", dp_groups=names, version=behind.version)
+            self._log.info("catch_up_gave_way", dp_groups=names, version=stale.version)
             raise
         except Exception as error:  # noqa: BLE001 - a trainer that trains is not to hear of it
-            self._on_failed(behind, str(error))
+            self._on_failed(stale, str(error))
             return
         if excluded:
-            self._on_failed(behind, f"fell out: {', '.join(excluded)}")
+            self._on_failed(stale, f"fell out: {', '.join(excluded)}")
             return
         for name in names:
             self._retries.pop(name, None)
-        self._log.info("caught_up", dp_groups=names, version=behind.version)
+        self._log.info("caught_up", dp_groups=names, version=stale.version)
 
-    def _on_failed(self, behind: StaleEngines, detail: str) -> None:
+    def _on_failed(self, stale: StaleEngines, detail: str) -> None:
         now_s = asyncio.get_running_loop().time()
-        retries = [_Retry.after(self._retries.get(name), now_s) for name in behind.dp_groups]
-        self._retries.update(zip(behind.dp_groups, retries, strict=True))
+        retries = [_Retry.after(self._retries.get(name), now_s) for name in stale.dp_groups]
+        self._retries.update(zip(stale.dp_groups, retries, strict=True))
         self._log.warning(
             "catch_up_failed",
-            dp_groups=list(behind.dp_groups),
-            version=behind.version,
+            dp_groups=list(stale.dp_groups),
+            version=stale.version,
             detail=detail,
             retry_s=min(retry.wait_s for retry in retries),
         )
 
-    async def _send(self, behind: StaleEngines) -> tuple[str, ...]:
+    async def _send(self, stale: StaleEngines) -> tuple[str, ...]:
         """All of the snapshot, to these; returns who fell out on the way."""
         kept = self._snapshot.kept
         assert kept is not None
         sender = self._make_sender()
         backend = self._transport.own_backend
-        transport = Transport(backend, sender, self._connection, self._steps, behind.dp_groups)
+        transport = Transport(backend, sender, self._connection, self._steps, stale.dp_groups)
         stream = ChunkStream(kept, sender, chunk_bytes=self._chunk_bytes, verify=self._verify)
         self._transport.invalidate()
         try:
-            async with self._updates.begin(_OPTIONS, catch_up=behind) as update:
+            async with self._updates.begin(_OPTIONS, catch_up=stale) as update:
                 report = await send_stream(update, stream, transport, self._steps, "")
                 return report.excluded
         finally:

@@ -156,7 +156,7 @@ class Steps:
         Returns:
             What could not be had.
         """
-        if any(isinstance(word, Resume) for word in messages):
+        if any(isinstance(message, Resume) for message in messages):
             self.is_asleep = False
             self._held_pause = None
         return await self._connection.delivery.send(*messages) if messages else None

@@ -63,8 +63,8 @@ class NativeTransport:
             UsageError: the plan is of other tensors than the transport was opened for.
         """
         manifest = plan.manifest
-        told = (manifest.names, manifest.dtypes, manifest.shapes)
-        if self.opened_for and self.opened_for != told:
+        described = (manifest.names, manifest.dtypes, manifest.shapes)
+        if self.opened_for and self.opened_for != described:
             raise UsageError(
                 "source: other tensors than when the trainer engine was made: make a new info, "
                 "and a new trainer engine of it"
@@ -109,10 +109,10 @@ def engine_of_all(views: Sequence[EngineView]) -> str:
     chosen = set(found.values())
     if len(chosen) == 1 and (only := chosen.pop()):
         return only
-    told = ", ".join(f"{name} with {engine or 'wavebus'}" for name, engine in found.items())
+    text = ", ".join(f"{name} with {engine or 'wavebus'}" for name, engine in found.items())
     raise UsageError(
         "a trainer engine of vLLM's own needs engines that were booted with its worker engine, "
-        f"all with the same: they were booted {told or 'nowhere, there are none'} "
+        f"all with the same: they were booted {text or 'nowhere, there are none'} "
         "(agent.init_info() leads to wavebus's own trainer engine, which needs no such)"
     )
 
@@ -194,12 +194,12 @@ def chunk_messages(
         "shapes": [list(shape) for shape in meta.shapes],
         "num_updates_list": list(plan.manifest.counts),
     }
-    told = [name for name in columns if name in rest]
-    if plan.chunks == 1 and told and not any(rest[name] for name in told):
+    given = [name for name in columns if name in rest]
+    if plan.chunks == 1 and given and not any(rest[name] for name in given):
         # From 0.33 on vLLM's `nccl` describes the tensors once, and then leaves the lists empty.
         # The plan describes them, and each engine is told of them in full, as in the first round.
-        rest |= {name: columns[name] for name in told}
-    for name in told:
+        rest |= {name: columns[name] for name in given}
+    for name in given:
         found = rest.pop(name)
         if name == "shapes":
             found = [list(shape) for shape in found]
@@ -207,7 +207,7 @@ def chunk_messages(
             raise UsageError(
                 f"update_info: chunk {seq} has other {name} than were armed: {_CUT_HINT}"
             )
-    handle = _encoded("update_info", rest, told)
+    handle = _encoded("update_info", rest, given)
     return plan.chunk_meta(update_id, seq, handle), ChunkSent(update_id, seq, "unsupported", ())
 
 

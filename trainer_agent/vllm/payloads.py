@@ -97,8 +97,8 @@ def chunk_messages(
     if not 0 <= ours.chunk < plan.chunks:
         raise UsageError(f"update_info: chunk={ours.chunk}, and {plan.chunks} were armed")
     meta = plan.chunk_meta(update_id, ours.chunk, ours.handle)
-    told = (tuple(ours.names), tuple(ours.dtype_names), tuple(ours.shapes))
-    if told != (meta.names, meta.dtypes, meta.shapes):
+    described = (tuple(ours.names), tuple(ours.dtype_names), tuple(ours.shapes))
+    if described != (meta.names, meta.dtypes, meta.shapes):
         raise UsageError(f"update_info: chunk {ours.chunk} has other tensors than were armed")
     return meta, ChunkSent(update_id, ours.chunk, ours.verify, ours.sums)
 

@@ -49,13 +49,13 @@ def check_chunk(manifest: Manifest, message: WeightChunkMeta) -> None:
         Declined: names the field that differs.
     """
     part = manifest.part(message.chunk)
-    for field, planned, told in (
+    for field, planned, sent in (
         ("names", manifest.names[part], message.names),
         ("dtypes", manifest.dtypes[part], message.dtypes),
         ("shapes", manifest.shapes[part], message.shapes),
         ("sizes_bytes", manifest.sizes_bytes(message.chunk), message.sizes_bytes),
     ):
-        if planned != told:
+        if planned != sent:
             raise Declined(
                 Failure(
                     NackCode.MANIFEST_REFUSED,

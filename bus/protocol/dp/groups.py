@@ -295,8 +295,10 @@ class DpGroups:
         ranks = [peer] if group is None else [each for _, each in sorted(group.ranks.items())]
         name = peer.name if group is None else group.name
         advice = self.restarts.advice(ranks, 1 if group is None else group.size)
-        told = "; ".join(filter(None, (text, advice)))
-        return told, self.restarts.stuck(name, ranks, f"{peer.name}: {told}", now_ms)
+        diagnosis_text = "; ".join(filter(None, (text, advice)))
+        return diagnosis_text, self.restarts.stuck(
+            name, ranks, f"{peer.name}: {diagnosis_text}", now_ms
+        )
 
     def tick(self, now_ms: float) -> list[Effect]:
         """Look at every DP group; what it is like now is told when it changes."""
@@ -340,10 +342,10 @@ class DpGroups:
         return group
 
     def _mirror_anew(self, group: DpGroup) -> None:
-        told = group.coordinator.coordinator if group.coordinator is not None else None
+        facts = group.coordinator.coordinator if group.coordinator is not None else None
         group.wave.whole()
-        if told is not None:
-            group.wave.mirror(told.wave, running=told.running, rank=told.rank)
+        if facts is not None:
+            group.wave.mirror(facts.wave, running=facts.running, rank=facts.rank)
 
     def _note(self, event: str, group: DpGroup, level: str, fields: dict[str, object]) -> Note:
         return Note(event, level, {"group": self._group, "dp_group": group.name, **fields})

@@ -124,42 +124,42 @@ class Watchdog:
             f"rank {rank} ({name}) is gone since {_seconds(now_ms - when_ms)}: {reason}"
             for rank, (name, reason, when_ms) in sorted(self._lost.items())
         ]
-        standing = [
+        stalled = [
             (rank, report)
             for rank, report in sorted(self._reports.items())
             if rank not in self._lost
             and report.where()
             and report.stalled_ms(now_ms) > self.config.wedged_ms
         ]
-        parts += [_describe_rank(rank, report, now_ms) for rank, report in standing]
+        parts += [_describe_rank(rank, report, now_ms) for rank, report in stalled]
         text = f"{'; '.join(parts)}; all {self.size} ranks restart together"
-        return Diagnosis("down", text, tuple(sorted(self._lost)), bool(standing))
+        return Diagnosis("down", text, tuple(sorted(self._lost)), bool(stalled))
 
     def _stepping(self, now_ms: float) -> Diagnosis:
         limits = self.config
-        standing = {
+        stalled = {
             rank: report
             for rank, report in sorted(self._reports.items())
             if report.where() and report.stalled_ms(now_ms) > limits.slow_ms
         }
-        if not standing:
+        if not stalled:
             return Diagnosis("ok")
-        longest_ms = max(report.stalled_ms(now_ms) for report in standing.values())
-        absent = self._absent_ranks(standing, now_ms)
-        told = [_describe_rank(rank, self._reports[rank], now_ms) for rank in standing]
+        longest_ms = max(report.stalled_ms(now_ms) for report in stalled.values())
+        absent = self._absent_ranks(stalled, now_ms)
+        parts = [_describe_rank(rank, self._reports[rank], now_ms) for rank in stalled]
         if absent:
-            told += [
+            parts += [
                 f"{_describe_rank(rank, self._reports[rank], now_ms)}: absent"
                 for rank in absent
-                if rank not in standing
+                if rank not in stalled
             ]
         limit_ms = limits.wedged_ms if absent else limits.stuck_ms
         health: Health = "wedged" if longest_ms > limit_ms else "slow"
-        return Diagnosis(health, "; ".join(told), tuple(absent), health == "wedged")
+        return Diagnosis(health, "; ".join(parts), tuple(absent), health == "wedged")
 
-    def _absent_ranks(self, standing: dict[int, _Report], now_ms: float) -> list[int]:
+    def _absent_ranks(self, stalled: dict[int, _Report], now_ms: float) -> list[int]:
         """Who is not where the first to stand waits for it."""
-        first = max(standing.values(), key=lambda report: report.stalled_ms(now_ms))
+        first = max(stalled.values(), key=lambda report: report.stalled_ms(now_ms))
         return [
             rank
             for rank, report in sorted(self._reports.items())

@@ -126,33 +126,33 @@ class EngineLease:
         """Mates count on its weights not being touched, and on no other pause."""
         return self.state is LeaseState.OVER and self.clean_said
 
-    def on_vote(self, word: LeaseVote) -> None:
+    def on_vote(self, vote: LeaseVote) -> None:
         """A mate has said how it stands."""
-        self._votes[word.dp_rank] = word
+        self._votes[vote.dp_rank] = vote
 
     def all_agree(self, version: int) -> bool:
         """Whether every mate is clean, or runs, at this version."""
         return all(
-            self._position(mate) in ("clean", "running") and self._votes[mate].version == version
-            for mate in self.peers
+            self._position(rank) in ("clean", "running") and self._votes[rank].version == version
+            for rank in self.peers
         )
 
     def any_partial(self, version: int) -> bool:
         """Whether the DP group can't run: a mate is partial, or clean at another version."""
         return any(
-            word.stand == "partial"
-            or (word.stand in ("clean", "running") and word.version != version)
-            for word in self._votes.values()
+            vote.stand == "partial"
+            or (vote.stand in ("clean", "running") and vote.version != version)
+            for vote in self._votes.values()
         )
 
     def missing(self) -> Iterable[tuple[int, str]]:
         """Which mates are waited for, and how they stand, as far as they have said."""
         return [
-            (mate, self._position(mate))
-            for mate in self.peers
-            if self._position(mate) not in ("clean", "running")
+            (rank, self._position(rank))
+            for rank in self.peers
+            if self._position(rank) not in ("clean", "running")
         ]
 
-    def _position(self, mate: int) -> LeasePosition | str:
-        word = self._votes.get(mate)
-        return "" if word is None else word.stand
+    def _position(self, rank: int) -> LeasePosition | str:
+        vote = self._votes.get(rank)
+        return "" if vote is None else vote.stand

@@ -81,7 +81,7 @@ class EnginePause:
     """See the module. Calls go into ``queue``."""
 
     def __init__(
-        self, queue: CallQueue, memory: EngineMemory, lease: EngineLease, door: Admission
+        self, queue: CallQueue, memory: EngineMemory, lease: EngineLease, admission: Admission
     ) -> None:
         self.state = _S.RUNNING
         self.update_id = ""
@@ -89,7 +89,7 @@ class EnginePause:
         self._queue = queue
         self._memory = memory
         self._lease = lease
-        self._admission = door
+        self._admission = admission
         self._last_resume = ""
         self._call = CallPause("keep", clear_cache=False)  # the last one made
         self._escalation: Escalation = "keep"
@@ -241,10 +241,10 @@ class EnginePause:
     def begin_resume(self, msg_id: int) -> None:
         """The pause is complete: resume."""
         self.state = _S.RESUMING
-        door = self._admission
-        if door.is_stale and not door.closed:
+        admission = self._admission
+        if admission.is_stale and not admission.closed:
             self._queue.add(CallAbortRequests(), 0)
-        opens = door.closed and not door.is_stale
+        opens = admission.closed and not admission.is_stale
         self._queue.add(CallResume(asleep=not self._memory.awake, opens=opens), msg_id)
 
     def on_paused(self, took_ms: float) -> list[SessionEffect]:

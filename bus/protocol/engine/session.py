@@ -366,15 +366,17 @@ class EngineSession:
         return self._with_calls(self._update_admission(), now_ms)
 
     def _update_admission(self) -> list[c.SessionEffect]:
-        door = self.admission
+        admission = self.admission
         if self.pause.state is not EnginePauseState.RUNNING or not self.at_rest:
             return []
-        if self.update.about_to_serve(door.group_version):
+        if self.update.about_to_serve(admission.group_version):
             return []
-        if self.is_stale and (door.unconfirmed or not door.closed):
+        if self.is_stale and (admission.unconfirmed or not admission.closed):
             self._queue.add(c.CallAbortRequests(), 0)
-            return [] if door.unconfirmed else [Note("closed_behind", "warning", self._versions)]
-        if door.closed and not self.is_stale:
+            return (
+                [] if admission.unconfirmed else [Note("closed_behind", "warning", self._versions)]
+            )
+        if admission.closed and not self.is_stale:
             self._queue.add(c.CallAdmit(), 0)
             return [self._admitting_note()]
         return []
@@ -399,17 +401,17 @@ class EngineSession:
         effects, self._waits_for_admission = self._waits_for_admission, []
         return effects
 
-    def on_lease_word(self, word: m.LeaseVote, now_ms: float) -> list[c.SessionEffect]:
+    def on_lease_word(self, vote: m.LeaseVote, now_ms: float) -> list[c.SessionEffect]:
         """A mate has said how it stands, and may ask how this rank does."""
-        if word.dp_rank not in self.lease.peers:
+        if vote.dp_rank not in self.lease.peers:
             return []
-        self.lease.on_vote(word)
+        self.lease.on_vote(vote)
         effects: list[c.SessionEffect] = []
-        if word.stand == "pausing" and self.pause.state is EnginePauseState.RUNNING:
-            self.pause.beside(word.pause_id, now_ms)
+        if vote.stand == "pausing" and self.pause.state is EnginePauseState.RUNNING:
+            self.pause.beside(vote.pause_id, now_ms)
             effects += self._pause_first()
-        if word.asks:
-            effects.append(c.SendToPeers(self._vote(asks=False), (word.dp_rank,)))
+        if vote.asks:
+            effects.append(c.SendToPeers(self._vote(asks=False), (vote.dp_rank,)))
         if self.lease.state is LeaseState.OVER and self._lease_counts:
             effects += self._decide(now_ms)
         return self._with_calls(effects, now_ms)
@@ -460,17 +462,19 @@ class EngineSession:
         effects: list[c.SessionEffect] = [c.SendToPeers(self._vote(asks=True), self.lease.peers)]
         missing = self.lease.missing() if self.lease.state is LeaseState.OVER else []
         if missing:
-            told = ", ".join(f"rank {rank}: {stand or 'not heard'}" for rank, stand in missing)
-            fields = {"update_id": self.pause.update_id, "waits_for": told}
+            positions = ", ".join(
+                f"rank {rank}: {position or 'not heard'}" for rank, position in missing
+            )
+            fields = {"update_id": self.pause.update_id, "waits_for": positions}
             effects.append(Note("lease_undecided", "warning", fields))
         return effects
 
     def _vote(self, *, asks: bool) -> m.LeaseVote:
-        stand = self._position()
-        if stand == "clean":
+        position = self._position()
+        if position == "clean":
             self.lease.clean_said = True
         rank, pause_id = self.lease.rank, self.pause.update_id
-        return m.LeaseVote(self._dp_group, rank, stand, pause_id, self.version, asks)
+        return m.LeaseVote(self._dp_group, rank, position, pause_id, self.version, asks)
 
     def _position(self) -> m.LeasePosition:
         """See :mod:`bus.protocol.engine.lease`."""

@@ -78,15 +78,21 @@ class EngineUpdate:
     """See the module. Calls go into ``queue``."""
 
     def __init__(
-        self, queue: c.CallQueue, version: int, name: str, door: Admission, *, draft: bool = False
+        self,
+        queue: c.CallQueue,
+        version: int,
+        name: str,
+        admission: Admission,
+        *,
+        draft: bool = False,
     ) -> None:
         self._draft = draft
         self.state = _S.NONE
         self._order = UpdateSpec()  # of this update, or the last
-        door.version = version
+        admission.version = version
         self.partial: set[str] = set()  # of what it has not all the weights
-        self._admission = door
-        if door.closed:  # nobody knows for which of them
+        self._admission = admission
+        if admission.closed:  # nobody knows for which of them
             self.partial.update(("model", "draft") if draft else ("model",))
         self._queue = queue
         self._chunks = EngineChunks(queue)

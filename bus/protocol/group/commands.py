@@ -429,13 +429,13 @@ class Commands:
     def _require_current(self, members: Iterable[str]) -> None:
         """An update of a draft gives a version, too, and that must mean the same model weights
         everywhere: not on one that came late, or was left behind, and has others."""
-        behind = self._state.registry.stale(members, self._state.version)
-        if behind:
+        stale = self._state.registry.stale(members, self._state.version)
+        if stale:
             raise Declined(
                 Failure(
                     NackCode.WRONG_STATE,
-                    f"{', '.join(behind[:8])}: not at the group's version {self._state.version}",
-                    behind[0],
+                    f"{', '.join(stale[:8])}: not at the group's version {self._state.version}",
+                    stale[0],
                     field="target",
                     hint="update the model first, then its draft",
                 )

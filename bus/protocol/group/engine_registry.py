@@ -86,11 +86,11 @@ class EngineRegistry:
         self._had_engines = False
         self.changes = 0  # of who is there, and of what they serve
 
-    def add(self, peer: Peer, *, late: bool) -> None:
+    def add(self, peer: Peer, *, joined_late: bool) -> None:
         """An engine has joined, or joined again."""
         self._had_engines = True
         self.changes += 1
-        if late and peer.name not in self.engines:
+        if joined_late and peer.name not in self.engines:
             self._joined_late.add(peer.name)
         self.engines[peer.name] = peer
         self._record_pause_unknown(peer.name, peer.phase)
@@ -230,7 +230,7 @@ class EngineRegistry:
     def is_still_pausing(self, name: str) -> bool:
         """A rank whose pause has been pending for some heartbeats, while a mate runs."""
         return self._pausing.get(name, 0) > PENDING_BEATS and any(
-            self.engines[mate].phase == "running" for mate in self.dp_peers(name)
+            self.engines[peer].phase == "running" for peer in self.dp_peers(name)
         )
 
     def is_pause_unknown(self, name: str) -> bool:
@@ -239,7 +239,7 @@ class EngineRegistry:
 
     def has_updating_peer(self, name: str) -> bool:
         """Whether a rank that it stands with is in the middle of an update, by its own word."""
-        return any(self.engines[mate].phase == "updating" for mate in self.dp_peers(name))
+        return any(self.engines[peer].phase == "updating" for peer in self.dp_peers(name))
 
     def quarantine(self, name: str, reason: str) -> None:
         """An engine may hold a part of an update."""

@@ -119,7 +119,7 @@ class Group(GroupState):
     def on_engine_joined(self, peer: Peer, now_ms: float) -> list[Effect]:
         """An engine is there (again)."""
         in_it = peer.name in self.pause.members or peer.name in self.update.members
-        self.registry.add(peer, late=self.is_busy() and not in_it)
+        self.registry.add(peer, joined_late=self.is_busy() and not in_it)
         self.departed.discard(peer.name)
         self.version = max(self.version, peer.version)
         return [
@@ -130,10 +130,10 @@ class Group(GroupState):
 
     def _introduce(self, peer: Peer) -> list[Effect]:
         """The ranks of a DP group that is whole, to each other."""
-        mates = self.registry.dp_peers(peer.name)
-        if len(mates) == 1 or self.registry.is_incomplete(peer.name):
+        peers = self.registry.dp_peers(peer.name)
+        if len(peers) == 1 or self.registry.is_incomplete(peer.name):
             return []
-        return [self.send(self.registry.introduction(mates), mates)]
+        return [self.send(self.registry.introduction(peers), peers)]
 
     def on_engine_lost(self, peer: Peer, failure: Failure, now_ms: float) -> list[Effect]:
         """An engine is gone: left, silent, or dead."""
@@ -175,9 +175,9 @@ class Group(GroupState):
         found = self._reconciliation.find(peer, beat)
         if found is None:
             return []
-        stray, names = found
+        abandoned, names = found
         fields = {"peer": peer.name, "phase": beat.phase}
-        return [self.note("stray", beat.update_id, "warning", fields), self.send(stray, names)]
+        return [self.note("stray", beat.update_id, "warning", fields), self.send(abandoned, names)]
 
     def on_ack(self, name: str, ack: Ack, now_ms: float) -> list[Effect]:
         """An engine's ack: the hot path; until the last one it changes a set and no more."""
@@ -356,8 +356,8 @@ class Group(GroupState):
         answer = done_ack(done, self.pause, self.update, self.version, left_out, now_ms)
         fields = done_fields(done, answer, self.update)
         note = self.note(DONE_EVENTS[done.step], answer.update_id, "info", fields)
-        told = probe_report(self.update, answer) if done.step is Step.PROBE else answer
-        return [note, *self.session.answer((done.step, done.chunk), told)]
+        reply = probe_report(self.update, answer) if done.step is Step.PROBE else answer
+        return [note, *self.session.answer((done.step, done.chunk), reply)]
 
     def _on_step_failed(self, failed: StepFailed) -> list[Effect]:
         step, failure = failed.step, failed.failure

@@ -199,7 +199,7 @@ class PauseMachine:
                 return self._check_barrier(now_ms)
         return []
 
-    def expire(self, now_ms: float, told: Callable[[str], str] = str) -> list[Instruction]:
+    def expire(self, now_ms: float, describe: Callable[[str], str] = str) -> list[Instruction]:
         """The caller's time is over: it hears why now; the pause itself goes on. ``told``: what is
         said of an engine that is waited for."""
         if self.deadline_ms is None or now_ms < self.deadline_ms:
@@ -207,7 +207,7 @@ class PauseMachine:
         self.deadline_ms = None
         if self.barrier is None or self.state not in (PauseState.LOCAL, PauseState.GLOBAL):
             return []
-        waiting = ", ".join(told(name) for name in sorted(self.barrier.waiting)[:8])
+        waiting = ", ".join(describe(name) for name in sorted(self.barrier.waiting)[:8])
         failure = Failure(
             NackCode.TIMEOUT,
             f"no {self.barrier.step.value} ack after {now_ms - self.asked_ms:.0f} ms from: "

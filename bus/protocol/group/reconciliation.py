@@ -59,8 +59,8 @@ class Reconciliation:
             return None
         if registry.is_pause_unknown(peer.name):
             # It may have been made; so all of them are paused first.
-            mates = registry.dp_peers(peer.name)
-            return (self._complete_pause(beat), mates) if beat.phase == "unsure" else None
+            peers = registry.dp_peers(peer.name)
+            return (self._complete_pause(beat), peers) if beat.phase == "unsure" else None
         if beat.phase in ("paused", "asleep") and peer.name not in registry.kept_paused():
             if registry.has_updating_peer(peer.name):
                 return None  # its weights are touched: it gives that up first

@@ -153,5 +153,5 @@ def lacking(facts: EngineFacts | None) -> dict[str, object]:
     if facts is None:
         return {}
     off = "; ".join(f"{name}: {why}" for name, why in facts.features.items() if why)
-    told = {"features_off": off, "untested": facts.untested}
-    return {key: text for key, text in told.items() if text}
+    fields = {"features_off": off, "untested": facts.untested}
+    return {key: text for key, text in fields.items() if text}

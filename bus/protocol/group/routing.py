@@ -51,13 +51,13 @@ class Routing:
     def _routable(self, version: int) -> tuple[Route, ...]:
         registry = self._registry
         out = {
-            mate
+            rank_peer
             for name, peer in registry.engines.items()
             if peer.version != version
             or peer.phase in _OUT
             or name in registry.quarantined
             or registry.is_not_admitting(name)
-            for mate in registry.dp_peers(name)
+            for rank_peer in registry.dp_peers(name)
         }
         return tuple(
             Route(name, peer.facts.dp_group, peer.facts.endpoint)

@@ -32,7 +32,7 @@ def waits(rounds: Iterable[AckBarrier], now_ms: float) -> tuple[WaitView, ...]:
 
 def status_of(group: GroupState, now_ms: float) -> GroupStatus:
     """As it is now; it changes nothing."""
-    pause, sleep, update, holder = group.pause, group.sleep, group.update, group.owner
+    pause, sleep, update, owner = group.pause, group.sleep, group.update, group.owner
     update_id = ""
     updating = update.state is not UpdateState.IDLE
     if updating:
@@ -44,8 +44,8 @@ def status_of(group: GroupState, now_ms: float) -> GroupStatus:
         name=group.name,
         epoch=group.epoch,
         version=group.version,
-        holder=holder.name if holder else "",
-        holder_heard_ms=round(now_ms - holder.last_heard_ms, 1) if holder else 0.0,
+        holder=owner.name if owner else "",
+        holder_heard_ms=round(now_ms - owner.last_heard_ms, 1) if owner else 0.0,
         pause=(pause if sleep.state is SleepState.AWAKE else sleep).state.value,
         update=update.state.value,
         update_id=update_id,

@@ -42,8 +42,8 @@ class Overdue(NamedTuple):
 
 def is_overdue(state: GroupState, barrier: AckBarrier, now_ms: float) -> bool:
     """Whether the engines of a step have had their time."""
-    late = now_ms - barrier.asked_ms > state.step_timeout_ms
-    return late and not barrier.waiting_for_trainer
+    overdue = now_ms - barrier.asked_ms > state.step_timeout_ms
+    return overdue and not barrier.waiting_for_trainer
 
 
 def overdue_engines(state: GroupState, barrier: AckBarrier, now_ms: float) -> Iterator[Overdue]:

@@ -100,7 +100,7 @@ async def _running(
         )
         made = await trainer.answer()
         engines: dict[str, list[Worker]] = {}
-        told: dict[str, list[dict[str, Any]]] = {}
+        answers: dict[str, list[dict[str, Any]]] = {}
         for group, on in (("direct", ""), ("bus", address)):
             engines[group] = [
                 await start(
@@ -108,9 +108,9 @@ async def _running(
                 )
                 for each in _ranks(plan, group, on, checkpoint)
             ]
-            told[group] = [await engine.answer() for engine in engines[group]]
+            answers[group] = [await engine.answer() for engine in engines[group]]
         shutil.rmtree(checkpoint)  # the engines have it in memory
-        await trainer.ask(json.dumps([each["port"] for each in told["direct"]]))
+        await trainer.ask(json.dumps([each["port"] for each in answers["direct"]]))
 
         async def memcpy_ms() -> float:
             return float((await trainer.ask("memcpy"))["memcpy_ms"])
@@ -124,12 +124,12 @@ async def _running(
             group = _GROUPS[way]
             return [
                 (await greedy(each["url"], _GREEDY_TOKENS), await engine.ask("sums"))
-                for each, engine in zip(told[group], engines[group], strict=True)
+                for each, engine in zip(answers[group], engines[group], strict=True)
             ]
 
         yield GapRun(
             trainer,
-            {way: [each["url"] for each in told[group]] for way, group in _GROUPS.items()},
+            {way: [each["url"] for each in answers[group]] for way, group in _GROUPS.items()},
             {way: engines[group] for way, group in _GROUPS.items()},
             raw_ms,
             memcpy_ms,

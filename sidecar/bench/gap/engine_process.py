@@ -112,30 +112,32 @@ class DirectEngine:
             writer.write(json.dumps(said).encode() + b"\n")
         writer.close()
 
-    async def _call(self, told: dict[str, Any]) -> None:
+    async def _call(self, request: dict[str, Any]) -> None:
         engine = self._engine
-        match told["call"]:
+        match request["call"]:
             case "open":
-                place = RankAssignment(**told["place"])
-                await engine.open_transfer(told["backend"], bytes.fromhex(told["params"]), place)
+                place = RankAssignment(**request["place"])
+                await engine.open_transfer(
+                    request["backend"], bytes.fromhex(request["params"]), place
+                )
             case "arm":
-                self._manifest = msgspec.convert(told["manifest"], Manifest)
+                self._manifest = msgspec.convert(request["manifest"], Manifest)
                 await engine.arm(self._manifest)
             case "pause":
-                await engine.pause("keep", clear_cache=told["clear_cache"])
+                await engine.pause("keep", clear_cache=request["clear_cache"])
             case "start":
                 await engine.start_update(recover=False)
             case "receive":
                 assert self._manifest is not None, "arm comes first"
-                seq = told["seq"]
-                handle = bytes.fromhex(told["handle"])
+                seq = request["seq"]
+                handle = bytes.fromhex(request["handle"])
                 tensors = self._manifest.chunk(seq)
-                await engine.receive(Chunk(seq, told["backend"], tensors, handle))
+                await engine.receive(Chunk(seq, request["backend"], tensors, handle))
             case "load":
-                await engine.load(told["seq"])
+                await engine.load(request["seq"])
             case "finish":
                 await engine.finish_update()
-                await engine.commit(told["version"])
+                await engine.commit(request["version"])
             case "resume":
                 await engine.resume()
             case other:
@@ -177,8 +179,8 @@ async def serve(settings: GapEngineSettings) -> None:
     """Serve, and tell."""
     engine = GapEngine(settings.folder, max_num_seqs=settings.max_num_seqs, dp=settings.dp)
     serving = on_the_bus(engine, settings) if settings.broker else alone(engine)
-    async with serving as told:
-        write_answer(**told)
+    async with serving as answer:
+        write_answer(**answer)
         async for command in read_commands():
             if command == "sums":
                 write_answer(sums=await asyncio.to_thread(engine.sums))

@@ -117,13 +117,13 @@ class GapRound:
 
     def describe(self) -> str:
         """In a line."""
-        told = f"gap {self.gap_ms:.0f} ms, steps of {percentile(self.steps_ms, 50):.0f} ms before"
+        text = f"gap {self.gap_ms:.0f} ms, steps of {percentile(self.steps_ms, 50):.0f} ms before"
         if self.swap_ms:
             share = self.receiving_tokens_per_s / self.before_tokens_per_s
-            told += (
+            text += (
                 f"; {share:.0%} of the tokens while it received; swapped in {self.swap_ms:.1f} ms"
             )
-        return told
+        return text
 
 
 @dataclass(frozen=True)
@@ -189,11 +189,11 @@ async def _round(running: GapRun, way: Way, requests: int, tokens: int) -> GapRo
         await streams.have(BEGUN_TOKENS)
         decoding_s = time.monotonic()
         await streams.have(BEGUN_TOKENS + ORDINARY_TOKENS)
-        told = await running.trainer.ask(way)
+        answer = await running.trainer.ask(way)
     swap_ms = 0.0
     if way == "staged":
         swap_ms = max([(await engine.ask("swap"))["swap_ms"] for engine in running.engines[way]])
-    since_s, until_s, commit_ms = told["since_s"], told["until_s"], told["commit_ms"]
+    since_s, until_s, commit_ms = answer["since_s"], answer["until_s"], answer["commit_ms"]
     came, pieces = streams.came, streams.pieces
     receiving = 0.0
     if commit_ms:
@@ -203,7 +203,7 @@ async def _round(running: GapRun, way: Way, requests: int, tokens: int) -> GapRo
         gap_ms=longest_gap_ms(came, since_s, until_s),
         steps_ms=tuple(gaps_ms(came, decoding_s, since_s)),
         update_ms=(until_s - since_s) * 1000,
-        receive_ms=told["receive_ms"],
+        receive_ms=answer["receive_ms"],
         commit_ms=commit_ms,
         swap_ms=swap_ms,
         before_tokens_per_s=tokens_within(came, pieces, decoding_s, since_s)

@@ -33,8 +33,8 @@ class BroadcastEnds:
         """One broadcast, until both are done; alone, a copy."""
         if len(self.workers) == 1:
             return await self.copy_ms()
-        told = await asyncio.gather(*(end.ask("go") for end in self.workers))
-        return max(float(end["broadcast_ms"]) for end in told)
+        answers = await asyncio.gather(*(end.ask("go") for end in self.workers))
+        return max(float(end["broadcast_ms"]) for end in answers)
 
     async def copy_ms(self) -> float:
         """One copy of as many bytes within the last one's memory."""

@@ -79,17 +79,17 @@ class TransferRun:
     async def two_memcpy_ms(self) -> float:
         """Until both have copied all of it."""
         both = await asyncio.gather(*(who.ask("memcpy") for who in (self.trainer, self.engine)))
-        return max(float(told["memcpy_ms"]) for told in both)
+        return max(float(answer["memcpy_ms"]) for answer in both)
 
     async def update(self) -> TransferRound:
-        told = await self.trainer.ask("update")
-        spans = [*told["puts"], *(await self.engine.ask("spans"))["spans"]]
-        update_ms = (told["until_s"] - told["since_s"]) * 1000
+        answer = await self.trainer.ask("update")
+        spans = [*answer["puts"], *(await self.engine.ask("spans"))["spans"]]
+        update_ms = (answer["until_s"] - answer["since_s"]) * 1000
         return TransferRound(
             update_ms,
-            told["transfer_ms"],
-            told["pause_ms"],
-            told["paused_ms"],
+            answer["transfer_ms"],
+            answer["pause_ms"],
+            answer["paused_ms"],
             update_ms - covered_s(spans) * 1000,
         )
 

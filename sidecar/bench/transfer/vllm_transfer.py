@@ -71,18 +71,18 @@ async def _round(plan: FleetPlan, running: Fleet, way: Way) -> VllmTransferRound
         await streams.have(_BEGUN_TOKENS)
         decoding_s = time.monotonic()
         await streams.have(_BEGUN_TOKENS + _ORDINARY_TOKENS)
-        told = await running.trainer.ask(way)
-    since_s, until_s = told["since_s"], told["until_s"]
-    calls = [tuple(call) for call in told["calls"]]
+        answer = await running.trainer.ask(way)
+    since_s, until_s = answer["since_s"], answer["until_s"]
+    calls = [tuple(call) for call in answer["calls"]]
     if way != "native":
         calls += [tuple(call) for call in (await server.ask("calls"))["calls"]]
-    seen = window(calls, told["window_ms"])
+    seen = window(calls, answer["window_ms"])
     return VllmTransferRound(
         longest_gap_ms(streams.came, since_s, until_s),
         gaps_ms(streams.came, decoding_s, since_s),
         (until_s - since_s) * 1000,
         # vLLM's own engines receive and load in one call.
-        told.get("transfer_ms", seen.phases_ms.get("update", 0.0)),
+        answer.get("transfer_ms", seen.phases_ms.get("update", 0.0)),
         seen,
     )
 

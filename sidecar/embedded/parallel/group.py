@@ -71,8 +71,8 @@ class Rendezvous:
 
     def ask(self, key: str) -> dict[str, object]:
         """Wait until somebody has told it."""
-        told = self._bounded(lambda: self._store.get(f"{self._options.group}/{key}"))
-        value: dict[str, object] = json.loads(told)
+        text = self._bounded(lambda: self._store.get(f"{self._options.group}/{key}"))
+        value: dict[str, object] = json.loads(text)
         return value
 
     def join(self) -> RankGroup:
@@ -163,10 +163,10 @@ class GroupExchange:
         group, experts = self._group, len(counts)
         blocks = [self._block(rank, experts) for rank in range(group.size)]
         own = len(blocks[group.rank])
-        announced = group.swap(
+        swapped = group.swap(
             torch.tensor(counts), [len(block) for block in blocks], [own] * group.size
         )
-        of_source: list[list[int]] = announced.view(group.size, own).tolist()
+        of_source: list[list[int]] = swapped.view(group.size, own).tolist()
         self._sent = [sum(counts[block.start : block.stop]) for block in blocks]
         self._received = [sum(source) for source in of_source]
         return self._swap(rows, self._sent, self._received), of_source

@@ -163,20 +163,20 @@ class DpRank:
         if options.rank == 0:
             addresses = options.coordinator or await self._start_coordinator()
             host, port = await self._liveness.listen(options.address[0])
-            told: dict[str, object] = {
+            shared: dict[str, object] = {
                 "front": addresses.front,
                 "core_in": addresses.core_in,
                 "core_out": addresses.core_out,
                 "host": host,
                 "port": port,
             }
-            await _blocking(lambda: meeting.tell("addresses", told))
+            await _blocking(lambda: meeting.tell("addresses", shared))
             await self._bounded(self._liveness.wait_for_all(), "not all ranks have come")
             return addresses
-        told = await _blocking(lambda: meeting.ask("addresses"))
-        await self._liveness.connect(str(told["host"]), int(str(told["port"])))
+        shared = await _blocking(lambda: meeting.ask("addresses"))
+        await self._liveness.connect(str(shared["host"]), int(str(shared["port"])))
         return DpCoordinatorAddresses(
-            str(told["front"]), str(told["core_in"]), str(told["core_out"])
+            str(shared["front"]), str(shared["core_in"]), str(shared["core_out"])
         )
 
     async def _bounded(self, work: Coroutine[Any, Any, T], complaint: str) -> T:
@@ -212,16 +212,16 @@ class DpRank:
 
     def _on_front(self, parts: list[bytes]) -> None:
         with self._checked():
-            standing = frames.decode_frame_to_front(parts)
-            self._wave, self._running = standing.wave, standing.running
+            status = frames.decode_frame_to_front(parts)
+            self._wave, self._running = status.wave, status.running
 
     def _on_core(self, parts: list[bytes]) -> None:
         with self._checked():
-            told = frames.decode_frame_to_core(parts)
-            if told is None:
+            message = frames.decode_frame_to_core(parts)
+            if message is None:
                 self._ready.set()
             elif self._core is not None:
-                self._core.start_wave(told.wave, told.excluded)
+                self._core.start_wave(message.wave, message.excluded)
 
     @contextlib.contextmanager
     def _checked(self) -> Iterator[None]:

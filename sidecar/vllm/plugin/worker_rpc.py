@@ -118,8 +118,8 @@ def read_lanes(answer: Any) -> tuple[str, ...]:
 
 def read_called_off(answer: Any) -> bool | None:
     """Whether a swap was called off; None: the cores know of none."""
-    told = str(answer[0]) if isinstance(answer, list) and answer else ""
-    return {"True": True, "False": False}.get(told)  # over HTTP it is its text
+    reason = str(answer[0]) if isinstance(answer, list) and answer else ""
+    return {"True": True, "False": False}.get(reason)  # over HTTP it is its text
 
 
 def read_draft(answer: Any) -> bool:
@@ -169,8 +169,8 @@ def presence(wrapper: Any) -> str:
 
 
 def perform(worker: Any, operation: str) -> int:
-    ahead: int = worker.weight_transfer_engine.wavebus_perform(worker, operation)
-    return ahead
+    prefetch_depth: int = worker.weight_transfer_engine.wavebus_perform(worker, operation)
+    return prefetch_depth
 
 
 def loading(worker: Any) -> dict[str, Any]:
@@ -184,10 +184,10 @@ def loading(worker: Any) -> dict[str, Any]:
 def arm(worker: Any, operation: str) -> dict[str, Any]:
     perform(worker, operation)
     room = getattr(worker.weight_transfer_engine, "wavebus_room", None)
-    told: dict[str, Any] = msgspec.to_builtins(
+    answer: dict[str, Any] = msgspec.to_builtins(
         room or StagingCapacity(why_not="vLLM's own worker engine")
     )
-    return told
+    return answer
 
 
 def lane(worker: Any) -> str:
@@ -199,19 +199,19 @@ def facts(worker: Any) -> dict[str, Any]:
     """Tell what the sidecar must know of this engine, see :class:`WorkerFacts`."""
     # A worker is a process of its own, a child of the core; or a part of the core.
     core_pid = next((pid for pid in (os.getpid(), os.getppid()) if page_path(pid).exists()), 0)
-    gateway = os.environ.get(environment.GATEWAY_PID, "0")
-    told: dict[str, Any] = msgspec.to_builtins(
+    coordinator = os.environ.get(environment.GATEWAY_PID, "0")
+    answer: dict[str, Any] = msgspec.to_builtins(
         WorkerFacts(
             coordinator=environment.dp_coordinator(),
             dp_group=os.environ.get(environment.DP_GROUP, "")[:256],
-            gateway_pid=int(gateway) if gateway.isdigit() else 0,
+            gateway_pid=int(coordinator) if coordinator.isdigit() else 0,
             core_pid=core_pid,
             page=str(page_path(core_pid)) if core_pid else "",
             cores=siblings(core_pid)[:MAX_CORES] if core_pid else (),
             features=_features(worker),
         )
     )
-    return told
+    return answer
 
 
 def _features(worker: Any) -> dict[str, str]:

@@ -40,10 +40,10 @@ class CoreAdmission:
 
 
 def _of(core: Any) -> CoreAdmission:
-    door = getattr(core, "wavebus_door", None)
-    if door is None:
-        door = core.wavebus_door = CoreAdmission()
-    return door
+    admission = getattr(core, "wavebus_door", None)
+    if admission is None:
+        admission = core.wavebus_door = CoreAdmission()
+    return admission
 
 
 def handle_client_request(
@@ -71,7 +71,7 @@ def set_admission(core: Any, **how: Any) -> list[dict[str, Any] | None]:
     """Set what is named of the door; answer how it stands, or nothing where there is no door."""
     if hasattr(core, "current_wave") and not hasattr(core, "wavebus_joins_asked_waves"):
         return [None]  # in lockstep, and nobody knows who starts its waves
-    door = _of(core)
+    admission = _of(core)
     for name, value in how.items():
-        setattr(door, name, value)
-    return [{"admits": door.admits, "passes": door.passes}]
+        setattr(admission, name, value)
+    return [{"admits": admission.admits, "passes": admission.passes}]

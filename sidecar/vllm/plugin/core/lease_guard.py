@@ -79,7 +79,7 @@ class PeerCore(msgspec.Struct, frozen=True):
     page: str
 
 
-Mates: TypeAlias = dict[str, PeerCore | None]  # by what they are called
+Peers: TypeAlias = dict[str, PeerCore | None]  # by what they are called
 
 
 class LeaseGuard:
@@ -99,8 +99,8 @@ class LeaseGuard:
         self._said = ""
         self._asked = False  # the core is about to look
         if self._size > 1 and self._store is not None:
-            told = PeerCore(self._rank, _host(), str(self.page.path))
-            self._store.set(f"{_STORE_KEY}{self._rank}", msgspec.json.encode(told))
+            peer = PeerCore(self._rank, _host(), str(self.page.path))
+            self._store.set(f"{_STORE_KEY}{self._rank}", msgspec.json.encode(peer))
 
     def run(self) -> None:
         """Have the core look when a lease is over. In a thread, for as long as the core lives."""
@@ -108,71 +108,71 @@ class LeaseGuard:
             time.sleep(PERIOD_S)
             try:
                 self._find_peers()
-                hold = self.page.lease()
+                lease = self.page.lease()
             except Exception as error:  # noqa: BLE001 - the core lives on without it
                 _log.warning("wavebus: the hold page of this core is not watched: %s", error)
                 return
-            if hold is not None and _has_expired(hold) and not self._asked:
+            if lease is not None and _has_expired(lease) and not self._asked:
                 self._asked = True
                 self._core.input_queue.put_nowait((self._core.wavebus_wakeup, _DUE))
 
     def void_reason(self) -> str:
         """Why the hold of the sidecar counts no more; empty: it does, or there is none."""
-        hold, end = self.page.lease(), self.page.outcome()
-        if hold is None or end is None or end.serial != hold.serial:
+        lease, end = self.page.lease(), self.page.outcome()
+        if lease is None or end is None or end.serial != lease.serial:
             return ""
         return f"the pause's lease was over, and the engine is {end.state}: {end.reason}"
 
     def check_lease(self) -> None:
         """A lease may be over: decide. On the core's thread."""
         self._asked = False
-        hold = self.page.lease()
-        if hold is None or not _has_expired(hold):
+        lease = self.page.lease()
+        if lease is None or not _has_expired(lease):
             return
         end = self.page.outcome()
-        if end is not None and end.serial == hold.serial and end.state != "waiting":
+        if end is not None and end.serial == lease.serial and end.state != "waiting":
             return
-        mates = self._deciding_peers(hold)
+        peers = self._deciding_peers(lease)
         if not _is_paused(self._core):
-            if self._size > 1 or not hold.resuming:
-                self._complete_peers(mates)
+            if self._size > 1 or not lease.resuming:
+                self._complete_peers(peers)
             return
-        if not _is_complete(self._core) and (mates or _is_alive(hold.holder_pid)):
+        if not _is_complete(self._core) and (peers or _is_alive(lease.holder_pid)):
             return  # the sidecar's call is pending
-        self._decide(hold, mates)
+        self._decide(lease, peers)
 
-    def _decide(self, hold: PauseLease, mates: Mates) -> None:
-        if hold.broken:
-            self._quarantine(hold, f"of {', '.join(hold.broken)} not all weights are there")
+    def _decide(self, lease: PauseLease, peers: Peers) -> None:
+        if lease.broken:
+            self._quarantine(lease, f"of {', '.join(lease.broken)} not all weights are there")
             return
-        if self._prepared != hold.serial:
+        if self._prepared != lease.serial:
             try:
-                self._restore(hold)
+                self._restore(lease)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is not whole then
                 _log.exception("wavebus: an update could not be undone")
-                self._quarantine(hold, f"an update could not be undone: {error}")
+                self._quarantine(lease, f"an update could not be undone: {error}")
                 return
-            self._prepared = hold.serial
-        if mates:
-            self.page.write_outcome(hold.serial, "waiting", self._said)
-            state, reason = self._verdict(hold, mates)
+            self._prepared = lease.serial
+        if peers:
+            self.page.write_outcome(lease.serial, "waiting", self._said)
+            state, reason = self._verdict(lease, peers)
         else:
             state, reason = "resumed", "nobody renewed the lease"
         if state == "quarantined":
-            self._quarantine(hold, reason)
+            self._quarantine(lease, reason)
         elif state == "resumed":
-            self._write_outcome(hold, state, reason)
+            self._write_outcome(lease, state, reason)
             self._core.resume_scheduler()
         else:
-            self._write_outcome(hold, state, reason)
+            self._write_outcome(lease, state, reason)
 
-    def _restore(self, hold: PauseLease) -> None:
+    def _restore(self, lease: PauseLease) -> None:
         """Undo what was begun, and take the memory back."""
-        if hold.begun == "adapter":
+        if lease.begun == "adapter":
             self._perform(operations.UndoAdapter(settled=True))
-        elif hold.begun:
-            self._perform(operations.Restore(hold.begun))
-        if hold.asleep:
+        elif lease.begun:
+            self._perform(operations.Restore(lease.begun))
+        if lease.asleep:
             self._core.collective_rpc("wake_up", kwargs={"tags": None})
             publish = getattr(self._core, "wavebus_publish_caches", None)
             if publish is not None:
@@ -183,18 +183,18 @@ class LeaseGuard:
             operations.PERFORM, kwargs={"operation": operations.encode(operation)}
         )
 
-    def _quarantine(self, hold: PauseLease, reason: str) -> None:
+    def _quarantine(self, lease: PauseLease, reason: str) -> None:
         core = self._core
         ended = core.scheduler.finish_requests(None, core.wavebus_aborted)
         core._send_abort_outputs(ended)  # noqa: SLF001 - as vLLM's own pause does
-        self._write_outcome(hold, "quarantined", reason)
+        self._write_outcome(lease, "quarantined", reason)
 
-    def _write_outcome(self, hold: PauseLease, state: OutcomeState, reason: str) -> None:
-        self.page.write_outcome(hold.serial, state, reason)
+    def _write_outcome(self, lease: PauseLease, state: OutcomeState, reason: str) -> None:
+        self.page.write_outcome(lease.serial, state, reason)
         if reason != self._said:
             self._said = reason
             level = logging.INFO if state == "resumed" else logging.WARNING
-            _log.log(level, "wavebus: pause %s is %s: %s", hold.pause_id, state, reason)
+            _log.log(level, "wavebus: pause %s is %s: %s", lease.pause_id, state, reason)
 
     # -- the mates ---------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class LeaseGuard:
             if rank != self._rank and rank not in self._peers and self._store.check([key]):
                 self._peers[rank] = msgspec.json.decode(self._store.get(key), type=PeerCore)
 
-    def _deciding_peers(self, hold: PauseLease) -> Mates:
+    def _deciding_peers(self, lease: PauseLease) -> Peers:
         """Who decides with this core; None for a rank that has not told of itself yet."""
         if self._size > 1:
             ranks = (rank for rank in range(self._size) if rank != self._rank)
@@ -215,16 +215,16 @@ class LeaseGuard:
         own = self.page.path
         return {
             f"core {pid}": PeerCore(0, _host(), str(own.with_stem(str(pid))))
-            for pid in hold.cores
+            for pid in lease.cores
             if str(pid) != own.stem
         }
 
-    def _verdict(self, mine: PauseLease, mates: Mates) -> tuple[OutcomeState, str]:
+    def _verdict(self, mine: PauseLease, peers: Peers) -> tuple[OutcomeState, str]:
         """What all come to, by what each has written. This one is whole, and has voted."""
         waits = ""
-        for name, mate in mates.items():
+        for name, peer in peers.items():
             try:
-                state, reason = self._vote_of(mine, mate)
+                state, reason = self._vote_of(mine, peer)
             except NoHoldPage as error:
                 state, reason = "waiting", str(error)
             if state == "quarantined":
@@ -235,36 +235,36 @@ class LeaseGuard:
             return "waiting", waits
         return "resumed", "nobody renewed the lease, and no mate lacks a part"
 
-    def _vote_of(self, mine: PauseLease, mate: PeerCore | None) -> tuple[OutcomeState, str]:
+    def _vote_of(self, mine: PauseLease, peer: PeerCore | None) -> tuple[OutcomeState, str]:
         """What one mate has to say.
 
         Raises:
             NoHoldPage: it can't be asked.
         """
-        if mate is None:
+        if peer is None:
             raise NoHoldPage("it has told of no hold page")
-        if mate.host != _host():
+        if peer.host != _host():
             raise NoHoldPage("it is on another host")
-        with PauseLeasePage.open(Path(mate.page)) as page:
-            hold, end = page.lease(), page.outcome()
-        if hold is None:
-            if _stays_paused(mate):
+        with PauseLeasePage.open(Path(peer.page)) as page:
+            lease, end = page.lease(), page.outcome()
+        if lease is None:
+            if _stays_paused(peer):
                 return "waiting", "it is paused, and nobody says by what right"
             return "resumed", ""
-        made = end.state if end is not None and end.serial == hold.serial else ""
-        if hold.broken or made == "quarantined":
+        made = end.state if end is not None and end.serial == lease.serial else ""
+        if lease.broken or made == "quarantined":
             return "quarantined", "not all of its weights are there"
-        if hold.version != mine.version:
-            return "quarantined", f"it serves version {hold.version}, this one {mine.version}"
-        if made or hold.resuming:
+        if lease.version != mine.version:
+            return "quarantined", f"it serves version {lease.version}, this one {mine.version}"
+        if made or lease.resuming:
             return "resumed", ""
         return "waiting", "its sidecar holds it paused"
 
-    def _complete_peers(self, mates: Mates) -> None:
+    def _complete_peers(self, peers: Peers) -> None:
         """A mate that is paused waits until this core is, too; in lockstep, in a collective."""
-        for name, mate in mates.items():
+        for name, peer in peers.items():
             try:
-                paused = mate is not None and mate.host == _host() and _stays_paused(mate)
+                paused = peer is not None and peer.host == _host() and _stays_paused(peer)
             except NoHoldPage:
                 continue
             if paused:
@@ -337,14 +337,14 @@ def _refuse_updates(void: str, operation: str) -> None:
         raise WorkerRefusal(operations.WorkerFailure(NackCode.WRONG_STATE, void).to_text())
 
 
-def _stays_paused(mate: PeerCore) -> bool:
+def _stays_paused(peer: PeerCore) -> bool:
     """Whether a mate is paused, or is being paused, and is not in its resume.
 
     Raises:
         NoHoldPage: its core has no status page.
     """
     try:
-        view = CoreStatusReader(Path(mate.page).with_suffix(".page")).read()
+        view = CoreStatusReader(Path(peer.page).with_suffix(".page")).read()
     except NoPage as error:
         raise NoHoldPage(str(error)) from error
     return bool(view.flags & LOCALLY_PAUSED) and view.phase != "barrier"
@@ -359,14 +359,14 @@ def _is_complete(core: Any) -> bool:
     return not core.has_work() and bool(getattr(core, "ignore_start_dp_wave", True))
 
 
-def _has_expired(hold: PauseLease) -> bool:
-    late_s = (time.monotonic_ns() - hold.until_ns) / 1e9
-    return late_s > (GRACE_S if _is_alive(hold.holder_pid) else 0.0)
+def _has_expired(lease: PauseLease) -> bool:
+    late_s = (time.monotonic_ns() - lease.until_ns) / 1e9
+    return late_s > (GRACE_S if _is_alive(lease.holder_pid) else 0.0)
 
 
 def _is_alive(pid: int) -> bool:
-    told = stat_of(pid)
-    return bool(told) and told[0] not in "ZX"
+    stat = stat_of(pid)
+    return bool(stat) and stat[0] not in "ZX"
 
 
 @functools.cache

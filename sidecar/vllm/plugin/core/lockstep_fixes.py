@@ -50,11 +50,11 @@ def resume_scheduler(original: Callable[..., Any], core: Any) -> Any:
     if not (_is_paused(core) or core.pending_pause or core.ignore_start_dp_wave):
         _log.info("wavebus: a resume of a rank that is not paused; nothing is changed")
         return None
-    owed = core.wavebus_owed_wave
+    pending = core.wavebus_owed_wave
     result = original(core)  # raises while a pause is pending: then it is owed on
     core.wavebus_owed_wave = None
-    if owed is not None and owed >= core.current_wave and not core.engines_running:
-        core.current_wave = owed
+    if pending is not None and pending >= core.current_wave and not core.engines_running:
+        core.current_wave = pending
         core.engines_running = True
     return result
 

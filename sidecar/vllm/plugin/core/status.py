@@ -55,8 +55,8 @@ def siblings(pid: int) -> tuple[int, ...]:
 
 def _parent_of(pid: int) -> int:
     """0: it is gone."""
-    told = stat_of(pid)
-    return int(told[1]) if told else 0
+    stat = stat_of(pid)
+    return int(stat[1]) if stat else 0
 
 
 def stat_of(pid: int) -> list[str]:

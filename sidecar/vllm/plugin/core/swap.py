@@ -193,8 +193,8 @@ def sum_by_torch(
     """``ParallelConfig.sync_dp_state`` as a static method, and which ranks are ready to swap."""
     import torch  # noqa: PLC0415 - a core has it
 
-    def add_up(told: torch.Tensor) -> None:
-        torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.SUM, group=dp_group)
+    def add_up(votes: torch.Tensor) -> None:
+        torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.SUM, group=dp_group)
 
     return _vote(add_up, dp_group.size(), has_unfinished, pending_pause)
 
@@ -210,8 +210,8 @@ def sum_by_vllm(
     the same way, or they never meet."""
     from vllm.distributed.utils import cpu_all_reduce_  # noqa: PLC0415 - only inside a core
 
-    def add_up(told: torch.Tensor) -> None:
-        cpu_all_reduce_(told, dp_group, timeout=config.cpu_distributed_timeout)
+    def add_up(votes: torch.Tensor) -> None:
+        cpu_all_reduce_(votes, dp_group, timeout=config.cpu_distributed_timeout)
 
     return _vote(add_up, dp_group.size(), has_unfinished, pending_pause)
 
@@ -222,9 +222,9 @@ def _vote(
     import torch  # noqa: PLC0415 - a core has it
 
     mine = int(has_unfinished) + READY * _conference.ready
-    told = torch.tensor([mine, int(pending_pause)], dtype=torch.int32, device="cpu")
-    add_up(told)
-    unfinished, pauses = (int(each) for each in told.tolist())
+    votes = torch.tensor([mine, int(pending_pause)], dtype=torch.int32, device="cpu")
+    add_up(votes)
+    unfinished, pauses = (int(each) for each in votes.tolist())
     _conference.all_ready = unfinished // READY == size
     work = unfinished % READY if _conference.all_ready else unfinished
     return work > 0 or pauses % size != 0, pauses == size

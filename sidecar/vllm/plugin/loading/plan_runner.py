@@ -98,9 +98,9 @@ class PlannedUpdate:
         Raises:
             KeyError: a tensor that the manifest doesn't have.
         """
-        planned, filled = copies(self._plan, tensors, self._memory)
+        batch, filled = copies(self._plan, tensors, self._memory)
         padded = self._pad(name for name, _ in filled)
-        planned.run()
+        batch.run()
         for name, numel in (*padded, *filled):
             if name in self._repacked:
                 self._repacked[name].note(numel)

@@ -234,8 +234,8 @@ class StagedWeights:
     def _find_parameters(self, plan: CopyPlan) -> dict[str, ParameterRef]:
         """Where the targets are; where they were, if they still are."""
         if self._parameters is not None:
-            known, places, standing = self._parameters
-            if known is plan and standing:
+            known, places, fingerprints = self._parameters
+            if known is plan and fingerprints:
                 return places
         places = find_parameters(plan, self._model, self._device)
         self._parameters = plan, places, ParameterFingerprint(places)

@@ -94,13 +94,13 @@ class StagingLayout(ABC):
 
     def _copy(self, seq: int, tensors: Received) -> CopyBatch:
         again = tensors if isinstance(tensors, ReceivedChunk) else None
-        planned = None if again is None else self._planned.get(again)
-        if planned is None:
-            planned = self._plan_chunk(seq, tensors)
+        batch = None if again is None else self._planned.get(again)
+        if batch is None:
+            batch = self._plan_chunk(seq, tensors)
             if again is not None:
-                self._planned[again] = planned
-        planned.run()
-        return planned
+                self._planned[again] = batch
+        batch.run()
+        return batch
 
     @abstractmethod
     def find(self, target: str, region: Region) -> torch.Tensor | None:

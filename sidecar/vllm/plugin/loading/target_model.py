@@ -120,10 +120,10 @@ class ArmedUpdate:
         """Of a patch: how many elements of each of a chunk's tensors come."""
         return self.manifest.counts[self.manifest.part(seq)]
 
-    def receive(self, operation: operations.ReceiveChunk, inbox: ChunkReceiver) -> None:
+    def receive(self, operation: operations.ReceiveChunk, receiver: ChunkReceiver) -> None:
         """Begin to receive a chunk, if it is one of this update's."""
         metas = self.announced.chunk(operation)
-        inbox.begin(operation.seq, metas, operation.backend, operation.handle)
+        receiver.begin(operation.seq, metas, operation.backend, operation.handle)
 
 
 def require_armed(armed: ArmedUpdate | None) -> ArmedUpdate:

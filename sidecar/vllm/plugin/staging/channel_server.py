@@ -167,8 +167,8 @@ def _attempt(work: Callable[[], T]) -> T | WorkerFailure:
 
 def is_same_user(connection: socket.socket) -> bool:
     """Whether the process at the other end is of this user, or root's."""
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(told)
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(credentials)
     return uid in (os.getuid(), 0)
 
 

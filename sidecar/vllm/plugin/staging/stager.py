@@ -100,15 +100,15 @@ class Stager:
     def __init__(
         self,
         loadable: TargetModel,
-        inbox: ChunkReceiver,
+        receiver: ChunkReceiver,
         vllm_config: Any,
         device: torch.device,
         engine: StagingEngine,
     ) -> None:
-        self.channel = StagingChannelServer(self._execute, inbox.interrupt, self._thread_context)
+        self.channel = StagingChannelServer(self._execute, receiver.interrupt, self._thread_context)
         self._engine = engine
         self._target = loadable
-        self._receiver = inbox
+        self._receiver = receiver
         self._vllm_config = vllm_config
         self._device = device
         self._stream: torch.cuda.Stream | None = None
@@ -120,7 +120,7 @@ class Stager:
 
     # -- on the worker's thread --------------------------------------------------------
 
-    def capacity(self, armed: ArmedUpdate | None, *, broken: bool) -> StagingCapacity:
+    def capacity(self, armed: ArmedUpdate | None, *, is_partial: bool) -> StagingCapacity:
         """Whether the armed update can be staged here. ``broken``: the model is in the middle of
         a load."""
         if armed is None or armed.staging is None or armed.target != "model":
@@ -128,7 +128,7 @@ class Stager:
         known = self._target.plans.entry
         if known.plan is None:
             return StagingCapacity(why_not=f"it needs the model's own loader: {known.reason}")
-        if broken:
+        if is_partial:
             return StagingCapacity(why_not="an update broke off in this engine")
         anew = self._layout_mismatch(known.plan)
         if anew:

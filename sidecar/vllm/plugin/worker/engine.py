@@ -170,10 +170,10 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         on meta from there on."""
         self._began = True
         loadable = self._loadable[self._target]
-        planned = loadable.plans.start(reloading=loadable.is_reloading)
+        run = loadable.plans.start(reloading=loadable.is_reloading)
         self._receiver.clear()
         loadable.repacking.before_start()
-        if not planned:
+        if not run:
             initialize_layerwise_reload(self.model)
 
     def _load_tensors(self, received: list[tuple[str, torch.Tensor]]) -> None:
@@ -232,7 +232,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Whether the armed update can be staged here."""
         if self._began:
             self._began = self._loadable["model"].is_reloading
-        return self._stager.capacity(self.armed, broken=self.session.open or self._began)
+        return self._stager.capacity(self.armed, is_partial=self.session.open or self._began)
 
     @property
     def wavebus_loading(self) -> dict[str, Any]:
@@ -323,14 +323,14 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _open(self, operation: operations.Open) -> None:
         if engine_of(operation.backend):
             raise not_this_engine(operation.backend)
-        inbox = self._receiver
-        receiver = inbox.receiver
+        chunks = self._receiver
+        receiver = chunks.receiver
         if receiver is None or operation.backend != self._backend:
             receiver = self._make_receiver(operation.backend)
-            inbox.close()
-            inbox.use(operation.backend, receiver)
+            chunks.close()
+            chunks.use(operation.backend, receiver)
             self._backend = operation.backend
-        inbox.stop()
+        chunks.stop()
         self._stager.discard_transport()
         engine = RankAssignment(operation.communicator, operation.world_size, operation.first_rank)
         with shared_communicators():

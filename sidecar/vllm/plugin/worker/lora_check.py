@@ -162,9 +162,9 @@ def _check_pair(pair: _Pair, sizes: tuple[int, int] | None) -> None:
             wanted in (None, found) for wanted, found in zip(shape, meta.shape, strict=True)
         )
         if not fits:
-            told = ", ".join("?" if n is None else str(n) for n in shape)
+            fitting = ", ".join("?" if n is None else str(n) for n in shape)
             raise refused(
-                meta.name, f"misshapen: shape {list(meta.shape)}, and [{told}] is what fits"
+                meta.name, f"misshapen: shape {list(meta.shape)}, and [{fitting}] is what fits"
             )
         if meta.dtype not in _DTYPES:
             raise refused(

@@ -52,10 +52,10 @@ class OriginalMethods:
 class NativeUpdates(WavebusWeightTransferEngine):
     """The sidecar's half of a guarded engine. Backends of wavebus's work in it as well."""
 
-    def __init__(self, name: str, doors: OriginalMethods, *args: Any) -> None:
+    def __init__(self, name: str, original: OriginalMethods, *args: Any) -> None:
         super().__init__(*args)
         self._name = name
-        self._original = doors
+        self._original = original
         self._opened = False  # theirs
         self._started_theirs = False  # the update session was
 
@@ -226,7 +226,7 @@ def guarded(name: str, theirs: type[Any]) -> type[Any]:
             # When a sidecar first speaks: nobody else is to notice.
             if self._wavebus is None:
                 plain: Any = super()
-                doors = OriginalMethods(
+                original = OriginalMethods(
                     plain.parse_init_info,
                     self._open_with,
                     plain.start_weight_update,
@@ -236,7 +236,7 @@ def guarded(name: str, theirs: type[Any]) -> type[Any]:
                     self.supports_draft_weight_update,
                 )
                 self._wavebus = NativeUpdates(
-                    name, doors, self.config, self.vllm_config, self.device, self.model
+                    name, original, self.config, self.vllm_config, self.device, self.model
                 )
             return self._wavebus
 

@@ -24,24 +24,24 @@ def rebuildable(value: Any) -> Any:
     return value
 
 
-def _arguments(told: IpcTensor) -> tuple[Any, ...]:
-    dtype = getattr(torch, told.dtype, None)
+def _arguments(handle: IpcTensor) -> tuple[Any, ...]:
+    dtype = getattr(torch, handle.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"a tensor's handle has dtype {told.dtype!r}")  # noqa: TRY004 - it is text
+        raise ValueError(f"a tensor's handle has dtype {handle.dtype!r}")  # noqa: TRY004 - it is text
     return (
         torch.Tensor,
-        torch.Size(told.size),
-        told.stride,
-        told.offset,
+        torch.Size(handle.size),
+        handle.stride,
+        handle.offset,
         torch.storage.TypedStorage,
         dtype,
-        told.device,
-        told.handle or None,
-        told.storage_bytes,
-        told.storage_offset_bytes,
-        told.requires_grad,
-        told.counter or None,
-        told.counter_offset,
-        told.event or None,
-        told.event_sync,
+        handle.device,
+        handle.handle or None,
+        handle.storage_bytes,
+        handle.storage_offset_bytes,
+        handle.requires_grad,
+        handle.counter or None,
+        handle.counter_offset,
+        handle.event or None,
+        handle.event_sync,
     )

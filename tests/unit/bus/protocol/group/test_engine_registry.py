@@ -13,10 +13,10 @@ from tests.unit.bus._builders import facts, peer
 def roster() -> EngineRegistry:
     """One engine alone, and a DP group of two."""
     engines = EngineRegistry("policy")
-    engines.add(peer("e0", facts(dp_group="e0")), late=False)
+    engines.add(peer("e0", facts(dp_group="e0")), joined_late=False)
     for rank in (0, 1):
         what = facts(dp_group="dp", dp_rank=rank, dp_size=2)
-        engines.add(peer(f"r{rank}", what), late=False)
+        engines.add(peer(f"r{rank}", what), joined_late=False)
     return engines
 
 
@@ -28,7 +28,7 @@ def test_members_come_with_their_dp_groups() -> None:
 def test_late_ones_take_part_from_the_next_time() -> None:
     """They are there, and not members, until they are admitted."""
     engines = roster()
-    engines.add(peer("late", facts(dp_group="late")), late=True)
+    engines.add(peer("late", facts(dp_group="late")), joined_late=True)
     assert "late" in engines.engines
     assert "late" not in engines.members()
     assert engines.ready() == ["e0", "r0", "r1"]
@@ -40,7 +40,7 @@ def test_late_ones_take_part_from_the_next_time() -> None:
 def test_one_that_joins_again_is_not_late() -> None:
     """It was a member and stays one."""
     engines = roster()
-    engines.add(peer("e0", facts(dp_group="e0")), late=True)
+    engines.add(peer("e0", facts(dp_group="e0")), joined_late=True)
     assert "e0" in engines.ready()
 
 
@@ -51,7 +51,7 @@ def test_nobody_ever_there_and_nobody_left_are_two_refusals() -> None:
         engines.members()
     assert declined.value.failure.code is NackCode.UNKNOWN_GROUP
     only_one = peer("e0", facts())
-    engines.add(only_one, late=False)
+    engines.add(only_one, joined_late=False)
     engines.remove(only_one)
     with pytest.raises(Declined) as declined:
         engines.members()
@@ -62,7 +62,7 @@ def test_an_old_life_is_not_removed_twice() -> None:
     """Nor does it take the new one along."""
     engines = roster()
     old = engines.engines["e0"]
-    engines.add(peer("e0", facts(dp_group="e0"), boot=2), late=False)
+    engines.add(peer("e0", facts(dp_group="e0"), boot=2), joined_late=False)
     assert not engines.remove(old)
     assert "e0" in engines.engines
 
@@ -79,7 +79,7 @@ def test_a_dp_group_that_lacks_a_rank_is_not_whole() -> None:
     engines.remove(engines.engines["e0"])
     with pytest.raises(Declined, match="DP group dp has 1 of 2 ranks"):
         engines.members()
-    engines.add(peer("r1", facts(dp_group="dp", dp_rank=1, dp_size=2)), late=False)
+    engines.add(peer("r1", facts(dp_group="dp", dp_rank=1, dp_size=2)), joined_late=False)
     assert set(engines.members()) == {"r0", "r1"}
 
 
@@ -88,11 +88,13 @@ def test_who_is_left_out_is_known_by_name() -> None:
     engines = roster()
     assert engines.incomplete() == ()
     for rank in (0, 2):
-        engines.add(peer(f"s{rank}", facts(dp_group="s", dp_rank=rank, dp_size=3)), late=False)
+        engines.add(
+            peer(f"s{rank}", facts(dp_group="s", dp_rank=rank, dp_size=3)), joined_late=False
+        )
     engines.remove(engines.engines["r0"])
     assert engines.incomplete() == ("r1", "s0", "s2")
     assert not engines.is_incomplete("e0")
-    engines.add(peer("s1", facts(dp_group="s", dp_rank=1, dp_size=3)), late=False)
+    engines.add(peer("s1", facts(dp_group="s", dp_rank=1, dp_size=3)), joined_late=False)
     assert engines.incomplete() == ("r1",)
     assert engines.ready() == ["e0", "s0", "s1", "s2"]
     engines.remove(engines.engines["r1"])
@@ -142,7 +144,7 @@ def test_beats_are_counted_anew_in_another_life() -> None:
     assert engines.is_still_pausing("r1")
     engines.remove(engines.engines["r1"])
     what = facts(dp_group="dp", dp_rank=1, dp_size=2, phase="pausing")
-    engines.add(peer("r1", what, boot=2), late=False)
+    engines.add(peer("r1", what, boot=2), joined_late=False)
     engines.on_phase("r1", "pausing")
     assert not engines.is_still_pausing("r1")
 
@@ -185,9 +187,9 @@ def test_an_engine_knows_best_whether_it_holds_a_part() -> None:
 def test_one_that_joins_quarantined_is() -> None:
     """And one that joins otherwise is not any more."""
     engines = roster()
-    engines.add(peer("e0", facts(dp_group="e0", phase="quarantined")), late=False)
+    engines.add(peer("e0", facts(dp_group="e0", phase="quarantined")), joined_late=False)
     assert engines.kept_paused() == {"e0"}
-    engines.add(peer("e0", facts(dp_group="e0")), late=False)
+    engines.add(peer("e0", facts(dp_group="e0")), joined_late=False)
     assert engines.kept_paused() == frozenset()
 
 

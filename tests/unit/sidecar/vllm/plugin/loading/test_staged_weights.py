@@ -192,7 +192,7 @@ def test_a_chunk_that_was_received_into_its_room_is_staged(keep: bool) -> None:
         for seq, chunk in enumerate(tested.chunks):
             came = tested.weights.buffer_for(seq)
             assert came is not None
-            assert came.announced is chunk
+            assert came.metas is chunk
             for name, tensor in came:
                 tensor.copy_(tested.new(seed)[name])
             with _NoCopies():  # type: ignore[no-untyped-call]
