@@ -82,7 +82,7 @@ class Embedded(TypedDict):
     envvar="WAVEBUS_DP_COORDINATOR",
     default=None,
     help="Who wakes the idle ranks of a data parallel group: vLLM's own coordinator (embedded: a "
-    "gateway that asks nobody), or a gateway that asks the broker. Same for all ranks.  "
+    "coordinator that asks nobody), or a coordinator that asks the broker. Same for all ranks.  "
     "[default: vllm; embedded: bus]",
 )
 @click.option("--attach", metavar="URL", help="Use the vLLM server that runs there, on loopback.")
@@ -245,7 +245,7 @@ def sidecar(
 
 
 def _hand_down_keys(key: Path | None, broker_key: Path | None, *, insecure: bool) -> None:
-    """Gateways, also those that vLLM starts, find the keys where their parents have them.
+    """DP coordinators, also those that vLLM starts, find the keys where their parents have them.
 
     Raises:
         UsageError: a key is wrong.

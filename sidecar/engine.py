@@ -55,8 +55,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is. Fields as in :class:`bus.messages.EngineFacts`. ``closed``: its door was
-    found so."""
+    """What an engine is. Fields as in :class:`bus.messages.EngineFacts`. ``closed``: its admission
+    was found so."""
 
     kind: str
     software: str
@@ -113,7 +113,7 @@ class Engine(Protocol):
     def core_view(self) -> CoreStatusView | None:
         """The status page of its core, as it is now; None without one. Never blocks."""
 
-    def hold(self, hold: PauseLease | None) -> LeaseOutcome | None:
+    def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
         """Have the engine end its pause by itself when that hold is over, and nobody has renewed it
         (:mod:`sidecar.shared_pages.pause_lease`); None: there is no pause any more. Never blocks.
 
@@ -121,7 +121,7 @@ class Engine(Protocol):
         where it stands; and always where the engine ends with its sidecar.
         """
 
-    def left_behind(self) -> AbandonedPause | None:
+    def abandoned_pause(self) -> AbandonedPause | None:
         """In what pause the engine was found when it started, as an earlier sidecar has left it;
         None: in none."""
 
@@ -153,8 +153,8 @@ class Engine(Protocol):
         """Take again whatever memory sleeps, all or some of it, and schedule again: what
         :meth:`resume` is for an engine that is awake. Awake already, that is all it does."""
 
-    async def admit(self, *, open: bool) -> None:  # noqa: A002 - what a door is
-        """Open or close the door. While it is closed, every request that comes is ended at once,
+    async def admit(self, *, open: bool) -> None:  # noqa: A002 - what admission is
+        """Open or close admission. While it is closed, every request that comes is ended at once,
         with no tokens (finish reason ``abort``), whoever sends it and whether the engine is paused
         or not. It stays so until it is opened, whatever becomes of the sidecar."""
 

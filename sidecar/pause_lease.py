@@ -1,4 +1,4 @@
-"""Keeps an engine's hold page in step with its session, and takes over what it finds there.
+"""Keeps an engine's lease page in step with its session, and takes over what it finds there.
 
 What would have to be undone is written before the call that does it: so the page never says less
 than what has happened to the engine.
@@ -69,11 +69,11 @@ class PauseLeaseWriter:
         """
         if self._session.pause.state is EnginePauseState.RUNNING:
             self._serial = 0
-            self._engine.hold(None)
+            self._engine.write_pause_lease(None)
             return []
         if isinstance(call, CallPause) or not self._serial:
             self._serial = secrets.randbits(_SERIAL_BITS)
-        end = self._engine.hold(self._lease(left_ms, call))
+        end = self._engine.write_pause_lease(self._lease(left_ms, call))
         if end is None:
             return []
         if isinstance(call, _UPDATE_CALLS):
@@ -85,7 +85,7 @@ class PauseLeaseWriter:
 
     async def take_over(self, left: AbandonedPause, now_ms: float) -> Note:
         """The engine was found paused: undo what was begun of an update, and go on from there."""
-        lease, partial, engine = left.lease, left.broken, self._engine
+        lease, partial, engine = left.lease, left.partial, self._engine
         if lease.begun and lease.begun != "adapter" and not partial:
             try:
                 await engine.restore(lease.begun)
@@ -99,13 +99,13 @@ class PauseLeaseWriter:
             lease.pause_id,
             max(left_ms, _MIN_LEASE_MS),
             now_ms,
-            broken=partial,
+            partial=partial,
             asleep=lease.asleep,
         )
         fields = {
             "update_id": lease.pause_id,
             "phase": self._session.phase,
-            "broken": list(partial),
+            "partial": list(partial),
         }
         return Note("found_paused", "warning", fields)
 
@@ -124,7 +124,7 @@ class PauseLeaseWriter:
                 session.pause.update_id,
                 0.0,
                 now_ms,
-                broken=partial,
+                partial=partial,
                 asleep=not session.memory.awake,
             )
         self._serial = 0
@@ -145,11 +145,11 @@ class PauseLeaseWriter:
             serial=self._serial,
             pause_id=session.pause.update_id,
             until_ns=deadline_ns(left_ms),
-            holder_pid=os.getpid(),
+            writer_pid=os.getpid(),
             dp_group=self._dp_group,
             version=session.version,
             begun=begun,
-            broken=tuple(sorted(partial)),
+            partial=tuple(sorted(partial)),
             asleep=not session.memory.awake,
             resuming=isinstance(call, CallResume)
             or session.pause.state is EnginePauseState.RESUMING,

@@ -1,8 +1,8 @@
 """The direct link between the sidecars of one DP group, for when there is no broker.
 
-Each has a ROUTER of its own, and a DEALER to each mate; the broker has told them of each other
-(MATES). Only LEASE_WORD travels here, and only its sender's own rank is believed: by its name, and
-where the broker has keys, by its key.
+Each has a ROUTER of its own, and a DEALER to each peer rank; the broker has told them of each other
+(PEER_RANKS). Only LEASE_VOTE travels here, and only its sender's own rank is believed: by its name,
+and where the broker has keys, by its key.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class PeerLinks:
 
     Args:
         name, boot, group, dp_group, dp_rank: this rank's, as on the bus.
-        broker: the broker's address; mates are reached over the same interface.
-        on_word: what a mate has said, decoded and checked.
+        broker: the broker's address; peer ranks are reached over the same interface.
+        on_vote: what a peer rank has said, decoded and checked.
 
     Attributes:
-        address: where mates reach this rank.
+        address: where peer ranks reach this rank.
 
     Raises:
         UsageError: there is no port to listen on.
@@ -55,7 +55,7 @@ class PeerLinks:
         self._name, self._boot, self._group = name, boot, group
         self._dp_group, self._dp_rank = dp_group, dp_rank
         self._security = security
-        self._on_word = on_vote
+        self._on_vote = on_vote
         self._peers: dict[int, tuple[PeerRank, ZmqClient]] = {}
         self._seq = 0
         self._log = bus.log.logger(peer=name, group=group)
@@ -69,8 +69,8 @@ class PeerLinks:
         self._server.listen(self._on_frame)
 
     def connect_peers(self, message: PeerRanks) -> None:
-        """Who the mates are now; links to those that are new, or have moved, are made."""
-        peers = {each.dp_rank: each for each in message.mates if each.dp_rank != self._dp_rank}
+        """Who the peer ranks are now; links to those that are new, or have moved, are made."""
+        peers = {each.dp_rank: each for each in message.peers if each.dp_rank != self._dp_rank}
         for rank in [r for r, (known, _) in self._peers.items() if peers.get(r) != known]:
             self._peers.pop(rank)[1].close()
         for rank, peer in peers.items():
@@ -85,13 +85,13 @@ class PeerLinks:
         try:
             client = ZmqClient(peer.address, route_of(self._name, self._boot), security)
         except UsageError as error:
-            self._log.warning("mate_unreachable", mate=peer.name, detail=str(error))
+            self._log.warning("peer_rank_unreachable", peer=peer.name, detail=str(error))
             return
         client.listen(lambda _frame: None)  # answers come to the own ROUTER
         self._peers[rank] = (peer, client)
 
     def send(self, vote: LeaseVote, ranks: tuple[int, ...]) -> None:
-        """Tell these mates; who can't be reached now is asked again by whoever wants to know."""
+        """Tell these peers; who can't be reached now is asked again by whoever wants to know."""
         for rank in ranks:
             if rank in self._peers:
                 self._seq += 1
@@ -129,7 +129,7 @@ class PeerLinks:
         if not isinstance(message, LeaseVote) or not self._known(envelope, message, user):
             self._log.warning("forbidden", peer=envelope.sender, kind=envelope.kind)
             return
-        self._on_word(message)
+        self._on_vote(message)
 
     def _known(self, envelope: Envelope, vote: LeaseVote, user: str) -> bool:
         peer, _ = self._peers.get(vote.dp_rank, (None, None))
@@ -141,7 +141,7 @@ class PeerLinks:
 
 
 def _own_address(broker: str) -> str:
-    """The own address on the way to the broker, which is also where mates are."""
+    """The own address on the way to the broker, which is also where peer ranks are."""
     if is_loopback(broker):
         return "127.0.0.1"
     parts = urlsplit(broker)
@@ -151,6 +151,6 @@ def _own_address(broker: str) -> str:
         with socket.socket(family, kind, proto) as probe:
             probe.connect(where)  # sends nothing
             host = str(probe.getsockname()[0])
-    except OSError:  # no broker can be reached by this address, and so no mate is known
+    except OSError:  # no broker can be reached by this address, and so no peer rank is known
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host

@@ -151,7 +151,7 @@ class Sidecar:
             self._lease_writer = PauseLeaseWriter(self.engine, self.session, self.dp_group)
             scheduler = self._scheduler or AsyncioScheduler()
             now_ms = scheduler.now_ms()
-            left = self.engine.left_behind()
+            left = self.engine.abandoned_pause()
             found = None if left is None else await self._lease_writer.take_over(left, now_ms)
             boot = new_boot()
             if self.info.dp_size > 1:
@@ -196,7 +196,7 @@ class Sidecar:
             dp_rank=self.info.dp_rank,
             broker=self._broker,
             security=self._security,
-            on_vote=self._on_word,
+            on_vote=self._on_vote,
         )
 
     async def __aexit__(
@@ -251,10 +251,10 @@ class Sidecar:
                         await self.engine.admit(open=True)  # it is nobody's any more to close
                     if self.session.phase == "paused":
                         await self.engine.resume()
-                        self.engine.hold(None)
+                        self.engine.write_pause_lease(None)
                     elif self.session.phase == "asleep":
                         await self.engine.wake()
-                        self.engine.hold(None)
+                        self.engine.write_pause_lease(None)
             tasks = [*self._tasks, *([self._caller] if self._caller else [])]
             for task in tasks:
                 task.cancel()
@@ -286,7 +286,7 @@ class Sidecar:
             version=self.session.version,
             phase=self.session.phase,
             update_id=self.session.shown_id,
-            mate_address=self._peer_links.address if self._peer_links else "",
+            peer_address=self._peer_links.address if self._peer_links else "",
             closed=self.session.is_closed,
             features=dict(info.features),
             untested=info.untested,
@@ -319,9 +319,9 @@ class Sidecar:
         elif isinstance(message, Restart):
             self._restart(envelope.epoch, message.reason)
 
-    def _on_word(self, vote: LeaseVote) -> None:
+    def _on_vote(self, vote: LeaseVote) -> None:
         if self._peer is not None:
-            self._perform(self.session.on_lease_word(vote, self._peer.now_ms()))
+            self._perform(self.session.on_lease_vote(vote, self._peer.now_ms()))
 
     def _restart(self, epoch: int, reason: str) -> None:
         """The broker finds the engine stuck: end, so that it is started anew."""

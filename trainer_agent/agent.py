@@ -156,7 +156,7 @@ class TrainerAgent(Pauses, VllmApi):
             transport=transport,
             link_config=link_config,
             kept_version=lambda: self._snapshot.version if self._snapshot else 0,
-            on_behind=self._on_behind,
+            on_stale=self._on_stale,
         )
         self._steps = Steps(self._connection, lease_ms=lease_ms, timeout_s=timeout_s)
         sender = make_sender(backend, buffers=buffers, packed=packed, device=self.device)
@@ -201,9 +201,9 @@ class TrainerAgent(Pauses, VllmApi):
             verify=self.verify,
         )
 
-    def _on_behind(self, stale: StaleEngines) -> None:
+    def _on_stale(self, stale: StaleEngines) -> None:
         if self._catch_up is not None:
-            self._catch_up.on_behind(stale)
+            self._catch_up.on_stale(stale)
 
     # -- coming and going -------------------------------------------------------
 

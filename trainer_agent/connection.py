@@ -49,7 +49,7 @@ _BEATS_MISSED: Final = 2
 
 class Connection:
     """One life of a peer. Arguments are those of :class:`trainer_agent.TrainerAgent`;
-    ``kept_version`` says of which version it keeps the weights, ``on_behind`` hears who lacks them.
+    ``kept_version`` says of which version it keeps the weights, ``on_stale`` hears who lacks them.
 
     Attributes:
         delivery: what the bus is told even when nobody waits for it.
@@ -67,7 +67,7 @@ class Connection:
         transport: ClientTransport | None = None,
         link_config: LinkConfig | None = None,
         kept_version: Callable[[], int] = lambda: 0,
-        on_behind: Callable[[StaleEngines], None] = lambda _behind: None,
+        on_stale: Callable[[StaleEngines], None] = lambda _stale: None,
     ) -> None:
         self.broker = broker
         self._role: Role = role
@@ -78,7 +78,7 @@ class Connection:
         self._transport = transport
         self._link_config = link_config
         self._kept_version = kept_version
-        self._on_behind = on_behind
+        self._on_stale = on_stale
         self._peer: PeerClient | None = None
         self._answers: dict[int, asyncio.Future[Message]] = {}
         self._steps: dict[int, Message] = {}  # those that wait for all engines, in their order
@@ -234,7 +234,7 @@ class Connection:
 
     def _on_message(self, envelope: Envelope, message: Message) -> None:
         if isinstance(message, StaleEngines):
-            self._on_behind(message)
+            self._on_stale(message)
             return
         future = self._answers.get(envelope.reply_to)
         if future is None or future.done():

@@ -67,7 +67,7 @@ class GuaranteedDelivery:
                 await asyncio.wait([sending], timeout=_POLL_S)
         if sending.done():
             return sending.result()
-        self._log.warning("undone_later", words=[type(message).__name__ for message in messages])
+        self._log.warning("undone_later", messages=[type(message).__name__ for message in messages])
         return BusTimeout("the broker has not answered; it is told when it does", peer=BROKER_NAME)
 
     async def drain(self, timeout_s: float) -> bool:

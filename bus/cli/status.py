@@ -66,7 +66,7 @@ def _table(address: str, answer: Status) -> str:
             f"group {group.name}: version {group.version}, {group.pause}, update {group.update}"
             + (" of the draft" if group.update_target == "draft" else "")
             + (f" ({group.update_id})" if group.update_id else "")
-            + f", epoch {group.epoch}, trainer {group.holder or 'none'}"
+            + f", epoch {group.epoch}, trainer {group.owner or 'none'}"
         )
         if group.waiting_for:
             lines.append(f"  waiting for: {', '.join(group.waiting_for)}")
@@ -111,7 +111,7 @@ def _dp_groups(group: GroupStatus) -> list[str]:
         return []
     lines = ["", "  waves:"]
     lines += _columns(
-        ("dp group", "state", "wave", "ranks", "health", "gateway"),
+        ("dp group", "state", "wave", "ranks", "health", "coordinator"),
         [
             (
                 each.name,
@@ -120,7 +120,7 @@ def _dp_groups(group: GroupStatus) -> list[str]:
                 + (f", begun by rank {each.started_by}" if each.started_by is not None else ""),
                 f"{each.ranks} of {each.size}",
                 each.health,
-                each.gateway or "-",
+                each.coordinator or "-",
             )
             for each in group.dp_groups
         ],

@@ -75,7 +75,7 @@ def _nothing(status: Status, about: str) -> str:
     known = {group.update_id for group in status.groups}
     known |= {engine.name for group in status.groups for engine in group.engines}
     known |= {out.engine for group in status.groups for out in group.out}
-    known |= {group.holder for group in status.groups}
+    known |= {group.owner for group in status.groups}
     if about in known:
         return f"nothing is waited for that concerns {about}"
     return f"nothing is waited for: no update under way, and no peer, is called {about}"

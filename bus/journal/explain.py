@@ -58,7 +58,7 @@ def _wait(wait: WaitView, group: GroupStatus, status: Status) -> Finding:
     what = wait.step if wait.step != "chunk" else f"chunk {wait.chunk}"
     waited = _for(wait.waited_ms)
     if not wait.engine:
-        peer = group.holder or "a trainer that is gone"
+        peer = group.owner or "a trainer that is gone"
         text = f"{peer} announced {what} of {wait.update_id} {waited} ago and has not sent it yet"
         state: State = "trainer"
     else:
@@ -102,15 +102,15 @@ def _between_steps(group: GroupStatus, status: Status) -> list[Finding]:
     where = f"the update {group.update_id} is {group.update}"
     if group.update in _IDLE:
         where = f"the pause {group.update_id} is {group.pause}"
-    if not group.holder:
+    if not group.owner:
         text = f"{where}, no engine is waited for, and no trainer holds the group"
         return [Finding(group.name, "", "trainer", "", group.update_id, 0, 0.0, text)]
-    silent = group.holder_heard_ms > _SILENT_BEATS * status.heartbeat_ms
-    last_frame = f"{'silent' if silent else 'alive'}, heard {_for(group.holder_heard_ms)} ago"
+    silent = group.owner_heard_ms > _SILENT_BEATS * status.heartbeat_ms
+    last_frame = f"{'silent' if silent else 'alive'}, heard {_for(group.owner_heard_ms)} ago"
     text = (
-        f"{where}, no engine is waited for: {group.holder} ({last_frame}) is to say what comes next"
+        f"{where}, no engine is waited for: {group.owner} ({last_frame}) is to say what comes next"
     )
-    return [Finding(group.name, group.holder, "trainer", "", group.update_id, 0, 0.0, text)]
+    return [Finding(group.name, group.owner, "trainer", "", group.update_id, 0, 0.0, text)]
 
 
 def _out(out: OutView, group: GroupStatus) -> Finding:

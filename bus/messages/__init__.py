@@ -14,8 +14,8 @@ WELCOME             broker → peer                  the join is accepted
 HEARTBEAT           peer → broker                  the peer lives; its present state
 CORE_STATUS         engine → broker                where its core stands: step, wave, phase
 HEARTBEAT_ACK       broker → peer                  the broker lives, and sees to this pause
-MATES               broker → engine                the ranks of its DP group, and where they are
-LEASE_WORD          engine → its mates             a pause's lease is over here; how do you stand?
+PEER_RANKS          broker → engine                the ranks of its DP group, and where they are
+LEASE_VOTE          engine → its peers             a pause's lease is over here; how do you stand?
 RESTART             broker → engines               stuck for good: end, to be started anew
 LEAVE               peer → broker                  the peer goes, in order
 PAUSE_LOCAL         trainer → broker → engines     pause, phase 1: schedule nothing new
@@ -23,11 +23,11 @@ PAUSE_GLOBAL        broker → engines               pause, phase 2: idle on the
 SLEEP               trainer → broker → engines     paused, give memory back
 WAKE                trainer → broker → engines     paused, take the weights' memory again
 RESUME              trainer → broker → engines     schedule again; who sleeps, wakes by it
-FIRST_REQ           gateway → broker               an idle DP group got a request
-FIRST_REQ_HELD      broker → gateway               it is paused or down; kept, starts later
-START_DP_WAVE       broker → gateway               every rank joins this wave
-WAVE_STARTED        gateway → broker               this wave runs
-WAVE_COMPLETE       gateway → broker               every rank is idle; the next wave is one more
+FIRST_REQ           DP coordinator → broker        an idle DP group got a request
+FIRST_REQ_HELD      broker → DP coordinator        it is paused or down; kept, starts later
+START_DP_WAVE       broker → DP coordinator        every rank joins this wave
+WAVE_STARTED        DP coordinator → broker        this wave runs
+WAVE_COMPLETE       DP coordinator → broker        every rank is idle; the next wave is one more
 PLAN_TRANSFER       trainer → broker               ask who takes part in a collective transfer
 TRANSFER_PLAN       broker → trainer               the communicator: its number and size
 TRANSFER_INIT       trainer → broker → engines     open the out-of-band transport
@@ -328,8 +328,8 @@ WIRE_NAMES: Final[dict[type[Message], str]] = {
     Heartbeat: "HEARTBEAT",
     CoreStatus: "CORE_STATUS",
     HeartbeatAck: "HEARTBEAT_ACK",
-    PeerRanks: "MATES",
-    LeaseVote: "LEASE_WORD",
+    PeerRanks: "PEER_RANKS",
+    LeaseVote: "LEASE_VOTE",
     Leave: "LEAVE",
     Restart: "RESTART",
     PauseLocal: "PAUSE_LOCAL",

@@ -31,7 +31,7 @@ class EngineFacts:
     ``workers`` counts its TP x PP worker processes; ``endpoint`` is the URL at
     which it takes requests, empty if it takes none over the network;
     ``can_sleep``: it was started so that it can give its memory back;
-    ``mate_address``: where other ranks of its DP group reach its sidecar, empty if it has none;
+    ``peer_address``: where other ranks of its DP group reach its sidecar, empty if it has none;
     ``supervised``: whoever started it starts it anew, with all ranks of its DP group, when it
     ends;
     ``draft``: it has a draft model whose weights can be updated; ``canary``: what must become of
@@ -59,7 +59,7 @@ class EngineFacts:
     version: Serial
     phase: Phase
     update_id: UpdateId
-    mate_address: ShortText
+    peer_address: ShortText
     closed: bool = False
     features: Features = field(default_factory=dict)
     untested: ShortText = ""
@@ -81,13 +81,13 @@ class CoordinatorFacts:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """``engine`` or ``gateway`` is set for just that role."""
+    """``engine`` or ``coordinator`` is set for just that role."""
 
     role: Role
     host: ShortText
     pid: Count
     engine: EngineFacts | None
-    gateway: CoordinatorFacts | None
+    coordinator: CoordinatorFacts | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Welcome:
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """``version``: what an engine serves; of a trainer, of which it keeps the weights (0: none).
-    ``closed``: the engine's door is: requests that reach it are ended."""
+    ``closed``: the engine's admission is: requests that reach it are ended."""
 
     phase: Phase
     version: Serial
@@ -153,18 +153,18 @@ class PeerRank:
 class PeerRanks:
     """All ranks of the DP group, which is whole."""
 
-    mates: Annotated[tuple[PeerRank, ...], Meta(max_length=65_536)]
+    peers: Annotated[tuple[PeerRank, ...], Meta(max_length=65_536)]
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseVote:
-    """How a rank stands, told to its mates and to nobody else; ``asks``: tell me, too.
+    """How a rank stands, told to its peer ranks and to nobody else; ``asks``: tell me, too.
 
     ``pause_id`` is the pause that it is in, or was in last; ``version`` what it serves."""
 
     dp_group: Name
     dp_rank: Count
-    stand: LeasePosition
+    position: LeasePosition
     pause_id: UpdateId
     version: Serial
     asks: bool

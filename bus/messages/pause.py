@@ -51,7 +51,7 @@ class Wake:
 @dataclass(frozen=True, slots=True)
 class Resume:
     """Engines that sleep wake by it. ``version``: what the group serves, in the broker's own word:
-    who is behind it is resumed behind its door."""
+    who is behind it is resumed with admission closed."""
 
     update_id: UpdateId
     version: Serial = 0

@@ -56,7 +56,7 @@ class DpGroupView:
     ranks: Count
     size: Count
     first_req: bool
-    gateway: ShortText
+    coordinator: ShortText
     health: ShortText
     diagnosis: LongText
     started_by: Count | None = None
@@ -116,15 +116,15 @@ class Routes:
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
     """``update_target``: which model the update under way is for; ``model`` if there is none.
-    ``holder_heard_ms``: how long ago the holder was heard; 0 if there is none.
+    ``owner_heard_ms``: how long ago the holder was heard; 0 if there is none.
     ``routable``: the engines that requests are to be sent to (:class:`Routes`).
     """
 
     name: ShortText
     epoch: Count
     version: Count
-    holder: ShortText
-    holder_heard_ms: float
+    owner: ShortText
+    owner_heard_ms: float
     pause: ShortText
     update: ShortText
     update_id: UpdateId

@@ -49,7 +49,7 @@ Prompts: TypeAlias = Annotated[tuple[Prompt, ...], Meta(min_length=1, max_length
 MaxTokens: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_PROBE_TOKENS)]
 RequestIds: TypeAlias = Annotated[tuple[ShortText, ...], Meta(max_length=MAX_REQUEST_IDS)]
 # A follower is another rank of the trainer.
-Role: TypeAlias = Literal["trainer", "follower", "engine", "gateway", "observer", "scheduler"]
+Role: TypeAlias = Literal["trainer", "follower", "engine", "coordinator", "observer", "scheduler"]
 # What rank 0 tells its followers: gather the tensors with me; it is over.
 TrainerPoint: TypeAlias = Literal["go", "end"]
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
@@ -57,7 +57,7 @@ PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 SleepLevel: TypeAlias = Literal[1, 2]
 # What a `wait` pause becomes at its deadline.
 Escalation: TypeAlias = Literal["keep", "abort"]
-# How a rank stands whose mates ask it; see bus.protocol.engine.lease.
+# How a rank stands whose peer ranks ask it; see bus.protocol.engine.lease.
 LeasePosition: TypeAlias = Literal["held", "pausing", "clean", "partial", "running"]
 # Which of an engine's models an update is for: the one that it serves, or the draft model of its
 # speculative decoding.
@@ -74,11 +74,11 @@ Verify: TypeAlias = Literal["off", "sample", "full", "unsupported"]
 Phase: TypeAlias = Literal[
     "running",
     "staging",
-    "unsure",
+    "pause_unknown",
     "pausing",
     "paused",
     "asleep",
-    "emptied",
+    "weights_discarded",
     "resuming",
     "armed",
     "updating",

@@ -30,7 +30,7 @@ def diagrams() -> dict[str, str]:
         "wave": state_diagram(wave.TRANSITIONS, wave.WaveState.IDLE),
         "pause": state_diagram(pause.TRANSITIONS, pause.PauseState.RUNNING),
         "sleep": state_diagram(sleep.TRANSITIONS, sleep.SleepState.AWAKE),
-        "gateway": state_diagram(coordinator.TRANSITIONS, coordinator.CoordinatorState.IDLE),
+        "coordinator": state_diagram(coordinator.TRANSITIONS, coordinator.CoordinatorState.IDLE),
         "update": state_diagram(update.TRANSITIONS, update.UpdateState.IDLE),
     }
 

@@ -5,8 +5,8 @@ it returns or fails, and raises :class:`InvariantViolation` as soon as an engine
 what must never be done: resumed without a completed pause, loaded while it generates,
 a chunk loaded twice, unsent or unverified, committed half-loaded, generating with mixed
 weights, put to sleep while it generates, armed or loaded while its weights sleep, probed before
-it has finished, committed although its probes differ, resumed behind a closed door, staged beside
-weights that are not whole, swapped before all is staged.
+it has finished, committed although its probes differ, resumed behind a closed admission, staged
+beside weights that are not whole, swapped before all is staged.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class GroundTruth:
         twisted: its probes of this update differ.
         doubtful: probes have failed, which were to resume it and pause it again.
         asleep: which of its memory sleeps, or may: of ``weights`` and ``cache``.
-        closed: its door is.
+        closed: its admission is.
         cleared: the pause has dropped keys, values and prefix caches.
         to_clear: it was to.
         group_version: what its group serves, as the engine has been told last.
@@ -219,7 +219,7 @@ class GroundTruth:
         if is_stale and (opens or not self.closed):
             self._refuse(f"resumed to serve {self.version}, its group is at {self.group_version}")
         if self.closed and not opens and not is_stale:
-            self._refuse("resumed behind its closed door")
+            self._refuse("resumed with its admission closed")
 
     def end(self, call: Call) -> None:
         """The call has returned."""
@@ -238,7 +238,7 @@ class GroundTruth:
             case CallResume(opens=opens):
                 self.closed = self.closed and not opens
                 self.asleep.clear()
-                self.to_clear = False  # a pause beside a mate's is asked to drop nothing
+                self.to_clear = False  # a pause beside a peer rank's is asked to drop nothing
                 self.resumes += 1
             case CallOpenTransfer():
                 self.transfer = call

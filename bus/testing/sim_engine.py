@@ -151,7 +151,7 @@ class SimEngine:
         self.pause_failed = False  # its last pause call failed
         self.highest_epoch = 0
         self.commands: list[Message] = []
-        self.votes: list[LeaseVote] = []  # to mates
+        self.votes: list[LeaseVote] = []  # to peer ranks
         self.sent: list[Ack | Nack] = []
         self.notes: list[Note] = []
         self.calls: list[Call] = []
@@ -235,7 +235,7 @@ class SimEngine:
             version=session.version,
             phase=session.phase,
             update_id=session.shown_id,
-            mate_address="",
+            peer_address="",
             closed=session.is_closed,
         )
         return Join("engine", "sim", 1, facts, None)
@@ -333,9 +333,9 @@ class SimEngine:
                 self.process.direct(self.route, peer.route, deliver)
 
     def on_lease_vote(self, vote: LeaseVote) -> None:
-        """A mate's word has come."""
+        """A peer rank's word has come."""
         self.process.run(
-            lambda: self._perform(self.session.on_lease_word(vote, self.process.now_ms()))
+            lambda: self._perform(self.session.on_lease_vote(vote, self.process.now_ms()))
         )
 
     def _begin(self, call: Call) -> None:

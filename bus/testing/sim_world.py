@@ -327,7 +327,7 @@ class SimWorld:
             return is_incomplete  # what is armed may be armed anew
         if session.update.state is not EngineUpdateState.NONE:
             return False
-        if session.phase == "emptied":
+        if session.phase == "weights_discarded":
             return False  # whoever was to bring its weights is gone; it is to know that
         return is_incomplete or session.pause.state is EnginePauseState.RUNNING
 

@@ -124,10 +124,10 @@ class Watch:
         session = engine.session
         if not session.at_rest or session.admission.unconfirmed:
             return
-        self.reach["behind its door at the end"] += session.is_stale
+        self.reach["with admission closed at the end"] += session.is_stale
         if session.is_stale != engine.truth.closed:
             raise InvariantViolation(
-                f"{engine.name} serves {session.version}, its group {group.version}, and its door "
+                f"{engine.name} serves {session.version}, its group {group.version}; its admission "
                 f"is {'closed' if engine.truth.closed else 'open'}"
             )
 
@@ -188,7 +188,7 @@ class Watch:
             raise InvariantViolation(f"{engine.name} is paused, {-left_ms:.0f} ms beyond its lease")
 
     def _has_logged_lease(self, engine: SimEngine) -> bool:
-        """A rank whose lease is over waits for its mates, and says whom it misses; or it stays with
+        """A rank whose lease is over waits for its peers, and says whom it misses; or it stays with
         one that is not whole."""
         lease = engine.session.lease
         if lease.state is LeaseState.SETTLED:
@@ -297,7 +297,7 @@ class Watch:
                 continue
             self.reach["routable again"] += bool(self._group_version)
             if engine.truth.closed:
-                raise InvariantViolation(f"{name} is routable, and its door is closed")
+                raise InvariantViolation(f"{name} is routable, and its admission is closed")
         self._routable = routable
 
     def _check_communicator(self, group: Group, number: int) -> None:
@@ -353,7 +353,7 @@ class Watch:
         return engine
 
     def _check_peer_ranks(self) -> None:
-        """No rank generates while the weights of a mate are touched, or not whole."""
+        """No rank generates while the weights of a peer rank are touched, or not whole."""
         for touched in self.world.live_engines:
             if touched.dp_size == 1 or not touched.session.update.is_mixed:
                 continue

@@ -3,9 +3,9 @@
 Two DP groups of the same model stand side by side and are asked in turn, so that whatever
 else the host does falls on both alike:
 
-- **direct**: woken by a coordinator that asks nobody (vLLM's own; embedded: a gateway
+- **direct**: woken by a coordinator that asks nobody (vLLM's own; embedded: a DP coordinator
   without a broker), and paused by concurrent posts to the engines themselves.
-- **bus**: woken by a gateway that asks the broker first, and paused over the bus.
+- **bus**: woken by a DP coordinator that asks the broker first, and paused over the bus.
 
 The posts go to the same engines as the bus's pauses, again in turn. Embedded engines have
 no route for a pause, so for them only the first request is compared.
@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import aiohttp
 
-from sidecar.bench.processes import VLLM_ON_CPU, BenchBroken, Worker, worker
+from sidecar.bench.processes import VLLM_ON_CPU, BenchFailed, Worker, worker
 from sidecar.supervision.ranks import RankLaunchPlan, RankSupervisor
 from sidecar.vllm.connection_http import KEEP_ALIVE_S
 
@@ -69,7 +69,7 @@ async def measure(
         server_options: for vLLM servers, such as ``--dtype=float32`` on a CPU.
 
     Raises:
-        BenchBroken: a process died.
+        BenchFailed: a process died.
     """
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wavebus-bench-")))
@@ -216,7 +216,7 @@ async def _running(plan: RankLaunchPlan, log: IO[bytes]) -> AsyncIterator[None]:
             raise
         log.seek(0)
         tail = log.read()[-6000:].decode(errors="replace")
-        raise BenchBroken(f"DP group {plan.dp_group}: {run.exception()}\n{tail}") from None
+        raise BenchFailed(f"DP group {plan.dp_group}: {run.exception()}\n{tail}") from None
     finally:
         stop.set()
         with contextlib.suppress(Exception):
@@ -226,4 +226,4 @@ async def _running(plan: RankLaunchPlan, log: IO[bytes]) -> AsyncIterator[None]:
 async def _run(module: str, *args: object) -> None:
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", module, *map(str, args))
     if await process.wait():
-        raise BenchBroken(f"{module} ended with code {process.returncode}")
+        raise BenchFailed(f"{module} ended with code {process.returncode}")

@@ -31,7 +31,7 @@ _FILES_PER_ENGINE: Final = 4
 _FILES_SPARE: Final = 256
 
 
-class BenchBroken(WavebusError):
+class BenchFailed(WavebusError):
     """A process of the bench died or is stuck."""
 
 
@@ -65,7 +65,7 @@ class Worker:
         """The next line.
 
         Raises:
-            BenchBroken: there is none; with the end of what the process has logged.
+            BenchFailed: there is none; with the end of what the process has logged.
         """
         assert self._process.stdout is not None
         line = b""
@@ -75,7 +75,7 @@ class Worker:
         if not line:
             self._log.seek(0)
             tail = self._log.read()[-2000:].decode(errors="replace").strip()
-            raise BenchBroken(f"{self._module} ended or is stuck:\n{tail}")
+            raise BenchFailed(f"{self._module} ended or is stuck:\n{tail}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

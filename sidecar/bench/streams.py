@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 
 from bus.rejection import is_rejected
-from sidecar.bench.processes import BenchBroken
+from sidecar.bench.processes import BenchFailed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
@@ -54,7 +54,7 @@ class Streams:
         """One request, to its end.
 
         Raises:
-            BenchBroken: it ended otherwise than with all its tokens.
+            BenchFailed: it ended otherwise than with all its tokens.
         """
         body = {
             "token_ids": prompt_of(index),
@@ -68,7 +68,7 @@ class Streams:
         while not await self._served(session, f"{url}/inference/v1/generate", body, index):  # noqa: ASYNC110
             await asyncio.sleep(_AGAIN_S)
         if self.counts[index] != self._tokens:
-            raise BenchBroken(
+            raise BenchFailed(
                 f"request {index} ended with {self.counts[index]} of {self._tokens} tokens"
             )
 
@@ -78,7 +78,7 @@ class Streams:
         """False: the engine is paused, and rejects it until it is resumed."""
         async with session.post(url, json=body) as response:
             if not response.ok:
-                raise BenchBroken(f"request {index}: {(await response.text())[:500]}")
+                raise BenchFailed(f"request {index}: {(await response.text())[:500]}")
             async for line in response.content:
                 if line.startswith(_DATA) and not line.startswith(_DATA + _END):
                     event = json.loads(line[len(_DATA) :])
@@ -90,7 +90,7 @@ class Streams:
 
     def _note(self, index: int, event: dict[str, Any]) -> None:
         if "choices" not in event:
-            raise BenchBroken(f"request {index}: {event}")
+            raise BenchFailed(f"request {index}: {event}")
         count = sum(len(choice["token_ids"] or ()) for choice in event["choices"])
         if count:
             self.came[index].append(time.monotonic())
@@ -105,7 +105,7 @@ async def streaming(url: str | Sequence[str], requests: int, tokens: int) -> Asy
     its share. Leaving the block waits until all have ended.
 
     Raises:
-        BenchBroken: one failed, or ended with fewer tokens.
+        BenchFailed: one failed, or ended with fewer tokens.
     """
     urls = [url] if isinstance(url, str) else list(url)
     streams = Streams(requests, tokens)
@@ -122,7 +122,7 @@ async def streaming(url: str | Sequence[str], requests: int, tokens: int) -> Asy
     except BaseExceptionGroup as group:
         first = group.exceptions[0]
         if isinstance(first, aiohttp.ClientError):
-            raise BenchBroken(f"a request failed: {first}") from first
+            raise BenchFailed(f"a request failed: {first}") from first
         raise first from None
 
 
@@ -130,7 +130,7 @@ async def greedy(url: str, tokens: int) -> list[int]:
     """What a quiet engine answers to one request.
 
     Raises:
-        BenchBroken: it does not.
+        BenchFailed: it does not.
     """
     sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
     body = {"token_ids": prompt_of(0), "sampling_params": sampling}
@@ -143,7 +143,7 @@ async def greedy(url: str, tokens: int) -> list[int]:
         ):
             answer = await response.json()
     except aiohttp.ClientError as error:
-        raise BenchBroken(f"a request failed: {error}") from error
+        raise BenchFailed(f"a request failed: {error}") from error
     return list(answer["choices"][0]["token_ids"])
 
 
@@ -156,12 +156,12 @@ def longest_gap_ms(came: Iterable[Sequence[float]], since_s: float, until_s: flo
     """The longest gap between two tokens of a request that some part of the given time is in.
 
     Raises:
-        BenchBroken: a request had no token before, or none afterwards: its gap is not known.
+        BenchFailed: a request had no token before, or none afterwards: its gap is not known.
     """
     longest_s = 0.0
     for times in came:
         if not times or times[0] > since_s or times[-1] < until_s:
-            raise BenchBroken(
+            raise BenchFailed(
                 "a request began or ended while the engine was updated: take more tokens"
             )
         longest_s = max(

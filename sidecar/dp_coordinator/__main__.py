@@ -32,7 +32,7 @@ EXIT_USAGE: Final = 2
 @click.option("--broker", default="", metavar="ADDRESS", help="Ask this broker, if it is there.")
 @click.option("--group", default="policy", show_default=True, help="The group on the bus.")
 @log_options
-def gateway(
+def coordinator(
     dp_group: str,
     size: int,
     host: str,
@@ -44,7 +44,7 @@ def gateway(
     """Coordinate one DP group, until stdin ends, the parent dies, or SIGTERM.
 
     Prints one JSON line: the addresses of the three sockets, and the pid. SIGINT is
-    ignored: Ctrl-C is for the front end, and the gateway ends with that.
+    ignored: Ctrl-C is for the front end, and the DP coordinator ends with that.
     """
     configure_log(log_level, log_format)
     check_name(dp_group, "--dp-group")
@@ -75,7 +75,7 @@ async def _serve(dp_group: str, size: int, host: str, broker: str, group: str) -
         )
         await end.wait()
     server.close()
-    bus.log.logger(peer=server.name).info("gateway_ended")
+    bus.log.logger(peer=server.name).info("dp_coordinator_ended")
 
 
 @contextlib.contextmanager
@@ -114,7 +114,7 @@ def _end_of_parent(parent: int, end: asyncio.Event) -> Iterator[None]:
 
 def main() -> int:
     try:
-        gateway.main(standalone_mode=False)
+        coordinator.main(standalone_mode=False)
     except click.ClickException as error:
         error.show()
         return EXIT_USAGE
@@ -123,7 +123,7 @@ def main() -> int:
     except click.exceptions.Exit as leaving:
         return leaving.exit_code
     except WavebusError as error:
-        click.echo(f"gateway: {error}", err=True)
+        click.echo(f"DP coordinator: {error}", err=True)
         return EXIT_USAGE
     return 0
 

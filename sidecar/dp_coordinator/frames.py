@@ -53,7 +53,7 @@ _report = msgspec.msgpack.Decoder(_Report)
 _number = msgspec.msgpack.Decoder(_Number)
 _optional = msgspec.msgpack.Decoder(_Number | None)
 _start = msgspec.msgpack.Decoder(tuple[_Number, _Number | None])
-_standing = msgspec.msgpack.Decoder(tuple[Any, _Number, bool])
+_status_decoder = msgspec.msgpack.Decoder(tuple[Any, _Number, bool])
 
 
 class BadFrame(WavebusError):
@@ -207,7 +207,7 @@ def decode_frame_to_front(parts: Sequence[bytes]) -> WaveStatus:
         BadFrame: it is not what a coordinator publishes.
     """
     try:
-        _, wave, running = _standing.decode(_only(parts))
+        _, wave, running = _status_decoder.decode(_only(parts))
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadFrame(f"from the coordinator: {error}") from error
     return WaveStatus(wave, running)

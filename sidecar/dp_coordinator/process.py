@@ -1,6 +1,6 @@
-"""Start a gateway as a child process, and know when it dies. The standard library alone.
+"""Start a DP coordinator as a child process, and know when it dies. The standard library alone.
 
-For vLLM's plugin and for the embedded engine. The gateway ends with this process, however
+For vLLM's plugin and for the embedded engine. The DP coordinator ends with this process, however
 that ends; it shares neither its terminal nor its process group.
 """
 
@@ -26,8 +26,8 @@ STOP_S: Final = 5.0
 _ROOT: Final = Path(__file__).resolve().parents[2]
 
 
-class GatewayFailed(WavebusError):
-    """The gateway process did not come up; says how it ended."""
+class DpCoordinatorFailed(WavebusError):
+    """The DP coordinator process did not come up; says how it ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class DpCoordinatorAddresses:
 
 
 class DpCoordinatorProcess:
-    """One gateway, from construction to :meth:`stop`. Looks like a ``multiprocessing.Process``
+    """One coordinator, from construction to :meth:`stop`. Looks like a ``multiprocessing.Process``
     to those who watch one: ``pid``, ``name``, ``sentinel``, ``exitcode`` and so on.
 
     Args:
@@ -52,7 +52,7 @@ class DpCoordinatorProcess:
         on_death: called in a thread, with its exit code, when it ends unasked.
 
     Raises:
-        GatewayFailed: it ended, or said nothing for a minute.
+        DpCoordinatorFailed: it ended, or said nothing for a minute.
     """
 
     def __init__(
@@ -89,7 +89,9 @@ class DpCoordinatorProcess:
             self._process.kill()
             self.stop()
             raise
-        threading.Thread(target=self._watch, name="wavebus_gateway_watch", daemon=True).start()
+        threading.Thread(
+            target=self._watch, name="wavebus_dp_coordinator_watch", daemon=True
+        ).start()
 
     @property
     def exitcode(self) -> int | None:
@@ -137,7 +139,9 @@ class DpCoordinatorProcess:
         if not line:
             code = process.poll() if readable else None
             how = f"ended with exit code {code}" if readable else f"said nothing for {START_S:g} s"
-            raise GatewayFailed(f"the gateway process {process.pid} {how}; its log says why")
+            raise DpCoordinatorFailed(
+                f"the DP coordinator process {process.pid} {how}; its log says why"
+            )
         addresses = json.loads(line)
         return DpCoordinatorAddresses(
             addresses["front"], addresses["core_in"], addresses["core_out"]

@@ -1,4 +1,4 @@
-"""The gateway's shell: three sockets to the DP group, a peer on the bus, one timer.
+"""The DP coordinator's shell: three sockets to the DP group, a peer on the bus, one timer.
 
 A broker is asked when there is one and waited for by nobody: see
 :mod:`bus.protocol.dp.coordinator`.
@@ -52,7 +52,7 @@ class DpCoordinatorServer:
         self, *, dp_group: str, size: int, host: str, broker: str = "", group: str = "policy"
     ) -> None:
         self.machine = DpCoordinator(dp_group, size)
-        self.name = default_name(f"gateway-{dp_group[:64]}")
+        self.name = default_name(f"coordinator-{dp_group[:64]}")
         self.sockets = DpCoordinatorSockets(host)
         self._size = size
         self._broker = broker
@@ -76,7 +76,7 @@ class DpCoordinatorServer:
             on_core_subscription=self._on_core_subscription,
             on_core_report=self._on_core_report,
         )
-        self._log.info("gateway_serves", size=self._size, broker=self._broker)
+        self._log.info("dp_coordinator_serves", size=self._size, broker=self._broker)
         if not is_loopback(self.sockets.front):
             detail = (
                 "vLLM's cores and front ends have no keys: anyone who reaches it may wake ranks"
@@ -162,7 +162,7 @@ class DpCoordinatorServer:
         facts = CoordinatorFacts(
             machine.dp_group, self._size, machine.wave, machine.running, machine.started_by
         )
-        return Join("gateway", HOST, PID, None, facts)
+        return Join("coordinator", HOST, PID, None, facts)
 
     def _on_message(self, _envelope: Envelope, message: Message) -> None:
         if self._on_joined():

@@ -90,8 +90,8 @@ class EngineCore:
         self._mode: PauseMode | None = None
         self._clear_cache = False
         self._pausing: list[Future[None]] = []
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        # Guards the door: after the thread's end nothing may enter the inbox.
+        self._actions: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        # Guards admission: after the thread's end nothing may enter the inbox.
         self._door = threading.Lock()
         self._unanswered: set[Future[object]] = set()
         self._gone = ""
@@ -244,7 +244,7 @@ class EngineCore:
 
         with self._door:
             if not self._gone:
-                self._inbox.put(run)
+                self._actions.put(run)
 
     # Called in the core's thread, from control calls
 
@@ -331,7 +331,7 @@ class EngineCore:
             if future is not None:
                 self._unanswered.add(future)  # type: ignore[arg-type] # of any result
                 future.add_done_callback(self._unanswered.discard)
-            self._inbox.put(action)
+            self._actions.put(action)
 
     def _ask_to_stop(self) -> None:
         def leave() -> None:
@@ -340,13 +340,13 @@ class EngineCore:
 
         with self._door:
             if not self._gone:
-                self._inbox.put(leave)
+                self._actions.put(leave)
 
     def _run(self) -> None:
         try:
             with torch.inference_mode():
                 while not self._stopping:
-                    self._serve_inbox()
+                    self._run_actions()
                     if self._has_step() and not self._stopping:
                         self._turn()
                         self._settle_pause()
@@ -360,18 +360,18 @@ class EngineCore:
             self._leave("the engine is closed")
 
     def _leave(self, reason: str) -> None:
-        """Shut the door, and answer those who still wait."""
+        """Close admission, and answer those who still wait."""
         with self._door:
             self._gone = reason
         for future in list(self._unanswered):
             future.set_exception(EngineDead(reason))
 
-    def _serve_inbox(self) -> None:
+    def _run_actions(self) -> None:
         """Do what was asked; wait for something to be asked when there is no step to make."""
-        while not self._stopping and (not self._inbox.empty() or not self._has_step()):
-            if self._inbox.empty():
+        while not self._stopping and (not self._actions.empty() or not self._has_step()):
+            if self._actions.empty():
                 self._show("idle")
-            action = self._inbox.get()
+            action = self._actions.get()
             self._show("work")
             action()
 

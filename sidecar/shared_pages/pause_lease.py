@@ -1,4 +1,4 @@
-"""The hold page of an engine core: by what right the engine is paused, and until when.
+"""The lease page of an engine core: by what right the engine is paused, and until when.
 
 It lies beside the core's status page (:mod:`sidecar.shared_pages.core_status`). The sidecar writes
 by whom the pause is held and when its lease ends, before each call that would leave something to be
@@ -58,11 +58,11 @@ class PauseLease:
         serial: names one pause under one life of a sidecar.
         pause_id: the pause's, on the bus.
         until_ns: when its lease ends, on this host's CLOCK_MONOTONIC.
-        holder_pid: of the sidecar.
+        writer_pid: of the sidecar.
         dp_group: on the bus; for those who read.
         version: the weight version that the engine serves.
         begun: an update was started that a restore undoes.
-        broken: parts of which not all weights are there (:mod:`bus.protocol.engine.update`):
+        partial: parts of which not all weights are there (:mod:`bus.protocol.engine.update`):
             something of an update was loaded, or a sleep has discarded them.
         asleep: memory was given back.
         resuming: the sidecar is ending the pause; all ranks of its DP group are.
@@ -73,11 +73,11 @@ class PauseLease:
     serial: Count
     pause_id: UpdateId
     until_ns: Count
-    holder_pid: Count
+    writer_pid: Count
     dp_group: ShortText
     version: Count
     begun: Begun
-    broken: Parts
+    partial: Parts
     asleep: bool
     resuming: bool
     cores: Cores = ()
@@ -101,18 +101,18 @@ class AbandonedPause:
     outcome: LeaseOutcome | None
 
     @property
-    def broken(self) -> tuple[str, ...]:
+    def partial(self) -> tuple[str, ...]:
         """The parts of which not all weights are there."""
         quarantined = self.outcome is not None and self.outcome.state == "quarantined"
-        return self.lease.broken or (("model",) if quarantined else ())
+        return self.lease.partial or (("model",) if quarantined else ())
 
 
-class NoHoldPage(WavebusError):
+class NoPauseLeasePage(WavebusError):
     """There is none, or it is none of ours."""
 
 
 def lease_path(status_page: Path) -> Path:
-    """The hold page beside a core's status page."""
+    """The lease page beside a core's status page."""
     return status_page.with_suffix(".hold")
 
 
@@ -122,7 +122,7 @@ class PauseLeasePage:
     def __init__(self, memory: mmap.mmap, path: Path) -> None:
         magic, layout = _HEAD.unpack_from(memory)
         if (magic, layout) != (_MAGIC, _LAYOUT):
-            raise NoHoldPage(f"{path}: not a hold page of layout {_LAYOUT}")
+            raise NoPauseLeasePage(f"{path}: not a lease page of layout {_LAYOUT}")
         self.path = path
         self._memory = memory
 
@@ -144,15 +144,15 @@ class PauseLeasePage:
         """One that is there.
 
         Raises:
-            NoHoldPage: there is none, or it has another layout.
+            NoPauseLeasePage: there is none, or it has another layout.
         """
         try:
             with path.open("r+b") as file:
                 if os.fstat(file.fileno()).st_size < PAGE_BYTES:
-                    raise NoHoldPage(f"{path}: shorter than a hold page")
+                    raise NoPauseLeasePage(f"{path}: shorter than a lease page")
                 memory = mmap.mmap(file.fileno(), PAGE_BYTES)
         except OSError as error:
-            raise NoHoldPage(f"{path}: {error.strerror}") from error
+            raise NoPauseLeasePage(f"{path}: {error.strerror}") from error
         return cls(memory, path)
 
     def __enter__(self) -> Self:
@@ -219,7 +219,7 @@ class PauseLeasePage:
                 return msgspec.msgpack.decode(slots[-1][2], type=kind)
             if not any(self._memory[_HEAD.size + half * _HALF_BYTES :][:_HALF_BYTES]):
                 return None  # nobody has written yet
-        raise NoHoldPage(f"{self.path}: no slot is whole")
+        raise NoPauseLeasePage(f"{self.path}: no slot is whole")
 
 
 def _span(half: int) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 engine with its sidecar, which is a DP group of one.
 
 Each rank is a `wavebus sidecar` of its own, with its engine. A rank that dies leaves its
-mates in collectives that will never end, and a rank cannot rejoin: so when one ends, all
+peer ranks in collectives that will never end, and a rank cannot rejoin: so when one ends, all
 are ended, and the DP group begins anew with another rendezvous. The broker sees it DOWN,
 and up again when all ranks have joined.
 

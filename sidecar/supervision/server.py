@@ -114,7 +114,7 @@ class SupervisedServer:
         env: its environment; this process's if not given.
         ready_timeout_s: how long :meth:`start` waits for it to be healthy.
         grace_s: how long it may take to end after SIGTERM before it is killed.
-        coordinate: where its DP group's gateway belongs, if the bus is to coordinate it;
+        coordinate: where its DP group's DP coordinator belongs, if the bus is to coordinate it;
             given to every rank, used by rank 0.
         prefix: stands before each line of its output, which goes to our stderr.
 

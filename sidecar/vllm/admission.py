@@ -1,7 +1,7 @@
-"""The sidecar's hand on the door of its vLLM (:mod:`sidecar.vllm.plugin.core.admission`), and the
-probes that pass it.
+"""How the sidecar sets the admission of its vLLM (:mod:`sidecar.vllm.plugin.core.admission`), and
+the probes that pass it.
 
-A paused vLLM runs no probe. So it is resumed with its door closed to all but them, and paused
+A paused vLLM runs no probe. So it is resumed with its admission closed to all but them, and paused
 again. Its clients talk to it by themselves: what it would make for requests that a pause keeps
 can't be held back, so there must be none, and those that come meanwhile are ended.
 """
@@ -41,7 +41,7 @@ class AdmissionControl:
     """One engine's. ``ask`` makes vLLM's ``collective_rpc``.
 
     Attributes:
-        there: its cores have a door.
+        there: its cores have admission control.
         found_closed: it was closed, or a probe was under way, when :meth:`look` looked.
     """
 
@@ -100,7 +100,7 @@ class AdmissionControl:
     async def _set(self, **how: Any) -> None:
         if not self.is_supported:
             raise EngineError(
-                "this vLLM's engine cores have no door; their log says why",
+                "this vLLM's engine cores have no admission control; their log says why",
                 code=NackCode.ENGINE_FAILED,
             )
         await self._ask(SET_ADMISSION, how)

@@ -17,7 +17,12 @@ from bus.vllm_payloads import native_name
 from bus.weight_transfer.registry import receiver_backends
 from sidecar.engine import EngineInfo
 from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusReader, NoPage
-from sidecar.shared_pages.pause_lease import LeaseOutcome, NoHoldPage, PauseLeasePage, lease_path
+from sidecar.shared_pages.pause_lease import (
+    LeaseOutcome,
+    NoPauseLeasePage,
+    PauseLeasePage,
+    lease_path,
+)
 from sidecar.vllm.plugin import environment
 from sidecar.vllm.plugin.compat import BACKEND
 
@@ -51,7 +56,7 @@ class CoreLink:
             _refuse_uncoordinated(facts, info)
         if here:
             self._page = CoreStatusReader(Path(facts.page)) if facts.page else None
-            self._coordinator_pid = facts.gateway_pid
+            self._coordinator_pid = facts.coordinator_pid
             self._lease_pages = self._open_lease_pages(facts, cores)
         self._cores = cores
 
@@ -70,22 +75,22 @@ class CoreLink:
             paths = [own.with_stem(str(pid)) for pid in self._pids] or [own]
             try:
                 return tuple(PauseLeasePage.open(lease_path(path)) for path in paths)
-            except NoHoldPage as error:
+            except NoPauseLeasePage as error:
                 reason = str(error)
-        self._log.warning("hold_not_kept", reason=reason)
+        self._log.warning("pause_lease_not_written", reason=reason)
         return ()
 
-    def hold(self, hold: PauseLease | None) -> LeaseOutcome | None:
-        """See :meth:`sidecar.engine.Engine.hold`. Several cores have ended it when all have; one
-        that has voted is left to the others."""
-        if hold is not None:
-            hold = replace(hold, cores=self._pids)
-            end = self._outcome(hold)
+    def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
+        """See :meth:`sidecar.engine.Engine.write_pause_lease`. Several cores have ended it when
+        all have; one that has voted is left to the others."""
+        if lease is not None:
+            lease = replace(lease, cores=self._pids)
+            end = self._outcome(lease)
             if end is not None:
                 return end
         for page in self._lease_pages:
-            if hold is not None or page.lease() is not None:
-                page.write_lease(hold)
+            if lease is not None or page.lease() is not None:
+                page.write_lease(lease)
         return None
 
     def _outcome(self, lease: PauseLease) -> LeaseOutcome | None:
@@ -107,8 +112,8 @@ class CoreLink:
         reasons = (end.reason for end in ends if end.state == state)
         return LeaseOutcome(lease.serial, state, next(reasons, "not all of its cores have decided"))
 
-    def left_behind(self) -> AbandonedPause | None:
-        """See :meth:`sidecar.engine.Engine.left_behind`."""
+    def abandoned_pause(self) -> AbandonedPause | None:
+        """See :meth:`sidecar.engine.Engine.abandoned_pause`."""
         found: list[AbandonedPause] = []
         for page in self._lease_pages:
             try:
@@ -117,7 +122,7 @@ class CoreLink:
                 continue
             left = page.abandoned_pause(paused=bool(flags & LOCALLY_PAUSED))
             found += [left] if left is not None else []
-        return next((left for left in found if left.broken), found[0] if found else None)
+        return next((left for left in found if left.partial), found[0] if found else None)
 
     def view(self) -> CoreStatusView | None:
         """The page as it is now; None without one."""
@@ -134,10 +139,10 @@ class CoreLink:
         return None if view is None else view.waiting + view.running
 
     def check_coordinator(self) -> None:
-        """Say so, once, when the gateway that this rank started is gone."""
+        """Say so, once, when the DP coordinator that this rank started is gone."""
         if self._coordinator_pid and not _alive(self._coordinator_pid):
             self._log.error(
-                "gateway_died",
+                "dp_coordinator_died",
                 pid=self._coordinator_pid,
                 hint="waves that run go on, but an idle DP group may not wake for a request: "
                 "restart all its ranks",

@@ -249,11 +249,11 @@ class VllmHttpEngine(UpdatesByPlugin):
     def core_view(self) -> CoreStatusView | None:
         return self._core.view()
 
-    def hold(self, hold: PauseLease | None) -> LeaseOutcome | None:
-        return self._core.hold(hold)
+    def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
+        return self._core.write_pause_lease(lease)
 
-    def left_behind(self) -> AbandonedPause | None:
-        return self._core.left_behind()
+    def abandoned_pause(self) -> AbandonedPause | None:
+        return self._core.abandoned_pause()
 
     async def version(self) -> int:
         return parse_version(str((await self._ask("/weight_info"))["weight_version"]))
@@ -278,7 +278,7 @@ class VllmHttpEngine(UpdatesByPlugin):
         await self.post("/wake_up")
 
     async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
-        """Where the cores have no door (another vLLM than we know), requests are queued."""
+        """Cores of an unknown vLLM have no admission control: there requests are queued."""
         if self._admission.is_supported:
             await self._admission.admit(open=open)
 

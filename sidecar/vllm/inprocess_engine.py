@@ -136,11 +136,11 @@ class VllmEngine(UpdatesByPlugin):
     def core_view(self) -> CoreStatusView | None:
         return self._core.view()
 
-    def hold(self, hold: PauseLease | None) -> LeaseOutcome | None:
-        return self._core.hold(hold)
+    def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
+        return self._core.write_pause_lease(lease)
 
-    def left_behind(self) -> AbandonedPause | None:
-        return self._core.left_behind()
+    def abandoned_pause(self) -> AbandonedPause | None:
+        return self._core.abandoned_pause()
 
     async def version(self) -> int:
         return parse_version(await _call(self._llm.get_weight_version()))
@@ -171,7 +171,7 @@ class VllmEngine(UpdatesByPlugin):
         await self._connection.ask(method, kwargs)
 
     async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
-        """Where the cores have no door (another vLLM than we know), requests are queued."""
+        """Cores of an unknown vLLM have no admission control: there requests are queued."""
         if self._admission.is_supported:
             await self._admission.admit(open=open)
 

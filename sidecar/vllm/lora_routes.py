@@ -1,4 +1,4 @@
-"""vLLM's own doors for LoRA adapters: the routes of a server, and the ids of an ``AsyncLLM``."""
+"""vLLM's entry points for LoRA adapters: the routes of a server, and the ids of an ``AsyncLLM``."""
 
 from __future__ import annotations
 

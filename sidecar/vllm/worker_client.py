@@ -247,8 +247,8 @@ class WorkerClient:
         return await self._arm(arm) if room is None else room
 
     async def _arm(self, arm: operations.ArmManifest) -> StagingCapacity:
-        """By the lane, where it can be. Workers that have mates ask each other, which they can't by
-        the lanes."""
+        """By the staging channel, where it can be. Workers that have peers ask each other, which
+        they can't by the lanes."""
         if len(self._channels) == 1 and arm.target == "model" and not arm.counts:
             try:
                 [armed] = await self._channels.perform(arm)
@@ -276,8 +276,8 @@ class WorkerClient:
         if not self._is_one_core:
             return
         try:
-            names = worker_rpc.read_lanes(await self._connection.ask(worker_rpc.ASK_LANE, {}))
-            await self._channels.open(names)
+            answer = await self._connection.ask(worker_rpc.ASK_STAGING_CHANNEL, {})
+            await self._channels.open(worker_rpc.read_staging_channels(answer))
         except EngineError as error:
             self._no_channels_reason = error.detail
 
@@ -288,7 +288,7 @@ class WorkerClient:
     async def _perform(self, operation: operations.Operation) -> int:
         """Have all workers carry it out; how many chunks may be received ahead."""
         asked = {"operation": operations.encode(operation)}
-        return worker_rpc.read_ahead(await self._connection.ask(operations.PERFORM, asked))
+        return worker_rpc.read_prefetch_depth(await self._connection.ask(operations.PERFORM, asked))
 
 
 class UpdatesByPlugin:

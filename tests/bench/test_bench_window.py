@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bus.cli.main import run
-from sidecar.bench.processes import BenchBroken
+from sidecar.bench.processes import BenchFailed
 from sidecar.bench.streams import gaps_ms, greedy, longest_gap_ms, percentile, streaming
 from sidecar.bench.transfer.vllm_transfer import VllmTransferRound, figures, table
 from sidecar.bench.transfer.window import Window, window
@@ -61,7 +61,7 @@ def test_the_longest_gap_is_one_that_the_update_is_in() -> None:
 @pytest.mark.parametrize("came", [[], [2.0, 9.0], [0.0, 4.0]])
 def test_a_request_that_missed_the_update_has_no_gap(came: list[float]) -> None:
     """One that began, or ended, in the middle of it would make the figure too small."""
-    with pytest.raises(BenchBroken, match="tokens"):
+    with pytest.raises(BenchFailed, match="tokens"):
         longest_gap_ms([[0.0, 9.0], came], 1.0, 5.0)
 
 
@@ -181,7 +181,7 @@ def test_a_request_that_is_cut_short_breaks_the_bench(tmp_path: Path) -> None:
                 await engine.abort_requests()
 
         try:
-            with pytest.raises(BenchBroken, match="of 200 tokens"):
+            with pytest.raises(BenchFailed, match="of 200 tokens"):
                 await cut_short(url)
         finally:
             await engine.close()

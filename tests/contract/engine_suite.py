@@ -309,7 +309,7 @@ class EngineContract:
             under_test.weights, PROMPT, under_test.long_tokens
         )
 
-    # The door
+    # Admission
 
     @contract
     async def test_a_closed_door_ends_what_comes_at_once(self, under_test: EngineUnderTest) -> None:
@@ -329,7 +329,7 @@ class EngineContract:
     async def test_a_closed_door_queues_nothing_while_paused(
         self, under_test: EngineUnderTest
     ) -> None:
-        """As of a quarantined engine: who waits is ended, who comes is turned away, and both doors
+        """As of a quarantined engine: who waits is ended, who comes is turned away, and the abort
         and pause come to their end."""
         await under_test.engine.pause("keep", clear_cache=True)
         waiting = asyncio.create_task(under_test.generate(PROMPT, 8))

@@ -85,7 +85,7 @@ def under_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lockstep]:
 
 
 class TestLockstep(EngineContract):
-    """Over gloo, with a gateway that rank 0 has started."""
+    """Over gloo, with a DP coordinator that rank 0 has started."""
 
 
 class TestStaged(StagedContract):

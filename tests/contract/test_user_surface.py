@@ -69,7 +69,7 @@ from sidecar.bench.control import control_rounds
 from sidecar.bench.gap import embedded_gap, gap_rounds, vllm_gap
 from sidecar.bench.transfer import transfer_rounds, vllm_transfer
 from sidecar.bench.transfer.window import Window
-from sidecar.dp_coordinator.__main__ import gateway
+from sidecar.dp_coordinator.__main__ import coordinator
 from sidecar.embedded import EmbeddedEngine, SamplingParams
 from sidecar.engine import Chunk, Engine, EngineInfo
 from sidecar.vllm.inprocess_engine import VllmEngine
@@ -138,7 +138,7 @@ CHOICES = {
     "CanaryWay": CanaryMode,
 }
 # Programs of their own, by what they are called in the snapshots.
-PROGRAMS = {"DP coordinator": gateway, "state diagrams": diagrams}
+PROGRAMS = {"DP coordinator": coordinator, "state diagrams": diagrams}
 # Commands that refuse to run without arguments in their body, after parsing.
 REFUSES_IN_ITS_BODY = ("sidecar",)
 PARSED = 99

@@ -142,8 +142,8 @@ class Play:
         """Engines whose requests may have ended early: their own died, is behind its group, or was
         quarantined, as the ranks of a DP group are together."""
         quarantined = self.world.quarantined
-        mates = frozenset(LOCKSTEP) if quarantined & set(LOCKSTEP) else frozenset()
-        return self._died() | quarantined | mates
+        peers = frozenset(LOCKSTEP) if quarantined & set(LOCKSTEP) else frozenset()
+        return self._died() | quarantined | peers
 
     def _died(self) -> frozenset[str]:
         engines = self.world.engines

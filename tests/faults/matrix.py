@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # What fails, as a name of :class:`tests.faults.world.World`. An embedded engine lives in its
 # sidecar's process. So "sidecar" is one with an engine of its own, and "engine" is one of two that
-# step in lockstep, each with a sidecar: what it leaves behind is a mate in a collective.
+# step in lockstep, each with a sidecar: what it leaves behind is a peer rank in a collective.
 ACTORS: Final = {
     "broker": "broker",
     "sidecar": "e0",
@@ -69,7 +69,7 @@ CELLS: Final = tuple(
     Cell(actor, fault, step) for actor in ACTORS for fault in FAULTS for step in STEPS
 )
 
-# An engine alone has no mate that it could wait for, or agree with.
+# An engine alone has no peer rank that it could wait for, or agree with.
 OF_MATES: Final = frozenset({"ready", "agreed"})
 STAGED_CELLS: Final = tuple(
     Cell(actor, fault, step, how="staged")
@@ -170,7 +170,7 @@ OUTCOMES: Final[dict[str, tuple[str, frozenset[str]]]] = {
     ),
     "W": (
         (
-            "committed without who failed, and its mate in lockstep, unless they have done all of "
+            "committed without who failed, and its peer in lockstep, unless they have done all of "
             "it; the next update brings them back"
         ),
         frozenset({"committed"}),
@@ -244,7 +244,9 @@ def _staged_outcome_of(cell: Cell) -> str:
         case "rank1":
             return "C"
         case "engine" | "core" if (cell.step, cell.fault) == ("armed", "sigkill"):
-            return "X"  # its mate may live to refuse the start, which gives the update up for all
+            return (
+                "X"  # its peer rank may live to refuse the start, which gives the update up for all
+            )
         case "sidecar" | "engine" | "core":
             return "W"
         case _ if cell.step in _BEFORE_ALL_IS_SENT:

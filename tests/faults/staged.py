@@ -52,12 +52,12 @@ class StagedPlay(Play):
         if self.cell.step == "ready":
             return LOCKSTEP[0]
         if self.cell.step == "commit_asked" and self.cell.scene != "vllm" and self.who != "e0":
-            return LOCKSTEP[1]  # whose mate has it, and waits
+            return LOCKSTEP[1]  # whose peer rank has it, and waits
         return super()._whose_message()
 
     async def _nobody_is_stuck(self) -> None:
         """While the fault lasts, everybody else's requests go on; but those of an engine that
-        misses what others have committed, which has closed its door."""
+        misses what others have committed, which has closed admission."""
         world = self.world
 
         def goes_on(name: str) -> bool:
@@ -92,7 +92,7 @@ class StagedPlay(Play):
         await super()._heals()
 
     def _lost(self) -> frozenset[str]:
-        """Engines whose requests may have ended early: their own died, or closed its door. (One
+        """Engines whose requests may have ended early: their own died, or closed admission. (One
         that dies when it is about to swap may say that it has a part, until it has ended.)"""
         died = self._died()
         if self.world.partial - died:

@@ -76,8 +76,8 @@ STEPS: Final[dict[str, Moment]] = {
 }
 
 # Of an update that is staged. Between the decision to swap and the swap there are three: who fails
-# has not heard it yet, and its mate in lockstep waits for it; or the other way round; or all ranks
-# have agreed to swap here and now, and who fails has not done it (no message: `swap_hold`).
+# has not heard it yet, and its peer rank in lockstep waits for it; or the other way round; or all
+# ranks have agreed to swap here and now, and who fails has not done it (no message: `swap_hold`).
 STAGED_STEPS: Final[dict[str, Moment | None]] = {
     "armed": _group_ack(Step.ARM),
     "first_chunk": STEPS["first_chunk"],

@@ -144,7 +144,7 @@ class World:
         self.ranks: dict[str, Rank] = {}
         self.clients: dict[str, Client] = {}
         self.seeds: dict[int, int] = {0: 0}  # of each version that was committed
-        # Since the cell began: who was out of routing, who had closed its door for no other reason
+        # Since the cell began: who was out of routing, who had closed admission for no other reason
         # than that others had committed, who had a part; DP groups that were said to be down.
         self.quarantined: frozenset[str] = frozenset()
         self.closed: frozenset[str] = frozenset()
@@ -358,7 +358,7 @@ class World:
         elif line.get("event") == "quarantined":
             self.partial |= {line["peer"]}
             self.quarantined |= self.partial
-        elif line.get("event") == "closed_behind":
+        elif line.get("event") == "closed_stale":
             self._closed(line["peer"])
         self.news()
 
@@ -379,11 +379,11 @@ class World:
             self._violations.append(f"{name} was paused, and was not behind")
 
     def _closed(self, name: str) -> None:
-        self.story.tell(f"{name} is behind, and closes its door")
+        self.story.tell(f"{name} is behind, and closes admission")
         self.closed |= {name}
         self.quarantined |= self.closed
         if self.engines[name].version >= self.greatest:
-            self._violations.append(f"{name} has closed its door, and nobody has committed more")
+            self._violations.append(f"{name} has closed admission, and nobody has committed more")
 
     def _committed(self, message: Commit) -> None:
         seed = int(message.label.removeprefix("seed "))

@@ -232,7 +232,7 @@ async def _rounds(
         "rounds_s": round(time.monotonic() - since_s, 1),
         "wave": status.wave,
         "health": status.health,
-        "gateway": status.gateway,
+        "coordinator": status.coordinator,
     }
 
 

@@ -132,7 +132,7 @@ def test_who_restarts_or_comes_late_is_brought_to_the_version_while_another_serv
 
 def test_who_comes_late_takes_no_request_before_it_has_the_version(bus: Bus) -> None:
     """Whoever sends them, past all routes: they are ended at once, with no tokens. Then the next
-    update opens the door."""
+    update opens admission."""
     bus.sidecar("e0")
     checkpoint = bus.checkpoint
     first, second = (perturbed(checkpoint.weights, seed) for seed in (31, 32))
@@ -141,7 +141,7 @@ def test_who_comes_late_takes_no_request_before_it_has_the_version(bus: Bus) -> 
         assert agent.update_weights(first, how="paused") == 1
         bus.broker.wait_event("resumed")
         late = bus.sidecar("late")
-        late.wait_event("closed_behind", version=0, group_version=1)
+        late.wait_event("closed_stale", version=0, group_version=1)
         endpoint = engines(bus)["late"].endpoint
         # Its call is made as soon as it is said; requests that came before it end by it.
         assert len(generate(endpoint, 100)) < 100

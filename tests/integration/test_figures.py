@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def test_a_pause_in_one_phase_deadlocks(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    """One rank is in a step for ever, its mate is idle, and the pages show it."""
+    """One rank is in a step for ever, its peer rank is idle, and the pages show it."""
     new = perturbed(checkpoint.weights, 5)
 
     async def run() -> None:

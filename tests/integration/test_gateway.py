@@ -1,4 +1,4 @@
-"""The gateway process on real sockets, with front ends and cores that are sockets only."""
+"""The DP coordinator process on real sockets, with front ends and cores that are sockets only."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_waves_one_after_the_other(rank: int) -> None:
         for wave in range(5):
             group.run_wave(wave, rank)
         group.process.stop()
-        group.process.wait_event("gateway_ended")
+        group.process.wait_event("dp_coordinator_ended")
         assert not [e for e in group.process.events if e["level"] not in ("info", "debug")]
 
 
@@ -189,7 +189,7 @@ def test_the_broker_shows_and_records_every_wave(tmp_path: Path) -> None:
         "dp_group=moe wave=1 rank=0",
         "dp_group=moe wave=2 rank=0",
     ]
-    assert any("JOIN from gateway-moe" in each and "rank=1" in each for each in lines), lines
+    assert any("JOIN from coordinator-moe" in each and "rank=1" in each for each in lines), lines
     assert not any("FIRST_REQ" in each or "START_DP_WAVE" in each for each in lines)
     replayed = run_wavebus("replay", str(folder), "--verbose")
     assert replayed.returncode == 0, replayed.stdout
@@ -219,7 +219,7 @@ def test_it_ends_with_its_parent_however_that_ends() -> None:
     parent = textwrap.dedent(
         """
         import os, subprocess, sys, time
-        gateway = subprocess.Popen(
+        DP coordinator = subprocess.Popen(
             [sys.executable, "-m", "sidecar.dp_coordinator", "--dp-group", "g", "--size", "2"],
             stdin=subprocess.PIPE,
         )
@@ -232,7 +232,7 @@ def test_it_ends_with_its_parent_however_that_ends() -> None:
         """
     )
     with Proc(sys.executable, "-c", parent) as process:
-        process.wait_event("gateway_serves")
+        process.wait_event("dp_coordinator_serves")
         children = subprocess.run(
             ["ps", "--ppid", str(process.pid), "-o", "pid="],
             capture_output=True,
@@ -240,9 +240,9 @@ def test_it_ends_with_its_parent_however_that_ends() -> None:
             check=True,
         ).stdout.split()
         process.signal(signal.SIGKILL)
-        process.wait_event("gateway_ended", timeout_s=60)
+        process.wait_event("dp_coordinator_ended", timeout_s=60)
         for child in children:
-            with contextlib.suppress(ProcessLookupError):  # the gateway has gone
+            with contextlib.suppress(ProcessLookupError):  # the DP coordinator has gone
                 os.kill(int(child), signal.SIGKILL)
 
 

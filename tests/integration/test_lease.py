@@ -120,19 +120,19 @@ class Pair:
             yield agent
 
     async def answer_of(self, rank: int) -> LeasePosition:
-        """What its mate hears of it next."""
+        """What its peer rank hears of it next."""
         return await self._words[rank].get()
 
     def _overhear(self, sidecar: Sidecar) -> None:
         link = sidecar._peer_links
         assert link is not None
-        heard = link._on_word
+        heard = link._on_vote
 
-        def on_word(word: LeaseVote) -> None:
+        def on_vote(word: LeaseVote) -> None:
             heard(word)
-            self._words[word.dp_rank].put_nowait(word.stand)
+            self._words[word.dp_rank].put_nowait(word.position)
 
-        link._on_word = on_word
+        link._on_vote = on_vote
 
 
 @pytest.fixture(autouse=True)
@@ -173,7 +173,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 def test_ranks_without_a_broker_resume_together(secured: Secured) -> None:
-    """Also where keys are needed: each mate's are known."""
+    """Also where keys are needed: each peer rank's are known."""
 
     async def scenario() -> None:
         pair, paused = Pair(secured), asyncio.Event()
@@ -186,8 +186,8 @@ def test_ranks_without_a_broker_resume_together(secured: Secured) -> None:
     run(scenario())
 
 
-def test_a_rank_waits_for_a_mate_that_has_something_to_undo() -> None:
-    """Its own lease is over, and nothing of its own is left: it is the mate's word that lacks."""
+def test_a_rank_waits_for_a_peer_that_has_something_to_undo() -> None:
+    """Its own lease is over, and nothing of its own is left: it is the peer's word that lacks."""
 
     async def scenario() -> None:
         pair = Pair(None)
@@ -213,7 +213,7 @@ def test_a_rank_waits_for_a_mate_that_has_something_to_undo() -> None:
     run(scenario())
 
 
-def test_a_rank_that_loaded_a_part_keeps_its_mate_paused() -> None:
+def test_a_rank_that_loaded_a_part_keeps_its_peer_paused() -> None:
     """The other one has loaded nothing; alone it would resume. Its requests are ended, too."""
 
     async def scenario() -> None:

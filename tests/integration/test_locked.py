@@ -213,7 +213,7 @@ def test_a_gateway_joins_with_the_keys_of_its_environment(keys: KeyFolder) -> No
         "WAVEBUS_BROKER_KEY": str(keys.public),
     }
     with wavebus("broker", "--listen", "tcp://127.0.0.1:*", "--curve-keys", str(keys.broker)) as on:
-        gateway = (
+        coordinator = (
             sys.executable,
             "-m",
             "sidecar.dp_coordinator",
@@ -222,8 +222,8 @@ def test_a_gateway_joins_with_the_keys_of_its_environment(keys: KeyFolder) -> No
             "--size",
             "2",
         )
-        with Proc(*gateway, "--broker", on.first_line(), env=env, stdin=subprocess.PIPE):
-            assert on.wait_event("peer_joined")["role"] == "gateway"
+        with Proc(*coordinator, "--broker", on.first_line(), env=env, stdin=subprocess.PIPE):
+            assert on.wait_event("peer_joined")["role"] == "coordinator"
 
 
 # -- what a key lets in -------------------------------------------------------------

@@ -64,7 +64,7 @@ def _group(
 
 @pytest.fixture(scope="module")
 def two(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Two ranks and a gateway that rank 0 has started."""
+    """Two ranks and a DP coordinator that rank 0 has started."""
     yield from _group(checkpoint, tmp_path_factory, 2)
 
 
@@ -440,7 +440,7 @@ async def _queued(rank: RankProcess, count: int) -> None:
 
 
 @pytest.mark.parametrize("busy", [True, False], ids=["running", "idle"])
-def test_a_killed_rank_takes_its_mates_down(
+def test_a_killed_rank_takes_its_peers_down(
     tmp_path: Path, checkpoint: Checkpoint, busy: bool
 ) -> None:
     """They say which rank it was, whether or not they were in a step with it."""

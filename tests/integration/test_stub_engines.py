@@ -52,7 +52,7 @@ class Broken(StubEngine):
 
 
 class Waiting(StubEngine):
-    """Its swap waits for mates that never come; the first word that calls it off is lost."""
+    """Its swap waits for peer ranks that never come; the first word that calls it off is lost."""
 
     def __init__(self) -> None:
         self.swaps = asyncio.Event()

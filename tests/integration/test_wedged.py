@@ -82,7 +82,7 @@ def test_ranks_that_deadlock_are_restarted(
 
 
 def test_a_rank_that_is_stopped_is_restarted_with_its_mate(bus: Bus, moe: Checkpoint) -> None:
-    """Its mate waits for it in a collective. It gets no SIGKILL from here."""
+    """Its peer rank waits for it in a collective. It gets no SIGKILL from here."""
     supervisor = group(bus, moe)
     before = {name: engine.pid for name, engine in engines(bus).items()}
     load(engines(bus)["moe-0"].endpoint)

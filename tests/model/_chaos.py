@@ -298,7 +298,7 @@ class Chaos(Play):
             if not engine.is_joined or engine.name not in views:
                 continue
             partial = bool(engine.session.update.partial)
-            said = views[engine.name].phase in ("quarantined", "emptied")
+            said = views[engine.name].phase in ("quarantined", "weights_discarded")
             if engine.session.update.in_place:
                 continue
             if partial is not said:
@@ -361,15 +361,15 @@ class Chaos(Play):
             dies()
 
     def _group_dies(self, engine: SimEngine, back_ms: float) -> None:
-        """The supervisor kills the mates soon, and starts all of them together."""
+        """The supervisor kills the peer ranks soon, and starts all of them together."""
         if not engine.alive:
             return
         self._tell(f"{engine.name} is killed")
         engine.kill()
-        mates = [e for e in self.world.live_engines if e.dp_group == engine.dp_group]
-        for mate in mates:
-            self._later(300.0 * self._random.random(), mate.kill)
-        names = [engine.name, *(mate.name for mate in mates)]
+        peers = [e for e in self.world.live_engines if e.dp_group == engine.dp_group]
+        for peer in peers:
+            self._later(300.0 * self._random.random(), peer.kill)
+        names = [engine.name, *(peer.name for peer in peers)]
         if back_ms == NEVER and self._others(engine):
             self._never.update(names)
             self.reach["engines never back"] += len(names)
@@ -393,15 +393,15 @@ class Chaos(Play):
         """Who is dead and not gone for good; DP groups as one."""
         world = self.world
         for engine in list(world.engines.values()):
-            mates = [e for e in world.engines.values() if e.dp_group == engine.dp_group]
+            peers = [e for e in world.engines.values() if e.dp_group == engine.dp_group]
             if engine.alive and engine.peer.link.state is not LinkState.REFUSED:
                 continue
-            for mate in mates:
-                if mate.alive:
-                    mate.kill()
+            for peer in peers:
+                if peer.alive:
+                    peer.kill()
             if engine.name in self._never:
                 continue
-            self._group_back([mate.name for mate in mates])
+            self._group_back([peer.name for peer in peers])
 
     def _join(self, routes: list[bytes]) -> None:
         for route in routes:

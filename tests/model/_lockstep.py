@@ -1,7 +1,7 @@
-"""A DP group in simulated time: ranks that step in lockstep, front ends, a gateway.
+"""A DP group in simulated time: ranks that step in lockstep, front ends, a DP coordinator.
 
 The ranks' waves are the embedded engine's own machine
-(:class:`sidecar.embedded.parallel.waves.RankWaves`), the coordinator is the real gateway's,
+(:class:`sidecar.embedded.parallel.waves.RankWaves`), the coordinator is the real DP coordinator's,
 the sidecars' machines and the broker are the real ones. Made up are the collectives: one
 lasts a moment once every rank is in it, and ranks that wait in different ones wait for
 ever, which is the wedge that must never be.
@@ -109,7 +109,7 @@ class Rank(SimEngine):
         self.group = group
         kind = EngineStartedWaves if group.engines_start else RankWaves
         self.waves = kind(self.dp_rank, self.dp_size, INTERVAL)
-        self.connected = True  # to the gateway, which starts it
+        self.connected = True  # to the DP coordinator, which starts it
         self.requests: list[Request] = []
         self.believes_running = False
         self.believed_wave = 0
@@ -130,7 +130,7 @@ class Rank(SimEngine):
         self.put(lambda: self._add(request, wave))
 
     def told(self, wave: int, *, running: bool) -> None:
-        """What the gateway publishes."""
+        """What the DP coordinator publishes."""
         self.believed_wave, self.believes_running = wave, running
 
     # -- the core -------------------------------------------------------------------
@@ -219,7 +219,7 @@ class Rank(SimEngine):
                 self.group.later(each)
 
     def lose_connection(self) -> None:
-        """What the gateway publishes is lost, until the rank has connected and subscribed anew."""
+        """What the coordinator publishes is lost, until the rank has subscribed anew."""
         if self.connected:
             self.connected = False
             self.group.later(self._subscribe, 20 * HOP_MS)
@@ -296,7 +296,7 @@ class Rank(SimEngine):
 
 @dataclass
 class LockstepGroup:
-    """The ranks of one DP group, and its gateway on the bus."""
+    """The ranks of one DP group, and its DP coordinator on the bus."""
 
     world: SimWorld
     name: str
@@ -313,16 +313,16 @@ class LockstepGroup:
     def __post_init__(self) -> None:
         world = self.world
         self.meeting = Meeting(world, self.size)
-        self.gateway = DpCoordinator(self.name, self.size)
+        self.coordinator = DpCoordinator(self.name, self.size)
         self.local_decisions = 0
         self.held = 0
         self._timer: Handle | None = None
         boot = next(self._boots)
         self.peer = PeerClient(
-            name=f"gateway-{self.name}",
+            name=f"coordinator-{self.name}",
             group="policy",
             boot=boot,
-            transport=world.network.client(route_of(f"gateway-{self.name}", boot)),
+            transport=world.network.client(route_of(f"coordinator-{self.name}", boot)),
             scheduler=world.scheduler,
             join=self._join,
             beat=lambda: Heartbeat("running", 0, 0, ""),
@@ -334,13 +334,13 @@ class LockstepGroup:
             engine = world.add_rank(Rank, f"{self.name}-{rank}", self.name, rank, self.size)
             engine.set_up(self)
             self.ranks.append(engine)
-            self._perform(self.gateway.on_core_subscribed())
+            self._perform(self.coordinator.on_core_subscribed())
         self.peer.start()
-        self._perform(self.gateway.tick(world.now_ms))
+        self._perform(self.coordinator.tick(world.now_ms))
 
     @property
     def route(self) -> bytes:
-        """The network's name of the gateway."""
+        """The network's name of the DP coordinator."""
         return route_of(self.peer.name, self.peer.boot)
 
     def later(self, action: Callable[[], None], after_ms: float = HOP_MS) -> None:
@@ -354,34 +354,34 @@ class LockstepGroup:
         self.ranks[rank].submit(request)
 
     def subscribed(self) -> None:
-        """A core has connected to the gateway again."""
-        self._perform(self.gateway.on_core_subscribed())
+        """A core has connected to the DP coordinator again."""
+        self._perform(self.coordinator.on_core_subscribed())
 
     def gateway_first_req(self, rank: int, wave: int) -> None:
         broker = self.peer.link.state is LinkState.JOINED
-        self._perform(self.gateway.first_req(rank, wave, self.world.now_ms, broker=broker))
+        self._perform(self.coordinator.first_req(rank, wave, self.world.now_ms, broker=broker))
 
     def gateway_report(self, report: CoreReport) -> None:
         now_ms = self.world.now_ms
         if report.complete is not None:
-            self._perform(self.gateway.complete(report.complete, now_ms))
+            self._perform(self.coordinator.complete(report.complete, now_ms))
         if report.started is not None:
-            self._perform(self.gateway.on_started(report.started, report.rank, now_ms))
+            self._perform(self.coordinator.on_started(report.started, report.rank, now_ms))
 
     def _join(self) -> Join:
-        gateway = self.gateway
+        coordinator = self.coordinator
         facts = CoordinatorFacts(
-            self.name, self.size, gateway.wave, gateway.running, gateway.started_by
+            self.name, self.size, coordinator.wave, coordinator.running, coordinator.started_by
         )
-        return Join("gateway", "sim", 1, None, facts)
+        return Join("coordinator", "sim", 1, None, facts)
 
     def _on_message(self, _envelope: Envelope, message: Message) -> None:
         if self.peer.link.state is LinkState.JOINED:
-            self._perform(self.gateway.on_message(message, self.world.now_ms))
+            self._perform(self.coordinator.on_message(message, self.world.now_ms))
 
     def _on_state(self, state: LinkState) -> None:
         if state is LinkState.JOINED:
-            self._perform(self.gateway.on_joined(self.world.now_ms))
+            self._perform(self.coordinator.on_joined(self.world.now_ms))
 
     def check_told(self) -> None:
         """The broker was told of every wave's end, in order, of no start twice, and of the rank
@@ -420,9 +420,9 @@ class LockstepGroup:
     def _arm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        due_ms = self.gateway.next_deadline_ms()
+        due_ms = self.coordinator.next_deadline_ms()
         self._timer = self.world.scheduler.call_at(due_ms, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
-        self._perform(self.gateway.tick(self.world.now_ms))
+        self._perform(self.coordinator.tick(self.world.now_ms))

@@ -317,13 +317,13 @@ class Play:
             self.update_draft(None, 0)
 
     def fail_load(self, engine: SimEngine | None, _index: int) -> None:
-        """The next load fails on one engine, while its mates have yet to receive the chunk."""
+        """The next load fails on one engine, while its peer ranks have yet to receive the chunk."""
         if engine is None:
             return
         engine.behaviour.fail_next.add(CallLoad)
-        for mate in self.world.live_engines:
-            if mate.dp_group == engine.dp_group and mate is not engine:
-                mate.behaviour.slow_ms[CallReceive] = 500.0
+        for peer in self.world.live_engines:
+            if peer.dp_group == engine.dp_group and peer is not engine:
+                peer.behaviour.slow_ms[CallReceive] = 500.0
         self.update(None, 0)
 
     def hasty(self, _engine: SimEngine | None, _index: int) -> None:
@@ -428,7 +428,7 @@ class Play:
 
     def restart_broker(self, _engine: SimEngine | None, _index: int) -> None:
         for each in self.world.live_engines:
-            # A rank that joins the new broker before its quarantined mate may be resumed.
+            # A rank that joins the new broker before its quarantined peer rank may be resumed.
             self._lost_rank(each)
         self.world.restart_broker()
         self.brokers += 1

@@ -60,7 +60,7 @@ class WithCanary(Play):
         for engine in self.world.live_engines:
             engine.behaviour.twist_next = False
             engine.behaviour.fail_next.discard(CallProbe)
-            self.reach["quarantined behind its door"] += engine.truth.closed and bool(
+            self.reach["quarantined with admission closed"] += engine.truth.closed and bool(
                 engine.session.update.partial
             )
             if engine.session.phase == "quarantined":
@@ -93,7 +93,7 @@ def test_who_differs_by_the_canary_is_never_committed() -> None:
             "committed": 200,
             "committed without some": 20,
             "nobody was proven": 20,
-            "quarantined behind its door": 20,
+            "quarantined with admission closed": 20,
             "stopped at update probing": 20,
             "freed by a whole update": 20,
             "abort partial": 30,

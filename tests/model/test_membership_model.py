@@ -1,5 +1,5 @@
 """Who is on the bus: names, lives, groups and epochs, with links cut, processes killed
-and restarted under the same name, brokers restarted, and rivals at the door."""
+and restarted under the same name, brokers restarted, and rivals that join."""
 
 from __future__ import annotations
 

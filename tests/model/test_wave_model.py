@@ -140,8 +140,8 @@ class Wire:
             self._pause = group.pause.state
             if group.pause.state is PauseState.RUNNING:
                 for name, peer in group.registry.engines.items():
-                    unsure = peer.phase == "paused" and group.registry.is_pause_unknown(name)
-                    self._reach["paused beside an unsure rank"] += unsure
+                    unknown = peer.phase == "paused" and group.registry.is_pause_unknown(name)
+                    self._reach["paused beside a rank whose pause is unknown"] += unknown
             for name, dp_group in group.dp_groups.dp_groups.items():
                 self._check_wave(dp_group)
                 self._before[name] = (dp_group.wave.state, dp_group.wave.kept)
@@ -253,7 +253,7 @@ class Play:
         self.trainer.run(self.trainer.pause(hold_ms=5.0 * (index % 20), mode=mode))
 
     def refuse_and_pause(self, index: int) -> None:
-        """The engine of one rank refuses the next pause, while its mates' pauses wait for it."""
+        """The engine of one rank refuses the next pause, while its peers' pauses wait for it."""
         group = self.groups[index % len(self.groups)]
         group.ranks[index % group.size].behaviour.fail_next.add(CallPause)
         self.pause(index)
@@ -286,7 +286,7 @@ class Play:
             rank.put(lambda: rank.start_wave(wave, None))
 
     def lose_start(self, index: int) -> None:
-        """A rank's connection to the gateway breaks in the moment in which another one begins."""
+        """A rank's connection to the coordinator breaks while another one begins."""
         group = self.groups[index % len(self.groups)]
         rank = index % group.size
         group.ranks[rank].lose_connection()
@@ -326,8 +326,8 @@ class Play:
     # -- inside ---------------------------------------------------------------------
 
     def _check_waves(self) -> None:
-        """The last waves end, and the broker knows that, unless the network loses what a gateway
-        says. A frame that another one has overtaken is lost, too."""
+        """The last waves end, and the broker knows that, unless the network loses what a
+        coordinator says. A frame that another one has overtaken is lost, too."""
         cut = any(each.what == "cut_gateway" for each in self.schedule.actions)
         honest = not (self.schedule.drop or self.schedule.reorder or cut)
 
@@ -340,7 +340,7 @@ class Play:
             return (found.wave.state, found.wave.wave) == (WaveState.IDLE, number)
 
         def rests(group: LockstepGroup) -> bool:
-            return not group.gateway.running and not any(r.waves.running for r in group.ranks)
+            return not group.coordinator.running and not any(r.waves.running for r in group.ranks)
 
         def all_rest() -> bool:
             return all(rests(each) and (mirrored(each) or not honest) for each in self.groups)
@@ -382,7 +382,7 @@ class Play:
         for group in self.groups:
             view = self.world.existing_group.dp_groups.dp_groups.get(group.name)
             told.append(
-                f"{group.name}: gateway {group.gateway.state} wave {group.gateway.wave}, "
+                f"{group.name}: {group.coordinator.state}, wave {group.coordinator.wave}, "
                 f"broker {view.view() if view else None}"
             )
             told += [
@@ -443,7 +443,7 @@ def test_no_order_wedges_a_group_whose_engines_start_waves() -> None:
 
 
 def test_a_pause_that_raised_although_it_was_made_is_made_again() -> None:
-    """By a rank whose mate is paused, and before a new broker resumes either of them."""
+    """By a rank whose peer rank is paused, and before a new broker resumes either of them."""
     actions = (
         Action(37, "refuse_and_pause", 31),
         Action(200, "pause", 53),
@@ -453,4 +453,4 @@ def test_a_pause_that_raised_although_it_was_made_is_made_again() -> None:
     drawn = Schedule(20916, (2,), 0, 10, 5, 20, reorder=True, actions=actions)
     reach: Counter[str] = Counter()
     Play(drawn, reach).run()
-    assert reach["paused beside an unsure rank"] > 0
+    assert reach["paused beside a rank whose pause is unknown"] > 0

@@ -123,7 +123,7 @@ class Client:
                 boot = seen.boot
                 while self._world.engines[self.engine].boot == boot:
                     await self._world.something()
-            elif not asked.tokens:  # its door is closed: it may be open when something has happened
+            elif not asked.tokens:  # not admitted; a later one may be
                 await self._world.something()
 
     async def _ask(self, endpoint: str, asked: Asked) -> bool:

@@ -53,10 +53,10 @@ class GroupEngine:
     def core_view(self) -> CoreStatusView | None:
         return self.group.ranks[0].view()
 
-    def hold(self, hold: PauseLease | None) -> LeaseOutcome | None:  # noqa: ARG002 - it ends with its sidecar
+    def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:  # noqa: ARG002 - it ends with its sidecar
         return None
 
-    def left_behind(self) -> AbandonedPause | None:
+    def abandoned_pause(self) -> AbandonedPause | None:
         return None
 
     async def version(self) -> int:

@@ -219,7 +219,7 @@ class DpGroup:
         folder: where their status pages are.
         model: the checkpoint's folder.
         size: how many.
-        options: more arguments of ``DataParallel``, such as ``gateway``.
+        options: more arguments of ``DataParallel``, such as ``coordinator``.
     """
 
     def __init__(self, folder: Path, model: Path, size: int, **options: Any) -> None:
@@ -313,7 +313,9 @@ async def coordinated(
     """A group whose coordinator is the test."""
     coordinator = Coordinator(size)
     try:
-        async with DpGroup(folder, model, size, gateway=coordinator.addresses, **options) as group:
+        async with DpGroup(
+            folder, model, size, coordinator=coordinator.addresses, **options
+        ) as group:
             yield group, coordinator
     finally:
         coordinator.sockets.close()

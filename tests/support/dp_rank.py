@@ -39,11 +39,11 @@ class Rank:
     """The engine, and what a call does with it."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        gateway = spec.pop("gateway", None)
+        coordinator = spec.pop("coordinator", None)
         options = {key: spec.pop(key) for key in ("model", "max_num_seqs") if key in spec}
         page = spec.pop("core_page", None)
         dp = DataParallel(
-            **spec, coordinator=DpCoordinatorAddresses(**gateway) if gateway else None
+            **spec, coordinator=DpCoordinatorAddresses(**coordinator) if coordinator else None
         )
         self.engine = EmbeddedEngine(
             **options, host=None, dp=dp, core_page=Path(page) if page else None
@@ -168,7 +168,7 @@ class Rank:
     async def _queued(self) -> int:
         """How much waits in the core's inbox."""
         assert self.engine._core is not None
-        return self.engine._core._inbox.qsize()
+        return self.engine._core._actions.qsize()
 
     async def _release(self) -> None:
         self._released.set()

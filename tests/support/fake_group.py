@@ -25,7 +25,7 @@ DP_GROUP = "moe"
 
 
 def gateway_process(size: int, *arguments: str) -> Proc:
-    """A gateway, as the plugin starts it."""
+    """A DP coordinator, as the plugin starts it."""
     return Proc(
         *(
             sys.executable,
@@ -136,7 +136,7 @@ class FakeFront:
 
 
 class FakeGroup:
-    """A gateway process, and a group's sockets connected to it."""
+    """A DP coordinator process, and a group's sockets connected to it."""
 
     def __init__(self, size: int, *arguments: str) -> None:
         self.process = gateway_process(size, *arguments)

@@ -98,7 +98,7 @@ class Rank:
         await self._engine.resume()
 
     async def do_admit(self, let_in: bool) -> None:
-        await self._engine.start()  # it looks at its door
+        await self._engine.start()  # it looks at its admission
         await self._engine.admit(open=let_in)
 
     async def do_probe(self, prompt: list[int], count: int) -> list[int]:
@@ -127,10 +127,10 @@ class Rank:
         """As a sidecar that is dead now has held it."""
         left = deadline_ns(left_ms), NOBODY, "moe", version, "", tuple(broken or ())
         hold = PauseLease(serial, "u1", *left, asleep=False, resuming=False)  # type: ignore[arg-type]
-        self._engine.hold(hold)
+        self._engine.write_pause_lease(hold)
 
     async def do_let_go(self) -> None:
-        self._engine.hold(None)
+        self._engine.write_pause_lease(None)
 
     async def do_end(self, serial: int) -> dict[str, Any] | None:
         """What its core has made of that hold."""

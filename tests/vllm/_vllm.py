@@ -294,18 +294,18 @@ async def staged_update(
     manifest = plan(weights)
     push = Push(engine, weights, manifest, backend=backend, workers=workers, staging=how)
     asked: list[str] = []
-    doors: Any = engine._connection
-    ask = doors.ask
+    connection: Any = engine._connection
+    ask = connection.ask
 
     async def noted(method: str, kwargs: dict[str, Any]) -> Any:
         asked.append(method)
         return await ask(method, kwargs)
 
-    doors.ask = noted
+    connection.ask = noted
     try:
         await push.whole(version)
     finally:
-        doors.ask = ask
+        connection.ask = ask
     return asked
 
 

@@ -26,7 +26,7 @@ LIMIT_S = 20.0
 
 @contextmanager
 def rank(met: threading.Barrier, *, status: int = 200) -> Iterator[tuple[str, list[Any]]]:
-    """A server that answers when its mate was asked the same; its URL, and what it was asked."""
+    """A server that answers when its peer was asked the same; its URL, and what it was asked."""
     asked: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -298,18 +298,18 @@ def test_an_update_that_was_only_started_is_undone(attached: Attached) -> None:
         push = Push(engine, weights, plan(weights))
         await engine.pause("keep", clear_cache=False)
         await push.begin()
-        assert engine.hold(hold(71, "model")) is None
+        assert engine.write_pause_lease(hold(71, "model")) is None
         end = await asyncio.to_thread(attached.ended, 71)
         assert end.state == "resumed"
         with pytest.raises(EngineError, match="the pause's lease was over") as refused:
             await engine.start_update(recover=False)
         assert refused.value.code is NackCode.WRONG_STATE
-        found = engine.hold(hold(71, "model"))
+        found = engine.write_pause_lease(hold(71, "model"))
         assert found is not None
         assert found.state == "resumed"
         tokens, _ = await asyncio.to_thread(request.result)
         assert tokens == attached.checkpoint.greedy(weights, PROMPT, LONG)
-        assert engine.hold(None) is None
+        assert engine.write_pause_lease(None) is None
         await engine.close()
 
     asyncio.run(scenario())

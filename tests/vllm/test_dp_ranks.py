@@ -47,7 +47,7 @@ VLLM_ONLY = pytest.mark.parametrize("tested", ["vllm"], indirect=True)
 
 
 class UnderTest:
-    """A booted pair, and the broker that its gateway asks (there for either coordinator)."""
+    """A booted pair, and the broker that its DP coordinator asks (there for either coordinator)."""
 
     def __init__(self, runner: asyncio.Runner, pair: Pair, broker: Proc, address: str) -> None:
         self._runner = runner
@@ -345,8 +345,8 @@ def test_a_request_turned_away_by_a_group_that_runs(
 
 
 def test_ranks_run_their_probes_together(tested: UnderTest, pair: Pair) -> None:
-    """Resumed and paused again as one, behind their doors. A request that was queued in the pause
-    is turned away; one that it rejects is turned away, or served after the resume."""
+    """Resumed and paused again as one, behind their admission. A request that was queued in the
+    pause is turned away; one that it rejects is turned away, or served after the resume."""
 
     async def scenario() -> None:
         running = await pair.begin(0, LONG)
@@ -650,8 +650,8 @@ def test_no_rank_resumes_while_the_other_is_held(tested: UnderTest, pair: Pair) 
 
 
 @VLLM_ONLY
-def test_a_rank_whose_mate_is_resumed_by_its_sidecar_resumes(tested: UnderTest, pair: Pair) -> None:
-    """The mate's resume waits for it."""
+def test_a_rank_whose_peer_is_resumed_by_its_sidecar_resumes(tested: UnderTest, pair: Pair) -> None:
+    """The peer rank's resume waits for it."""
 
     async def scenario() -> None:
         zero, one = pair.ranks
@@ -739,10 +739,10 @@ def test_a_gateway_that_dies_is_missed(tested: UnderTest, pair: Pair) -> None:
         await pair.ends_exactly(0, name, LONG)
         deadline_s = time.monotonic() + 10
         said = ""
-        while time.monotonic() < deadline_s and "gateway_died" not in said:
+        while time.monotonic() < deadline_s and "dp_coordinator_died" not in said:
             await asyncio.sleep(0.2)
             said = pair.ranks[0].log.read_text(errors="replace")
         assert "ended with exit code -9" in said
-        assert "gateway_died" in said
+        assert "dp_coordinator_died" in said
 
     tested.run(scenario())

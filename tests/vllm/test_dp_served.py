@@ -46,7 +46,7 @@ class Served:
         self.broker.__exit__(None, None, None)
 
     def wait_for_ranks(self) -> None:
-        for _ in range(3):  # two ranks and a gateway, in any order
+        for _ in range(3):  # two ranks and a DP coordinator, in any order
             self.broker.wait_event("peer_joined", BOOT_S)
 
     def status(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def test_pauses_of_the_group_lose_nothing(served: Served) -> None:
     asyncio.run(scenario())
     [view] = served.status()["dp_groups"]
     assert (view["name"], view["ranks"], view["size"]) == ("moe", 2, 2)
-    assert view["gateway"].startswith("gateway-moe-")
+    assert view["coordinator"].startswith("coordinator-moe-")
     assert view["health"] == "ok"
     assert all(engine["core_phase"] for engine in served.status()["engines"])
     served.broker.wait_event("wave_started", dp_group="moe", source="coordinator")
@@ -124,8 +124,8 @@ def test_pauses_of_the_group_lose_nothing(served: Served) -> None:
 def test_a_sidecar_killed_when_its_rank_alone_is_paused(served: Served) -> None:
     """PAUSE_LOCAL reached one rank and nothing else did: its sidecar dies, its server with it,
     and all ranks are started anew."""
-    victim, mate = served.status()["engines"]
-    os.kill(mate["pid"], signal.SIGSTOP)
+    victim, peer = served.status()["engines"]
+    os.kill(peer["pid"], signal.SIGSTOP)
 
     async def half_a_pause() -> None:
         async with TrainerAgent(broker=served.address, group="policy") as agent:
@@ -139,7 +139,7 @@ def test_a_sidecar_killed_when_its_rank_alone_is_paused(served: Served) -> None:
             await asyncio.sleep(1.0)
             assert not asked.done()
             os.kill(victim["pid"], signal.SIGKILL)
-            os.kill(mate["pid"], signal.SIGCONT)
+            os.kill(peer["pid"], signal.SIGCONT)
             await asyncio.wait([asked], timeout=180)
             assert asked.done()
             await asyncio.gather(asked, return_exceptions=True)

@@ -205,7 +205,7 @@ def test_live_update_matches_transformers(under_test: Served) -> None:
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_a_request_that_comes_in_a_pause(under_test: Served, mode: PauseMode) -> None:
     """`keep` queues it. So do `wait` and `abort`, or else they reject it with HTTP 503, and it may
-    be sent again: as the vLLM at hand does. A closed door is another answer, in each mode."""
+    be sent again: as the vLLM at hand does. A closed admission is another answer, in each mode."""
     engine = under_test.engine
     sampling = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
     body = {"token_ids": [4, 5, 6], "sampling_params": sampling}

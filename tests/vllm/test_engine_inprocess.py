@@ -501,14 +501,14 @@ def test_operations_that_cannot_be_are_refused(
     under_test.run(scenario())
 
 
-async def _of_somebody_else(llm: Any, door: str) -> None:
+async def _of_somebody_else(llm: Any, admission: str) -> None:
     """A call that vLLM's own trainer engines would make."""
     from vllm.distributed.weight_transfer.base import (  # noqa: PLC0415 - after the boot
         WeightTransferInitRequest,
         WeightTransferUpdateRequest,
     )
 
-    match door:
+    match admission:
         case "init":
             info = {"master_address": "127.0.0.1", "master_port": 1}
             await llm.init_weight_transfer_engine(WeightTransferInitRequest(info))
@@ -520,22 +520,22 @@ async def _of_somebody_else(llm: Any, door: str) -> None:
             await llm.finish_weight_update()
 
 
-@pytest.mark.parametrize("door", ["init", "start"])
-def test_who_is_not_a_sidecar_is_refused(under_test: InProcess, door: str) -> None:
+@pytest.mark.parametrize("admission", ["init", "start"])
+def test_who_is_not_a_sidecar_is_refused(under_test: InProcess, admission: str) -> None:
     """An engine of this backend is updated by operations alone; and can be, afterwards."""
     new = under_test.other_weights(38)
 
     async def scenario() -> None:
         with pytest.raises(Exception, match="are updated through wavebus"):
-            await _of_somebody_else(under_test.llm, door)
+            await _of_somebody_else(under_test.llm, admission)
         await paused_update(under_test.engine, new, under_test.version + 1)
         await under_test.assert_serves(new, under_test.version + 1)
 
     under_test.run(scenario())
 
 
-@pytest.mark.parametrize("door", ["update", "finish"])
-def test_who_breaks_into_a_session_spoils_one_update(under_test: InProcess, door: str) -> None:
+@pytest.mark.parametrize("admission", ["update", "finish"])
+def test_who_breaks_into_a_session_spoils_one_update(under_test: InProcess, admission: str) -> None:
     """vLLM has closed it then. What comes next of it fails, and a whole update mends it."""
     lost, new = under_test.other_weights(39), under_test.other_weights(40)
     engine, version = under_test.engine, under_test.version
@@ -545,11 +545,11 @@ def test_who_breaks_into_a_session_spoils_one_update(under_test: InProcess, door
         await engine.pause("keep", clear_cache=True)
         await push.begin()
         await push.chunk(0)
-        if door == "update":
+        if admission == "update":
             with pytest.raises(Exception, match="are updated through wavebus"):
-                await _of_somebody_else(under_test.llm, door)
+                await _of_somebody_else(under_test.llm, admission)
         else:
-            await _of_somebody_else(under_test.llm, door)
+            await _of_somebody_else(under_test.llm, admission)
         with pytest.raises(EngineError, match="session is not open"):
             await push.chunk(1)
         push.close()

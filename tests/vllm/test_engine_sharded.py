@@ -105,7 +105,7 @@ def _per_expert(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_workers_that_are_mates_stage_their_shards_and_swap_as_one(
+def test_workers_that_are_peers_stage_their_shards_and_swap_as_one(
     sharded: Sharded, backend: str
 ) -> None:
     """Of a manifest that they don't know they ask each other, by their core. They know the one that

@@ -97,7 +97,7 @@ class CatchUp:
             task.cancel()
         await asyncio.wait([task])
 
-    def on_behind(self, stale: StaleEngines) -> None:
+    def on_stale(self, stale: StaleEngines) -> None:
         """The broker's word. It comes again for as long as it is so."""
         if stale.version != self._snapshot.version or self._suspensions or not self._is_idle():
             return

@@ -35,7 +35,7 @@ def native_info(
     Raises:
         UsageError: vLLM has no such trainer engine, or it can't be imported, or has other fields.
     """
-    registry = WeightTransferTrainerFactory._registry  # noqa: SLF001 - there is no other door
+    registry = WeightTransferTrainerFactory._registry  # noqa: SLF001 - there is no other way in
     if engine not in registry:
         raise UsageError(
             f"vLLM has no trainer engine {engine!r}; there are: {', '.join(sorted(registry))}"

@@ -59,7 +59,7 @@ _PHASE_FOUND: Final[dict[str, m.Phase]] = {"partial": "quarantined", "restored":
 
 
 class Broker:
-    """All groups and peers. One door for frames, one for time.
+    """All groups and peers. One method takes frames, one the time.
 
     ``keys`` are the roles of the authorised keys, and may be replaced at any time; None: there
     are no keys, and a peer's role is what it says.
@@ -306,7 +306,7 @@ class Broker:
         ]
         if peer.role == "engine" and group is not None:
             effects += group.on_engine_joined(peer, now_ms)
-        elif peer.role == "gateway" and group is not None:
+        elif peer.role == "coordinator" and group is not None:
             effects += group.dp_groups.on_coordinator_joined(peer)
         elif peer.role in WATCHERS:
             for each in self.groups.values():
@@ -454,7 +454,7 @@ class Broker:
         group = self.groups.get(peer.group)
         if group is None:
             return effects
-        if peer.role == "gateway":
+        if peer.role == "coordinator":
             return effects + group.dp_groups.on_coordinator_lost(peer)
         if peer.role == "engine":
             failure = Failure(m.NackCode.PEER_LOST, reason, peer.name)

@@ -13,7 +13,7 @@ which roles those can be, whatever the peer says:
 key       may join as          its verbs
 ========= ==================== ==========================================================
 trainer   trainer, follower    all commands of a trainer, and what its other ranks ask
-engine    engine, gateway      acks and status of an engine, the waves of its DP group
+engine    engine, DP coordinator      acks and status of an engine, the waves of its DP group
 observer  observer             STATUS_REQUEST
 scheduler scheduler            STATUS_REQUEST
 ========= ==================== ==========================================================
@@ -85,7 +85,7 @@ FRAME_BYTES: Final[dict[Role, int]] = {
     "trainer": MAX_FRAME_BYTES,
     "follower": 64 * KIB,
     "engine": 4 * KIB * KIB,  # an ack may name thousands of requests
-    "gateway": 64 * KIB,
+    "coordinator": 64 * KIB,
     "observer": 64 * KIB,
     "scheduler": 64 * KIB,
 }
@@ -178,13 +178,13 @@ VERBS: Final[dict[Role, Verbs]] = {
     },
     "follower": _EVERYBODY | {AwaitStep},
     "engine": _EVERYBODY | {Ack, Armed, CoreStatus, Probed},
-    "gateway": _EVERYBODY | {FirstReq, WaveStarted, WaveComplete},
+    "coordinator": _EVERYBODY | {FirstReq, WaveStarted, WaveComplete},
     "observer": _EVERYBODY,
     "scheduler": _EVERYBODY,
 }
 JOINS_AS: Final[dict[KeyRole, frozenset[Role]]] = {
     "trainer": frozenset({"trainer", "follower"}),
-    "engine": frozenset({"engine", "gateway"}),
+    "engine": frozenset({"engine", "coordinator"}),
     "observer": frozenset({"observer"}),
     "scheduler": frozenset({"scheduler"}),
 }

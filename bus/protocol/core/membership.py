@@ -161,7 +161,7 @@ class Membership:
             last_seq=seq,
             last_heard_ms=heard_ms,
             facts=join.engine,
-            coordinator=join.gateway,
+            coordinator=join.coordinator,
             user=user,
             bucket=old.bucket if old is not None else None,
             is_unreachable=old is not None,
@@ -190,11 +190,11 @@ class Membership:
                 "an engine, and nobody else, joins with its facts",
                 field="engine",
             )
-        if (join.role == "gateway") != (join.gateway is not None):
+        if (join.role == "coordinator") != (join.coordinator is not None):
             return Failure(
                 NackCode.MALFORMED,
-                "a gateway, and nobody else, joins with its DP group",
-                field="gateway",
+                "a coordinator, and nobody else, joins with its DP group",
+                field="coordinator",
             )
         if join.engine is not None and join.engine.dp_rank >= join.engine.dp_size:
             return Failure(
@@ -215,9 +215,9 @@ class Membership:
         )
 
     def _refuse_rank(self, name: str, group: str, join: Join) -> Failure | None:
-        """Two engines can't be the same rank of one DP group, nor two its gateway."""
-        if join.gateway is not None:
-            return self._refuse_coordinator(name, group, join.gateway)
+        """Two engines can't be the same rank of one DP group, nor two its DP coordinator."""
+        if join.coordinator is not None:
+            return self._refuse_coordinator(name, group, join.coordinator)
         if join.engine is None:
             return None
         other = self._by_rank.get(_rank(group, join.engine))
@@ -238,8 +238,8 @@ class Membership:
             if other.coordinator.dp_group == facts.dp_group:
                 return Failure(
                     NackCode.NAME_TAKEN,
-                    f"the gateway of DP group {facts.dp_group} is {other.name}",
-                    field="gateway.dp_group",
+                    f"the DP coordinator of DP group {facts.dp_group} is {other.name}",
+                    field="coordinator.dp_group",
                     peer=other.name,
                     hint=f"give every DP group its own --dp-group, or wait "
                     f"{self.peer_timeout_ms:.0f} ms if it is dead",

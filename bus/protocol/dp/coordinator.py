@@ -15,14 +15,14 @@ nobody. The broker gets WAVE_STARTED with that rank, and WAVE_COMPLETE.
 
     state    event      next     what is done
     IDLE     FIRST_REQ  ASKED    FIRST_REQ to the broker
-    IDLE     ALONE      OWED     a first request, and no broker: START_DP_WAVE to all cores
-    IDLE     ALLOWED    OWED     START: the broker alone has kept one over a pause
-    ASKED    ALLOWED    OWED     START
+    IDLE     ALONE      PENDING  a first request, and no broker: START_DP_WAVE to all cores
+    IDLE     ALLOWED    PENDING  START: the broker alone has kept one over a pause
+    ASKED    ALLOWED    PENDING  START
     ASKED    HELD       HELD
-    ASKED    OVERDUE    OWED     START, decided here
+    ASKED    OVERDUE    PENDING  START, decided here
     ASKED    JOINED     ASKED    FIRST_REQ to the new broker
-    OWED     OVERDUE    OWED     START again, later each time: a core may have dropped it
-    HELD     ALLOWED    OWED     START
+    PENDING  OVERDUE    PENDING  START again, later each time: a core may have dropped it
+    HELD     ALLOWED    PENDING  START
     HELD     OVERDUE    HELD     START: paused cores drop it, and a broker may be wrong
     HELD     JOINED     ASKED    FIRST_REQ to the new broker
     any      STARTED    RUNNING  START to the others, front ends and the broker are told, with
@@ -98,7 +98,7 @@ CoordinatorEffect: TypeAlias = StartCores | Publish | Ready | Send | Note
 class CoordinatorState(StrEnum):
     IDLE = "idle"
     ASKED = "asked"
-    OWED = "owed"
+    PENDING = "pending"
     HELD = "held"
     RUNNING = "running"
 
@@ -118,14 +118,14 @@ _S, _E = CoordinatorState, CoordinatorEvent
 
 TRANSITIONS: Final[dict[tuple[CoordinatorState, CoordinatorEvent], CoordinatorState]] = {
     (_S.IDLE, _E.FIRST_REQ): _S.ASKED,
-    (_S.IDLE, _E.ALONE): _S.OWED,
-    (_S.IDLE, _E.ALLOWED): _S.OWED,
-    (_S.ASKED, _E.ALLOWED): _S.OWED,
+    (_S.IDLE, _E.ALONE): _S.PENDING,
+    (_S.IDLE, _E.ALLOWED): _S.PENDING,
+    (_S.ASKED, _E.ALLOWED): _S.PENDING,
     (_S.ASKED, _E.HELD): _S.HELD,
-    (_S.ASKED, _E.OVERDUE): _S.OWED,
+    (_S.ASKED, _E.OVERDUE): _S.PENDING,
     (_S.ASKED, _E.JOINED): _S.ASKED,
-    (_S.OWED, _E.OVERDUE): _S.OWED,
-    (_S.HELD, _E.ALLOWED): _S.OWED,
+    (_S.PENDING, _E.OVERDUE): _S.PENDING,
+    (_S.HELD, _E.ALLOWED): _S.PENDING,
     (_S.HELD, _E.OVERDUE): _S.HELD,
     (_S.HELD, _E.JOINED): _S.ASKED,
     **{(state, _E.STARTED): _S.RUNNING for state in CoordinatorState},

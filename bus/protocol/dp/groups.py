@@ -1,4 +1,4 @@
-"""The DP groups of a group: their waves, their gateways, and how their ranks are.
+"""The DP groups of a group: their waves, their DP coordinators, and how their ranks are.
 
 Composes a :class:`~bus.protocol.dp.wave.WaveMachine` and a
 :class:`~bus.protocol.dp.watchdog.Watchdog` per DP group of more than one rank. What the
@@ -38,7 +38,7 @@ _LEVELS: Final = {"ok": "info", "slow": "warning", "unknown": "debug"}
 
 
 class DpGroup:
-    """One DP group: its ranks by number, its gateway if it has one."""
+    """One DP group: its ranks by number, its DP coordinator if it has one."""
 
     def __init__(self, name: str, size: int, config: WatchdogConfig) -> None:
         self.name = name
@@ -74,7 +74,7 @@ class DpGroup:
             ranks=len(self.ranks),
             size=self.size,
             first_req=self.wave.kept,
-            gateway=self.coordinator.name if self.coordinator else "",
+            coordinator=self.coordinator.name if self.coordinator else "",
             health=self.diagnosis.health,
             diagnosis=self.diagnosis.text[:4096],
             started_by=self.wave.started_by,
@@ -222,9 +222,9 @@ class DpGroups:
             self._note("first_req_held", group, "info", fields),
         ]
 
-    def _start(self, group: DpGroup, gateway: Peer, reply_to: int = 0) -> Send:
+    def _start(self, group: DpGroup, coordinator: Peer, reply_to: int = 0) -> Send:
         start = StartDpWave(group.name, group.wave.wave, None)
-        return Send(start, (gateway.route,), reply_to, self._group, self._epoch())
+        return Send(start, (coordinator.route,), reply_to, self._group, self._epoch())
 
     def on_core_status(self, peer: Peer, status: CoreStatus, now_ms: float) -> list[Effect]:
         """A rank's status page."""

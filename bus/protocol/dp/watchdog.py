@@ -174,10 +174,10 @@ def describe_stall(
     then; empty if it moves, is idle, or has no page."""
     if status is None or status.phase in ("", "idle"):
         return ""
-    stands_ms = status.since_ms + now_ms - heard_ms
-    if stands_ms <= limit_ms:
+    stalled_ms = status.since_ms + now_ms - heard_ms
+    if stalled_ms <= limit_ms:
         return ""
-    return f"its core stands in `{status.phase}` since {_seconds(stands_ms)}, step {status.step}"
+    return f"its core stands in `{status.phase}` since {_seconds(stalled_ms)}, step {status.step}"
 
 
 def _describe_rank(rank: int, report: _Report, now_ms: float) -> str:

@@ -1,7 +1,7 @@
 """The waves of one DP group, as the broker sees them.
 
 A wave is one running period of a DP group: from its first request until every rank is
-idle. The group's coordinator (its gateway, or vLLM's own) owns the number; the broker
+idle. The group's coordinator (its DP coordinator, or vLLM's own) owns the number; the broker
 mirrors it, and knows what the coordinator can't: whether the group is being paused.
 
 ::
@@ -47,7 +47,7 @@ Invariants:
   before the broker has the acks of all ranks.
 - The number never falls within one life of the DP group, and is never made up here:
   it is the greatest that a coordinator has told.
-- A rank is DOWN with all its mates, until all have joined anew.
+- A rank is DOWN with all its peer ranks, until all have joined anew.
 """
 
 from __future__ import annotations

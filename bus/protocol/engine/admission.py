@@ -14,7 +14,7 @@ class Admission:
         doubtful: closing it has failed.
         version: the weight version that the engine serves.
         group_version: the one that its group does, as the broker has said last. Who is behind it
-            is not to serve: its resume leaves the door closed.
+            is not to serve: its resume leaves admission closed.
     """
 
     closed: bool = False

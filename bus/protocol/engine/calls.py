@@ -78,7 +78,7 @@ class CallStrengthenPause:
 
 @dataclass(frozen=True, slots=True)
 class CallResume:
-    """``asleep``: by waking all that sleeps. ``opens``: the door, first."""
+    """``asleep``: by waking all that sleeps. ``opens``: admission, first."""
 
     asleep: bool = False
     opens: bool = False
@@ -170,12 +170,12 @@ class CallCancelSwap:
 
 @dataclass(frozen=True, slots=True)
 class CallAbortRequests:
-    """Close the door, then end every request with the tokens it has."""
+    """Close admission, then end every request with the tokens it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallAdmit:
-    """Open the door of an engine that runs."""
+    """Open admission of an engine that runs."""
 
 
 Call: TypeAlias = (

@@ -9,9 +9,9 @@
     CHUNK_SENT k,      receive(k) has returned                    none: receive has loaded it;
     vLLM's own                                                    ack chunk k
 
-An engine has room for ``ahead`` chunks that are received and not loaded: with two, one is loaded
-while the next one comes. A message ahead of its turn is forgotten: one before it was lost on its
-way, and all are asked again. What is applied is acked as often as it is asked.
+An engine has room for ``prefetch_depth`` chunks that are received and not loaded: with two, one is
+loaded while the next one comes. A message ahead of its turn is forgotten: one before it was lost on
+its way, and all are asked again. What is applied is acked as often as it is asked.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class EngineChunks:
 
     Attributes:
         applied: so many are loaded.
-        ahead: so many may be received and not loaded, in the transport that is open.
+        prefetch_depth: so many may be received and not loaded, in the transport that is open.
     """
 
     def __init__(self, queue: CallQueue) -> None:
         self.applied = 0
-        self.ahead = 1
+        self.prefetch_depth = 1
         self._queue = queue
         self._update_id = ""
         self._backend = ""
@@ -114,7 +114,7 @@ class EngineChunks:
         theirs = is_loaded_on_receipt(self._backend)
         while True:
             received, passed = self._ack_received - len(self._metas), self._sent - len(self._checks)
-            if self._metas and received - passed < (1 if theirs else self.ahead):
+            if self._metas and received - passed < (1 if theirs else self.prefetch_depth):
                 msg_id, meta = self._metas.popleft()
                 tensors = self._armed_manifest().chunk(meta.chunk)
                 receive = CallReceive(meta.chunk, self._backend, tensors, meta.handle)

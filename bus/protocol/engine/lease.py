@@ -15,13 +15,13 @@ link, is missed here.
     OVER     told to resume            FREE     resume
     OVER     (alone) clean             FREE     resume
     OVER     (alone) partial           SETTLED  it stays paused, and its requests are ended
-    OVER     (a rank)                  OVER     LEASE_WORD to every mate, once a second
-    OVER     all mates clean, or run   FREE     resume
+    OVER     (a rank)                  OVER     LEASE_VOTE to every peer rank, once a second
+    OVER     all peers clean, or run   FREE     resume
     OVER     one of them is partial    SETTLED  it stays paused, and its requests are ended
     OVER     (a rank) PAUSE_LOCAL      OVER     remembered: it follows the resume
     SETTLED  PAUSE_LOCAL               HELD
 
-What a rank says of itself, its *stand*:
+What a rank says of itself, its *position*:
 
 ========= ==================================================================================
 held      its lease runs: somebody sees to the pause
@@ -31,13 +31,13 @@ partial   its weights are not whole
 running   it is not paused, and serves ``version``
 ========= ==================================================================================
 
-Invariants: a rank resumes by itself only when every mate has said, since its own lease was over,
-that it is clean or runs, at the same version; whoever has said clean begins no update, and no
-other pause, before it has resumed, or heard of a mate that is partial; so that no rank generates
-while the weights of another one are touched. A mate that runs while the pause of this one has not
-returned joins the pause: half-made, it would never return. A rank that does not hear of all its
-mates stays paused, and says whom it misses; unless engines hold deadlines by themselves, and agree
-on this one without sidecars
+Invariants: a rank resumes by itself only when every peer rank has said, since its own lease was
+over, that it is clean or runs, at the same version; whoever has said clean begins no update, and no
+other pause, before it has resumed, or heard of a peer rank that is partial; so that no rank
+generates while the weights of another one are touched. A peer rank that runs while the pause of
+this one has not returned joins the pause: half-made, it would never return. A rank that does not
+hear of all its peer ranks stays paused, and says whom it misses; unless engines hold deadlines by
+themselves, and agree on this one without sidecars
 (see :meth:`~bus.protocol.engine.session.EngineSession.held_for_ms`).
 """
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from bus.messages import LeasePosition, LeaseVote
 
-# How often mates are asked, and a resume that failed is tried again.
+# How often peer ranks are asked, and a resume that failed is tried again.
 LEASE_RETRY_MS: Final = 1000.0
 
 
@@ -63,7 +63,7 @@ class LeaseState(StrEnum):
 
 
 class EngineLease:
-    """See the module. ``mates`` are the other ranks of its DP group."""
+    """See the module. ``peer ranks`` are the other ranks of its DP group."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.state = LeaseState.FREE
@@ -82,7 +82,7 @@ class EngineLease:
         self._renewed_ms = now_ms
 
     def renew(self, now_ms: float) -> None:
-        """Somebody sees to the pause. A lease that is over is not renewed, told or not: mates, or
+        """Somebody sees to the pause. A lease that is over is not renewed, told or not: peers, or
         the engine itself, may count on it."""
         if self.over_ms is not None and now_ms < self.over_ms:
             self._renewed_ms = now_ms
@@ -93,7 +93,7 @@ class EngineLease:
         self.clean_said = False
 
     def run_out(self) -> None:
-        """The lease is over; what mates have said before counts for nothing."""
+        """The lease is over; what peer ranks have said before counts for nothing."""
         self.state = LeaseState.OVER
         self.clean_said = False
         self._votes.clear()
@@ -123,30 +123,30 @@ class EngineLease:
 
     @property
     def has_promised(self) -> bool:
-        """Mates count on its weights not being touched, and on no other pause."""
+        """Peer ranks count on its weights not being touched, and on no other pause."""
         return self.state is LeaseState.OVER and self.clean_said
 
     def on_vote(self, vote: LeaseVote) -> None:
-        """A mate has said how it stands."""
+        """A peer rank has said how it stands."""
         self._votes[vote.dp_rank] = vote
 
     def all_agree(self, version: int) -> bool:
-        """Whether every mate is clean, or runs, at this version."""
+        """Whether every peer rank is clean, or runs, at this version."""
         return all(
             self._position(rank) in ("clean", "running") and self._votes[rank].version == version
             for rank in self.peers
         )
 
     def any_partial(self, version: int) -> bool:
-        """Whether the DP group can't run: a mate is partial, or clean at another version."""
+        """Whether the DP group can't run: a peer rank is partial, or clean at another version."""
         return any(
-            vote.stand == "partial"
-            or (vote.stand in ("clean", "running") and vote.version != version)
+            vote.position == "partial"
+            or (vote.position in ("clean", "running") and vote.version != version)
             for vote in self._votes.values()
         )
 
     def missing(self) -> Iterable[tuple[int, str]]:
-        """Which mates are waited for, and how they stand, as far as they have said."""
+        """Which peer ranks are waited for, and how they stand, as far as they have said."""
         return [
             (rank, self._position(rank))
             for rank in self.peers
@@ -155,4 +155,4 @@ class EngineLease:
 
     def _position(self, rank: int) -> LeasePosition | str:
         vote = self._votes.get(rank)
-        return "" if vote is None else vote.stand
+        return "" if vote is None else vote.position

@@ -7,30 +7,30 @@
     PAUSING   wait_ms is over  PAUSING   pause(escalate) too, beside the `wait` that drains
     PAUSING   pause returned   PAUSED    ack pause_global, if it was asked; of two pauses
                                          the later return counts
-    PAUSING   pause failed     UNSURE    nack pause_global; of two, if both failed
-    UNSURE    PAUSE_LOCAL      PAUSING   pause(mode, clear_cache); ack pause_local when issued
+    PAUSING   pause failed     UNKNOWN    nack pause_global; of two, if both failed
+    UNKNOWN    PAUSE_LOCAL      PAUSING   pause(mode, clear_cache); ack pause_local when issued
     PAUSED    PAUSE_LOCAL of another pause, which wants more dropped than this one did
                                PAUSING   sharpen(aborts, clears); ack pause_local at once. While
                                          PAUSING, it follows the pause's return
     PAUSING   sharpen returned PAUSED    ack pause_global, if it was asked
-    PAUSING   sharpen failed   UNSURE    nack pause_global
-    PAUSED    a probe failed   UNSURE    (the update's nack)
+    PAUSING   sharpen failed   UNKNOWN    nack pause_global
+    PAUSED    a probe failed   UNKNOWN    (the update's nack)
     PAUSED    RESUME           RESUMING  resume()
     PAUSING   RESUME           PAUSING   remembered: resume() follows the pause's return
     RESUMING  resume returned  RUNNING   ack resume
     RESUMING  resume failed    PAUSED    nack resume
     RESUMING  PAUSE_LOCAL      RESUMING  remembered: pause() follows the resume's return
-    PAUSED    PAUSE_LOCAL, while mates count on this pause (:mod:`bus.protocol.engine.lease`)
+    PAUSED    PAUSE_LOCAL, while peer ranks count on this pause (:mod:`bus.protocol.engine.lease`)
                                PAUSED    remembered: pause() follows the resume's return
-    RUNNING, UNSURE
-              a mate's pause   PAUSING   pause(keep), so that the mate's can return
+    RUNNING, UNKNOWN
+              a peer rank's pause   PAUSING   pause(keep), so that the peer rank's can return
 
 Invariants: an engine gets a resume only after its pause has returned, and one resume
 per pause; paused is acked by that return and by nothing else; an engine that is paused has dropped
 what its pause asks for, whoever made it; doubled commands are
 acked again and call nothing. A pause that failed may have been made all the same: only
 another one, which returns, tells, and until then there is no resume. What sleeps in a
-pause (:mod:`bus.protocol.engine.memory`) is woken by its resume, and the door of an engine that
+pause (:mod:`bus.protocol.engine.memory`) is woken by its resume, and admission of an engine that
 was quarantined is opened by it.
 """
 
@@ -71,7 +71,7 @@ class EnginePauseState(StrEnum):
     PAUSING = "pausing"
     PAUSED = "paused"
     RESUMING = "resuming"
-    UNSURE = "unsure"
+    UNKNOWN = "pause_unknown"
 
 
 _S = EnginePauseState
@@ -113,7 +113,7 @@ class EnginePause:
             return []
         if not self._lease.has_promised:
             self._lease.begin(float(message.lease_ms), now_ms)
-        begins = self.state in (_S.RUNNING, _S.UNSURE)
+        begins = self.state in (_S.RUNNING, _S.UNKNOWN)
         if begins:
             self._begin(msg_id, message, now_ms)
         else:
@@ -164,7 +164,7 @@ class EnginePause:
         self._queue.add(self._call, msg_id)
 
     def beside(self, pause_id: str, now_ms: float) -> None:
-        """A mate's pause can't return without this one: nobody else asks for it, and its lease is
+        """A peer's pause can't return without this one: nobody else asks for it, and its lease is
         over as soon as it is made."""
         if pause_id != self._last_resume:
             self.local(0, _unrequested_pause(pause_id), now_ms)
@@ -186,7 +186,7 @@ class EnginePause:
 
     def on_state_unknown(self) -> None:
         """What resumes the engine and pauses it again has failed in between, or did not begin."""
-        self.state = _S.UNSURE
+        self.state = _S.UNKNOWN
 
     @property
     def clears_cache(self) -> bool:
@@ -211,7 +211,7 @@ class EnginePause:
 
     def globally(self, msg_id: int, message: PauseGlobal) -> list[SessionEffect]:
         """PAUSE_GLOBAL."""
-        if self.state in (_S.RUNNING, _S.UNSURE) or message.update_id != self.update_id:
+        if self.state in (_S.RUNNING, _S.UNKNOWN) or message.update_id != self.update_id:
             raise wrong_state(
                 f"the engine is {self.state.value} (pause {self.update_id or 'none'})", "update_id"
             )
@@ -230,7 +230,7 @@ class EnginePause:
             raise wrong_state("the engine is not paused", "update_id")
         if message.update_id != self.update_id:
             raise wrong_state(f"the engine is in pause {self.update_id}", "update_id")
-        if self.state is _S.UNSURE:
+        if self.state is _S.UNKNOWN:
             raise wrong_state("nobody knows whether the engine is paused", hint="pause it again")
         if self.state is _S.PAUSING:
             self._resume_asked = msg_id
@@ -283,7 +283,7 @@ class EnginePause:
         if self._returned:
             self._pending += 1
             return self.on_paused(0.0)
-        self.state = _S.UNSURE
+        self.state = _S.UNKNOWN
         reply_to = self._global_asked or reply_to
         self._global_asked = 0
         self._resume_asked = None

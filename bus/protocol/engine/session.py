@@ -7,7 +7,7 @@ Invariants, beside those of :mod:`bus.protocol.engine.pause`,
   nothing is decided in its place.
 - No resume while weights may be mixed: an engine that loaded a part of an update is
   quarantined, and stays paused until a whole one of the same target is committed.
-- The door of an engine that becomes quarantined is closed: its requests end, and so does what
+- Admission of an engine that becomes quarantined is closed: its requests end, and so does what
   reaches it from then on. So is that of one that runs and hears that its group serves a later
   version. The resume after it has got all of that version opens it; where none follows, since the
   update was staged, it is opened before the commit is acked. A sidecar that finds it closed takes
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 class EngineSession:
     """Commands and results of engine calls go in, effects come out. ``draft``: the engine has a
-    draft model whose weights can be updated. ``closed``: its door is, since a sidecar before this
-    one has closed it."""
+    draft model whose weights can be updated. ``closed``: its admission is, since a sidecar before
+    this one has closed it."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class EngineSession:
 
     @property
     def is_closed(self) -> bool:
-        """Whether its door is: requests that reach it are ended."""
+        """Whether its admission is: requests that reach it are ended."""
         return self.admission.closed
 
     @property
@@ -86,7 +86,7 @@ class EngineSession:
         if self.update.in_place:
             return "updating"
         if self.update.partial:
-            return "emptied" if self._awaits_weights else "quarantined"
+            return "weights_discarded" if self._awaits_weights else "quarantined"
         if not self.memory.awake:
             return "asleep"
         if (
@@ -187,7 +187,7 @@ class EngineSession:
                 )
 
     def _pause_first(self) -> list[c.SessionEffect]:
-        """A swap that waits for mates would hold up the pause that was asked for."""
+        """A swap that waits for peer ranks would hold up the pause that was asked for."""
         return [c.CallCancelSwap()] if self.update.swapping and self.lease.peers else []
 
     def _sleep(self, msg_id: int, message: m.Sleep) -> list[c.SessionEffect]:
@@ -293,13 +293,13 @@ class EngineSession:
         lease_ms: float,
         now_ms: float,
         *,
-        broken: Iterable[str],
+        partial: Iterable[str],
         asleep: bool,
     ) -> None:
         """The engine was found in this pause, which an earlier sidecar, or the engine itself, has
-        left; of the ``broken`` parts it has not all weights. Only :attr:`at_rest`."""
+        left; of the ``partial`` parts it has not all weights. Only :attr:`at_rest`."""
         self.pause.on_found_paused(pause_id, lease_ms, now_ms)
-        self.update.on_found(broken)
+        self.update.on_found(partial)
         if asleep:
             self.memory.found_asleep()
 
@@ -337,8 +337,8 @@ class EngineSession:
     def held_for_ms(self, now_ms: float) -> float:
         """For how long the engine is to stay paused, if this sidecar is never heard again; below
         zero: since when not any more. It is for the sidecar to end a lease, as long as it lives.
-        But a rank that has told its mates that it is clean, and misses one, touches nothing before
-        it has resumed: then the engines' cores may end the pause among themselves."""
+        But a rank that has told its peer ranks that it is clean, and misses one, touches nothing
+        before it has resumed: then the engines' cores may end the pause among themselves."""
         if self.lease.has_promised:
             return self.lease.ran_out_ms - now_ms
         over_ms = self.lease.over_ms
@@ -348,10 +348,10 @@ class EngineSession:
     @property
     def _lease_counts(self) -> bool:
         """Whether it is for the lease to end the pause: no call is under way, but for a pause that
-        waits for mates."""
+        waits for peer ranks."""
         if self.pause.state is EnginePauseState.PAUSING:
             return bool(self.lease.peers)
-        paused = self.pause.state in (EnginePauseState.PAUSED, EnginePauseState.UNSURE)
+        paused = self.pause.state in (EnginePauseState.PAUSED, EnginePauseState.UNKNOWN)
         return paused and not len(self._queue)
 
     def on_lease_renewed(self, epoch: int, pause_id: str, now_ms: float) -> None:
@@ -361,7 +361,7 @@ class EngineSession:
 
     def on_group_version(self, group_version: int, now_ms: float) -> list[c.SessionEffect]:
         """The broker has said which version the group serves: who runs and is behind it closes
-        its door; who is not any more, since all of a later one are gone, opens it."""
+        its admission; who is not any more, since all of a later one are gone, opens it."""
         self.admission.group_version = group_version
         return self._with_calls(self._update_admission(), now_ms)
 
@@ -374,7 +374,7 @@ class EngineSession:
         if self.is_stale and (admission.unconfirmed or not admission.closed):
             self._queue.add(c.CallAbortRequests(), 0)
             return (
-                [] if admission.unconfirmed else [Note("closed_behind", "warning", self._versions)]
+                [] if admission.unconfirmed else [Note("closed_stale", "warning", self._versions)]
             )
         if admission.closed and not self.is_stale:
             self._queue.add(c.CallAdmit(), 0)
@@ -389,7 +389,7 @@ class EngineSession:
         return {"version": self.version, "group_version": self.admission.group_version}
 
     def _admit_first(self, effects: list[c.SessionEffect]) -> list[c.SessionEffect]:
-        """Requests are sent to who has committed: so the door is opened, before anything else that
+        """Requests are sent to who has committed: so admission is opened, before anything else that
         waits, and then that is said. In a pause, too: what comes is held then, and not ended."""
         if self.is_stale or not self.admission.closed:
             return effects + self._update_admission()
@@ -401,13 +401,13 @@ class EngineSession:
         effects, self._waits_for_admission = self._waits_for_admission, []
         return effects
 
-    def on_lease_word(self, vote: m.LeaseVote, now_ms: float) -> list[c.SessionEffect]:
-        """A mate has said how it stands, and may ask how this rank does."""
+    def on_lease_vote(self, vote: m.LeaseVote, now_ms: float) -> list[c.SessionEffect]:
+        """A peer rank has said how it stands, and may ask how this rank does."""
         if vote.dp_rank not in self.lease.peers:
             return []
         self.lease.on_vote(vote)
         effects: list[c.SessionEffect] = []
-        if vote.stand == "pausing" and self.pause.state is EnginePauseState.RUNNING:
+        if vote.position == "pausing" and self.pause.state is EnginePauseState.RUNNING:
             self.pause.beside(vote.pause_id, now_ms)
             effects += self._pause_first()
         if vote.asks:
@@ -417,9 +417,9 @@ class EngineSession:
         return self._with_calls(effects, now_ms)
 
     def _end_lease(self, now_ms: float) -> list[c.SessionEffect]:
-        """Undo what was begun; then resume, alone or as one with the mates."""
+        """Undo what was begun; then resume, alone or as one with the peer ranks."""
         self.lease.record_attempt(now_ms)
-        if self.pause.state is EnginePauseState.UNSURE:
+        if self.pause.state is EnginePauseState.UNKNOWN:
             # It may run, or not: only a pause that returns tells.
             self.pause.pause_again(now_ms)
             return self._ask_peers()

@@ -11,7 +11,7 @@ adapter.
     something of a model p was loaded, or its
     start failed, and it is given up             + p            quarantined
     the restore of p failed                      + p            quarantined
-    a door is found closed                       + both models  quarantined
+    admission is found closed                       + both models  quarantined
     a sleep that discards weights is called      + both models  quarantined, or emptied
     ARM of any part, while partial               (same)         armed as ever
     UPDATE_START, while partial                  (same)         start_update(recover)
@@ -27,8 +27,8 @@ before; the version only grows, and at COMMIT, or is loaded again by an engine t
 (:mod:`bus.protocol.group.catch_up`); a part leaves ``partial`` only by a commit of its
 own, and an update that begins while there is any, tells the engine to recover; the engine is
 resumed only when there is none; a part that is not in it has all the weights of its version.
-Who becomes quarantined has its door closed, and then its requests aborted: by one call, of which
-the first half that fails leaves the second undone.
+Who becomes quarantined has its admission closed, and then its requests aborted: by one call, of
+which the first half that fails leaves the second undone.
 
 **Staged**, an update comes into memory beside the weights that are served, and between two steps
 from there into them. Until the swap nothing has changed: whatever fails before it, or is given up,
@@ -160,11 +160,11 @@ class EngineUpdate:
         waits = self.staged and self.state in (_S.FINISHED, _S.COMMITTING)
         return waits and self._order.version >= version
 
-    def on_found(self, broken: Iterable[str]) -> None:
+    def on_found(self, partial: Iterable[str]) -> None:
         """The engine was found like this: no update is under way, of these parts not all
         weights are there."""
         self.state = _S.NONE
-        self.partial = set(broken)
+        self.partial = set(partial)
         self._admission.closed = bool(self.partial)
 
     # -- commands -------------------------------------------------------------
@@ -327,7 +327,7 @@ class EngineUpdate:
         if isinstance(call, c.CallReceive):
             return self._run_waiting_abort(self._chunks.on_received())
         if isinstance(call, c.CallOpenTransfer):
-            self._chunks.ahead = result if isinstance(result, int) and result else 1
+            self._chunks.prefetch_depth = result if isinstance(result, int) and result else 1
             return self._run_waiting_abort([self._transfer.on_opened(job.reply_to, call, took_ms)])
         if self._is_for_peer(job):
             return self._run_waiting_abort([])
@@ -364,7 +364,7 @@ class EngineUpdate:
         )
 
     def _is_for_peer(self, job: c.Job) -> bool:
-        """Whether requests are ended for a mate's sake: the update, if one is armed, stays so."""
+        """Whether requests are ended for a peer's sake: the update, if one is armed, stays so."""
         return isinstance(job.call, c.CallAbortRequests) and self.state is not _S.ABORTING
 
     def on_call_failed(self, job: c.Job, failure: Failure) -> list[c.SessionEffect]:

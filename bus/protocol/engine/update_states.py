@@ -23,12 +23,12 @@
     ARMED      UPDATE_START   STARTING    start_update(staged); the engine serves
     FINISHED   COMMIT         COMMITTING  swap(version, clear_cache)
     COMMITTING called off     FINISHED    nack commit, or what the ABORT asked for
-    COMMITTING failed         ABORTING    partial, the door is closed
+    COMMITTING failed         ABORTING    partial, admission is closed
     COMMITTING ABORT, a pause COMMITTING  call off; the swap's return tells whether it was made
     any other  ABORT          ABORTING    what the call under way leaves behind decides:
                                           nothing loaded since the start, or nothing but an
                                           adapter (:mod:`bus.lora`): restore()
-                                          something loaded: partial, the door is closed
+                                          something loaded: partial, admission is closed
     ABORTING   done           NONE        ack abort: untouched, restored or partial
     staged, and begun:
     any        a later ARM,   as by ABORT no answer, until that is undone: it is asked again. Who

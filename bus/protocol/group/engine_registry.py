@@ -75,8 +75,8 @@ class EngineRegistry:
         self._differs: dict[str, int] = {}  # by the canary, with the weights of that version
         self._has_model: set[str] = set()  # of these, who lacks something else than the model
         self._stale_when_armed: frozenset[str] = frozenset()  # when the update was armed
-        # Whose door is closed: who was behind, or quarantined, or a mate of theirs, is not resumed
-        # yet; or it says so.
+        # Whose admission is closed: who was behind, or quarantined, or a peer rank of theirs, is
+        # not resumed yet; or it says so.
         self._not_admitting: set[str] = set()
         self._joined_late: set[str] = set()
         self._pausing: dict[str, int] = {}  # heartbeats in a row that said so
@@ -95,9 +95,9 @@ class EngineRegistry:
         self.engines[peer.name] = peer
         self._record_pause_unknown(peer.name, peer.phase)
         self._check_dp_group(peer)
-        if peer.name in self._joined_late:  # its mates have fallen out with it
+        if peer.name in self._joined_late:  # its peer ranks have fallen out with it
             self._joined_late.update(self.dp_peers(peer.name))
-        if peer.phase in ("quarantined", "emptied"):
+        if peer.phase in ("quarantined", "weights_discarded"):
             self.quarantined[peer.name] = "joined without whole weights"
         else:
             self._end_quarantine(peer.name)
@@ -135,7 +135,7 @@ class EngineRegistry:
         peers = [self.engines[name] for name in names]
         return PeerRanks(
             tuple(
-                PeerRank(peer.name, peer.facts.dp_rank, peer.facts.mate_address, peer.user)
+                PeerRank(peer.name, peer.facts.dp_rank, peer.facts.peer_address, peer.user)
                 for peer in peers
                 if peer.facts is not None
             )
@@ -228,7 +228,7 @@ class EngineRegistry:
         return sorted(name for name in names if self.engines[name].version != version)
 
     def is_still_pausing(self, name: str) -> bool:
-        """A rank whose pause has been pending for some heartbeats, while a mate runs."""
+        """A rank whose pause has been pending for some heartbeats, while a peer rank runs."""
         return self._pausing.get(name, 0) > PENDING_BEATS and any(
             self.engines[peer].phase == "running" for peer in self.dp_peers(name)
         )
@@ -250,13 +250,13 @@ class EngineRegistry:
 
     def on_phase(self, name: str, phase: Phase, *, closed: bool = False) -> None:
         """An engine's own word on whether it holds a part; while it updates, it has none.
-        ``closed``: its door is."""
+        ``closed``: its admission is."""
         self.changes += (phase == "quarantined") != (name in self.quarantined)
         self._pausing[name] = self._pausing.get(name, 0) + 1 if phase == "pausing" else 0
         self._record_pause_unknown(name, phase)
         if phase == "quarantined":
             self.quarantined.setdefault(name, "it holds a part of an update")
-        elif phase not in ("updating", "emptied"):
+        elif phase not in ("updating", "weights_discarded"):
             self._end_quarantine(name)
         self._check_admission(name, phase, closed=closed)
 
@@ -267,8 +267,8 @@ class EngineRegistry:
             self.changes += 1
 
     def is_not_admitting(self, name: str) -> bool:
-        """Whether its door is closed, though it may have all of the version by now: it was behind
-        its group, or quarantined, and has not been resumed since."""
+        """Whether its admission is closed, though it may have all of the version by now: it was
+        behind its group, or quarantined, and has not been resumed since."""
         return name in self._not_admitting
 
     def on_update_aborted(self, names: Iterable[str], update_id: str) -> None:
@@ -302,8 +302,8 @@ class EngineRegistry:
         staged: bool = False,
     ) -> None:
         """These serve the version, as soon as they are whole; ``partial`` ones are not yet.
-        ``staged``: no resume follows, and who was behind has opened its door; or could not, and
-        says so with its next heartbeat."""
+        ``staged``: no resume follows, and who was behind has opened its admission; or could not,
+        and says so with its next heartbeat."""
         self.changes += 1
         for name in names:
             if name not in partial:
@@ -361,7 +361,7 @@ class EngineRegistry:
             self.on_resumed(name)
 
     def _record_pause_unknown(self, name: str, phase: Phase) -> None:
-        if phase == "unsure":
+        if phase == "pause_unknown":
             self._pause_unknown.add(name)
         else:
             self._pause_unknown.discard(name)

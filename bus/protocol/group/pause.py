@@ -11,9 +11,9 @@
     RESUMING   ALL_RESUMED        RUNNING    (the trainer hears: resumed; or, after a
                                              failure, why there was no pause)
     LOCAL, GLOBAL, RESUMING
-               (a rank refuses)   (same)     it is asked again: its mates wait for it
+               (a rank refuses)   (same)     it is asked again: its peer ranks wait for it
     LOCAL, GLOBAL, PAUSED, RESUMING
-               EMPTIED            RUNNING    nothing: no engine is left
+               NO_ENGINES         RUNNING    nothing: no engine is left
 
 Invariants:
 
@@ -27,7 +27,7 @@ Invariants:
   refusing, the trainer gone, a resume asked too early, time over) is noted as the
   failure; the pause is completed on whoever is left, and then all resume, once.
 - The unit is the DP group: with a rank that is lost, all its ranks fall out of the
-  round. A rank that refuses does not: its mates' pauses complete only with its own, so
+  round. A rank that refuses does not: its peer ranks' pauses complete only with its own, so
   it is asked again until it has paused too, or the caller of :meth:`PauseMachine.lost`
   gives its DP group up.
 """
@@ -66,7 +66,7 @@ class PauseEvent(StrEnum):
     ALL_GLOBAL_FAILED = "all_global_failed"
     RESUME_ASKED = "resume_asked"
     ALL_RESUMED = "all_resumed"
-    EMPTIED = "emptied"
+    NO_ENGINES = "no_engines"
 
 
 TRANSITIONS: Final[dict[tuple[PauseState, PauseEvent], PauseState]] = {
@@ -76,10 +76,10 @@ TRANSITIONS: Final[dict[tuple[PauseState, PauseEvent], PauseState]] = {
     (PauseState.GLOBAL, PauseEvent.ALL_GLOBAL_FAILED): PauseState.RESUMING,
     (PauseState.PAUSED, PauseEvent.RESUME_ASKED): PauseState.RESUMING,
     (PauseState.RESUMING, PauseEvent.ALL_RESUMED): PauseState.RUNNING,
-    (PauseState.LOCAL, PauseEvent.EMPTIED): PauseState.RUNNING,
-    (PauseState.GLOBAL, PauseEvent.EMPTIED): PauseState.RUNNING,
-    (PauseState.PAUSED, PauseEvent.EMPTIED): PauseState.RUNNING,
-    (PauseState.RESUMING, PauseEvent.EMPTIED): PauseState.RUNNING,
+    (PauseState.LOCAL, PauseEvent.NO_ENGINES): PauseState.RUNNING,
+    (PauseState.GLOBAL, PauseEvent.NO_ENGINES): PauseState.RUNNING,
+    (PauseState.PAUSED, PauseEvent.NO_ENGINES): PauseState.RUNNING,
+    (PauseState.RESUMING, PauseEvent.NO_ENGINES): PauseState.RUNNING,
 }
 
 
@@ -91,10 +91,10 @@ class PauseMachine:
 
     def __init__(
         self,
-        staying: Callable[[], frozenset[str]] = frozenset,
+        kept_paused: Callable[[], frozenset[str]] = frozenset,
         version: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._staying = staying
+        self._kept_paused = kept_paused
         self._version = version
         self.state = PauseState.RUNNING
         self.update_id = ""
@@ -153,7 +153,7 @@ class PauseMachine:
 
     def on_refused(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
         """An engine can't: the pause fails (or the resume goes on). One that steps alone
-        falls out; a rank with mates is asked again, see :meth:`retry`."""
+        falls out; a rank with peer ranks is asked again, see :meth:`retry`."""
         self.fail(failure)
         if name not in self.members:
             return []
@@ -192,7 +192,7 @@ class PauseMachine:
         if self.state is PauseState.RESUMING:
             self.unresumed.update(dict.fromkeys(gone, failure))
         if not self.members:
-            return self._on_emptied()
+            return self._on_no_engines()
         if self.barrier is not None:
             self.barrier.remove(gone)
             if self.barrier.is_done:
@@ -244,18 +244,18 @@ class PauseMachine:
         return [StepDone(Step.RESUME, done)]
 
     def _resume(self, event: PauseEvent, now_ms: float) -> list[Instruction]:
-        for name in self._staying().intersection(self.members):
+        for name in self._kept_paused().intersection(self.members):
             del self.members[name]
         if not self.members:
-            return self._on_emptied()
+            return self._on_no_engines()
         self._go(event)
         return self._ask(Step.RESUME, Resume(self.update_id, self._version()), now_ms)
 
-    def _on_emptied(self) -> list[Instruction]:
+    def _on_no_engines(self) -> list[Instruction]:
         # Of a pause that failed both are awaited: the pause, and a resume asked too early.
         made = self.failure is None
         steps = (Step.RESUME,) if made else (Step.PAUSE_GLOBAL, Step.RESUME)
-        self._go(PauseEvent.EMPTIED)
+        self._go(PauseEvent.NO_ENGINES)
         self.barrier = None
         self.deadline_ms = None
         failure = (

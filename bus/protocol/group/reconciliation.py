@@ -10,12 +10,12 @@ armed, staging,         the group makes no such update              ABORT
 updating
 paused                  the group begins another pause, and the     RESUME
                         lease of this one is over
-paused, asleep          nobody wants it paused, and no mate's       RESUME
+paused, asleep          nobody wants it paused, and no peer's       RESUME
                         weights are touched
-pausing                 a mate of its DP group has not been asked   PAUSE_LOCAL to its mates: all
+pausing                 a peer of its DP group has not been asked   PAUSE_LOCAL to its peers: all
                                                                     pause, so that all can resume
-unsure                  its pause has failed, and may have been     PAUSE_LOCAL to it and its
-                        made                                        mates
+pause_unknown           its pause has failed, and may have been     PAUSE_LOCAL to it and its
+                        made                                        peer ranks
 ======================  ==========================================  ==============================
 
 The last three only while the group is RUNNING, and the engine's DP group whole.
@@ -60,7 +60,7 @@ class Reconciliation:
         if registry.is_pause_unknown(peer.name):
             # It may have been made; so all of them are paused first.
             peers = registry.dp_peers(peer.name)
-            return (self._complete_pause(beat), peers) if beat.phase == "unsure" else None
+            return (self._complete_pause(beat), peers) if beat.phase == "pause_unknown" else None
         if beat.phase in ("paused", "asleep") and peer.name not in registry.kept_paused():
             if registry.has_updating_peer(peer.name):
                 return None  # its weights are touched: it gives that up first
@@ -73,7 +73,7 @@ class Reconciliation:
         return None
 
     def _is_abandoned(self, peer: Peer, beat: Heartbeat) -> bool:
-        """It is still in a pause before this one, whose lease is over, and waits for its mates."""
+        """It is still in a pause before this one, whose lease is over, and waits for its peers."""
         pause = self._state.pause
         return (
             pause.state is PauseState.LOCAL
@@ -87,6 +87,6 @@ class Reconciliation:
         return Resume(beat.update_id, self._state.version)
 
     def _complete_pause(self, beat: Heartbeat) -> PauseLocal:
-        """Half-made: the mates are asked too, so that it completes, and all can resume."""
+        """Half-made: the peer ranks are asked too, so that it completes, and all can resume."""
         lease_ms, timeout_ms = int(self._state.min_lease_ms), int(self._state.step_timeout_ms)
         return PauseLocal(beat.update_id, "keep", False, lease_ms, timeout_ms, 0, "keep")

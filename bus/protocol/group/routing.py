@@ -2,9 +2,9 @@
 
 An engine is routable if it serves the group's version, all of it, awake, with all ranks of its DP
 group. In a pause it is still: its requests wait. But who was behind, or quarantined, is not before
-it is resumed: until then its door is closed, and ends what comes. Nor is who says that it is: as an
-engine that was behind, of which a new broker knows no more than that. While a commit is under way
-nothing changes, so that routers see it as one: who has committed, and nobody else. While one is
+it is resumed: until then its admission is closed, and ends what comes. Nor is who says that it is:
+as an engine that was behind, of which a new broker knows no more than that. While a commit is under
+way nothing changes, so that routers see it as one: who has committed, and nobody else. While one is
 given up, nobody comes back.
 """
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from bus.protocol.group.engine_registry import EngineRegistry
     from bus.protocol.group.update import UpdateMachine
 
-_OUT: Final[frozenset[Phase]] = frozenset({"asleep", "emptied", "quarantined", "unsure"})
+_OUT: Final[frozenset[Phase]] = frozenset(
+    {"asleep", "weights_discarded", "quarantined", "pause_unknown"}
+)
 
 
 class Routing:

@@ -20,7 +20,7 @@
                 GIVEN_UP      ABORTING    ABORT: each engine undoes what it can
     ABORTING    ALL_DONE      IDLE        (the trainer hears why)
     any but IDLE
-                EMPTIED       IDLE        nothing: no engine is left
+                NO_ENGINES    IDLE        nothing: no engine is left
 
 Chunks travel from STARTING on, several at a time; they are numbered and taken in order. Each is
 one round with two messages: WEIGHT_CHUNK_META, with which engines begin to receive, and
@@ -108,7 +108,7 @@ class UpdateEvent(StrEnum):
     ALL_DONE = "all_done"
     FAILED = "failed"
     GIVEN_UP = "given_up"
-    EMPTIED = "emptied"
+    NO_ENGINES = "no_engines"
 
 
 _S, _E = UpdateState, UpdateEvent
@@ -140,7 +140,7 @@ TRANSITIONS: Final[dict[tuple[UpdateState, UpdateEvent], UpdateState]] = {
             _S.PROBING,
         )
     },
-    **{(state, _E.EMPTIED): _S.IDLE for state in UpdateState if state is not _S.IDLE},
+    **{(state, _E.NO_ENGINES): _S.IDLE for state in UpdateState if state is not _S.IDLE},
 }
 
 # In these, weights may differ between engines, or within one, unless the update is staged.
@@ -398,7 +398,7 @@ class UpdateMachine:
             del self.members[name]
             self.excluded[name] = failure
         if not self.members:
-            return self._on_emptied(failure)
+            return self._on_no_engines(failure)
         done: list[Instruction] = []
         for number, current in list(self.chunks.items()):
             current.remove(gone)
@@ -414,14 +414,14 @@ class UpdateMachine:
             self.barrier.remove(gone)
         return [*done, *self._check_barrier()]
 
-    def _on_emptied(self, failure: Failure) -> list[Instruction]:
+    def _on_no_engines(self, failure: Failure) -> list[Instruction]:
         failed: list[Instruction] = [
             StepFailed(Step.CHUNK, failure, number) for number in self.chunks
         ]
         if self.barrier is not None:
             failed.append(StepFailed(self.barrier.step, self.failure or failure))
         self.failure = self.failure or failure
-        self._end(_E.EMPTIED)
+        self._end(_E.NO_ENGINES)
         return failed
 
     def _check_barrier(self) -> list[Instruction]:

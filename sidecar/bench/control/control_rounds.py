@@ -151,7 +151,7 @@ async def compare(
 
     Raises:
         UsageError: the system allows too few open files.
-        BenchBroken: a process died.
+        BenchFailed: a process died.
     """
     raise_file_limit((1 + curve + journal) * engines)
     say(f"{engines} engines: starting")

@@ -47,10 +47,10 @@ class StubEngine:
     def core_view(self) -> CoreStatusView | None:
         return None
 
-    def hold(self, hold: PauseLease | None) -> LeaseOutcome | None:  # noqa: ARG002 - it ends with its sidecar
+    def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:  # noqa: ARG002 - it ends with its sidecar
         return None
 
-    def left_behind(self) -> AbandonedPause | None:
+    def abandoned_pause(self) -> AbandonedPause | None:
         return None
 
     async def version(self) -> int:

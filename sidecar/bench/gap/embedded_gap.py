@@ -60,7 +60,7 @@ async def bench(
         logs: a folder that keeps what all processes log.
 
     Raises:
-        BenchBroken: a process died, or a request ended without all its tokens.
+        BenchFailed: a process died, or a request ended without all its tokens.
     """
     async with _running(plan, loop, logs) as running:
         return await report("embedded", plan, running, say)

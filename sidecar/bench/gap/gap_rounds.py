@@ -142,7 +142,7 @@ async def measure(
     """Alternate.
 
     Raises:
-        BenchBroken: a process died, or a request ended without all its tokens, or before the
+        BenchFailed: a process died, or a request ended without all its tokens, or before the
             update did.
     """
     before = await running.serves("native")

@@ -42,7 +42,7 @@ async def bench(
 
     Raises:
         UsageError: it can't run here.
-        BenchBroken: a process died, or a request ended without all its tokens.
+        BenchFailed: a process died, or a request ended without all its tokens.
     """
     plan.check()
     engines = {NATIVE: plan.native_engine, _BUS: "wavebus"}

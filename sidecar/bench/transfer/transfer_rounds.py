@@ -109,7 +109,7 @@ async def measure(
     """The JSON's fields: medians, and ratios of just these.
 
     Raises:
-        BenchBroken: a process died.
+        BenchFailed: a process died.
     """
     say(f"few large tensors: {megabytes} MB")
     large = await _large(backend, megabytes, rounds, loop, lent=False)

@@ -97,7 +97,7 @@ async def measure(
 
     Raises:
         UsageError: it can't run here.
-        BenchBroken: a process died, or a request ended without all its tokens.
+        BenchFailed: a process died, or a request ended without all its tokens.
     """
     plan.check()
     began_s = time.monotonic()

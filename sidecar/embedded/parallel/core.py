@@ -1,4 +1,4 @@
-"""The core of a rank: it steps when its mates do, and pauses when they do.
+"""The core of a rank: it steps when its peer ranks do, and pauses when they do.
 
 A pause has two phases. Asked of one rank, that rank schedules nothing new but goes on
 stepping with the others (locally paused). When all ranks find, where they confer, that

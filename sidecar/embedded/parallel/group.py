@@ -139,7 +139,7 @@ class RankGroup:
             begin().wait()
         except RuntimeError as error:
             raise EngineDead(
-                f"rank {self.rank} of DP group {self.name} has lost a mate, and can't step "
+                f"rank {self.rank} of DP group {self.name} has lost a peer rank, and can't step "
                 f"without: {_first_line(error)}"
             ) from error
 

@@ -25,8 +25,8 @@ class DataParallel:
         master: ``host:port`` where rank 0 makes the ranks known to each other. The port
             must be free there.
         group: the DP group's name on the bus.
-        gateway: its coordinator; asked of rank 0 alone. None: rank 0 starts one.
-        broker: the broker that a gateway which rank 0 starts shall ask; empty: none.
+        DP coordinator: its coordinator; asked of rank 0 alone. None: rank 0 starts one.
+        broker: the broker that a DP coordinator which rank 0 starts shall ask; empty: none.
         bus_group: the group on the bus that the DP group belongs to.
         sync_interval: steps between two agreements of the ranks; alike on all of them.
         join_timeout_s: how long the ranks wait for each other at the start.

@@ -18,8 +18,8 @@ from bus.runtime.zmq_dp import DpRankSockets
 from sidecar.dp_coordinator import frames
 from sidecar.dp_coordinator.process import (
     DpCoordinatorAddresses,
+    DpCoordinatorFailed,
     DpCoordinatorProcess,
-    GatewayFailed,
 )
 from sidecar.embedded.parallel.core import LockstepCore, OnePhaseCore
 from sidecar.embedded.parallel.group import GroupExchange, Rendezvous
@@ -201,13 +201,15 @@ class DpRank:
                 group=options.bus_group,
                 on_death=self._on_coordinator_died,
             )
-        except GatewayFailed as error:
+        except DpCoordinatorFailed as error:
             raise EngineError(str(error)) from error
         return self._coordinator.addresses
 
     def _on_coordinator_died(self, code: int) -> None:
         """From its watcher's thread. Without it the idle ranks would not wake."""
-        reason = f"the gateway of DP group {self.options.group} has ended with exit code {code}"
+        reason = (
+            f"the DP coordinator of DP group {self.options.group} has ended with exit code {code}"
+        )
         self._in_loop(lambda: self._lost(reason))
 
     def _on_front(self, parts: list[bytes]) -> None:

@@ -71,7 +71,7 @@ def attempt(action: Callable[[], None]) -> WorkerFailure | None:
         action()
     except EngineError as error:
         return WorkerFailure(error.code, error.detail, error.tensor).clipped()
-    except Exception as error:  # noqa: BLE001 - the caller gets it; mates must not be left alone
+    except Exception as error:  # noqa: BLE001 - the caller gets it; peer ranks must not be left alone
         # The caller gets the text; where in vLLM it happened stands only here.
         _log.warning("wavebus: an operation failed", exc_info=True)
         text = f"{type(error).__name__}: {error}".rstrip(": ")

@@ -6,17 +6,17 @@ every rank of the DP group. Broker, group and DP group are the sidecar's own var
 ======================== ===========================================================
 variable                 meaning
 ======================== ===========================================================
-WAVEBUS_DP_COORDINATOR   ``bus``: the gateway stands in for vLLM's DP coordinator;
+WAVEBUS_DP_COORDINATOR   ``bus``: the DP coordinator stands in for vLLM's DP coordinator;
                          ``vllm`` (default): it does not
-WAVEBUS_BROKER           the broker that the gateway asks
+WAVEBUS_BROKER           the broker that the DP coordinator asks
 WAVEBUS_GROUP            the group on the bus (default ``policy``)
 WAVEBUS_DP_GROUP         the DP group's name on the bus; needed with ``bus``
-WAVEBUS_KEY              the gateway's secret key file (role engine), for a broker with keys
+WAVEBUS_KEY              the DP coordinator's secret key file (role engine), for a broker with keys
 WAVEBUS_BROKER_KEY       and that broker's public one
-WAVEBUS_INSECURE         ``1``: the gateway goes beyond loopback without keys
+WAVEBUS_INSECURE         ``1``: the DP coordinator goes beyond loopback without keys
 WAVEBUS_CORE_GUARD       ``0``: leave vLLM's pause and resume as they are
 WAVEBUS_CORE_PAGES       a folder for the cores' status pages
-WAVEBUS_GATEWAY_PID      set by the plugin: the gateway that this rank started
+WAVEBUS_DP_COORDINATOR_PID      set by the plugin: the DP coordinator that this rank started
 ======================== ===========================================================
 """
 
@@ -41,19 +41,19 @@ GROUP: Final = "WAVEBUS_GROUP"
 DP_GROUP: Final = "WAVEBUS_DP_GROUP"
 CORE_GUARD: Final = "WAVEBUS_CORE_GUARD"
 CORE_PAGES: Final = "WAVEBUS_CORE_PAGES"
-GATEWAY_PID: Final = "WAVEBUS_GATEWAY_PID"
+DP_COORDINATOR_PID: Final = "WAVEBUS_DP_COORDINATOR_PID"
 
 
 @dataclass(frozen=True, slots=True)
 class BusAddress:
-    """Where a gateway belongs on the bus."""
+    """Where a DP coordinator belongs on the bus."""
 
     broker: str
     group: str
     dp_group: str
 
     def variables(self) -> dict[str, str]:
-        """What tells it to a vLLM that is to start a gateway."""
+        """What tells it to a vLLM that is to start a DP coordinator."""
         return {
             DP_COORDINATOR: "bus",
             BROKER: self.broker,
@@ -75,7 +75,7 @@ def dp_coordinator(env: Mapping[str, str] = os.environ) -> DpCoordinator:
 
 
 def bus_address(env: Mapping[str, str] = os.environ) -> BusAddress:
-    """Where the gateway belongs.
+    """Where the DP coordinator belongs.
 
     Raises:
         ValueError: the DP group has no name.

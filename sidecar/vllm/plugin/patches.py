@@ -88,11 +88,11 @@ _SEAMS: Final = (
                     "requests",
                     "draft",
                     "loading",
-                    "lane",
+                    "staging_channel",
                     "perform",
                     "arm",
                     # Answered by engine cores; by workers where the cores don't know them.
-                    "door",
+                    "admission",
                     "swap",
                     "call_off",
                 )
@@ -209,7 +209,7 @@ _SEAMS: Final = (
         process="core",
         off="WAVEBUS_CORE_GUARD",
         sets=(
-            (LOCKSTEP_CORE, "wavebus_owed_wave", None),
+            (LOCKSTEP_CORE, "wavebus_pending_wave", None),
             (LOCKSTEP_CORE, "wavebus_alone", False),
             (LOCKSTEP_CORE, "wavebus_complete_alone", Ref(f"{PLAIN_CORE}._pause_complete")),
         ),
@@ -235,7 +235,7 @@ _SEAMS: Final = (
         wraps=wraps_by(
             "core.admission", (f"{PLAIN_CORE}._handle_client_request", "handle_client_request")
         ),
-        answers=(("wavebus_door", f"{PLUGIN}.core.admission:set_admission"),),
+        answers=(("wavebus_admission", f"{PLUGIN}.core.admission:set_admission"),),
     ),
     Seam(
         "lockstep admission",

@@ -26,7 +26,7 @@ ASK_FACTS: Final = "wavebus_facts"
 ASK_REQUESTS: Final = "wavebus_requests"
 ASK_DRAFT: Final = "wavebus_draft"
 ASK_LOADING: Final = "wavebus_loading"
-ASK_LANE: Final = "wavebus_lane"
+ASK_STAGING_CHANNEL: Final = "wavebus_staging_channel"
 ASK_PRESENCE: Final = "__str__"
 # The same, of what arms; it returns whether that can be staged. In one call: each takes its time
 # from a step, and waits for one.
@@ -44,14 +44,14 @@ _TAIL: Final = re.compile(r"-[0-9a-f]{8}\Z")
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
-    """``page``: the core's status page, empty without one; ``gateway_pid``: of the gateway
+    """``page``: the core's status page, empty without one; ``coordinator_pid``: of the coordinator
     that this rank started, 0 if it started none; ``cores``: the processes of all cores with such
     pages that the core's own parent has started; ``features``: as in
     :class:`bus.messages.EngineFacts`."""
 
     coordinator: environment.DpCoordinator
     dp_group: ShortText
-    gateway_pid: Count
+    coordinator_pid: Count
     core_pid: Count
     page: Annotated[str, Meta(max_length=_MAX_PATH)]
     cores: Cores
@@ -78,7 +78,7 @@ def read_requests(answer: Any) -> tuple[str, ...]:
         return ()
 
 
-def read_ahead(answer: Any) -> int:
+def read_prefetch_depth(answer: Any) -> int:
     """How many chunks may be received ahead, in the answer to ``PERFORM``: as a number, or, over
     HTTP, its text.
 
@@ -104,7 +104,7 @@ def read_room(answer: Any) -> StagingCapacity:
         raise EngineError(f"the plugin inside vLLM answered {answer!r:.200}: {error}") from error
 
 
-def read_lanes(answer: Any) -> tuple[str, ...]:
+def read_staging_channels(answer: Any) -> tuple[str, ...]:
     """What the lane of each worker is called.
 
     Raises:
@@ -156,11 +156,11 @@ def is_ours(answer: Any) -> bool:
 # -- in a worker: the registry adds these to vLLM's WorkerBase, as ``wavebus_`` and their name ----
 
 
-def door(_worker: Any, **_asked: Any) -> None:
+def admission(_worker: Any, **_asked: Any) -> None:
     """Answer nothing: it is the core that answers, if it is one that we know."""
 
 
-swap = call_off = door
+swap = call_off = admission
 
 
 def presence(wrapper: Any) -> str:
@@ -190,21 +190,21 @@ def arm(worker: Any, operation: str) -> dict[str, Any]:
     return answer
 
 
-def lane(worker: Any) -> str:
+def staging_channel(worker: Any) -> str:
     """Where what is staged is asked for; empty where nothing is."""
-    return str(getattr(worker.weight_transfer_engine, "wavebus_lane", ""))
+    return str(getattr(worker.weight_transfer_engine, "wavebus_staging_channel", ""))
 
 
 def facts(worker: Any) -> dict[str, Any]:
     """Tell what the sidecar must know of this engine, see :class:`WorkerFacts`."""
     # A worker is a process of its own, a child of the core; or a part of the core.
     core_pid = next((pid for pid in (os.getpid(), os.getppid()) if page_path(pid).exists()), 0)
-    coordinator = os.environ.get(environment.GATEWAY_PID, "0")
+    coordinator = os.environ.get(environment.DP_COORDINATOR_PID, "0")
     answer: dict[str, Any] = msgspec.to_builtins(
         WorkerFacts(
             coordinator=environment.dp_coordinator(),
             dp_group=os.environ.get(environment.DP_GROUP, "")[:256],
-            gateway_pid=int(coordinator) if coordinator.isdigit() else 0,
+            coordinator_pid=int(coordinator) if coordinator.isdigit() else 0,
             core_pid=core_pid,
             page=str(page_path(core_pid)) if core_pid else "",
             cores=siblings(core_pid)[:MAX_CORES] if core_pid else (),

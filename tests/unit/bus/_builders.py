@@ -84,7 +84,7 @@ def facts(
         version=version,
         phase=phase,
         update_id="",
-        mate_address="",
+        peer_address="",
         features=features or {},
         untested=untested,
     )

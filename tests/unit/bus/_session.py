@@ -57,11 +57,12 @@ class Driver:
         return self.take(self.session.tick(now_ms))
 
     def word(
-        self, rank: int, stand: LeasePosition, now_ms: float = 0.0, **fields: Any
+        self, rank: int, position: LeasePosition, now_ms: float = 0.0, **fields: Any
     ) -> list[Any]:
-        """A mate's word, at this rank's version and of its pause unless it is said otherwise."""
+        """A peer's word, at this rank's version and of its pause unless it is said otherwise."""
         told = {"pause_id": "u1", "version": 3, "asks": False, **fields}
-        return self.take(self.session.on_lease_word(LeaseVote("dp0", rank, stand, **told), now_ms))
+        vote = LeaseVote("dp0", rank, position, **told)
+        return self.take(self.session.on_lease_vote(vote, now_ms))
 
     def take(self, effects: list[SessionEffect]) -> list[SessionEffect]:
         for effect in effects:

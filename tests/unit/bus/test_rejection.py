@@ -26,5 +26,5 @@ def test_a_paused_engines_answer_is_one() -> None:
     ],
 )
 def test_others_are_none(answer: Any) -> None:
-    """A closed door's, a dead engine's, a refusal, and what has another form."""
+    """A closed admission's, a dead engine's, a refusal, and what has another form."""
     assert not is_rejected(answer)

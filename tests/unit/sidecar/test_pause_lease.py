@@ -1,4 +1,4 @@
-"""The hold page says what would have to be undone, before it is done; and is believed."""
+"""The lease page says what would have to be undone, before it is done; and is believed."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Page:
         self.done: list[str] = []
         self.fails = False
 
-    def hold(self, hold: PauseLease | None) -> LeaseOutcome | None:
-        if hold is not None and self.end is not None and self.end.serial == hold.serial:
+    def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
+        if lease is not None and self.end is not None and self.end.serial == lease.serial:
             return self.end
-        self.held = hold
+        self.held = lease
         return None
 
     async def restore(self, target: str) -> None:
@@ -70,10 +70,10 @@ class Kept(Driver):
         super().__init__()
         self.page = Page()
         self.now_ms = 0.0
-        self.holder = PauseLeaseWriter(self.page, self.session, "e0")  # type: ignore[arg-type]
+        self.owner = PauseLeaseWriter(self.page, self.session, "e0")  # type: ignore[arg-type]
 
     def keep(self, call: Call | None = None, left_ms: float = LEFT_MS) -> list[Note]:
-        return self.holder.write(left_ms, self.now_ms, call)
+        return self.owner.write(left_ms, self.now_ms, call)
 
     @property
     def held(self) -> PauseLease:
@@ -104,8 +104,8 @@ def test_a_pause_is_held_before_it_is_called_and_until_its_resume_has_returned(k
     assert isinstance(kept.running, CallPause)
     held = kept.held
     assert (held.pause_id, held.version, held.dp_group) == ("u1", 3, "e0")
-    assert held.holder_pid == os.getpid()
-    assert (held.begun, held.broken, held.asleep, held.resuming) == ("", (), False, False)
+    assert held.writer_pid == os.getpid()
+    assert (held.begun, held.partial, held.asleep, held.resuming) == ("", (), False, False)
     left_ms = (held.until_ns - time.monotonic_ns()) / 1e6
     assert 0 < left_ms <= LEFT_MS
     kept.returned()
@@ -135,37 +135,37 @@ def test_what_an_update_has_begun_is_held_before_it_is_called(kept: Kept) -> Non
     assert kept.held.begun == ""
     kept.command(UpdateStart("u1"))
     assert isinstance(kept.running, CallStart)
-    assert (kept.held.begun, kept.held.broken) == ("model", ())
+    assert (kept.held.begun, kept.held.partial) == ("model", ())
     kept.returned()
     kept.command(make_chunk("u1", MANIFEST, 0, 1))
     kept.command(make_sent("u1", MANIFEST, 0, 1))
     assert isinstance(kept.running, CallReceive)
-    assert kept.held.broken == ()
+    assert kept.held.partial == ()
     kept.returned()
     assert isinstance(kept.running, CallLoad)
-    assert (kept.held.begun, kept.held.broken) == ("model", ("model",))
+    assert (kept.held.begun, kept.held.partial) == ("model", ("model",))
     kept.returned()
     kept.command(make_chunk("u1", MANIFEST, 1, 1))
     kept.command(make_sent("u1", MANIFEST, 1, 1))
     for _ in ("received", "loaded"):
-        assert kept.held.broken == ("model",)
+        assert kept.held.partial == ("model",)
         kept.returned()
     kept.command(UpdateFinish("u1"))
     assert isinstance(kept.running, CallFinish)
-    assert kept.held.broken == ("model",)
+    assert kept.held.partial == ("model",)
     kept.returned()
     kept.command(Commit("u1", 4, "", ()))
     assert isinstance(kept.running, CallCommit)
-    assert kept.held.broken == ("model",)
+    assert kept.held.partial == ("model",)
     kept.returned()
-    assert (kept.held.begun, kept.held.broken, kept.held.version) == ("", (), 4)
+    assert (kept.held.begun, kept.held.partial, kept.held.version) == ("", (), 4)
 
 
 def test_a_sleep_is_held(kept: Kept) -> None:
     """One that discards weights leaves parts missing, before it is called."""
     kept.paused()
     kept.command(Sleep("u1", 2))
-    assert (kept.held.asleep, kept.held.broken) == (True, ("model",))
+    assert (kept.held.asleep, kept.held.partial) == (True, ("model",))
 
 
 @pytest.mark.parametrize("state", ["resumed", "quarantined", "waiting"])
@@ -194,7 +194,7 @@ def test_an_engine_that_has_resumed_by_itself_runs(kept: Kept) -> None:
 
 @pytest.mark.parametrize("loaded", [0, 1])
 def test_an_engine_that_was_quarantined_inside_is_so_here(kept: Kept, loaded: int) -> None:
-    """Also when it was for a mate's sake; and the next update may begin."""
+    """Also when it was for a peer rank's sake; and the next update may begin."""
     kept.loaded(loaded)
     kept.ends("quarantined")
     before = kept.held.serial if kept.page.end is None else kept.page.end.serial
@@ -202,7 +202,7 @@ def test_an_engine_that_was_quarantined_inside_is_so_here(kept: Kept, loaded: in
     assert kept.session.phase == "quarantined"
     assert kept.session.pause.state is _S.PAUSED
     assert kept.held.serial != before
-    assert kept.held.broken == ("model",)
+    assert kept.held.partial == ("model",)
 
 
 def test_one_that_waits_is_held_anew_when_the_broker_is_heard_again(kept: Kept) -> None:
@@ -233,12 +233,12 @@ def test_nothing_is_followed_while_a_call_is_under_way(kept: Kept) -> None:
 def left(
     *,
     begun: Begun = "",
-    broken: tuple[str, ...] = (),
+    partial: tuple[str, ...] = (),
     state: OutcomeState | None = None,
     asleep: bool = False,
 ) -> AbandonedPause:
     until_ns = deadline_ns(60_000)
-    hold = PauseLease(7, "u9", until_ns, 1, "e0", 3, begun, broken, asleep, resuming=False)
+    hold = PauseLease(7, "u9", until_ns, 1, "e0", 3, begun, partial, asleep, resuming=False)
     return AbandonedPause(hold, LeaseOutcome(7, state, "") if state else None)
 
 
@@ -250,14 +250,14 @@ def left(
         (left(asleep=True), [], "asleep"),
         (left(begun="model"), ["restore model"], "paused"),
         (left(begun="adapter"), [], "paused"),
-        (left(begun="model", broken=("model",)), ["shut", "abort"], "quarantined"),
+        (left(begun="model", partial=("model",)), ["shut", "abort"], "quarantined"),
         (left(state="quarantined"), ["shut", "abort"], "quarantined"),
     ],
 )
 def test_a_pause_that_was_left_behind_is_taken_over(
     kept: Kept, found: AbandonedPause, done: list[str], phase: str
 ) -> None:
-    note = asyncio.run(kept.holder.take_over(found, 0.0))
+    note = asyncio.run(kept.owner.take_over(found, 0.0))
     assert (note.event, note.fields["phase"]) == ("found_paused", phase)
     assert kept.page.done == done
     assert kept.session.phase == phase
@@ -265,12 +265,12 @@ def test_a_pause_that_was_left_behind_is_taken_over(
     over_ms = kept.session.lease.over_ms
     assert over_ms is not None
     assert 0 < over_ms <= 60_000
-    assert kept.held.broken == found.broken
+    assert kept.held.partial == found.partial
     assert kept.held.serial != 7
 
 
 def test_what_can_not_be_restored_lacks_a_part(kept: Kept) -> None:
     kept.page.fails = True
-    asyncio.run(kept.holder.take_over(left(begun="draft"), 0.0))
+    asyncio.run(kept.owner.take_over(left(begun="draft"), 0.0))
     assert kept.page.done == ["restore draft", "shut", "abort"]
     assert kept.session.update.partial == {"draft"}

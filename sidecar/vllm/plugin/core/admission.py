@@ -1,4 +1,4 @@
-"""The door of vLLM's engine cores: while it is closed, what comes is ended at once.
+"""Admission of vLLM's engine cores: while it is closed, new requests are ended at once.
 
 Clients talk to a server by themselves, so it is the core that turns them away: a request is
 answered as an aborted one is, with no tokens. One that bears the pass, in its id, is let in: the
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # The method; its arguments are those of Door that are to be changed.
-SET_ADMISSION: Final = "wavebus_door"
+SET_ADMISSION: Final = "wavebus_admission"
 
 
 @dataclass(slots=True)
@@ -40,16 +40,16 @@ class CoreAdmission:
 
 
 def _of(core: Any) -> CoreAdmission:
-    admission = getattr(core, "wavebus_door", None)
+    admission = getattr(core, "wavebus_admission", None)
     if admission is None:
-        admission = core.wavebus_door = CoreAdmission()
+        admission = core.wavebus_admission = CoreAdmission()
     return admission
 
 
 def handle_client_request(
     original: Callable[..., Any], core: Any, request_type: Any, request: Any
 ) -> None:
-    """End a request at once that the door does not let in."""
+    """End a request at once that is not admitted."""
     if request_type.name == "ADD" and not _of(core).is_admitted(request[0].request_id):
         _reject(core, *request)
         return
@@ -61,14 +61,14 @@ def _reject(core: Any, request: Any, wave: int) -> None:
     if not getattr(core, "wavebus_joins_asked_waves", False):
         return
     if core.ignore_start_dp_wave:  # paused: with its resume, as the others
-        core.wavebus_owed_wave = max(wave, getattr(core, "wavebus_owed_wave", None) or 0)
+        core.wavebus_pending_wave = max(wave, getattr(core, "wavebus_pending_wave", None) or 0)
     elif wave >= core.current_wave and not core.engines_running:
         core.current_wave = wave
         core.engines_running = True
 
 
 def set_admission(core: Any, **how: Any) -> list[dict[str, Any] | None]:
-    """Set what is named of the door; answer how it stands, or nothing where there is no door."""
+    """Set what is named of admission; answer its state, or nothing where there is none."""
     if hasattr(core, "current_wave") and not hasattr(core, "wavebus_joins_asked_waves"):
         return [None]  # in lockstep, and nobody knows who starts its waves
     admission = _of(core)

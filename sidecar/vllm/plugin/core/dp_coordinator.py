@@ -1,9 +1,9 @@
-"""The gateway in place of vLLM's DP coordinator, in rank 0's front end.
+"""The DP coordinator in place of vLLM's DP coordinator, in rank 0's front end.
 
 vLLM builds a ``DPCoordinator`` where it launches engine cores, and asks it for addresses;
 :class:`BusCoordinator` takes its name in that module and starts ``python -m
 sidecar.dp_coordinator`` instead. External load balancing only: behind vLLM's own balancer cores
-report their request counts through the coordinator at every step, and the gateway passes
+report their request counts through the coordinator at every step, and the DP coordinator passes
 none on.
 """
 
@@ -36,7 +36,7 @@ class BusCoordinator:
         enable_wave_coordination: bool = True,
         logging_config: Any = None,
     ) -> None:
-        del logging_config  # the gateway logs as wavebus does
+        del logging_config  # the DP coordinator logs as wavebus does
         _refuse_other_shapes(parallel_config, enable_wave_coordination)
         try:
             address = environment.bus_address()
@@ -50,10 +50,10 @@ class BusCoordinator:
             group=address.group,
             on_death=_on_death,
         )
-        os.environ[environment.GATEWAY_PID] = str(self.proc.pid)
+        os.environ[environment.DP_COORDINATOR_PID] = str(self.proc.pid)
         self._finalizer = weakref.finalize(self, self.proc.stop)
         _log.info(
-            "wavebus: the bus coordinates DP group %s: gateway pid %d, broker %s",
+            "wavebus: the bus coordinates DP group %s: DP coordinator pid %d, broker %s",
             address.dp_group,
             self.proc.pid,
             address.broker,
@@ -68,14 +68,14 @@ class BusCoordinator:
         return self.proc.addresses.core_in, self.proc.addresses.core_out
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End the gateway; again: nothing."""
+        """End the DP coordinator; again: nothing."""
         if self._finalizer.detach() is not None:
             self.proc.stop(timeout)
 
 
 def _on_death(code: int) -> None:
     _log.error(
-        "wavebus: the gateway of this DP group ended with exit code %d: waves that run go on, "
+        "wavebus: the DP coordinator ended with exit code %d: waves that run go on, "
         "but an idle group may not wake for a request; restart all its ranks",
         code,
     )
@@ -86,7 +86,7 @@ def _refuse_other_shapes(parallel_config: Any, enable_wave_coordination: bool) -
         raise RuntimeError(
             f"wavebus: {environment.DP_COORDINATOR}=bus needs --data-parallel-external-lb, one "
             "API server per rank: behind vLLM's own load balancer the coordinator passes on "
-            f"request counts, which the gateway does not. Add it, or {_OPT_OUT}"
+            f"request counts, which the DP coordinator does not. Add it, or {_OPT_OUT}"
         )
     if not enable_wave_coordination:
         raise RuntimeError(

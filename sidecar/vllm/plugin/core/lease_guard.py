@@ -1,28 +1,28 @@
 """The deadline of a pause, held inside vLLM's engine core.
 
 A sidecar that dies, or stops, in the middle of a pause leaves its engine paused. What it held the
-engine by, and until when, it has written to the core's hold page
+engine by, and until when, it has written to the core's lease page
 (:mod:`sidecar.shared_pages.pause_lease`). A thread of the core's process looks at that page; what
 follows when the lease is over, the core does on its own thread, between two of its turns:
 
 ==================== =================================================================
 found                then
 ==================== =================================================================
-not paused           nothing; unless a mate is: then the pause is completed here, so that
+not paused           nothing; unless a peer rank is: then the pause is completed here, so that
                      all can resume
 a part is missing    quarantined: stays paused, requests end with the tokens they have
 an update was begun  restored; it is whole then
 memory sleeps        woken
-whole                without mates: resumed. Else it votes, see below
+whole                without peers: resumed. Else it votes, see below
 ==================== =================================================================
 
-Mates decide as one, by their pages: ranks of a DP group, which tell each other where those are;
-and cores behind one client (vLLM's internal load balancer), whose one sidecar holds them all, and
-names them in the hold. A core that finds itself whole *votes*: from then on its hold is void, and
-nothing that the sidecar still sends is loaded. When every mate has voted, or is being resumed by
-its own sidecar, it resumes: each core by itself, and all alike. When a mate lacks a part, or
-serves another version, it is quarantined. It waits, and says for whom, while a mate's lease runs,
-or its page can't be read, or it is on another host.
+Peer ranks decide as one, by their pages: ranks of a DP group, which tell each other where those
+are; and cores behind one client (vLLM's internal load balancer), whose one sidecar holds them all,
+and names them in the lease. A core that finds itself whole *votes*: from then on its lease is void,
+and nothing that the sidecar still sends is loaded. When every peer rank has voted, or is being
+resumed by its own sidecar, it resumes: each core by itself, and all alike. When a peer rank lacks a
+part, or serves another version, it is quarantined. It waits, and says for whom, while a peer rank's
+lease runs, or its page can't be read, or it is on another host.
 
 A sidecar that lives acts by itself when its lease is over; the core gives it ``GRACE_S`` for that.
 """
@@ -43,7 +43,7 @@ import msgspec
 from bus.messages import NackCode
 from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusReader, NoPage
 from sidecar.shared_pages.pause_lease import (
-    NoHoldPage,
+    NoPauseLeasePage,
     OutcomeState,
     PauseLease,
     PauseLeasePage,
@@ -59,7 +59,7 @@ _log = logging.getLogger("vllm.wavebus")
 PERIOD_S: Final = 0.2
 GRACE_S: Final = 5.0
 _STORE_KEY: Final = "wavebus/hold/"
-_DUE: Final = "wavebus: look at the hold page"
+_DUE: Final = "wavebus: look at the lease page"
 # What a void hold does not let through.
 _UPDATES: Final = (
     operations.Start,
@@ -110,7 +110,7 @@ class LeaseGuard:
                 self._find_peers()
                 lease = self.page.lease()
             except Exception as error:  # noqa: BLE001 - the core lives on without it
-                _log.warning("wavebus: the hold page of this core is not watched: %s", error)
+                _log.warning("wavebus: the lease page of this core is not watched: %s", error)
                 return
             if lease is not None and _has_expired(lease) and not self._asked:
                 self._asked = True
@@ -137,13 +137,13 @@ class LeaseGuard:
             if self._size > 1 or not lease.resuming:
                 self._complete_peers(peers)
             return
-        if not _is_complete(self._core) and (peers or _is_alive(lease.holder_pid)):
+        if not _is_complete(self._core) and (peers or _is_alive(lease.writer_pid)):
             return  # the sidecar's call is pending
         self._decide(lease, peers)
 
     def _decide(self, lease: PauseLease, peers: Peers) -> None:
-        if lease.broken:
-            self._quarantine(lease, f"of {', '.join(lease.broken)} not all weights are there")
+        if lease.partial:
+            self._quarantine(lease, f"of {', '.join(lease.partial)} not all weights are there")
             return
         if self._prepared != lease.serial:
             try:
@@ -196,10 +196,10 @@ class LeaseGuard:
             level = logging.INFO if state == "resumed" else logging.WARNING
             _log.log(level, "wavebus: pause %s is %s: %s", lease.pause_id, state, reason)
 
-    # -- the mates ---------------------------------------------------------------------
+    # -- the peer ranks ---------------------------------------------------------------------
 
     def _find_peers(self) -> None:
-        """Learn where the mates' pages are; they may boot later than this one."""
+        """Learn where the peer ranks' pages are; they may boot later than this one."""
         if self._store is None or len(self._peers) >= self._size - 1:
             return
         for rank in range(self._size):
@@ -225,7 +225,7 @@ class LeaseGuard:
         for name, peer in peers.items():
             try:
                 state, reason = self._vote_of(mine, peer)
-            except NoHoldPage as error:
+            except NoPauseLeasePage as error:
                 state, reason = "waiting", str(error)
             if state == "quarantined":
                 return state, f"{name}: {reason}"
@@ -233,18 +233,18 @@ class LeaseGuard:
                 waits = waits or f"{name}: {reason}"
         if waits:
             return "waiting", waits
-        return "resumed", "nobody renewed the lease, and no mate lacks a part"
+        return "resumed", "nobody renewed the lease, and no peer rank lacks a part"
 
     def _vote_of(self, mine: PauseLease, peer: PeerCore | None) -> tuple[OutcomeState, str]:
-        """What one mate has to say.
+        """What one peer rank has to say.
 
         Raises:
-            NoHoldPage: it can't be asked.
+            NoPauseLeasePage: it can't be asked.
         """
         if peer is None:
-            raise NoHoldPage("it has told of no hold page")
+            raise NoPauseLeasePage("it has told of no lease page")
         if peer.host != _host():
-            raise NoHoldPage("it is on another host")
+            raise NoPauseLeasePage("it is on another host")
         with PauseLeasePage.open(Path(peer.page)) as page:
             lease, end = page.lease(), page.outcome()
         if lease is None:
@@ -252,7 +252,7 @@ class LeaseGuard:
                 return "waiting", "it is paused, and nobody says by what right"
             return "resumed", ""
         made = end.state if end is not None and end.serial == lease.serial else ""
-        if lease.broken or made == "quarantined":
+        if lease.partial or made == "quarantined":
             return "quarantined", "not all of its weights are there"
         if lease.version != mine.version:
             return "quarantined", f"it serves version {lease.version}, this one {mine.version}"
@@ -261,11 +261,11 @@ class LeaseGuard:
         return "waiting", "its sidecar holds it paused"
 
     def _complete_peers(self, peers: Peers) -> None:
-        """A mate that is paused waits until this core is, too; in lockstep, in a collective."""
+        """A peer that is paused waits until this core is, too; in lockstep, in a collective."""
         for name, peer in peers.items():
             try:
                 paused = peer is not None and peer.host == _host() and _stays_paused(peer)
-            except NoHoldPage:
+            except NoPauseLeasePage:
                 continue
             if paused:
                 _log.warning("wavebus: %s is paused alone; completing its pause", name)
@@ -290,7 +290,9 @@ class _LeaseGuards:
             except Exception as error:  # noqa: BLE001 - the engine runs as well without it
                 _log.warning("wavebus: this core holds no deadline: %s", error)
             else:
-                threading.Thread(target=self._watch.run, name="wavebus_hold", daemon=True).start()
+                threading.Thread(
+                    target=self._watch.run, name="wavebus_lease_guard", daemon=True
+                ).start()
         return self._watch
 
 
@@ -298,7 +300,7 @@ _watches = _LeaseGuards()
 
 
 def process_input_queue(original: Callable[..., Any], core: Any) -> None:
-    """Begin to watch the hold page at the core's first turn."""
+    """Begin to watch the lease page at the core's first turn."""
     _watches.of(core)
     original(core)
 
@@ -306,7 +308,7 @@ def process_input_queue(original: Callable[..., Any], core: Any) -> None:
 def handle_client_request(
     original: Callable[..., Any], core: Any, request_type: Any, request: Any
 ) -> None:
-    """Look at the hold page when the watching thread has asked for it."""
+    """Look at the lease page when the watching thread has asked for it."""
     if request is not _DUE:
         original(core, request_type, request)
         return
@@ -338,15 +340,15 @@ def _refuse_updates(void: str, operation: str) -> None:
 
 
 def _stays_paused(peer: PeerCore) -> bool:
-    """Whether a mate is paused, or is being paused, and is not in its resume.
+    """Whether a peer rank is paused, or is being paused, and is not in its resume.
 
     Raises:
-        NoHoldPage: its core has no status page.
+        NoPauseLeasePage: its core has no status page.
     """
     try:
         view = CoreStatusReader(Path(peer.page).with_suffix(".page")).read()
     except NoPage as error:
-        raise NoHoldPage(str(error)) from error
+        raise NoPauseLeasePage(str(error)) from error
     return bool(view.flags & LOCALLY_PAUSED) and view.phase != "barrier"
 
 
@@ -361,7 +363,7 @@ def _is_complete(core: Any) -> bool:
 
 def _has_expired(lease: PauseLease) -> bool:
     late_s = (time.monotonic_ns() - lease.until_ns) / 1e9
-    return late_s > (GRACE_S if _is_alive(lease.holder_pid) else 0.0)
+    return late_s > (GRACE_S if _is_alive(lease.writer_pid) else 0.0)
 
 
 def _is_alive(pid: int) -> bool:

@@ -50,9 +50,9 @@ def resume_scheduler(original: Callable[..., Any], core: Any) -> Any:
     if not (_is_paused(core) or core.pending_pause or core.ignore_start_dp_wave):
         _log.info("wavebus: a resume of a rank that is not paused; nothing is changed")
         return None
-    pending = core.wavebus_owed_wave
+    pending = core.wavebus_pending_wave
     result = original(core)  # raises while a pause is pending: then it is owed on
-    core.wavebus_owed_wave = None
+    core.wavebus_pending_wave = None
     if pending is not None and pending >= core.current_wave and not core.engines_running:
         core.current_wave = pending
         core.engines_running = True
@@ -66,7 +66,7 @@ def handle_client_request(
     if request_type.name == "START_DP_WAVE" and core.ignore_start_dp_wave:
         wave, excluded = request
         if excluded != core.engine_index:
-            core.wavebus_owed_wave = max(wave, core.wavebus_owed_wave or 0)
+            core.wavebus_pending_wave = max(wave, core.wavebus_pending_wave or 0)
     original(core, request_type, request)
 
 

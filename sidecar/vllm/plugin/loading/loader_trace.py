@@ -265,7 +265,7 @@ class Kind(Enum):
 
 @cache
 def _kind_of(func: Any) -> Kind:
-    schema = func._schema  # noqa: SLF001 - there is no other door
+    schema = func._schema  # noqa: SLF001 - there is no other way in
     if schema.is_mutable:
         return Kind.CHANGES
     views = any(returned.alias_info is not None for returned in schema.returns)

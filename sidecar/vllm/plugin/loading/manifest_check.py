@@ -356,7 +356,7 @@ def _kept_rotary_cache() -> Iterator[None]:
     """Take out of the cache of rotary embeddings what is put in meanwhile."""
     from vllm.model_executor.layers import rotary_embedding  # noqa: PLC0415 - only in a worker
 
-    cache: dict[Any, Any] = rotary_embedding._ROPE_DICT  # noqa: SLF001 - there is no other door
+    cache: dict[Any, Any] = rotary_embedding._ROPE_DICT  # noqa: SLF001 - there is no other way in
     before = set(cache)
     try:
         yield

@@ -17,7 +17,8 @@ of the two threads one runs at a time. So whatever is asked of the lane takes it
 and should be little. On a GPU the lane has a stream of its own, and says that something is done
 when the GPU has done it.
 
-A worker that has mates sees a manifest for the first time by the core's way: they ask each other.
+A worker that has peer ranks sees a manifest for the first time by the core's way: they ask each
+other.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         draft = self._loadable.get("draft")
         return "draft" if draft is not None and draft.model is self.model else "model"
 
-    # -- doors of vLLM ---------------------------------------------------------------
+    # -- entry points of vLLM ---------------------------------------------------------------
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
         return InitInfo(init_dict)
@@ -223,7 +223,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._receiver.close()
 
     @property
-    def wavebus_lane(self) -> str:
+    def wavebus_staging_channel(self) -> str:
         """The name of this worker's lane."""
         return self._stager.channel.name
 
@@ -398,7 +398,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def rearm(self, operation: channel_messages.Rearm) -> StagingCapacity:
         """As it was armed last, to be staged: whether it can be. While steps are made; nothing is
-        asked of the worker's mates.
+        asked of the worker's peer ranks.
 
         Raises:
             EngineError: another update was armed last, or the transport has no room for it.

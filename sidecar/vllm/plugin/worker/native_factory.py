@@ -46,7 +46,7 @@ def create_engine(
 
 def _guarded(factory: Any, backend: str) -> type[Any] | None:
     """The class to be made in place of the registered one; None where that one is to be."""
-    registered = factory._registry.get(backend)  # noqa: SLF001 - there is no other door
+    registered = factory._registry.get(backend)  # noqa: SLF001 - there is no other way in
     if backend == BACKEND or backend in UNSUPPORTED or registered is None:
         return None
     theirs: type[Any] = registered()

@@ -3,7 +3,7 @@
 vLLM's workers keep book of their session: they point their engine at the draft model for the
 length of one, and drop LoRA adapters at its end. So it is the worker's own calls that open and
 close it. They call the engine in their turn, whose part never raises there: vLLM would end the
-session of that one worker, while those of its mates stay open. What failed is raised when the
+session of that one worker, while those of its peer ranks stay open. What failed is raised when the
 worker's call has returned, and the session is open in all workers of an engine or in none.
 
 Whatever calls the engine while none of the sidecar's calls is under way, is somebody else.
@@ -118,4 +118,4 @@ class UpdateSession:
 
 
 def _has_vllm_session(worker: Any) -> bool:
-    return bool(worker._weight_update_active)  # noqa: SLF001 - there is no other door
+    return bool(worker._weight_update_active)  # noqa: SLF001 - there is no other way in

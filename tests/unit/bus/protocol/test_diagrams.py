@@ -63,7 +63,7 @@ def test_every_transition_of_every_machine_is_drawn() -> None:
         "wave": arrows_of(wave.TRANSITIONS),
         "pause": arrows_of(pause.TRANSITIONS),
         "sleep": arrows_of(sleep.TRANSITIONS),
-        "gateway": arrows_of(coordinator.TRANSITIONS),
+        "coordinator": arrows_of(coordinator.TRANSITIONS),
         "update": arrows_of(update.TRANSITIONS),
     }
     assert {name: arrows_in(text) for name, text in diagrams().items()} == tables
@@ -103,7 +103,7 @@ def test_a_page_is_filled_between_its_markers() -> None:
     [
         (
             "<!-- diagram: lamp -->\n<!-- end of diagram -->\n",
-            "wave, pause, sleep, gateway, update",
+            "wave, pause, sleep, DP coordinator, update",
         ),
         ("no marker\n", "end of diagram"),
         ("<!-- diagram: pause -->\nwithout an end\n", "end of diagram"),

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from sidecar.bench import streams
-from sidecar.bench.processes import BenchBroken
+from sidecar.bench.processes import BenchFailed
 from tests.support.generating import PAUSED, generating
 
 
@@ -27,7 +27,7 @@ def test_what_a_pause_rejects_is_sent_again() -> None:
                 await running.have(2)
             assert (running.counts, events) == ([2], [])
             events.append({"error": {"type": "InternalServerError", "code": 500}})
-            with pytest.raises(BenchBroken, match="InternalServerError"):
+            with pytest.raises(BenchFailed, match="InternalServerError"):
                 async with streams.streaming(url, 1, 2):
                     pass
 

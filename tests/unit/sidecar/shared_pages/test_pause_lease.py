@@ -1,4 +1,4 @@
-"""The hold page: what either side writes the other one reads, whole, at any time."""
+"""The lease page: what either side writes the other one reads, whole, at any time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from sidecar.shared_pages.pause_lease import (
     PAGE_BYTES,
     LeaseOutcome,
-    NoHoldPage,
+    NoPauseLeasePage,
     PauseLease,
     PauseLeasePage,
 )
@@ -75,12 +75,12 @@ def test_a_long_reason_is_cut(path: Path) -> None:
 def test_what_is_no_page(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "page").write_bytes(content)
-    with pytest.raises(NoHoldPage):
+    with pytest.raises(NoPauseLeasePage):
         PauseLeasePage.open(tmp_path / "page")
 
 
 @pytest.mark.parametrize(
-    ("serial", "state", "broken"),
+    ("serial", "state", "partial"),
     [
         (7, "quarantined", ()),
         (7, "waiting", ()),
@@ -88,16 +88,18 @@ def test_what_is_no_page(tmp_path: Path, content: bytes | None) -> None:
         (7, "waiting", ("draft",)),
     ],
 )
-def test_what_was_left_behind(path: Path, serial: int, state: str, broken: tuple[str, ...]) -> None:
-    """An end of another hold is none; who was quarantined for a mate's sake lacks the model."""
+def test_what_was_left_behind(
+    path: Path, serial: int, state: str, partial: tuple[str, ...]
+) -> None:
+    """An end of another lease is none; who was quarantined for a peer's sake lacks the model."""
     with PauseLeasePage.open(path) as page:
         assert page.abandoned_pause(paused=True) is None
-        page.write_lease(replace(HOLD, broken=broken))
+        page.write_lease(replace(HOLD, partial=partial))
         page.write_outcome(serial, state, "")  # type: ignore[arg-type]
         assert page.abandoned_pause(paused=False) is None
         left = page.abandoned_pause(paused=True)
         assert left is not None
-        assert left.lease == replace(HOLD, broken=broken)
+        assert left.lease == replace(HOLD, partial=partial)
         quarantined = (serial, state) == (7, "quarantined")
-        assert left.broken == (broken or (("model",) if quarantined else ()))
+        assert left.partial == (partial or (("model",) if quarantined else ()))
         assert (left.outcome is not None) == (serial == 7)

@@ -56,20 +56,20 @@ def pages(tmp_path: Path) -> Pages:
 
 
 def test_every_core_hears_by_what_they_are_held_and_who_they_are(pages: Pages) -> None:
-    assert pages.link.hold(HOLD) is None
+    assert pages.link.write_pause_lease(HOLD) is None
     assert [page.lease() for page in pages.holds] == [replace(HOLD, cores=PIDS)] * 2
-    assert pages.link.hold(None) is None
+    assert pages.link.write_pause_lease(None) is None
     assert [page.lease() for page in pages.holds] == [None, None]
 
 
 def test_one_core_decides_alone(pages: Pages) -> None:
-    """It has no mates, whoever else is a child of its parent."""
+    """It has no peer ranks, whoever else is a child of its parent."""
     link = pages.new_link(cores=1)
-    assert link.hold(HOLD) is None
+    assert link.write_pause_lease(HOLD) is None
     assert [page.lease() for page in pages.holds] == [HOLD, None]
     pages.end("waiting", None)
-    assert link.hold(HOLD) == LeaseOutcome(7, "waiting", "it is waiting")
-    assert link.hold(replace(HOLD, serial=8)) is None
+    assert link.write_pause_lease(HOLD) == LeaseOutcome(7, "waiting", "it is waiting")
+    assert link.write_pause_lease(replace(HOLD, serial=8)) is None
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_they_have_decided_when_all_have(
     pages: Pages, states: tuple[OutcomeState | None, ...], state: OutcomeState
 ) -> None:
     """Or when one is quarantined: the others follow."""
-    pages.link.hold(HOLD)
+    pages.link.write_pause_lease(HOLD)
     pages.end(*states)
-    end = pages.link.hold(HOLD)
+    end = pages.link.write_pause_lease(HOLD)
     assert end is not None
     assert (end.serial, end.state) == (7, state)
 
@@ -98,28 +98,28 @@ def test_a_hold_is_not_taken_from_under_who_has_voted(
     pages: Pages, states: tuple[OutcomeState | None, ...]
 ) -> None:
     """One may have resumed: the other is not to be held on; when both have, there is a new one."""
-    pages.link.hold(HOLD)
+    pages.link.write_pause_lease(HOLD)
     pages.end(*states)
-    end = pages.link.hold(replace(HOLD, serial=8))
+    end = pages.link.write_pause_lease(replace(HOLD, serial=8))
     assert end is not None
     assert (end.serial, end.state) == (8, "waiting")
     assert [page.lease() for page in pages.holds] == [replace(HOLD, cores=PIDS)] * 2
     pages.end("resumed", "resumed")
-    assert pages.link.hold(replace(HOLD, serial=8)) is None
+    assert pages.link.write_pause_lease(replace(HOLD, serial=8)) is None
     assert [page.lease() for page in pages.holds] == [replace(HOLD, serial=8, cores=PIDS)] * 2
 
 
 def test_what_was_left_behind_is_the_worst_of_both(pages: Pages) -> None:
     """Of those that are paused."""
-    pages.link.hold(HOLD)
-    assert pages.new_link().left_behind() is None
+    pages.link.write_pause_lease(HOLD)
+    assert pages.new_link().abandoned_pause() is None
     for page in pages.status:
         page.count(step=1, wave=0, flags=LOCALLY_PAUSED)
         page.enter("idle")
     pages.end("waiting", "quarantined")
-    left = pages.new_link().left_behind()
+    left = pages.new_link().abandoned_pause()
     assert left is not None
-    assert left.broken == ("model",)
+    assert left.partial == ("model",)
 
 
 def test_cores_that_are_not_all_found_are_held_by_nobody(
@@ -128,7 +128,7 @@ def test_cores_that_are_not_all_found_are_held_by_nobody(
     """Those of another host, say."""
     bus.log.configure(level="warning", json=True)
     link = pages.new_link(cores=3)
-    assert link.hold(HOLD) is None
+    assert link.write_pause_lease(HOLD) is None
     assert [page.lease() for page in pages.holds] == [None, None]
-    assert "hold_not_kept" in (said := "".join(capsys.readouterr()))
+    assert "pause_lease_not_written" in (said := "".join(capsys.readouterr()))
     assert "3 cores behind one client, and pages of 2 on this host" in said

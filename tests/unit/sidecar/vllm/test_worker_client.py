@@ -37,7 +37,7 @@ class Workers:
         self.told: list[Told] = []
         self.found = StagingCapacity(64)
         self.calls_off: bool | None = False
-        self.mates: list[StagingChannelServer] = []
+        self.peers: list[StagingChannelServer] = []
         self.by_lane: list[channel_messages.Operation] = []
         self.in_place = False
         self.forgets = False  # what was armed
@@ -53,8 +53,8 @@ class Workers:
             case worker_rpc.ARM:
                 self._perform(operations.decode(kwargs["operation"]))
                 return [msgspec.to_builtins(self.found)]
-            case worker_rpc.ASK_LANE:
-                return [self.lane_name or self.lane.name, *(mate.name for mate in self.mates)]
+            case worker_rpc.ASK_STAGING_CHANNEL:
+                return [self.lane_name or self.lane.name, *(peer.name for peer in self.peers)]
             case worker_rpc.SWAP:
                 self.told += [operations.decode(kwargs[name]) for name in ("check", "operation")]
                 self.told.append(f"swap to {kwargs['version']}, {kwargs['clear_cache']}")
@@ -99,7 +99,7 @@ def closed() -> Iterator[list[WorkerClient | StagingChannelServer]]:
 def client_of(workers: Workers, closed: list[WorkerClient | StagingChannelServer]) -> WorkerClient:
     """Of these workers, until the test ends."""
     client = WorkerClient(workers)
-    closed += client, workers.lane, *workers.mates
+    closed += client, workers.lane, *workers.peers
     return client
 
 
@@ -239,10 +239,10 @@ def test_a_manifest_that_was_armed_before_is_not_sent_again(
 def test_what_may_take_long_is_asked_of_lanes(
     workers_there: int, closed: list[WorkerClient | StagingChannelServer]
 ) -> None:
-    """Who opens a transport waits for others. Of a manifest that is new, workers with mates ask
+    """Who opens a transport waits for others. Of a manifest that is new, workers with peers ask
     each other, as the core has them do; and one that can't look at it meanwhile, says so."""
     workers = Workers()
-    workers.mates += [
+    workers.peers += [
         StagingChannelServer(workers._carry_out, lambda: None) for _ in range(workers_there - 1)
     ]
     client = client_of(workers, closed)

@@ -75,7 +75,7 @@ CONFIG = BrokerConfig(
 MANIFEST = make_manifest(("a", "b"))
 PAUSE = PauseLocal("u1", "keep", True, 10_000, 60_000, 0, "keep")
 BEAT = Heartbeat("running", 0, 0, "")
-GATEWAY = Join("gateway", "h", 1, None, CoordinatorFacts("e0", 1, 0, running=False))
+GATEWAY = Join("coordinator", "h", 1, None, CoordinatorFacts("e0", 1, 0, running=False))
 OBSERVER = Join("observer", "h", 1, None, None)
 
 
@@ -330,9 +330,9 @@ def test_a_peer_that_beats_is_not_missed(bench: Bench) -> None:
 ALL: dict[str, Message] = {
     "WELCOME": Welcome(1, 1, 0),
     "HEARTBEAT_ACK": HeartbeatAck(0, ""),
-    "MATES": PeerRanks(()),
+    "PEER_RANKS": PeerRanks(()),
     "ROUTES": Routes(1, ()),
-    "LEASE_WORD": LeaseVote("dp0", 0, "clean", "u1", 1, False),
+    "LEASE_VOTE": LeaseVote("dp0", 0, "clean", "u1", 1, False),
     "PAUSE_LOCAL": PAUSE,
     "PAUSE_GLOBAL": PauseGlobal("u1"),
     "RESUME": Resume("u1"),
@@ -363,7 +363,7 @@ ALL: dict[str, Message] = {
 }
 MAY = {
     "engine": {"ACK", "CORE_STATUS", "PROBED"},
-    "gateway": {"FIRST_REQ", "WAVE_STARTED", "WAVE_COMPLETE"},
+    "coordinator": {"FIRST_REQ", "WAVE_STARTED", "WAVE_COMPLETE"},
     "observer": set[str](),
     "trainer": {
         "PAUSE_LOCAL",
@@ -391,7 +391,7 @@ def test_a_role_may_send_only_its_verbs(bench: Bench, role: str, kind: str) -> N
     bench.trainer("t")
     bench.say("o", OBSERVER)
     bench.say("gw", GATEWAY)
-    sender = {"engine": "e0", "gateway": "gw", "trainer": "t", "observer": "o"}[role]
+    sender = {"engine": "e0", "coordinator": "gw", "trainer": "t", "observer": "o"}[role]
     effects = bench.say(sender, ALL[kind])
     if kind in MAY[role]:
         assert not any(

@@ -1,4 +1,4 @@
-"""How much one peer may ask for: counted in tokens, at the door."""
+"""How much one peer may ask for: counted in tokens, as its frames come in."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LIMITS = Limits(peer=Rate(100, 1000), stranger=Rate(10, 40), status=Rate(5, 8))
 BEAT = Heartbeat("running", 0, 0, "")
 
 
-class Door:
+class Front:
     """A broker with small limits; each frame is admitted, then received."""
 
     def __init__(self) -> None:
@@ -72,8 +72,8 @@ def limited(effects: list[Effect]) -> bool:
 
 
 @pytest.fixture
-def door() -> Door:
-    return Door()
+def front() -> Front:
+    return Front()
 
 
 def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:
@@ -92,97 +92,97 @@ def test_what_was_charged_is_owed() -> None:
     assert bucket.take(1, 2100.0)
 
 
-def test_one_peer_over_its_limit_takes_nothing_from_another(door: Door) -> None:
+def test_one_peer_over_its_limit_takes_nothing_from_another(front: Front) -> None:
     """The other's heartbeat is answered, however many the first one sends."""
     for name in ("loud", "quiet"):
-        door.say(name, engine_join(dp_group=name))
-    assert door.taken("loud", BEAT, 5000) < 200
-    assert [type(each) for each in messages(door.say("quiet", BEAT))] == [HeartbeatAck]
+        front.say(name, engine_join(dp_group=name))
+    assert front.taken("loud", BEAT, 5000) < 200
+    assert [type(each) for each in messages(front.say("quiet", BEAT))] == [HeartbeatAck]
 
 
-def test_who_is_limited_is_told_once_a_second_and_served_when_it_is_slower(door: Door) -> None:
+def test_who_is_limited_is_told_once_a_second_and_served_when_it_is_slower(front: Front) -> None:
     """With the reason, and what becomes of its frames."""
-    door.say("loud", engine_join())
-    told = [door.say("loud", BEAT) for _ in range(3000)]
+    front.say("loud", engine_join())
+    told = [front.say("loud", BEAT) for _ in range(3000)]
     refusals = [each for each in told if limited(each)]
     assert len(refusals) == 1
     nack = nack_in(refusals[0])
     assert "100 frames a second" in nack.detail
     assert nack.retry_after_ms == 1000
     assert [each.event for each in refusals[0] if isinstance(each, Note)] == ["rate_limited"]
-    door.now_ms = 1000.0
-    assert 90 <= door.taken("loud", BEAT, 1000) <= 110
-    assert limited(door.say("loud", BEAT)) is False, "told already in this second"
+    front.now_ms = 1000.0
+    assert 90 <= front.taken("loud", BEAT, 1000) <= 110
+    assert limited(front.say("loud", BEAT)) is False, "told already in this second"
 
 
-def test_a_frame_costs_by_its_size(door: Door) -> None:
+def test_a_frame_costs_by_its_size(front: Front) -> None:
     """A hundred large ones are as much as thousands of small ones."""
-    door.say("t", TRAINER_JOIN)
-    door.now_ms = 60_000.0
-    assert 9 <= door.taken("t", BEAT, 100, size_bytes=400 * KIB) <= 11
+    front.say("t", TRAINER_JOIN)
+    front.now_ms = 60_000.0
+    assert 9 <= front.taken("t", BEAT, 100, size_bytes=400 * KIB) <= 11
 
 
-def test_what_is_refused_costs_more(door: Door) -> None:
+def test_what_is_refused_costs_more(front: Front) -> None:
     """It is answered, and logged."""
-    door.say("o", Join("observer", "host", 1, None, None))
-    door.now_ms = 60_000.0
-    taken = door.taken("o", WaitEngines(1, 1), 1000)
+    front.say("o", Join("observer", "host", 1, None, None))
+    front.now_ms = 60_000.0
+    taken = front.taken("o", WaitEngines(1, 1), 1000)
     assert 1000 // (REFUSED_COST + 1) <= taken <= 1000 // (REFUSED_COST + 1) + 1
 
 
-def test_a_stranger_has_little(door: Door) -> None:
+def test_a_stranger_has_little(front: Front) -> None:
     """Until it joins; and what is full again is forgotten."""
-    assert door.taken("x", BEAT, 1000) <= 4
-    assert door.broker._strangers
-    door.now_ms = 60_000.0
-    door.broker.tick(door.now_ms)
-    assert not door.broker._strangers
+    assert front.taken("x", BEAT, 1000) <= 4
+    assert front.broker._strangers
+    front.now_ms = 60_000.0
+    front.broker.tick(front.now_ms)
+    assert not front.broker._strangers
 
 
-def test_who_comes_and_goes_gets_no_new_tokens(door: Door) -> None:
+def test_who_comes_and_goes_gets_no_new_tokens(front: Front) -> None:
     """A new bucket per join would be none at all."""
     answered = 0
     for _ in range(100):
-        door.say("x", Join("observer", "host", 1, None, None))
-        answered += door.taken("x", BEAT, 100)
-        door.say("x", Leave(""))
+        front.say("x", Join("observer", "host", 1, None, None))
+        answered += front.taken("x", BEAT, 100)
+        front.say("x", Leave(""))
     assert answered < 200
 
 
-def test_strangers_share_their_questions_for_the_whole_view(door: Door) -> None:
+def test_strangers_share_their_questions_for_the_whole_view(front: Front) -> None:
     """Which is large; a peer that has joined asks on."""
-    door.say("o", Join("observer", "host", 1, None, None))
-    asked = [door.say(f"x{number}", StatusRequest()) for number in range(100)]
+    front.say("o", Join("observer", "host", 1, None, None))
+    asked = [front.say(f"x{number}", StatusRequest()) for number in range(100)]
     assert sum(isinstance(each, Status) for effects in asked for each in messages(effects)) == 8
-    assert [type(each) for each in messages(door.say("o", StatusRequest()))] == [Status]
+    assert [type(each) for each in messages(front.say("o", StatusRequest()))] == [Status]
 
 
 @pytest.mark.parametrize("role", ["trainer", "follower", "observer", "scheduler"])
-def test_a_frame_is_as_large_as_its_senders_role_needs(door: Door, role: Role) -> None:
+def test_a_frame_is_as_large_as_its_senders_role_needs(front: Front, role: Role) -> None:
     """Manifests are a trainer's; more is refused unread, with the bound."""
-    strange = nack_in(door.say("p", BEAT, STRANGERS_FRAME_BYTES + 1))
+    strange = nack_in(front.say("p", BEAT, STRANGERS_FRAME_BYTES + 1))
     assert strange.code is NackCode.OVERSIZED
-    door.say("p", Join(role, "host", 1, None, None))
-    door.now_ms = 60_000.0
+    front.say("p", Join(role, "host", 1, None, None))
+    front.now_ms = 60_000.0
     bound = FRAME_BYTES[role]
-    assert [type(each) for each in messages(door.say("p", BEAT, bound))] == [HeartbeatAck]
-    door.now_ms = 120_000.0
-    nack = nack_in(door.say("p", BEAT, bound + 1))
+    assert [type(each) for each in messages(front.say("p", BEAT, bound))] == [HeartbeatAck]
+    front.now_ms = 120_000.0
+    nack = nack_in(front.say("p", BEAT, bound + 1))
     assert nack.code is NackCode.OVERSIZED
     assert nack.detail == f"frame of {bound + 1} bytes; of role {role} at most {bound}"
 
 
-def test_a_trainer_has_so_many_requests_open(door: Door) -> None:
+def test_a_trainer_has_so_many_requests_open(front: Front) -> None:
     """The next one is refused; none of those that wait is lost."""
-    door.say("t", TRAINER_JOIN)
+    front.say("t", TRAINER_JOIN)
     for _ in range(OPEN_REQUESTS):
-        door.now_ms += 20.0
-        assert messages(door.say("t", WaitEngines(9, 10**9))) == []
-    door.now_ms += 20.0
-    nack = nack_in(door.say("t", WaitEngines(9, 10**9)))
+        front.now_ms += 20.0
+        assert messages(front.say("t", WaitEngines(9, 10**9))) == []
+    front.now_ms += 20.0
+    nack = nack_in(front.say("t", WaitEngines(9, 10**9)))
     assert nack.code is NackCode.RATE_LIMITED
     assert str(OPEN_REQUESTS) in nack.detail
-    group = door.broker.groups["policy"]
+    group = front.broker.groups["policy"]
     assert group.session.requests.open == OPEN_REQUESTS
 
 

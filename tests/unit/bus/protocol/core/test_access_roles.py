@@ -23,13 +23,13 @@ MAY: dict[str, set[str]] = {
     "trainer": EVERYBODY | COMMANDS,
     "follower": EVERYBODY | {"AWAIT_STEP"},
     "engine": EVERYBODY | {"ACK", "ARMED", "CORE_STATUS", "PROBED"},
-    "gateway": EVERYBODY | {"FIRST_REQ", "WAVE_STARTED", "WAVE_COMPLETE"},
+    "coordinator": EVERYBODY | {"FIRST_REQ", "WAVE_STARTED", "WAVE_COMPLETE"},
     "observer": EVERYBODY,
     "scheduler": EVERYBODY,
 }
 KEY_MAY: dict[str, set[str]] = {
     "trainer": MAY["trainer"] | MAY["follower"],
-    "engine": MAY["engine"] | MAY["gateway"],
+    "engine": MAY["engine"] | MAY["coordinator"],
     "observer": EVERYBODY,
     "scheduler": EVERYBODY,
 }

@@ -65,11 +65,13 @@ def gateway_join(
     running: bool = False,
     rank: int | None = None,
 ) -> Join:
-    return Join("gateway", "host", 9, None, CoordinatorFacts(dp_group, size, wave, running, rank))
+    return Join(
+        "coordinator", "host", 9, None, CoordinatorFacts(dp_group, size, wave, running, rank)
+    )
 
 
 class Bench:
-    """A broker with DP groups, their gateways and a trainer, one frame at a time."""
+    """A broker with DP groups, their DP coordinators and a trainer, one frame at a time."""
 
     def __init__(self) -> None:
         self.broker = Broker(CONFIG)
@@ -113,18 +115,18 @@ class Bench:
         self.say("t", TRAINER_JOIN)
         self.epoch = self.broker.groups["policy"].epoch
 
-    def moe(self, *, gateway: bool = True, trainer: bool = False) -> Bench:
-        """A DP group of two ranks, r0 and r1, with its gateway."""
+    def moe(self, *, coordinator: bool = True, trainer: bool = False) -> Bench:
+        """A DP group of two ranks, r0 and r1, with its DP coordinator."""
         self.rank("r0", 0)
         self.rank("r1", 1)
-        if gateway:
+        if coordinator:
             self.say("gw", gateway_join())
         if trainer:
             self.trainer()
         return self
 
     def restart(self, boot: int, *, size: int = 2, wave: int = 0) -> None:
-        """Both ranks and their gateway leave, and join in another life."""
+        """Both ranks and their DP coordinator leave, and join in another life."""
         for name in ("r0", "r1", "gw"):
             self.say(name, Leave(""))
         self._boot |= dict.fromkeys(("r0", "r1", "r2", "gw"), boot)
@@ -187,10 +189,10 @@ def sends(effects: Iterable[Effect]) -> list[Send]:
 
 def test_a_gateway_joins_with_where_its_waves_stand(bench: Bench) -> None:
     """The broker mirrors it, and shows it."""
-    bench.moe(gateway=False)
+    bench.moe(coordinator=False)
     assert only(bench.say("gw", gateway_join(wave=4, running=True)), Welcome)
     view = bench.view()
-    assert (view.gateway, view.state, view.wave) == ("gw", "running", 4)
+    assert (view.coordinator, view.state, view.wave) == ("gw", "running", 4)
     assert (view.ranks, view.size) == (2, 2)
 
 
@@ -206,9 +208,9 @@ def test_a_second_gateway_of_the_dp_group_is_refused(bench: Bench) -> None:
     """By the field, with who it is; another DP group's is welcome."""
     bench.moe()
     nack = nack_in(bench.say("gw2", gateway_join(wave=9)))
-    assert (nack.code, nack.field) == (NackCode.NAME_TAKEN, "gateway.dp_group")
+    assert (nack.code, nack.field) == (NackCode.NAME_TAKEN, "coordinator.dp_group")
     assert nack.peer == "gw"
-    assert (bench.view().gateway, bench.view().wave) == ("gw", 0)
+    assert (bench.view().coordinator, bench.view().wave) == ("gw", 0)
     assert only(bench.say("gw2", gateway_join("other")), Welcome)
 
 
@@ -216,27 +218,27 @@ def test_the_next_gateway_is_let_in_when_the_first_is_gone(bench: Bench) -> None
     """Left, or not heard for too long."""
     bench.moe()
     bench.say("gw", Leave(""))
-    assert bench.view().gateway == ""
+    assert bench.view().coordinator == ""
     assert only(bench.say("gw2", gateway_join()), Welcome)
     bench.now_ms = 6000.0
     bench.all_say(("r0", "r1"), Heartbeat("running", 0, 0, ""))
     assert "peer_lost" in notes(bench.tick(6000.0))
-    assert bench.view().gateway == ""
+    assert bench.view().coordinator == ""
     assert bench.view().state == "idle"
 
 
 @pytest.mark.parametrize(
     ("join", "field"),
     [
-        (Join("gateway", "h", 1, None, None), "gateway"),
-        (Join("gateway", "h", 1, facts(), CoordinatorFacts("moe", 2, 0, False)), "engine"),
-        (Join("engine", "h", 1, facts(), CoordinatorFacts("moe", 2, 0, False)), "gateway"),
-        (Join("trainer", "h", 1, None, CoordinatorFacts("moe", 2, 0, False)), "gateway"),
-        (Join("observer", "h", 1, None, CoordinatorFacts("moe", 2, 0, False)), "gateway"),
+        (Join("coordinator", "h", 1, None, None), "coordinator"),
+        (Join("coordinator", "h", 1, facts(), CoordinatorFacts("moe", 2, 0, False)), "engine"),
+        (Join("engine", "h", 1, facts(), CoordinatorFacts("moe", 2, 0, False)), "coordinator"),
+        (Join("trainer", "h", 1, None, CoordinatorFacts("moe", 2, 0, False)), "coordinator"),
+        (Join("observer", "h", 1, None, CoordinatorFacts("moe", 2, 0, False)), "coordinator"),
     ],
 )
 def test_facts_go_with_their_role(bench: Bench, join: Join, field: str) -> None:
-    """A gateway without its own, or anybody with a gateway's, is refused and leaves no trace."""
+    """A coordinator without its own, or anybody with one's, is refused and leaves no trace."""
     nack = nack_in(bench.say("x", join))
     assert (nack.code, nack.field) == (NackCode.MALFORMED, field)
     assert not bench.broker.groups
@@ -289,7 +291,7 @@ def test_a_first_request_between_two_resumes_waits_for_the_second(bench: Bench) 
 
 
 def test_between_the_phases_a_wave_is_still_started(bench: Bench) -> None:
-    """Also when one rank is paused already: its mates step until it has agreed with them."""
+    """Also when one rank is paused already: its peer ranks step until it has agreed with them."""
     bench.moe(trainer=True).bring(_S.LOCAL)
     assert starts(bench.say("gw", FirstReq("moe", 0, 0)))
     bench.ack(("r0",), Step.PAUSE_GLOBAL)
@@ -373,7 +375,7 @@ def test_ranks_that_completed_a_given_up_pause_by_themselves_are_paused(bench: B
 
 
 def test_waves_are_mirrored(bench: Bench) -> None:
-    """Started, complete, and the number: the gateway's own, whoever decided."""
+    """Started, complete, and the number: the DP coordinator's own, whoever decided."""
     bench.moe()
     effects = bench.say("gw", WaveStarted("moe", 0, local=True, rank=1))
     (note,) = [each for each in effects if isinstance(each, Note)]
@@ -578,7 +580,7 @@ def test_the_new_gateway_may_come_last(bench: Bench) -> None:
     bench.say("gw", WaveComplete("moe", 8))
     bench.restart(2)
     view = bench.view()
-    assert (view.state, view.wave, view.gateway) == ("idle", 0, "gw")
+    assert (view.state, view.wave, view.coordinator) == ("idle", 0, "gw")
     assert starts(bench.say("gw", FirstReq("moe", 0, 0))) == [StartDpWave("moe", 0, None)]
 
 
@@ -604,7 +606,7 @@ def test_the_number_of_a_coordinator_that_died_unheard_is_not_kept(bench: Bench)
 
 
 def test_a_rank_that_was_missed_and_lives_does_not_make_the_number_fall(bench: Bench) -> None:
-    """Its sidecar was cut off for a while: the group and its gateway are the same."""
+    """Its sidecar was cut off for a while: the group and its DP coordinator are the same."""
     bench.moe()
     bench.say("gw", WaveComplete("moe", 4))
     bench.say("gw", WaveStarted("moe", 5, local=False))
@@ -652,7 +654,7 @@ def test_a_dp_group_may_come_back_larger(bench: Bench) -> None:
 
 def test_without_a_gateway_the_cores_pages_are_mirrored(bench: Bench) -> None:
     """vLLM's own coordinator tells nobody; what its cores do shows it."""
-    bench.moe(gateway=False)
+    bench.moe(coordinator=False)
     assert bench.page("r0", "step", wave=3) == ["wave_complete", "wave_started"]
     assert (bench.view().state, bench.view().wave) == ("running", 3)
     assert bench.page("r0", "step", wave=3) == []
@@ -668,8 +670,8 @@ def test_without_a_gateway_the_cores_pages_are_mirrored(bench: Bench) -> None:
 
 
 def test_the_pages_show_the_waves_of_a_pause_and_of_its_resume(bench: Bench) -> None:
-    """Without a gateway. What runs is not taken for paused, nor what is over for running."""
-    bench.moe(gateway=False, trainer=True).bring(_S.LOCAL)
+    """Without a DP coordinator. What runs is not taken for paused, nor what is over for running."""
+    bench.moe(coordinator=False, trainer=True).bring(_S.LOCAL)
     assert bench.page("r0", "dummy") == ["wave_started"]  # an idle group's pause makes one
     assert bench.view().state == "locally paused"
     bench.ack(("r0", "r1"), Step.PAUSE_GLOBAL)
@@ -840,7 +842,7 @@ def test_a_dp_group_that_lost_a_rank_is_left_out_and_named() -> None:
 
 
 def test_a_rank_lost_in_a_pause_takes_its_own_dp_group_down_alone() -> None:
-    """The others' pause is completed and resumed; its mate is not resumed without it."""
+    """The others' pause is completed and resumed; its peer rank is not resumed without it."""
     bench = Shapes()
     bench.say("t", PAUSE)
     bench.ack(bench.NAMES, Step.PAUSE_LOCAL)

@@ -58,8 +58,8 @@ class Bench:
             self.now_ms = min(self.now_ms + 1_000.0, to_ms)
             for name, (phase, since_ms) in pages.items():
                 self.say(name, BEAT)
-                stands_ms = 0.0 if phase == "idle" else self.now_ms - since_ms
-                self.say(name, CoreStatus(phase, stands_ms, 7, 0, 1))
+                stalled_ms = 0.0 if phase == "idle" else self.now_ms - since_ms
+                self.say(name, CoreStatus(phase, stalled_ms, 7, 0, 1))
             if self.epoch:
                 self.say("t", Heartbeat("running", 0, 0, ""))
             self.effects += self.broker.tick(self.now_ms)
@@ -121,7 +121,7 @@ def test_where_nobody_supervises_the_status_says_what_to_do(
 
 
 def test_who_is_left_of_a_group_is_restarted_when_it_waits_for_the_lost_one(bench: Bench) -> None:
-    """Its mate was stopped, or has hung itself up; it will not end that collective any more."""
+    """Its peer was stopped, or has hung itself up; it will not end that collective any more."""
     bench.ranks(True, True)
     made = bench.live(16_000, r1=("dummy", 5_000.0))
     assert "dp_group_down" in events(made)

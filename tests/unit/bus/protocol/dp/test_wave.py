@@ -229,7 +229,7 @@ def test_a_group_that_falls_out_of_its_pause_while_a_wave_runs_runs() -> None:
 
 
 def test_nothing_is_under_way_in_a_group_that_is_down() -> None:
-    """Its mates step no more, whatever notice was on its way."""
+    """Its peer ranks step no more, whatever notice was on its way."""
     waves = machine(_S.RUNNING)
     waves.on_rank_lost()
     waves.on_started(WAVE, 1)
@@ -290,7 +290,7 @@ def test_where_a_coordinator_stands_when_it_joins_is_taken_over() -> None:
 
 @pytest.mark.parametrize("state", _S)
 def test_a_rank_that_dies_takes_what_was_kept_along(state: WaveState) -> None:
-    """The requests were in its mates, and those restart too."""
+    """The requests were in its peer ranks, and those restart too."""
     waves = machine(state)
     waves.first_req(WAVE)
     waves.on_rank_lost()

@@ -50,7 +50,7 @@ def test_who_runs_and_hears_that_it_is_behind_closes_its_door_once() -> None:
     assert told(driver, HERS) == []
     note = noted(told(driver))
     fields = {"version": HERS, "group_version": THE_GROUPS}
-    assert (note.event, note.fields) == ("closed_behind", fields)
+    assert (note.event, note.fields) == ("closed_stale", fields)
     assert driver.calls == [CallAbortRequests()]
     assert told(driver) == [], "the call is under way"
     driver.returned()

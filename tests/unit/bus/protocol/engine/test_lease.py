@@ -39,16 +39,16 @@ def rank_of(size: int = 3) -> Driver:
 
 
 def told(effects: list[SessionEffect]) -> list[tuple[LeasePosition, tuple[int, ...], bool]]:
-    """What was said to mates."""
+    """What was said to peer ranks."""
     words = [each for each in effects if isinstance(each, SendToPeers)]
-    return [(each.vote.stand, each.ranks, each.vote.asks) for each in words]
+    return [(each.vote.position, each.ranks, each.vote.asks) for each in words]
 
 
 def events(effects: list[SessionEffect]) -> list[str]:
     return [each.event for each in effects if isinstance(each, Note)]
 
 
-def test_a_rank_does_not_resume_before_all_mates_have_said_that_they_are_clean() -> None:
+def test_a_rank_does_not_resume_before_all_peers_have_said_that_they_are_clean() -> None:
     """One that is held, or can't say yet, is no reason; the last one that is clean is."""
     driver = rank_of().paused()
     effects = driver.tick(OVER_MS)
@@ -73,19 +73,19 @@ def test_who_has_resumed_counts_as_clean() -> None:
     assert driver.calls[-1] == CallResume()
 
 
-@pytest.mark.parametrize("stand", ["clean", "running"])
-def test_a_mate_at_another_version_is_no_mate_to_run_with(stand: LeasePosition) -> None:
+@pytest.mark.parametrize("position", ["clean", "running"])
+def test_a_peer_at_another_version_is_no_peer_to_run_with(position: LeasePosition) -> None:
     """It has committed, and this one has not."""
     driver = rank_of(2).paused()
     driver.tick(OVER_MS)
-    assert events(driver.word(1, stand, version=4)) == ["lease_settled"]
+    assert events(driver.word(1, position, version=4)) == ["lease_settled"]
     assert driver.calls[-1] == CallAbortRequests()
     driver.returned()
     assert driver.session.phase == "paused"
     assert driver.session.next_deadline_ms() is None
 
 
-def test_a_mate_that_is_partial_keeps_all_paused() -> None:
+def test_a_peer_that_is_partial_keeps_all_paused() -> None:
     """Whatever the others say before or after; their requests are ended."""
     driver = rank_of().paused()
     driver.tick(OVER_MS)
@@ -98,7 +98,7 @@ def test_a_mate_that_is_partial_keeps_all_paused() -> None:
     assert driver.tick(10**9) == []
 
 
-def test_what_a_mate_said_before_the_lease_was_over_does_not_count() -> None:
+def test_what_a_peer_said_before_the_lease_was_over_does_not_count() -> None:
     """It was true of an earlier pause, maybe."""
     driver = rank_of(2).paused()
     driver.word(1, "clean")
@@ -108,7 +108,7 @@ def test_what_a_mate_said_before_the_lease_was_over_does_not_count() -> None:
     assert driver.calls[-1] == CallResume()
 
 
-def test_a_rank_that_hears_of_no_mate_stays_paused_asks_on_and_says_so() -> None:
+def test_a_rank_that_hears_of_no_peer_stays_paused_asks_on_and_says_so() -> None:
     """Once a second, with the ranks that it misses."""
     driver = rank_of().paused()
     driver.tick(OVER_MS)
@@ -134,7 +134,7 @@ def test_a_rank_that_has_said_that_it_is_clean_holds_its_engine_no_longer() -> N
 
 
 def test_a_rank_that_undoes_what_it_began_holds_its_engine_still() -> None:
-    """Nor does the core of one resume whose mate lacks a part."""
+    """Nor does the core of one resume whose peer rank lacks a part."""
     driver = rank_of(2).started()
     driver.tick(OVER_MS)
     assert driver.session.held_for_ms(OVER_MS) > 0
@@ -171,11 +171,11 @@ def test_a_rank_restores_what_it_began_before_it_says_that_it_is_clean() -> None
     driver.returned()
     assert driver.session.next_deadline_ms() is not None
     driver.tick(OVER_MS + 1)
-    assert driver.calls[-1] == CallResume()  # the mate was clean, and is
+    assert driver.calls[-1] == CallResume()  # the peer rank was clean, and is
 
 
 def test_a_rank_that_loaded_a_part_is_partial_and_tells() -> None:
-    """Its mates stay with it."""
+    """Its peer ranks stay with it."""
     driver = rank_of(2).loaded()
     driver.tick(OVER_MS)
     assert driver.calls[-1] == CallAbortRequests()
@@ -201,7 +201,7 @@ def test_an_update_that_is_armed_and_no_more_changes_no_stand() -> None:
 
 
 def test_who_said_clean_begins_no_update() -> None:
-    """A mate may have resumed on that word."""
+    """A peer rank may have resumed on that word."""
     driver = rank_of(2).armed().paused()
     driver.tick(OVER_MS)
     driver.command(make_arm("u2", MANIFEST, version=4))
@@ -210,7 +210,7 @@ def test_who_said_clean_begins_no_update() -> None:
 
 
 def test_who_said_clean_pauses_for_nobody_else_before_it_has_resumed() -> None:
-    """The mate runs, so this one does, and is then paused with it."""
+    """The peer rank runs, so this one does, and is then paused with it."""
     driver = rank_of(2).paused()
     driver.tick(OVER_MS)
     assert driver.command(PauseLocal("u2", "keep", True, 5_000, 60_000, 0, "keep")) == []
@@ -226,7 +226,7 @@ def test_who_said_clean_pauses_for_nobody_else_before_it_has_resumed() -> None:
     assert driver.session.lease.state is LeaseState.HELD
 
 
-def test_requests_that_are_ended_for_a_mates_sake_leave_the_next_update_armed() -> None:
+def test_requests_that_are_ended_for_a_peers_sake_leave_the_next_update_armed() -> None:
     """It is what brings them all back."""
     driver = rank_of(2).armed().paused()
     driver.tick(OVER_MS)
@@ -238,7 +238,7 @@ def test_requests_that_are_ended_for_a_mates_sake_leave_the_next_update_armed() 
     assert driver.calls[-1] == CallStart(recover=False, target="model")
 
 
-def test_a_pause_that_waited_for_a_mate_is_taken_when_that_turns_out_to_be_partial() -> None:
+def test_a_pause_that_waited_for_a_peer_is_taken_when_that_turns_out_to_be_partial() -> None:
     """There is no resume that it could follow."""
     driver = rank_of(2).paused()
     driver.tick(OVER_MS)
@@ -249,7 +249,7 @@ def test_a_pause_that_waited_for_a_mate_is_taken_when_that_turns_out_to_be_parti
 
 
 def test_a_lease_that_is_over_is_not_renewed_but_a_resume_ends_it() -> None:
-    """Mates count on it; the broker's resume is of all of them."""
+    """Peer ranks count on it; the broker's resume is of all of them."""
     driver = rank_of(2).paused()
     driver.tick(OVER_MS)
     driver.session.on_lease_renewed(1, "u1", OVER_MS + 1)
@@ -258,16 +258,16 @@ def test_a_lease_that_is_over_is_not_renewed_but_a_resume_ends_it() -> None:
     assert driver.calls[-1] == CallResume()
 
 
-def test_a_rank_whose_pause_does_not_return_asks_its_mates_to_join_it() -> None:
+def test_a_rank_whose_pause_does_not_return_asks_its_peers_to_join_it() -> None:
     """Half-made: it would never return."""
     driver = rank_of(2)
     driver.command(PAUSE)
     assert told(driver.tick(OVER_MS)) == [("pausing", (1,), True)]
-    mate = rank_of(2)
-    assert mate.word(0, "pausing") == []  # nobody is one's own mate
-    assert mate.word(2, "pausing") == []
-    mate.word(1, "pausing")
-    assert mate.calls == [CallPause("keep", clear_cache=False)]
+    peer = rank_of(2)
+    assert peer.word(0, "pausing") == []  # nobody is one's own peer rank
+    assert peer.word(2, "pausing") == []
+    peer.word(1, "pausing")
+    assert peer.calls == [CallPause("keep", clear_cache=False)]
 
 
 def test_a_rank_that_has_resumed_from_a_pause_does_not_join_it_again() -> None:
@@ -280,7 +280,7 @@ def test_a_rank_that_has_resumed_from_a_pause_does_not_join_it_again() -> None:
     assert driver.calls == calls
 
 
-def test_a_rank_that_joined_its_mates_pause_ends_it_with_them() -> None:
+def test_a_rank_that_joined_its_peers_pause_ends_it_with_them() -> None:
     """Its lease is over as soon as its pause is made."""
     driver = rank_of(2)
     driver.word(1, "pausing", now_ms=50.0)
@@ -296,7 +296,7 @@ def test_a_pause_that_failed_is_made_once_more_before_anybody_resumes() -> None:
     driver = Driver()
     driver.command(PAUSE)
     driver.failed()
-    assert driver.session.phase == "unsure"
+    assert driver.session.phase == "pause_unknown"
     driver.tick(OVER_MS)
     assert driver.calls == [CallPause("keep", True), CallPause("keep", True)]
     driver.returned()

@@ -69,7 +69,7 @@ def test_it_is_asked_once_and_acked_by_the_return(level: SleepLevel) -> None:
     assert (told.step, told.update_id) == (Step.SLEEP, "u1")
     assert only(driver.command(Sleep("u1", level)), Ack).step is Step.SLEEP
     assert len(driver.calls) == 2
-    assert driver.session.phase == ("asleep" if level == 1 else "emptied")
+    assert driver.session.phase == ("asleep" if level == 1 else "weights_discarded")
 
 
 def test_only_a_paused_engine_sleeps() -> None:
@@ -171,7 +171,7 @@ def test_discarded_weights_are_not_resumed_until_a_commit(outcome: str) -> None:
     driver = Driver().paused()
     driver.command(Sleep("u1", 2))
     getattr(driver, outcome)()
-    assert driver.session.phase == "emptied"
+    assert driver.session.phase == "weights_discarded"
     assert nack_in(driver.command(Resume("u1"))).code is NackCode.WRONG_STATE
     driver.command(Wake("u1"))
     driver.returned()
@@ -223,7 +223,7 @@ def test_an_update_armed_again_while_the_emptied_end_their_requests_is_refused()
     driver.command(Wake("u1"))
     driver.returned()
     driver.armed()
-    driver.command(Abort("u1", "a mate refused"))
+    driver.command(Abort("u1", "a peer rank refused"))
     driver.tick(5_001.0)
     assert driver.running == CallAbortRequests()
     nack = nack_in(driver.command(make_arm("u1", MANIFEST, version=4)))

@@ -76,7 +76,7 @@ class Driver:
             self.returned()
         if state is _S.RESUMING:
             self.resume()
-        if state is _S.UNSURE:
+        if state is _S.UNKNOWN:
             self.failed()
         assert self.pause.state is state
         return self
@@ -114,7 +114,7 @@ def test_a_doubled_pause_local_calls_nothing(state: EnginePauseState) -> None:
     driver = Driver().to(state)
     before = list(driver.calls)
     effects = driver.local(msg_id=9)
-    if state in (_S.RUNNING, _S.UNSURE):
+    if state in (_S.RUNNING, _S.UNKNOWN):
         assert driver.calls == [*before, CallPause("keep", True)]
     else:
         assert driver.calls == before
@@ -143,7 +143,7 @@ def test_resume_is_for_the_pause_under_way(state: EnginePauseState, update_id: s
     """Only a completed pause of this id is resumed; a pending one remembers it."""
     driver = Driver().to(state)
     calls = list(driver.calls)
-    if state in (_S.RUNNING, _S.UNSURE) or update_id == "u0":
+    if state in (_S.RUNNING, _S.UNKNOWN) or update_id == "u0":
         with pytest.raises(Declined):
             driver.resume(update_id)
         assert driver.pause.state is state
@@ -185,7 +185,7 @@ def test_a_pause_that_fails_is_made_anew() -> None:
     effects = driver.failed()
     nack = only(effects, Nack)
     assert (nack.step, nack.code) == (Step.PAUSE_GLOBAL, NackCode.ENGINE_FAILED)
-    assert driver.pause.state is _S.UNSURE
+    assert driver.pause.state is _S.UNKNOWN
     driver.local("u2")
     driver.returned()
     assert CallResume() not in driver.calls
@@ -291,7 +291,7 @@ def test_of_two_pauses_both_may_fail() -> None:
     driver.pause.escalate()
     assert not driver.failed()
     assert only(driver.pause.on_pause_failed(0, BROKEN), Nack).code is NackCode.ENGINE_FAILED
-    assert driver.pause.state is _S.UNSURE
+    assert driver.pause.state is _S.UNKNOWN
 
 
 def test_a_resume_waits_for_both_pauses() -> None:
@@ -422,7 +422,7 @@ def test_what_could_not_be_dropped_is_no_pause() -> None:
     (sent,) = [each for each in driver.failed() if isinstance(each, Send)]
     assert isinstance(sent.message, Nack)
     assert (sent.message.step, sent.reply_to) == (Step.PAUSE_GLOBAL, 8)
-    assert driver.pause.state is _S.UNSURE
+    assert driver.pause.state is _S.UNKNOWN
     driver.pause.pause_again(driver.now_ms)
     assert driver.queue.running() == CallPause("abort", True)
 
@@ -433,5 +433,5 @@ def test_a_pause_that_failed_drops_nothing() -> None:
     driver.ask(weak())
     driver.ask(strong(), 7)
     driver.failed()
-    assert driver.pause.state is _S.UNSURE
+    assert driver.pause.state is _S.UNKNOWN
     assert driver.calls == [CallPause("keep", False)]

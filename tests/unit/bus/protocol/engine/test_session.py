@@ -310,7 +310,7 @@ def test_after_probes_that_failed_the_engine_is_paused_anew() -> None:
     driver = finished()
     driver.command(PROBE)
     assert only(driver.failed(), Nack).step == "probe"
-    assert driver.session.pause.state is EnginePauseState.UNSURE
+    assert driver.session.pause.state is EnginePauseState.UNKNOWN
     driver.command(Abort("u1", ""))
     driver.returned()
     driver.command(PauseLocal("u2", "keep", True, 5_000, 60_000, 0, "keep"))

@@ -66,8 +66,8 @@ class Driver:
 
     def __init__(self, *, version: int = 3, opened: bool = True) -> None:
         self.queue = CallQueue()
-        self.door = Admission()
-        self.update = EngineUpdate(self.queue, version, "e0", self.door)
+        self.admission = Admission()
+        self.update = EngineUpdate(self.queue, version, "e0", self.admission)
         self.calls: list[Call] = []
         if opened:
             self.open()
@@ -943,7 +943,7 @@ def test_an_undoing_that_fails_quarantines(state: EngineUpdateState) -> None:
         failed = driver.returned()
     assert outcome(failed) == "partial"
     assert driver.update.partial
-    assert driver.door.closed
+    assert driver.admission.closed
 
 
 def test_a_quarantined_engine_is_told_to_recover_and_freed_by_the_commit() -> None:
@@ -1353,13 +1353,13 @@ def test_probes_that_fail_can_be_asked_for_again() -> None:
 
 
 def test_an_abort_follows_the_probes_that_are_under_way() -> None:
-    """What is loaded stays: the engine is quarantined, behind its door."""
+    """What is loaded stays: the engine is quarantined, with admission closed."""
     driver = Driver().to(_S.PROBING)
     driver.abort()
     driver.returned(GIVEN)
     assert driver.calls[-1] == CallAbortRequests()
     assert outcome(driver.returned()) == "partial"
-    assert driver.door.closed
+    assert driver.admission.closed
 
 
 def test_a_door_that_is_found_closed_is_a_quarantine() -> None:

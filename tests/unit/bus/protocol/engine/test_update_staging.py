@@ -175,7 +175,7 @@ def test_an_earlier_update_takes_nobodys_place() -> None:
 
 
 def test_a_pause_comes_before_a_swap_that_waits() -> None:
-    """Behind it, it would wait as well, and the mates for the pause."""
+    """Behind it, it would wait as well, and the peer ranks for the pause."""
     driver = Driver(dp_size=2).stages()
     driver.command(COMMIT)
     effects = driver.command(replace(PAUSE, update_id="p1"))
@@ -190,7 +190,7 @@ def test_a_pause_comes_before_a_swap_that_waits() -> None:
     assert driver.command(COMMIT) == [CallSwap(4, clear_cache=True)]
 
 
-def test_a_mates_pause_comes_before_it_as_well() -> None:
+def test_a_peers_pause_comes_before_it_as_well() -> None:
     """Which nobody has asked this rank for."""
     driver = Driver(dp_size=2).stages()
     driver.command(COMMIT)
@@ -220,7 +220,7 @@ def test_a_swap_that_fails_half_way_quarantines() -> None:
 
 
 def test_who_is_told_of_the_version_that_it_is_about_to_serve_is_not_behind() -> None:
-    """A mate has committed already. If its own commit does not come, it is."""
+    """A peer rank has committed already. If its own commit does not come, it is."""
     driver = Driver().stages()
     assert driver.session.on_group_version(4, 0.0) == []
     driver.command(Abort("u1", ""))
@@ -231,8 +231,8 @@ def test_who_is_told_of_the_version_that_it_is_about_to_serve_is_not_behind() ->
 
 @pytest.mark.parametrize("opens", [True, False])
 def test_who_was_behind_opens_its_door_with_the_swap_and_then_has_committed(opens: bool) -> None:
-    """No resume does; and who is said to have committed gets requests. A door that can't be opened
-    is tried again, with the next heartbeat."""
+    """No resume does; and who is said to have committed gets requests. Admission that can't be
+    opened is tried again, with the next heartbeat."""
     driver = Driver()
     driver.take(driver.session.on_group_version(4, 0.0))
     driver.returned()
@@ -263,7 +263,7 @@ def test_who_gives_up_what_would_have_caught_it_up_closes_its_door_at_once(undon
 
 @pytest.mark.parametrize("when", ["waits for the swap", "is made"])
 def test_who_was_behind_opens_its_door_with_the_swap_before_a_pause(when: str) -> None:
-    """What comes in a pause is held; a closed door would end it."""
+    """What comes in a pause is held; a closed admission would end it."""
     driver = Driver()
     driver.take(driver.session.on_group_version(4, 0.0))
     driver.returned()
@@ -284,7 +284,7 @@ def test_who_was_behind_opens_its_door_with_the_swap_before_a_pause(when: str) -
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_who_is_behind_after_its_swap_has_committed_nonetheless(closes: bool) -> None:
-    """To an older version than its group's. Its door stays closed, or is closed at last."""
+    """To an older version than its group's. Its admission stays closed, or is closed at last."""
     driver = Driver()
     driver.take(driver.session.on_group_version(5, 0.0))
     if closes:

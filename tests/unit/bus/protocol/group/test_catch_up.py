@@ -111,7 +111,7 @@ def test_all_come_back_to_the_version_before_an_update_that_failed_everywhere() 
     assert scene.engine("e0").truth.commits == [1, 1]
 
 
-def test_one_whose_commit_failed_takes_the_mate_that_has_committed_along() -> None:
+def test_one_whose_commit_failed_takes_the_peer_that_has_committed_along() -> None:
     """A DP group runs as one: the rank that serves the version loads it again."""
     scene = Scene(2, 1)
     scene.trainer.keep_last = True

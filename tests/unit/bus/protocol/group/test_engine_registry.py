@@ -101,7 +101,7 @@ def test_who_is_left_out_is_known_by_name() -> None:
     assert engines.incomplete() == ()
 
 
-def test_mates_are_the_ranks_that_are_there() -> None:
+def test_peers_are_the_ranks_that_are_there() -> None:
     """Itself among them; an engine alone has none but itself."""
     engines = roster()
     assert engines.dp_peers("r1") == ["r0", "r1"]
@@ -110,7 +110,7 @@ def test_mates_are_the_ranks_that_are_there() -> None:
     assert engines.dp_peers("r1") == ["r1"]
 
 
-def test_a_pause_that_is_pending_for_some_beats_while_a_mate_runs_is_half_made() -> None:
+def test_a_pause_that_is_pending_for_some_beats_while_a_peer_runs_is_half_made() -> None:
     """Not at once: a pause that somebody asked completes by itself."""
     engines = roster()
     engines.engines["r1"].phase = "pausing"

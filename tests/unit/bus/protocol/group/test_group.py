@@ -281,7 +281,7 @@ def test_an_engine_lost_on_the_way_to_a_pause_is_reported(state: PauseState, how
     assert isinstance(outcome.error, PauseFailed)
     assert (outcome.error.code, outcome.error.nack.peer) == (NackCode.PEER_LOST, "e1")
     assert scene.reach["recovered forward"] == 1
-    # Its mate waits for it: it could not step alone.
+    # Its peer rank waits for it: it could not step alone.
     assert scene.running() == {"e2"}
     assert scene.engine("e2").truth.pauses == 1
     scene.world.restart_engine("e1")
@@ -314,7 +314,7 @@ def test_an_engine_lost_in_an_update_is_left_out(state: UpdateState) -> None:
         return
     if state in (UpdateState.ARMING, UpdateState.ARMED) and outcome.error is not None:
         assert code_of(outcome) in (NackCode.WRONG_STATE, NackCode.PEER_LOST)
-        assert "e0" in scene.running()  # and e1 waits for its mate
+        assert "e0" in scene.running()  # and e1 waits for its peer rank
         return
     assert outcome.version == 1
     assert scene.versions()["e0"] == 1
@@ -352,7 +352,7 @@ def test_a_failure_before_the_first_chunk_gives_the_update_up_for_all(
 
 
 def test_a_resume_that_was_asked_ahead_leaves_out_who_failed_to_commit() -> None:
-    """And its mates: they stay paused as one, without being asked, until a whole update."""
+    """And its peer ranks: they stay paused as one, without being asked, until a whole update."""
     scene = Scene(2, 1)
     scene.trainer.pipelined = True
     failing = scene.engine("e1")
@@ -431,11 +431,11 @@ def pauses_called(engine: SimEngine) -> int:
     return sum(isinstance(call, CallPause) for call in engine.calls)
 
 
-def test_a_rank_that_refuses_its_pause_is_asked_again_while_its_mates_wait() -> None:
+def test_a_rank_that_refuses_its_pause_is_asked_again_while_its_peers_wait() -> None:
     """Both phases again, for it alone; then all resume, once, and the caller hears why."""
     scene = Scene(2, 1)
     scene.engine("e1").behaviour.fail_next.add(CallPause)
-    scene.engine("e0").behaviour.hold.add(CallPause)  # as a mate's pause is: until both agree
+    scene.engine("e0").behaviour.hold.add(CallPause)  # as a peer rank's pause is: until both agree
     scene.pause()
     assert scene.world.run_until(lambda: scene.engine("e1").truth.idle)
     assert commands(scene.engine("e1")) == [PauseLocal, PauseGlobal, PauseLocal, PauseGlobal]
@@ -495,33 +495,33 @@ def test_a_rank_that_refuses_for_too_long_gives_its_dp_group_up() -> None:
 
 @pytest.mark.parametrize("restart", [True, False])
 def test_a_half_made_pause_is_found_by_heartbeats_completed_and_resumed(restart: bool) -> None:
-    """One rank's pause is pending, its mate runs and knows of none: nobody else will ask it."""
+    """One rank's pause is pending, its peer runs and knows of none: nobody else will ask it."""
     scene = Scene(2, 1)
-    one, mate = scene.engine("e0"), scene.engine("e1")
-    one.behaviour.hold.add(CallPause)  # as it does, until its mate is asked too
+    one, peer = scene.engine("e0"), scene.engine("e1")
+    one.behaviour.hold.add(CallPause)  # as it does, until its peer rank is asked too
     if restart:
-        scene.world.network.cut(mate.route)
+        scene.world.network.cut(peer.route)
         scene.pause()
         assert scene.world.run_until(lambda: isinstance(one.running_call, CallPause))
         scene.trainer.kill()
         scene.world.restart_broker()
-        scene.world.network.heal(mate.route)
+        scene.world.network.heal(peer.route)
     else:
-        mate.behaviour.fail_rate[CallPause] = 1.0
+        peer.behaviour.fail_rate[CallPause] = 1.0
         scene.pause()
         within_ms = scene.world.config.step_timeout_ms + 3000.0
         assert scene.world.run_until(lambda: not scene.trainer.is_busy, within_ms=within_ms)
-        mate.behaviour.fail_rate.clear()
-    asked = len(mate.commands)
-    assert scene.world.run_until(lambda: mate.truth.idle, within_ms=6000.0)
-    assert type(mate.commands[asked]) is PauseLocal
+        peer.behaviour.fail_rate.clear()
+    asked = len(peer.commands)
+    assert scene.world.run_until(lambda: peer.truth.idle, within_ms=6000.0)
+    assert type(peer.commands[asked]) is PauseLocal
     assert Resume not in commands(one)
     assert one.session.phase == "pausing"
     one.release(CallPause)
     scene.rest()
     assert scene.running() == {"e0", "e1", "e2"}
     assert (one.truth.pauses, one.truth.resumes) == (1, 1)
-    assert (mate.truth.pauses, mate.truth.resumes) == (1, 1)
+    assert (peer.truth.pauses, peer.truth.resumes) == (1, 1)
 
 
 def test_a_pause_that_is_under_way_is_not_taken_for_a_half_made_one() -> None:
@@ -828,9 +828,9 @@ def test_a_pause_that_is_recovered_frees_no_quarantined_dp_group() -> None:
     assert scene.running() == {"e2", "e3"}
 
 
-def test_mates_of_a_rank_that_fell_out_of_a_pause_stay_out_with_it() -> None:
+def test_peers_of_a_rank_that_fell_out_of_a_pause_stay_out_with_it() -> None:
     """It is back before the update begins: none of its DP group takes part, so that none
-    serves another version than its mates."""
+    serves another version than its peer ranks."""
     scene = Scene(2, 1)
     ask = PauseLocal("p1", "keep", True, 6000, 60_000, 0, "keep")
     scene.trainer.run(scene.trainer.ask(ask))
@@ -858,7 +858,7 @@ def test_an_engine_whose_pause_failed_is_paused_again_and_resumed() -> None:
     assert scene.running() == {"e0", "e1"}
 
 
-def test_a_new_broker_resumes_no_rank_while_its_mate_gives_the_update_up() -> None:
+def test_a_new_broker_resumes_no_rank_while_its_peer_gives_the_update_up() -> None:
     """It finds one restored and paused, and the other one in the middle of its restore."""
     scene = Scene(2)
     scene.engine("e0").behaviour.hold.add(CallRestore)

@@ -111,7 +111,7 @@ def test_a_step_that_fails_somewhere_changes_nothing_there(kind: type) -> None:
     assert not scene.engine("e0").truth.closed
 
 
-def test_a_rank_that_can_not_swap_keeps_its_mates_from_it() -> None:
+def test_a_rank_that_can_not_swap_keeps_its_peers_from_it() -> None:
     """It vetoes, and all ranks of its DP group stay at the old version; others commit."""
     scene = staged(1, 2)
     scene.engine("e2").behaviour.fail_next.add(CallSwap)

@@ -277,14 +277,14 @@ def test_a_pause_that_is_made_has_no_deadline(state: PauseState) -> None:
 def test_quarantined_engines_stay_paused() -> None:
     """They are asked nothing, and the others resume."""
     pause = machine(PauseState.PAUSED)
-    pause._staying = lambda: frozenset({"e1", "e2", "e7"})
+    pause._kept_paused = lambda: frozenset({"e1", "e2", "e7"})
     assert pause.resume(5.0) == [Ask(Resume("u1", VERSION), ("e0",))]
 
 
 def test_quarantined_engines_stay_paused_when_a_pause_is_recovered() -> None:
     """A pause that failed frees nobody."""
     pause = machine(PauseState.GLOBAL)
-    pause._staying = lambda: frozenset({"e1", "e2"})
+    pause._kept_paused = lambda: frozenset({"e1", "e2"})
     pause.fail(LOST)
     (ask,) = all_ack(pause, Step.PAUSE_GLOBAL)
     assert ask == Ask(Resume("u1", VERSION), ("e0",))
@@ -293,7 +293,7 @@ def test_quarantined_engines_stay_paused_when_a_pause_is_recovered() -> None:
 def test_with_all_quarantined_nobody_is_resumed() -> None:
     """The caller hears that nobody is left, and the machine is free for the next pause."""
     pause = machine(PauseState.PAUSED)
-    pause._staying = lambda: frozenset(MEMBERS)
+    pause._kept_paused = lambda: frozenset(MEMBERS)
     (failed,) = pause.resume(5.0)
     assert isinstance(failed, StepFailed)
     assert (failed.step, failed.failure.code) == (Step.RESUME, NackCode.EMPTY_GROUP)
@@ -303,8 +303,8 @@ def test_with_all_quarantined_nobody_is_resumed() -> None:
 CANNOT = Failure(NackCode.ENGINE_FAILED, "out of memory", peer="e1")
 
 
-def test_a_rank_with_mates_that_refuses_in_phase_one_is_asked_again() -> None:
-    """It stays in the round, since its mates' pauses complete only with its own."""
+def test_a_rank_with_peers_that_refuses_in_phase_one_is_asked_again() -> None:
+    """It stays in the round, since its peer ranks' pauses complete only with its own."""
     pause = machine(PauseState.LOCAL)
     pause.on_ack("e1", ack(Step.PAUSE_LOCAL), 1.0)
     assert pause.on_refused("e1", CANNOT, 2.0) == []
@@ -315,8 +315,8 @@ def test_a_rank_with_mates_that_refuses_in_phase_one_is_asked_again() -> None:
     assert pause.retry() == [waiting]
 
 
-def test_a_rank_with_mates_that_refuses_in_phase_two_is_asked_both_phases_again() -> None:
-    """In their order, and it alone; a mate that has paused is not asked twice."""
+def test_a_rank_with_peers_that_refuses_in_phase_two_is_asked_both_phases_again() -> None:
+    """In their order, and it alone; a peer rank that has paused is not asked twice."""
     pause = machine(PauseState.GLOBAL)
     pause.on_ack("e2", ack(Step.PAUSE_GLOBAL), 2.0)
     assert pause.on_refused("e1", CANNOT, 3.0) == []
@@ -360,7 +360,7 @@ def test_an_engine_alone_that_refuses_falls_out(state: PauseState) -> None:
     assert all("e0" not in ask.names for ask in pause.retry() if isinstance(ask, Ask))
 
 
-def test_a_rank_that_is_given_up_takes_its_mates_along_and_is_asked_no_more() -> None:
+def test_a_rank_that_is_given_up_takes_its_peers_along_and_is_asked_no_more() -> None:
     """It has refused for too long: the others are completed and resumed without them."""
     pause = machine(PauseState.GLOBAL)
     pause.on_ack("e0", ack(Step.PAUSE_GLOBAL), 2.0)
@@ -383,7 +383,7 @@ def test_a_refusal_of_one_pause_is_not_asked_again_in_the_next() -> None:
 
 
 def test_a_rank_that_refuses_to_resume_is_asked_to_resume_again() -> None:
-    """It is paused, and its mates wait for it in the same barrier."""
+    """It is paused, and its peer ranks wait for it in the same barrier."""
     pause = machine(PauseState.RESUMING)
     for name in ("e0", "e2"):
         pause.on_ack(name, ack(Step.RESUME), 6.0)

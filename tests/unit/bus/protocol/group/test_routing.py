@@ -77,7 +77,7 @@ def test_who_fell_out_is_out_with_its_dp_group_until_a_whole_update() -> None:
 
 @pytest.mark.parametrize("why", ["quarantined", "behind"])
 def test_who_comes_back_is_routable_when_it_is_resumed(why: str) -> None:
-    """Its resume opens its door: what is sent there before, is ended at once."""
+    """Its resume opens admission: what is sent there before, is ended at once."""
     scene = Scene(2, 1)
     scene.update()
     scene.settled()
@@ -108,7 +108,7 @@ def test_who_comes_back_is_routable_when_it_is_resumed(why: str) -> None:
 
 
 def test_who_was_behind_and_stages_is_routable_with_all_others() -> None:
-    """Its door is open when it says that it has committed."""
+    """Its admission is open when it says that it has committed."""
     scene = Scene(1, 1)
     scene.update()
     scene.settled()
@@ -125,7 +125,7 @@ def test_who_was_behind_and_stages_is_routable_with_all_others() -> None:
 
 def test_who_is_behind_opens_its_door_to_a_new_broker_before_it_is_routable() -> None:
     """That knows of no later version, if none who serves it is there; and the engine had closed its
-    door because of one."""
+    admission because of one."""
     scene = Scene(1, 1)
     scene.update()
     scene.settled()

@@ -502,10 +502,10 @@ def test_who_differs_by_the_canary_falls_out_with_its_dp_group() -> None:
     """Each is told to abort; the commit is asked of the others alone."""
     update = machine(_S.FINISHED)
     asked = update.expel({"e1": LOST, "stranger": LOST}, 9.0)
-    mates = tuple(name for name, group in MEMBERS.items() if group == MEMBERS["e1"])
-    assert asked == [Ask(Abort("u1", LOST.detail), mates)]
-    assert set(update.excluded) == set(mates)
-    left = tuple(name for name in MEMBERS if name not in mates)
+    peers = tuple(name for name, group in MEMBERS.items() if group == MEMBERS["e1"])
+    assert asked == [Ask(Abort("u1", LOST.detail), peers)]
+    assert set(update.excluded) == set(peers)
+    left = tuple(name for name in MEMBERS if name not in peers)
     assert update.commit(COMMIT, 6.0) == [Ask(COMMIT, left)]
 
 

@@ -176,7 +176,7 @@ def test_a_sleep_that_discards_weights_discards_the_drafts() -> None:
     driver.command(Wake("u1"))
     driver.returned()
     assert updates.whole("model").outcome == "partial"
-    assert driver.session.phase == "emptied"
+    assert driver.session.phase == "weights_discarded"
     assert nack_in(driver.command(Resume("u1"))).code is NackCode.WRONG_STATE
     assert updates.whole("draft").outcome == ""
     assert driver.session.phase == "asleep"

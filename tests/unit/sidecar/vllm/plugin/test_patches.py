@@ -286,7 +286,7 @@ def test_workers_get_every_method_that_sidecars_ask_for() -> None:
             "ASK_REQUESTS",
             "ASK_DRAFT",
             "ASK_LOADING",
-            "ASK_LANE",
+            "ASK_STAGING_CHANNEL",
             "ASK_PRESENCE",
             "ARM",
             "SWAP",

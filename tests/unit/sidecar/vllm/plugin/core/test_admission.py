@@ -1,4 +1,4 @@
-"""The door inside an engine core, and the sidecar's hand on it."""
+"""Admission inside an engine core, and the sidecar's hand on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Asked:
-    """As vLLM's ``Request``, for all that the door reads."""
+    """As vLLM's ``Request``, for all that admission reads."""
 
     request_id: str
     client_index: int = 0
@@ -54,7 +54,7 @@ def test_a_door_is_open_until_it_is_closed(core_with_door: Any) -> None:
 
 @pytest.mark.parametrize("admits", [True, False])
 def test_with_a_pass_only_who_bears_it_is_let_in(core_with_door: Any, admits: bool) -> None:
-    """Whatever the door does otherwise, before and afterwards."""
+    """Whatever admission does otherwise, before and afterwards."""
     core = core_with_door.EngineCoreProc()
     turn(core, admits=admits, passes="probe-77")
     add(core, core_with_door, "generate-tokens-probe-77-0-abcdef01")
@@ -112,7 +112,7 @@ def test_where_cores_start_waves_a_request_turned_away_starts_none(core_module: 
     turn(core, admits=False)
     add(core, core_module, "r1", wave=3)
     assert core.outputs == ["r1"]
-    assert (core.engines_running, core.current_wave, core.wavebus_owed_wave) == (False, 0, None)
+    assert (core.engines_running, core.current_wave, core.wavebus_pending_wave) == (False, 0, None)
 
 
 def test_a_rank_whose_waves_are_unknown_has_no_door(core_module: Any) -> None:
@@ -154,7 +154,7 @@ class Core:
     async def probe_one(
         self, request_id: str, prompt: tuple[int, ...], max_tokens: int, salt: str
     ) -> ProbeResult:
-        state = self.core.wavebus_door if self.core else None
+        state = self.core.wavebus_admission if self.core else None
         assert state is not None
         assert state.is_admitted(f"generate-tokens-{request_id}-01234567")
         assert not state.is_admitted("r1")
@@ -165,7 +165,7 @@ class Core:
 
 
 def test_probes_run_behind_the_door_and_leave_a_paused_engine(core_with_door: Any) -> None:
-    """Who waited is ended before the resume; the pause is as it was, and the door, too."""
+    """Who waited is ended before the resume; the pause is as it was, and admission, too."""
     core = Core(core_with_door)
 
     async def scenario() -> None:
@@ -228,7 +228,7 @@ def test_a_vllm_without_a_door_says_so() -> None:
     async def scenario() -> None:
         await core.hand.look()
         assert (core.hand.is_supported, core.hand.found_closed) == (False, False)
-        with pytest.raises(EngineError, match="no door"):
+        with pytest.raises(EngineError, match="no admission"):
             await core.hand.admit(open=False)
 
     asyncio.run(scenario())

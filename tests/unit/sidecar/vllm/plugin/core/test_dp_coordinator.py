@@ -1,4 +1,4 @@
-"""The gateway in vLLM's place of a coordinator: what is refused, and a process' life."""
+"""The DP coordinator in vLLM's place of a coordinator: what is refused, and a process' life."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sidecar.dp_coordinator.process import DpCoordinatorProcess, GatewayFailed
+from sidecar.dp_coordinator.process import DpCoordinatorFailed, DpCoordinatorProcess
 from sidecar.vllm.plugin import environment
 from sidecar.vllm.plugin.core.dp_coordinator import BusCoordinator
 
@@ -35,7 +35,7 @@ def parallel(**changed: Any) -> Any:
 def on_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(environment.DP_GROUP, "moe")
     monkeypatch.setenv(environment.BROKER, "tcp://127.0.0.1:9")
-    monkeypatch.setenv(environment.GATEWAY_PID, "0")
+    monkeypatch.setenv(environment.DP_COORDINATOR_PID, "0")
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_it_has_what_vllm_asks_of_it(coordinator: BusCoordinator) -> None:
     addresses = {core_in, core_out, coordinator.get_stats_publish_address()}
     assert len(addresses) == 3
     assert all(address.startswith("tcp://127.0.0.1:") for address in addresses)
-    assert coordinator.proc.pid == int(os.environ[environment.GATEWAY_PID])
+    assert coordinator.proc.pid == int(os.environ[environment.DP_COORDINATOR_PID])
     assert coordinator.proc.name == "wavebus_gateway_moe"
     assert coordinator.proc.is_alive()
     assert coordinator.proc.exitcode is None
@@ -95,7 +95,7 @@ def test_a_forked_child_does_not_end_it(coordinator: BusCoordinator) -> None:
 
 
 def test_one_that_does_not_come_up() -> None:
-    with pytest.raises(GatewayFailed, match="ended with exit code"):
+    with pytest.raises(DpCoordinatorFailed, match="ended with exit code"):
         DpCoordinatorProcess(dp_group="moe", size=2, host="192.0.2.1")
 
 

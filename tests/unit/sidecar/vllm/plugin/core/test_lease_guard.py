@@ -1,4 +1,4 @@
-"""What a core makes of a pause whose lease is over, alone and with the mates of its DP group."""
+"""What a core makes of a pause whose lease is over, alone and with the peers of its DP group."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 NOBODY = 2**22 + 1  # no process has this number
 
 
-def a_hold(
+def a_lease(
     serial: int = 7,
     *,
     left_ms: float = 0.0,
     begun: Begun = "",
-    broken: tuple[str, ...] = (),
-    holder_pid: int = NOBODY,
+    partial: tuple[str, ...] = (),
+    writer_pid: int = NOBODY,
     version: int = 0,
     asleep: bool = False,
     resuming: bool = False,
 ) -> PauseLease:
     until_ns = deadline_ns(left_ms)
     return PauseLease(
-        serial, "u1", until_ns, holder_pid, "e0", version, begun, broken, asleep, resuming
+        serial, "u1", until_ns, writer_pid, "e0", version, begun, partial, asleep, resuming
     )
 
 
@@ -163,17 +163,17 @@ def shows(rank: int, phase: CorePhase, flags: int = 0) -> None:
 
 def test_who_is_whole_resumes_when_the_lease_is_over(alone: Core) -> None:
     """Not before."""
-    alone.paused().held(a_hold(left_ms=60_000))
+    alone.paused().held(a_lease(left_ms=60_000))
     assert alone.looks() == ""
     assert not alone.runs
-    assert alone.held(a_hold()).looks() == "resumed"
+    assert alone.held(a_lease()).looks() == "resumed"
     assert alone.runs
     assert alone.core.scheduler.running == 1
     assert alone.operations == []
 
 
 def test_what_was_let_go_is_held_no_more(alone: Core) -> None:
-    alone.paused().held(a_hold())
+    alone.paused().held(a_lease())
     alone.watch.page.write_lease(None)
     assert alone.looks() == ""
     assert not alone.runs
@@ -181,28 +181,28 @@ def test_what_was_let_go_is_held_no_more(alone: Core) -> None:
 
 def test_it_decides_once(alone: Core) -> None:
     """A pause that comes later is somebody else's, until it has a hold of its own."""
-    assert alone.paused().held(a_hold()).looks() == "resumed"
+    assert alone.paused().held(a_lease()).looks() == "resumed"
     alone.paused()
     assert alone.looks() == "resumed"
     assert not alone.runs
-    assert alone.held(a_hold(8)).looks() == "resumed"
+    assert alone.held(a_lease(8)).looks() == "resumed"
     assert alone.runs
 
 
 @pytest.mark.parametrize("target", ["model", "draft"])
 def test_an_update_that_was_begun_is_restored_first(alone: Core, target: Begun) -> None:
-    assert alone.paused().held(a_hold(begun=target)).looks() == "resumed"
+    assert alone.paused().held(a_lease(begun=target)).looks() == "resumed"
     assert alone.operations == [wire.Restore(target)]  # type: ignore[arg-type]
     assert alone.runs
 
 
 def test_an_adapter_that_was_begun_is_undone(alone: Core) -> None:
-    assert alone.paused().held(a_hold(begun="adapter")).looks() == "resumed"
+    assert alone.paused().held(a_lease(begun="adapter")).looks() == "resumed"
     assert alone.operations == [wire.UndoAdapter(settled=True)]
 
 
 def test_what_sleeps_is_woken(alone: Core) -> None:
-    assert alone.paused().held(a_hold(asleep=True)).looks() == "resumed"
+    assert alone.paused().held(a_lease(asleep=True)).looks() == "resumed"
     assert alone.core.calls == [("wake_up", {"tags": None})]
     assert alone.runs
 
@@ -211,12 +211,12 @@ def test_what_sleeps_is_woken_and_its_caches_are_published_again(alone: Core) ->
     """Where vLLM's own wake does that: peers of a KV connector hold addresses that are gone."""
     core = alone.core
     core.wavebus_publish_caches = lambda: core.calls.append("published")
-    assert alone.paused().held(a_hold(asleep=True)).looks() == "resumed"
+    assert alone.paused().held(a_lease(asleep=True)).looks() == "resumed"
     assert core.calls == [("wake_up", {"tags": None}), "published"]
 
 
 def test_who_lacks_a_part_stays_paused_and_ends_its_requests(alone: Core) -> None:
-    alone.paused(requests=2).held(a_hold(begun="model", broken=("model",)))
+    alone.paused(requests=2).held(a_lease(begun="model", partial=("model",)))
     assert alone.looks() == "quarantined"
     assert not alone.runs
     assert alone.core.outputs == ["ended", "ended"]
@@ -226,19 +226,19 @@ def test_who_lacks_a_part_stays_paused_and_ends_its_requests(alone: Core) -> Non
 
 def test_who_can_not_be_restored_is_quarantined(alone: Core) -> None:
     alone.core.fails = RuntimeError("it broke")
-    assert alone.paused().held(a_hold(begun="model")).looks() == "quarantined"
+    assert alone.paused().held(a_lease(begun="model")).looks() == "quarantined"
     assert not alone.runs
     assert "could not be undone: it broke" in alone.reason
 
 
 def test_who_is_not_paused_is_left_alone(alone: Core) -> None:
-    assert alone.held(a_hold()).looks() == ""
+    assert alone.held(a_lease()).looks() == ""
     assert alone.runs
 
 
 def test_a_sidecar_that_lives_comes_first(alone: Core) -> None:
     """For a while; a pause of its own that is pending is never resumed under it."""
-    alive = replace(a_hold(), holder_pid=os.getpid())
+    alive = replace(a_lease(), writer_pid=os.getpid())
     assert alone.paused().held(alive).looks() == ""
     late_ns = time.monotonic_ns() - int(lease_guard.GRACE_S * 1e9) - 1
     late = replace(alive, until_ns=late_ns)
@@ -250,7 +250,7 @@ def test_a_sidecar_that_lives_comes_first(alone: Core) -> None:
 
 def test_a_pause_that_drains_still_is_ended_when_its_sidecar_is_dead(alone: Core) -> None:
     alone.core.engines_running = True
-    assert alone.paused().held(a_hold()).looks() == "resumed"
+    assert alone.paused().held(a_lease()).looks() == "resumed"
 
 
 UPDATES = [
@@ -269,7 +269,7 @@ def test_a_hold_that_is_void_lets_no_update_through(module: Any, operation: wire
     watch = lease_guard._watches.of(core)
     assert watch is not None
     text = {"operation": wire.encode(operation)}
-    Core(core, watch).paused().held(a_hold(left_ms=60_000))
+    Core(core, watch).paused().held(a_lease(left_ms=60_000))
     core.collective_rpc("wavebus_perform", kwargs=text)
     watch.page.write_outcome(7, "resumed", "nobody renewed the lease")
     with pytest.raises(WorkerRefusal) as refused:
@@ -280,7 +280,7 @@ def test_a_hold_that_is_void_lets_no_update_through(module: Any, operation: wire
     assert "the pause's lease was over, and the engine is resumed" in failure.detail
     core.collective_rpc("wavebus_perform", kwargs={"operation": wire.encode(wire.Restore("model"))})
     core.collective_rpc("anything")
-    watch.page.write_lease(a_hold(8, left_ms=60_000))
+    watch.page.write_lease(a_lease(8, left_ms=60_000))
     core.collective_rpc("wavebus_perform", kwargs=text)
 
 
@@ -291,7 +291,7 @@ def test_ranks_that_are_whole_resume_together(pair: list[Core]) -> None:
     """The first one votes, and waits for the second."""
     zero, one = pair
     for each in pair:
-        each.paused().held(a_hold(begun="model"))
+        each.paused().held(a_lease(begun="model"))
     assert zero.looks() == "waiting"
     assert not zero.runs
     assert one.looks() == "resumed"
@@ -301,11 +301,11 @@ def test_ranks_that_are_whole_resume_together(pair: list[Core]) -> None:
     assert [each.operations for each in pair] == [[wire.Restore("model")]] * 2
 
 
-def test_nobody_resumes_while_a_mate_is_held(pair: list[Core]) -> None:
+def test_nobody_resumes_while_a_peer_is_held(pair: list[Core]) -> None:
     """It waits, says for whom, and from then on its own sidecar updates nothing."""
     zero, one = pair
-    zero.paused().held(a_hold())
-    one.paused().held(a_hold(left_ms=60_000))
+    zero.paused().held(a_lease())
+    one.paused().held(a_lease(left_ms=60_000))
     assert [zero.looks(), zero.looks(), one.looks()] == ["waiting", "waiting", ""]
     assert zero.reason == "rank 1: its sidecar holds it paused"
     assert "the pause's lease was over" in zero.watch.void_reason()
@@ -314,10 +314,10 @@ def test_nobody_resumes_while_a_mate_is_held(pair: list[Core]) -> None:
 
 
 def test_who_is_waited_for_in_a_resume_joins_it(pair: list[Core]) -> None:
-    """Its mate's own sidecar is resuming it."""
+    """Its peer rank's own sidecar is resuming it."""
     zero, one = pair
-    zero.paused().held(a_hold())
-    one.paused().held(a_hold(left_ms=60_000, resuming=True))
+    zero.paused().held(a_lease())
+    one.paused().held(a_lease(left_ms=60_000, resuming=True))
     assert zero.looks() == "resumed"
     assert zero.runs
 
@@ -330,12 +330,12 @@ def test_who_is_waited_for_in_a_resume_joins_it(pair: list[Core]) -> None:
         ("idle", LOCALLY_PAUSED, "waiting"),
     ],
 )
-def test_a_mate_that_nobody_holds(
+def test_a_peer_that_nobody_holds(
     pair: list[Core], phase: CorePhase, flags: int, state: str
 ) -> None:
     """It waits in its resume, or runs; or who has paused it, is no sidecar of ours."""
     zero, one = pair
-    zero.paused().held(a_hold())
+    zero.paused().held(a_lease())
     one.paused()
     shows(1, phase, flags)
     assert zero.looks() == state
@@ -343,12 +343,12 @@ def test_a_mate_that_nobody_holds(
 
 @pytest.mark.parametrize(
     "other",
-    [a_hold(broken=("model",)), a_hold(left_ms=60_000, broken=("draft",)), a_hold(version=1)],
+    [a_lease(partial=("model",)), a_lease(left_ms=60_000, partial=("draft",)), a_lease(version=1)],
 )
 def test_when_one_lacks_a_part_nobody_resumes(pair: list[Core], other: PauseLease) -> None:
     """Whole or not, they are quarantined as one; also when they serve different versions."""
     zero, one = pair
-    zero.paused().held(a_hold())
+    zero.paused().held(a_lease())
     one.paused().held(other)
     assert zero.looks() == "quarantined"
     assert zero.core.outputs == ["ended"]
@@ -358,11 +358,11 @@ def test_when_one_lacks_a_part_nobody_resumes(pair: list[Core], other: PauseLeas
     assert not one.runs
 
 
-def test_a_mate_that_was_quarantined_takes_the_other_along(pair: list[Core]) -> None:
+def test_a_peer_that_was_quarantined_takes_the_other_along(pair: list[Core]) -> None:
     """It could not be restored."""
     zero, one = pair
     for each in pair:
-        each.paused().held(a_hold(begun="model"))
+        each.paused().held(a_lease(begun="model"))
     one.core.fails = RuntimeError("it broke")
     assert zero.looks() == "waiting"
     assert one.looks() == "quarantined"
@@ -370,11 +370,11 @@ def test_a_mate_that_was_quarantined_takes_the_other_along(pair: list[Core]) -> 
 
 
 def test_a_quarantine_that_is_over_is_none(pair: list[Core]) -> None:
-    """What a mate has made of an earlier hold."""
+    """What a peer rank has made of an earlier hold."""
     zero, one = pair
-    assert one.paused().held(a_hold(broken=("model",))).looks() == "quarantined"
-    zero.paused().held(a_hold(8))
-    one.held(a_hold(8))
+    assert one.paused().held(a_lease(partial=("model",))).looks() == "quarantined"
+    zero.paused().held(a_lease(8))
+    one.held(a_lease(8))
     assert zero.looks() == "waiting"
     assert [one.looks(), zero.looks()] == ["resumed", "resumed"]
 
@@ -384,21 +384,21 @@ def test_a_quarantine_that_is_over_is_none(pair: list[Core]) -> None:
     [
         ("gone", "No such file"),
         ("elsewhere", "rank 1: it is on another host"),
-        ("silent", "rank 1: it has told of no hold page"),
+        ("silent", "rank 1: it has told of no lease page"),
     ],
 )
-def test_a_mate_that_can_not_be_asked_is_waited_for(
+def test_a_peer_that_can_not_be_asked_is_waited_for(
     pair: list[Core], how: str, reason: str
 ) -> None:
     """And it is said: only the broker, or a human, resumes them then."""
     zero, one = pair
     for each in pair:
-        each.paused().held(a_hold())
-    mate = zero.watch._peers[1]
+        each.paused().held(a_lease())
+    peer = zero.watch._peers[1]
     if how == "gone":
         one.watch.page.path.unlink()
     elif how == "elsewhere":
-        zero.watch._peers[1] = lease_guard.PeerCore(1, "another", mate.page)
+        zero.watch._peers[1] = lease_guard.PeerCore(1, "another", peer.page)
     else:
         zero.watch._peers.clear()
     assert [zero.looks(), zero.looks()] == ["waiting", "waiting"]
@@ -410,15 +410,15 @@ def test_a_pause_that_is_not_agreed_upon_is_not_ended(pair: list[Core]) -> None:
     """No resume without a completed pause."""
     zero, _ = pair
     zero.core.pause_scheduler("keep", clear_cache=False)
-    zero.held(a_hold())
+    zero.held(a_lease())
     assert zero.looks() == ""
     assert not zero.runs
 
 
-def test_a_pause_that_reached_a_mate_alone_is_completed(pair: list[Core]) -> None:
+def test_a_pause_that_reached_a_peer_alone_is_completed(pair: list[Core]) -> None:
     """It waits in a collective, until this rank is paused, too."""
     zero, one = pair
-    one.held(a_hold())
+    one.held(a_lease())
     assert one.looks() == ""
     shows(0, "idle")
     assert one.looks() == ""
@@ -436,7 +436,7 @@ BOTH = (1000, 1001)
 
 def of_both(serial: int = 7, **fields: Any) -> PauseLease:
     """Their one sidecar's hold."""
-    return replace(a_hold(serial, **fields), cores=BOTH)
+    return replace(a_lease(serial, **fields), cores=BOTH)
 
 
 def test_cores_that_are_whole_resume_together(cores: list[Core]) -> None:
@@ -459,7 +459,7 @@ def test_when_one_core_lacks_a_part_none_resumes(cores: list[Core], how: str) ->
     """Its sidecar died between the two pages; or what was begun could not be undone there."""
     zero, one = cores
     zero.paused().held(of_both(begun="model"))
-    one.paused().held(of_both(begun="model", broken=("model",) if how == "broken" else ()))
+    one.paused().held(of_both(begun="model", partial=("model",) if how == "broken" else ()))
     one.core.fails = RuntimeError("it broke")
     zero.looks()
     assert [one.looks(), zero.looks()] == ["quarantined", "quarantined"]
@@ -503,7 +503,7 @@ def test_the_core_looks_on_its_own_thread(module: Any) -> None:
     core._process_input_queue()
     watch = lease_guard._watches.of(core)
     assert watch is not None
-    Core(core, watch).paused().held(a_hold())
+    Core(core, watch).paused().held(a_lease())
     kind, told = core.input_queue.get(timeout=30)
     assert kind is module.EngineCoreRequestType.WAKEUP
     assert core.scheduler.pause_state == 2

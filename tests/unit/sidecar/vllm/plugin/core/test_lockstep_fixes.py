@@ -92,13 +92,13 @@ def test_a_refused_resume_forgets_nothing(guarded: Any) -> None:
     core.pause_scheduler("wait", clear_cache=False)
     with pytest.raises(RuntimeError):
         core.resume_scheduler()
-    assert core.wavebus_owed_wave == 1
+    assert core.wavebus_pending_wave == 1
 
 
 def test_ranks_do_not_share_what_is_owed(guarded: Any) -> None:
     core, other = a_paused_rank(guarded), guarded.DPEngineCoreProc(1)
     start(core, guarded, 5)
-    assert (core.wavebus_owed_wave, other.wavebus_owed_wave) == (5, None)
+    assert (core.wavebus_pending_wave, other.wavebus_pending_wave) == (5, None)
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])

@@ -169,7 +169,7 @@ def test_adapters_have_nothing_to_do_with_each_other(adapters: Plain, manager: M
 
 @pytest.mark.parametrize(
     ("adapters", "text"),
-    [(LoraAdapters(None), "--enable-lora"), (LoraAdapters(Manager(), "no door"), "no door")],
+    [(LoraAdapters(None), "--enable-lora"), (LoraAdapters(Manager(), "not now"), "not now")],
 )
 def test_a_worker_that_takes_none_says_why(adapters: LoraAdapters, text: str) -> None:
     with pytest.raises(EngineError, match=text) as refused:
