@@ -85,7 +85,7 @@ class PeerLinks:
         try:
             client = ZmqClient(peer.address, route_of(self._name, self._boot), security)
         except UsageError as error:
-            self._log.warning("peer_rank_unreachable", peer=peer.name, detail=str(error))
+            self._log.warning("peer_rank_unreachable", peer_rank=peer.name, detail=str(error))
             return
         client.listen(lambda _frame: None)  # answers come to the own ROUTER
         self._peers[rank] = (peer, client)

@@ -57,8 +57,7 @@ LONG_CLASSES = {
 }
 
 # The glossary's words (docs/glossary.md) replaced these in names. Each is one or several parts of
-# an
-# identifier: "strays" forbids `_strays` and `StraysOf`, and not `astray`.
+# an identifier: "strays" forbids `_strays` and `StraysOf`, and not `astray`.
 REPLACED_IN_NAMES = {
     "roster": "engine_registry",
     "strays": "reconciliation",
@@ -73,7 +72,36 @@ REPLACED_IN_NAMES = {
     "holdpage": "pause_lease",
     "corepage": "core_status",
     "lifeline": "rank_liveness",
+    "door": "admission",
+    "doors": "admission",
+    "gateway": "coordinator",
+    "holder": "owner",
+    "lane": "staging_channel",
+    "lanes": "staging_channels",
+    "mate": "peer_rank",
+    "mates": "peers",
+    "stray": "reconcile",
+    "told": "what it is: answer, text, request",
+    "unsure": "pause_unknown",
 }
+
+# The same in prose: docstrings, comments, texts and docs, as whole words.
+REPLACED_IN_PROSE = (
+    "gateway",
+    "gateways",
+    "hold page",
+    "holder",
+    "holders",
+    "lanes",
+    "lifeline",
+    "lifelines",
+    "mate",
+    "mates",
+    "roster",
+    "sharpen",
+    "strays",
+    "unsure",
+)
 # Participles that were methods once, and said neither event, predicate, query nor command.
 PARTICIPLES = frozenset(
     {"asked", "done", "given", "gone", "heard", "joined", "lost", "paid", "promised", "sent"}
@@ -231,6 +259,18 @@ def test_replaced_words_do_not_come_back() -> None:
         for path in modules()
         for name in {*defined_names(parsed(path)), path.stem}
         if REPLACED_IN_NAMES.keys() & set(map(str.lower, words(name)))
+    ]
+    assert found == []
+
+
+def test_replaced_words_do_not_come_back_in_prose() -> None:
+    replaced = re.compile(rf"\b({'|'.join(REPLACED_IN_PROSE)})\b", re.IGNORECASE)
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = [
+        f"{shown(path)}:{number}: {line.strip()}"
+        for path in (*modules(), *pages)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if replaced.search(line)
     ]
     assert found == []
 

@@ -116,7 +116,7 @@ class Routes:
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
     """``update_target``: which model the update under way is for; ``model`` if there is none.
-    ``owner_heard_ms``: how long ago the holder was heard; 0 if there is none.
+    ``owner_heard_ms``: how long ago the owner was heard; 0 if there is none.
     ``routable``: the engines that requests are to be sent to (:class:`Routes`).
     """
 

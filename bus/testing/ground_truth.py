@@ -66,7 +66,7 @@ class GroundTruth:
         ahead: how many it has room for.
         in_flight: requests held.
         twisted: its probes of this update differ.
-        doubtful: probes have failed, which were to resume it and pause it again.
+        unconfirmed: probes have failed, which were to resume it and pause it again.
         asleep: which of its memory sleeps, or may: of ``weights`` and ``cache``.
         closed: its admission is.
         cleared: the pause has dropped keys, values and prefix caches.

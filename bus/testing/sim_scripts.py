@@ -184,14 +184,12 @@ class TrainerScripts(ABC):
                 UpdateFinish(update_id),
                 Commit(update_id, armed.version, f"p{payload}", ()),
             )
-            sent_early = last_steps if self.pipelined else ()
-            answers = yield from self._send_all(
-                update_id, payload, manifest, think_ms, verify, sent_early
-            )
+            early = last_steps if self.pipelined else ()
+            sent = yield from self._send_all(update_id, payload, manifest, think_ms, verify, early)
             if not self.pipelined:
                 yield from self._step(last_steps[0])
                 return (yield from self._step(last_steps[1]))
-            return [_require_ack(answer) for answer in answers][-1]
+            return [_require_ack(answer) for answer in sent][-1]
         except WavebusError:
             yield from self._undo(update_id, resume=False)
             raise

@@ -316,13 +316,11 @@ class SimWorld:
         )
 
     def is_at_rest(self, engine: SimEngine) -> bool:
-        """It runs with nothing armed, or it is quarantined, or stands with a rank that is,
-        or with one that is missing."""
+        """Nothing is armed while it runs; or a rank of its DP group is quarantined or missing."""
         session = engine.session
         peers = [each for each in self.live_engines if each.dp_group == engine.dp_group]
-        is_incomplete = len(peers) < engine.dp_size or any(
-            each.session.update.partial for each in peers
-        )
+        partial = any(each.session.update.partial for each in peers)
+        is_incomplete = len(peers) < engine.dp_size or partial
         if session.update.state is EngineUpdateState.ARMED:
             return is_incomplete  # what is armed may be armed anew
         if session.update.state is not EngineUpdateState.NONE:

@@ -203,7 +203,7 @@ class Watch:
                 raise InvariantViolation(f"version {version} is weights {sorted(payloads)}")
 
     def _check_members(self, group: Group) -> None:
-        """One name is one process, one group has one holder, and epochs only grow."""
+        """One name is one process, one group has one owner, and epochs only grow."""
         peers = self.world.broker.machine.peers.by_name
         silent_ms = self.world.config.peer_timeout_ms
         for name, old in self._peers.items():
@@ -472,10 +472,8 @@ class Watch:
             if isinstance(command, WeightChunkMeta):
                 key = (command.update_id, command.chunk)
                 self.reach["chunk told again"] += key in announced
-                before = (command.update_id, command.chunk - 1)
-                self.reach["chunk told before the last is sent"] += (
-                    before in announced.keys() - sent
-                )
+                was_early = (command.update_id, command.chunk - 1) in announced.keys() - sent
+                self.reach["chunk told before the last is sent"] += was_early
                 announced[key] += 1
             elif isinstance(command, ChunkSent):
                 key = (command.update_id, command.chunk)

@@ -134,8 +134,8 @@ def foreign_plugins() -> list[str]:
 
 
 if __name__ == "__main__":
-    told, kind = sys.argv[1:]
-    chosen = VllmServerSettings(**json.loads(told))
+    text, kind = sys.argv[1:]
+    chosen = VllmServerSettings(**json.loads(text))
     bus.log.configure(level="warning", json=True)
     serving = on_the_bus(chosen) if chosen.broker else alone(chosen)
     with contextlib.suppress(KeyboardInterrupt):

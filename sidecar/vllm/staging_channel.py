@@ -1,4 +1,4 @@
-"""The lanes of an engine's workers, sidecar's end: see
+"""The staging channels of an engine's workers, sidecar's end: see
 :mod:`sidecar.vllm.plugin.staging.channel_server`."""
 
 from __future__ import annotations

@@ -45,11 +45,11 @@ class WorkerClient:
     whether an update session is open the workers know, so that a restarted sidecar, or one whose
     call was cancelled, recovers as well.
 
-    What is staged goes by the workers' lanes, up to the swap, and in as few words as may be: each
-    takes its time from steps. A manifest that was armed before is not sent again. Of chunks that
-    are received where they are staged, workers are told together, when all were sent: so the ack of
-    one of them means that its sender is done with it, and that of the last one, that all have come,
-    and are what was sent.
+    What is staged goes by the workers' staging channels, up to the swap, and in as few words as may
+    be: each takes its time from steps. A manifest that was armed before is not sent again. Of
+    chunks that are received where they are staged, workers are told together, when all were sent:
+    so the ack of one of them means that its sender is done with it, and that of the last one, that
+    all have come, and are what was sent.
     """
 
     def __init__(self, connection: VllmConnection) -> None:
@@ -84,7 +84,7 @@ class WorkerClient:
         await self._perform(operations.UndoAdapter(settled=False))
         if await self._cancel_swap() is None and not why:
             self._cannot_stage = "its cores can't swap between steps (their log says why)"
-        # Whoever came before us is not heard by the lanes from here on.
+        # Whoever came before us is not heard by the staging channels from here on.
         await self._open_channels()
         await self._perform(operations.ReleaseStaging())
 
@@ -94,12 +94,12 @@ class WorkerClient:
         return asked or self._mixes_caches
 
     def close(self) -> None:
-        """Let the workers' lanes go."""
+        """Let the workers' staging channels go."""
         self._channels.close()
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        """By the lanes, where they are: who opens a transport, may wait for others. vLLM's own
-        transports, and what takes their place, are the core's to open."""
+        """By the staging channels, where they are: who opens a transport, may wait for others.
+        vLLM's own transports, and what takes their place, are the core's to open."""
         opened = operations.Open(backend, params, place.communicator, place.world_size, place.rank)
         theirs, adapter = is_loaded_on_receipt(backend), adapter_of(backend)
         self._adapter = ""
@@ -248,7 +248,7 @@ class WorkerClient:
 
     async def _arm(self, arm: operations.ArmManifest) -> StagingCapacity:
         """By the staging channel, where it can be. Workers that have peers ask each other, which
-        they can't by the lanes."""
+        they can't by the staging channels."""
         if len(self._channels) == 1 and arm.target == "model" and not arm.counts:
             try:
                 [armed] = await self._channels.perform(arm)

@@ -82,7 +82,7 @@ async def until(true: Callable[[], bool]) -> None:
         await asyncio.sleep(LOOK_S)
 
 
-def spoilt(weights: dict[str, Tensor], fault: str) -> tuple[dict[str, Tensor], str]:
+def falsified(weights: dict[str, Tensor], fault: str) -> tuple[dict[str, Tensor], str]:
     """The weights with one fault, and a word of the name that must be told."""
     layer = "model.layers.0.self_attn"
     if fault == "unknown":
@@ -156,7 +156,7 @@ class BusContract:
 
         async def scenario() -> None:
             async with whole_bus(under_test) as bus:
-                bad, word = spoilt(dict(under_test.weights), fault)
+                bad, word = falsified(dict(under_test.weights), fault)
                 with pytest.raises(ManifestRefused) as refused:
                     await bus.agent.update_weights(bad, how="paused")
                 nack = refused.value.nack

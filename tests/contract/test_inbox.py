@@ -35,7 +35,7 @@ METAS = (meta_of("a", torch.zeros(3, 4)), meta_of("b", torch.zeros(5)))
 BYTES = [meta.size_bytes for meta in METAS]
 
 
-class Lane:
+class Link:
     """A sender, and the inbox that it fills."""
 
     def __init__(self, backend: str, receiver: Receiver | None = None, *, buffers: int = 2) -> None:
@@ -68,10 +68,10 @@ class Lane:
         self.inbox.close()
 
 
-def begin_and_take(lane: Lane) -> None:
+def begin_and_take(channel: Link) -> None:
     """A closed transport is found by either."""
-    lane.begin(1)
-    lane.inbox.take(1)
+    channel.begin(1)
+    channel.inbox.take(1)
 
 
 def tensors_of(seq: int) -> list[torch.Tensor]:
@@ -117,20 +117,20 @@ class Launching(GlooReceiver):
 
 
 @pytest.fixture(params=["in a thread", "launched"])
-def gloo(request: pytest.FixtureRequest) -> Iterator[Lane]:
-    lane = Lane("gloo", Launching() if request.param == "launched" else None)
-    yield lane
-    lane.close()
+def gloo(request: pytest.FixtureRequest) -> Iterator[Link]:
+    channel = Link("gloo", Launching() if request.param == "launched" else None)
+    yield channel
+    channel.close()
 
 
 @pytest.fixture
-def shm() -> Iterator[Lane]:
-    lane = Lane("shm")
-    yield lane
-    lane.close()
+def shm() -> Iterator[Link]:
+    channel = Link("shm")
+    yield channel
+    channel.close()
 
 
-def test_chunks_come_ahead_of_their_load(gloo: Lane) -> None:
+def test_chunks_come_ahead_of_their_load(gloo: Link) -> None:
     """Both are announced before either is sent, and each is taken when it is there; four go through
     room for two."""
     assert gloo.inbox.prefetch_depth == 2
@@ -144,7 +144,7 @@ def test_chunks_come_ahead_of_their_load(gloo: Lane) -> None:
             gloo.begin(seq + 2)
 
 
-def test_a_chunk_is_not_overwritten_by_the_next(gloo: Lane) -> None:
+def test_a_chunk_is_not_overwritten_by_the_next(gloo: Link) -> None:
     """It is valid until it is done, whatever has come since."""
     gloo.begin(0)
     gloo.begin(1)
@@ -159,7 +159,7 @@ def test_more_chunks_than_there_is_room_for_are_refused(
     make: Callable[[], Receiver],
 ) -> None:
     """Which would overwrite one that is not loaded yet."""
-    at = Lane("shm" if make is ShmReceiver else "gloo", make())
+    at = Link("shm" if make is ShmReceiver else "gloo", make())
     for seq in range(at.inbox.prefetch_depth):
         at.begin(seq)
     with pytest.raises(EngineError, match="not loaded yet") as refused:
@@ -171,7 +171,7 @@ def test_more_chunks_than_there_is_room_for_are_refused(
     at.close()
 
 
-def test_what_still_comes_is_waited_for_when_it_is_forgotten(gloo: Lane) -> None:
+def test_what_still_comes_is_waited_for_when_it_is_forgotten(gloo: Link) -> None:
     """Its memory is somebody else's next."""
     gloo.begin(0)
     with ThreadPoolExecutor(1) as threads:
@@ -184,7 +184,7 @@ def test_what_still_comes_is_waited_for_when_it_is_forgotten(gloo: Lane) -> None
         gloo.inbox.take(0)
 
 
-def test_a_sender_that_gives_up_fails_what_was_to_come(gloo: Lane) -> None:
+def test_a_sender_that_gives_up_fails_what_was_to_come(gloo: Link) -> None:
     """When it is taken, and not before; nothing of it stays."""
     gloo.begin(0)
     gloo.begin(1)
@@ -215,19 +215,19 @@ class Silent(ShmReceiver):
 def test_a_close_does_not_wait_for_what_never_comes() -> None:
     """Whoever waits there is left behind."""
     receiver = Silent()
-    lane = Lane("shm", receiver)
+    channel = Link("shm", receiver)
     try:
-        lane.begin(0)
-        closing = threading.Thread(target=lane.inbox.close)
+        channel.begin(0)
+        closing = threading.Thread(target=channel.inbox.close)
         closing.start()
         closing.join(LIMIT_S)
         assert not closing.is_alive()
         with pytest.raises(EngineError) as failed:
-            lane.inbox.begin(0, METAS, "shm", b"")
+            channel.inbox.begin(0, METAS, "shm", b"")
         assert failed.value.code is NackCode.TRANSFER_FAILED
     finally:
         receiver.let_go.set()
-        lane.close()
+        channel.close()
 
 
 @pytest.mark.parametrize("receiver", [GlooReceiver, Launching])
@@ -237,23 +237,23 @@ def test_who_waits_for_a_sender_can_be_interrupted(
 ) -> None:
     """By another thread: the chunk never comes; and no other does, until the transport is opened
     anew."""
-    lane = Lane("gloo", receiver(), buffers=buffers)
+    channel = Link("gloo", receiver(), buffers=buffers)
     try:
-        lane.begin(0)
+        channel.begin(0)
         with ThreadPoolExecutor(1) as threads:
-            waiting = threads.submit(lane.inbox.take, 0)
-            lane.inbox.interrupt()
+            waiting = threads.submit(channel.inbox.take, 0)
+            channel.inbox.interrupt()
             with pytest.raises(EngineError, match="given up") as failed:
                 waiting.result(LIMIT_S)
         assert failed.value.code is NackCode.TRANSFER_FAILED
-        lane.inbox.clear()
+        channel.inbox.clear()
         with pytest.raises(EngineError, match="not open"):
-            begin_and_take(lane)
+            begin_and_take(channel)
     finally:
-        lane.close()
+        channel.close()
 
 
-def test_an_interruption_leaves_a_transport_that_waits_for_nobody(shm: Lane) -> None:
+def test_an_interruption_leaves_a_transport_that_waits_for_nobody(shm: Link) -> None:
     """What was put comes, and the next one, too: its sender knows of nothing."""
     shm.begin(0)
     shm.inbox.interrupt()
@@ -263,13 +263,13 @@ def test_an_interruption_leaves_a_transport_that_waits_for_nobody(shm: Lane) -> 
     assert shm.arrived(1)
 
 
-def test_another_transport_than_the_open_one_is_refused(shm: Lane) -> None:
+def test_another_transport_than_the_open_one_is_refused(shm: Link) -> None:
     """By its name."""
     with pytest.raises(EngineError, match="'gloo' is not open"):
         shm.inbox.begin(0, METAS, "gloo", b"")
 
 
-def test_what_is_taken_to_keep_is_a_copy(shm: Lane) -> None:
+def test_what_is_taken_to_keep_is_a_copy(shm: Link) -> None:
     """Views of a transport's buffers would be overwritten under vLLM's reload."""
     shm.begin(0)
     views, own = dict(shm.inbox.take(0)), dict(shm.inbox.take_own(0))
@@ -314,44 +314,44 @@ class Owned(ShmReceiver):
 def test_what_does_not_last_is_copied_as_soon_as_it_is_there() -> None:
     """And its room is free at once; nothing is copied a second time."""
     receiver = Fleeting()
-    lane = Lane("shm", receiver)
-    lane.begin(0)
+    channel = Link("shm", receiver)
+    channel.begin(0)
     assert receiver.released == 1
-    lane.sender.put(0, tensors_of(7))
-    assert lane.arrived(0)
-    taken, own = lane.inbox.take(0), lane.inbox.take_own(0)
+    channel.sender.put(0, tensors_of(7))
+    assert channel.arrived(0)
+    taken, own = channel.inbox.take(0), channel.inbox.take_own(0)
     assert [t.data_ptr() for _, t in own] == [t.data_ptr() for _, t in taken]
-    lane.inbox.release(0)
+    channel.inbox.release(0)
     assert receiver.released == 1
-    lane.close()
+    channel.close()
 
 
 def test_what_can_be_received_where_it_is_to_lie_is_copied_there_once() -> None:
     """And not to where it would be for a moment. Its room is free at once."""
     receiver = Placing()
-    lane = Lane("shm", receiver)
+    channel = Link("shm", receiver)
     place = a_place()
-    lane.begin(0, place)
+    channel.begin(0, place)
     assert receiver.released == 1
-    lane.sender.put(0, tensors_of(7))
-    assert lane.inbox.take(0) is place
-    assert lane.arrived(0)
-    lane.inbox.release(0)
+    channel.sender.put(0, tensors_of(7))
+    assert channel.inbox.take(0) is place
+    assert channel.arrived(0)
+    channel.inbox.release(0)
     assert receiver.released == 1
-    lane.close()
+    channel.close()
 
 
 def test_who_cannot_receive_it_there_receives_it_as_ever() -> None:
     receiver = Placing()
     receiver.room = False
-    lane = Lane("shm", receiver)
+    channel = Link("shm", receiver)
     place = a_place()
-    lane.begin(0, place)
+    channel.begin(0, place)
     assert receiver.released == 1
-    assert lane.inbox.take(0) is not place
-    assert lane.arrived(0)
+    assert channel.inbox.take(0) is not place
+    assert channel.arrived(0)
     assert not any(tensor.any() for _, tensor in place)
-    lane.close()
+    channel.close()
 
 
 def a_place() -> ReceivedChunk:
@@ -362,8 +362,8 @@ def a_place() -> ReceivedChunk:
 
 def test_what_is_ones_own_is_not_copied() -> None:
     """There is nobody else whose it is."""
-    lane = Lane("shm", Owned())
-    lane.begin(0)
-    taken, own = lane.inbox.take(0), lane.inbox.take_own(0)
+    channel = Link("shm", Owned())
+    channel.begin(0)
+    taken, own = channel.inbox.take(0), channel.inbox.take_own(0)
     assert [t.data_ptr() for _, t in own] == [t.data_ptr() for _, t in taken]
-    lane.close()
+    channel.close()

@@ -63,7 +63,7 @@ def test_broker_on_a_port_in_use(bus: Bus) -> None:
 
 
 def test_name_taken(bus: Bus, checkpoint: object) -> None:
-    """A second sidecar of the same name is refused with the holder named; the first serves on."""
+    """A second sidecar of the same name is refused with the owner named; the first serves on."""
     bus.sidecar("e0")
     second = bus.add(
         wavebus(

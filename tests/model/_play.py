@@ -531,7 +531,7 @@ class Play:
         waiting = [r.message for r in self.trainer.unanswered]
         return (
             f"{self.schedule}\npause {group.pause.state} {group.pause.update_id}, "
-            f"update {group.update.state}, epoch {group.epoch}, holder {group.owner}, "
+            f"update {group.update.state}, epoch {group.epoch}, owner {group.owner}, "
             f"engines {engines}, trainer {self.trainer.peer.link.state} waits for {waiting}, "
             f"quarantined {group.registry.quarantined}"
         )

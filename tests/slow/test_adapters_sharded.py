@@ -43,7 +43,7 @@ def test_two_workers(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", seed=1, max_positions=MAX_POSITIONS)
     assert checkpoint.kv_heads == 1
     first, second = (make_adapter(checkpoint.weights, seed) for seed in (1, 2))
-    spoilt = {**second.tensors, K_B: second.tensors[K_B][:-1]}
+    falsified = {**second.tensors, K_B: second.tensors[K_B][:-1]}
     lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
     args = engine_args(checkpoint.folder, tensor_parallel_size=2, **lora)
 
@@ -61,7 +61,7 @@ def test_two_workers(tmp_path: Path) -> None:
                 await agent.wait_for_engines(1)
                 for made in (first, second):
                     with pytest.raises(ManifestRefused, match="misshapen") as refused:
-                        await agent.update_adapter(NAME, spoilt, config=second.config)
+                        await agent.update_adapter(NAME, falsified, config=second.config)
                     assert refused.value.nack.tensor == K_B
                     await agent.update_adapter(NAME, made.tensors, config=made.config)
                     request = engine.lora_request(NAME)

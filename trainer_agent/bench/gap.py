@@ -215,7 +215,7 @@ async def drive(settings: GapSettings) -> None:
 
 
 if __name__ == "__main__":
-    told, kind = sys.argv[1:]
+    text, kind = sys.argv[1:]
     bus.log.configure(json=True)
     torch.set_num_threads(1)  # a core for the trainer, one for the engine
-    event_loop.run(drive(GapSettings(**json.loads(told))), loop=cast("LoopChoice", kind))
+    event_loop.run(drive(GapSettings(**json.loads(text))), loop=cast("LoopChoice", kind))

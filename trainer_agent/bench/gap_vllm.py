@@ -175,10 +175,10 @@ class BusNative:
     def update(self) -> dict[str, Any]:
         since_s = time.monotonic()
         self._trainer.send_weights()
-        return {"since_s": since_s, "until_s": time.monotonic(), **_told(self._agent.last_update)}
+        return {"since_s": since_s, "until_s": time.monotonic(), **_report_fields(self._agent.last_update)}
 
 
-def _told(report: UpdateReport | None) -> dict[str, Any]:
+def _report_fields(report: UpdateReport | None) -> dict[str, Any]:
     assert report is not None, "an update has just been made"
     return {
         "window_ms": report.paused_ms,
@@ -257,8 +257,8 @@ async def drive(settings: VllmGapSettings) -> None:
 
 
 if __name__ == "__main__":
-    told, kind = sys.argv[1:]
+    text, kind = sys.argv[1:]
     bus.log.configure(json=True)
     torch.set_num_threads(1)
     with contextlib.suppress(KeyboardInterrupt):
-        event_loop.run(drive(VllmGapSettings(**json.loads(told))), loop=cast("LoopChoice", kind))
+        event_loop.run(drive(VllmGapSettings(**json.loads(text))), loop=cast("LoopChoice", kind))

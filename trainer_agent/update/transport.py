@@ -102,8 +102,8 @@ class Transport:
         self.is_foreign = False
 
     async def discard(self) -> None:
-        """As :meth:`spoil`, and let our own go now: whoever waits in a broadcast, here or at an
-        engine, leaves it as soon as its end is one that can."""
+        """As :meth:`invalidate`, and let our own go now: whoever waits in a broadcast, here or at
+        an engine, leaves it as soon as its end is one that can."""
         self.invalidate()
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self.sender.close)

@@ -153,10 +153,10 @@ def transfer_init(info: object, engine: str, world: World, update_id: str) -> Tr
     Raises:
         UsageError: it can't be told over the bus, or is for others than are there.
     """
-    told = _dict(info, "init_info")
+    fields = _dict(info, "init_info")
     if has_communicator(info):
-        _check_world(told, world)
-    params = _encoded("init_info", told, ())
+        _check_world(fields, world)
+    params = _encoded("init_info", fields, ())
     backend = vllm_payloads.native_name(engine)
     number = world.number if has_communicator(info) else ALONE.number
     return TransferInit(update_id, backend, params, number, 0, {})

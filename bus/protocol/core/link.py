@@ -58,7 +58,7 @@ class LinkState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinkConfig:
-    """``patience_ms``: how long a name or group that is held is tried for (its holder
+    """``patience_ms``: how long a name or group that is held is tried for (its owner
     may be dead and not yet missed)."""
 
     retry_ms: int = 500

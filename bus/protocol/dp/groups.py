@@ -295,10 +295,8 @@ class DpGroups:
         ranks = [peer] if group is None else [each for _, each in sorted(group.ranks.items())]
         name = peer.name if group is None else group.name
         advice = self.restarts.advice(ranks, 1 if group is None else group.size)
-        diagnosis_text = "; ".join(filter(None, (text, advice)))
-        return diagnosis_text, self.restarts.stuck(
-            name, ranks, f"{peer.name}: {diagnosis_text}", now_ms
-        )
+        reason = "; ".join(filter(None, (text, advice)))
+        return reason, self.restarts.stuck(name, ranks, f"{peer.name}: {reason}", now_ms)
 
     def tick(self, now_ms: float) -> list[Effect]:
         """Look at every DP group; what it is like now is told when it changes."""

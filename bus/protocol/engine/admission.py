@@ -11,7 +11,7 @@ class Admission:
 
     Attributes:
         closed: it is, for all that is known.
-        doubtful: closing it has failed.
+        unconfirmed: closing it has failed.
         version: the weight version that the engine serves.
         group_version: the one that its group does, as the broker has said last. Who is behind it
             is not to serve: its resume leaves admission closed.

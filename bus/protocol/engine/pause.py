@@ -7,14 +7,14 @@
     PAUSING   wait_ms is over  PAUSING   pause(escalate) too, beside the `wait` that drains
     PAUSING   pause returned   PAUSED    ack pause_global, if it was asked; of two pauses
                                          the later return counts
-    PAUSING   pause failed     UNKNOWN    nack pause_global; of two, if both failed
-    UNKNOWN    PAUSE_LOCAL      PAUSING   pause(mode, clear_cache); ack pause_local when issued
+    PAUSING   pause failed     UNKNOWN   nack pause_global; of two, if both failed
+    UNKNOWN   PAUSE_LOCAL      PAUSING   pause(mode, clear_cache); ack pause_local when issued
     PAUSED    PAUSE_LOCAL of another pause, which wants more dropped than this one did
-                               PAUSING   sharpen(aborts, clears); ack pause_local at once. While
+                               PAUSING   strengthen(aborts, clears); ack pause_local at once. While
                                          PAUSING, it follows the pause's return
-    PAUSING   sharpen returned PAUSED    ack pause_global, if it was asked
-    PAUSING   sharpen failed   UNKNOWN    nack pause_global
-    PAUSED    a probe failed   UNKNOWN    (the update's nack)
+    PAUSING   strengthened     PAUSED    ack pause_global, if it was asked
+    PAUSING   strengthen fails UNKNOWN   nack pause_global
+    PAUSED    a probe failed   UNKNOWN   (the update's nack)
     PAUSED    RESUME           RESUMING  resume()
     PAUSING   RESUME           PAUSING   remembered: resume() follows the pause's return
     RESUMING  resume returned  RUNNING   ack resume

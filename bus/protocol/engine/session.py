@@ -360,8 +360,7 @@ class EngineSession:
             self.lease.renew(now_ms)
 
     def on_group_version(self, group_version: int, now_ms: float) -> list[c.SessionEffect]:
-        """The broker has said which version the group serves: who runs and is behind it closes
-        its admission; who is not any more, since all of a later one are gone, opens it."""
+        """Close admission if the group serves a later version than this engine; else open it."""
         self.admission.group_version = group_version
         return self._with_calls(self._update_admission(), now_ms)
 
@@ -373,9 +372,8 @@ class EngineSession:
             return []
         if self.is_stale and (admission.unconfirmed or not admission.closed):
             self._queue.add(c.CallAbortRequests(), 0)
-            return (
-                [] if admission.unconfirmed else [Note("closed_stale", "warning", self._versions)]
-            )
+            stale = Note("closed_stale", "warning", self._versions)
+            return [] if admission.unconfirmed else [stale]
         if admission.closed and not self.is_stale:
             self._queue.add(c.CallAdmit(), 0)
             return [self._admitting_note()]
@@ -462,10 +460,8 @@ class EngineSession:
         effects: list[c.SessionEffect] = [c.SendToPeers(self._vote(asks=True), self.lease.peers)]
         missing = self.lease.missing() if self.lease.state is LeaseState.OVER else []
         if missing:
-            positions = ", ".join(
-                f"rank {rank}: {position or 'not heard'}" for rank, position in missing
-            )
-            fields = {"update_id": self.pause.update_id, "waits_for": positions}
+            positions = (f"rank {rank}: {position or 'not heard'}" for rank, position in missing)
+            fields = {"update_id": self.pause.update_id, "waits_for": ", ".join(positions)}
             effects.append(Note("lease_undecided", "warning", fields))
         return effects
 

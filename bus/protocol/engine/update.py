@@ -78,13 +78,7 @@ class EngineUpdate:
     """See the module. Calls go into ``queue``."""
 
     def __init__(
-        self,
-        queue: c.CallQueue,
-        version: int,
-        name: str,
-        admission: Admission,
-        *,
-        draft: bool = False,
+        self, queue: c.CallQueue, version: int, name: str, admission: Admission, *, draft: bool
     ) -> None:
         self._draft = draft
         self.state = _S.NONE

@@ -3,7 +3,7 @@
 The machines stay readable alone; what binds them stands here, and is little:
 
 - Only the trainer that holds the group may command it, and only with the group's
-  epoch, which grows with every new holder: a trainer that comes back after it was
+  epoch, which grows with every new owner: a trainer that comes back after it was
   replaced is refused.
 - UPDATE_START needs the group PAUSED. RESUME waits while an update could leave engines
   with different or half-loaded weights (``update.UNSAFE``).
@@ -83,7 +83,7 @@ class Group(GroupState):
     # -- the trainer ----------------------------------------------------------
 
     def on_owner_gone(self, reason: str, now_ms: float) -> list[Effect]:
-        """The holder is gone: recover forward, so that engines generate again."""
+        """The owner is gone: recover forward, so that engines generate again."""
         self.session.release()
         self.orphaned = True
         failure = Failure(NackCode.CANCELLED, reason)
@@ -175,9 +175,9 @@ class Group(GroupState):
         found = self._reconciliation.find(peer, beat)
         if found is None:
             return []
-        abandoned, names = found
+        undo, names = found
         fields = {"peer": peer.name, "phase": beat.phase}
-        return [self.note("stray", beat.update_id, "warning", fields), self.send(abandoned, names)]
+        return [self.note("reconcile", beat.update_id, "warning", fields), self.send(undo, names)]
 
     def on_ack(self, name: str, ack: Ack, now_ms: float) -> list[Effect]:
         """An engine's ack: the hot path; until the last one it changes a set and no more."""

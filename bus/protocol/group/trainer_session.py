@@ -55,7 +55,7 @@ ANSWERS_KEPT: Final = 256
 
 
 class OpenRequests:
-    """One holder's; forgotten when the group changes hands."""
+    """One owner's; discarded when the group changes hands."""
 
     def __init__(self) -> None:
         self.waiters: dict[int, tuple[WaitEngines, float]] = {}  # with their deadlines
@@ -101,13 +101,13 @@ class OpenRequests:
 
 class TrainerSession:
     """One group's. ``epoch`` is the group's; engines of an earlier broker may have raised
-    it since the holder was given its own."""
+    it since the owner was given its own."""
 
     def __init__(self, group: str) -> None:
         self.epoch = 0
         self.owner: Peer | None = None
         self.requests = OpenRequests()
-        self.granted_epoch = 0  # the epoch that the holder was given
+        self.granted_epoch = 0  # the epoch that the owner was given
         self._group = group
 
     def claim(self, trainer: Peer, now_ms: float) -> Failure | None:
@@ -130,7 +130,7 @@ class TrainerSession:
         return None
 
     def release(self) -> None:
-        """The holder is gone; nobody waits for its answers any more."""
+        """The owner is gone; nobody waits for its answers any more."""
         self.owner = None
         self.requests = OpenRequests()
 
@@ -198,7 +198,7 @@ class TrainerSession:
         return self._send(self.requests.answer_ids(ids, message))
 
     def notify(self, message: Message) -> list[Effect]:
-        """The holder hears of something that it has not asked for."""
+        """The owner hears of something that it has not asked for."""
         return self._send([(0, message)])
 
     def _send(self, answers: Iterable[Answer]) -> list[Effect]:

@@ -189,7 +189,7 @@ async def serve(settings: GapEngineSettings) -> None:
 
 
 if __name__ == "__main__":
-    told, kind = sys.argv[1:]
+    text, kind = sys.argv[1:]
     bus.log.configure(level="warning", json=True)
     torch.set_num_threads(1)  # as `wavebus sidecar` does by default
-    event_loop.run(serve(GapEngineSettings(**json.loads(told))), loop=cast("LoopChoice", kind))
+    event_loop.run(serve(GapEngineSettings(**json.loads(text))), loop=cast("LoopChoice", kind))

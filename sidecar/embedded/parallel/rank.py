@@ -158,7 +158,7 @@ class DpRank:
     # Inside
 
     async def _meet(self, meeting: Rendezvous) -> DpCoordinatorAddresses:
-        """Exchange addresses over the store, and connect the lifelines."""
+        """Exchange addresses over the store, and connect the links that show who lives."""
         options = self.options
         if options.rank == 0:
             addresses = options.coordinator or await self._start_coordinator()

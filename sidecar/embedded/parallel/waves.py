@@ -55,7 +55,7 @@ class RankWaves:
         self.paused = False
         self.agreed = False
         self._interval = interval
-        self._told = False  # that this wave runs
+        self._is_announced = False  # that this wave runs
         self._start: int | None = None  # came while globally paused
 
     @property
@@ -121,12 +121,12 @@ class RankWaves:
             self.agreed = True
         speaks = self.rank == 0
         if unfinished or 0 < paused < self.size:
-            if not speaks or self._told or self.paused:
+            if not speaks or self._is_announced or self.paused:
                 return None
-            self._told = True
+            self._is_announced = True
             return CoreReport(self.rank, started=self.number)
         over, self.number = self.number, self.number + 1
-        self.step, self.running, self._told = 0, False, False
+        self.step, self.running, self._is_announced = 0, False, False
         return CoreReport(self.rank, complete=over) if speaks else None
 
     def pause(self) -> None:

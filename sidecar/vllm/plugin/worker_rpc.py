@@ -105,14 +105,16 @@ def read_room(answer: Any) -> StagingCapacity:
 
 
 def read_staging_channels(answer: Any) -> tuple[str, ...]:
-    """What the lane of each worker is called.
+    """What the staging channel of each worker is called.
 
     Raises:
         EngineError: one has none.
     """
     names = tuple(answer) if isinstance(answer, list) else ()
     if not names or not all(isinstance(name, str) and name for name in names):
-        raise EngineError(f"the plugin inside vLLM answered {answer!r:.200}: workers without lanes")
+        raise EngineError(
+            f"the plugin inside vLLM answered {answer!r:.200}: workers without staging channels"
+        )
     return names
 
 

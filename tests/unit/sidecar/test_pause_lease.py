@@ -36,7 +36,7 @@ LEFT_MS = 4_000.0
 
 
 class Page:
-    """An engine, as far as a holder has to do with it."""
+    """An engine, as far as a owner has to do with it."""
 
     def __init__(self) -> None:
         self.held: PauseLease | None = None

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# The method; its arguments are those of Door that are to be changed.
+# The method; its arguments are those of `CoreAdmission` that are to be changed.
 SET_ADMISSION: Final = "wavebus_admission"
 
 

@@ -1,5 +1,5 @@
-"""What a sidecar asks of a worker by its lane (:mod:`sidecar.vllm.plugin.staging.channel_server`),
-and the answers.
+"""What a sidecar asks of a worker by its staging channel
+(:mod:`sidecar.vllm.plugin.staging.channel_server`), and the answers.
 
 Both are MessagePack, and nothing else is around it. Decoding is strict, as in
 :mod:`sidecar.vllm.plugin.operations`, two of whose operations may come this way, too: who opens a

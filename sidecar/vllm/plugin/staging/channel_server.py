@@ -1,4 +1,4 @@
-"""A worker's lane: where a sidecar reaches it while it makes steps.
+"""A worker's staging channel: where a sidecar reaches it while it makes steps.
 
 vLLM's ``collective_rpc`` goes through the engine core, which asks its workers between two steps:
 what is asked so, waits for a step, and the next step waits for it. What is staged disturbs no
@@ -48,7 +48,7 @@ class StagingChannelServer:
     """One worker's. Its thread starts when its address is first asked for.
 
     Args:
-        carry_out: does what is asked; in a thread of the lane's.
+        carry_out: does what is asked; in a thread of the channel's.
         interrupt: has whoever is in there come out soon; called from any thread, any time.
         surroundings: of all that such a thread does; entered once in it.
     """
@@ -63,7 +63,7 @@ class StagingChannelServer:
         self._interrupt = interrupt
         self._thread_context = thread_context
         self._newest: socket.socket | None = None
-        self._client_lock = threading.Lock()  # of those who ask by a lane
+        self._client_lock = threading.Lock()  # of those who ask by a staging channel
         self._worker_lock = threading.Lock()  # of these, and of the core
         self._listener: socket.socket | None = None
         self._name = ""
@@ -72,7 +72,7 @@ class StagingChannelServer:
     def name(self) -> str:
         """Of the socket, in the abstract namespace."""
         if self._listener is None:
-            self._name = f"wavebus-lane-{os.getpid()}-{secrets.token_hex(8)}"
+            self._name = f"wavebus-staging-{os.getpid()}-{secrets.token_hex(8)}"
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._listener.bind(f"\0{self._name}")
             self._listener.listen()
@@ -100,7 +100,7 @@ class StagingChannelServer:
             listener.close()
 
     def _in_thread(self, target: Callable[[socket.socket], None], served: socket.socket) -> None:
-        threading.Thread(target=target, args=(served,), name="wavebus-lane", daemon=True).start()
+        threading.Thread(target=target, args=(served,), name="wavebus-staging", daemon=True).start()
 
     def _listen(self, listener: socket.socket) -> None:
         while True:

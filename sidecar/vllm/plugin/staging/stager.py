@@ -3,19 +3,19 @@
 ::
 
     asked by        operation        where                    what
-    the lane        Open             the lane's thread        the way that chunks come
-    the lane        ArmManifest,     the lane's thread        what comes; as before
+    the channel     Open             the channel's thread     the way that chunks come
+    the channel     ArmManifest,     the channel's thread     what comes; as before
                     ArmAgain
-    the lane        StartStaging     the lane's thread        memory beside the weights
-    the lane        Receive, Stage   the lane's thread        a chunk comes, and is there
-    the lane        Seal             the lane's thread        all of it is there
+    the channel     StartStaging     the channel's thread     memory beside the weights
+    the channel     Receive, Stage   the channel's thread     a chunk comes, and is there
+    the channel     Seal             the channel's thread     all of it is there
     the core        Ready, Swap      the worker's thread      it is copied into the weights
     the core        LetGo            the worker's thread      nothing is staged any more
 
-Until the swap the worker makes steps. They are Python, most of them, and so is what the lane does:
-of the two threads one runs at a time. So whatever is asked of the lane takes its time from a step,
-and should be little. On a GPU the lane has a stream of its own, and says that something is done
-when the GPU has done it.
+Until the swap the worker makes steps. They are Python, most of them, and so is what the staging
+channel does: of the two threads one runs at a time. So whatever is asked of the staging channel
+takes its time from a step, and should be little. On a GPU the staging channel has a stream of its
+own, and says that something is done when the GPU has done it.
 
 A worker that has peer ranks sees a manifest for the first time by the core's way: they ask each
 other.
@@ -65,12 +65,12 @@ if TYPE_CHECKING:
     from sidecar.vllm.plugin.loading.target_model import TargetModel
 
 # How long Python lets one thread run while another waits, at most. As it comes, 5 ms: a step that
-# waits so long for the lane, is late by as much.
+# waits so long for the staging channel, is late by as much.
 _SWITCH_INTERVAL_S: Final = 0.0005
 
 
 class StagingEngine(Protocol):
-    """The worker's, as far as its lane asks it. Whatever it raises, is for the sidecar."""
+    """The worker's, as far as its channel asks it. What it raises is for the sidecar."""
 
     @property
     def armed(self) -> ArmedUpdate | None:
@@ -198,7 +198,7 @@ class Stager:
         self._receiver.clear()
         self._sums.discard()
 
-    # -- on the lane's -----------------------------------------------------------------
+    # -- on the channel's -----------------------------------------------------------------
 
     @contextlib.contextmanager
     def _thread_context(self) -> Iterator[None]:

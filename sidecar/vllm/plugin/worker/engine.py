@@ -224,7 +224,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     @property
     def wavebus_staging_channel(self) -> str:
-        """The name of this worker's lane."""
+        """The name of this worker's staging channel."""
         return self._stager.channel.name
 
     @property

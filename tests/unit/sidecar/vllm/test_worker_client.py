@@ -41,8 +41,8 @@ class Workers:
         self.by_lane: list[channel_messages.Operation] = []
         self.in_place = False
         self.forgets = False  # what was armed
-        self.lane = StagingChannelServer(self._carry_out, lambda: None)
-        self.lane_name = ""  # of another one
+        self.channel = StagingChannelServer(self._carry_out, lambda: None)
+        self.channel_name = ""  # of another one
         self._fails = fails
 
     async def ask(self, method: str, kwargs: dict[str, Any]) -> Any:
@@ -54,7 +54,7 @@ class Workers:
                 self._perform(operations.decode(kwargs["operation"]))
                 return [msgspec.to_builtins(self.found)]
             case worker_rpc.ASK_STAGING_CHANNEL:
-                return [self.lane_name or self.lane.name, *(peer.name for peer in self.peers)]
+                return [self.channel_name or self.channel.name, *(peer.name for peer in self.peers)]
             case worker_rpc.SWAP:
                 self.told += [operations.decode(kwargs[name]) for name in ("check", "operation")]
                 self.told.append(f"swap to {kwargs['version']}, {kwargs['clear_cache']}")
@@ -89,7 +89,7 @@ class Workers:
 
 @pytest.fixture
 def closed() -> Iterator[list[WorkerClient | StagingChannelServer]]:
-    """Both ends of lanes, which go when a test ends."""
+    """Both ends of channels, which go when a test ends."""
     made: list[WorkerClient | StagingChannelServer] = []
     yield made
     for each in made:
@@ -99,7 +99,7 @@ def closed() -> Iterator[list[WorkerClient | StagingChannelServer]]:
 def client_of(workers: Workers, closed: list[WorkerClient | StagingChannelServer]) -> WorkerClient:
     """Of these workers, until the test ends."""
     client = WorkerClient(workers)
-    closed += client, workers.lane, *workers.peers
+    closed += client, workers.channel, *workers.peers
     return client
 
 
@@ -142,7 +142,7 @@ def test_an_update_is_one_call_for_each_step(
 def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap(
     closed: list[WorkerClient | StagingChannelServer],
 ) -> None:
-    """Chunks come by the lane, so that no step waits for them."""
+    """Chunks come by the channel, so that no step waits for them."""
     workers = Workers()
     client = client_of(workers, closed)
     told(workers, client.hello({}, cores=1), client.open_transfer("shm", b"", NO_RANK))
@@ -310,7 +310,7 @@ def test_workers_that_cannot_be_reached_stage_nothing(
 ) -> None:
     """As on another host; the reason says so."""
     workers = Workers()
-    workers.lane_name = "wavebus-lane-nobody"
+    workers.channel_name = "wavebus-channel-nobody"
     client = client_of(workers, closed)
     told(workers, client.hello({}, cores=1))
     found = asyncio.run(client.arm(MANIFEST, "model", MAY))

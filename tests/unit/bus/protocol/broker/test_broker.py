@@ -258,7 +258,7 @@ def test_a_name_is_free_at_once_when_its_holder_leaves(bench: Bench) -> None:
 
 
 def test_a_group_that_is_held_is_refused(bench: Bench) -> None:
-    """The refusal names the holder; the group stays its own, epoch and all."""
+    """The refusal names the owner; the group stays its own, epoch and all."""
     bench.trainer("t")
     nack = nack_in(bench.say("t2", TRAINER_JOIN, boot=2, epoch=9))
     assert (nack.code, nack.field, nack.peer) == (NackCode.GROUP_HELD, "group", "t")
@@ -1056,7 +1056,8 @@ def test_a_command_of_another_broker_that_an_engine_fenced_is_not_ours(bench: Be
     assert not group.registry.quarantined
 
 
-# -- strays -------------------------------------------------------------------------------
+# -- abandoned operations
+# -------------------------------------------------------------------------------
 
 
 def test_an_engine_left_paused_is_resumed(bench: Bench) -> None:

@@ -130,7 +130,7 @@ def test_a_silent_broker_is_missed_and_asked_again() -> None:
 
 @pytest.mark.parametrize("code", [NackCode.NAME_TAKEN, NackCode.GROUP_HELD])
 def test_a_name_that_is_held_is_waited_for_so_long(code: NackCode) -> None:
-    """Its holder may be dead and not yet missed; after the patience it is final."""
+    """Its owner may be dead and not yet missed; after the patience it is final."""
     driver = Driver().to(_S.JOINING)
     driver.say(make_nack(code), 100.0)
     assert driver.link.state is _S.JOINING

@@ -385,9 +385,9 @@ def test_what_several_pauses_want_dropped_is_dropped(made: bool) -> None:
     acks: list[int] = []
     while driver.queue.running() is not None:
         acks += acked(driver.returned(), Step.PAUSE_GLOBAL)
-    sharpened = [call for call in driver.calls if isinstance(call, CallStrengthenPause)]
-    assert any(call.clears for call in sharpened)
-    assert any(call.aborts for call in sharpened)
+    strengthened = [call for call in driver.calls if isinstance(call, CallStrengthenPause)]
+    assert any(call.clears for call in strengthened)
+    assert any(call.aborts for call in strengthened)
     assert acks == [9]
     assert driver.pause.state is _S.PAUSED
 

@@ -67,7 +67,7 @@ class Driver:
     def __init__(self, *, version: int = 3, opened: bool = True) -> None:
         self.queue = CallQueue()
         self.admission = Admission()
-        self.update = EngineUpdate(self.queue, version, "e0", self.admission)
+        self.update = EngineUpdate(self.queue, version, "e0", self.admission, draft=False)
         self.calls: list[Call] = []
         if opened:
             self.open()

@@ -1,4 +1,4 @@
-"""A worker's lane: real sockets, real threads, on both ends what serves there in production."""
+"""A worker's channel: real sockets, real threads, on both ends what serves there in production."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Worker:
         self.began = threading.Event()
         self.came = threading.Event()
         self.interrupted = False
-        self.lane = StagingChannelServer(self._carry_out, self._interrupt)
+        self.channel = StagingChannelServer(self._carry_out, self._interrupt)
         self._waits_for, self._fails_at = waits_for, fails_at
 
     def _carry_out(self, operation: channel_messages.Operation) -> channel_messages.Done:
@@ -66,7 +66,7 @@ def workers() -> Iterator[list[Worker]]:
     yield made
     for worker in made:
         worker.came.set()
-        worker.lane.close()
+        worker.channel.close()
 
 
 def stage(seq: int) -> channel_messages.Stage:
@@ -74,9 +74,9 @@ def stage(seq: int) -> channel_messages.Stage:
 
 
 async def reached(*workers: Worker) -> StagingChannels:
-    lanes = StagingChannels()
-    await lanes.open([worker.lane.name for worker in workers])
-    return lanes
+    channels = StagingChannels()
+    await channels.open([worker.channel.name for worker in workers])
+    return channels
 
 
 def test_all_workers_do_what_is_asked_in_its_order(workers: list[Worker]) -> None:
@@ -84,13 +84,13 @@ def test_all_workers_do_what_is_asked_in_its_order(workers: list[Worker]) -> Non
     workers += Worker(), Worker()
 
     async def scenario() -> None:
-        lanes = await reached(*workers)
+        channels = await reached(*workers)
         for seq in range(3):
-            answers = await lanes.perform(stage(seq))
+            answers = await channels.perform(stage(seq))
             assert answers == [channel_messages.Done(in_place=seq == 0)] * 2
             assert [len(worker.told) for worker in workers] == [seq + 1] * 2
-        await lanes.perform(channel_messages.Seal())
-        lanes.close()
+        await channels.perform(channel_messages.Seal())
+        channels.close()
 
     asyncio.run(scenario())
     for worker in workers:
@@ -102,14 +102,14 @@ def test_a_failure_keeps_its_code_and_its_tensor_and_the_lane(workers: list[Work
     workers += Worker(), Worker(fails_at=1)
 
     async def scenario() -> None:
-        lanes = await reached(*workers)
-        await lanes.perform(stage(0))
+        channels = await reached(*workers)
+        await channels.perform(stage(0))
         with pytest.raises(EngineError, match="another sum") as failed:
-            await lanes.perform(stage(1))
+            await channels.perform(stage(1))
         assert failed.value.code is NackCode.CHECKSUM_MISMATCH
         assert failed.value.tensor == "a.b"
-        await lanes.perform(stage(2))
-        lanes.close()
+        await channels.perform(stage(2))
+        channels.close()
 
     asyncio.run(scenario())
     assert workers[0].told == [stage(0), stage(1), stage(2)]
@@ -123,13 +123,13 @@ def test_who_waits_for_a_chunk_gives_way_to_the_core(workers: list[Worker]) -> N
     core_has_it, core_is_done = threading.Event(), threading.Event()
 
     def core() -> None:
-        with worker.lane.preempted():
+        with worker.channel.preempted():
             core_has_it.set()
             assert core_is_done.wait(LIMIT_S)
 
     async def scenario() -> None:
-        lanes = await reached(worker)
-        waiting = asyncio.create_task(lanes.perform(stage(0)))
+        channels = await reached(worker)
+        waiting = asyncio.create_task(channels.perform(stage(0)))
         await asyncio.to_thread(worker.began.wait, LIMIT_S)
         held = threading.Thread(target=core)
         held.start()
@@ -138,12 +138,12 @@ def test_who_waits_for_a_chunk_gives_way_to_the_core(workers: list[Worker]) -> N
         assert await asyncio.to_thread(core_has_it.wait, LIMIT_S)
         worker.interrupted = False
         worker.began.clear()
-        later = asyncio.create_task(lanes.perform(stage(1)))
+        later = asyncio.create_task(channels.perform(stage(1)))
         assert not await asyncio.to_thread(worker.began.wait, 0.2)
         core_is_done.set()
         await later
         held.join(LIMIT_S)
-        lanes.close()
+        channels.close()
 
     asyncio.run(scenario())
     assert worker.told == [stage(1)]
@@ -155,10 +155,10 @@ def test_the_core_does_not_wait_for_who_opens_a_transport(workers: list[Worker])
     workers.append(worker)
 
     async def scenario() -> None:
-        lanes = await reached(worker)
-        opening = asyncio.create_task(lanes.perform(Open("gloo", b"", 1, 2, 1)))
+        channels = await reached(worker)
+        opening = asyncio.create_task(channels.perform(Open("gloo", b"", 1, 2, 1)))
         assert await asyncio.to_thread(worker.began.wait, LIMIT_S)
-        with worker.lane.preempted():
+        with worker.channel.preempted():
             assert not worker.interrupted
             assert not opening.done()
         # Nor does a sidecar that comes then; but what it asks, comes behind it.
@@ -168,7 +168,7 @@ def test_the_core_does_not_wait_for_who_opens_a_transport(workers: list[Worker])
         worker.came.set()
         await opening
         await staging
-        lanes.close()
+        channels.close()
         later.close()
 
     asyncio.run(scenario())
@@ -181,16 +181,16 @@ def test_the_answer_to_a_call_that_was_given_up_is_nobodys(workers: list[Worker]
     workers.append(worker)
 
     async def scenario() -> None:
-        lanes = await reached(worker)
-        waiting = asyncio.create_task(lanes.perform(stage(0)))
+        channels = await reached(worker)
+        waiting = asyncio.create_task(channels.perform(stage(0)))
         await asyncio.to_thread(worker.began.wait, LIMIT_S)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        later = asyncio.create_task(lanes.perform(stage(1)))
+        later = asyncio.create_task(channels.perform(stage(1)))
         worker.came.set()
         await later
-        lanes.close()
+        channels.close()
 
     asyncio.run(scenario())
     assert worker.told == [stage(1)]
@@ -221,12 +221,12 @@ def test_what_a_sidecar_has_asked_before_another_came_is_not_begun(workers: list
 
     async def scenario() -> None:
         before = await reached(worker)
-        known = worker.lane._newest
-        with worker.lane.preempted():
+        known = worker.channel._newest
+        with worker.channel.preempted():
             asked = asyncio.create_task(before.perform(stage(0)))
             after = asyncio.create_task(reached(worker))
             async with asyncio.timeout(LIMIT_S):
-                while worker.lane._newest is known:  # noqa: ASYNC110 - a lane has no event for it
+                while worker.channel._newest is known:  # noqa: ASYNC110 - a channel has no event for it
                     await asyncio.sleep(0)
         with pytest.raises(EngineError, match="has left in the middle"):
             await asked
@@ -241,9 +241,9 @@ def test_what_a_sidecar_has_asked_before_another_came_is_not_begun(workers: list
 def test_a_worker_that_is_gone_is_an_error(workers: list[Worker]) -> None:
     """Whether it goes before, or in the middle."""
     gone = Worker()
-    gone.lane.close()
-    name = gone.lane.name  # of a new one
-    gone.lane.close()
+    gone.channel.close()
+    name = gone.channel.name  # of a new one
+    gone.channel.close()
 
     async def scenario() -> None:
         with pytest.raises(EngineError, match="must run on one host"):
@@ -264,7 +264,7 @@ def test_a_worker_that_is_gone_is_an_error(workers: list[Worker]) -> None:
 _RUNS_OUT_OF_DESCRIPTORS = """
 import os, resource, sys, threading, time
 from types import SimpleNamespace
-from sidecar.vllm.plugin.staging import channel_messages as lane_wire, channel_server as lane
+from sidecar.vllm.plugin.staging import channel_messages as lane_wire, channel_server as channel
 
 found_none = threading.Event()
 
@@ -272,8 +272,8 @@ def sleep(seconds):
     found_none.set()
     time.sleep(seconds)
 
-lane.time = SimpleNamespace(sleep=sleep)
-worker = lane.StagingChannelServer(lambda _: lane_wire.Done(), lambda: None)
+channel.time = SimpleNamespace(sleep=sleep)
+worker = channel.StagingChannelServer(lambda _: lane_wire.Done(), lambda: None)
 print(worker.name, flush=True)
 sys.stdin.readline()
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -336,16 +336,16 @@ def test_what_is_no_frame_ends_the_connection_and_nothing_else(
     worker = Worker()
     workers.append(worker)
     with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(f"\0{worker.lane.name}")
+        stranger.connect(f"\0{worker.channel.name}")
         stranger.sendall(sent)
         stranger.shutdown(socket.SHUT_WR)
         stranger.settimeout(LIMIT_S)
         assert stranger.recv(1) == b""
 
     async def scenario() -> None:
-        lanes = await reached(worker)
-        await lanes.perform(stage(0))
-        lanes.close()
+        channels = await reached(worker)
+        await channels.perform(stage(0))
+        channels.close()
 
     asyncio.run(scenario())
     assert worker.told == [stage(0)]
@@ -356,7 +356,7 @@ def test_what_is_no_operation_is_refused(workers: list[Worker]) -> None:
     worker = Worker()
     workers.append(worker)
     with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(f"\0{worker.lane.name}")
+        stranger.connect(f"\0{worker.channel.name}")
         stranger.settimeout(LIMIT_S)
         stranger.sendall(LENGTH.pack(3) + b"abc")
         assert LENGTH.unpack(stranger.recv(LENGTH.size))[0] > 0
@@ -372,7 +372,7 @@ def test_another_user_is_not_let_in(workers: list[Worker]) -> None:
 import os, socket
 os.setuid({NOBODY})
 end = socket.socket(socket.AF_UNIX)
-end.connect("\\0{worker.lane.name}")
+end.connect("\\0{worker.channel.name}")
 blob = {channel_messages.encode(stage(0))!r}
 try:
     end.sendall(len(blob).to_bytes(4, "big") + blob)
