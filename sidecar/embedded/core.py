@@ -92,7 +92,7 @@ class EngineCore:
         self._pausing: list[Future[None]] = []
         self._actions: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # Guards admission: after the thread's end nothing may enter the inbox.
-        self._door = threading.Lock()
+        self._actions_lock = threading.Lock()
         self._unanswered: set[Future[object]] = set()
         self._gone = ""
         self._stopping = False
@@ -242,7 +242,7 @@ class EngineCore:
         def run() -> None:
             raise EngineDead(reason)
 
-        with self._door:
+        with self._actions_lock:
             if not self._gone:
                 self._actions.put(run)
 
@@ -325,7 +325,7 @@ class EngineCore:
     # The thread
 
     def _put(self, action: Callable[[], None], future: Future[T] | None = None) -> None:
-        with self._door:
+        with self._actions_lock:
             if self._gone:
                 raise EngineDead(self._gone)
             if future is not None:
@@ -338,7 +338,7 @@ class EngineCore:
             self._abort(lambda _: True)
             self._stopping = True
 
-        with self._door:
+        with self._actions_lock:
             if not self._gone:
                 self._actions.put(leave)
 
@@ -361,7 +361,7 @@ class EngineCore:
 
     def _leave(self, reason: str) -> None:
         """Close admission, and answer those who still wait."""
-        with self._door:
+        with self._actions_lock:
             self._gone = reason
         for future in list(self._unanswered):
             future.set_exception(EngineDead(reason))

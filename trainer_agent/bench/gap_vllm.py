@@ -175,10 +175,14 @@ class BusNative:
     def update(self) -> dict[str, Any]:
         since_s = time.monotonic()
         self._trainer.send_weights()
-        return {"since_s": since_s, "until_s": time.monotonic(), **_report_fields(self._agent.last_update)}
+        return {
+            "since_s": since_s,
+            "until_s": time.monotonic(),
+            **_reported(self._agent.last_update),
+        }
 
 
-def _report_fields(report: UpdateReport | None) -> dict[str, Any]:
+def _reported(report: UpdateReport | None) -> dict[str, Any]:
     assert report is not None, "an update has just been made"
     return {
         "window_ms": report.paused_ms,
