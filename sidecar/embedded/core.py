@@ -91,7 +91,7 @@ class EngineCore:
         self._clear_cache = False
         self._pausing: list[Future[None]] = []
         self._actions: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        # Guards admission: after the thread's end nothing may enter the inbox.
+        # Guards what is put into `_actions`: after the thread's end nothing may be put into it.
         self._actions_lock = threading.Lock()
         self._unanswered: set[Future[object]] = set()
         self._gone = ""
