@@ -103,7 +103,7 @@ def test_a_page_is_filled_between_its_markers() -> None:
     [
         (
             "<!-- diagram: lamp -->\n<!-- end of diagram -->\n",
-            "wave, pause, sleep, DP coordinator, update",
+            "wave, pause, sleep, coordinator, update",
         ),
         ("no marker\n", "end of diagram"),
         ("<!-- diagram: pause -->\nwithout an end\n", "end of diagram"),

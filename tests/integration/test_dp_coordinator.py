@@ -219,7 +219,7 @@ def test_it_ends_with_its_parent_however_that_ends() -> None:
     parent = textwrap.dedent(
         """
         import os, subprocess, sys, time
-        DP coordinator = subprocess.Popen(
+        coordinator = subprocess.Popen(
             [sys.executable, "-m", "sidecar.dp_coordinator", "--dp-group", "g", "--size", "2"],
             stdin=subprocess.PIPE,
         )
