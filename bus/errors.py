@@ -20,6 +20,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 from bus.messages import Nack, NackCode, step_name
 
 __all__ = [
@@ -41,8 +43,21 @@ __all__ = [
 ]
 
 
+Outcome: TypeAlias = Literal["", "committed", "not_committed", "unknown"]
+
+
 class WavebusError(Exception):
-    """Root of everything wavebus raises on purpose."""
+    """Root of everything wavebus raises on purpose.
+
+    Attributes:
+        version: of an update that ended with this error, the version that the bus gave it; else 0.
+        outcome: ``committed``: engines serve that version; ``not_committed``: none does;
+            ``unknown``: COMMIT was sent, and nobody has said how it ended; empty if this is not
+            the error of an update.
+    """
+
+    version: int = 0
+    outcome: Outcome = ""
 
 
 class UsageError(WavebusError):

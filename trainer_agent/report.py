@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 if TYPE_CHECKING:
-    from bus.messages import Differing, Target, Verify
+    from bus.messages import Differing, GroupAck, Target, Verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +57,28 @@ class UpdateReport:
     why_paused: str = ""
     staging_bytes: int = 0
     commit_ms: float = 0.0
+
+    @classmethod
+    def of_acks(
+        cls,
+        armed: GroupAck,
+        paused: GroupAck | None,
+        committed: GroupAck,
+        resumed: GroupAck | None,
+        **others: Any,
+    ) -> Self:
+        """What the group's answers to an update's steps say; ``others``: the other fields."""
+        unresumed = resumed.excluded if resumed else ()
+        return cls(
+            version=committed.version,
+            update_id=committed.update_id,
+            engines=committed.engines,
+            excluded=tuple(dict.fromkeys((*committed.excluded, *unresumed))),
+            interrupted=paused.in_flight if paused else 0,
+            arm_ms=armed.duration_ms,
+            pause_ms=paused.duration_ms if paused else 0.0,
+            paused_ms=resumed.paused_ms if resumed else 0.0,
+            slowest=paused.slowest if paused else "",
+            commit_ms=committed.duration_ms,
+            **others,
+        )

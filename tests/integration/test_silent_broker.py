@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from safetensors.torch import load_file
 
-from bus.errors import BusTimeout
-from bus.messages import ChunkSent, Commit, PauseLocal
+from bus.errors import BusTimeout, UpdateFailed
+from bus.messages import ChunkSent, Commit, GroupAck, PauseLocal, Step
 from tests.integration.test_killed import engines, generate
 from tests.support.links import Links
 from trainer_agent import TrainerAgent
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from bus.messages import Message
     from tests.integration.conftest import Bus
-    from tests.support.links import Way
+    from tests.support.links import Passing, Way
+    from trainer_agent.options import How
 
 LEASE_MS = 20_000
 STEP_S = 2.0
@@ -150,3 +151,48 @@ def test_a_link_that_is_cut_one_way(bus: Bus, way: Way, moment: str, event: str)
             await heals(agent, bus)
 
     run(main())
+
+
+@pytest.mark.parametrize("how", ["staged", "paused"])
+def test_a_broker_that_is_killed_with_the_answer_to_commit(bus: Bus, how: How) -> None:
+    """Engines have committed, and the trainer has not heard of it: the next broker tells it."""
+
+    def is_committed(passing: Passing) -> bool:
+        answer = passing.message
+        return passing.way == "from" and isinstance(answer, GroupAck) and answer.step is Step.COMMIT
+
+    async def scenario() -> None:
+        async with trainer(bus, PATIENCE_S) as (agent, links):
+            trap = links.trap(is_committed)
+            weights = load_file(bus.checkpoint.folder / "model.safetensors")
+            update = asyncio.create_task(agent.update_weights(weights, how=how))
+            await trap.caught.wait()
+            bus.broker.kill()
+            trap.lose()
+            bus.broker = bus.start_broker(bus.address)
+            assert await update == 1
+            await heals(agent, bus)
+
+    bus.sidecar("e0")
+    run(scenario())
+
+
+def test_a_broker_that_is_killed_with_commit(bus: Bus) -> None:
+    """No engine was asked: the next broker finds none that serves the version, and says so."""
+
+    async def scenario() -> None:
+        async with trainer(bus, PATIENCE_S) as (agent, links):
+            trap = links.trap(lambda it: it.way == "to" and isinstance(it.message, Commit))
+            weights = load_file(bus.checkpoint.folder / "model.safetensors")
+            update = asyncio.create_task(agent.update_weights(weights, how="staged"))
+            await trap.caught.wait()
+            bus.broker.kill()
+            trap.lose()
+            bus.broker = bus.start_broker(bus.address)
+            with pytest.raises(UpdateFailed) as caught:
+                await update
+            assert (caught.value.version, caught.value.outcome) == (1, "not_committed")
+            await heals(agent, bus)
+
+    bus.sidecar("e0")
+    run(scenario())

@@ -149,6 +149,16 @@ class Steps:
             self._log.warning("engines_not_resumed", engines=list(ack.excluded))
         return ack
 
+    async def resume_if_paused(self, update_id: str) -> GroupAck | None:
+        """The same; None if the broker knows of no such pause. One that was restarted does not, and
+        resumes engines that are in it by itself."""
+        try:
+            return await self.resume(update_id)
+        except Refused as refused:
+            if refused.code is not NackCode.WRONG_STATE:
+                raise
+            return None
+
     async def undo(self, *messages: Abort | Resume) -> WavebusError | None:
         """Give an update up, end a pause, whoever holds it by now: what nobody goes on with would
         stand in the way of the next. A broker that is silent is told later.

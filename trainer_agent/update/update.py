@@ -18,14 +18,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 import anyio
 import anyio.to_thread
 
 import bus.log
 from bus.errors import Refused, UsageError, WavebusError
-from bus.messages import Abort, Arm, Commit, NackCode, Resume, UpdateFinish, UpdateStart
+from bus.messages import Abort, Arm, Commit, NackCode, Resume, Step, UpdateFinish, UpdateStart
 from trainer_agent.canary import compare
 from trainer_agent.report import UpdateReport
 from trainer_agent.update.rank_sync import RankZero
@@ -50,6 +50,10 @@ if TYPE_CHECKING:
     from trainer_agent.update.plan import UpdatePlan
     from trainer_agent.update.steps import Steps
     from trainer_agent.weights.snapshot import Snapshot, WeightsCopy
+
+
+# With one of these a COMMIT ends for who asked, and engines may carry it out.
+_ENDS_OTHERWISE: Final = frozenset({NackCode.FENCED, NackCode.PEER_LOST, NackCode.TIMEOUT})
 
 
 class Updates:
@@ -202,6 +206,7 @@ class Update:
         self._pause_requested = False  # we have asked for a pause, and it has not been resumed
         self._is_known_to_bus = False  # the bus has it, and has not committed it
         self._version = 0
+        self._commit_sent = False
         self.paused = anyio.Event()
         self.started = anyio.Event()
         self._finishing: asyncio.Future[GroupAck] | None = None
@@ -330,7 +335,8 @@ class Update:
         self.finish()
         differing = await self._run_canary()
         pause, commit = self._pause, Commit(self.id, self._armed.version, label, differing)
-        done = resumed = None
+        done: GroupAck | None = None
+        resumed: GroupAck | None = None
 
         async def await_finish() -> None:
             assert self._finishing is not None
@@ -338,30 +344,26 @@ class Update:
 
         async def send_commit() -> None:
             nonlocal done
+            self._commit_sent = True
             done = await self._steps.step(commit)
             self._is_known_to_bus = False
+            self._version = done.version
 
         async def send_resume() -> None:
             nonlocal resumed
             if pause is not None:
-                resumed = await self._steps.resume(self.id)
+                resumed = await self._steps.resume_if_paused(self.id)
                 self._pause_requested = False
 
         await ask_in_order(await_finish, send_commit, send_resume)
         assert done is not None
-        self._version = done.version
-        report = UpdateReport(
-            version=done.version,
+        report = UpdateReport.of_acks(
+            self._armed,
+            pause,
+            done,
+            resumed,
             label=label,
             target=self._target,
-            update_id=self.id,
-            engines=done.engines,
-            excluded=tuple(dict.fromkeys((*done.excluded, *(resumed.excluded if resumed else ())))),
-            interrupted=pause.in_flight if pause else 0,
-            arm_ms=self._armed.duration_ms,
-            pause_ms=pause.duration_ms if pause else 0.0,
-            paused_ms=resumed.paused_ms if resumed else 0.0,
-            slowest=pause.slowest if pause else "",
             size_bytes=self._plan.size_bytes,
             chunks=self._plan.chunks,
             verified=verified,
@@ -369,7 +371,6 @@ class Update:
             how="staged" if self.is_staged else "paused",
             why_paused=self._pause_reason,
             staging_bytes=self._armed.staging_bytes if self.is_staged else 0,
-            commit_ms=done.duration_ms,
         )
         return self._updates.record_commit(report, self.copy)
 
@@ -403,6 +404,7 @@ class Update:
         """It is over; with an error, it is undone first, as far as it got."""
         try:
             if error is not None:
+                describe_end(error, self._armed, self._version, asked=self._commit_sent)
                 await self._undo()
             await self._rank_zero.finish(self._version, error)
         finally:
@@ -422,6 +424,35 @@ class Update:
         if self._pause_requested:
             messages.append(Resume(self.id))
         await self._steps.undo(*messages)
+
+
+def describe_end(
+    error: BaseException, armed: GroupAck | None, version: int, *, asked: bool
+) -> None:
+    """Say in the error which version it is about, and whether engines serve that.
+
+    Args:
+        error: what the update ended with.
+        armed: the answer to ARM, with the version that the bus gave the update.
+        version: what was committed; 0 if no answer said that.
+        asked: COMMIT was sent.
+    """
+    if not isinstance(error, WavebusError):
+        return
+    error.version = armed.version if armed else 0
+    if version:
+        error.outcome = "committed"
+    elif asked and not _shows_no_commit(error):
+        error.outcome = "unknown"
+    else:
+        error.outcome = "not_committed"
+
+
+def _shows_no_commit(error: WavebusError) -> bool:
+    """Whether an error that came after COMMIT was sent shows that no engine has committed."""
+    return isinstance(error, Refused) and (
+        error.nack.step != Step.COMMIT.value or error.code not in _ENDS_OTHERWISE
+    )
 
 
 class _StartUpdate(Protocol):

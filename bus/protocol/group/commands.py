@@ -37,6 +37,7 @@ from bus.protocol.core.validation import check_chunk, check_sums, manifest_of
 from bus.protocol.group import catch_up
 from bus.protocol.group.canary import failures, require_probes
 from bus.protocol.group.pause import PauseState
+from bus.protocol.group.reconciliation import EarlierCommits
 from bus.protocol.group.replies import nack_of
 from bus.protocol.group.sleep import SleepState
 from bus.protocol.group.staging import StagingDecision, before_engines
@@ -77,6 +78,7 @@ class Commands:
     def __init__(self, state: GroupState) -> None:
         self._state = state
         self._manifest: Manifest | None = None  # of the update under way
+        self._earlier_commits = EarlierCommits(state)
         self._assigned: tuple[str, int] = ("", 0)  # the last version, and to which update
         self._queued: dict[Step, UpdateStart | UpdateFinish | Commit] = {}
         self._start_asked_ms = 0.0  # since when an UPDATE_START is kept
@@ -106,10 +108,8 @@ class Commands:
             case Wake():
                 return self._wake(msg_id, message, now_ms)
             case WaitEngines():
-                self._state.session.requests.waiters[msg_id] = (
-                    message,
-                    now_ms + message.timeout_ms,
-                )
+                until_ms = now_ms + message.timeout_ms
+                self._state.session.requests.waiters[msg_id] = (message, until_ms)
                 return [*self._state.answer_waiters(now_ms)]
             case TrainerStep():
                 forwarded = self._state.followers.on_trainer_step(message)
@@ -143,9 +143,11 @@ class Commands:
                 self._state.update.require(UpdateState.FINISHED, update_id=message.update_id)
                 if not self._state.update.canary:
                     raise wrong_state("the update was armed without a canary", "update_id")
-                probing = self._state.update.probe(message, now_ms)
-                return self._ask(msg_id, Step.PROBE, probing)
+                return self._ask(msg_id, Step.PROBE, self._state.update.probe(message, now_ms))
             case Commit():
+                known = (self._state.update.update_id, self._assigned[0])
+                if self._state.update.state is UpdateState.IDLE and message.update_id not in known:
+                    return [*self._earlier_commits.answer(msg_id, message, now_ms)]
                 self._state.update.require(*_BEFORE_COMMIT, update_id=message.update_id)
                 if message.version != self._state.update.version:
                     raise wrong_state(
@@ -155,9 +157,8 @@ class Commands:
             case Abort():
                 return self._abort(msg_id, message, now_ms)
             case _:
-                raise Declined(
-                    Failure(NackCode.FORBIDDEN, "a trainer does not send this", field="kind")
-                )
+                failure = Failure(NackCode.FORBIDDEN, "a trainer does not send this", field="kind")
+                raise Declined(failure)
 
     def _ask(
         self, msg_id: int, step: Step, instructions: Iterable[Instruction], chunk: int = 0

@@ -23,17 +23,22 @@ The last three only while the group is RUNNING, and the engine's DP group whole.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
-from bus.messages import Abort, Heartbeat, Message, PauseLocal, Resume
+from bus.messages import Abort, Commit, Heartbeat, Message, PauseLocal, Phase, Resume, Step
+from bus.protocol.core.failures import wrong_state
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.update import UpdateState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from bus.protocol.core.effects import Effect
     from bus.protocol.core.membership import Peer
     from bus.protocol.group.group_state import GroupState
+
+_IN_UPDATE: Final[frozenset[Phase]] = frozenset({"armed", "staging", "updating"})
 
 
 class Reconciliation:
@@ -49,7 +54,7 @@ class Reconciliation:
     def find(self, peer: Peer, beat: Heartbeat) -> tuple[Message, Iterable[str]] | None:
         """What to send to whom, after this heartbeat."""
         registry, update, alone = self._state.registry, self._state.update, (peer.name,)
-        if beat.phase in ("armed", "staging", "updating") and (
+        if beat.phase in _IN_UPDATE and (
             update.state is UpdateState.IDLE or update.update_id != beat.update_id
         ):
             return Abort(beat.update_id, "the bus knows nothing of this update"), alone
@@ -90,3 +95,45 @@ class Reconciliation:
         """Half-made: the peer ranks are asked too, so that it completes, and all can resume."""
         lease_ms, timeout_ms = int(self._state.min_lease_ms), int(self._state.step_timeout_ms)
         return PauseLocal(beat.update_id, "keep", False, lease_ms, timeout_ms, 0, "keep")
+
+
+class EarlierCommits:
+    """Answers COMMITs of updates that this broker has not armed, by what engines report.
+
+    A broker may be stopped after engines were told to commit and before it has answered the
+    trainer, which then asks the next broker.
+
+    Args:
+        state: the group.
+    """
+
+    def __init__(self, state: GroupState) -> None:
+        self._state = state
+        self._update_id = ""  # of the update that was asked for last
+        self._since_ms = 0.0  # the first time
+
+    def answer(self, msg_id: int, commit: Commit, now_ms: float) -> list[Effect]:
+        """Acknowledge the COMMIT if engines serve its version.
+
+        Engines that have not joined this broker yet may serve it. They are waited for as long as a
+        pause may be leased for at least; nothing is answered meanwhile, and the trainer asks again.
+
+        Raises:
+            Declined: no engine serves the version.
+        """
+        engines = self._state.registry.engines
+        serving = {name for name, peer in engines.items() if peer.version == commit.version}
+        if serving and not any(peer.phase in _IN_UPDATE for peer in engines.values()):
+            ack = replace(
+                self._state.empty_ack(Step.COMMIT, commit.update_id),
+                version=commit.version,
+                excluded=tuple(sorted(engines.keys() - serving)),
+            )
+            return self._state.session.answer_ids([msg_id], ack)
+        if commit.update_id != self._update_id:
+            self._update_id, self._since_ms = commit.update_id, now_ms
+        if now_ms - self._since_ms <= self._state.min_lease_ms:
+            return []
+        raise wrong_state(
+            f"no engine serves version {commit.version}: the update was not committed", "update_id"
+        )

@@ -29,6 +29,7 @@ from bus.messages import (
     PauseGlobal,
     PauseLocal,
     PeerRanks,
+    Phase,
     PlanTransfer,
     Probe,
     Probed,
@@ -1105,3 +1106,38 @@ def test_waiting_for_engines_ends_in_time(bench: Bench) -> None:
     assert nack.code is NackCode.TIMEOUT
     assert "e0" in nack.detail
     assert bench.broker.next_deadline_ms() > 1000.0
+
+
+def test_a_commit_that_an_earlier_broker_had_carried_out_is_acknowledged(bench: Bench) -> None:
+    """By what engines report: who serves an older version is named as excluded."""
+    for name, version in (("e0", 3), ("e1", 3), ("e2", 2)):
+        bench.say(name, engine_join(dp_group=name, version=version))
+    bench.trainer()
+    done = only(bench.say("t", Commit("u7", 3, "", ())), GroupAck)
+    assert (done.step, done.version, done.excluded) == (Step.COMMIT, 3, ("e2",))
+
+
+@pytest.mark.parametrize("phase", ["armed", "staging", "updating"])
+def test_a_commit_is_not_answered_while_an_engine_is_in_an_update(
+    bench: Bench, phase: Phase
+) -> None:
+    """It may be about to commit."""
+    bench.say("e0", engine_join(dp_group="e0", version=3))
+    bench.say("e1", engine_join(dp_group="e1", version=2, phase=phase))
+    bench.trainer()
+    assert messages(bench.say("t", Commit("u7", 3, "", ()))) == []
+    bench.say("e1", Heartbeat("running", 3, 0, ""))
+    assert only(bench.say("t", Commit("u7", 3, "", ())), GroupAck).excluded == ()
+
+
+def test_a_commit_that_no_engine_has_carried_out_is_refused_once_all_may_have_joined(
+    bench: Bench,
+) -> None:
+    """Not at once: engines of the broker before are still to come."""
+    bench.engine("e0")
+    bench.trainer()
+    bench.now_ms = 100.0
+    assert messages(bench.say("t", Commit("u7", 3, "", ()))) == []
+    bench.now_ms += bench.broker.groups["policy"].min_lease_ms + 1
+    nack = nack_in(bench.say("t", Commit("u7", 3, "", ())))
+    assert (nack.code, nack.field) == (NackCode.WRONG_STATE, "update_id")
