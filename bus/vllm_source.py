@@ -25,6 +25,16 @@ Node: TypeAlias = ast.AST
 _MAX_IMPORTS: Final = 4  # of a name through packages, until it is defined
 
 
+def _parse(text: str) -> ast.Module:
+    """Parse a file. Raises SyntaxError."""
+    try:
+        return ast.parse(text)
+    except SystemError:
+        # Python 3.11 counts the depth of all trees that are being built together. A finalizer that
+        # the garbage collector calls in the middle, and that parses as well, upsets the count.
+        return ast.parse(text)
+
+
 class Folder(Protocol):
     """A folder on disk or inside a wheel: what pathlib and zipfile paths have in common."""
 
@@ -139,7 +149,7 @@ class SourceTree:
         if module not in self._modules:
             text = self.text(module)
             try:
-                self._modules[module] = ast.parse(text) if text else None
+                self._modules[module] = _parse(text) if text else None
             except SyntaxError:  # a later Python's
                 self._modules[module] = None
                 self._unreadable.add(module)
