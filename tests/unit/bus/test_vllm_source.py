@@ -28,27 +28,27 @@ class ParsesWhenItGoes:
 
 
 @pytest.fixture
-def busy_collector() -> Iterator[None]:
-    """It runs in the middle of whatever makes objects next."""
+def collector() -> Iterator[None]:
+    """As it was, afterwards."""
     threshold = gc.get_threshold()
     gc.collect()
     gc.disable()
-    for _ in range(3):
-        ParsesWhenItGoes()
-    gc.set_threshold(50)
-    gc.enable()
     yield
     gc.set_threshold(*threshold)
+    gc.enable()
 
 
-@pytest.mark.usefixtures("busy_collector")
+@pytest.mark.usefixtures("collector")
 def test_a_finalizer_that_parses_meanwhile_changes_nothing(tmp_path: Path) -> None:
+    """The collector calls it in the middle: a tree of so many definitions makes it run."""
     package = tmp_path / "vllm"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    lines = [
-        f"def name_{n}(a, b=(1, {n})):\n    return a + b * (a - {n})" for n in range(DEFINITIONS)
-    ]
+    lines = [f"def f{n}(a, b=(1, {n})):\n    return a + b * (a - {n})" for n in range(DEFINITIONS)]
     (package / "long.py").write_text("\n".join(lines))
     tree = SourceTree(tmp_path)
-    assert tree.find(f"vllm.long:name_{DEFINITIONS - 1}") is not None
+    for _ in range(3):
+        ParsesWhenItGoes()
+    gc.set_threshold(1000)
+    gc.enable()
+    assert tree.find(f"vllm.long:f{DEFINITIONS - 1}") is not None
