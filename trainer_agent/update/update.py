@@ -52,8 +52,10 @@ if TYPE_CHECKING:
     from trainer_agent.weights.snapshot import Snapshot, WeightsCopy
 
 
-# With one of these a COMMIT ends for who asked, and engines may carry it out.
+# With one of these a COMMIT ends for who asked, and engines may carry it out; unless it is about a
+# step that comes before.
 _ENDS_OTHERWISE: Final = frozenset({NackCode.FENCED, NackCode.PEER_LOST, NackCode.TIMEOUT})
+_BEFORE_COMMIT: Final = frozenset({Step.START.value, Step.CHUNK.value, Step.FINISH.value})
 
 
 class Updates:
@@ -451,7 +453,7 @@ def describe_end(
 def _shows_no_commit(error: WavebusError) -> bool:
     """Whether an error that came after COMMIT was sent shows that no engine has committed."""
     return isinstance(error, Refused) and (
-        error.nack.step != Step.COMMIT.value or error.code not in _ENDS_OTHERWISE
+        error.nack.step in _BEFORE_COMMIT or error.code not in _ENDS_OTHERWISE
     )
 
 

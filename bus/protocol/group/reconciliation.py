@@ -115,25 +115,27 @@ class EarlierCommits:
     def answer(self, msg_id: int, commit: Commit, now_ms: float) -> list[Effect]:
         """Acknowledge the COMMIT if engines serve its version.
 
-        Engines that have not joined this broker yet may serve it. They are waited for as long as a
-        pause may be leased for at least; nothing is answered meanwhile, and the trainer asks again.
+        Engines that have not joined this broker yet, or are in an update, may serve it soon. They
+        are waited for as long as a pause may be leased for at least; nothing is answered meanwhile,
+        and the trainer asks again.
 
         Raises:
             Declined: no engine serves the version.
         """
         engines = self._state.registry.engines
         serving = {name for name, peer in engines.items() if peer.version == commit.version}
-        if serving and not any(peer.phase in _IN_UPDATE for peer in engines.values()):
+        if commit.update_id != self._update_id:
+            self._update_id, self._since_ms = commit.update_id, now_ms
+        waits = now_ms - self._since_ms <= self._state.min_lease_ms
+        if waits and (not serving or any(peer.phase in _IN_UPDATE for peer in engines.values())):
+            return []
+        if serving:
             ack = replace(
                 self._state.empty_ack(Step.COMMIT, commit.update_id),
                 version=commit.version,
                 excluded=tuple(sorted(engines.keys() - serving)),
             )
             return self._state.session.answer_ids([msg_id], ack)
-        if commit.update_id != self._update_id:
-            self._update_id, self._since_ms = commit.update_id, now_ms
-        if now_ms - self._since_ms <= self._state.min_lease_ms:
-            return []
         raise wrong_state(
             f"no engine serves version {commit.version}: the update was not committed", "update_id"
         )

@@ -16,6 +16,11 @@ def refused(step: Step, code: NackCode) -> UpdateFailed:
     return UpdateFailed(make_nack(code, step=step.value, update_id="u1"))
 
 
+def fenced_frame() -> UpdateFailed:
+    """As the broker refuses a frame before it looks at the step."""
+    return UpdateFailed(make_nack(NackCode.FENCED))
+
+
 @pytest.mark.parametrize(
     ("error", "version", "asked", "outcome"),
     [
@@ -24,6 +29,9 @@ def refused(step: Step, code: NackCode) -> UpdateFailed:
         (refused(Step.COMMIT, NackCode.WRONG_STATE), 0, True, "not_committed"),
         (refused(Step.COMMIT, NackCode.TIMEOUT), 0, True, "unknown"),
         (refused(Step.COMMIT, NackCode.FENCED), 0, True, "unknown"),
+        (fenced_frame(), 0, True, "unknown"),
+        (refused(Step.RESUME, NackCode.TIMEOUT), 0, True, "unknown"),
+        (refused(Step.CHUNK, NackCode.PEER_LOST), 0, True, "not_committed"),
         (BusTimeout("no answer"), 0, False, "not_committed"),
         (BusTimeout("no answer"), 0, True, "unknown"),
         (refused(Step.RESUME, NackCode.TIMEOUT), 4, True, "committed"),

@@ -1130,6 +1130,16 @@ def test_a_commit_is_not_answered_while_an_engine_is_in_an_update(
     assert only(bench.say("t", Commit("u7", 3, "", ())), GroupAck).excluded == ()
 
 
+def test_a_commit_is_answered_at_last_though_an_engine_stays_in_an_update(bench: Bench) -> None:
+    """Who serves the version does; the other one is excluded."""
+    bench.say("e0", engine_join(dp_group="e0", version=3))
+    bench.say("e1", engine_join(dp_group="e1", version=2, phase="updating"))
+    bench.trainer()
+    assert messages(bench.say("t", Commit("u7", 3, "", ()))) == []
+    bench.now_ms += bench.broker.groups["policy"].min_lease_ms + 1
+    assert only(bench.say("t", Commit("u7", 3, "", ())), GroupAck).excluded == ("e1",)
+
+
 def test_a_commit_that_no_engine_has_carried_out_is_refused_once_all_may_have_joined(
     bench: Bench,
 ) -> None:
