@@ -13,7 +13,7 @@ which roles those can be, whatever the peer says:
 key       may join as          its verbs
 ========= ==================== ==========================================================
 trainer   trainer, follower    all commands of a trainer, and what its other ranks ask
-engine    engine, DP coordinator      acks and status of an engine, the waves of its DP group
+engine    engine, coordinator  acks and status of an engine, the waves of its DP group
 observer  observer             STATUS_REQUEST
 scheduler scheduler            STATUS_REQUEST
 ========= ==================== ==========================================================

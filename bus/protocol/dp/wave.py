@@ -1,7 +1,7 @@
 """The waves of one DP group, as the broker sees them.
 
 A wave is one running period of a DP group: from its first request until every rank is
-idle. The group's coordinator (its DP coordinator, or vLLM's own) owns the number; the broker
+idle. The DP group's coordinator (the bus's, or vLLM's own) owns the number; the broker
 mirrors it, and knows what the coordinator can't: whether the group is being paused.
 
 ::

@@ -63,7 +63,7 @@ class LeaseState(StrEnum):
 
 
 class EngineLease:
-    """See the module. ``peer ranks`` are the other ranks of its DP group."""
+    """See the module. ``peers`` are the other ranks of its DP group."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.state = LeaseState.FREE

@@ -23,7 +23,7 @@
     PAUSED    PAUSE_LOCAL, while peer ranks count on this pause (:mod:`bus.protocol.engine.lease`)
                                PAUSED    remembered: pause() follows the resume's return
     RUNNING, UNKNOWN
-              a peer rank's pause   PAUSING   pause(keep), so that the peer rank's can return
+              a peer's pause   PAUSING   pause(keep), so that the peer's can return
 
 Invariants: an engine gets a resume only after its pause has returned, and one resume
 per pause; paused is acked by that return and by nothing else; an engine that is paused has dropped
