@@ -84,6 +84,7 @@ class NackCode(StrEnum):
     STAGING_REFUSED = "staging_refused"
     CALLED_OFF = "called_off"
     MANIFEST_REFUSED = "manifest_refused"
+    MANIFEST_UNKNOWN = "manifest_unknown"
     OTHER_BASE = "other_base"
     BACKEND_MISSING = "backend_missing"
     DRAFT_MISSING = "draft_missing"

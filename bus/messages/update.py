@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from msgspec import Meta
@@ -100,6 +100,9 @@ class Arm:
     (see :mod:`bus.protocol.group.catch_up`). Empty: it is for all, and gives a new version.
 
     ``staging``: how it may be staged; None: it is loaded in a pause. Engines answer with ARMED.
+
+    The broker asks an engine again without the tensors (:meth:`without_tensors`): the engine has
+    them, or refuses with ``manifest_unknown`` and gets them again.
     """
 
     update_id: UpdateId
@@ -119,6 +122,10 @@ class Arm:
     digest: ShortText
     scope: Scope = ()
     staging: Staging | None = None
+
+    def without_tensors(self) -> Arm:
+        """The same by its digest alone."""
+        return replace(self, names=(), dtypes=(), shapes=(), chunk_ends=(), counts=())
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from bus.messages import Arm
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from bus.messages import Ack, Message, Step
 
@@ -26,6 +28,7 @@ class AckBarrier:
         "engines",
         "escalated",
         "in_flight",
+        "lacks_manifest",
         "messages",
         "resent_ms",
         "slowest",
@@ -47,6 +50,7 @@ class AckBarrier:
         self.in_flight = 0
         self.slowest = ""
         self.slowest_ms = 0.0
+        self.lacks_manifest: set[str] = set()  # was asked again by digest, and knows no such one
         self.escalated: set[str] = set()  # whose `wait` pause came to its deadline,
         self.waited_for: list[str] = []  # and the requests that it waited for until then
 
@@ -85,3 +89,15 @@ class AckBarrier:
             return False
         self.resent_ms = now_ms
         return True
+
+    def repeats(self) -> Iterator[tuple[Message, list[str]]]:
+        """What to ask again of whom. A manifest is large: its digest is enough for engines that
+        have it."""
+        lacks = self.lacks_manifest & self.waiting
+        for message in self.messages:
+            short = message.without_tensors() if isinstance(message, Arm) else message
+            if has := sorted(self.waiting - lacks):
+                yield short, has
+            if lacks:
+                yield message, sorted(lacks)
+        self.lacks_manifest.clear()

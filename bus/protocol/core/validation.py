@@ -17,7 +17,8 @@ def manifest_of(message: Arm) -> Manifest:
     """The manifest that an ARM carries.
 
     Raises:
-        Declined: it contradicts itself or its digest; names the field.
+        Declined: it contradicts itself or its digest; names the field. Code ``manifest_unknown``
+            if it has only a digest.
     """
     try:
         manifest = Manifest(
@@ -25,7 +26,8 @@ def manifest_of(message: Arm) -> Manifest:
         )
     except ValueError as error:
         field, _, detail = str(error).partition(": ")
-        raise Declined(Failure(NackCode.MANIFEST_REFUSED, detail, field=field)) from error
+        code = NackCode.MANIFEST_REFUSED if message.names else NackCode.MANIFEST_UNKNOWN
+        raise Declined(Failure(code, detail, field=field)) from error
     if manifest.digest() != message.digest:
         raise Declined(
             Failure(NackCode.MANIFEST_REFUSED, "is not the manifest's digest", field="digest")

@@ -257,8 +257,9 @@ class Group(GroupState):
                 if barrier is self.pause.barrier:
                     effects += self.apply(self.pause.retry(), now_ms)
                 else:
-                    waiting = sorted(barrier.waiting)
-                    effects += [self.send(message, waiting) for message in barrier.messages]
+                    effects += [
+                        self.send(again, names) for again, names in barrier.repeats() if names
+                    ]
         last_heard = functools.partial(self.registry.last_heard, now_ms=now_ms)
         effects += self.apply(self.pause.expire(now_ms, last_heard), now_ms)
         effects += self._commands.expire(now_ms)

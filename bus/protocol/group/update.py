@@ -317,9 +317,10 @@ class UpdateMachine:
         """An engine can't do what it was asked."""
         if name not in self.members or self.state is _S.IDLE:
             return []
-        if self.state is _S.OPENING:
-            return self.abort(failure, now_ms)
-        if self.state in (_S.ARMING, _S.STARTING):
+        if failure.code is NackCode.MANIFEST_UNKNOWN and self.state is _S.ARMING and self.barrier:
+            self.barrier.lacks_manifest.add(name)  # it is sent again
+            return []
+        if self.state in (_S.OPENING, _S.ARMING, _S.STARTING):
             return self.abort(failure, now_ms)
         if self.state is _S.ABORTING:
             return self._exclude([name], failure, now_ms)

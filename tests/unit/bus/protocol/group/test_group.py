@@ -11,6 +11,7 @@ import pytest
 from bus.errors import ManifestRefused, PauseFailed, Refused
 from bus.messages import (
     Abort,
+    Arm,
     Commit,
     GroupAck,
     Message,
@@ -42,6 +43,7 @@ from bus.testing.sim_world import GROUP
 from tests.unit.bus._scene import Scene, code_of
 
 if TYPE_CHECKING:
+    from bus.messages import Envelope
     from bus.testing.sim_engine import SimEngine
     from bus.testing.sim_trainer import SimTrainer
 
@@ -874,3 +876,39 @@ def test_a_new_broker_resumes_no_rank_while_its_peer_gives_the_update_up() -> No
     restores.release(CallRestore)
     scene.rest()
     assert scene.running() == {"e0", "e1"}
+
+
+def test_a_manifest_that_is_being_checked_is_asked_again_by_its_digest() -> None:
+    scene = Scene(1, 1)
+    scene.engine("e1").behaviour.hold.add(CallArm)
+    scene.update()
+
+    def arms() -> list[Arm]:
+        return [each for each in scene.engine("e1").commands if isinstance(each, Arm)]
+
+    assert scene.world.run_until(lambda: len(arms()) >= 3, within_ms=10_000.0)
+    assert [bool(arm.names) for arm in arms()] == [True] + [False] * (len(arms()) - 1)
+    assert len({arm.digest for arm in arms()}) == 1
+    scene.engine("e1").release(CallArm)
+    assert scene.settled().version == 1
+
+
+def test_an_engine_that_never_got_the_manifest_gets_it_after_all() -> None:
+    """It knows no such digest, says so, and the update goes on with all."""
+    scene = Scene(1, 1)
+    lossy = scene.engine("e1")
+    take = lossy._on_message
+    lost: list[Message] = []
+
+    def lose_the_first_arm(envelope: Envelope, message: Message) -> None:
+        if isinstance(message, Arm) and not lost:
+            lost.append(message)
+        else:
+            take(envelope, message)
+
+    lossy.peer._on_message = lose_the_first_arm
+    scene.update()
+    outcome = scene.settled()
+    assert (outcome.version, outcome.excluded) == (1, ())
+    arms = [each for each in lossy.commands if isinstance(each, Arm)]
+    assert [bool(arm.names) for arm in [*lost, *arms]] == [True, False, True]
