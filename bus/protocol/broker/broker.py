@@ -351,7 +351,7 @@ class Broker:
         if peer.role == "trainer":
             refused = group.session.claim(peer, now_ms)
             if refused is not None:
-                self.peers.remove(peer)
+                self._drop_peer(peer)
                 return refused
         return peer, group
 

@@ -1245,3 +1245,14 @@ def test_the_owner_knows_the_version_that_was_committed(bench: Bench) -> None:
     assert group.version == 6
     bench.say("t", Heartbeat("running", 7, 0, ""))
     assert group.version == 7
+
+
+def test_trainers_that_are_refused_share_one_bucket_of_their_connection(bench: Bench) -> None:
+    """Each refused JOIN costs its connection; a new bucket for each would make them free."""
+    bench.trainer()
+    route = b"other#2"
+    for seq in range(1, 100):
+        if bench.broker.admit(route, 200, 0.0) is not None:
+            break
+        bench.say("other", TRAINER_JOIN, seq=seq, boot=2)
+    assert seq < 30
