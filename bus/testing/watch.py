@@ -87,7 +87,7 @@ class Watch:
             self._check_engine(engine)
         if group is None:
             return
-        if group.version < self._group_version:
+        if group.served.is_committed and group.version < self._group_version:
             raise InvariantViolation(f"the group fell from version {self._group_version}")
         self._group_version = group.version
         self._check_peer_ranks()

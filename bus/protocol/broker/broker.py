@@ -20,6 +20,7 @@ from bus.protocol.core.access import (
     STRANGERS_FRAME_BYTES,
     Bucket,
     cost_of,
+    outside_bounds,
     outside_key,
     outside_role,
 )
@@ -270,23 +271,23 @@ class Broker:
         result = self._admit(route, envelope, join, now_ms, user)
         if isinstance(result, Failure):
             self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
+            code, detail, sender = result.code.value, result.detail, envelope.sender
+            fields = {"peer": sender, "group": envelope.group, "code": code, "detail": detail}
             return [
-                Note(
-                    "join_refused",
-                    "warning",
-                    {
-                        "peer": envelope.sender,
-                        "group": envelope.group,
-                        "code": result.code.value,
-                        "detail": result.detail,
-                    },
-                ),
+                Note("join_refused", "warning", fields),
                 self._nack((route,), envelope.id, result, retry_ms=self.config.retry_ms),
             ]
         peer, group = result
+        came: list[Effect] = []
+        if peer.role == "engine" and group is not None:
+            came = group.on_engine_joined(peer, now_ms)  # the WELCOME tells the version with it
+        elif peer.role == "coordinator" and group is not None:
+            came = group.dp_groups.on_coordinator_joined(peer)
+        elif peer.role in WATCHERS:
+            came = [note for each in self.groups.values() for note in each.tell_routes((route,))]
         again = known is not None and known.boot == envelope.boot
         lacks = lacking(join.engine)
-        effects: list[Effect] = [
+        return [
             Note(
                 "peer_rejoined" if again else "peer_joined",
                 "warning" if lacks else "info",
@@ -303,15 +304,8 @@ class Broker:
                 },
             ),
             self._welcome(peer, group, route, envelope.id),
+            *came,
         ]
-        if peer.role == "engine" and group is not None:
-            effects += group.on_engine_joined(peer, now_ms)
-        elif peer.role == "coordinator" and group is not None:
-            effects += group.dp_groups.on_coordinator_joined(peer)
-        elif peer.role in WATCHERS:
-            for each in self.groups.values():
-                effects += each.tell_routes((route,))
-        return effects
 
     def _welcome(self, peer: Peer, group: Group | None, route: bytes, reply_to: int) -> Send:
         config = self.config
@@ -322,8 +316,7 @@ class Broker:
     def _admit(
         self, route: bytes, envelope: m.Envelope, join: m.Join, now_ms: float, user: str
     ) -> tuple[Peer, Group | None] | Failure:
-        refused = self._refuse_more(route, envelope)
-        if refused is not None:
+        if refused := self._refuse_more(route, envelope, join):
             return refused
         peer = self.peers.join(
             name=envelope.sender,
@@ -337,6 +330,7 @@ class Broker:
         )
         if isinstance(peer, Failure):
             return peer
+        peer.joined_epoch = envelope.epoch
         if peer.bucket is None:
             peer.bucket = self._bucket(None, route, now_ms)
             peer.bucket.rate = self.config.limits.peer
@@ -357,12 +351,12 @@ class Broker:
         if peer.role == "trainer":
             refused = group.session.claim(peer, now_ms)
             if refused is not None:
-                self.peers.remove(peer)
+                self._drop_peer(peer)
                 return refused
         return peer, group
 
-    def _refuse_more(self, route: bytes, envelope: m.Envelope) -> Failure | None:
-        """One connection is one peer's, and groups are bounded."""
+    def _refuse_more(self, route: bytes, envelope: m.Envelope, join: m.Join) -> Failure | None:
+        """One connection is one peer's. Groups are bounded, and so are epochs and versions."""
         other = self.peers.by_route.get(route)
         if other is not None and other.name != envelope.sender:
             detail = f"this connection is {other.name}'s"
@@ -373,7 +367,11 @@ class Broker:
             if len(self.groups) >= MAX_GROUPS:
                 detail = f"there are {len(self.groups)} groups"
                 return Failure(m.NackCode.RATE_LIMITED, detail, field="group")
-        return None
+        known = self.groups.get(envelope.group)
+        refused = outside_bounds("epoch", envelope.epoch, known.epoch if known else 0)
+        if refused or join.engine is None:
+            return refused
+        return outside_bounds("version", join.engine.version, known.version if known else 0)
 
     def _stranger(
         self, route: bytes, envelope: m.Envelope, message: m.Message, now_ms: float
@@ -440,11 +438,14 @@ class Broker:
                 due_ms = group_ms
         return due_ms
 
-    def _remove_peer(self, peer: Peer, event: str, reason: str, now_ms: float) -> list[Effect]:
+    def _drop_peer(self, peer: Peer) -> None:
         self.peers.remove(peer)
         if peer.bucket is not None:  # who comes and goes gets no new one by that
             peer.bucket.rate = self.config.limits.stranger
             self._strangers[peer.route] = peer.bucket
+
+    def _remove_peer(self, peer: Peer, event: str, reason: str, now_ms: float) -> list[Effect]:
+        self._drop_peer(peer)
         note = Note(
             event,
             "info" if event == "peer_left" else "warning",

@@ -73,6 +73,10 @@ if TYPE_CHECKING:
 
 
 KIB: Final = 1024
+# What a JOIN, or an ARM, may report of a group of which nothing is known, and otherwise by how much
+# it may exceed what is known. The wire carries up to 2**53, so there is room to count on.
+MAX_REPORTED: Final = 2**40
+MAX_JUMP: Final = 2**20
 BYTES_PER_TOKEN: Final = 4 * KIB
 REFUSED_COST: Final = 10
 REPORT_EVERY_MS: Final = 1000
@@ -150,6 +154,22 @@ class Bucket:
 def cost_of(size_bytes: int) -> int:
     """What a frame costs."""
     return 1 + size_bytes // BYTES_PER_TOKEN
+
+
+def outside_bounds(field: str, reported: int, known: int) -> Failure | None:
+    """Why an epoch or version is not believed; None: it may be true.
+
+    Args:
+        field: which of the two, as the message names it.
+        reported: the number in the message.
+        known: the group's own number; 0 if nothing is known yet.
+    """
+    highest = known + MAX_JUMP if known else MAX_REPORTED
+    if reported <= highest:
+        return None
+    detail = f"{field} {reported} is too far above the group's, {known}; at most {highest}"
+    hint = "restart the peer, and a vLLM that it is attached to, or use another group"
+    return Failure(NackCode.MALFORMED, detail, field=field, hint=hint)
 
 
 KeyRole: TypeAlias = Literal["trainer", "engine", "observer", "scheduler"]

@@ -50,7 +50,8 @@ class Peer:
     """One peer as the broker knows it. ``route`` is the transport's name of it, ``user`` the key
     that it has joined with, ``bucket`` what it may ask for still (None: no bounds).
     ``is_unreachable``: it
-    has joined again, and nothing shows yet that it has heard the answer."""
+    has joined again, and nothing shows yet that it has heard the answer. ``joined_epoch``: the
+    epoch that it joined with; 0 if it had met no trainer's broker before."""
 
     name: str
     role: Role
@@ -71,6 +72,7 @@ class Peer:
     user: str = ""
     bucket: Bucket | None = None
     is_unreachable: bool = False
+    joined_epoch: int = 0
 
     def on_frame(self, now_ms: float) -> None:
         """A frame of it has come. A link that is cut one way carries those of a peer that can be

@@ -24,13 +24,78 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bus.lora import adapter_of
-from bus.protocol.core.failures import wrong_state
+from bus.protocol.core.access import outside_bounds
+from bus.protocol.core.failures import Declined, wrong_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.messages import Arm
     from bus.protocol.group.engine_registry import EngineRegistry
+
+
+class GroupVersion:
+    """The version that a group serves, in ``value``.
+
+    A commit sets it, and from then on only commits raise it: what one engine reports can't put the
+    others out of service. A broker that was started anew knows no commit. Until it does, the
+    version is the highest one that more than half of the DP groups serve, or a later one, and may
+    fall. A DP group counts as the rank with the lowest version.
+
+    These count: DP groups whose sidecars joined with an epoch, so that they were in the group of an
+    earlier broker, and with open admission, so that they were not behind. If there are none, all
+    DP groups count.
+    """
+
+    def __init__(self) -> None:
+        self.value = 0
+        self.is_committed = False
+        self.assigned: tuple[str, int] = ("", 0)  # the last version, and to which update
+
+    def assign(self, update_id: str, asked: int, reported: Iterable[int]) -> int:
+        """Return the version of an update: above the group's, and above its engines'.
+
+        An update that is armed again, after it was refused, keeps its version: an ARM that is late
+        can't arm an engine for another one.
+
+        Args:
+            update_id: the update.
+            asked: what the trainer asks to exceed; 0 for nothing.
+            reported: what its engines serve; one that is too far above the group does not count,
+                and refuses the update by itself.
+
+        Raises:
+            Declined: ``asked`` is too far above the group's version.
+        """
+        refused = outside_bounds("version", asked, self.value)
+        if refused is not None:
+            raise Declined(refused)
+        last_id, version = self.assigned
+        if last_id != update_id or version <= self.value:
+            above = (each for each in reported if not outside_bounds("", each, self.value))
+            version = max(self.value, version, asked, *above) + 1
+        self.assigned = (update_id, version)
+        return version
+
+    def on_commit(self, version: int) -> None:
+        """A commit of this version was made, or the owner says so and an engine serves it."""
+        self.value = max(self.value, version) if self.is_committed else version
+        self.is_committed = True
+
+    def on_report(self, registry: EngineRegistry) -> None:
+        """The engines, or what they report, may have changed."""
+        if self.is_committed or not registry.engines:
+            return
+        reports: dict[str, int] = {}
+        uncounted: set[str] = set()
+        for peer in registry.engines.values():
+            assert peer.facts is not None
+            dp_group = peer.facts.dp_group
+            reports[dp_group] = min(reports.get(dp_group, peer.version), peer.version)
+            if peer.facts.closed or not peer.joined_epoch:
+                uncounted.add(dp_group)
+        counted = sorted(reports[each] for each in reports.keys() - uncounted or reports)
+        self.value = counted[(len(counted) - 1) // 2]
 
 
 def stale_dp_groups(registry: EngineRegistry, version: int) -> tuple[str, ...]:

@@ -79,7 +79,6 @@ class Commands:
         self._state = state
         self._manifest: Manifest | None = None  # of the update under way
         self._earlier_commits = EarlierCommits(state)
-        self._assigned: tuple[str, int] = ("", 0)  # the last version, and to which update
         self._queued: dict[Step, UpdateStart | UpdateFinish | Commit] = {}
         self._start_asked_ms = 0.0  # since when an UPDATE_START is kept
 
@@ -145,7 +144,7 @@ class Commands:
                     raise wrong_state("the update was armed without a canary", "update_id")
                 return self._ask(msg_id, Step.PROBE, self._state.update.probe(message, now_ms))
             case Commit():
-                known = (self._state.update.update_id, self._assigned[0])
+                known = (self._state.update.update_id, self._state.served.assigned[0])
                 if self._state.update.state is UpdateState.IDLE and message.update_id not in known:
                     return [*self._earlier_commits.answer(msg_id, message, now_ms)]
                 self._state.update.require(*_BEFORE_COMMIT, update_id=message.update_id)
@@ -413,19 +412,14 @@ class Commands:
         if why_paused:
             message = replace(message, staging=None)
         self._manifest = manifest
-        asked = message if message.scope else self._assign_version(message)
+        asked = message
+        if not message.scope:
+            reported = [self._state.registry.engines[name].version for name in members]
+            version = self._state.served.assign(message.update_id, message.version, reported)
+            asked = replace(message, version=version)
         self._state.registry.on_arm(members, self._state.version)
         arming = self._state.update.arm(asked, members, now_ms, staging)
         return self._ask(msg_id, Step.ARM, arming)
-
-    def _assign_version(self, message: Arm) -> Arm:
-        update_id, version = self._assigned
-        # Armed again, after it was refused, an update is the same: an ARM that is late can't
-        # arm an engine for another version.
-        if update_id != message.update_id or version <= self._state.version:
-            version = max(self._state.version, version, message.version) + 1
-        self._assigned = (message.update_id, version)
-        return replace(message, version=version)
 
     def _require_current(self, members: Iterable[str]) -> None:
         """An update of a draft gives a version, too, and that must mean the same model weights

@@ -121,7 +121,7 @@ class Group(GroupState):
         in_it = peer.name in self.pause.members or peer.name in self.update.members
         self.registry.add(peer, joined_late=self.is_busy() and not in_it)
         self.departed.discard(peer.name)
-        self.version = max(self.version, peer.version)
+        self.served.on_report(self.registry)
         return [
             *self.dp_groups.on_rank_joined(peer),
             *self._introduce(peer),
@@ -139,6 +139,7 @@ class Group(GroupState):
         """An engine is gone: left, silent, or dead."""
         if not self.registry.remove(peer):
             return []
+        self.served.on_report(self.registry)
         self.departed.add(peer.name, failure.detail)
         effects = self.dp_groups.on_rank_lost(peer, failure.detail, now_ms)
         effects += self.apply(self.update.on_lost(peer.name, failure, now_ms), now_ms)
@@ -149,10 +150,12 @@ class Group(GroupState):
     def on_engine_heartbeat(self, peer: Peer, beat: Heartbeat) -> list[Effect]:
         """A heartbeat; an engine left behind by a pause or update that is over comes back."""
         self.registry.changes += (peer.phase, peer.version) != (beat.phase, beat.version)
+        is_new = peer.version != beat.version
         peer.phase = beat.phase
         peer.version = beat.version
         peer.in_flight = beat.in_flight
-        self.version = max(self.version, beat.version)
+        if is_new:
+            self.served.on_report(self.registry)
         self.registry.on_phase(peer.name, beat.phase, closed=beat.closed)
         effects = self.dp_groups.on_phase_changed(peer.name, self.pause.members)
         return effects + self._reconcile(peer, beat)
@@ -160,6 +163,9 @@ class Group(GroupState):
     def on_owner_heartbeat(self, beat: Heartbeat) -> list[Effect]:
         """A heartbeat of the trainer: if it keeps the weights that the group serves, it hears who
         is behind."""
+        engines = self.registry.engines.values()
+        if beat.version > self.version and any(e.version == beat.version for e in engines):
+            self.served.on_commit(beat.version)
         if self.is_busy() or not self.version or beat.version != self.version:
             return []
         names = stale_dp_groups(self.registry, self.version)
@@ -341,7 +347,7 @@ class Group(GroupState):
         """All serve the version, but those whose other model is not whole yet."""
         update = self.update
         members, partial = update.members, update.partial
-        self.version = max(self.version, update.version)
+        self.served.on_commit(update.version)
         self.registry.on_committed(
             members, update.version, partial, update.target, staged=update.staged
         )

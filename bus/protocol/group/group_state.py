@@ -13,6 +13,7 @@ from bus.messages import GroupAck, GroupView, Message, Step
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
 from bus.protocol.dp.groups import DpGroups
+from bus.protocol.group.catch_up import GroupVersion
 from bus.protocol.group.engine_registry import DepartedEngines, EngineRegistry
 from bus.protocol.group.pause import PauseMachine, PauseState
 from bus.protocol.group.routing import Routing
@@ -41,7 +42,7 @@ class GroupState:
         min_lease_ms: the shortest lease that a pause may ask for, in milliseconds.
 
     Attributes:
-        version: the highest version that the group serves; 0 before its first commit.
+        served: the version that the group serves, and whether a commit has set it.
         last_resumed: the id of the pause that was resumed last.
         orphaned: the trainer that asked for the present pause is gone.
         resume_asked: RESUME came while the update was unsafe, and waits for the update's end.
@@ -54,7 +55,7 @@ class GroupState:
         self.retry_ms = retry_ms
         self.step_timeout_ms = step_timeout_ms
         self.min_lease_ms = min_lease_ms
-        self.version = 0
+        self.served = GroupVersion()
         self.session = TrainerSession(name)
         self.registry = EngineRegistry(name)
         self.followers = Followers()
@@ -67,6 +68,11 @@ class GroupState:
         self.last_resumed = ""
         self.orphaned = False
         self.resume_asked = False
+
+    @property
+    def version(self) -> int:
+        """The version that the group serves; 0 before its first commit."""
+        return self.served.value
 
     @property
     def epoch(self) -> int:

@@ -1151,3 +1151,108 @@ def test_a_commit_that_no_engine_has_carried_out_is_refused_once_all_may_have_jo
     bench.now_ms += bench.broker.groups["policy"].min_lease_ms + 1
     nack = nack_in(bench.say("t", Commit("u7", 3, "", ())))
     assert (nack.code, nack.field) == (NackCode.WRONG_STATE, "update_id")
+
+
+# -- epochs and versions that are reported ------------------------------------------
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize(("field", "number"), [("epoch", 2**53), ("version", 2**53)])
+def test_a_number_that_nobody_can_count_to_is_refused_by_name(
+    bench: Bench, field: str, number: int, *, is_restarted: bool
+) -> None:
+    """By a broker that knows the group, and by one that was started anew; both go on."""
+    if not is_restarted:
+        bench.engine("e0")
+        bench.trainer()
+    epoch, version = (number, 0) if field == "epoch" else (0, number)
+    nack = nack_in(bench.say("liar", engine_join(version=version), epoch=epoch))
+    assert (nack.code, nack.field) == (NackCode.MALFORMED, field)
+    assert str(number) in nack.detail
+    bench.engine("e1")
+    bench.trainer()
+    group = bench.broker.groups["policy"]
+    assert (group.epoch, group.version) == (1, 0)
+
+
+@pytest.mark.parametrize(("field", "number"), [("epoch", 2**30), ("version", 2**30)])
+def test_a_jump_above_what_the_group_has_is_refused(bench: Bench, field: str, number: int) -> None:
+    """A broker that knows nothing of the group believes the same number."""
+    fresh = Bench()
+    epoch, version = (number, 0) if field == "epoch" else (0, number)
+    assert only(fresh.say("e9", engine_join(version=version), epoch=epoch), Welcome)
+    bench.say("e0", engine_join(version=7))
+    bench.trainer()
+    nack = nack_in(bench.say("e9", engine_join(dp_group="e9", version=version), epoch=epoch))
+    assert (nack.code, nack.field) == (NackCode.MALFORMED, field)
+
+
+def test_an_arm_that_asks_for_a_version_far_above_is_refused(bench: Bench) -> None:
+    bench.paused()
+    nack = nack_in(bench.say("t", replace(make_arm("u1", MANIFEST), version=2**53)))
+    assert (nack.code, nack.field) == (NackCode.MALFORMED, "version")
+
+
+@pytest.mark.parametrize("liar_comes", [0, 1, 2])
+def test_one_engine_with_a_high_version_changes_no_groups_version(
+    bench: Bench, liar_comes: int
+) -> None:
+    """To a broker that was started anew, whenever the engine joins; so the others are routable."""
+    for k in range(3):
+        lies = k == liar_comes
+        name = "liar" if lies else f"e{k}"
+        join = engine_join(dp_group=name, version=900 if lies else 7)
+        bench.say(name, join, epoch=4)
+    group = bench.broker.groups["policy"]
+    assert group.version == 7
+    assert len(group.routing.now.engines) == 2
+    bench.say("liar", Heartbeat("running", 901, 0, ""))
+    bench.say("liar", Leave("bye"))
+    assert (group.version, len(group.routing.now.engines)) == (7, 2)
+
+
+def test_an_update_is_given_a_version_above_every_engines(bench: Bench) -> None:
+    """So that the engine which reported a later version takes the update as well."""
+    bench.say("liar", engine_join(dp_group="liar", version=900))
+    bench.paused()
+    armed = only(bench.say("t", make_arm("u1", MANIFEST)), Arm)
+    assert armed.version == 901
+    assert bench.broker.groups["policy"].version == 0
+
+
+def test_an_engine_that_was_behind_has_no_say_after_a_restart(bench: Bench) -> None:
+    """Its admission was closed when it joined; the others serve the group's version."""
+    behind = engine_join(dp_group="e0", version=6)
+    assert behind.engine is not None
+    bench.say("e0", replace(behind, engine=replace(behind.engine, closed=True)), epoch=4)
+    bench.say("e1", engine_join(dp_group="e1", version=7), epoch=4)
+    assert bench.broker.groups["policy"].version == 7
+
+
+def test_an_engine_of_an_earlier_run_has_no_say_after_a_restart(bench: Bench) -> None:
+    """Its sidecar is new, and has met no broker of this group; the other one's has."""
+    bench.say("e0", engine_join(dp_group="e0", version=7), epoch=4)
+    bench.say("old", engine_join(dp_group="old", version=900))
+    assert bench.broker.groups["policy"].version == 7
+
+
+def test_the_owner_knows_the_version_that_was_committed(bench: Bench) -> None:
+    """Where engines disagree after a restart, and one serves what the trainer keeps."""
+    bench.say("e0", engine_join(dp_group="e0", version=6))
+    bench.say("e1", engine_join(dp_group="e1", version=7))
+    bench.trainer()
+    group = bench.broker.groups["policy"]
+    assert group.version == 6
+    bench.say("t", Heartbeat("running", 7, 0, ""))
+    assert group.version == 7
+
+
+def test_trainers_that_are_refused_share_one_bucket_of_their_connection(bench: Bench) -> None:
+    """Each refused JOIN costs its connection; a new bucket for each would make them free."""
+    bench.trainer()
+    route = b"other#2"
+    for seq in range(1, 100):
+        if bench.broker.admit(route, 200, 0.0) is not None:
+            break
+        bench.say("other", TRAINER_JOIN, seq=seq, boot=2)
+    assert seq < 30
