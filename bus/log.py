@@ -40,6 +40,11 @@ def configure(*, level: str = "info", json: bool | None = None) -> None:
     _settings = _Settings(level, json)
 
 
+def is_debug() -> bool:
+    """Whether this process's log says all."""
+    return _settings.level == "debug"
+
+
 def logger(**fields: object) -> structlog.typing.FilteringBoundLogger:
     """A logger that puts ``fields`` on every line."""
     import structlog  # noqa: PLC0415 - it takes long, and a help text logs nothing

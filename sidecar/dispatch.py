@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
+from bus.errors import EngineError
 from bus.protocol.engine.calls import (
     Call,
     CallAbortRequests,
@@ -29,6 +31,8 @@ from bus.protocol.engine.calls import (
 from sidecar.engine import Chunk, Engine
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from bus.messages import PauseMode
 
 
@@ -70,7 +74,7 @@ async def dispatch(engine: Engine, call: Call) -> CallResult:
         case CallCommit(version):
             await engine.commit(version)
         case CallSwap(version, clear_cache):
-            await engine.swap(version, clear_cache=clear_cache)
+            return await _count_during(engine, engine.swap(version, clear_cache=clear_cache))
         case CallOpenTransfer(backend=backend, params=params, assignment=place):
             return await engine.open_transfer(backend, params, place)
         case CallRestore(target):
@@ -86,15 +90,25 @@ async def dispatch(engine: Engine, call: Call) -> CallResult:
 async def _pause(engine: Engine, mode: PauseMode, *, clear_cache: bool) -> int:
     """Pause; how many requests the engine holds then.
 
-    Those of ``keep`` are counted meanwhile: it keeps what it has, and a server's count
-    costs a request, which the pause need not wait for.
+    Those of ``keep`` are counted meanwhile: it keeps what it has.
     """
-    if mode != "keep":
-        await engine.pause(mode, clear_cache=clear_cache)
-        return await engine.in_flight()
+    if mode == "keep":
+        return await _count_during(engine, engine.pause(mode, clear_cache=clear_cache))
+    await engine.pause(mode, clear_cache=clear_cache)
+    return await engine.in_flight()
+
+
+async def _count_during(engine: Engine, call: Awaitable[None]) -> int:
+    """Make the call; return how many requests the engine has meanwhile.
+
+    A server's count costs a request, which the call need not wait for. A count that fails is 0:
+    it is no failure of the call.
+    """
     counting = asyncio.ensure_future(engine.in_flight())
     try:
-        await engine.pause(mode, clear_cache=clear_cache)
-        return await counting
+        await call
+        with contextlib.suppress(EngineError):
+            return await counting
+        return 0
     finally:
         counting.cancel()

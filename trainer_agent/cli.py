@@ -116,6 +116,8 @@ def demo(
         raise UsageError(f"--picture={picture}: no such folder")
     configure_log("warning", "auto")
     signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        signal.signal(signal.SIGHUP, _interrupt)
     if chaos:
         if (engine, dp_size, how, withhold_weights, updates) != (
             "embedded",
@@ -175,5 +177,5 @@ def _chaos(engines: int, seconds: float, seed: int, journal: Path, *, as_json: b
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    """SIGTERM stops the demo as Ctrl-C does, its processes with it."""
+    """SIGTERM and SIGHUP stop the demo as Ctrl-C does, its processes with it."""
     raise KeyboardInterrupt

@@ -19,7 +19,7 @@ class UpdateReport:
         engines: how many serve the version.
         excluded: engines that fell out on the way: dead, quarantined, or still paused, since
             they could not resume (the broker asks those again).
-        interrupted: requests that the pause held (frozen, in ``keep``), over all engines.
+        interrupted: requests in flight at the swap, or held by the pause, over all engines.
         arm_ms: the manifest check, before the pause.
         pause_ms: from the first PAUSE_LOCAL to the last engine idle.
         paused_ms: from the first PAUSE_LOCAL to the last engine resumed; 0 inside
@@ -74,7 +74,7 @@ class UpdateReport:
             update_id=committed.update_id,
             engines=committed.engines,
             excluded=tuple(dict.fromkeys((*committed.excluded, *unresumed))),
-            interrupted=paused.in_flight if paused else 0,
+            interrupted=(paused or committed).in_flight,
             arm_ms=armed.duration_ms,
             pause_ms=paused.duration_ms if paused else 0.0,
             paused_ms=resumed.paused_ms if resumed else 0.0,

@@ -133,6 +133,7 @@ def broker(
                 keys=roles,
                 scheduler=scheduler,
                 on_failure=lambda error: log.error("journal_failed", reason=str(error)),
+                on_recovery=lambda lost: log.warning("journal_recovered", records_lost=lost),
             )
         server = BrokerServer(transport, scheduler, config, roles, boot=boot, journal=recorder)
         server.start()

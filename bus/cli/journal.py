@@ -14,7 +14,7 @@ import click
 from bus.cli.options import journal_argument
 from bus.errors import UsageError
 from bus.journal.reader import Gap, read
-from bus.journal.records import FrameReceived, FrameRefused, FrameSent
+from bus.journal.records import FrameReceived, FrameRefused, FrameSent, TimerFired
 from bus.journal.render import as_json, decode_frame, line, peer_of, wall_s
 from bus.messages import WIRE_NAMES
 
@@ -83,9 +83,12 @@ class Filters:
     kinds: tuple[str, ...]
     since: _Moment | None
     until: _Moment | None
+    timers: bool
 
     def pass_(self, entry: Entry) -> bool:
         """Whether the record is one of these."""
+        if isinstance(entry.record, TimerFired) and not self.timers:
+            return False
         if self.since is not None and _at(entry, self.since) < self.since.seconds:
             return False
         if self.until is not None and _at(entry, self.until) > self.until.seconds:
@@ -132,6 +135,7 @@ def _filter_options(command: F) -> F:
             "--since", metavar="TIME", callback=_moment, help="Not before this time (see above)."
         ),
         click.option("--until", metavar="TIME", callback=_moment, help="Not after this time."),
+        click.option("--timers", is_flag=True, help="Also each time that the broker's timer rang."),
         click.option("--json", "as_lines", is_flag=True, help="One JSON object per line."),
         click.option(
             "--full", is_flag=True, help="With --json: long lists whole, such as a manifest's."
@@ -157,7 +161,8 @@ def show(source: Path, filters: Filters, as_lines: bool, full: bool) -> None:
     """Show the records of a journal: a file, or the folder of a broker's --journal.
 
     A line has the record's number in this life of the broker, the time (UTC), the way
-    (<- came in, -> went out, .. the broker's timer rang), the message and its peers.
+    (<- came in, -> went out, .. the broker's timer rang, with --timers), the message and
+    its peers.
     Options given several times mean any of them; several options mean all of them.
 
     Times are seconds since the broker began (12.5), or UTC (2026-03-01T12:00:00).

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import contextlib
+import os
+import select
+import threading
+from typing import TYPE_CHECKING, Final
 
 import click
 import msgspec
@@ -19,7 +23,7 @@ from bus.cli.options import (
 from bus.errors import BusTimeout, refusal
 from bus.ids import new_boot
 from bus.keys import security, silence_hint
-from bus.messages import Envelope, Heartbeat, Join, Message, Route, Routes
+from bus.messages import Envelope, Heartbeat, Join, Message, Routes
 from bus.protocol.core.link import LinkState
 from bus.runtime.clock import AsyncioScheduler
 from bus.runtime.event_loop import run
@@ -31,7 +35,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bus.keys import Security
-    from bus.messages import GroupStatus
+
+_STDOUT: Final = 1
 
 
 @click.command()
@@ -58,16 +63,10 @@ def routes(
     if not follow:
         answer = run(fetch_status(broker, timeout_s=timeout_s, security=how))
         for group in answer.groups:
-            _print(group.name, _of(group), as_json=as_json)
+            _print(group.name, group.routes, as_json=as_json)
         return
     configure_log("warning", "auto")
     run_until_stopped(lambda stop: _follow(broker, how, timeout_s, stop, as_json=as_json))
-
-
-def _of(group: GroupStatus) -> Routes:
-    engines = {engine.name: engine for engine in group.engines}
-    chosen = (engines[name] for name in group.routable if name in engines)
-    return Routes(group.version, tuple(Route(e.name, e.dp_group, e.endpoint) for e in chosen))
 
 
 async def _follow(
@@ -79,7 +78,8 @@ async def _follow(
 
     def on_message(envelope: Envelope, message: Message) -> None:
         if isinstance(message, Routes):
-            _print(envelope.group, message, as_json=as_json)
+            with contextlib.suppress(BrokenPipeError):  # _watch_output ends the command
+                _print(envelope.group, message, as_json=as_json)
 
     def on_state(state: LinkState) -> None:
         if state is LinkState.JOINED:
@@ -100,6 +100,8 @@ async def _follow(
         on_state=on_state,
     )
     peer.start()
+    loop = asyncio.get_running_loop()
+    threading.Thread(target=_watch_output, args=(loop, ended), daemon=True).start()
     try:
         try:
             await asyncio.wait_for(joined.wait(), timeout_s)
@@ -113,6 +115,16 @@ async def _follow(
             raise refusal(peer.link.refusal)
     finally:
         peer.close()
+
+
+def _watch_output(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+    """Set ``ended`` when the reader of the output is gone, though nothing is written."""
+    output = select.poll()
+    output.register(_STDOUT, 0)  # errors and hang-ups are reported always
+    output.poll()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)  # what is buffered goes there
+    with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+        loop.call_soon_threadsafe(ended.set)
 
 
 def _print(group: str, routes: Routes, *, as_json: bool) -> None:

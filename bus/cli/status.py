@@ -17,7 +17,7 @@ from bus.runtime.status_client import fetch_status
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bus.messages import GroupStatus, Status
+    from bus.messages import EngineView, GroupStatus, Status
 
 _NAMED: Final = 4  # engines of which one line says the same
 
@@ -71,13 +71,14 @@ def _table(address: str, answer: Status) -> str:
         if group.waiting_for:
             lines.append(f"  waiting for: {', '.join(group.waiting_for)}")
         lines += _columns(
-            ("engine", "dp group", "version", "phase", "requests", "heard", "endpoint"),
+            ("engine", "dp group", "version", "phase", "serves", "requests", "heard", "endpoint"),
             [
                 (
                     engine.name,
                     f"{engine.dp_group}/{engine.dp_rank}",
                     str(engine.version),
                     engine.phase,
+                    _serves(group, engine),
                     str(engine.in_flight),
                     f"{engine.last_heard_ms / 1000:.1f} s",
                     engine.endpoint or "-",
@@ -85,9 +86,30 @@ def _table(address: str, answer: Status) -> str:
                 for engine in group.engines
             ],
         )
+        lines += [
+            f"  {out.engine} is gone: {out.reason}" for out in group.out if out.state == "gone"
+        ]
         lines += _missing_features(group)
         lines += _dp_groups(group)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _serves(group: GroupStatus, engine: EngineView) -> str:
+    """Whether requests are to be sent to the engine; if not, what it waits for."""
+    if engine.name in group.routable:
+        return "yes"
+    dp_group = next((each for each in group.dp_groups if each.name == engine.dp_group), None)
+    if engine.phase in ("quarantined", "weights_discarded"):
+        waits_for = "a whole update"
+    elif engine.phase == "asleep":
+        waits_for = "a wake"
+    elif dp_group is not None and dp_group.ranks < dp_group.size:
+        waits_for = f"{dp_group.size - dp_group.ranks} ranks of its DP group"
+    elif engine.version != group.version:
+        waits_for = f"an update to version {group.version}"
+    else:
+        waits_for = "a resume, which opens admission"
+    return f"no, waits for {waits_for}"
 
 
 def _missing_features(group: GroupStatus) -> list[str]:

@@ -94,8 +94,22 @@ class BrokerClosed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
     now_ms: float
 
 
+class RecordsLost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
+    """So many records before this one are missing: the disk refused them."""
+
+    now_ms: float
+    count: int
+
+
 Record: TypeAlias = (
-    FileBegan | FrameReceived | FrameRefused | KeysChanged | TimerFired | FrameSent | BrokerClosed
+    FileBegan
+    | FrameReceived
+    | FrameRefused
+    | KeysChanged
+    | TimerFired
+    | FrameSent
+    | RecordsLost
+    | BrokerClosed
 )
 
 _encode = msgspec.msgpack.Encoder().encode

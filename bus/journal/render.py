@@ -17,6 +17,7 @@ from bus.journal.records import (
     FrameRefused,
     FrameSent,
     KeysChanged,
+    RecordsLost,
     TimerFired,
 )
 from bus.messages import codec
@@ -78,6 +79,8 @@ def describe(record: Record) -> str:
             return "the broker ended in order"
         case TimerFired():
             return "its timer rang"
+        case RecordsLost():
+            return f"{record.count} records are missing here: the disk refused them"
         case FrameRefused():
             return f"a frame of {record.size_bytes} bytes from {peer_of(record.route)}, not read"
         case KeysChanged():
@@ -142,6 +145,8 @@ def as_json(entry: Entry, *, full: bool = False) -> dict[str, Any]:
             return found | {"what": "closed" if isinstance(record, BrokerClosed) else "tick"}
         case KeysChanged():
             return found | {"what": "keys", "keys": record.keys}
+        case RecordsLost():
+            return found | {"what": "lost", "count": record.count}
         case FrameRefused():
             peers = [peer_of(record.route)]
             return found | {"what": "refused", "peers": peers, "size_bytes": record.size_bytes}

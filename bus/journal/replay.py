@@ -24,6 +24,7 @@ from bus.journal.records import (
     FrameRefused,
     FrameSent,
     KeysChanged,
+    RecordsLost,
     TimerFired,
 )
 from bus.journal.render import describe, fields_of, peer_of, summary
@@ -213,6 +214,11 @@ def replay_lives(
                     damaged=False,
                 )
             boot, file = record.boot, record.file
+        elif isinstance(record, RecordsLost):
+            replay = None
+            yield Unplayable(
+                f"{item.path}: {describe(record)}; what follows can't be replayed", damaged=False
+            )
         elif replay is not None and (upto is None or item.number <= upto):
             step = replay.feed(item)
             yield replay, step

@@ -3,10 +3,14 @@
 What is written lies in a buffer for some milliseconds, then goes to the operating system
 in one call. A broker that is killed loses what lay in the buffer, and nothing else; who
 must not lose a record calls :meth:`JournalWriter.flush`.
+
+When the disk refuses a write, the file ends with its last whole buffer. The writer then tries once
+a second to begin another file, whose first record says how many records were lost.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -23,6 +27,7 @@ from bus.journal.records import (
     FrameRefused,
     FrameSent,
     KeysChanged,
+    RecordsLost,
     TimerFired,
     pack,
 )
@@ -42,6 +47,7 @@ FILES: Final = 4
 _MOST_FILES: Final = 64  # of many short lives
 _FLUSH_MS: Final = 5.0
 _FLUSH_BYTES: Final = 256 * 1024
+_RETRY_MS: Final = 1000.0
 
 
 class JournalWriter:
@@ -56,7 +62,8 @@ class JournalWriter:
         boot: the broker's life.
         config: a replay needs it.
         keys: the authorised public keys with their roles, for the same; None: there are none.
-        failed: told once if the disk refuses; from then on nothing is recorded.
+        on_failure: called when the disk begins to refuse. Nothing is recorded then.
+        on_recovery: called when records are written again, with how many were lost.
 
     Raises:
         UsageError: the folder can't be made or written, or another broker writes in it.
@@ -72,6 +79,7 @@ class JournalWriter:
         keys: Mapping[str, KeyRole] | None = None,
         scheduler: Scheduler,
         on_failure: Callable[[OSError], None],
+        on_recovery: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._folder = folder
         self._limit_bytes = limit_bytes
@@ -82,15 +90,20 @@ class JournalWriter:
         self._software = version("wavebus")
         self._scheduler = scheduler
         self._on_failure = on_failure
+        self._on_recovery = on_recovery
         self._buffer = bytearray()
         self._timer: Handle | None = None
         self._file: int | None = None  # its descriptor
         self._size = 0  # of the file, with what is buffered
         self._files = 0
         self._records = 0
+        self._written_bytes = 0  # of the file
+        self._buffered = 0  # records
+        self._lost = 0  # since the disk began to refuse
+        self._retry: Handle | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._lock: int | None = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._kept = [(path, path.stat().st_size) for path in journal_files(folder)]
@@ -132,27 +145,33 @@ class JournalWriter:
             try:
                 self._write()
             except OSError as error:
-                self._stop_recording(error)
+                self._pause_recording(error)
 
     def close(self) -> None:
         """End in order."""
         self._append(pack(BrokerClosed(self._scheduler.now_ms())))
         self.flush()
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-            os.close(self._lock)
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        for descriptor in (self._file, self._lock):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._file = self._lock = None
 
     # -- inside -----------------------------------------------------------------
 
     def _append(self, record: bytes) -> None:
-        if self._file is None:
-            return
         # A file holds as much beside its head as the head takes, or all of it would be heads.
         full_bytes = max(self._file_limit, 2 * self._head_bytes)
-        if self._size + len(record) > full_bytes and self._has_records():
+        is_full = self._size + len(record) > full_bytes and self._has_records()
+        if self._file is not None and is_full:
             self._rotate(len(record))
+        if self._file is None:
+            self._lost += 1
+            return
         self._buffer += record
+        self._buffered += 1
         self._records += 1
         self._size += len(record)
         if len(self._buffer) >= _FLUSH_BYTES:
@@ -171,6 +190,8 @@ class JournalWriter:
             while written < len(view):
                 written += os.write(self._file, view[written:])
         self._buffer.clear()
+        self._written_bytes += written
+        self._buffered = 0
 
     def _rotate(self, next_bytes: int) -> None:
         self.flush()
@@ -182,7 +203,7 @@ class JournalWriter:
         try:
             self._open(next_bytes)
         except OSError as error:
-            self._stop_recording(error)
+            self._pause_recording(error)
 
     def _open(self, next_bytes: int = 0) -> None:
         """The next file, for a record of so many bytes and more; older ones make room for it."""
@@ -207,24 +228,46 @@ class JournalWriter:
         self._path = self._next_path()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._file = os.open(self._path, flags, 0o600)
-        self._files += 1
+        self._written_bytes = 0
         self._head_bytes = self._size = len(head)
         self._buffer += head
         self._write()
+        self._files += 1
 
     def _next_path(self) -> Path:
         last = self._path if self._files else (self._kept[-1][0] if self._kept else None)
         number = int(last.name.removesuffix(SUFFIX)) + 1 if last else 1
         return self._folder / f"{number:08d}{SUFFIX}"
 
-    def _stop_recording(self, error: OSError) -> None:
-        """The bus goes on without a journal; half of a record may stand at the end."""
+    def _pause_recording(self, error: OSError) -> None:
+        """Give up what is buffered, and try later: the bus goes on without a journal meanwhile."""
         if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._written_bytes)  # no half of a record stays
+                if not self._written_bytes:
+                    self._path.unlink()
             os.close(self._file)
             self._file = None
-        os.close(self._lock)
+            if self._written_bytes:
+                self._kept.append((self._path, self._written_bytes))
+        if self._retry is None:
+            self._on_failure(error)
+        self._records -= self._buffered
+        self._lost += self._buffered
+        self._buffered = 0
         self._buffer.clear()
-        self._on_failure(error)
+        self._retry = self._scheduler.call_at(self._scheduler.now_ms() + _RETRY_MS, self._go_on)
+
+    def _go_on(self) -> None:
+        try:
+            self._open()
+        except OSError as error:
+            self._pause_recording(error)
+            return
+        self._retry = None
+        lost, self._lost = self._lost, 0
+        self._append(pack(RecordsLost(self._scheduler.now_ms(), lost)))
+        self._on_recovery(lost)
 
 
 def journal_files(folder: Path) -> list[Path]:

@@ -117,7 +117,8 @@ class Routes:
 class GroupStatus:
     """``update_target``: which model the update under way is for; ``model`` if there is none.
     ``owner_heard_ms``: how long ago the owner was heard; 0 if there is none.
-    ``routable``: the engines that requests are to be sent to (:class:`Routes`).
+    ``routes``: what watchers of routes were sent last; during a commit that is the version before.
+    ``routable``: the names of its engines.
     """
 
     name: ShortText
@@ -135,6 +136,7 @@ class GroupStatus:
     routable: Annotated[tuple[ShortText, ...], Meta(max_length=16_384)]
     engines: Annotated[tuple[EngineView, ...], Meta(max_length=16_384)]
     dp_groups: Annotated[tuple[DpGroupView, ...], Meta(max_length=16_384)]
+    routes: Routes = Routes(0, ())
 
 
 @dataclass(frozen=True, slots=True)

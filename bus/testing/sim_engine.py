@@ -449,7 +449,7 @@ class SimEngine:
             self._perform(self.session.on_call_failed(call, failure, now_ms))
             return
         result: CallResult = None
-        if isinstance(call, CallPause | CallStrengthenPause):
+        if isinstance(call, CallPause | CallStrengthenPause | CallSwap):
             result = self.truth.in_flight
         elif isinstance(call, CallOpenTransfer):
             result = self.truth.prefetch_depth = self.behaviour.prefetch_depth

@@ -21,6 +21,7 @@ import aiohttp
 import anyio
 import anyio.to_thread
 
+import bus.log
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.locked_paths import LockedFolder
 from bus.net import is_loopback_host
@@ -46,6 +47,7 @@ HEALTH_PERIOD_S: Final = 0.25
 HEALTH_ANSWER_S: Final = 10.0
 REAPER_EXTRA_S: Final = 5.0
 OK: Final = 200
+_HEALTH_LINE: Final = '"GET /health HTTP/1.1" 200'
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,8 @@ class SupervisedServer:
         grace_s: how long it may take to end after SIGTERM before it is killed.
         coordinate: where its DP group's DP coordinator belongs, if the bus is to coordinate it;
             given to every rank, used by rank 0.
-        prefix: stands before each line of its output, which goes to our stderr.
+        prefix: stands before each line of its output, which goes to our stderr. The sidecar's
+            own questions for its health are left out, unless the log's level is debug.
 
     Raises:
         UsageError: see :func:`prepare`.
@@ -238,6 +241,8 @@ class SupervisedServer:
         with process.stdout as output:
             for raw in output:
                 line = raw.decode(errors="replace").rstrip("\r\n")
+                if _HEALTH_LINE in line and not bus.log.is_debug():
+                    continue
                 self._last.append(line)
                 sys.stderr.write(f"{self._prefix}{line}\n")
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from tests.integration.conftest import Bus
     from tests.support.procs import Proc
 
+LIMIT_S = 60.0
+
 
 def named(line: str) -> tuple[str, int, list[str]]:
     told: dict[str, Any] = json.loads(line)
@@ -39,6 +41,16 @@ def test_a_router_hears_of_a_commit_of_a_restart_and_of_the_next_commit(bus: Bus
         assert agent.update_weights(weights) == 2
         assert named(watch.first_line()) == ("policy", 2, ["e0", "e1"])
     assert watch.stop() == 0
+
+
+def test_following_ends_with_its_reader(bus: Bus) -> None:
+    """Though nothing changes that would have to be printed."""
+    watch: Proc = bus.add(wavebus("routes", "--broker", bus.address, "--follow"))
+    bus.sidecar("e0")
+    assert watch.first_line().startswith("policy version 0: e0 ")
+    assert watch.process.stdout is not None
+    watch.process.stdout.close()
+    assert watch.process.wait(LIMIT_S) == 0
 
 
 def test_without_a_broker_it_says_so() -> None:

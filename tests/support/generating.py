@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import test_utils, web
@@ -23,10 +24,21 @@ PAUSED: Final[dict[str, Any]] = {
 
 @contextlib.asynccontextmanager
 async def generating(
-    answer: Callable[[web.Request], Awaitable[web.Response]],
+    answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
 ) -> AsyncIterator[str]:
     """Its URL."""
     app = web.Application()
     app.router.add_post("/inference/v1/generate", answer)
     async with test_utils.TestServer(app) as server:
         yield str(server.make_url("")).rstrip("/")
+
+
+async def streamed(request: web.Request, *events: dict[str, Any]) -> web.StreamResponse:
+    """An answer of server-sent events, each in a piece of its own."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for event in events:
+        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response

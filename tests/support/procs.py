@@ -5,6 +5,7 @@ Tests wait for what a log says has happened, and never for time to pass.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -56,6 +57,7 @@ class Proc:
         self.text: list[str] = []
         self._fresh: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._seen = 0
+        self._text_came: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -111,6 +113,14 @@ class Proc:
                         continue
             raise AssertionError(f"no {event} {fields} from {self.argv[-6:]}:\n{self.all_text()}")
 
+    def wait_text(self, part: str, timeout_s: float = PATIENCE_S) -> None:
+        """Return when a line that is no log line has this in it."""
+        deadline = time.monotonic() + timeout_s
+        while not any(part in line for line in self.text):
+            assert time.monotonic() < deadline, f"no {part!r}:\n{self.all_text()}"
+            with contextlib.suppress(queue.Empty):
+                self._text_came.get(timeout=1.0)
+
     def signal(self, number: Signals) -> None:
         self.process.send_signal(number)
 
@@ -139,6 +149,7 @@ class Proc:
                 parsed = json.loads(line)
             except ValueError:
                 self.text.append(line.rstrip())
+                self._text_came.put(None)
                 continue
             if isinstance(parsed, dict):
                 self._fresh.put(parsed)

@@ -1,31 +1,60 @@
-"""A journal on a disk that is full after 4000 bytes. Run as a script: ``small_disk.py FOLDER``.
+"""A journal that a limit of its process refuses for a while: ``small_disk.py FOLDER LIMIT``.
 
-Prints how many errors its owner was told of.
+LIMIT is ``size``: files end at 4000 bytes; or ``files``: no file can be opened. It holds from after
+the third record until after the 20th, and is seen a second time meanwhile. Prints as JSON how many
+errors the journal's owner was told of, and how many records were lost.
 """
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 from pathlib import Path
 
-from bus.journal.writer import DEFAULT_BYTES, JournalWriter
+from bus.journal.writer import LEAST_BYTES, JournalWriter
 from bus.protocol.broker.config import BrokerConfig
 from bus.testing.clock import SimScheduler
 
-if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+RECORDS = 20
+SIZE_BYTES = 1000
+
+
+def main(folder: Path, limit: str) -> None:
+    """Write the records, a flush after each."""
+    clock = SimScheduler()
     errors: list[OSError] = []
+    lost: list[int] = []
     writer = JournalWriter(
-        Path(sys.argv[1]),
-        limit_bytes=DEFAULT_BYTES,
+        folder,
+        limit_bytes=LEAST_BYTES,
         boot=1,
         config=BrokerConfig(),
-        scheduler=SimScheduler(),
+        scheduler=clock,
         on_failure=errors.append,
+        on_recovery=lost.append,
     )
-    for index in range(20):
-        writer.on_received(float(index), b"e0#1", bytes(1000), "")
-        writer.flush()
+    kind, value = {
+        "size": (resource.RLIMIT_FSIZE, 4000),
+        "files": (resource.RLIMIT_NOFILE, 0),
+    }[limit]
+    before = resource.getrlimit(kind)
+
+    def fill(first: int, last: int) -> None:
+        for index in range(first, last):
+            writer.on_received(float(index), b"e0#1", bytes(SIZE_BYTES), "")
+            writer.flush()
+
+    fill(0, 3)
+    resource.setrlimit(kind, (value, before[1]))
+    fill(3, RECORDS)
+    clock.run_for(1500.0)  # it tries again, for nothing
+    resource.setrlimit(kind, before)
+    clock.run_for(1500.0)
+    fill(RECORDS, RECORDS + 2)
     writer.close()
-    sys.stdout.write(f"{len(errors)}\n")
+    sys.stdout.write(json.dumps({"errors": len(errors), "lost": lost}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

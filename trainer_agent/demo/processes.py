@@ -18,6 +18,14 @@ EngineKind: TypeAlias = Literal["embedded", "vllm"]
 DpCoordinator: TypeAlias = Literal["vllm", "bus"]
 
 _STOP_S: Final = 15.0
+# PR_SET_PDEATHSIG is 1. Without it, processes live on after a SIGKILL of the demo.
+_END_WITH_PARENT: Final = """
+import ctypes, os, runpy, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+if os.getppid() != int(sys.argv.pop(1)):
+    sys.exit("the demo has ended")
+runpy.run_module("bus.cli.main", run_name="__main__", alter_sys=True)
+"""
 # What a server of a tiny model on a CPU needs; a GPU server needs none of it.
 _VLLM_CPU_ENV: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -34,7 +42,10 @@ _VLLM_ARGS: Final = (
 
 
 class Processes:
-    """Started in order, stopped in reverse; each one's log is a file of ``folder``."""
+    """Started in order, stopped in reverse; each one's log is a file of ``folder``.
+
+    On Linux they get SIGTERM when the thread that started them ends, even by SIGKILL.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -147,7 +158,7 @@ class Processes:
     ) -> subprocess.Popen[str]:
         with (self.folder / f"{name}.log").open("a", encoding="utf-8") as log:
             process = subprocess.Popen(  # noqa: S603 - our own command
-                [sys.executable, "-m", "bus.cli.main", *arguments],
+                [sys.executable, "-c", _END_WITH_PARENT, str(os.getpid()), *arguments],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

@@ -76,11 +76,16 @@ def table(result: DemoResult) -> Table:
     shown.add_row("greedy reward", f"{result.reward_first:.3f} → {result.reward_last:.3f}")
     shown.add_row(
         "weight updates",
-        f"{len(result.reports)}, {result.staged} of them staged, {result.interrupted} with a pause "
-        "in the middle of requests",
+        f"{len(result.reports)}, {result.staged} of them staged, {result.interrupted} in the "
+        "middle of requests",
     )
     shown.add_row(
         "pause per update", f"p50 {result.pause_ms(0.5):.1f} ms, p99 {result.pause_ms(0.99):.1f} ms"
+    )
+    shown.add_row(
+        "time without a token",
+        f"swap p50 {result.swap_ms:.1f} ms, longest gap between two tokens "
+        f"{result.longest_token_gap_ms:.0f} ms",
     )
     shown.add_row("requests", f"{result.requests}, {result.requests_lost} lost")
     if per_version:

@@ -7,8 +7,10 @@ alike. Nothing here knows of updates: a request that one interrupts just goes on
 from __future__ import annotations
 
 import asyncio
+import json
 import queue
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 _ROUTE: Final = "/inference/v1/generate"
+_DATA: Final = b"data: "
+_END: Final = b"data: [DONE]"
 _PATIENCE_S: Final = 120.0
 IDLE_S: Final = 2.0
 _LOOK_AGAIN_S: Final = 0.1
@@ -33,7 +37,9 @@ _LOOK_AGAIN_S: Final = 0.1
 class Counts:
     """What became of the requests. One that lacks a sequence, or a part of one, is lost;
     one that is ``left_out`` came back whole, and too early for a trainer still at work; one that
-    was ``cut_short`` is asked again: its engine was killed, or quarantined."""
+    was ``cut_short`` is asked again: its engine was killed, or quarantined.
+    ``longest_token_gap_ms`` is the longest time between two tokens of one sequence, as they arrive
+    here. One stream per engine is measured."""
 
     requests: int = 0
     lost: int = 0
@@ -41,6 +47,7 @@ class Counts:
     left_out: int = 0
     why_lost: Counter[str] = field(default_factory=Counter)
     tokens_by_version: Counter[int] = field(default_factory=Counter)
+    longest_token_gap_ms: float = 0.0
 
 
 class RolloutPool:
@@ -145,9 +152,9 @@ class RolloutPool:
             self._session = session
             self._ready.set()
             streams = [
-                asyncio.create_task(self._stream(endpoint))
+                asyncio.create_task(self._stream(endpoint, measured=index == 0))
                 for endpoint in self._endpoints
-                for _ in range(self._streams)
+                for index in range(self._streams)
             ]
             stopped = asyncio.create_task(self._stop.wait())
             await asyncio.wait([stopped, *streams], return_when=asyncio.FIRST_COMPLETED)
@@ -158,11 +165,13 @@ class RolloutPool:
                 if isinstance(end, Exception):
                     raise end
 
-    async def _stream(self, endpoint: str) -> None:
+    async def _stream(self, endpoint: str, *, measured: bool) -> None:
         while True:
             prompt = next(self._prompts)
             self._seed += 1
-            group = await self._ask(endpoint, prompt, n=self._group_size, seed=self._seed)
+            group = await self._ask(
+                endpoint, prompt, n=self._group_size, seed=self._seed, measured=measured
+            )
             if group:
                 self._groups.put(group)
             while self._groups.qsize() > self._ahead:
@@ -180,9 +189,16 @@ class RolloutPool:
         return sum(group[0].reward for group in answers if group) / len(prompts)
 
     async def _ask(
-        self, endpoint: str, prompt: tuple[int, ...], *, n: int, seed: int | None
+        self,
+        endpoint: str,
+        prompt: tuple[int, ...],
+        *,
+        n: int,
+        seed: int | None,
+        measured: bool = False,
     ) -> list[Rollout]:
-        """One request; its sequences, without those that were lost. ``seed=None``: greedy."""
+        """One request; its sequences, without those that were lost. ``seed=None``: greedy.
+        ``measured``: the times between its tokens count."""
         sampling: dict[str, Any] = {
             "n": n,
             "temperature": 0.0 if seed is None else 1.0,
@@ -192,7 +208,7 @@ class RolloutPool:
         }
         if seed is not None:
             sampling["seed"] = seed
-        body = {"token_ids": list(prompt), "sampling_params": sampling}
+        body = {"token_ids": list(prompt), "sampling_params": sampling, "stream": measured}
         self.counts.requests += 1
         kills = self._kills[endpoint]
         try:
@@ -219,12 +235,41 @@ class RolloutPool:
         """One request's; what a paused engine rejects is sent again until it is resumed."""
         while True:
             async with self._session.post(endpoint + _ROUTE, json=body) as response:
-                answer: dict[str, Any] = await response.json()
-                if response.ok:
+                streamed = response.ok and body["stream"]
+                answer = await (self._merged(response) if streamed else response.json())
+                if response.ok and "error" not in answer:
                     return answer
             if not is_rejected(answer):
                 raise WavebusError(f"{endpoint}: {response.status}: {answer}")
             await asyncio.sleep(_LOOK_AGAIN_S)
+
+    async def _merged(self, response: aiohttp.ClientResponse) -> dict[str, Any]:
+        """Read a stream to its end; return the answer that a request without one gets.
+
+        The status line is gone when an engine rejects the request: its error is an event.
+        """
+        choices: dict[int, dict[str, Any]] = {}
+        last_s: dict[int, float] = {}
+        async for line in response.content:
+            if not line.startswith(_DATA) or line.startswith(_END):
+                continue
+            event: dict[str, Any] = json.loads(line[len(_DATA) :])
+            if "choices" not in event:
+                return event
+            now_s = time.monotonic()
+            for choice in event["choices"]:
+                index, ids = choice["index"], choice["token_ids"] or []
+                if ids:
+                    gap_ms = (now_s - last_s.get(index, now_s)) * 1000
+                    self.counts.longest_token_gap_ms = max(self.counts.longest_token_gap_ms, gap_ms)
+                    last_s[index] = now_s
+                whole = choices.setdefault(index, {"token_ids": [], "logprobs": {"content": []}})
+                logprobs = choice.get("logprobs") or {"content": []}
+                whole["token_ids"] += ids
+                whole["logprobs"]["content"] += logprobs["content"]
+                whole["finish_reason"] = choice["finish_reason"]
+                whole["weight_versions"] = choice.get("weight_versions")
+        return {"choices": [choices[index] for index in sorted(choices)]}
 
     async def _until_it_serves(self, endpoint: str) -> None:
         """An engine in the place of one that was killed."""

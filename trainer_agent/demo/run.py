@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -73,6 +74,7 @@ class DemoResult:
     train_rewards: list[float] = field(default_factory=list)  # per step
     greedy: list[tuple[float, float]] = field(default_factory=list)  # (step, reward)
     tokens_by_version: dict[int, int] = field(default_factory=dict)
+    longest_token_gap_ms: float = 0.0
     verdict: Verdict = field(default_factory=Verdict)
 
     @property
@@ -87,13 +89,20 @@ class DemoResult:
 
     @property
     def interrupted(self) -> int:
-        """Updates that found a request running."""
+        """Updates that found a request in flight: at the swap, or at the pause."""
         return sum(report.interrupted > 0 for report in self.reports)
 
     def pause_ms(self, quantile: float) -> float:
         """Of the time from the first PAUSE_LOCAL to the last engine resumed."""
         times = sorted(report.paused_ms for report in self.reports)
         return times[math.ceil(quantile * len(times)) - 1] if times else 0.0
+
+    @property
+    def swap_ms(self) -> float:
+        """Median of the time from COMMIT to the last engine's ack, the swap included; 0 if no
+        update was staged."""
+        times = [report.commit_ms for report in self.reports if report.how == "staged"]
+        return statistics.median(times) if times else 0.0
 
     def as_json(self) -> dict[str, object]:
         """The object that ``--json`` prints."""
@@ -109,6 +118,8 @@ class DemoResult:
             "interrupted": self.interrupted,
             "pause_ms_p50": round(self.pause_ms(0.50), 2),
             "pause_ms_p99": round(self.pause_ms(0.99), 2),
+            "swap_ms": round(self.swap_ms, 2),
+            "longest_token_gap_ms": round(self.longest_token_gap_ms, 1),
             "requests": self.requests,
             "requests_lost": self.requests_lost,
             "versions": len(self.tokens_by_version),
@@ -172,6 +183,7 @@ def run_demo(
                     for why, times in pool.counts.why_lost.most_common(5):
                         say(f"lost {times} × {why}")
                     result.requests = pool.counts.requests
+                    result.longest_token_gap_ms = pool.counts.longest_token_gap_ms
                     result.tokens_by_version = dict(sorted(pool.counts.tokens_by_version.items()))
             processes.check()
     result.verdict = judge(shape, weights, rollouts)

@@ -208,8 +208,8 @@ class SendToPeers:
 
 
 SessionEffect: TypeAlias = Effect | Call | CallEscalate | CallCancelSwap | SendToPeers
-# What a call has told: a pause how many requests are held, an opening how many chunks may be
-# received ahead, an arming whether the update can be staged, a probe what it gave.
+# What a call has told: a pause or a swap how many requests the engine has, an opening how many
+# chunks may be received ahead, an arming whether the update can be staged, a probe what it gave.
 CallResult: TypeAlias = int | StagingCapacity | tuple[ProbeResult, ...] | None
 
 COMMAND_STEPS: Final[dict[type[Message], Step]] = {

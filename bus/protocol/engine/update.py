@@ -317,7 +317,6 @@ class EngineUpdate:
     ) -> list[c.SessionEffect]:
         """One of the update's calls has returned."""
         call = job.call
-        chunk = 0
         if isinstance(call, c.CallReceive):
             return self._run_waiting_abort(self._chunks.on_received())
         if isinstance(call, c.CallOpenTransfer):
@@ -336,7 +335,6 @@ class EngineUpdate:
         if isinstance(call, c.CallStart):
             self.state = _S.LOADING
         elif isinstance(call, c.CallLoad):
-            chunk = call.chunk
             self._chunks.on_loaded()
             self._lost_the_old()
         elif isinstance(call, c.CallFinish):
@@ -351,8 +349,9 @@ class EngineUpdate:
             self._admission.version = call.version
             self.partial.discard(self._order.part)
             self._last_commit = self.update_id
-            return self._run_waiting_abort([self._commit_ack(job.reply_to, took_ms)])
-        step = c.CALL_STEPS[type(call)]
+            count = result if isinstance(result, int) else 0
+            return self._run_waiting_abort([self._commit_ack(job.reply_to, took_ms, count)])
+        step, chunk = c.CALL_STEPS[type(call)], getattr(call, "chunk", 0)
         return self._run_waiting_abort(
             [c.ack(job.reply_to, step, self.update_id, chunk=chunk, took_ms=took_ms)]
         )
@@ -461,9 +460,9 @@ class EngineUpdate:
     def _or_partial(self, outcome: str) -> str:
         return "partial" if self.partial else outcome
 
-    def _commit_ack(self, msg_id: int, took_ms: float = 0.0) -> c.SessionEffect:
-        outcome = self._or_partial("")
-        return c.ack(msg_id, m.Step.COMMIT, self._last_commit, outcome=outcome, took_ms=took_ms)
+    def _commit_ack(self, msg_id: int, took_ms: float = 0.0, count: int = 0) -> c.SessionEffect:
+        step, made, outcome = m.Step.COMMIT, self._last_commit, self._or_partial("")
+        return c.ack(msg_id, step, made, in_flight=count, took_ms=took_ms, outcome=outcome)
 
     def _require(self, update_id: str) -> None:
         if self.state is _S.NONE or update_id != self.update_id:

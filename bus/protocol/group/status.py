@@ -56,4 +56,5 @@ def status_of(group: GroupState, now_ms: float) -> GroupStatus:
         routable=tuple(route.engine for route in group.routing.now.engines),
         engines=group.registry.views(now_ms),
         dp_groups=group.dp_groups.views(),
+        routes=group.routing.now,
     )

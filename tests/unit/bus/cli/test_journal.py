@@ -66,6 +66,16 @@ def test_show_has_every_record(sh: Shell, journal: Path) -> None:
     assert "step=pause_local" in whole
 
 
+def test_timers_are_shown_only_where_they_are_asked_for(sh: Shell, journal: Path) -> None:
+    """They are most of a quiet broker's records, and say nothing by themselves."""
+    shown = sh.lines("journal", "show", journal)
+    whole = sh.lines("journal", "show", journal, "--timers")
+    assert [each for each in whole if each["what"] != "tick"] == shown
+    assert len(whole) > len(shown)
+    assert sh("journal", "grep", "timer rang", journal) == 1
+    assert sh("journal", "grep", "timer rang", journal, "--timers") == 0
+
+
 @pytest.mark.parametrize(
     ("filters", "name", "value"),
     [
@@ -170,7 +180,7 @@ def test_a_journal_without_its_beginning_is_not_replayed(sh: Shell, journal: Pat
     assert sh("replay", journal) == 1
     assert "begins with record 701" in sh.err
     assert "--journal-bytes" in sh.err
-    assert sh.lines("journal", "show", journal)[1]["record"] == 701
+    assert sh.lines("journal", "show", journal, "--timers")[1]["record"] == 701
 
 
 def test_why_of_a_journal(sh: Shell, tmp_path: Path, journal: Path) -> None:

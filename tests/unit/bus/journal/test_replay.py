@@ -10,7 +10,7 @@ import pytest
 
 from bus.journal.explain import Finding, findings
 from bus.journal.reader import Entry, Gap, read
-from bus.journal.records import FileBegan, FrameReceived, FrameSent
+from bus.journal.records import FileBegan, FrameReceived, FrameSent, RecordsLost
 from bus.journal.replay import Replay, Unplayable, replay_lives
 from bus.messages import Commit, GroupAck, Heartbeat, HeartbeatAck, Status, Step
 from bus.protocol.engine.calls import CallPause
@@ -204,6 +204,17 @@ def test_what_follows_damage_is_not_replayed(recorded: list[Entry], tmp_path: Pa
     assert isinstance(each[-1], Unplayable)
     assert each[-1].damaged
     assert "byte 100" in each[-1].reason
+
+
+def test_what_follows_lost_records_is_not_replayed(recorded: list[Entry]) -> None:
+    """It is said, with how many they are; what was before them is the same."""
+    half = len(recorded) // 2
+    gone = dataclasses.replace(recorded[half], record=RecordsLost(0.0, 7))
+    *before, last = replay_lives([*recorded[:half], gone, *recorded[half:]])
+    assert len(before) == half - 1  # without the file's head
+    assert isinstance(last, Unplayable)
+    assert not last.damaged
+    assert "7 records are missing" in last.reason
 
 
 def test_a_frame_that_is_none_is_replayed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from bus.journal.records import (
     FrameSent,
     KeysChanged,
     Record,
+    RecordsLost,
     TimerFired,
     pack,
     unpack,
@@ -133,6 +135,7 @@ WHOLE = MAGIC + b"".join(pack(each) for each in [BEGAN, *RECORDS])
             st.binary(max_size=300),
         ),
         st.builds(TimerFired, st.floats(0, 1e12)),
+        st.builds(RecordsLost, st.floats(0, 1e12), st.integers(0, 2**40)),
     )
 )
 def test_a_record_is_read_as_it_was_written(record: Record) -> None:
@@ -351,18 +354,26 @@ def test_nobody_else_may_read_it(journal: Journal, tmp_path: Path) -> None:
     assert all(path.stat().st_mode & 0o077 == 0 for path in journal_files(folder))
 
 
-def test_a_full_disk_ends_the_journal_and_nothing_else(tmp_path: Path) -> None:
-    """It is told once; what was written stays, with a torn record at its end."""
+@pytest.mark.parametrize(("limit", "kept"), [("size", 3), ("files", 15)])
+def test_a_journal_goes_on_when_there_is_room_again(tmp_path: Path, limit: str, kept: int) -> None:
+    """It is told once; what was written stays whole, and a record says how many are missing. With
+    no descriptor left, a file is full before it matters."""
     script = ROOT / "tests" / "support" / "small_disk.py"
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)],
+        [sys.executable, str(script), str(tmp_path), limit],
         capture_output=True,
         text=True,
         check=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert done.stdout == "1\n"
-    *found, last = read(tmp_path)
-    assert len(found) == 4
-    assert isinstance(last, Gap)
-    assert last.kind == "torn"
+    assert json.loads(done.stdout) == {"errors": 1, "lost": [20 - kept]}
+    found = records(tmp_path)
+    assert [each.now_ms for each in found[:kept]] == [float(number) for number in range(kept)]
+    gone, *after, closed = found[kept:]
+    assert isinstance(gone, RecordsLost)
+    assert gone.count == 20 - kept
+    assert [each.now_ms for each in after] == [20.0, 21.0]
+    assert isinstance(closed, BrokerClosed)
+    assert [entry.number for entry in entries(tmp_path) if entry.number] == [
+        number + 1 for number in range(len(found))
+    ]

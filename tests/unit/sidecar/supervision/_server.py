@@ -26,6 +26,7 @@ def main() -> None:
         while True:
             signal.pause()
     address = (sys.argv[sys.argv.index("--host") + 1], int(sys.argv[sys.argv.index("--port") + 1]))
+    print("serving", flush=True)  # noqa: T201
     HTTPServer(address, Handler).serve_forever()
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
+import bus.log
 from bus.errors import EngineDead, EngineError, UsageError
 from sidecar.supervision import reaper as guard_module
 from sidecar.supervision.server import SupervisedServer, complete_command
@@ -107,6 +108,24 @@ def test_stop_ends_the_whole_group(how: str, capfd: pytest.CaptureFixture[str]) 
 
     run(scenario())
     assert "vllm| " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_questions_for_its_health_are_shown_to_who_debugs(
+    level: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come four times a second while it boots, and then every two seconds."""
+    monkeypatch.setattr(bus.log, "_settings", bus.log._settings)
+    bus.log.configure(level=level)
+
+    async def scenario() -> None:
+        async with SupervisedServer(STAND_IN, grace_s=0.3):
+            pass
+
+    run(scenario())
+    shown = capfd.readouterr().err
+    assert "vllm| serving" in shown
+    assert ("/health" in shown) == (level == "debug")
 
 
 def test_death_is_reported_and_its_children_go_with_it() -> None:

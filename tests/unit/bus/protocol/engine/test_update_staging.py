@@ -53,11 +53,12 @@ def test_the_engine_runs_from_the_arm_to_the_commit() -> None:
 
 
 def test_the_swap_is_the_commit() -> None:
-    """Acked when it is made; as often as it is asked."""
+    """Acked when it is made, with the requests in flight; as often as it is asked."""
     driver = Driver().stages()
     assert driver.command(COMMIT) == [CallSwap(4, clear_cache=True)]
     assert driver.command(COMMIT) == []
-    assert only(driver.returned(), Ack).step is Step.COMMIT
+    acked = only(driver.returned(5), Ack)
+    assert (acked.step, acked.in_flight) == (Step.COMMIT, 5)
     assert (driver.session.version, driver.session.phase) == (4, "running")
     assert only(driver.command(COMMIT), Ack).step is Step.COMMIT
     assert len([call for call in driver.calls if isinstance(call, CallSwap)]) == 1

@@ -1,0 +1,68 @@
+"""`wavebus status` shows who serves, what the others wait for, and who is gone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bus.cli import status as command
+from bus.cli.main import run
+from bus.messages import GroupStatus, OutView, Status
+from bus.protocol.engine.calls import CallLoad
+from tests.unit.bus._scene import Scene
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture(scope="module")
+def group() -> GroupStatus:
+    """Two engines at version 1, of which e1 has loaded a part."""
+    scene = Scene(1, 1)
+    scene.engine("e1").behaviour.fail_next.add(CallLoad)
+    scene.update()
+    scene.settled()
+    scene.world.run_for(2000.0)
+    return scene.world.existing_group.status(scene.world.scheduler.now_ms())
+
+
+@pytest.fixture
+def shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[GroupStatus], str]:
+    def show(group: GroupStatus) -> str:
+        status = Status("broker", 1.0, 0.0, 0, 1000, 5000, 2, (group,))
+
+        async def fetch_status(*_: object, **__: object) -> Status:
+            return status
+
+        monkeypatch.setattr(command, "fetch_status", fetch_status)
+        assert run(["status"]) == 0
+        return capsys.readouterr().out
+
+    return show
+
+
+def test_it_says_who_serves(group: GroupStatus, shown: Callable[[GroupStatus], str]) -> None:
+    """And what the other one waits for."""
+    first, second = shown(group).splitlines()[-2:]
+    assert " yes " in first
+    assert " no, waits for a whole update " in second
+
+
+def test_it_says_what_an_engine_waits_for(
+    group: GroupStatus, shown: Callable[[GroupStatus], str]
+) -> None:
+    """One with older weights, for an update; one that has them, for the resume."""
+    for version, waits_for in ((0, "an update to version 1"), (1, "a resume")):
+        engine = dataclasses.replace(group.engines[1], phase="running", version=version)
+        changed = dataclasses.replace(group, engines=(engine,))
+        assert f" no, waits for {waits_for}" in shown(changed)
+
+
+def test_it_says_who_is_gone(group: GroupStatus, shown: Callable[[GroupStatus], str]) -> None:
+    """As one that restarts is."""
+    out = (OutView("e2", "gone", "it left"),)
+    assert "e2 is gone: it left" in shown(dataclasses.replace(group, out=out))
