@@ -8,10 +8,12 @@ group wants done comes back as effects. :meth:`Broker.tick` is time.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from bus import messages as m
-from bus.protocol.broker.config import BROKER_NAME, LEASE_PER_PEER_TIMEOUT, MAX_GROUPS, BrokerConfig
+from bus.protocol.broker.config import BROKER_NAME, BrokerConfig
+from bus.protocol.broker.group_table import GroupTable
 from bus.protocol.core.access import (
     FRAME_BYTES,
     JOINS_AS,
@@ -26,15 +28,16 @@ from bus.protocol.core.access import (
 )
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.failures import Failure
-from bus.protocol.core.membership import WATCHERS, Membership, Peer
-from bus.protocol.group.group import Group
-from bus.protocol.group.replies import lacking
+from bus.protocol.core.link import WORTH_A_WAIT
+from bus.protocol.core.membership import WATCHERS, Membership, Peer, place_of
+from bus.protocol.group.replies import lacking, nack_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from bus.errors import DecodeError
     from bus.protocol.core.access import KeyRole
+    from bus.protocol.group.group import Group
 
 
 WAVE_MESSAGES: Final = (m.FirstReq, m.WaveStarted, m.WaveComplete)
@@ -72,7 +75,7 @@ class Broker:
         self.config = config or BrokerConfig()
         self.keys = keys
         self.peers = Membership(self.config.peer_timeout_ms)
-        self.groups: dict[str, Group] = {}
+        self.groups = GroupTable(self.config, self.peers)
         self._sweep_ms = 0.0
         self._strangers: dict[bytes, Bucket] = {}
         self._views = Bucket(self.config.limits.status, 0.0)
@@ -268,14 +271,24 @@ class Broker:
         known = self.peers.by_name.get(envelope.sender)
         if known is not None and known.boot == envelope.boot and envelope.seq <= known.last_seq:
             return []  # an old copy of a join that was answered
+        effects: list[Effect] = []
+        if known is not None and (known.boot, known.user) == (envelope.boot, user):
+            was, now = known.place, place_of(envelope.group, join)
+            if was != now:
+                reason = f"it joins again as {' '.join(map(str, now))}"
+                effects += self._remove_peer(known, "peer_left", reason, now_ms)
         result = self._admit(route, envelope, join, now_ms, user)
         if isinstance(result, Failure):
             self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
             code, detail, sender = result.code.value, result.detail, envelope.sender
             fields = {"peer": sender, "group": envelope.group, "code": code, "detail": detail}
+            retry_ms = self.config.retry_ms
+            if result.code in WORTH_A_WAIT:  # by then who has it is heard, or is missed
+                retry_ms = self.config.peer_timeout_ms + 2 * self.config.heartbeat_ms
             return [
+                *effects,
                 Note("join_refused", "warning", fields),
-                self._nack((route,), envelope.id, result, retry_ms=self.config.retry_ms),
+                self._nack((route,), envelope.id, result, retry_ms=retry_ms),
             ]
         peer, group = result
         came: list[Effect] = []
@@ -288,6 +301,7 @@ class Broker:
         again = known is not None and known.boot == envelope.boot
         lacks = lacking(join.engine)
         return [
+            *effects,
             Note(
                 "peer_rejoined" if again else "peer_joined",
                 "warning" if lacks else "info",
@@ -316,7 +330,7 @@ class Broker:
     def _admit(
         self, route: bytes, envelope: m.Envelope, join: m.Join, now_ms: float, user: str
     ) -> tuple[Peer, Group | None] | Failure:
-        if refused := self._refuse_more(route, envelope, join):
+        if refused := self._refuse_more(route, envelope, join, now_ms):
             return refused
         peer = self.peers.join(
             name=envelope.sender,
@@ -337,14 +351,7 @@ class Broker:
             del self._strangers[route]
         if peer.role in WATCHERS:
             return peer, None
-        group = self.groups.get(peer.group)
-        if group is None:
-            group = self.groups[peer.group] = Group(
-                peer.group,
-                retry_ms=self.config.retry_ms,
-                step_timeout_ms=self.config.step_timeout_ms,
-                min_lease_ms=self.config.peer_timeout_ms * LEASE_PER_PEER_TIMEOUT,
-            )
+        group = self.groups.get_or_make(peer.group)
         # A peer that outlived an earlier broker knows how far the fencing had come.
         if peer.role == "engine" or group.owner is None:
             group.session.epoch = max(group.epoch, envelope.epoch)
@@ -355,23 +362,19 @@ class Broker:
                 return refused
         return peer, group
 
-    def _refuse_more(self, route: bytes, envelope: m.Envelope, join: m.Join) -> Failure | None:
+    def _refuse_more(
+        self, route: bytes, envelope: m.Envelope, join: m.Join, now_ms: float
+    ) -> Failure | None:
         """One connection is one peer's. Groups are bounded, and so are epochs and versions."""
         other = self.peers.by_route.get(route)
         if other is not None and other.name != envelope.sender:
             detail = f"this connection is {other.name}'s"
             return Failure(m.NackCode.FORBIDDEN, detail, field="sender", peer=other.name)
-        if envelope.group not in self.groups and len(self.groups) >= MAX_GROUPS:
-            used = {peer.group for peer in self.peers}
-            self.groups = {name: each for name, each in self.groups.items() if name in used}
-            if len(self.groups) >= MAX_GROUPS:
-                detail = f"there are {len(self.groups)} groups"
-                return Failure(m.NackCode.RATE_LIMITED, detail, field="group")
-        known = self.groups.get(envelope.group)
-        refused = outside_bounds("epoch", envelope.epoch, known.epoch if known else 0)
-        if refused or join.engine is None:
-            return refused
-        return outside_bounds("version", join.engine.version, known.version if known else 0)
+        epoch, version = self.groups.numbers(envelope.group)
+        refused = outside_bounds("epoch", envelope.epoch, epoch)
+        if join.engine is not None:
+            refused = refused or outside_bounds("version", join.engine.version, version)
+        return refused or self.groups.refuse_more(envelope.group, now_ms)
 
     def _stranger(
         self, route: bytes, envelope: m.Envelope, message: m.Message, now_ms: float
@@ -425,6 +428,7 @@ class Broker:
                 if peer.is_unreachable:
                     reason = f"{peer.name} has not heard the broker for {silent_ms:.0f} ms"
                 effects += self._remove_peer(peer, "peer_lost", reason, now_ms)
+            self.groups.drop_unused(now_ms)
         for group in self.groups.values():
             effects += group.tick(now_ms)
         return effects + self._reroute()
@@ -484,16 +488,5 @@ class Broker:
     def _nack(
         self, routes: tuple[bytes, ...], reply_to: int, failure: Failure, retry_ms: int = 0
     ) -> Send:
-        nack = m.Nack(
-            code=failure.code,
-            step="",
-            update_id="",
-            chunk=0,
-            detail=failure.detail[:4096],
-            field=failure.field[:256],
-            peer=failure.peer[:256],
-            tensor="",
-            hint=failure.hint,
-            retry_after_ms=retry_ms,
-        )
+        nack = replace(nack_of(failure, "", ""), retry_after_ms=retry_ms)
         return Send(nack, routes, reply_to)

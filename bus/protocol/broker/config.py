@@ -13,7 +13,8 @@ BROKER_NAME: Final = "broker"
 # again while its group still counts it as paused.
 LEASE_PER_PEER_TIMEOUT: Final = 2
 
-# With more groups than this, those that nobody is in are forgotten.
+# A group that nobody has been in for so long is forgotten. With more groups than this, at once.
+GROUP_KEPT_MS: Final = 60_000.0
 MAX_GROUPS: Final = 1024
 
 

@@ -4,7 +4,8 @@
 
     state     event               next      effect
     JOINING   welcome             JOINED    heartbeats begin
-    JOINING   nack, worth a wait  JOINING   JOIN again after retry_ms (name taken, group held)
+    JOINING   nack, worth a wait  JOINING   JOIN again after retry_ms (name taken, group held),
+                                            until the broker has missed a dead one
     JOINING   nack, final         REFUSED
     JOINING   unreadable version  REFUSED
     JOINED    nack not_joined     JOINING   JOIN: the broker is a new one
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 # What Link.receive acts upon; every other message of the broker passes it by.
 LINK_MESSAGES: Final = frozenset({Welcome, HeartbeatAck, Nack})
-_WORTH_A_WAIT: Final = frozenset({NackCode.NAME_TAKEN, NackCode.GROUP_HELD})
+WORTH_A_WAIT: Final = frozenset({NackCode.NAME_TAKEN, NackCode.GROUP_HELD})
 # These are of frames that were sent before it.
 _NOT_OF_THE_JOIN: Final = frozenset(
     {NackCode.NOT_JOINED, NackCode.STALE, NackCode.OVERSIZED, NackCode.RATE_LIMITED}
@@ -58,8 +59,8 @@ class LinkState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinkConfig:
-    """``patience_ms``: how long a name or group that is held is tried for (its owner
-    may be dead and not yet missed)."""
+    """``patience_ms``: how long a name or group that is held is tried for at least (its owner
+    may be dead and not yet missed, for which the broker's NACK may give more time)."""
 
     retry_ms: int = 500
     patience_ms: int = 8_000
@@ -181,7 +182,8 @@ class Link:
             return []
         if self._held_ms is None:
             self._held_ms = now_ms
-        if nack.code in _WORTH_A_WAIT and now_ms < self._held_ms + self.config.patience_ms:
+        patience_ms = max(self.config.patience_ms, nack.retry_after_ms + self.config.retry_ms)
+        if nack.code in WORTH_A_WAIT and now_ms < self._held_ms + patience_ms:
             return [Note("join_waits", "warning", {"code": nack.code.value, "detail": nack.detail})]
         return self._on_refused(nack)
 

@@ -5,6 +5,8 @@
     state    event              next     effect
     (none)   join               JOINED   WELCOME
     JOINED   join, same boot    JOINED   WELCOME again: the peer reconnected; or it hears nothing
+    JOINED   join, same boot,   JOINED   it leaves where it was, and joins as any other
+             other role, group or rank
     JOINED   join, other boot   JOINED   NACK name_taken, as long as the first one is heard
     JOINED   join, other key    JOINED   the same
     JOINED   any frame          JOINED   it lives; of one that has joined again, from its next
@@ -74,6 +76,12 @@ class Peer:
     is_unreachable: bool = False
     joined_epoch: int = 0
 
+    @property
+    def place(self) -> tuple[object, ...]:
+        """What it is on the bus; see :func:`place_of`."""
+        join = Join(self.role, self.host, self.pid, self.facts, self.coordinator)
+        return place_of(self.group, join)
+
     def on_frame(self, now_ms: float) -> None:
         """A frame of it has come. A link that is cut one way carries those of a peer that can be
         told nothing: it is not to hold anything up by them."""
@@ -108,11 +116,25 @@ class Peer:
         )
 
 
-_Rank: TypeAlias = tuple[str, str, int]  # group, DP group, rank
+def place_of(group: str, join: Join) -> tuple[object, ...]:
+    """What a peer that joins so is on the bus: its role, its group, and its rank there."""
+    part: tuple[object, ...] = ()
+    if join.engine is not None:
+        part = (join.engine.dp_group, join.engine.dp_rank, join.engine.dp_size)
+    elif join.coordinator is not None:
+        part = (join.coordinator.dp_group, join.coordinator.dp_size)
+    return (join.role, "" if join.role in WATCHERS else group, *part)
 
 
-def _rank(group: str, facts: EngineFacts) -> _Rank:
-    return group, facts.dp_group, facts.dp_rank
+# What one engine has alone: group, DP group and rank; or host and URL.
+_Place: TypeAlias = tuple[str, str, int] | tuple[str, str]
+
+
+def _places(group: str, host: str, facts: EngineFacts | None) -> list[_Place]:
+    if facts is None:
+        return []
+    rank: list[_Place] = [(group, facts.dp_group, facts.dp_rank)]
+    return [*rank, (host, facts.endpoint)] if facts.endpoint else rank
 
 
 class Membership:
@@ -122,7 +144,7 @@ class Membership:
         self.peer_timeout_ms = peer_timeout_ms
         self.by_name: dict[str, Peer] = {}
         self.by_route: dict[bytes, Peer] = {}
-        self._by_rank: dict[_Rank, Peer] = {}
+        self._by_place: dict[_Place, Peer] = {}
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self.by_name.values())
@@ -173,8 +195,8 @@ class Membership:
             peer.version = join.engine.version
         self.by_name[name] = peer
         self.by_route[route] = peer
-        if join.engine is not None:
-            self._by_rank[_rank(group, join.engine)] = peer
+        for place in _places(group, join.host, join.engine):
+            self._by_place[place] = peer
         return peer
 
     def _refuse(
@@ -206,7 +228,7 @@ class Membership:
             )
         held = self.by_name.get(name)
         if held is None or (held.boot, held.user) == (boot, user):
-            return self._refuse_rank(name, group, join)
+            return self._refuse_place(name, group, join)
         silent_ms = now_ms - held.last_heard_ms
         return Failure(
             NackCode.NAME_TAKEN,
@@ -216,22 +238,33 @@ class Membership:
             hint=f"choose another with --name, or wait {self.peer_timeout_ms:.0f} ms if it is dead",
         )
 
-    def _refuse_rank(self, name: str, group: str, join: Join) -> Failure | None:
-        """Two engines can't be the same rank of one DP group, nor two its DP coordinator."""
+    def _refuse_place(self, name: str, group: str, join: Join) -> Failure | None:
+        """Two sidecars can't have one engine or one rank, nor a DP group two DP coordinators."""
         if join.coordinator is not None:
             return self._refuse_coordinator(name, group, join.coordinator)
-        if join.engine is None:
-            return None
-        other = self._by_rank.get(_rank(group, join.engine))
-        if other is None or other.name == name:
-            return None
-        return Failure(
-            NackCode.NAME_TAKEN,
-            f"rank {join.engine.dp_rank} of DP group {join.engine.dp_group} is {other.name}",
-            field="engine.dp_rank",
-            peer=other.name,
-            hint="give every DP group its own --dp-group, every rank its own --dp-rank",
-        )
+        facts = join.engine
+        for place in _places(group, join.host, facts):
+            other = self._by_place.get(place)
+            if facts is None or other is None or other.name == name:
+                continue
+            if len(place) == 2:  # noqa: PLR2004 - host and URL
+                return Failure(
+                    NackCode.NAME_TAKEN,
+                    f"the engine at {facts.endpoint} has the sidecar {other.name} "
+                    f"({other.host}:{other.pid}, group {other.group})",
+                    field="engine.endpoint",
+                    peer=other.name,
+                    hint=f"an engine has one sidecar: stop the other one, or wait "
+                    f"{self.peer_timeout_ms:.0f} ms if it is dead",
+                )
+            return Failure(
+                NackCode.NAME_TAKEN,
+                f"rank {facts.dp_rank} of DP group {facts.dp_group} is {other.name}",
+                field="engine.dp_rank",
+                peer=other.name,
+                hint="give every DP group its own --dp-group, every rank its own --dp-rank",
+            )
+        return None
 
     def _refuse_coordinator(self, name: str, group: str, facts: CoordinatorFacts) -> Failure | None:
         for other in self.by_name.values():
@@ -254,8 +287,9 @@ class Membership:
             del self.by_name[peer.name]
         if self.by_route.get(peer.route) is peer:
             del self.by_route[peer.route]
-        if peer.facts is not None and self._by_rank.get(_rank(peer.group, peer.facts)) is peer:
-            del self._by_rank[_rank(peer.group, peer.facts)]
+        for place in _places(peer.group, peer.host, peer.facts):
+            if self._by_place.get(place) is peer:
+                del self._by_place[place]
 
     def silent(self, now_ms: float) -> list[Peer]:
         """Peers not heard for too long."""

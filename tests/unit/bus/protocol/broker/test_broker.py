@@ -52,8 +52,9 @@ from bus.messages import (
     Welcome,
 )
 from bus.protocol.broker.broker import Broker
-from bus.protocol.broker.config import BrokerConfig
+from bus.protocol.broker.config import GROUP_KEPT_MS, BrokerConfig
 from bus.protocol.core.effects import Effect, Note, Send
+from bus.protocol.core.link import Link, LinkState
 from bus.testing.makers import (
     make_arm,
     make_chunk,
@@ -227,6 +228,72 @@ def test_who_joins_again_and_beats_is_there(bench: Bench) -> None:
     bench.now_ms = 12_000.0
     bench.broker.tick(bench.now_ms)
     assert "t" in bench.broker.peers.by_name
+
+
+@pytest.mark.parametrize(
+    ("group", "again"),
+    [
+        ("other", engine_join(dp_group="e0")),
+        ("policy", engine_join(dp_group="e0", dp_rank=1, dp_size=2)),
+        ("policy", OBSERVER),
+        ("policy", GATEWAY),
+    ],
+)
+def test_an_engine_that_joins_again_as_another_leaves_what_it_was(
+    bench: Bench, group: str, again: Join
+) -> None:
+    """It is no engine of its old group, which updates the others without it."""
+    bench.engine("e0")
+    bench.engine("e1")
+    bench.trainer()
+    notes = [each for each in bench.say("e0", again, group=group) if isinstance(each, Note)]
+    assert [each.event for each in notes][:1] == ["peer_left"]
+    policy = bench.broker.groups["policy"]
+    assert policy.registry.ready() == ["e1"]
+    assert [route.engine for route in policy.routing.now.engines] == ["e1"]
+
+
+def test_a_trainer_that_joins_again_as_an_observer_frees_its_group(bench: Bench) -> None:
+    """Another one has it at once."""
+    bench.trainer()
+    bench.say("t", OBSERVER)
+    assert only(bench.trainer("t2", boot=2), Welcome)
+
+
+def test_a_group_that_nobody_is_in_is_forgotten_but_not_its_numbers(bench: Bench) -> None:
+    """Not at once, since its status says who has gone; epoch and version go on from there."""
+    bench.say("e0", engine_join(dp_group="e0", version=4))
+    bench.trainer()
+    for name in ("e0", "t"):
+        bench.say(name, Leave("bye"))
+    bench.say("watch", OBSERVER)
+    bench.broker.tick(1000.0)
+    bench.broker.tick(GROUP_KEPT_MS)
+    assert [each.name for each in bench.broker.status(GROUP_KEPT_MS).groups] == ["policy"]
+    bench.now_ms = 1000.0 + GROUP_KEPT_MS
+    bench.broker.tick(bench.now_ms)
+    assert bench.broker.status(bench.now_ms).groups == ()
+    bench.trainer("t2")
+    policy = bench.broker.groups["policy"]
+    assert (policy.epoch, policy.version) == (2, 4)
+
+
+@pytest.mark.parametrize("timeout_ms", [5000, 30_000])
+def test_a_restarted_peer_is_given_the_time_to_outlast_its_dead_self(timeout_ms: int) -> None:
+    """Whatever the broker's --peer-timeout-ms: its link asks for longer than that."""
+    bench = Bench()
+    bench.broker = Broker(replace(CONFIG, peer_timeout_ms=timeout_ms))
+    bench.trainer()
+    nack = nack_in(bench.trainer("t2", boot=2))
+    assert nack.code is NackCode.GROUP_HELD
+    assert nack.retry_after_ms > timeout_ms + CONFIG.heartbeat_ms / 2
+    link = Link(group="policy", join=lambda: TRAINER_JOIN, beat=lambda: BEAT)
+    link.start(0.0)
+    link.receive(envelope(nack, "broker"), nack, 100.0)
+    link.receive(envelope(nack, "broker"), nack, 100.0 + nack.retry_after_ms)
+    assert link.state is LinkState.JOINING
+    link.receive(envelope(nack, "broker"), nack, 99_000.0)
+    assert link.state is LinkState.REFUSED
 
 
 def test_an_old_copy_of_a_join_changes_nothing(bench: Bench) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bus.messages import EngineFacts, Join, NackCode, Role
@@ -145,6 +147,21 @@ def test_two_engines_cannot_be_one_rank() -> None:
     peer_of(join(members, "e1", engine_join(dp_group="dp", dp_rank=0, dp_size=2)))
     peer_of(join(members, "e2", rank, group="other"))
     assert len(members) == 3
+
+
+def test_one_engine_has_one_sidecar() -> None:
+    """A second one, whatever its name and group, is refused by the first one's name."""
+    members = Membership(5000.0)
+    engine = replace(facts(dp_group="e0"), endpoint="http://127.0.0.1:8000")
+    what = Join("engine", "host", 7, engine, None)
+    first = peer_of(join(members, what=what))
+    second = Join("engine", "host", 8, replace(engine, dp_group="e1"), None)
+    failure = failure_of(join(members, "e1", second, group="other"))
+    assert (failure.code, failure.field) == (NackCode.NAME_TAKEN, "engine.endpoint")
+    assert (failure.peer, "e0 (host:7, group policy)" in failure.detail) == ("e0", True)
+    peer_of(join(members, "e2", replace(second, host="another")))  # its loopback is another one
+    members.remove(first)
+    peer_of(join(members, "e1", second, group="other"))
 
 
 def test_a_view_shows_what_the_peer_told() -> None:

@@ -1,0 +1,71 @@
+"""The broker's groups by name: made for the first peer, forgotten some time after the last one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bus.messages import NackCode
+from bus.protocol.broker.config import GROUP_KEPT_MS, LEASE_PER_PEER_TIMEOUT, MAX_GROUPS
+from bus.protocol.core.failures import Failure
+from bus.protocol.core.membership import WATCHERS
+from bus.protocol.group.catch_up import GroupVersion
+from bus.protocol.group.group import Group
+
+if TYPE_CHECKING:
+    from bus.protocol.broker.config import BrokerConfig
+    from bus.protocol.core.membership import Membership
+
+
+class GroupTable(dict[str, Group]):
+    """All groups. The epoch and the version of a forgotten one are kept: they only grow."""
+
+    def __init__(self, config: BrokerConfig, peers: Membership) -> None:
+        super().__init__()
+        self._config = config
+        self._peers = peers
+        self._unused_ms: dict[str, float] = {}  # groups that nobody is in, since when
+        self._forgotten: dict[str, tuple[int, GroupVersion]] = {}  # the epochs and versions
+
+    def numbers(self, name: str) -> tuple[int, int]:
+        """The epoch and version of the group of that name, forgotten or not; zeros if unknown."""
+        group = self.get(name)
+        if group is not None:
+            return group.epoch, group.version
+        epoch, served = self._forgotten.get(name, (0, GroupVersion()))
+        return epoch, served.value
+
+    def get_or_make(self, name: str) -> Group:
+        """The group of that name; a new one if there is none."""
+        group = self.get(name)
+        if group is None:
+            config = self._config
+            group = self[name] = Group(
+                name,
+                retry_ms=config.retry_ms,
+                step_timeout_ms=config.step_timeout_ms,
+                min_lease_ms=config.peer_timeout_ms * LEASE_PER_PEER_TIMEOUT,
+            )
+            if name in self._forgotten:
+                group.session.epoch, group.served = self._forgotten.pop(name)
+        return group
+
+    def refuse_more(self, name: str, now_ms: float) -> Failure | None:
+        """Why there can be no group of that name; None: there can."""
+        if name not in self and len(self) >= MAX_GROUPS:
+            self.drop_unused(now_ms, kept_ms=0.0)
+            if len(self) >= MAX_GROUPS:
+                detail = f"there are {len(self)} groups"
+                return Failure(NackCode.RATE_LIMITED, detail, field="group")
+        return None
+
+    def drop_unused(self, now_ms: float, kept_ms: float = GROUP_KEPT_MS) -> None:
+        """Forget the groups that nobody has been in for ``kept_ms``."""
+        used = {peer.group for peer in self._peers if peer.role not in WATCHERS}
+        self._unused_ms = {n: self._unused_ms.get(n, now_ms) for n in self.keys() - used}
+        for name, since_ms in sorted(self._unused_ms.items()):
+            if now_ms >= since_ms + kept_ms:
+                group = self.pop(name)
+                if group.epoch or group.version:
+                    self._forgotten[name] = (group.epoch, group.served)
+        while len(self._forgotten) > MAX_GROUPS:
+            del self._forgotten[next(iter(self._forgotten))]
