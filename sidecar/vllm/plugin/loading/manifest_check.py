@@ -313,6 +313,10 @@ def build_meta_model(built: Blueprint, serving: torch.nn.Module) -> torch.nn.Mod
     compilation.disabled_custom_ops = Counter()
     private = copy.copy(built.vllm_config)
     private.compilation_config = compilation
+    # Models of the Transformers backend make their parameters on this device, whatever the
+    # default is.
+    private.device_config = copy.copy(built.vllm_config.device_config)
+    private.device_config.device = torch.device("meta")
     if quantised_while_loading(serving):
         private.quant_config = None
     with (
