@@ -72,6 +72,7 @@ class EngineInfo:
     closed: bool = False
     features: Mapping[str, str] = field(default_factory=dict)
     untested: str = ""
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,8 +267,7 @@ class Sidecar:
     # -- the link's questions --------------------------------------------------
 
     def _join(self) -> Join:
-        assert self.info is not None
-        info = self.info
+        assert (info := self.info) is not None
         facts = EngineFacts(
             kind=info.kind,
             software=info.software,
@@ -290,6 +289,7 @@ class Sidecar:
             closed=self.session.is_closed,
             features=dict(info.features),
             untested=info.untested,
+            dtype=info.dtype,
         )
         return Join("engine", HOST, PID, facts, None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
 import anyio
 import anyio.to_thread
@@ -27,34 +27,36 @@ from bus.runtime.peer import default_name
 from bus.settings import DEFAULT_BROKER
 from bus.weight_transfer.cuda import current_gpu
 from bus.weight_transfer.registry import make_sender
+from trainer_agent.adapters import Adapters
 from trainer_agent.connection import Connection
 from trainer_agent.options import WAIT_S, PauseOptions, UpdateOptions
 from trainer_agent.pauses import Pauses
 from trainer_agent.update.catch_up import CatchUp
 from trainer_agent.update.chunk_stream import ChunkStream, do_nothing, send_stream
-from trainer_agent.update.lora import Adapter, send_adapter
 from trainer_agent.update.rank_sync import follow_rank_zero
 from trainer_agent.update.steps import Steps
 from trainer_agent.update.transport import Transport
 from trainer_agent.update.update import Updates, cancel_and_wait, wait_until_sent
 from trainer_agent.vllm.api import VllmApi
 from trainer_agent.vllm.session import TrainerEngineSession
+from trainer_agent.weights.cast import CastSource
 from trainer_agent.weights.snapshot import Snapshot
 from trainer_agent.weights.source import Weights, as_source, copy_source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from pathlib import Path
     from types import TracebackType
 
     from bus.protocol.core.link import LinkConfig
     from bus.runtime.interfaces import ClientTransport
     from trainer_agent.canary import Canary
-    from trainer_agent.options import How, Quorum, UpdateArguments
+    from trainer_agent.options import How, Quorum, SentDtype, UpdateArguments
     from trainer_agent.report import UpdateReport
+    from trainer_agent.weights.source import WeightSource
 
 
-class TrainerAgent(Pauses, VllmApi):
+class TrainerAgent(Pauses, Adapters, VllmApi):
     """A trainer on the bus: holds one group of engines.
 
     ::
@@ -263,6 +265,7 @@ class TrainerAgent(Pauses, VllmApi):
         self,
         source: Weights,
         *,
+        dtype: SentDtype = "source",
         target: Target = "model",
         label: str = "",
         mode: PauseMode = "keep",
@@ -288,6 +291,9 @@ class TrainerAgent(Pauses, VllmApi):
             source: an ``nn.Module``, a state dict, ``(name, tensor)`` pairs, or a
                 :class:`trainer_agent.weights.source.WeightSource`; all weights of the model,
                 by their Hugging Face names.
+            dtype: ``engine`` casts floating-point tensors to the dtype of the engines' model, chunk
+                by chunk on their own device, before checksums: what engines get is what they
+                would load from the cast checkpoint. ``source`` sends tensors as they are.
             target: ``draft`` updates the draft model of the engines' speculative decoding. What
                 it shares with the model that it drafts for (embeddings, output head) is not
                 part of it, and is refused.
@@ -326,12 +332,14 @@ class TrainerAgent(Pauses, VllmApi):
                 ``heard_s``. If that is the broker, what was begun is undone once it is back.
         """
         self._require_no_other()
+        if dtype not in ("source", "engine"):
+            raise UsageError(f'dtype={dtype!r}: choose "source" or "engine"')
         pause = PauseOptions(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
         ask = UpdateOptions(pause, canary, quorum, how, staging_bytes, keep_staging)
         if self.rank:
             with self._updates.as_follower() as number:
                 return await follow_rank_zero(self._connection, as_source(source), number)
-        return await self._update(source, target, label, ask, on_sent)
+        return await self._update(as_source(source), dtype, target, label, ask, on_sent)
 
     async def send_weights(
         self, source: Weights, *, snapshot: bool = False, **options: Unpack[UpdateArguments]
@@ -366,57 +374,6 @@ class TrainerAgent(Pauses, VllmApi):
         self._sending = await wait_until_sent(begun, at_once=snapshot)
         return self._sending
 
-    async def update_adapter(
-        self,
-        adapter: str,
-        source: Weights,
-        *,
-        config: Mapping[str, Any],
-        label: str = "",
-        mode: PauseMode = "keep",
-        clear_cache: bool = True,
-        wait_s: float = WAIT_S,
-        escalate: Escalation = "keep",
-    ) -> int:
-        """Send one LoRA adapter to every engine and have them serve it, in place of the one of
-        that name: as :meth:`update_weights` does, with all else as it is. Engines read it by its
-        path on tmpfs, so they run on this host.
-
-        Args:
-            adapter: its name: what clients of served engines ask for as their model, and what
-                :meth:`sidecar.vllm.inprocess_engine.VllmEngine.lora_request` takes.
-            source: all of its tensors, by the names that PEFT gives them in a checkpoint
-                (``base_model.model.….lora_A.weight``); of a module its LoRA parameters are taken.
-            config: PEFT's ``adapter_config``, such as ``LoraConfig.to_dict()`` gives: ``r``,
-                ``lora_alpha``, ``target_modules`` and what else there is.
-
-        Returns:
-            The version the bus gave; the model's weights and adapters share one count.
-
-        Raises:
-            ManifestRefused: an engine's model doesn't take these tensors, or its
-                ``max_lora_rank`` is too low.
-            UpdateFailed: it was given up: with code ``backend_missing``, before anything
-                happened, because an engine has no LoRA enabled. Engines that had loaded it have
-                the one before again.
-            Refused, BusTimeout: as :meth:`update_weights`.
-            UsageError: name, source or config can't be an adapter's; or the trainer has several
-                ranks: gather the adapter first, and give rank 0 an agent of its own for it.
-        """
-        if self.ranks != 1:
-            raise UsageError(
-                f"update_adapter: this agent is one of {self.ranks} ranks: gather the adapter, and "
-                "send it with an agent of rank=0, ranks=1"
-            )
-        fresh = Adapter(adapter, source, config)
-        self._require_no_other()
-        pause = PauseOptions(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
-        async with self._suspend_catch_up(), self._updates.begin(UpdateOptions(pause)) as update:
-            report = await send_adapter(
-                fresh, update, self._transport, self._steps, label=label, verify=self.verify
-            )
-        return report.version
-
     @property
     def last_update(self) -> UpdateReport | None:
         """The last update that was committed, by whichever way."""
@@ -432,15 +389,17 @@ class TrainerAgent(Pauses, VllmApi):
 
     async def _update(
         self,
-        source: Weights,
+        source: WeightSource,
+        dtype: SentDtype,
         target: Target,
         label: str,
         options: UpdateOptions,
         on_sent: Callable[[], None],
     ) -> int:
         async with self._suspend_catch_up(), self._updates.begin(options, target) as update:
+            engine_dtype = await self._connection.engine_dtype() if dtype == "engine" else ""
             stream = ChunkStream(
-                as_source(source),
+                CastSource(source, engine_dtype) if engine_dtype else source,
                 self._transport.sender,
                 chunk_bytes=self.chunk_bytes,
                 verify=self.verify,

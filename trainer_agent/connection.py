@@ -207,6 +207,21 @@ class Connection:
         status = await self.status()
         return next((group.engines for group in status.groups if group.name == self._group), ())
 
+    async def engine_dtype(self) -> str:
+        """The dtype of the group's models, by torch's name; empty if no engine is there.
+
+        Raises:
+            UsageError: the engines have different ones, or one does not report its own.
+        """
+        dtypes = {engine.name: engine.dtype for engine in await self.engines()}
+        found = sorted(set(dtypes.values()))
+        if len(found) > 1 or found == [""]:
+            raise UsageError(
+                f'dtype="engine": the engines must report one dtype, found {dtypes}: cast the '
+                "weights yourself, or give engines of each dtype their own group"
+            )
+        return found[0] if found else ""
+
     async def wait_until_delivered(self, message: Message, timeout_s: float) -> None:
         """Wait until nothing is owed, before ``message`` is asked for.
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 How: TypeAlias = Literal["auto", "staged", "paused"]
 # How many DP groups at least must have all weights, for those to serve them.
 Quorum: TypeAlias = int | Literal["all"]
+# Tensors as the source has them, or cast to the dtype of the engines' model.
+SentDtype: TypeAlias = Literal["source", "engine"]
 _MOST_GROUPS: Final = 65_536
 # It travels in milliseconds, in 32 bits' worth of them.
 _WAIT_MAX_S: Final = 2_000_000.0
@@ -26,6 +28,7 @@ WAIT_S: Final = 60.0
 class UpdateArguments(TypedDict, total=False):
     """What :meth:`TrainerAgent.update_weights` takes beside its source, by name."""
 
+    dtype: SentDtype
     target: Target
     label: str
     mode: PauseMode

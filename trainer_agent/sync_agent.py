@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from bus.messages import EngineView, Escalation, GroupAck, PauseMode, SleepLevel, Status, Target
     from trainer_agent.canary import Canary
-    from trainer_agent.options import How, Quorum, UpdateArguments
+    from trainer_agent.options import How, Quorum, SentDtype, UpdateArguments
     from trainer_agent.report import UpdateReport
     from trainer_agent.vllm.client import BusWeightSyncClient
     from trainer_agent.vllm.patches import AnyPatch, BusPatches
@@ -93,6 +93,7 @@ class SyncTrainerAgent:
         self,
         source: Weights,
         *,
+        dtype: SentDtype = "source",
         target: Target = "model",
         label: str = "",
         mode: PauseMode = "keep",
@@ -111,6 +112,7 @@ class SyncTrainerAgent:
         return self._call(
             lambda: agent.update_weights(
                 source,
+                dtype=dtype,
                 target=target,
                 label=label,
                 mode=mode,

@@ -40,7 +40,8 @@ class EngineFacts:
     ``software`` what runs behind it, with its version;
     ``closed``: as in :class:`Heartbeat`;
     ``features``: what its vLLM supports, and why not; empty for an engine that lacks nothing;
-    ``untested``: says that wavebus was not run on its version of vLLM; empty if it was.
+    ``untested``: says that wavebus was not run on its version of vLLM; empty if it was;
+    ``dtype``: its model's, by torch's name (``bfloat16``); empty if the engine does not report it.
     """
 
     kind: ShortText
@@ -63,6 +64,7 @@ class EngineFacts:
     closed: bool = False
     features: Features = field(default_factory=dict)
     untested: ShortText = ""
+    dtype: ShortText = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ class WaitEngines:
 @dataclass(frozen=True, slots=True)
 class EngineView:
     """``core_since_ms``: for how long its core has been in ``core_phase``, as far as the
-    sidecar's last word goes. ``features`` and ``untested`` are the engine's own
+    sidecar's last word goes. ``features``, ``untested`` and ``dtype`` are the engine's own
     (:class:`bus.messages.EngineFacts`)."""
 
     name: ShortText
@@ -42,6 +42,7 @@ class EngineView:
     core_wave: Count
     features: Features = field(default_factory=dict)
     untested: ShortText = ""
+    dtype: ShortText = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,11 +131,9 @@ class EmbeddedEngine:
     async def start(self) -> EngineInfo:
         self._loop = asyncio.get_running_loop()
         self._death = self._loop.create_future()
-        endpoint = ""
         try:
             await self._boot()
-            if self._server:
-                endpoint = await self._server.start()
+            endpoint = await self._server.start() if self._server else ""
         except OSError as error:
             await self.close()
             raise EngineError(f"can't listen for requests: {error}") from error
@@ -153,6 +151,7 @@ class EmbeddedEngine:
             endpoint=endpoint,
             can_sleep=True,
             canary="keep",
+            dtype=self._config.dtype,
         )
 
     async def close(self) -> None:

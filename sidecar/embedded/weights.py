@@ -207,7 +207,9 @@ def _check_tensor(layout: ParameterLayout, meta: TensorMeta) -> None:
         raise _refused(meta.name, f"{meta.name} has shape {meta.shape}, the model needs {shape}")
     if meta.dtype != layout.dtype:
         raise _refused(
-            meta.name, f"{meta.name} has dtype {meta.dtype}, the model's is {layout.dtype}"
+            meta.name,
+            f"{meta.name} has dtype {meta.dtype}, the model's is {layout.dtype}: "
+            'update_weights(..., dtype="engine") casts it in the trainer',
         )
 
 

@@ -228,4 +228,5 @@ def server_info(
         endpoint=url,
         can_sleep=bool(config["model_config"].get("enable_sleep_mode")),
         draft=draft,
+        dtype=str(config["model_config"].get("dtype", "")).removeprefix("torch."),
     )

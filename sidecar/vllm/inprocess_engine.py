@@ -98,6 +98,7 @@ class VllmEngine(UpdatesByPlugin):
             closed=self._admission.found_closed,
             features=facts.features,
             untested=untested_reason(vllm.__version__),
+            dtype=str(config.model_config.dtype).removeprefix("torch."),
         )
         self._core.learn(facts, info, cores=cores)
         return info

@@ -27,6 +27,7 @@ async def train(
     ranks: int = 2,
     chunk_bytes: int = 1 << 16,
     cached: bool = False,
+    dtype: str = "source",
 ) -> list[list[dict[str, Any]]]:
     """Send these weights one after the other; what each rank says of each."""
     paths = [str(folder / f"weights-{number}.safetensors") for number in range(len(updates))]
@@ -40,6 +41,7 @@ async def train(
         "engines": engines,
         "chunk_bytes": chunk_bytes,
         "cached": cached,
+        "dtype": dtype,
         "weights": paths,
     }
     return await asyncio.gather(*(_rank({**common, "rank": rank}) for rank in range(ranks)))

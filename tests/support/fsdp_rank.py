@@ -78,7 +78,7 @@ def main() -> None:
             sent = CpuCache(source, keep=rank == 0) if told["cached"] else source
             answer: dict[str, Any] = {}
             try:
-                answer["version"] = agent.update_weights(sent)
+                answer["version"] = agent.update_weights(sent, dtype=told["dtype"])
             except WavebusError as error:
                 answer["error"] = f"{type(error).__name__}: {error}"
             say(gathered=source.gathered, **answer)

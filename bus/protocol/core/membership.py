@@ -113,6 +113,7 @@ class Peer:
             core_wave=self.core.wave if self.core else 0,
             features=self.facts.features,
             untested=self.facts.untested,
+            dtype=self.facts.dtype,
         )
 
 

@@ -55,6 +55,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         buffers: the same.
         shared: parameters that are another model's, which must not be filled.
         exact_dtype: a tensor of another dtype than what it fills is refused.
+        model_dtype: the model's; a tensor of this dtype may fill a float32 parameter as well.
 
     Attributes:
         sources: tensors as ``metas`` say, on the meta device, for the loader.
@@ -72,6 +73,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         buffers: dict[str, torch.Tensor],
         *,
         exact_dtype: bool,
+        model_dtype: str = "",
         shared: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -80,6 +82,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.buffers = buffers
         self.shared = shared
         self.exact_dtype = exact_dtype
+        self.model_dtype = model_dtype
         self.sources = [
             torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")
             for meta in metas
@@ -215,11 +218,13 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in self.shared:
             raise shared_refusal(meta, name)
         dtype = str(target.dtype).removeprefix("torch.")
-        if of_tensor and self.exact_dtype and meta.dtype != dtype:
+        # A checkpoint in the model's dtype also fills parameters of float32, without loss.
+        widened = meta.dtype == self.model_dtype and dtype == "float32"
+        if of_tensor and self.exact_dtype and meta.dtype != dtype and not widened:
             raise refused(
                 meta.name,
                 f"dtype {meta.dtype}, but the model's {name} is {dtype}; vLLM would "
-                "cast it silently: cast it in the trainer",
+                'cast it silently: update_weights(..., dtype="engine") casts it in the trainer',
             )
         self.used.add(index)
         regions = self._writes.setdefault(name, {})

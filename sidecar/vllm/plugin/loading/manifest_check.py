@@ -196,6 +196,7 @@ class ManifestChecker:
             dict(model.named_buffers()),
             shared=self._built.shared,
             exact_dtype=not self._quantised,
+            model_dtype=str(self._built.model_config.dtype).removeprefix("torch."),
         )
         start = 0
         for end in manifest.chunk_ends:

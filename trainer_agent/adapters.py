@@ -1,0 +1,82 @@
+"""A trainer's updates of LoRA adapters, which leave the model's weights as they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bus.errors import UsageError
+from trainer_agent.options import WAIT_S, PauseOptions, UpdateOptions
+from trainer_agent.update.lora import Adapter, send_adapter
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Callable, Mapping
+
+    from bus.messages import Escalation, PauseMode, Verify
+    from trainer_agent.update.steps import Steps
+    from trainer_agent.update.transport import Transport
+    from trainer_agent.update.update import Updates
+    from trainer_agent.weights.source import Weights
+
+
+class Adapters:
+    """A part of :class:`trainer_agent.TrainerAgent`, which has all that is named here."""
+
+    ranks: int
+    verify: Verify
+    _steps: Steps
+    _transport: Transport
+    _updates: Updates
+    _require_no_other: Callable[[], None]
+    _suspend_catch_up: Callable[[], contextlib.AbstractAsyncContextManager[None]]
+
+    async def update_adapter(
+        self,
+        adapter: str,
+        source: Weights,
+        *,
+        config: Mapping[str, Any],
+        label: str = "",
+        mode: PauseMode = "keep",
+        clear_cache: bool = True,
+        wait_s: float = WAIT_S,
+        escalate: Escalation = "keep",
+    ) -> int:
+        """Send one LoRA adapter to every engine and have them serve it, in place of the one of
+        that name: as :meth:`update_weights` does, with all else as it is. Engines read it by its
+        path on tmpfs, so they run on this host.
+
+        Args:
+            adapter: its name: what clients of served engines ask for as their model, and what
+                :meth:`sidecar.vllm.inprocess_engine.VllmEngine.lora_request` takes.
+            source: all of its tensors, by the names that PEFT gives them in a checkpoint
+                (``base_model.model.….lora_A.weight``); of a module its LoRA parameters are taken.
+            config: PEFT's ``adapter_config``, such as ``LoraConfig.to_dict()`` gives: ``r``,
+                ``lora_alpha``, ``target_modules`` and what else there is.
+
+        Returns:
+            The version the bus gave; the model's weights and adapters share one count.
+
+        Raises:
+            ManifestRefused: an engine's model doesn't take these tensors, or its
+                ``max_lora_rank`` is too low.
+            UpdateFailed: it was given up: with code ``backend_missing``, before anything
+                happened, because an engine has no LoRA enabled. Engines that had loaded it have
+                the one before again.
+            Refused, BusTimeout: as :meth:`update_weights`.
+            UsageError: name, source or config can't be an adapter's; or the trainer has several
+                ranks: gather the adapter first, and give rank 0 an agent of its own for it.
+        """
+        if self.ranks != 1:
+            raise UsageError(
+                f"update_adapter: this agent is one of {self.ranks} ranks: gather the adapter, and "
+                "send it with an agent of rank=0, ranks=1"
+            )
+        fresh = Adapter(adapter, source, config)
+        self._require_no_other()
+        pause = PauseOptions(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
+        async with self._suspend_catch_up(), self._updates.begin(UpdateOptions(pause)) as update:
+            report = await send_adapter(
+                fresh, update, self._transport, self._steps, label=label, verify=self.verify
+            )
+        return report.version

@@ -1,0 +1,50 @@
+"""Weights in another dtype than the trainer keeps them in, cast as they are sent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from trainer_agent.weights.source import Devices, dtype_name, tensor_metas
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bus.manifest import TensorMeta
+    from trainer_agent.weights.source import WeightSource
+
+# What is of another kind, such as float8 or an index, is sent as it is.
+_CAST: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
+
+
+class CastSource:
+    """Another source's tensors in one floating-point dtype.
+
+    Each is cast on its own device when its turn comes, so that one chunk is held twice at most.
+    What is sharded is gathered first, in the trainer's dtype.
+
+    Args:
+        source: where the tensors come from.
+        dtype: torch's name of the dtype, such as ``bfloat16``.
+    """
+
+    def __init__(self, source: WeightSource, dtype: str) -> None:
+        self._source = source
+        self._dtype = dtype
+
+    def metadata(self) -> list[TensorMeta]:
+        """Returns the source's metadata with the dtype of the cast."""
+        return [
+            replace(meta, dtype=self._dtype) if meta.dtype in _CAST else meta
+            for meta in tensor_metas(self._source.metadata())
+        ]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        dtype, devices = getattr(torch, self._dtype), Devices()
+        for name, tensor in self._source:
+            if dtype_name(tensor.dtype) in _CAST:
+                devices.before_read(tensor)
+                tensor = tensor.detach().to(dtype)  # noqa: PLW2901 - the same tensor, cast
+            yield name, tensor
