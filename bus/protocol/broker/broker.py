@@ -91,7 +91,8 @@ class Broker:
         if size_bytes > bound:
             who = f"role {peer.role}" if peer else "one who has not joined"
             detail = f"frame of {size_bytes} bytes; of {who} at most {bound}"
-            return self._bad(peer, route, Failure(m.NackCode.OVERSIZED, detail), 0)
+            code = m.NackCode.OVERSIZED if peer else m.NackCode.NOT_JOINED  # so it joins anew
+            return self._bad(peer, route, Failure(code, detail), 0)
         return None
 
     def receive(
@@ -271,10 +272,9 @@ class Broker:
         result = self._admit(route, envelope, join, now_ms, user)
         if isinstance(result, Failure):
             self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
-            code, detail, sender = result.code.value, result.detail, envelope.sender
-            fields = {"peer": sender, "group": envelope.group, "code": code, "detail": detail}
+            fields = {"peer": envelope.sender, "group": envelope.group, "detail": result.detail}
             return [
-                Note("join_refused", "warning", fields),
+                Note("join_refused", "warning", {**fields, "code": result.code.value}),
                 self._nack((route,), envelope.id, result, retry_ms=self.config.retry_ms),
             ]
         peer, group = result
