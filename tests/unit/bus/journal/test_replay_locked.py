@@ -124,7 +124,7 @@ def test_keys_roles_floods_and_other_keys_are_replayed(locked: Locked) -> None:
     """The same is refused, at the same time, in the same words."""
     assert difference(locked.journal.entries()) is None
     codes = set(locked.nacks())
-    assert {NackCode.FORBIDDEN, NackCode.OVERSIZED, NackCode.MALFORMED} <= codes
+    assert {NackCode.FORBIDDEN, NackCode.MALFORMED} <= codes
     assert {NackCode.RATE_LIMITED, NackCode.NOT_JOINED} <= codes
     assert list(locked.server.machine.peers.by_name) == []
     assert len(locked.records(KeysChanged)) == 1
