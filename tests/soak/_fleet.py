@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 # What an engine, a broker or a trainer needs until all that it keeps is there.
 WARM_UP: Final = 60
 _GROWTH: Final = 0.05
-# In a short run, as in `make test`, not all that is kept is there after the warm-up: engines grew by
-# 8 to 19 % in runs of 40 and 30 updates. So it finds gross leaks alone.
+# In a short run, as in `make test`, not all that is kept is there after the warm-up: engines grew
+# by 8 to 19 % in runs of 40 and 30 updates. So it finds gross leaks alone.
 _GROWTH_OF_SHORT_RUNS: Final = 0.5
 FILES: Final = 2  # may be open for a moment
 PEER_TIMEOUT_MS: Final = 1500

@@ -23,11 +23,14 @@ from bus.messages import (
     UpdateStart,
     WaitEngines,
 )
+from bus.protocol.core.effects import Note
+from bus.protocol.core.failures import Failure
 from bus.protocol.engine.calls import (
     CallAbortRequests,
     CallArm,
     CallCommit,
     CallLoad,
+    CallOpenTransfer,
     CallPause,
     CallReceive,
     CallRestore,
@@ -874,3 +877,17 @@ def test_a_new_broker_resumes_no_rank_while_its_peer_gives_the_update_up() -> No
     restores.release(CallRestore)
     scene.rest()
     assert scene.running() == {"e0", "e1"}
+
+
+def test_an_opening_that_is_made_again_is_no_failure_of_an_update() -> None:
+    """An engine leaves while a collective is opened, and comes back: the trainer opens another."""
+    scene = Scene(1, 1)
+    scene.trainer.collective = True
+    scene.engine("e1").behaviour.hold.add(CallOpenTransfer)
+    scene.update()
+    scene.until(UpdateState.OPENING)
+    group = scene.world.existing_group
+    peer = group.registry.engines["e1"]
+    lost = Failure(NackCode.PEER_LOST, "gone", "e1")
+    notes = [each for each in group.on_engine_lost(peer, lost, 1.0) if isinstance(each, Note)]
+    assert [(note.event, note.level) for note in notes] == [("transfer_closed", "info")]
