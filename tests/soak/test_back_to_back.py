@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from tests.soak._actors import segments
-from tests.soak._fleet import FILES, GROWTH, WARM_ENOUGH, Fleet
+from tests.soak._fleet import FILES, Fleet
 from tests.support.procs import ROOT
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ def test_staged_updates_back_to_back(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """Each goes in as it was asked for, on all engines, as the next version; each request ends with
-    all its tokens, their versions in order; memory grows by no more than a twentieth."""
+    all its tokens, their versions in order; memory grows by no more than a twentieth (a half in a
+    short run)."""
     fleet = Fleet(tmp_path, engines=ENGINES, processes=2, load="always")
     took_s: list[float] = []
     try:
@@ -49,7 +50,7 @@ def test_staged_updates_back_to_back(
         for actor in fleet.alive:
             actor.kill()
     left = segments({actor.pid for actor in fleet.lives})
-    growth, files = fleet.growth(), fleet.files()
+    (growth, allowed), files = fleet.growth_of(UPDATES), fleet.files()
     record_property("staged updates", UPDATES)
     record_property("requests", json.dumps(requests))
     for name, values in growth.items():
@@ -62,6 +63,5 @@ def test_staged_updates_back_to_back(
     assert (requests["aborted"], requests["wrong"]) == (0, 0)
     assert requests["versions_met"] > UPDATES, "updates met too few requests"
     assert {name: more for name, more in files.items() if more > FILES} == {}
-    assert {name: by for name, by in growth.items() if max(by) > GROWTH} == {}
-    if UPDATES >= WARM_ENOUGH:
-        assert set(growth) == {"broker", "trainer", *fleet.engines}
+    assert {name: by for name, by in growth.items() if max(by) > allowed} == {}
+    assert set(growth) == {"broker", "trainer", *fleet.engines}

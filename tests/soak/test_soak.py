@@ -17,7 +17,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from tests.soak._actors import Actor, segments
-from tests.soak._fleet import FILES, GROWTH, Fleet
+from tests.soak._fleet import FILES, Fleet
 from tests.support.procs import ROOT
 
 if TYPE_CHECKING:
@@ -127,8 +127,9 @@ class Soak(Fleet):
 def test_updates_go_on_and_nothing_leaks(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """Every update reaches all engines in the end; memory grows by no more than a twentieth, no
-    file stays open, and nothing of those that were killed has a name in shared memory."""
+    """Every update reaches all engines in the end; memory grows by no more than a twentieth (a
+    half in a short run), no file stays open, and nothing of those that were killed has a name in
+    shared memory."""
     began = time.monotonic()
     soak = Soak(tmp_path)
     try:
@@ -141,7 +142,7 @@ def test_updates_go_on_and_nothing_leaks(
         for actor in soak.alive:
             actor.kill()
     left = segments({actor.pid for actor in soak.lives})
-    growth, files = soak.growth(), soak.files()
+    (growth, allowed), files = soak.growth_of(UPDATES), soak.files()
     record_property("updates", soak.updates)
     record_property("engines", ENGINES)
     record_property("faults", json.dumps(soak.faults))
@@ -158,7 +159,7 @@ def test_updates_go_on_and_nothing_leaks(
     assert requests["wrong"] == 0
     assert requests["versions_met"] > 0, "no update met a request"
     assert {name: more for name, more in files.items() if more > FILES} == {}
-    assert {name: by for name, by in growth.items() if max(by) > GROWTH} == {}
+    assert {name: by for name, by in growth.items() if max(by) > allowed} == {}
+    assert "engines 0" in growth
     if len(FAULTS) * EVERY <= UPDATES:
         assert set(soak.faults) == set(FAULTS)
-        assert "engines 0" in growth

@@ -381,7 +381,10 @@ class Group(GroupState):
         event = "update_failed"
         if in_pause:
             event = "sleep_failed" if step in SLEEP_STEPS else "pause_failed"
-        effects: list[Effect] = [self.note(event, update_id, "warning", fields)]
+        elif failure.code is NackCode.TRANSFER_CLOSED:  # an engine came or went: it opens another
+            event = "transfer_closed"
+        level = "info" if event == "transfer_closed" else "warning"
+        effects: list[Effect] = [self.note(event, update_id, level, fields)]
         keys = [(step, failed.chunk)]
         if step is Step.ABORT:
             self.registry.on_update_aborted(self.update.partial, self.update.update_id)

@@ -24,11 +24,14 @@ from bus.messages import (
     UpdateStart,
     WaitEngines,
 )
+from bus.protocol.core.effects import Note
+from bus.protocol.core.failures import Failure
 from bus.protocol.engine.calls import (
     CallAbortRequests,
     CallArm,
     CallCommit,
     CallLoad,
+    CallOpenTransfer,
     CallPause,
     CallReceive,
     CallRestore,
@@ -912,3 +915,17 @@ def test_an_engine_that_never_got_the_manifest_gets_it_after_all() -> None:
     assert (outcome.version, outcome.excluded) == (1, ())
     arms = [each for each in lossy.commands if isinstance(each, Arm)]
     assert [bool(arm.names) for arm in [*lost, *arms]] == [True, False, True]
+
+
+def test_an_opening_that_is_made_again_is_no_failure_of_an_update() -> None:
+    """An engine leaves while a collective is opened, and comes back: the trainer opens another."""
+    scene = Scene(1, 1)
+    scene.trainer.collective = True
+    scene.engine("e1").behaviour.hold.add(CallOpenTransfer)
+    scene.update()
+    scene.until(UpdateState.OPENING)
+    group = scene.world.existing_group
+    peer = group.registry.engines["e1"]
+    lost = Failure(NackCode.PEER_LOST, "gone", "e1")
+    notes = [each for each in group.on_engine_lost(peer, lost, 1.0) if isinstance(each, Note)]
+    assert [(note.event, note.level) for note in notes] == [("transfer_closed", "info")]
