@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
 
@@ -384,6 +385,8 @@ def _vllm(
             "-- python -m vllm.entrypoints.openai.api_server --model ..."
         )
     if command:
+        if shutil.which(command[0]) is None:
+            raise UsageError(f"{command[0]}: there is no such command; check it, and PATH")
         from sidecar.supervision.server import SupervisedServer  # noqa: PLC0415 - only where it is used
         from sidecar.vllm.http_engine import VllmHttpEngine  # noqa: PLC0415
         from sidecar.vllm.plugin.environment import DP_COORDINATOR  # noqa: PLC0415
@@ -398,7 +401,11 @@ def _vllm(
     from sidecar.vllm.http_engine import VllmHttpEngine  # noqa: PLC0415
 
     assert attach is not None
-    return VllmHttpEngine(attach, dp_coordinator="bus" if coordinate else "vllm")
+    return VllmHttpEngine(
+        attach,
+        ready_timeout_s=boot_timeout_s,
+        dp_coordinator="bus" if coordinate else "vllm",
+    )
 
 
 def _embedded(embedded: Embedded, broker: str, group: str, dp_group: str | None) -> Engine:

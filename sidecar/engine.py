@@ -8,8 +8,11 @@ it never runs two calls of one engine at the same time, apart from
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+
+import anyio
 
 from bus.errors import EngineError
 from bus.manifest import Manifest, TensorMeta
@@ -28,7 +31,7 @@ from sidecar.shared_pages.core_status import CoreStatusView
 from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 __all__ = [
     "CanaryMode",
@@ -49,8 +52,30 @@ __all__ = [
     "Target",
     "TensorMeta",
     "Verify",
+    "answers_within",
     "require_model",
 ]
+
+# How long an engine that has booted may take to answer what a starting sidecar asks.
+START_ANSWER_S: Final = 120.0
+
+
+@contextlib.contextmanager
+def answers_within(limit_s: float, who: str) -> Iterator[None]:
+    """Bound how long the block waits for an engine, in seconds.
+
+    Raises:
+        EngineError: code ``timeout``: the engine has not answered.
+    """
+    try:
+        with anyio.fail_after(limit_s):
+            yield
+    except TimeoutError as error:
+        raise EngineError(
+            f"{who} did not answer for {limit_s:g} s: it may be stuck in a pause or a collective; "
+            "restart it, with all ranks of its DP group",
+            code=NackCode.TIMEOUT,
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

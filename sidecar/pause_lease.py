@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from bus.errors import EngineError
@@ -83,9 +84,33 @@ class PauseLeaseWriter:
             )
         return self._on_outcome(end, now_ms) if self._session.at_rest else []
 
+    async def release(self) -> None:
+        """Let the engine go: open its admission, and end its pause.
+
+        A rank leaves the end of its pause to its DP group, which resumes as one. Memory that sleeps
+        may be in use by the trainer. There the lease ends the pause, which the page has.
+        """
+        session, engine = self._session, self._engine
+        if session.admission.closed and not session.update.partial:
+            await engine.admit(open=True)  # it is nobody's any more to close
+        if session.phase == "paused" and not session.lease.peers:
+            await engine.resume()
+            engine.write_pause_lease(None)
+
     async def take_over(self, left: AbandonedPause, now_ms: float) -> Note:
-        """The engine was found paused: undo what was begun of an update, and go on from there."""
+        """The engine was found paused: undo what was begun of an update, and go on from there.
+
+        Raises:
+            EngineError: code ``name_taken``: another sidecar holds it, and lives.
+        """
         lease, partial, engine = left.lease, left.partial, self._engine
+        is_held = lease.writer_pid != os.getpid() and _is_alive(lease.writer_pid)
+        if is_held and lease.until_ns > time.monotonic_ns():
+            raise EngineError(
+                f"another sidecar, process {lease.writer_pid}, holds this engine in pause "
+                f"{lease.pause_id}: an engine has one sidecar, stop the other one",
+                code=NackCode.NAME_TAKEN,
+            )
         if lease.begun and lease.begun != "adapter" and not partial:
             try:
                 await engine.restore(lease.begun)
@@ -154,6 +179,13 @@ class PauseLeaseWriter:
             resuming=isinstance(call, CallResume)
             or session.pause.state is EnginePauseState.RESUMING,
         )
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _loads(call: Call | None) -> bool:

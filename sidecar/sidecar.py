@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import anyio
 
@@ -24,9 +24,11 @@ from bus.messages import (
     Join,
     LeaseVote,
     Message,
+    Nack,
     NackCode,
     PeerRanks,
     Restart,
+    codec,
 )
 from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.failures import Failure
@@ -46,11 +48,13 @@ from bus.runtime.peer import HOST, PID, PeerClient, default_name, route_of
 from bus.runtime.zmq_transport import ZmqClient
 from bus.settings import DEFAULT_BROKER
 from sidecar.dispatch import dispatch
+from sidecar.engine import START_ANSWER_S, answers_within
 from sidecar.pause_lease import PauseLeaseWriter
 from sidecar.peer_links import PeerLinks
+from sidecar.supervised_tasks import SupervisedTasks
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable
+    from collections.abc import Iterable
     from pathlib import Path
     from types import TracebackType
 
@@ -121,7 +125,7 @@ class Sidecar:
         self._link_config = link_config
         self._peer: PeerClient | None = None
         self._peer_links: PeerLinks | None = None  # to the other ranks of its DP group
-        self._tasks: set[asyncio.Task[None]] = set()  # what watches
+        self._tasks = SupervisedTasks(self._on_task_failed)
         self._caller: asyncio.Task[None] | None = None  # makes the engine calls, one at a time
         self._next_call: Call | None = None
         self._wake: asyncio.Future[None] | None = None  # set while the caller has nothing to do
@@ -138,7 +142,8 @@ class Sidecar:
         """Start the engine and begin to join; return once the engine takes requests."""
         self.info = await self.engine.start()
         try:
-            version = await self.engine.version()
+            with answers_within(START_ANSWER_S, "the engine"):
+                version = await self.engine.version()
             self.session = EngineSession(
                 self.name,
                 version=version,
@@ -152,7 +157,10 @@ class Sidecar:
             scheduler = self._scheduler or AsyncioScheduler()
             now_ms = scheduler.now_ms()
             left = self.engine.abandoned_pause()
-            found = None if left is None else await self._lease_writer.take_over(left, now_ms)
+            found = None
+            if left is not None:
+                with answers_within(START_ANSWER_S, "the engine, which was found paused,"):
+                    found = await self._lease_writer.take_over(left, now_ms)
             boot = new_boot()
             if self.info.dp_size > 1:
                 self._peer_links = self._connect_peers(boot)
@@ -175,11 +183,10 @@ class Sidecar:
             )
             if found is not None:
                 self._peer.note(found)
-            self._caller = asyncio.create_task(self._make_calls())
+            self._caller = self._tasks.start(self._make_calls())
             self._peer.start()
-            self._tasks.add(asyncio.create_task(self._watch_engine()))
-            self._tasks.add(asyncio.create_task(self._watch_load()))
-            self._tasks.add(asyncio.create_task(self._watch_core()))
+            for watch in (self._watch_engine, self._watch_load, self._watch_core):
+                self._tasks.start(watch())
         except BaseException:
             if self._peer_links is not None:
                 self._peer_links.close()
@@ -240,25 +247,17 @@ class Sidecar:
             raise refusal(self._peer.link.refusal)
 
     async def close(self, reason: str = "closed") -> None:
-        """Leave the bus and let the engine go; one that runs on and is paused is resumed."""
+        """Leave the bus and let the engine go, as :meth:`PauseLeaseWriter.release` says."""
         if self._peer is not None:
             self._peer.close(self.death or reason)
         with anyio.CancelScope(shield=True):
-            if not self.death:
+            refusal = self._peer.link.refusal if self._peer is not None else None
+            is_anothers = refusal is not None and refusal.code is NackCode.NAME_TAKEN
+            if not self.death and not is_anothers:
                 with anyio.move_on_after(CLOSE_TIMEOUT_S):
                     await self._last_call()
-                    if self.session.admission.closed and not self.session.update.partial:
-                        await self.engine.admit(open=True)  # it is nobody's any more to close
-                    if self.session.phase == "paused":
-                        await self.engine.resume()
-                        self.engine.write_pause_lease(None)
-                    elif self.session.phase == "asleep":
-                        await self.engine.wake()
-                        self.engine.write_pause_lease(None)
-            tasks = [*self._tasks, *([self._caller] if self._caller else [])]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+                    await self._lease_writer.release()
+            await self._tasks.cancel()
             self._ended.set()
             if self._peer_links is not None:
                 self._peer_links.close()
@@ -291,7 +290,7 @@ class Sidecar:
             untested=info.untested,
             dtype=info.dtype,
         )
-        return Join("engine", HOST, PID, facts, None)
+        return codec.clip(Join("engine", HOST, PID, facts, None))
 
     def _beat(self) -> Heartbeat:
         return self.session.beat()
@@ -306,6 +305,9 @@ class Sidecar:
     def _on_message(self, envelope: Envelope, message: Message) -> None:
         assert self._peer is not None
         link = self._peer.link
+        if isinstance(message, Nack) and link.state is LinkState.JOINED:
+            fields = {"code": message.code.value, "field": message.field, "detail": message.detail}
+            self._peer.note(Note("broker_nack", "warning", fields))
         if link.state is not LinkState.JOINED or not envelope.group:
             return
         if type(message) in COMMANDS:
@@ -350,16 +352,16 @@ class Sidecar:
         peer = self._peer
         for effect in effects:
             if isinstance(effect, Send):
-                peer.send(effect.message, reply_to=effect.reply_to)
+                peer.send(codec.clip(effect.message), reply_to=effect.reply_to)
             elif isinstance(effect, Note):
                 peer.note(effect)
             elif isinstance(effect, SendToPeers):
                 if self._peer_links is not None:
                     self._peer_links.send(effect.vote, effect.ranks)
             elif isinstance(effect, CallEscalate):
-                self._run_beside_call(self._escalate(effect))
+                self._tasks.start(self._escalate(effect))
             elif isinstance(effect, CallCancelSwap):
-                self._run_beside_call(self._cancel_swap(effect))
+                self._tasks.start(self._cancel_swap(effect))
             else:
                 assert self._next_call is None, "the machine makes one call at a time"
                 self._next_call = effect
@@ -457,11 +459,12 @@ class Sidecar:
                 self._failure(call, error)
             await anyio.sleep(CANCEL_SWAP_RETRY_S)
 
-    def _run_beside_call(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do it beside the call under way."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _on_task_failed(self, error: BaseException) -> None:
+        """Without one of its tasks a sidecar is no use: it ends, and the lease frees its engine."""
+        assert self._peer is not None
+        self._peer.log.error("sidecar_task_broke", exc_info=error)
+        self.death = self.death or f"the sidecar broke: {type(error).__name__}: {error}"
+        self._ended.set()
 
     async def _watch_engine(self) -> None:
         self.death = await self.engine.died()
@@ -474,7 +477,7 @@ class Sidecar:
         assert self._peer is not None
         while True:
             self._write_lease()
-            with contextlib.suppress(EngineError):
+            with contextlib.suppress(Exception):  # an adapter may raise anything
                 self.session.pause.in_flight = await self.engine.in_flight()
             await anyio.sleep(self._peer.link.heartbeat_ms / 1000)
 

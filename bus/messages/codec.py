@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import re
 import types
-from typing import Any, Final, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgpack
 import msgspec
@@ -37,6 +37,7 @@ from bus.messages import (
 )
 
 _KINDS: Final[dict[str, type[Message]]] = {name: cls for cls, name in WIRE_NAMES.items()}
+M = TypeVar("M", bound=Message)
 _encode = msgspec.msgpack.Encoder().encode
 _decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
 
@@ -115,6 +116,41 @@ _BODIES: Final = {name: _Body.of(message) for name, message in _KINDS.items()}
 def encode_body(message: Message) -> msgspec.Raw:
     """The body of a frame. Encode it once, and put it into as many frames as needed."""
     return msgspec.Raw(_encode(message))
+
+
+def clip(message: M) -> M:
+    """The message with its texts, lists and maps cut to their bounds, so that it is not refused.
+
+    Meant for what an engine says of itself, where the beginning is worth more than nothing.
+    """
+    try:
+        msgspec.msgpack.decode(_encode(message), type=type(message))
+    except msgspec.ValidationError:
+        clipped: M = _clip(message, type(message))
+        return clipped
+    return message
+
+
+def _clip(value: Any, hint: Any) -> Any:
+    is_struct = isinstance(value, msgspec.Struct)
+    if is_struct or dataclasses.is_dataclass(value):
+        hints = get_type_hints(type(value), include_extras=True)
+        cut = {name: _clip(getattr(value, name), inner) for name, inner in hints.items()}
+        replace: Any = msgspec.structs.replace if is_struct else dataclasses.replace
+        return replace(value, **cut)
+    bound = None
+    if get_origin(hint) is Annotated:
+        hint, *metas = get_args(hint)
+        bound = next((meta.max_length for meta in metas if meta.max_length is not None), None)
+    if isinstance(value, str):
+        return value[:bound]
+    if isinstance(value, tuple):
+        return tuple(_clip(item, get_args(hint)[0]) for item in value[:bound])
+    if isinstance(value, dict):
+        key, inner = get_args(hint)
+        items = list(value.items())[:bound]
+        return {_clip(name, key): _clip(item, inner) for name, item in items}
+    return value
 
 
 def encode(envelope: Envelope) -> bytes:

@@ -20,11 +20,20 @@ from urllib.parse import urlsplit
 import aiohttp
 import anyio
 
+import bus.log
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.lora import adapter_of
 from bus.net import is_loopback_host
 from bus.vllm_versions import require_supported, untested_reason
-from sidecar.engine import EngineInfo, PauseMode, ProbeResult, RankAssignment, SleepLevel
+from sidecar.engine import (
+    START_ANSWER_S,
+    EngineInfo,
+    PauseMode,
+    ProbeResult,
+    RankAssignment,
+    SleepLevel,
+    answers_within,
+)
 from sidecar.vllm.admission import AdmissionControl
 from sidecar.vllm.connection_http import HttpConnection, HttpSessions
 from sidecar.vllm.core_state import CoreLink, check_ranks, parse_version, server_info
@@ -47,25 +56,17 @@ __all__ = ["VllmHttpEngine", "is_loopback_host"]
 
 
 CONNECT_S: Final = 5.0
-
 ANSWER_S: Final = 10.0
-
 HEALTH_PERIOD_S: Final = 1.0
-
+# How often a start says that it waits for the server.
+WARN_EVERY_S: Final = 10.0
 REFUSALS_TO_DIE: Final = 3
-
 ABORT_SEEN_S: Final = 1.0
-
 REQUEST_IDS_S: Final = 1.0
-
 OK: Final = 200
-
 NOT_FOUND: Final = 404
-
 SERVER_ERROR: Final = 500
-
 UNAVAILABLE: Final = 503
-
 BAD_BODY: Final = (400, 422)
 
 
@@ -135,7 +136,12 @@ class VllmHttpEngine(UpdatesByPlugin):
             await self._server.start()
         if self._connections is None:
             self._connections = HttpSessions(CONNECT_S)
-        await self._wait_until_healthy()
+        await _wait_until_healthy(self._health, self._url, self._ready_timeout_s)
+        with answers_within(START_ANSWER_S, f"the engine core of {self._url}"):
+            return await self._read_info()
+
+    async def _read_info(self) -> EngineInfo:
+        """Check that a healthy server can be driven."""
         version = str((await self._ask("/version"))["version"])
         require_supported(version)
         config = await self._config()
@@ -459,23 +465,6 @@ class VllmHttpEngine(UpdatesByPlugin):
         except aiohttp.ClientConnectionError:
             return True
 
-    async def _wait_until_healthy(self) -> None:
-        last = "nothing was heard"
-        with anyio.move_on_after(self._ready_timeout_s):
-            while True:
-                try:
-                    status = await self._health()
-                except (aiohttp.ClientError, TimeoutError) as error:
-                    last = str(error) or type(error).__name__
-                else:
-                    if status < SERVER_ERROR:
-                        return
-                    last = f"/health answers {status}"
-                await anyio.sleep(HEALTH_PERIOD_S / 2)
-        raise EngineError(
-            f"no healthy server at {self._url} within {self._ready_timeout_s:g} s: {last}"
-        )
-
     async def _config(self) -> dict[str, Any]:
         """The server's whole configuration; the first time it takes seconds to gather.
 
@@ -484,3 +473,26 @@ class VllmHttpEngine(UpdatesByPlugin):
         async with self._answer("GET", "/server_info?config_format=json") as response:
             config: dict[str, Any] = (await response.json())["vllm_config"]
             return config
+
+
+async def _wait_until_healthy(
+    health: Callable[[], Awaitable[int]], url: str, limit_s: float
+) -> None:
+    """Return when the server is healthy; log what is waited for, for at most ``limit_s``."""
+    last = "nothing was heard"
+    warn_s = 0.0
+    with anyio.move_on_after(limit_s):
+        while True:
+            try:
+                status = await health()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                last = str(error) or type(error).__name__
+            else:
+                if status < SERVER_ERROR:
+                    return
+                last = f"/health answers {status}"
+            if anyio.current_time() >= warn_s:
+                warn_s = anyio.current_time() + WARN_EVERY_S
+                bus.log.logger().warning("engine_not_healthy", url=url, detail=last)
+            await anyio.sleep(HEALTH_PERIOD_S / 2)
+    raise EngineError(f"no healthy server at {url} within {limit_s:g} s: {last}")

@@ -14,7 +14,15 @@ import anyio
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.lora import adapter_of
 from bus.vllm_versions import require_supported, untested_reason
-from sidecar.engine import EngineInfo, PauseMode, ProbeResult, RankAssignment, SleepLevel
+from sidecar.engine import (
+    START_ANSWER_S,
+    EngineInfo,
+    PauseMode,
+    ProbeResult,
+    RankAssignment,
+    SleepLevel,
+    answers_within,
+)
 from sidecar.vllm.admission import AdmissionControl
 from sidecar.vllm.core_state import CoreLink, check_ranks, driven_backends, parse_version
 from sidecar.vllm.lora_routes import adapter_id, adapter_path
@@ -59,6 +67,10 @@ class VllmEngine(UpdatesByPlugin):
             EngineError: the vLLM is too old, or the engine was built without a backend that
                 the bus drives, or with another coordinator; the text says what to change.
         """
+        with answers_within(START_ANSWER_S, "the engine core of the AsyncLLM"):
+            return await self._read_info()
+
+    async def _read_info(self) -> EngineInfo:
         import vllm  # noqa: PLC0415 - whoever has an AsyncLLM has vLLM; nobody else needs it
 
         require_supported(vllm.__version__)

@@ -103,6 +103,7 @@ def test_name_taken(bus: Bus, checkpoint: object) -> None:
         (("sidecar",), "--model"),
         (("sidecar", "--engine", "vllm"), "--attach"),
         (("sidecar", "--model", "/nowhere"), "/nowhere"),
+        (("sidecar", "--", "nosuchcommand"), "nosuchcommand: there is no such command"),
         (("sidecar", "--attach", "http://10.1.2.3:8000"), "loopback"),
         (("sidecar", "--attach", "http://127.0.0.1:1", "--", "python"), "--attach"),
         (("sidecar", "--model", ".", "--name", "a b"), "--name="),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _S = EnginePauseState
 LEFT_MS = 4_000.0
+NOBODY = 2**22 + 1  # no process has this number
 
 
 class Page:
@@ -181,6 +183,16 @@ def test_under_a_hold_that_is_void_no_update_is_called(kept: Kept, state: Outcom
     kept.keep(CallResume(asleep=False))  # that it may
 
 
+def test_an_engine_that_another_living_sidecar_holds_is_not_taken_over(kept: Kept) -> None:
+    """What it has begun is not undone under it."""
+    kept.started()
+    left = AbandonedPause(replace(kept.held, writer_pid=os.getppid()), None)
+    with pytest.raises(EngineError, match=f"another sidecar, process {os.getppid()}") as found:
+        asyncio.run(kept.owner.take_over(left, 0.0))
+    assert found.value.code is NackCode.NAME_TAKEN
+    assert kept.page.done == []
+
+
 def test_an_engine_that_has_resumed_by_itself_runs(kept: Kept) -> None:
     kept.started()
     kept.ends("resumed")
@@ -238,7 +250,7 @@ def left(
     asleep: bool = False,
 ) -> AbandonedPause:
     until_ns = deadline_ns(60_000)
-    hold = PauseLease(7, "u9", until_ns, 1, "e0", 3, begun, partial, asleep, resuming=False)
+    hold = PauseLease(7, "u9", until_ns, NOBODY, "e0", 3, begun, partial, asleep, resuming=False)
     return AbandonedPause(hold, LeaseOutcome(7, state, "") if state else None)
 
 

@@ -29,6 +29,7 @@ A sidecar that lives acts by itself when its lease is over; the core gives it ``
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -53,7 +54,7 @@ from sidecar.vllm.plugin import operations
 from sidecar.vllm.plugin.core.status import page_path, stat_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _log = logging.getLogger("vllm.wavebus")
 PERIOD_S: Final = 0.2
@@ -97,6 +98,7 @@ class LeaseGuard:
         self._peers: dict[int, PeerCore] = {}
         self._prepared = 0  # the serial of the hold that was made whole
         self._said = ""
+        self._warned = ""
         self._asked = False  # the core is about to look
         if self._size > 1 and self._store is not None:
             peer = PeerCore(self._rank, _host(), str(self.page.path))
@@ -106,15 +108,22 @@ class LeaseGuard:
         """Have the core look when a lease is over. In a thread, for as long as the core lives."""
         while True:
             time.sleep(PERIOD_S)
-            try:
+            with self._warns():
                 self._find_peers()
                 lease = self.page.lease()
-            except Exception as error:  # noqa: BLE001 - the core lives on without it
-                _log.warning("wavebus: the lease page of this core is not watched: %s", error)
-                return
-            if lease is not None and _has_expired(lease) and not self._asked:
-                self._asked = True
-                self._core.input_queue.put_nowait((self._core.wavebus_wakeup, _DUE))
+                if lease is not None and _has_expired(lease) and not self._asked:
+                    self._asked = True
+                    self._core.input_queue.put_nowait((self._core.wavebus_wakeup, _DUE))
+
+    @contextlib.contextmanager
+    def _warns(self) -> Iterator[None]:
+        """What fails is logged, once, and tried again: the core lives on meanwhile."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next look may go well
+            if repr(error) != self._warned:
+                self._warned = repr(error)
+                _log.warning("wavebus: a look at the lease page failed, and is repeated: %r", error)
 
     def void_reason(self) -> str:
         """Why the hold of the sidecar counts no more; empty: it does, or there is none."""
@@ -123,9 +132,14 @@ class LeaseGuard:
             return ""
         return f"the pause's lease was over, and the engine is {end.state}: {end.reason}"
 
-    def check_lease(self) -> None:
-        """A lease may be over: decide. On the core's thread."""
+    def look(self) -> None:
+        """A lease may be over: decide. On the core's thread, which must not end by it."""
         self._asked = False
+        with self._warns():
+            self.check_lease()
+
+    def check_lease(self) -> None:
+        """Decide, if the lease is over."""
         lease = self.page.lease()
         if lease is None or not _has_expired(lease):
             return
@@ -314,7 +328,7 @@ def handle_client_request(
         return
     watch = _watches.of(core)
     if watch is not None:
-        watch.check_lease()
+        watch.look()
 
 
 def collective_rpc(

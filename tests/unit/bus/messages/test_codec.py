@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
@@ -17,6 +17,7 @@ from bus.messages import (
     WIRE_MAJOR,
     WIRE_MINOR,
     WIRE_NAMES,
+    Ack,
     ChunkSent,
     CoordinatorFacts,
     EngineFacts,
@@ -28,12 +29,13 @@ from bus.messages import (
     NackCode,
     PauseLocal,
     PlanTransfer,
+    Step,
     TrainerStep,
     TransferInit,
     TransferPlan,
     codec,
 )
-from bus.messages.types import MAX_MEETING_BYTES
+from bus.messages.types import MAX_MEETING_BYTES, MAX_REQUEST_IDS
 from bus.protocol.broker.broker import Broker
 from bus.protocol.core.effects import Note, Send
 from bus.testing.makers import make_arm, make_manifest
@@ -409,3 +411,20 @@ def test_an_envelope_can_be_read_without_its_body() -> None:
     assert envelope.id == 5
     with pytest.raises(DecodeError):
         codec.decode_body(envelope)
+
+
+def test_what_is_clipped_is_not_refused() -> None:
+    """Texts, lists and maps are cut at every depth; what fits is left as it is."""
+    long = "x" * 10_000
+    many = tuple(f"{n:0300}" for n in range(MAX_REQUEST_IDS + 1))
+    facts = replace(FACTS, model=long, features={long: long})
+    for message in (
+        Ack(Step.PAUSE_GLOBAL, "u1", 0, 0, 0.0, "escalated", many),
+        Nack(NackCode.ENGINE_FAILED, "", "", 0, long, long, long, long, long, 0),
+        Join("engine", long, 1, facts, None),
+    ):
+        clipped = codec.clip(message)
+        body = codec.encode_body(clipped)
+        head = (WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES[type(message)], 1, 0, "e", 1, "policy", 0, 1)
+        assert codec.decode(codec.encode(Envelope(*head, body)))[1] == clipped
+        assert codec.clip(clipped) is clipped

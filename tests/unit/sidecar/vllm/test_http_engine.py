@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
+import bus.log
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.messages import NackCode
 from sidecar.engine import ProbeResult
-from sidecar.vllm import connection_http
+from sidecar.vllm import connection_http, http_engine
 from sidecar.vllm.http_engine import VllmHttpEngine
 from sidecar.vllm.plugin import operations, worker_rpc
 
@@ -212,6 +213,36 @@ def test_who_is_asked_for_an_api_key_runs_no_probes(
         async with serving(Server(**{"inference/v1/generate": answer})) as (engine, _):
             engine._connections = connection_http.HttpSessions(5.0)
             assert await engine._accepts_token_ids() is serves
+
+    run(scenario())
+
+
+def test_a_start_that_waits_for_its_server_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """At once, with the URL and what was found."""
+    bus.log.configure(level="warning", json=True)
+
+    async def scenario() -> None:
+        engine = VllmHttpEngine("http://127.0.0.1:9", ready_timeout_s=0.1)
+        with pytest.raises(EngineError, match="no healthy server"):
+            await engine.start()
+        await engine.close()
+
+    run(scenario())
+    told = capsys.readouterr()
+    assert "engine_not_healthy" in told.err + told.out
+
+
+def test_an_engine_core_that_does_not_answer_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its server is healthy, and its core hangs in a collective."""
+    monkeypatch.setattr(http_engine, "START_ANSWER_S", 0.05)
+
+    async def scenario() -> None:
+        async with serving(Server(version=asyncio.Event())) as (engine, _):
+            with pytest.raises(EngineError, match="did not answer for") as found:
+                await engine.start()
+            assert found.value.code is NackCode.TIMEOUT
 
     run(scenario())
 

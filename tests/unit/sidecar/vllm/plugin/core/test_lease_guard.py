@@ -248,6 +248,29 @@ def test_a_sidecar_that_lives_comes_first(alone: Core) -> None:
     assert alone.looks() == "resumed"
 
 
+def test_a_look_that_fails_is_repeated(alone: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both the watching thread's and the core's: else no pause would ever end by itself."""
+    looks = iter((RuntimeError("a bug"), None, SystemExit))
+
+    def fails_once() -> None:
+        found = next(looks)
+        if found is not None:
+            raise found
+
+    monkeypatch.setattr(lease_guard, "PERIOD_S", 0.0)
+    monkeypatch.setattr(alone.watch, "_find_peers", fails_once)
+    alone.paused().held(a_lease())
+    with pytest.raises(SystemExit):
+        alone.watch.run()
+    assert alone.core.input_queue.get_nowait()[1] == lease_guard._DUE
+    with monkeypatch.context() as broken:
+        broken.setattr(alone.watch, "_decide", lambda *_: 1 // 0)
+        alone.watch.look()
+    assert not alone.watch._asked
+    alone.watch.look()
+    assert alone.runs
+
+
 def test_a_pause_that_drains_still_is_ended_when_its_sidecar_is_dead(alone: Core) -> None:
     alone.core.engines_running = True
     assert alone.paused().held(a_lease()).looks() == "resumed"

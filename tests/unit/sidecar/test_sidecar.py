@@ -1,0 +1,220 @@
+"""A sidecar beside a real broker: what it sends, how it ends, and what it leaves to others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bus.errors import EngineError, Refused
+from bus.messages import NackCode, PauseLocal, StartDpWave
+from bus.messages.types import MAX_REQUEST_IDS
+from bus.protocol.broker.config import BrokerConfig
+from bus.protocol.core.link import LinkConfig
+from bus.runtime.peer import PeerClient
+from sidecar import Sidecar
+from sidecar import sidecar as module
+from sidecar.bench.control.sidecars import StubEngine
+from sidecar.engine import EngineInfo
+from tests.support.broker import a_broker
+from trainer_agent import TrainerAgent
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from bus.messages import PauseMode
+    from bus.protocol.core.effects import Note
+
+TIMEOUT_S = 60.0
+REQUESTS = tuple(f"{n:0300}" for n in range(MAX_REQUEST_IDS + 1))
+
+
+class Recorded(StubEngine):
+    """Tells what was called; drains in `wait` until it is paused otherwise."""
+
+    def __init__(self, rank: int = 0, size: int = 1, endpoint: str = "") -> None:
+        self.info = EngineInfo("stub", "test", "none", rank, size, 1, ("shm",), endpoint)
+        self.info = replace(self.info, can_sleep=True)
+        self.calls: list[str] = []
+        self._drained = asyncio.Event()
+
+    async def start(self) -> EngineInfo:
+        return self.info
+
+    async def request_ids(self) -> tuple[str, ...]:
+        return REQUESTS
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:  # noqa: ARG002
+        if mode == "wait":
+            await self._drained.wait()
+        self._drained.set()
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+
+    async def wake(self) -> None:
+        self.calls.append("wake")
+
+    async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
+        self.calls.append("open" if open else "close")
+
+
+def run(scenario: Coroutine[None, None, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, TIMEOUT_S))
+
+
+def test_a_wait_pause_with_more_requests_than_a_frame_may_name_completes() -> None:
+    """The engine names as many as it may, each by as much of its id."""
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, address),
+            Sidecar(Recorded(), broker=address, name="engine"),
+            TrainerAgent(address, name="trainer", timeout_s=20) as agent,
+        ):
+            await agent.wait_for_engines(1)
+            async with agent.paused(mode="wait", wait_s=0.01) as done:
+                assert done.escalated == ("engine",)
+                assert done.waited_for == tuple(each[:256] for each in REQUESTS[:-1])
+
+    run(scenario())
+
+
+def test_what_the_broker_refuses_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its reason: the sidecar has sent what it may not."""
+    found: asyncio.Queue[Note] = asyncio.Queue()
+    monkeypatch.setattr(PeerClient, "note", lambda _self, note: found.put_nowait(note))
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, address),
+            Sidecar(Recorded(), broker=address, name="engine") as sidecar,
+        ):
+            await sidecar.joined()
+            assert sidecar._peer is not None
+            sidecar._peer.send(StartDpWave("moe", 1, None))
+            while (note := await found.get()).event != "broker_nack":
+                pass
+            assert note.fields["code"] == NackCode.FORBIDDEN.value
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("task", ["caller", "watch"])
+def test_a_sidecar_with_a_broken_task_ends_and_says_why(
+    task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would go on without its engine calls, or without renewing its lease."""
+
+    def breaks(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def scenario() -> None:
+        engine = Recorded()
+        if task == "watch":
+            monkeypatch.setattr(engine, "core_view", breaks)
+        async with (
+            a_broker() as (_, address),
+            Sidecar(engine, broker=address, name="engine") as sidecar,
+        ):
+            await sidecar.joined()
+            if task == "caller":
+                monkeypatch.setattr(sidecar.session, "on_call_done", breaks)
+                pause = PauseLocal("u1", "keep", True, 10_000, 60_000, 0, "keep")
+                sidecar._perform(sidecar.session.command(1, 1, pause, 0.0))
+            with pytest.raises(EngineError, match="the sidecar broke: ZeroDivisionError: a bug"):
+                await sidecar.run()
+
+    run(scenario())
+
+
+def test_a_rank_that_is_closed_in_a_pause_leaves_the_resume_to_its_dp_group() -> None:
+    """Alone it would stand in the collective of a resume that its peer does not make."""
+
+    async def scenario() -> None:
+        ranks = [Recorded(rank, 2) for rank in range(2)]
+        async with a_broker() as (_, address), contextlib.AsyncExitStack() as stack:
+            cars = [
+                Sidecar(each, broker=address, name=f"e{each.info.dp_rank}", dp_group="moe")
+                for each in ranks
+            ]
+            for car in cars:
+                await stack.enter_async_context(car)
+            agent = await stack.enter_async_context(TrainerAgent(address, name="trainer"))
+            await agent.wait_for_engines(2)
+            with contextlib.suppress(Exception):
+                async with agent.paused(mode="keep"):
+                    await cars[0].close("stopped")
+                    seen = list(ranks[0].calls)
+            assert seen == []
+
+    run(scenario())
+
+
+def test_a_sleeping_engine_is_not_woken_by_the_end_of_its_sidecar() -> None:
+    """The trainer on its GPU uses that memory; the lease says until when."""
+
+    async def scenario() -> None:
+        engine = Recorded()
+        async with (
+            a_broker() as (_, address),
+            Sidecar(engine, broker=address, name="engine") as sidecar,
+            TrainerAgent(address, name="trainer", timeout_s=20) as agent,
+        ):
+            await agent.wait_for_engines(1)
+            with contextlib.suppress(Exception):
+                async with agent.asleep(level=1):
+                    await sidecar.close("stopped")
+                    seen = list(engine.calls)
+            assert seen == []
+
+    run(scenario())
+
+
+def test_an_engine_that_does_not_answer_at_the_start_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its core hangs in a collective, say."""
+    monkeypatch.setattr(module, "START_ANSWER_S", 0.01)
+
+    async def never() -> int:
+        await asyncio.Event().wait()
+        return 0
+
+    async def scenario() -> None:
+        engine = Recorded()
+        monkeypatch.setattr(engine, "version", never)
+        with pytest.raises(EngineError, match="the engine did not answer for") as found:
+            await Sidecar(engine, broker="tcp://127.0.0.1:9", name="engine").start()
+        assert found.value.code is NackCode.TIMEOUT
+
+    run(scenario())
+
+
+def test_a_second_sidecar_of_an_engine_is_refused_and_touches_nothing() -> None:
+    """The first one may have closed its admission."""
+
+    async def scenario() -> None:
+        url = "http://127.0.0.1:8000"
+        second = Recorded(endpoint=url)
+        second.info = replace(second.info, closed=True)
+        async with (
+            a_broker(config=BrokerConfig(peer_timeout_ms=500, heartbeat_ms=100)) as (_, address),
+            Sidecar(Recorded(endpoint=url), broker=address, name="first") as first,
+        ):
+            await first.joined()
+            car = Sidecar(
+                second,
+                broker=address,
+                name="second",
+                link_config=LinkConfig(retry_ms=100, patience_ms=0),
+            )
+            async with car:
+                with pytest.raises(Refused, match=f"the engine at {url} has the sidecar first"):
+                    await car.run()
+            assert second.calls == []
+
+    run(scenario())
