@@ -93,6 +93,7 @@ class SyncTrainerAgent:
         self,
         source: Weights,
         *,
+        config: Any = None,
         dtype: SentDtype = "source",
         target: Target = "model",
         label: str = "",
@@ -112,6 +113,7 @@ class SyncTrainerAgent:
         return self._call(
             lambda: agent.update_weights(
                 source,
+                config=config,
                 dtype=dtype,
                 target=target,
                 label=label,
