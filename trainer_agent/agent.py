@@ -231,6 +231,15 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         self._connection.close()
         self._transport.close()
 
+    async def close_transport(self) -> None:
+        """Destroy the transport's sending end and free its memory. The next update opens it anew.
+
+        Raises:
+            UsageError: an update is under way.
+        """
+        self._updates.require_idle()
+        await self._transport.discard()
+
     async def __aenter__(self) -> Self:
         return await self.connect()
 
@@ -384,6 +393,14 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
     def last_update(self) -> UpdateReport | None:
         """The last update that was committed, by whichever way."""
         return self._updates.last
+
+    def commits_since(self, version: int) -> int:
+        """Returns how many versions newer than ``version`` this agent has committed: its age.
+
+        Versions have gaps, since an update that is refused or fails uses up its number.
+        Adapters and draft models count as well. Commits of earlier trainers are not known.
+        """
+        return self._updates.count_after(version)
 
     def _require_no_other(self) -> None:
         """None that was sent is still under way; it may not even have begun."""
