@@ -78,6 +78,13 @@ def answers_within(limit_s: float, who: str) -> Iterator[None]:
         ) from error
 
 
+# Of a refusal of experts by names that the model doesn't have.
+FUSED_HINT = (
+    "the checkpoint has one tensor per expert (experts.0.up_proj.weight), transformers fuses them: "
+    "send the model itself, its state dict with config=, or the checkpoint's names"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine is. Fields as in :class:`bus.messages.EngineFacts`. ``closed``: its admission

@@ -266,7 +266,8 @@ class Sidecar:
     # -- the link's questions --------------------------------------------------
 
     def _join(self) -> Join:
-        assert (info := self.info) is not None
+        assert self.info is not None
+        info = self.info
         facts = EngineFacts(
             kind=info.kind,
             software=info.software,
@@ -296,9 +297,7 @@ class Sidecar:
         return self.session.beat()
 
     def _next_deadline_ms(self) -> float | None:
-        if self._peer is None:
-            return None
-        return self.session.next_deadline_ms()
+        return None if self._peer is None else self.session.next_deadline_ms()
 
     # -- what happens -----------------------------------------------------------
 

@@ -45,7 +45,7 @@ LONG_CLASSES = {
     "Sidecar": 425,
     "SimEngine": 387,
     "SimWorld": 321,
-    "TrainerAgent": 397,
+    "TrainerAgent": 376,
     "TrainerEngineSession": 373,
     "TrainerScripts": 408,
     "Update": 254,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import anyio
 import anyio.to_thread
@@ -32,16 +32,17 @@ from trainer_agent.connection import Connection
 from trainer_agent.options import WAIT_S, PauseOptions, UpdateOptions
 from trainer_agent.pauses import Pauses
 from trainer_agent.update.catch_up import CatchUp
-from trainer_agent.update.chunk_stream import ChunkStream, do_nothing, send_stream
+from trainer_agent.update.chunk_stream import ChunkStream, do_nothing, open_source, send_stream
 from trainer_agent.update.rank_sync import follow_rank_zero
 from trainer_agent.update.steps import Steps
 from trainer_agent.update.transport import Transport
 from trainer_agent.update.update import Updates, cancel_and_wait, wait_until_sent
 from trainer_agent.vllm.api import VllmApi
 from trainer_agent.vllm.session import TrainerEngineSession
+from trainer_agent.weights.any_source import as_source
 from trainer_agent.weights.cast import CastSource
 from trainer_agent.weights.snapshot import Snapshot
-from trainer_agent.weights.source import Weights, as_source, copy_source
+from trainer_agent.weights.source import Weights, copy_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -230,6 +231,15 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         self._connection.close()
         self._transport.close()
 
+    async def close_transport(self) -> None:
+        """Destroy the transport's sending end and free its memory. The next update opens it anew.
+
+        Raises:
+            UsageError: an update is under way.
+        """
+        self._updates.require_idle()
+        await self._transport.discard()
+
     async def __aenter__(self) -> Self:
         return await self.connect()
 
@@ -265,6 +275,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         self,
         source: Weights,
         *,
+        config: Any = None,
         dtype: SentDtype = "source",
         target: Target = "model",
         label: str = "",
@@ -291,6 +302,9 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             source: an ``nn.Module``, a state dict, ``(name, tensor)`` pairs, or a
                 :class:`trainer_agent.weights.source.WeightSource`; all weights of the model,
                 by their Hugging Face names.
+            config: of a state dict of transformers, the model's configuration. Models, and state
+                dicts with one, are sent as ``save_pretrained`` would write them: experts that
+                transformers fuses are sent one by one, in views.
             dtype: ``engine`` casts floating-point tensors to the dtype of the engines' model, chunk
                 by chunk on their own device, before checksums: what engines get is what they
                 would load from the cast checkpoint. ``source`` sends tensors as they are.
@@ -336,10 +350,11 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             raise UsageError(f'dtype={dtype!r}: choose "source" or "engine"')
         pause = PauseOptions(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
         ask = UpdateOptions(pause, canary, quorum, how, staging_bytes, keep_staging)
+        read = await open_source(source, config)
         if self.rank:
             with self._updates.as_follower() as number:
-                return await follow_rank_zero(self._connection, as_source(source), number)
-        return await self._update(as_source(source), dtype, target, label, ask, on_sent)
+                return await follow_rank_zero(self._connection, read, number)
+        return await self._update(read, dtype, target, label, ask, on_sent)
 
     async def send_weights(
         self, source: Weights, *, snapshot: bool = False, **options: Unpack[UpdateArguments]
@@ -378,6 +393,14 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
     def last_update(self) -> UpdateReport | None:
         """The last update that was committed, by whichever way."""
         return self._updates.last
+
+    def commits_since(self, version: int) -> int:
+        """Returns how many versions newer than ``version`` this agent has committed: its age.
+
+        Versions have gaps, since an update that is refused or fails uses up its number.
+        Adapters and draft models count as well. Commits of earlier trainers are not known.
+        """
+        return self._updates.count_after(version)
 
     def _require_no_other(self) -> None:
         """None that was sent is still under way; it may not even have begun."""

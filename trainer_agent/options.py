@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict
 
 from bus.errors import UsageError
 from bus.messages import Staging
@@ -28,6 +28,7 @@ WAIT_S: Final = 60.0
 class UpdateArguments(TypedDict, total=False):
     """What :meth:`TrainerAgent.update_weights` takes beside its source, by name."""
 
+    config: Any
     dtype: SentDtype
     target: Target
     label: str

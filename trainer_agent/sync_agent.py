@@ -93,6 +93,7 @@ class SyncTrainerAgent:
         self,
         source: Weights,
         *,
+        config: Any = None,
         dtype: SentDtype = "source",
         target: Target = "model",
         label: str = "",
@@ -108,10 +109,10 @@ class SyncTrainerAgent:
         on_sent: Callable[[], None] = do_nothing,
     ) -> int:
         """See :meth:`TrainerAgent.update_weights`. ``on_sent`` is called in the bus's thread."""
-        agent = self._connected()[1]
         return self._call(
-            lambda: agent.update_weights(
+            lambda: self._connected()[1].update_weights(
                 source,
+                config=config,
                 dtype=dtype,
                 target=target,
                 label=label,
@@ -153,9 +154,8 @@ class SyncTrainerAgent:
         escalate: Escalation = "keep",
     ) -> int:
         """See :meth:`TrainerAgent.update_adapter`."""
-        agent = self._connected()[1]
         return self._call(
-            lambda: agent.update_adapter(
+            lambda: self._connected()[1].update_adapter(
                 adapter,
                 source,
                 config=config,
@@ -234,10 +234,17 @@ class SyncTrainerAgent:
         """See :meth:`TrainerAgent.patches`."""
         return self._connected()[1].patches(patches, base=base)
 
+    def close_transport(self) -> None:
+        """See :meth:`TrainerAgent.close_transport`."""
+        self._call(self._connected()[1].close_transport)
+
+    def commits_since(self, version: int) -> int:
+        """See :meth:`TrainerAgent.commits_since`."""
+        return self._connected()[1].commits_since(version)
+
     def status(self) -> Status:
         """See :meth:`TrainerAgent.status`."""
-        portal, agent = self._connected()
-        return portal.call(agent.status)
+        return self._call(self._connected()[1].status)
 
     @property
     def last_update(self) -> UpdateReport | None:

@@ -22,6 +22,7 @@ from safetensors import safe_open
 from bus.errors import EngineError, UsageError
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import NackCode
+from sidecar.engine import FUSED_HINT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -202,6 +203,8 @@ def _check_tensor(layout: ParameterLayout, meta: TensorMeta) -> None:
         if meta.name in layout.parameters:
             sources = ", ".join(n for n, p in layout.parts.items() if p.parameter == meta.name)
             hint = f" (send its parts: {sources})"
+        elif ".experts." in meta.name:
+            hint = f"; {FUSED_HINT}"
         raise _refused(meta.name, f"the model has no tensor {meta.name}{hint}")
     if meta.shape != shape:
         raise _refused(meta.name, f"{meta.name} has shape {meta.shape}, the model needs {shape}")

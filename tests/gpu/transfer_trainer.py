@@ -155,12 +155,12 @@ async def remade(
 ) -> dict[str, Any]:
     """The transport is made anew for every update; GPU memory before and after."""
     for _ in range(WARM_UP):
-        agent._transport.invalidate()
+        await agent.close_transport()
         await agent.update_weights(weights, how="paused")
     before, before_each = used_mb(), used_by_process_mb()
     took: list[float] = []
     for _ in range(times):
-        agent._transport.invalidate()
+        await agent.close_transport()
         took.append(await _timed(agent, weights) * 1000)
     after, after_each = used_mb(), used_by_process_mb()
     growth = {name: round(after[name] - before[name], 1) for name in before}

@@ -28,6 +28,7 @@ async def train(
     chunk_bytes: int = 1 << 16,
     cached: bool = False,
     dtype: str = "source",
+    config: Path | None = None,
 ) -> list[list[dict[str, Any]]]:
     """Send these weights one after the other; what each rank says of each."""
     paths = [str(folder / f"weights-{number}.safetensors") for number in range(len(updates))]
@@ -42,6 +43,7 @@ async def train(
         "chunk_bytes": chunk_bytes,
         "cached": cached,
         "dtype": dtype,
+        "config": str(config or ""),
         "weights": paths,
     }
     return await asyncio.gather(*(_rank({**common, "rank": rank}) for rank in range(ranks)))

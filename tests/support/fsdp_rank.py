@@ -62,6 +62,20 @@ def sharded(path: str) -> Counted:
     return Counted(dict(tree.named_parameters()))
 
 
+def sharded_model(config: str, path: str) -> nn.Module:
+    """transformers' model of that configuration, with these weights in the form of a checkpoint."""
+    import transformers  # noqa: PLC0415 - few tests need it
+
+    model = transformers.Qwen3MoeForCausalLM.from_pretrained(
+        None, config=transformers.AutoConfig.from_pretrained(config), state_dict=load_file(path)
+    )
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    sharded: nn.Module = model
+    return sharded
+
+
 def main() -> None:
     bus.log.configure(level="warning", json=True)
     told: dict[str, Any] = json.loads(sys.argv[1])
@@ -74,8 +88,10 @@ def main() -> None:
         if rank == 0:
             agent.wait_for_engines(told["engines"])
         for path in told["weights"]:
-            source = sharded(path)
-            sent = CpuCache(source, keep=rank == 0) if told["cached"] else source
+            source = Counted({}) if told["config"] else sharded(path)
+            sent: Any = CpuCache(source, keep=rank == 0) if told["cached"] else source
+            if told["config"]:
+                sent = sharded_model(told["config"], path)
             answer: dict[str, Any] = {}
             try:
                 answer["version"] = agent.update_weights(sent, dtype=told["dtype"])

@@ -24,7 +24,8 @@ from tests.vllm._vllm import require_vllm
 from trainer_agent import TrainerAgent
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.vllm import native_payloads
-from trainer_agent.weights.source import as_source, meta_of, tensor_metas
+from trainer_agent.weights.any_source import as_source
+from trainer_agent.weights.source import meta_of, tensor_metas
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -37,8 +37,9 @@ from bus.weight_transfer.registry import make_sender
 from trainer_agent.bench.transfer import BOOT_S, MeasuredAgent, MemoryCopy, TimedSender, bus_update
 from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
 from trainer_agent.update.plan import UpdatePlan
+from trainer_agent.weights.any_source import as_source
 from trainer_agent.weights.shared_memory import share_memory
-from trainer_agent.weights.source import as_source, tensor_metas
+from trainer_agent.weights.source import tensor_metas
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,7 @@ import itertools
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.lowlevel
@@ -21,6 +21,7 @@ from bus.messages import ChunkSent, NackCode
 from bus.weight_transfer.checksum import checksums
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.steps import announce_chunk, flat_task_group
+from trainer_agent.weights.any_source import as_source
 from trainer_agent.weights.source import Devices, as_described, tensor_metas
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from trainer_agent.update.transport import Transport
     from trainer_agent.update.update import Update
     from trainer_agent.weights.snapshot import WeightsCopy
-    from trainer_agent.weights.source import WeightSource
+    from trainer_agent.weights.source import Weights, WeightSource
 
 
 class ChunkStream:
@@ -147,6 +148,14 @@ class ChunkStream:
 async def _in_thread(call: Callable[[int], None], seq: int) -> None:
     """Who gives up, does not wait for it: it ends by itself."""
     await anyio.to_thread.run_sync(call, seq, abandon_on_cancel=True)
+
+
+async def open_source(weights: Weights, config: Any) -> WeightSource:
+    """Returns the source of an update's weights: in a thread, of a module. One with many experts
+    takes seconds, once."""
+    if config is None and not isinstance(weights, torch.nn.Module):
+        return as_source(weights)
+    return await anyio.to_thread.run_sync(as_source, weights, config)
 
 
 def do_nothing() -> None:

@@ -30,7 +30,8 @@ from bus.weight_transfer.checksum import checksums
 from bus.weight_transfer.formats import SHM_FOLDER, encode
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.steps import announce_chunk
-from trainer_agent.weights.source import as_source, meta_of
+from trainer_agent.weights.any_source import as_source
+from trainer_agent.weights.source import meta_of
 
 if TYPE_CHECKING:
     from bus.messages import Verify

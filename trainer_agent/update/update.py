@@ -16,6 +16,7 @@ all of them serve the version. So engines wait for the broker, and not for the t
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
@@ -75,6 +76,7 @@ class Updates:
         self._steps = steps
         self._alone = alone
         self._begun = 0  # refused ones too: the other ranks count as well
+        self._committed: list[int] = []  # versions, ascending
         self._is_busy = False
         self._warned = False
         self._last_reason = ""  # the reason for which engines were asked last
@@ -139,7 +141,18 @@ class Updates:
             self._snapshot.on_committed(report.version, copy)
             report = replace(report, kept_bytes=self._snapshot.memory_bytes)
         self.last = report
+        if not self._committed or report.version > self._committed[-1]:  # else: a catch-up
+            self._committed.append(report.version)
         return report
+
+    def count_after(self, version: int) -> int:
+        """How many were committed with a greater version."""
+        return len(self._committed) - bisect.bisect_right(self._committed, version)
+
+    def require_idle(self) -> None:
+        """Raises ``UsageError`` if one is under way."""
+        if self._is_busy:
+            raise UsageError("an update is under way; await it first")
 
     async def warn_of_fallback(self, why_paused: str) -> None:
         """Warn, once, if updates take a pause because of an engine's version of vLLM. Engines are
@@ -167,8 +180,7 @@ class Updates:
         self._is_busy = False
 
     def _claim(self, *, counts: bool = True) -> int:
-        if self._is_busy:
-            raise UsageError("an update is under way; await it first")
+        self.require_idle()
         self._is_busy = True
         self._begun += counts
         return self._begun

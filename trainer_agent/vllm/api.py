@@ -15,7 +15,7 @@ from trainer_agent.options import WAIT_S, PauseOptions, UpdateOptions
 from trainer_agent.update.rank_sync import wait_for_rank_zero
 from trainer_agent.vllm.client import BusWeightSyncClient
 from trainer_agent.vllm.patches import BusPatches
-from trainer_agent.weights.source import Weights, as_source
+from trainer_agent.weights.any_source import as_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trainer_agent.vllm.patches import AnyPatch
     from trainer_agent.vllm.session import TrainerEngineSession
     from trainer_agent.vllm.source import BusWeightSource
+    from trainer_agent.weights.source import Weights
 
 
 class VllmApi:

@@ -15,7 +15,8 @@ import torch
 from bus.errors import UsageError
 from bus.weight_transfer.formats import aligned
 from bus.weight_transfer.shm import allocate
-from trainer_agent.weights.source import as_described, as_source, tensor_metas
+from trainer_agent.weights.any_source import as_source
+from trainer_agent.weights.source import as_described, tensor_metas
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

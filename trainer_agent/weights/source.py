@@ -16,7 +16,6 @@ import torch
 
 from bus.errors import UsageError
 from bus.manifest import TensorMeta
-from trainer_agent.weights.source_forms import FullTensors, has_property_form
 
 
 class AnyMeta(Protocol):
@@ -99,28 +98,6 @@ def copy_source(source: WeightSource) -> PairSource:
             copies[name] = tensor.detach().clone()
     devices.after_reads()
     return PairSource(copies)
-
-
-def as_source(weights: Weights) -> WeightSource:
-    """The source for a module, a state dict, pairs, or a source itself.
-
-    Raises:
-        UsageError: it is none of these.
-    """
-    if isinstance(weights, torch.nn.Module):
-        return PairSource(dict(weights.named_parameters()))
-    if isinstance(weights, Mapping):
-        return PairSource(weights)
-    if has_property_form(weights):  # first: to ask for the other form reads a property's metadata
-        return FullTensors(weights)
-    if isinstance(weights, WeightSource):
-        return weights
-    if isinstance(weights, Iterable):
-        return PairSource(dict(weights))
-    raise UsageError(
-        f"source={type(weights).__name__}: a torch.nn.Module, a mapping of names to tensors, "
-        "(name, tensor) pairs, or a WeightSource"
-    )
 
 
 def tensor_metas(metas: Iterable[AnyMeta]) -> list[TensorMeta]:

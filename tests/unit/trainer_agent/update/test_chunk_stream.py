@@ -11,7 +11,7 @@ import torch
 
 from bus.weight_transfer.base import Sender
 from trainer_agent.update.chunk_stream import ChunkStream
-from trainer_agent.weights.source import as_source
+from trainer_agent.weights.any_source import as_source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

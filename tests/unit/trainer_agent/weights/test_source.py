@@ -10,7 +10,8 @@ from torch import nn
 
 from bus.errors import UsageError
 from bus.manifest import Manifest, TensorMeta
-from trainer_agent.weights.source import PairSource, as_source, meta_of
+from trainer_agent.weights.any_source import as_source
+from trainer_agent.weights.source import PairSource, meta_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,0 +1,48 @@
+"""Makes a source of whatever a trainer has its weights in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bus.errors import UsageError
+from trainer_agent.weights.saved_form import saved_form
+from trainer_agent.weights.source import PairSource, WeightSource
+from trainer_agent.weights.source_forms import FullTensors, has_property_form
+
+if TYPE_CHECKING:
+    from trainer_agent.weights.source import Weights
+
+
+def as_source(weights: Weights, config: Any = None) -> WeightSource:
+    """The source for a module, a state dict, pairs, or a source itself.
+
+    Args:
+        weights: a model of transformers is sent as ``save_pretrained`` would write it.
+        config: with a state dict of such a model, its configuration.
+
+    Raises:
+        UsageError: it is none of these; or transformers can't revert its own mapping.
+    """
+    if isinstance(weights, torch.nn.Module | Mapping):
+        saved = saved_form(weights, config)
+        if saved is not None:
+            return saved
+    elif config is not None:
+        raise UsageError("config: goes with a state dict, whose names it explains")
+    if isinstance(weights, torch.nn.Module):
+        return PairSource(dict(weights.named_parameters()))
+    if isinstance(weights, Mapping):
+        return PairSource(weights)
+    if has_property_form(weights):  # first: to ask for the other form reads a property's metadata
+        return FullTensors(weights)
+    if isinstance(weights, WeightSource):
+        return weights
+    if isinstance(weights, Iterable):
+        return PairSource(dict(weights))
+    raise UsageError(
+        f"source={type(weights).__name__}: a torch.nn.Module, a mapping of names to tensors, "
+        "(name, tensor) pairs, or a WeightSource"
+    )
