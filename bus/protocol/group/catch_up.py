@@ -82,6 +82,11 @@ class GroupVersion:
         self.value = max(self.value, version) if self.is_committed else version
         self.is_committed = True
 
+    def on_owner(self, version: int, registry: EngineRegistry) -> None:
+        """The owner says that this version was committed: true if an engine serves it."""
+        if version > self.value and any(e.version == version for e in registry.engines.values()):
+            self.on_commit(version)
+
     def on_report(self, registry: EngineRegistry) -> None:
         """The engines, or what they report, may have changed."""
         if self.is_committed or not registry.engines:

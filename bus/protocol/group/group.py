@@ -151,8 +151,7 @@ class Group(GroupState):
         """A heartbeat; an engine left behind by a pause or update that is over comes back."""
         self.registry.changes += (peer.phase, peer.version) != (beat.phase, beat.version)
         is_new = peer.version != beat.version
-        peer.phase = beat.phase
-        peer.version = beat.version
+        peer.phase, peer.version = beat.phase, beat.version
         peer.in_flight = beat.in_flight
         if is_new:
             self.served.on_report(self.registry)
@@ -163,9 +162,7 @@ class Group(GroupState):
     def on_owner_heartbeat(self, beat: Heartbeat) -> list[Effect]:
         """A heartbeat of the trainer: if it keeps the weights that the group serves, it hears who
         is behind."""
-        engines = self.registry.engines.values()
-        if beat.version > self.version and any(e.version == beat.version for e in engines):
-            self.served.on_commit(beat.version)
+        self.served.on_owner(beat.version, self.registry)
         if self.is_busy() or not self.version or beat.version != self.version:
             return []
         names = stale_dp_groups(self.registry, self.version)

@@ -901,7 +901,7 @@ def test_an_engine_that_never_got_the_manifest_gets_it_after_all() -> None:
     scene = Scene(1, 1)
     lossy = scene.engine("e1")
     take = lossy._on_message
-    lost: list[Message] = []
+    lost: list[Arm] = []
 
     def lose_the_first_arm(envelope: Envelope, message: Message) -> None:
         if isinstance(message, Arm) and not lost:
