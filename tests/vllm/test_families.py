@@ -87,7 +87,7 @@ class Family:
 
 
 FAMILIES = [
-    Family("gemma2", {"sliding_window": 64}),
+    Family("arcee"),
     Family("gpt_neox", differs=True),
 ]
 
