@@ -30,10 +30,10 @@ def folder(bus: Bus, tmp_path: Path) -> Path:
     return folder
 
 
-def restart(bus: Bus, folder: Path) -> None:
+def restart(bus: Bus, folder: Path, *extra: str) -> None:
     """The broker is killed, and another one takes its address."""
     bus.broker.kill()
-    bus.broker = bus.start_broker(bus.address, "--journal", str(folder))
+    bus.broker = bus.start_broker(bus.address, "--journal", str(folder), *extra)
     assert bus.broker.first_line() == bus.address
 
 
@@ -69,7 +69,8 @@ def test_a_broker_that_is_killed_leaves_its_journal(bus: Bus, folder: Path) -> N
         assert first["same"]
         assert not first["lives"][0]["closed"]
 
-        restart(bus, folder)
+        # It misses nobody who needs a second connection to it, for which a peer waits 6 s.
+        restart(bus, folder, "--peer-timeout-ms", "10000")
         for _ in range(3):
             bus.broker.wait_event("peer_joined")
         assert agent.update_weights(weights, how="paused") == 2
