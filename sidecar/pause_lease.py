@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from bus.errors import EngineError
@@ -33,6 +32,7 @@ from sidecar.shared_pages.pause_lease import (
     LeaseOutcome,
     PauseLease,
     deadline_ns,
+    is_alive,
 )
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class PauseLeaseWriter:
             EngineError: code ``name_taken``: another sidecar holds it, and lives.
         """
         lease, partial, engine = left.lease, left.partial, self._engine
-        is_held = lease.writer_pid != os.getpid() and _is_alive(lease.writer_pid)
+        is_held = lease.writer_pid != os.getpid() and is_alive(lease.writer_pid)
         if is_held and lease.until_ns > time.monotonic_ns():
             raise EngineError(
                 f"another sidecar, process {lease.writer_pid}, holds this engine in pause "
@@ -179,13 +179,6 @@ class PauseLeaseWriter:
             resuming=isinstance(call, CallResume)
             or session.pause.state is EnginePauseState.RESUMING,
         )
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def _loads(call: Call | None) -> bool:

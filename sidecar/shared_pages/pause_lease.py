@@ -19,6 +19,7 @@ import struct
 import time
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -28,7 +29,6 @@ from bus.errors import WavebusError
 from bus.messages import Count, ShortText, UpdateId
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from typing import Self
 
 _MAGIC: Final = b"WBHP"
@@ -230,3 +230,19 @@ def _span(half: int) -> tuple[int, int]:
 def deadline_ns(left_ms: float) -> int:
     """That far from now, as :attr:`PauseLease.until_ns`."""
     return max(0, time.monotonic_ns() + int(left_ms * 1e6))
+
+
+def stat_of(pid: int) -> list[str]:
+    """What the kernel tells of a process behind its name: its state, its parent, and so on. Empty
+    if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    return stat.rpartition(")")[2].split()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this host runs: one that has ended and was not awaited does not."""
+    stat = stat_of(pid)
+    return bool(stat) and stat[0] not in "ZX"

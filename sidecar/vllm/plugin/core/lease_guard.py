@@ -48,10 +48,11 @@ from sidecar.shared_pages.pause_lease import (
     OutcomeState,
     PauseLease,
     PauseLeasePage,
+    is_alive,
     lease_path,
 )
 from sidecar.vllm.plugin import operations
-from sidecar.vllm.plugin.core.status import page_path, stat_of
+from sidecar.vllm.plugin.core.status import page_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -151,7 +152,7 @@ class LeaseGuard:
             if self._size > 1 or not lease.resuming:
                 self._complete_peers(peers)
             return
-        if not _is_complete(self._core) and (peers or _is_alive(lease.writer_pid)):
+        if not _is_complete(self._core) and (peers or is_alive(lease.writer_pid)):
             return  # the sidecar's call is pending
         self._decide(lease, peers)
 
@@ -377,12 +378,7 @@ def _is_complete(core: Any) -> bool:
 
 def _has_expired(lease: PauseLease) -> bool:
     late_s = (time.monotonic_ns() - lease.until_ns) / 1e9
-    return late_s > (GRACE_S if _is_alive(lease.writer_pid) else 0.0)
-
-
-def _is_alive(pid: int) -> bool:
-    stat = stat_of(pid)
-    return bool(stat) and stat[0] not in "ZX"
+    return late_s > (GRACE_S if is_alive(lease.writer_pid) else 0.0)
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from sidecar.shared_pages.core_status import (
     STEPPING,
     CoreStatusPage,
 )
+from sidecar.shared_pages.pause_lease import stat_of
 from sidecar.vllm.plugin import environment
 
 if TYPE_CHECKING:
@@ -57,16 +58,6 @@ def _parent_of(pid: int) -> int:
     """0: it is gone."""
     stat = stat_of(pid)
     return int(stat[1]) if stat else 0
-
-
-def stat_of(pid: int) -> list[str]:
-    """What the kernel tells of a process behind its name: its state, its parent, and so on. Empty
-    if it is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return []
-    return stat.rpartition(")")[2].split()
 
 
 class CoreStatusWriter:

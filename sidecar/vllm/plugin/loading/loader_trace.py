@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar.engine import FUSED_HINT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -249,8 +248,6 @@ _FILLS = frozenset(
 
 def refused(tensor: str, reason: str) -> EngineError:
     """``reason`` as an error that names the tensor, in its text as well."""
-    if reason.startswith("unknown") and ".experts." in tensor:
-        reason += f"; {FUSED_HINT}"
     return EngineError(f"{tensor}: {reason}", code=NackCode.MANIFEST_REFUSED, tensor=tensor)
 
 

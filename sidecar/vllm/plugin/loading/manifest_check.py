@@ -42,6 +42,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bus.errors import EngineError
+from sidecar.engine import FUSED_HINT
 from sidecar.vllm.plugin import agreement
 from sidecar.vllm.plugin.loading.loader_trace import (
     LoaderTrace,
@@ -264,9 +265,7 @@ class ManifestChecker:
             return
         for index, meta in enumerate(manifest.tensors()):
             if not used[index] and not self._may_ignore(meta, manifest):
-                raise refused(
-                    meta.name, "unknown: the model has no place for it and would drop it silently"
-                )
+                raise _unknown(meta, "the model has no place for it and would drop it silently")
 
     def _may_lack(self, parameter: str, written: int) -> bool:
         """A tied head is never loaded, nor is what is another model's; scales of quantised
@@ -377,8 +376,13 @@ def _loader_refusal(meta: TensorMeta, error: Exception) -> EngineError:
     text = f"{type(error).__name__}: {said}".rstrip(": ")
     unknown = isinstance(error, KeyError) or "no module or parameter named" in str(error)
     if unknown:
-        return refused(meta.name, f"unknown: the model has no such tensor ({text})")
+        return _unknown(meta, f"the model has no such tensor ({text})")
     return refused(meta.name, f"misshapen: shape {list(meta.shape)} doesn't fit the model ({text})")
+
+
+def _unknown(meta: TensorMeta, why: str) -> EngineError:
+    hint = f"; {FUSED_HINT}" if ".experts." in meta.name else ""
+    return refused(meta.name, f"unknown: {why}{hint}")
 
 
 def meta_numel(meta: TensorMeta) -> int:
