@@ -20,6 +20,7 @@ from tests.support.processes import descendants
 from tests.support.procs import run_wavebus, wavebus
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.integration.conftest import Bus
@@ -188,6 +189,15 @@ def test_doctor_prints_what_to_do(bus: Bus) -> None:
     assert all(c["hint"] for c in checks.values() if c["state"] in ("warn", "fail"))
 
 
+@pytest.fixture
+def heeds_hang_up() -> Iterator[None]:
+    """Processes that are started do not ignore SIGHUP, as all do that stem from nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("heeds_hang_up")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 def test_what_the_demo_has_started_ends_with_it(number: signal.Signals, tmp_path: Path) -> None:
     """Its broker, and its engines with their sidecars, however it is ended."""
