@@ -15,9 +15,11 @@ export OMP_NUM_THREADS ?= 1
 demo: $(VENV)/.demo
 	$(BIN)/wavebus demo
 
-# Engines alone two at a time; data-parallel ones take all processors by themselves.
+# Engines alone two at a time; data-parallel ones take all processors by themselves. The contract of
+# engines is run over HTTP; in process, `make ci-next` runs it on the newest vLLM.
 test: $(VENV)/.vllm test-fast
-	$(BIN)/python -m pytest -q -m 'not slow' -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
+	$(BIN)/python -m pytest -q -m 'not slow' -n 2 --dist loadfile --ignore-glob='*/test_dp_*' \
+		--ignore=tests/vllm/test_engine_inprocess.py tests/vllm
 	$(BIN)/python -m pytest -q -m 'not slow' tests/vllm/test_dp_*.py
 
 # The tests of real vLLM under the newest release (.ci/setup says how it runs without a GPU).
@@ -25,15 +27,12 @@ test-next: $(NEXT)/.vllm-next
 	$(NEXT)/bin/python -m pytest -q -m 'not slow' -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
 	$(NEXT)/bin/python -m pytest -q -m 'not slow or own_coordinator' tests/vllm/test_dp_*.py
 
-# What CI has time for of that: staged, in process, over HTTP, vLLM's trainer engines, and ranks under
-# vLLM's own coordinator, where `make test` has those under the bus.
+# What CI has time for of that: staged, also in lockstep, in process, and vLLM's trainer engines. The
+# rest is in `make slow`.
 ci-next: $(NEXT)/.vllm-next
 	$(NEXT)/bin/python -m pytest -q -m 'not slow' -n 2 --dist loadfile tests/vllm/test_engine_inprocess.py \
-		tests/vllm/test_engine_http.py tests/vllm/test_vllm_sources.py tests/vllm/test_new_vllm.py \
-		tests/vllm/test_trainer_engine.py tests/unit/sidecar/vllm/plugin/test_patches.py \
-		tests/unit/trainer_agent/vllm/test_registry.py
-	$(NEXT)/bin/python -m pytest -q -m slow tests/vllm/test_broadcast_engines.py
-	$(NEXT)/bin/python -m pytest -q -m own_coordinator tests/vllm/test_dp_ranks.py
+		tests/vllm/test_vllm_sources.py tests/vllm/test_trainer_engine.py \
+		tests/unit/sidecar/vllm/plugin/test_patches.py tests/unit/trainer_agent/vllm/test_registry.py
 	$(NEXT)/bin/python -m pytest -q -m 'not slow' tests/vllm/test_dp_staged.py
 
 # Without vLLM: some minutes. Half of these wait for timers, so there is one more than processors.
@@ -43,15 +42,16 @@ test-fast: $(VENV)/.test check
 
 # What takes minutes and tells little more than the others do when all is well; on both vLLMs.
 slow: ci-slow $(NEXT)/.vllm-next
+	$(BIN)/python -m pytest -q tests/vllm/test_engine_inprocess.py
+	$(BIN)/python -m pytest -q -m slow -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
 	$(BIN)/python -m pytest -q -m slow tests/vllm/test_dp_*.py
 	$(MAKE) test-next
 	$(NEXT)/bin/python -m pytest -q -m slow -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
 	$(NEXT)/bin/python -m pytest -q -m 'slow and not own_coordinator' tests/vllm/test_dp_*.py
 
-# The part of it that CI has time for.
-ci-slow: $(VENV)/.vllm
+# The part of it that CI has time for: what needs no vLLM.
+ci-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m slow -n 3 --dist loadfile --ignore=tests/vllm tests
-	$(BIN)/python -m pytest -q -m slow -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
 
 # Tests of the tests: each guarantee, broken on purpose, must make its suite fail.
 mutants: $(VENV)/.test

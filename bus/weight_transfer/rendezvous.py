@@ -22,6 +22,9 @@ SLOW_BYTES_PER_S: Final = 10_000_000
 _ANY_PORT: Final = 9
 # The trainer's store listens before anybody hears of it.
 _CONNECT_S: Final = 5.0
+# Of which a TCPStore's greeting may take 10: both ends ask the DNS for the other's name, which takes
+# 5 s where no answer comes.
+_GREETING_S: Final = 15.0
 
 
 def chunk_timeout_s(size_bytes: int) -> int:
@@ -51,11 +54,12 @@ def connect_store(dist: Any, host: str, port: int, communicator: int, timeout_s:
         OSError: the store is not there.
         RuntimeError: it went away.
     """
-    # A TCPStore goes on asking for one that isn't there until its timeout, and that must be
-    # long: both ends ask the DNS for the other's name, which takes 5 s where no answer comes.
+    # A TCPStore goes on asking for one that isn't there until its timeout.
     with socket.create_connection((host, port), timeout=_CONNECT_S):
         pass
-    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    greeting = timedelta(seconds=min(_GREETING_S, timeout_s))
+    store = dist.TCPStore(host, port, is_master=False, timeout=greeting)
+    store.set_timeout(timedelta(seconds=timeout_s))
     return dist.PrefixStore(f"wavebus-{communicator}", store)
 
 

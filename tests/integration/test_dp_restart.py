@@ -51,6 +51,7 @@ def test_a_killed_rank_is_restarted_with_its_mate(bus: Bus, moe: Checkpoint) -> 
     supervisor.wait_event("dp_group_restarts")
     bus.broker.wait_event("dp_group_up", dp_group="moe")
     after = engines(bus)
+    assert len(after) == 2, bus.broker.all_text()
     assert {e.pid for e in after.values()}.isdisjoint(e.pid for e in before.values())
     new = perturbed(moe.weights, 5)
 

@@ -29,7 +29,7 @@ ROOT: Final = HERE.parents[1]
 PATCHES: Final = sorted(HERE.glob("*.patch"))
 COPIED: Final = ("bus", "sidecar", "trainer_agent", "tests", "pyproject.toml")
 LEFT: Final = shutil.ignore_patterns("__pycache__", "mutants", "gpu")
-AT_ONCE: Final = 2
+AT_ONCE: Final = 3  # many of them wait
 LIMIT_S: Final = 180.0
 SHARE: Final = "0.4"  # of a model's examples
 # Fails the run when anything but the copy would be imported.
@@ -127,7 +127,7 @@ def run_suite(folder: Path, suite: tuple[str, ...], patch: Path | None = None) -
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Run]]]:
-    """What was chosen, begun two at a time; each test waits for its own."""
+    """What was chosen, begun some at a time; each test waits for its own."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         begun: dict[str, Future[Run]] = {}
         for item in request.session.items:

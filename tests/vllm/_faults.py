@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
 
 from tests.faults.matrix import (
     STAGED_VLLM_CELLS,
     STAGED_VLLM_SHARE,
     VLLM_CELLS,
     VLLM_SHARE,
-    Cell,
 )
 from tests.faults.world import EngineKind, Pace, World, embedded
 from tests.support.checkpoints import certain_experts
@@ -35,11 +36,16 @@ _PACE: Final = Pace(
 _REST_MS: Final = 5.0
 
 
-def cells(scene: str) -> list[Cell]:
-    """Of this scene, those of this run."""
+def cells(scene: str) -> list[Any]:
+    """Of this scene, those of this run. One that waits for a timer, a minute long, is slow."""
     everything = os.environ.get("WAVEBUS_CHAOS_FAULTS") == "all"
     these = (*VLLM_CELLS, *STAGED_VLLM_CELLS) if everything else (*VLLM_SHARE, *STAGED_VLLM_SHARE)
-    return [cell for cell in these if cell.scene == scene]
+    waits = () if everything else (pytest.mark.slow,)
+    return [
+        pytest.param(cell, marks=waits if cell.fault == "sigstop" else ())
+        for cell in these
+        if cell.scene == scene
+    ]
 
 
 def make_world(folder: Path, scene: str, *options: str) -> World:

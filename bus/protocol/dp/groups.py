@@ -49,11 +49,25 @@ class DpGroup:
         self.coordinator: Peer | None = None
         self.coordinator_boot = 0  # of the last one, which may be gone
         self.diagnosis = Diagnosis("unknown")
+        self._life = 0
+        self._lives: dict[int, tuple[int, int]] = {}  # by rank: the boot that joined last, its life
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank is there."""
-        return len(self.ranks) == self.size
+        """Whether every rank is there, and none of a life that has ended."""
+        lives = [self._lives[rank][1] for rank in self.ranks]
+        return lives == [self._life] * self.size
+
+    def add(self, rank: int, peer: Peer) -> None:
+        """A rank is there (again). One that was started anew was so with all others: who is there
+        of its life before is not lost yet, but dead."""
+        boot, life = self._lives.get(rank, (peer.boot, self._life))
+        if boot != peer.boot:
+            if life == self._life and peer.facts is not None and peer.facts.supervised:
+                self._life += 1
+            life = self._life
+        self.ranks[rank] = peer
+        self._lives[rank] = (peer.boot, life)
 
     def is_idle(self) -> bool:
         """Whether every rank is idle on its device, for good."""
@@ -112,7 +126,7 @@ class DpGroups:
             self.restarts.over(peer.name)
             return []
         group = self._get(facts.dp_group, facts.dp_size)
-        group.ranks[facts.dp_rank] = peer
+        group.add(facts.dp_rank, peer)
         self._of[peer.name] = group
         effects: list[Effect] = []
         if group.is_complete and group.wave.state is WaveState.DOWN:

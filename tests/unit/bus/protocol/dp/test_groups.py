@@ -107,8 +107,11 @@ class Bench:
         dp_group: str = "moe",
         size: int = 2,
         phase: Phase = "running",
+        supervised: bool = False,
     ) -> list[Effect]:
-        what = engine_join(dp_group=dp_group, dp_rank=rank, dp_size=size, phase=phase)
+        what = engine_join(
+            dp_group=dp_group, dp_rank=rank, dp_size=size, phase=phase, supervised=supervised
+        )
         return self.say(name, what)
 
     def trainer(self) -> None:
@@ -572,6 +575,34 @@ def test_all_ranks_anew_are_idle_with_their_gateways_wave(bench: Bench) -> None:
     assert (view.state, view.wave, view.ranks) == ("idle", 2, 2)
     assert (view.health, view.diagnosis) == ("unknown", "")
     assert starts(bench.say("gw", FirstReq("moe", 0, 2))) == [StartDpWave("moe", 2, None)]
+
+
+@pytest.mark.parametrize("lost", [(0, 1), (1, 0)])
+def test_a_dead_rank_that_is_not_missed_yet_completes_no_new_life(
+    bench: Bench, lost: tuple[int, int]
+) -> None:
+    """Supervised ranks are started anew together; with the second boot of both, it is whole."""
+    first, second = lost
+    bench.rank("r0", 0, supervised=True)
+    bench.rank("r1", 1, supervised=True)
+    for boot in (2, 3):
+        bench.say(f"r{first}", Leave(""))
+        bench._boot[f"r{first}"] = boot
+        assert "dp_group_up" not in notes(bench.rank(f"r{first}", first, supervised=True))
+        assert bench.view().state == "down"
+        bench.say(f"r{second}", Leave(""))
+        assert bench.view().state == "down"
+        bench._boot[f"r{second}"] = boot
+        assert "dp_group_up" in notes(bench.rank(f"r{second}", second, supervised=True))
+
+
+def test_a_sidecar_alone_may_come_back_to_a_rank_that_lives(bench: Bench) -> None:
+    """Nobody starts such ranks anew: the other one stays, and counts."""
+    bench.rank("r0", 0)
+    bench.rank("r1", 1)
+    bench.say("r0", Leave(""))
+    bench._boot["r0"] = 2
+    assert "dp_group_up" in notes(bench.rank("r0", 0))
 
 
 def test_the_new_gateway_may_come_last(bench: Bench) -> None:
