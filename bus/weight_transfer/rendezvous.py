@@ -22,7 +22,7 @@ SLOW_BYTES_PER_S: Final = 10_000_000
 _ANY_PORT: Final = 9
 # The trainer's store listens before anybody hears of it.
 _CONNECT_S: Final = 5.0
-# Of which a TCPStore's greeting may take 10: both ends ask the DNS for the other's name, which takes
+# What a TCPStore's greeting may take: both ends ask the DNS for the other's name, which takes
 # 5 s where no answer comes.
 _GREETING_S: Final = 15.0
 
