@@ -42,16 +42,18 @@ test-fast: $(VENV)/.test check
 
 # What takes minutes and tells little more than the others do when all is well; on both vLLMs.
 slow: ci-slow $(NEXT)/.vllm-next
-	$(BIN)/python -m pytest -q tests/vllm/test_engine_inprocess.py
+	$(BIN)/python -m pytest -q -m 'not slow' tests/vllm/test_engine_inprocess.py
 	$(BIN)/python -m pytest -q -m slow -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
 	$(BIN)/python -m pytest -q -m slow tests/vllm/test_dp_*.py
 	$(MAKE) test-next
 	$(NEXT)/bin/python -m pytest -q -m slow -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
 	$(NEXT)/bin/python -m pytest -q -m 'slow and not own_coordinator' tests/vllm/test_dp_*.py
 
-# The part of it that CI has time for: what needs no vLLM.
+# The part of it that CI has time for: what needs no vLLM. The demo runs alone: how many of its updates
+# find a request in flight depends on what else the processors do.
 ci-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -q -m slow -n 3 --dist loadfile --ignore=tests/vllm tests
+	$(BIN)/python -m pytest -q -m slow -n 3 --dist loadfile --ignore=tests/vllm -k 'not demo' tests
+	$(BIN)/python -m pytest -q -m slow --ignore=tests/vllm -k demo tests
 
 # Tests of the tests: each guarantee, broken on purpose, must make its suite fail.
 mutants: $(VENV)/.test

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from tests.integration.conftest import Bus
 
 LIMIT_S = 60.0
-# Of a demo's updates that find a request in flight. Alone, 0.98 of them do; beside other tests the
-# rollouts get too little of the processors to keep the engines busy.
-ENOUGH = 0.5
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -238,7 +235,7 @@ def test_the_demo_learns_what_its_engines_are_sent(tmp_path: Path) -> None:
             assert result["reward_last"] == result["reward_first"]
         else:
             assert result["reward_last"] > 0.8
-            assert result["interrupted"] >= ENOUGH * result["updates"] > 0
+            assert result["interrupted"] >= 0.8 * result["updates"] > 0
 
 
 def test_the_demo_can_withhold_its_weights(tmp_path: Path) -> None:
@@ -267,7 +264,8 @@ def test_demo_runs_a_few_updates(how: tuple[str, ...], tmp_path: Path) -> None:
     result = json.loads(answer.stdout)
     assert result["updates"] == 6
     assert result["requests_lost"] == 0
-    assert result["interrupted"] >= ENOUGH * result["updates"]
+    # Too few for a share, and beside other tests; the slow test asks for 0.8 of many.
+    assert result["interrupted"] >= 0.5 * result["updates"]
     assert result["longest_token_gap_ms"] > 0
     if how:
         assert (result["staged"], result["swap_ms"]) == (0, 0)
