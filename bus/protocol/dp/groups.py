@@ -30,7 +30,7 @@ from bus.protocol.dp.wave import WaveMachine, WaveState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from bus.messages import Message
+    from bus.messages import EngineFacts, Message
     from bus.protocol.core.membership import Peer
 
 _STILL: Final[frozenset[Phase]] = frozenset({"paused", "updating", "quarantined"})
@@ -58,16 +58,16 @@ class DpGroup:
         lives = [self._lives[rank][1] for rank in self.ranks]
         return lives == [self._life] * self.size
 
-    def add(self, rank: int, peer: Peer) -> None:
-        """A rank is there (again). One that was started anew was so with all others: who is there
-        of its life before is not lost yet, but dead."""
-        boot, life = self._lives.get(rank, (peer.boot, self._life))
+    def add(self, facts: EngineFacts, peer: Peer) -> None:
+        """A rank is there (again). A supervised one with another boot was started anew, and all
+        others with it: a rank of the life before that is still here is dead, and not missed yet."""
+        boot, life = self._lives.get(facts.dp_rank, (peer.boot, self._life))
         if boot != peer.boot:
-            if life == self._life and peer.facts is not None and peer.facts.supervised:
+            if facts.supervised and life == self._life:
                 self._life += 1
             life = self._life
-        self.ranks[rank] = peer
-        self._lives[rank] = (peer.boot, life)
+        self.ranks[facts.dp_rank] = peer
+        self._lives[facts.dp_rank] = (peer.boot, life)
 
     def is_idle(self) -> bool:
         """Whether every rank is idle on its device, for good."""
@@ -126,7 +126,7 @@ class DpGroups:
             self.restarts.over(peer.name)
             return []
         group = self._get(facts.dp_group, facts.dp_size)
-        group.add(facts.dp_rank, peer)
+        group.add(facts, peer)
         self._of[peer.name] = group
         effects: list[Effect] = []
         if group.is_complete and group.wave.state is WaveState.DOWN:
