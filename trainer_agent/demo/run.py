@@ -49,7 +49,7 @@ class DemoOptions:
     engines: int = 2
     dp_size: int = 1
     dp_coordinator: DpCoordinator = "vllm"
-    steps: int = 320
+    steps: int = 480
     updates: int | None = None
     seconds: float = 150.0
     enough: float = 0.93
