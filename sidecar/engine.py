@@ -17,10 +17,12 @@ import anyio
 from bus.errors import EngineError
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import (
+    NO_LIMITS,
     CanaryMode,
     NackCode,
     PauseMode,
     ProbeResult,
+    RequestLimits,
     SleepLevel,
     Staging,
     Target,
@@ -105,6 +107,7 @@ class EngineInfo:
     features: Mapping[str, str] = field(default_factory=dict)
     untested: str = ""
     dtype: str = ""
+    limits: RequestLimits = NO_LIMITS
 
 
 @dataclass(frozen=True, slots=True)

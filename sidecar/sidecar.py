@@ -290,6 +290,7 @@ class Sidecar:
             features=dict(info.features),
             untested=info.untested,
             dtype=info.dtype,
+            limits=info.limits,
         )
         return codec.clip(Join("engine", HOST, PID, facts, None))
 

@@ -19,6 +19,7 @@ from bus.messages import (
     Nack,
     NackCode,
     Role,
+    Routes,
     StaleEngines,
     Status,
     StatusRequest,
@@ -50,7 +51,8 @@ _BEATS_MISSED: Final = 2
 
 class Connection:
     """One life of a peer. Arguments are those of :class:`trainer_agent.TrainerAgent`;
-    ``kept_version`` says of which version it keeps the weights, ``on_stale`` hears who lacks them.
+    ``kept_version`` says of which version it keeps the weights, ``on_stale`` hears who lacks them,
+    and ``on_routes``, of an observer, where each group's requests go.
 
     Attributes:
         delivery: what the bus is told even when nobody waits for it.
@@ -69,6 +71,7 @@ class Connection:
         link_config: LinkConfig | None = None,
         kept_version: Callable[[], int] = lambda: 0,
         on_stale: Callable[[StaleEngines], None] = lambda _stale: None,
+        on_routes: Callable[[str, Routes], None] = lambda _group, _routes: None,
     ) -> None:
         self.broker = broker
         self._role: Role = role
@@ -80,6 +83,7 @@ class Connection:
         self._link_config = link_config
         self._kept_version = kept_version
         self._on_stale = on_stale
+        self._on_routes = on_routes
         self._peer: PeerClient | None = None
         self._answers: dict[int, asyncio.Future[Message]] = {}
         self._steps: dict[int, Message] = {}  # those that wait for all engines, in their order
@@ -251,6 +255,9 @@ class Connection:
     def _on_message(self, envelope: Envelope, message: Message) -> None:
         if isinstance(message, StaleEngines):
             self._on_stale(message)
+            return
+        if isinstance(message, Routes):
+            self._on_routes(envelope.group, message)
             return
         future = self._answers.get(envelope.reply_to or self._refused_unread(message))
         if future is None or future.done():

@@ -8,6 +8,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from bus.messages.types import (
+    NO_LIMITS,
     CanaryMode,
     CorePhase,
     Count,
@@ -16,6 +17,7 @@ from bus.messages.types import (
     LongText,
     Name,
     Phase,
+    RequestLimits,
     Role,
     Serial,
     ShortText,
@@ -41,7 +43,8 @@ class EngineFacts:
     ``closed``: as in :class:`Heartbeat`;
     ``features``: what its vLLM supports, and why not; empty for an engine that lacks nothing;
     ``untested``: says that wavebus was not run on its version of vLLM; empty if it was;
-    ``dtype``: its model's, by torch's name (``bfloat16``); empty if the engine does not report it.
+    ``dtype``: its model's, by torch's name (``bfloat16``); empty if the engine does not report it;
+    ``limits``: what requests it takes.
     """
 
     kind: ShortText
@@ -65,6 +68,7 @@ class EngineFacts:
     features: Features = field(default_factory=dict)
     untested: ShortText = ""
     dtype: ShortText = ""
+    limits: RequestLimits = NO_LIMITS
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Final, Literal, TypeAlias
 
 from msgspec import Meta
@@ -84,3 +85,22 @@ Phase: TypeAlias = Literal[
     "updating",
     "quarantined",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What requests an engine takes; 0 where it does not report it.
+
+    ``vocab_size``: token ids are below it; ``max_model_len``: tokens of prompt and output together;
+    ``slots``: sequences that run at once;
+    ``exact_seeds``: draws are keyed by position, so that a request with a seed that is asked anew,
+    with its tokens so far as part of the prompt, goes on as if nothing had been.
+    """
+
+    vocab_size: Count = 0
+    max_model_len: Count = 0
+    slots: Count = 0
+    exact_seeds: bool = False
+
+
+NO_LIMITS: Final = RequestLimits()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from bus.errors import EngineDead, EngineError, UsageError
-from bus.messages import NackCode
+from bus.messages import NackCode, RequestLimits
 from bus.weight_transfer.registry import receiver_backends
 from sidecar.embedded.config import read_config
 from sidecar.embedded.core import EngineCore
@@ -152,6 +152,9 @@ class EmbeddedEngine:
             can_sleep=True,
             canary="keep",
             dtype=self._config.dtype,
+            limits=RequestLimits(
+                self.vocab_size, self.max_model_len, self.max_num_seqs, exact_seeds=True
+            ),
         )
 
     async def close(self) -> None:

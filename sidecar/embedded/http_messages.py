@@ -84,7 +84,7 @@ class Choice(msgspec.Struct, frozen=True):
     finish_reason: str | None
     stop_reason: int | None
     logprobs: LogProbs | None
-    weight_versions: list[WireSpan] | None
+    weight_versions: list[WireSpan]
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -194,9 +194,7 @@ def _choice(delta: Delta) -> Choice:
     if delta.logprobs is not None:
         pairs = zip(delta.token_ids, delta.logprobs, strict=True)
         logprobs = LogProbs([LogProb(token, _finite(value)) for token, value in pairs])
-    versions = None
-    if delta.finish_reason:
-        versions = [WireSpan(str(s.version), s.start, s.end) for s in delta.weight_versions]
+    versions = [WireSpan(str(s.version), s.start, s.end) for s in delta.weight_versions]
     return Choice(
         delta.index,
         delta.token_ids,

@@ -141,7 +141,7 @@ class BatchScheduler:
                 self.model.config.vocab_size,
             )
         allowed = _without_banned(logits, rows)
-        tokens = self._batch.sample(allowed, [sequence.output_len for sequence in rows])
+        tokens = self._batch.sample(allowed, [len(sequence.tokens) for sequence in rows])
         logprobs: list[float | None] = [None] * len(rows)
         if self._batch.wants_logprobs:
             logprobs = list(raw_logprobs(logits, tokens))

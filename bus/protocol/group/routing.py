@@ -62,7 +62,7 @@ class Routing:
             for rank_peer in registry.dp_peers(name)
         }
         return tuple(
-            Route(name, peer.facts.dp_group, peer.facts.endpoint)
+            Route(name, peer.facts.dp_group, peer.facts.endpoint, peer.facts.limits)
             for name, peer in sorted(registry.engines.items())
             if name not in out and not registry.is_incomplete(name) and peer.facts is not None
         )

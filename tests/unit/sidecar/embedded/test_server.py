@@ -127,7 +127,7 @@ def test_an_answer_says_only_what_was_asked_for(checkpoint: Checkpoint) -> None:
 
 
 def test_a_stream_is_one_event_per_token_and_done(checkpoint: Checkpoint) -> None:
-    """The last token's event has the reason and the spans of the whole output."""
+    """Each event has the spans of the output so far, and the last one the reason."""
 
     async def scenario() -> None:
         async with _served(checkpoint) as served:
@@ -148,8 +148,8 @@ def test_a_stream_is_one_event_per_token_and_done(checkpoint: Checkpoint) -> Non
             tokens = [token for choice in choices for token in choice["token_ids"]]
             assert tokens == checkpoint.greedy(checkpoint.weights, PROMPT, 8)
             assert [c["finish_reason"] for c in choices] == [None] * 7 + ["length"]
-            assert [c["weight_versions"] for c in choices[:-1]] == [None] * 7
-            assert choices[-1]["weight_versions"] == [{"version": "0", "start": 0, "end": 8}]
+            spans = [[{"version": "0", "start": 0, "end": end}] for end in range(1, 9)]
+            assert [c["weight_versions"] for c in choices] == spans
             assert all(len(c["logprobs"]["content"]) == 1 for c in choices)
 
     run(scenario())
