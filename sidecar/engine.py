@@ -88,7 +88,7 @@ FUSED_HINT = (
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine is. Fields as in :class:`bus.messages.EngineFacts`. ``closed``: its admission
-    was found so."""
+    was found so. ``ends_with_sidecar``: its adapter stops it when it is closed itself."""
 
     kind: str
     software: str
@@ -102,6 +102,7 @@ class EngineInfo:
     draft: bool = False
     canary: CanaryMode = ""
     closed: bool = False
+    ends_with_sidecar: bool = False
     features: Mapping[str, str] = field(default_factory=dict)
     untested: str = ""
     dtype: str = ""
@@ -188,8 +189,9 @@ class Engine(Protocol):
 
     async def admit(self, *, open: bool) -> None:  # noqa: A002 - what admission is
         """Open or close admission. While it is closed, every request that comes is ended at once,
-        with no tokens (finish reason ``abort``), whoever sends it and whether the engine is paused
-        or not. It stays so until it is opened, whatever becomes of the sidecar."""
+        with no tokens (finish reason ``abort``; over HTTP status 503, with the reason), whoever
+        sends it and whether the engine is paused or not. It stays so until it is opened, whatever
+        becomes of the sidecar."""
 
     async def abort_requests(self) -> int:
         """End every request with the tokens it has, paused or not; return how many."""

@@ -139,7 +139,7 @@ class Sidecar:
         return self
 
     async def start(self) -> None:
-        """Start the engine and begin to join; return once the engine takes requests."""
+        """Start the engine and begin to join; return once the engine is up."""
         self.info = await self.engine.start()
         try:
             with answers_within(START_ANSWER_S, "the engine"):
@@ -153,7 +153,9 @@ class Sidecar:
                 dp_rank=self.info.dp_rank,
                 dp_size=self.info.dp_size,
             )
-            self._lease_writer = PauseLeaseWriter(self.engine, self.session, self.dp_group)
+            self._lease_writer = PauseLeaseWriter(
+                self.engine, self.session, self.dp_group, runs_on=not self.info.ends_with_sidecar
+            )
             scheduler = self._scheduler or AsyncioScheduler()
             now_ms = scheduler.now_ms()
             left = self.engine.abandoned_pause()

@@ -169,6 +169,7 @@ class VllmHttpEngine(UpdatesByPlugin):
             if self._admission.is_supported and await self._accepts_token_ids()
             else "",
             closed=self._admission.found_closed,
+            ends_with_sidecar=self._server is not None,
             features=facts.features,
             untested=untested_reason(version),
         )
@@ -291,13 +292,15 @@ class VllmHttpEngine(UpdatesByPlugin):
     async def abort_requests(self) -> int:
         """As in the protocol; returns when it is seen as well, at most a second later.
 
-        The server answers when it has told its core, which turns to it after its step.
+        The core ends them: a front end, of which a server may have several, knows its own alone.
         """
-        answer = await self.post("/abort_requests", {})
+        ended = await self._admission.end_requests()
+        if ended is None:
+            ended = int((await self.post("/abort_requests", {}))["aborted"])
         with anyio.move_on_after(ABORT_SEEN_S):
             while await self.in_flight():  # noqa: ASYNC110 - no event tells it
                 await anyio.sleep(ABORT_SEEN_S / 50)
-        return int(answer["aborted"])
+        return ended
 
     async def clear_cache(self) -> None:
         query = {"reset_running_requests": "true"}

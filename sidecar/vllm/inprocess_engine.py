@@ -57,7 +57,7 @@ class VllmEngine(UpdatesByPlugin):
         self._llm = async_llm
         self._core = CoreLink(dp_coordinator)
         self._connection = InProcessConnection(async_llm)
-        self._admission = AdmissionControl(self._connection.ask)
+        self._admission = AdmissionControl(self._connection.ask, served=False)
         self._plugin = WorkerClient(self._connection)
 
     async def start(self) -> EngineInfo:
