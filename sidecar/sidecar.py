@@ -157,12 +157,11 @@ class Sidecar:
                 self.engine, self.session, self.dp_group, runs_on=not self.info.ends_with_sidecar
             )
             scheduler = self._scheduler or AsyncioScheduler()
-            now_ms = scheduler.now_ms()
             left = self.engine.abandoned_pause()
             found = None
             if left is not None:
                 with answers_within(START_ANSWER_S, "the engine, which was found paused,"):
-                    found = await self._lease_writer.take_over(left, now_ms)
+                    found = await self._lease_writer.take_over(left, scheduler.now_ms())
             boot = new_boot()
             if self.info.dp_size > 1:
                 self._peer_links = self._connect_peers(boot)
