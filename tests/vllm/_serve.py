@@ -7,7 +7,5 @@ from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 if __name__ == "__main__":
-    parser = FlexibleArgumentParser()
-    ServeSubcommand().subparser_init(parser.add_subparsers())
-    args = parser.parse_args()
-    ServeSubcommand.cmd(args)
+    parser = ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers())
+    ServeSubcommand.cmd(parser.parse_args())
