@@ -88,7 +88,8 @@ FUSED_HINT = (
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine is. Fields as in :class:`bus.messages.EngineFacts`. ``closed``: its admission
-    was found so. ``ends_with_sidecar``: its adapter stops it when it is closed itself."""
+    was found so, as a quarantine leaves it; ``booted_closed``: it was so since the engine booted.
+    ``ends_with_sidecar``: its adapter stops it when it is closed itself."""
 
     kind: str
     software: str
@@ -102,6 +103,7 @@ class EngineInfo:
     draft: bool = False
     canary: CanaryMode = ""
     closed: bool = False
+    booted_closed: bool = False
     ends_with_sidecar: bool = False
     features: Mapping[str, str] = field(default_factory=dict)
     untested: str = ""

@@ -47,15 +47,12 @@ _UPDATE_CALLS: Final = (CallStart, CallReceive, CallLoad, CallFinish, CallCommit
 
 
 class PauseLeaseWriter:
-    """One engine's, for one life of its sidecar. ``runs_on``: the engine does, after that."""
+    """One engine's, for one life of its sidecar."""
 
-    def __init__(
-        self, engine: Engine, session: EngineSession, dp_group: str, *, runs_on: bool = True
-    ) -> None:
+    def __init__(self, engine: Engine, session: EngineSession, dp_group: str) -> None:
         self._engine = engine
         self._session = session
         self._dp_group = dp_group
-        self._runs_on = runs_on
         self._serial = 0
 
     def write(self, left_ms: float, now_ms: float, call: Call | None = None) -> list[Note]:
@@ -87,14 +84,14 @@ class PauseLeaseWriter:
             )
         return self._on_outcome(end, now_ms) if self._session.at_rest else []
 
-    async def release(self) -> None:
-        """Let the engine go: open its admission, if it runs on, and end its pause.
+    async def release(self, *, runs_on: bool = True) -> None:
+        """Let the engine go: open its admission, if it ``runs_on``, and end its pause.
 
         A rank leaves the end of its pause to its DP group, which resumes as one. Memory that sleeps
         may be in use by the trainer. There the lease ends the pause, which the page has.
         """
         session, engine = self._session, self._engine
-        if self._runs_on and session.admission.closed and not session.update.partial:
+        if runs_on and session.admission.closed and not session.update.partial:
             await engine.admit(open=True)  # it is nobody's any more to close
         if session.phase == "paused" and not session.lease.peers:
             await engine.resume()

@@ -156,7 +156,7 @@ class EmbeddedEngine:
             endpoint=endpoint,
             can_sleep=True,
             canary="keep",
-            closed=self._boot_closed,
+            booted_closed=self._boot_closed,
             ends_with_sidecar=True,
             dtype=self._config.dtype,
         )

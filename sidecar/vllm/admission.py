@@ -47,6 +47,7 @@ class AdmissionControl:
     Attributes:
         there: its cores have admission control.
         found_closed: it was closed, or a probe was under way, when :meth:`look` looked.
+        booted_closed: it was closed since its cores have booted.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class AdmissionControl:
         self._ask = ask
         self._served = served
         self.is_supported = False
-        self.found_closed = False
+        self.found_closed = self.booted_closed = False
 
     async def look(self) -> None:
         """How it stands. Who left it with a probe under way has not committed: it is closed."""
@@ -63,7 +64,8 @@ class AdmissionControl:
         state = answer[0] if isinstance(answer, list) and answer else None
         self.is_supported = isinstance(state, dict) and "admits" in state
         if isinstance(state, dict) and self.is_supported:
-            self.found_closed = not state["admits"] or bool(state["passes"])
+            self.found_closed = state["admits"] is False or bool(state["passes"])
+            self.booted_closed = state["admits"] is None
             if state["passes"]:
                 await self._set(admits=False, passes="")
 

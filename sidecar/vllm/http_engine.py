@@ -69,7 +69,6 @@ SERVER_ERROR: Final = 500
 UNAVAILABLE: Final = 503
 BAD_BODY: Final = (400, 422)
 
-
 _GENERATE: Final = "/inference/v1/generate"
 
 # Both count requests of every route, per engine; a frozen request is running or waiting. Of several
@@ -170,6 +169,7 @@ class VllmHttpEngine(UpdatesByPlugin):
             server_info(config, version, self._url, backend, draft=draft),
             canary="abort" if probes else "",
             closed=self._admission.found_closed,
+            booted_closed=self._admission.booted_closed,
             ends_with_sidecar=self._server is not None,
             features=facts.features,
             untested=untested_reason(version),
@@ -237,10 +237,7 @@ class VllmHttpEngine(UpdatesByPlugin):
         async with self._answer("GET", "/metrics", timeout_s=ANSWER_S) as response:
             text = await response.text()
         if _COUNTS not in text:
-            raise EngineError(
-                f"{self._url}/metrics has no request counts: start the server without "
-                "--disable-log-stats"
-            )
+            raise EngineError(f"{self._url}/metrics counts no requests: omit --disable-log-stats")
         return int(sum(map(float, _GAUGE.findall(text))))
 
     async def request_ids(self) -> tuple[str, ...]:

@@ -108,6 +108,7 @@ class VllmEngine(UpdatesByPlugin):
             draft=draft,
             canary="abort" if self._admission.is_supported else "",
             closed=self._admission.found_closed,
+            booted_closed=self._admission.booted_closed,
             features=facts.features,
             untested=untested_reason(vllm.__version__),
             dtype=str(config.model_config.dtype).removeprefix("torch."),

@@ -75,10 +75,11 @@ async def _play(url: str, expected: list[int]) -> None:
         TrainerAgent(address) as agent,
     ):
         assert sidecar.info is not None
-        assert sidecar.info.closed
+        assert sidecar.info.booted_closed
         await agent.wait_for_engines(1)
         status, answer = await ask(8)
-        assert (status, answer["choices"][0]["token_ids"]) == (HTTPStatus.OK, expected)
+        assert status == HTTPStatus.OK, answer
+        assert answer["choices"][0]["token_ids"] == expected
 
     # As a sidecar does to an engine that is quarantined.
     attached = VllmHttpEngine(url)

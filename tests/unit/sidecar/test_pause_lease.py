@@ -294,5 +294,5 @@ def test_a_closed_engine_is_opened_by_a_sidecar_that_leaves_if_it_runs_on(
 ) -> None:
     """One that ends with its sidecar would serve old weights until it has ended."""
     kept.session.admission.closed = True
-    asyncio.run(PauseLeaseWriter(kept.page, kept.session, "e0", runs_on=runs_on).release())  # type: ignore[arg-type]
+    asyncio.run(kept.owner.release(runs_on=runs_on))
     assert kept.page.done == done

@@ -33,11 +33,12 @@ SET_ADMISSION: Final = "wavebus_admission"
 
 @dataclass(slots=True)
 class CoreAdmission:
-    """One core's. ``passes``: what the id of a request has in it that is let in all the same; with
-    one, nobody else is. Empty: there is none. ``why``: it is closed. ``served``: clients reach the
-    engine through an API server."""
+    """One core's. ``admits`` is None for a core that has booted closed, until a sidecar opens it.
+    ``passes``: what the id of a request has in it that is let in all the same; with one, nobody
+    else is. Empty: there is none. ``why``: it is closed. ``served``: clients reach the engine
+    through an API server."""
 
-    admits: bool = True
+    admits: bool | None = True
     passes: str = ""
     why: str = "it has not joined its group yet"
     served: bool = True
@@ -45,14 +46,14 @@ class CoreAdmission:
     def is_admitted(self, request_id: str) -> bool:
         if self.passes:
             return self.passes in request_id
-        return self.admits
+        return bool(self.admits)
 
 
 def _of(core: Any) -> CoreAdmission:
     admission = getattr(core, "wavebus_admission", None)
     if admission is None:
         closed = os.environ.get(BOOT_CLOSED) == "1" and not _has_unknown_waves(core)
-        admission = core.wavebus_admission = CoreAdmission(admits=not closed)
+        admission = core.wavebus_admission = CoreAdmission(None if closed else True)
     return admission
 
 

@@ -181,10 +181,12 @@ def test_a_core_boots_closed_if_it_is_told_to(
     assert core.core.outputs == ["r1"]
     assert core.core.wavebus_admission.why == "it has not joined its group yet"
     asyncio.run(core.hand.look())
-    assert core.hand.found_closed
+    assert (core.hand.booted_closed, core.hand.found_closed) == (True, False)
     asyncio.run(core.hand.admit(open=True))
     add(core.core, core_with_door, "r2")
     assert core.core.added == ["r2"]
+    asyncio.run(core.hand.look())
+    assert (core.hand.booted_closed, core.hand.found_closed) == (False, False)
 
 
 def test_a_rank_that_nobody_can_open_boots_open(
