@@ -84,14 +84,14 @@ class PauseLeaseWriter:
             )
         return self._on_outcome(end, now_ms) if self._session.at_rest else []
 
-    async def release(self) -> None:
-        """Let the engine go: open its admission, and end its pause.
+    async def release(self, *, runs_on: bool = True) -> None:
+        """Let the engine go: open its admission, if it ``runs_on``, and end its pause.
 
         A rank leaves the end of its pause to its DP group, which resumes as one. Memory that sleeps
         may be in use by the trainer. There the lease ends the pause, which the page has.
         """
         session, engine = self._session, self._engine
-        if session.admission.closed and not session.update.partial:
+        if runs_on and session.admission.closed and not session.update.partial:
             await engine.admit(open=True)  # it is nobody's any more to close
         if session.phase == "paused" and not session.lease.peers:
             await engine.resume()

@@ -139,7 +139,7 @@ class Sidecar:
         return self
 
     async def start(self) -> None:
-        """Start the engine and begin to join; return once the engine takes requests."""
+        """Start the engine and begin to join; return once the engine is up."""
         self.info = await self.engine.start()
         try:
             with answers_within(START_ANSWER_S, "the engine"):
@@ -155,12 +155,12 @@ class Sidecar:
             )
             self._lease_writer = PauseLeaseWriter(self.engine, self.session, self.dp_group)
             scheduler = self._scheduler or AsyncioScheduler()
-            now_ms = scheduler.now_ms()
             left = self.engine.abandoned_pause()
             found = None
             if left is not None:
                 with answers_within(START_ANSWER_S, "the engine, which was found paused,"):
-                    found = await self._lease_writer.take_over(left, now_ms)
+                    found = await self._lease_writer.take_over(left, scheduler.now_ms())
+            self.session.admission.closed |= self.info.booted_closed  # opened when it has joined
             boot = new_boot()
             if self.info.dp_size > 1:
                 self._peer_links = self._connect_peers(boot)
@@ -252,11 +252,11 @@ class Sidecar:
             self._peer.close(self.death or reason)
         with anyio.CancelScope(shield=True):
             refusal = self._peer.link.refusal if self._peer is not None else None
-            is_anothers = refusal is not None and refusal.code is NackCode.NAME_TAKEN
-            if not self.death and not is_anothers:
+            if not self.death and (refusal is None or refusal.code is not NackCode.NAME_TAKEN):
+                runs_on = self.info is None or not self.info.ends_with_sidecar
                 with anyio.move_on_after(CLOSE_TIMEOUT_S):
                     await self._last_call()
-                    await self._lease_writer.release()
+                    await self._lease_writer.release(runs_on=runs_on)
             await self._tasks.cancel()
             self._ended.set()
             if self._peer_links is not None:

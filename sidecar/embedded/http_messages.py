@@ -82,7 +82,7 @@ class Choice(msgspec.Struct, frozen=True):
     index: int
     token_ids: tuple[int, ...]
     finish_reason: str | None
-    stop_reason: int | None
+    stop_reason: int | str | None
     logprobs: LogProbs | None
     weight_versions: list[WireSpan]
 

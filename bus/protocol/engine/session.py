@@ -24,7 +24,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bus import messages as m
-from bus.protocol.core.effects import Note
+from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.failures import Declined, Failure, wrong_state
 from bus.protocol.engine import calls as c
 from bus.protocol.engine.admission import Admission
@@ -233,7 +233,7 @@ class EngineSession:
             effects = self.memory.on_call_done(job, took_ms)
         elif isinstance(call, c.CallAdmit):
             self.admission.closed = self.admission.unconfirmed = False
-            effects = self._take_waiting_for_admission()
+            effects = [*self._take_waiting_for_admission(), Send(self.beat())]
         else:
             effects = self.update.on_call_done(job, took_ms, result)
             if isinstance(call, c.CallSwap):  # no resume follows that would

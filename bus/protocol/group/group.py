@@ -151,12 +151,12 @@ class Group(GroupState):
         """A heartbeat; an engine left behind by a pause or update that is over comes back."""
         self.registry.changes += (peer.phase, peer.version) != (beat.phase, beat.version)
         is_new = peer.version != beat.version
-        peer.phase, peer.version = beat.phase, beat.version
-        peer.in_flight = beat.in_flight
+        peer.phase, peer.version, peer.in_flight = beat.phase, beat.version, beat.in_flight
         if is_new:
             self.served.on_report(self.registry)
         self.registry.on_phase(peer.name, beat.phase, closed=beat.closed)
         effects = self.dp_groups.on_phase_changed(peer.name, self.pause.members)
+        effects += self.answer_waiters(peer.last_heard_ms)
         return effects + self._reconcile(peer, beat)
 
     def on_owner_heartbeat(self, beat: Heartbeat) -> list[Effect]:

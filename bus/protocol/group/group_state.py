@@ -120,10 +120,17 @@ class GroupState:
         """Answer every WAIT_ENGINES for which enough engines are ready."""
         effects: list[Effect] = []
         for msg_id, (wait, _) in list(self.session.requests.waiters.items()):
-            if self.registry.ready_count() >= wait.count:
+            if self.registry.ready_count() - self._opening_count() >= wait.count:
                 view = GroupView(self.registry.views(now_ms, self.registry.ready()), self.version)
                 effects += self.session.answer_ids([msg_id], view)
         return effects
+
+    def _opening_count(self) -> int:
+        """How many ready engines are about to open their admission, with which they have booted
+        closed: they serve the group's version."""
+        engines, closed = self.registry.engines, self.registry.is_not_admitting
+        peers = (engines[name] for name in self.registry.ready() if closed(name))
+        return sum(peer.phase == "running" and peer.version >= self.version for peer in peers)
 
     # -- what effects are made of ------------------------------------------------
 

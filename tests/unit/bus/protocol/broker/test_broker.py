@@ -1163,6 +1163,20 @@ def test_waiting_for_engines_ends_when_enough_are_there(bench: Bench) -> None:
     assert [each.name for each in view.engines] == ["e0", "e1"]
 
 
+def test_an_engine_that_has_booted_closed_is_waited_for_until_it_opens(bench: Bench) -> None:
+    """Its sidecar opens it when it hears the group's version. One that is behind is there: its next
+    update opens it."""
+    bench.trainer()
+    bench.say("t", WaitEngines(1, 1000))
+    join = engine_join(dp_group="e0", closed=True)
+    assert not [each for each in messages(bench.say("e0", join)) if isinstance(each, GroupView)]
+    only(bench.say("e0", Heartbeat("running", 0, 0, "", closed=False)), GroupView)
+    bench.broker.groups["policy"].served.on_commit(1)
+    bench.say("e0", Heartbeat("running", 1, 0, "", closed=False))
+    bench.say("late", engine_join(dp_group="late", closed=True))
+    only(bench.say("t", WaitEngines(2, 1000)), GroupView)
+
+
 def test_waiting_for_engines_ends_in_time(bench: Bench) -> None:
     """With the names of those that are there."""
     bench.trainer()

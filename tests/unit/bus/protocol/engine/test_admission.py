@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.messages import Commit, PauseLocal, Resume, UpdateFinish
-from bus.protocol.core.effects import Note
+from bus.messages import Commit, Heartbeat, PauseLocal, Resume, UpdateFinish
+from bus.protocol.core.effects import Note, Send
 from bus.protocol.engine.calls import CallAbortRequests, CallAdmit, CallPause, CallResume
 from tests.unit.bus._session import MANIFEST, Driver
 
@@ -159,3 +159,11 @@ def test_a_pause_that_comes_meanwhile_waits_for_the_door() -> None:
     assert driver.calls == [CallAbortRequests()]
     driver.returned()
     assert driver.calls[-1] == CallPause("keep", False)
+
+
+def test_who_opens_its_door_says_so_at_once() -> None:
+    """So that it is routable, without waiting for the next heartbeat."""
+    driver = closed()
+    told(driver, HERS)
+    beat = next(each.message for each in driver.returned() if isinstance(each, Send))
+    assert beat == Heartbeat("running", HERS, 0, "", closed=False)
