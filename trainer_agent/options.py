@@ -41,6 +41,7 @@ class UpdateArguments(TypedDict, total=False):
     how: How
     staging_bytes: int | None
     keep_staging: bool
+    check_finite: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ import torch
 
 from bus.errors import Refused
 from bus.messages import ChunkSent, NackCode
-from bus.weight_transfer.checksum import checksums
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.steps import announce_chunk, flat_task_group
 from trainer_agent.weights.any_source import as_source
@@ -51,9 +50,16 @@ class ChunkStream:
     """
 
     def __init__(
-        self, source: WeightSource, sender: Sender, *, chunk_bytes: int, verify: Verify
+        self,
+        source: WeightSource,
+        sender: Sender,
+        *,
+        chunk_bytes: int,
+        verify: Verify,
+        check_finite: bool = False,
     ) -> None:
         self.plan = UpdatePlan.of_source(tensor_metas(source.metadata()), chunk_bytes=chunk_bytes)
+        self.plan.check_finite = check_finite
         self.buffer_bytes = self.plan.buffer_bytes(sender)
         self._remaining = iter(source)
         self._tensors = as_described(self.plan.metas, self._remaining)
@@ -142,7 +148,8 @@ class ChunkStream:
                 self._devices.before_read(tensor)
         if self.copy is not None:
             self.copy.copy_from(self.plan.manifest.part(seq).start, chunk)
-        return _FilledChunk(seq, self._sender.put(seq, chunk), checksums(torch, chunk, self.verify))
+        handle = self._sender.put(seq, chunk)
+        return _FilledChunk(seq, handle, self.plan.sums(seq, chunk, self.verify))
 
 
 async def _in_thread(call: Callable[[int], None], seq: int) -> None:
@@ -192,6 +199,7 @@ async def send_stream(
             tasks.start_soon(update.start)
             tasks.start_soon(stream.send, update, steps.step)
             await stream.all_sent.wait()
+            stream.plan.warn_of_nonfinite(update.id)
             return await update.commit(label, stream.verify)
     except BaseException:
         if transport.sender.is_collective:
