@@ -364,8 +364,8 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
                 self._transport.sender,
                 chunk_bytes=self.chunk_bytes,
                 verify=self.verify,
-                check_finite=check_finite,
             )
+            stream.plan.check_finite = check_finite
             stream.on_released = on_sent
             if self._snapshot is not None and target == "model":
                 begin = self._snapshot.begin

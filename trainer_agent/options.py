@@ -25,17 +25,22 @@ _WAIT_MAX_S: Final = 2_000_000.0
 WAIT_S: Final = 60.0
 
 
-class UpdateArguments(TypedDict, total=False):
+class PauseArguments(TypedDict, total=False):
+    """What :meth:`TrainerAgent.paused` takes, by name."""
+
+    mode: PauseMode
+    clear_cache: bool
+    wait_s: float
+    escalate: Escalation
+
+
+class UpdateArguments(PauseArguments, total=False):
     """What :meth:`TrainerAgent.update_weights` takes beside its source, by name."""
 
     config: Any
     dtype: SentDtype
     target: Target
     label: str
-    mode: PauseMode
-    clear_cache: bool
-    wait_s: float
-    escalate: Escalation
     canary: Canary | None
     quorum: Quorum
     how: How

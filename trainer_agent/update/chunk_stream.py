@@ -50,16 +50,9 @@ class ChunkStream:
     """
 
     def __init__(
-        self,
-        source: WeightSource,
-        sender: Sender,
-        *,
-        chunk_bytes: int,
-        verify: Verify,
-        check_finite: bool = False,
+        self, source: WeightSource, sender: Sender, *, chunk_bytes: int, verify: Verify
     ) -> None:
         self.plan = UpdatePlan.of_source(tensor_metas(source.metadata()), chunk_bytes=chunk_bytes)
-        self.plan.check_finite = check_finite
         self.buffer_bytes = self.plan.buffer_bytes(sender)
         self._remaining = iter(source)
         self._tensors = as_described(self.plan.metas, self._remaining)
