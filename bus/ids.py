@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from typing import Final
 
 from bus.errors import UsageError
 
@@ -18,6 +19,11 @@ def new_boot() -> int:
 def new_update_id(boot: int, count: int) -> str:
     """The ``count``-th pause or update of the trainer process ``boot``."""
     return f"u{count}-{boot & 0xFFFFFF:06x}"
+
+
+# A sidecar whose engine boots takes part in nothing: it joins in a role of its own, under the
+# engine's name with this, so that the engine may join while it leaves.
+BOOT_SUFFIX: Final = ":boot"
 
 
 def check_name(value: str, option: str) -> str:

@@ -90,10 +90,11 @@ class WaitView:
 
 @dataclass(frozen=True, slots=True)
 class OutView:
-    """An engine that does not serve, or is not there any more, and why."""
+    """An engine that does not serve, or is not there any more, and why; or that boots, and where.
+    One that was gone and boots again is there twice."""
 
     engine: ShortText
-    state: Literal["quarantined", "gone"]
+    state: Literal["quarantined", "gone", "booting"]
     reason: LongText
 
 
