@@ -21,8 +21,7 @@ def new_update_id(boot: int, count: int) -> str:
     return f"u{count}-{boot & 0xFFFFFF:06x}"
 
 
-# A sidecar whose engine boots takes part in nothing: it joins in a role of its own, under the
-# engine's name with this, so that the engine may join while it leaves.
+# While its engine boots, a sidecar is on the bus under the engine's name with this.
 BOOT_SUFFIX: Final = ":boot"
 
 

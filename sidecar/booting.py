@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def shown_as_booting(broker: str, group: str, name: str) -> Iterator[None]:
     """For the length of a block `wavebus status` says that engine ``name`` boots."""
-    own, boot = name[: 128 - len(BOOT_SUFFIX)] + BOOT_SUFFIX, new_boot()
+    own = name[: 128 - len(BOOT_SUFFIX)] + BOOT_SUFFIX
     peer = PeerClient(
         name=own,
         group=group,
-        boot=boot,
-        transport=ZmqClient(broker, route_of(own, boot), security()),
+        transport=ZmqClient(broker, route_of(own, new_boot()), security()),
         scheduler=AsyncioScheduler(),
         join=lambda: Join("booting", HOST, PID, None, None),
         beat=lambda: Heartbeat("running", 0, 0, ""),

@@ -57,10 +57,10 @@ class PauseOptions:
         UsageError: ``wait_s`` is not a time that can be waited for.
     """
 
-    mode: PauseMode
-    clear_cache: bool
-    wait_s: float
-    escalate: Escalation
+    mode: PauseMode = "keep"
+    clear_cache: bool = True
+    wait_s: float = WAIT_S
+    escalate: Escalation = "keep"
 
     def __post_init__(self) -> None:
         if not 0 < self.wait_s < _WAIT_MAX_S:

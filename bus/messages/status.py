@@ -90,8 +90,7 @@ class WaitView:
 
 @dataclass(frozen=True, slots=True)
 class OutView:
-    """An engine that does not serve, or is not there any more, and why; or that boots, and where.
-    One that was gone and boots again is there twice."""
+    """An engine that does not serve, or is gone, and why; or that boots, and where."""
 
     engine: ShortText
     state: Literal["quarantined", "gone", "booting"]

@@ -48,8 +48,7 @@ Prompt: TypeAlias = Annotated[tuple[Count, ...], Meta(min_length=1, max_length=M
 Prompts: TypeAlias = Annotated[tuple[Prompt, ...], Meta(min_length=1, max_length=MAX_PROBES)]
 MaxTokens: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_PROBE_TOKENS)]
 RequestIds: TypeAlias = Annotated[tuple[ShortText, ...], Meta(max_length=MAX_REQUEST_IDS)]
-# A follower is another rank of the trainer. Who boots is a sidecar whose engine does; see
-# bus.ids.BOOT_SUFFIX.
+# A follower is another rank of the trainer; who boots is a sidecar whose engine does.
 Role: TypeAlias = Literal[
     "trainer", "follower", "engine", "booting", "coordinator", "observer", "scheduler"
 ]

@@ -10,8 +10,6 @@ not against somebody who wants to be mistaken for another.
 
 ``full`` looks at every word, ``sample`` at :data:`SAMPLE_WORDS` of each tensor, evenly spread.
 
-A sender searches the same words for NaN and Inf (:func:`inspect`).
-
 The module loads no torch: callers pass it in.
 """
 
