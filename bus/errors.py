@@ -4,6 +4,7 @@
 
     WavebusError
     ├── UsageError              an option or argument is wrong (commands exit with 2)
+    ├── NonFiniteWeights        there is a NaN or an Inf in what is to be sent
     ├── ProtocolError           a peer broke the protocol
     │   └── DecodeError         a frame that is not a valid message
     ├── Refused                 the bus answered with a NACK; nothing has changed
@@ -30,6 +31,7 @@ from bus.messages import Nack, NackCode, step_name
 __all__ = [
     "WavebusError",
     "UsageError",
+    "NonFiniteWeights",
     "ProtocolError",
     "DecodeError",
     "Refused",
@@ -68,6 +70,14 @@ class WavebusError(Exception):
 
 class UsageError(WavebusError):
     """An option or argument is wrong. The text names it and says what to do."""
+
+
+class NonFiniteWeights(WavebusError):
+    """An update with ``check_finite`` has a NaN or an Inf, first in ``tensor``. It is given up."""
+
+    def __init__(self, tensor: str) -> None:
+        super().__init__(f"source: {tensor} has a NaN or an Inf; nothing was committed")
+        self.tensor = tensor
 
 
 class ProtocolError(WavebusError):

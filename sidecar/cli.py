@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
 
@@ -223,6 +224,7 @@ def sidecar(
         return
 
     async def serve(stop: asyncio.Event) -> None:
+        from sidecar.booting import shown_as_booting  # noqa: PLC0415 - after --help
         from sidecar.sidecar import Sidecar  # noqa: PLC0415 - after --help
 
         agent = Sidecar(
@@ -233,7 +235,10 @@ def sidecar(
             dp_group=dp_group,
             supervised=not attach and os.environ.get(SUPERVISED) == "1",
         )
-        await _until(agent.start(), stop)
+        # An embedded engine boots in no time.
+        boots = shown_as_booting(broker, group, agent.name) if command or attach else nullcontext()
+        with boots:
+            await _until(agent.start(), stop)
         if stop.is_set():
             await agent.close("stopped")
             return

@@ -158,6 +158,22 @@ def encode(envelope: Envelope) -> bytes:
     return _encode(envelope)
 
 
+def encode_frame(
+    message: Message,
+    sender: str,
+    boot: int,
+    seq: int,
+    *,
+    msg_id: int = 0,
+    reply_to: int = 0,
+    group: str = "",
+    epoch: int = 0,
+) -> bytes:
+    """Returns the frame of a message, in this side's wire version. ``msg_id``: default ``seq``."""
+    head = (WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES[type(message)], msg_id or seq, reply_to)
+    return _encode(Envelope(*head, sender, boot, group, epoch, seq, encode_body(message)))
+
+
 def decode(frame: bytes) -> tuple[Envelope, Message]:
     """Read one frame.
 

@@ -100,10 +100,10 @@ class WaitView:
 
 @dataclass(frozen=True, slots=True)
 class OutView:
-    """An engine that does not serve, or is not there any more, and why."""
+    """An engine that does not serve, or is gone, and why; or that boots, and where."""
 
     engine: ShortText
-    state: Literal["quarantined", "gone"]
+    state: Literal["quarantined", "gone", "booting"]
     reason: LongText
 
 

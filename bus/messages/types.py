@@ -49,8 +49,10 @@ Prompt: TypeAlias = Annotated[tuple[Count, ...], Meta(min_length=1, max_length=M
 Prompts: TypeAlias = Annotated[tuple[Prompt, ...], Meta(min_length=1, max_length=MAX_PROBES)]
 MaxTokens: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_PROBE_TOKENS)]
 RequestIds: TypeAlias = Annotated[tuple[ShortText, ...], Meta(max_length=MAX_REQUEST_IDS)]
-# A follower is another rank of the trainer.
-Role: TypeAlias = Literal["trainer", "follower", "engine", "coordinator", "observer", "scheduler"]
+# A follower is another rank of the trainer; who boots is a sidecar whose engine does.
+Role: TypeAlias = Literal[
+    "trainer", "follower", "engine", "booting", "coordinator", "observer", "scheduler"
+]
 # What rank 0 tells its followers: gather the tensors with me; it is over.
 TrainerPoint: TypeAlias = Literal["go", "end"]
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]

@@ -105,7 +105,7 @@ from trainer_agent import (
 from trainer_agent.demo import chaos as demo_chaos
 from trainer_agent.demo import report as demo_report
 from trainer_agent.demo import run as demo_run
-from trainer_agent.options import How, Quorum, UpdateArguments
+from trainer_agent.options import How, PauseArguments, Quorum, UpdateArguments
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -114,7 +114,7 @@ if TYPE_CHECKING:
 # What users import, subclass or are handed.
 CLASSES: list[type] = [
     *(TrainerAgent, SyncTrainerAgent, Canary, CpuCache, UpdateReport, WeightSource),
-    UpdateArguments,
+    *(PauseArguments, UpdateArguments),
     *(Sidecar, Engine, EngineInfo, Chunk, EmbeddedEngine, SamplingParams, VllmEngine),
     *(Sender, Receiver, RankAssignment, World, Manifest, TensorMeta),
 ]

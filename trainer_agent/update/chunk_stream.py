@@ -18,7 +18,6 @@ import torch
 
 from bus.errors import Refused
 from bus.messages import ChunkSent, NackCode
-from bus.weight_transfer.checksum import checksums
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.steps import announce_chunk, flat_task_group
 from trainer_agent.weights.any_source import as_source
@@ -142,7 +141,8 @@ class ChunkStream:
                 self._devices.before_read(tensor)
         if self.copy is not None:
             self.copy.copy_from(self.plan.manifest.part(seq).start, chunk)
-        return _FilledChunk(seq, self._sender.put(seq, chunk), checksums(torch, chunk, self.verify))
+        handle = self._sender.put(seq, chunk)
+        return _FilledChunk(seq, handle, self.plan.sums(seq, chunk, self.verify))
 
 
 async def _in_thread(call: Callable[[int], None], seq: int) -> None:
@@ -192,6 +192,7 @@ async def send_stream(
             tasks.start_soon(update.start)
             tasks.start_soon(stream.send, update, steps.step)
             await stream.all_sent.wait()
+            stream.plan.warn_of_nonfinite(update.id)
             return await update.commit(label, stream.verify)
     except BaseException:
         if transport.sender.is_collective:

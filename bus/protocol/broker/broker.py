@@ -419,9 +419,8 @@ class Broker:
         effects: list[Effect] = []
         if now_ms >= self._sweep_ms:
             self._sweep_ms = now_ms + self.config.heartbeat_ms / 2
-            idle = [r for r, bucket in self._strangers.items() if bucket.full(now_ms)]
-            for route in idle:
-                del self._strangers[route]
+            strangers = self._strangers.items()
+            self._strangers = {r: bucket for r, bucket in strangers if not bucket.full(now_ms)}
             for peer in self.peers.silent(now_ms):
                 silent_ms = now_ms - peer.last_heard_ms
                 reason = f"{peer.name} was not heard for {silent_ms:.0f} ms"
@@ -474,6 +473,7 @@ class Broker:
 
     def status(self, now_ms: float) -> m.Status:
         """The whole view; the shell adds what it knows of the process."""
+        booting = [peer for peer in self.peers if peer.role == "booting"]
         return m.Status(
             broker=BROKER_NAME,
             uptime_s=round(now_ms / 1000, 3),
@@ -482,7 +482,7 @@ class Broker:
             heartbeat_ms=self.config.heartbeat_ms,
             peer_timeout_ms=self.config.peer_timeout_ms,
             peers=len(self.peers),
-            groups=tuple(self.groups[name].status(now_ms) for name in sorted(self.groups)),
+            groups=tuple(self.groups[name].status(now_ms, booting) for name in sorted(self.groups)),
         )
 
     def _nack(

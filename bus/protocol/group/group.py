@@ -408,6 +408,6 @@ class Group(GroupState):
         """What was told last."""
         return [Send(self.routing.now, watchers, 0, self.name, self.epoch)] if watchers else []
 
-    def status(self, now_ms: float) -> GroupStatus:
-        """What `wavebus status` shows of the group."""
-        return status_of(self, now_ms)
+    def status(self, now_ms: float, booting: Iterable[Peer] = ()) -> GroupStatus:
+        """What `wavebus status` shows of the group. ``booting``: of all groups."""
+        return status_of(self, now_ms, booting)

@@ -79,6 +79,7 @@ PAUSE = PauseLocal("u1", "keep", True, 10_000, 60_000, 0, "keep")
 BEAT = Heartbeat("running", 0, 0, "")
 GATEWAY = Join("coordinator", "h", 1, None, CoordinatorFacts("e0", 1, 0, running=False))
 OBSERVER = Join("observer", "h", 1, None, None)
+BOOTING = Join("booting", "h", 7, None, None)
 
 
 class Bench:
@@ -178,6 +179,42 @@ def test_a_join_is_welcomed_with_what_the_peer_needs(bench: Bench) -> None:
     assert (welcome.heartbeat_ms, welcome.peer_timeout_ms) == (1000, 5000)
     sent = [each for each in bench.trainer() if isinstance(each, Send)]
     assert [(each.epoch, each.reply_to != 0) for each in sent] == [(1, True)]
+
+
+def test_who_boots_is_shown_and_holds_nothing_up(bench: Bench) -> None:
+    """It is in no pause, update, count or route; its engine joins as any other, and no broker takes
+    it for one that has met a trainer."""
+
+    def booting() -> list[tuple[str, str]]:
+        groups = bench.broker.status(bench.now_ms).groups
+        (group,) = [group for group in groups if group.name == "policy"]
+        return [(out.engine, out.reason) for out in group.out if out.state == "booting"]
+
+    assert only(bench.say("e2:boot", BOOTING), Welcome)
+    assert booting() == [("e2", "on h, pid 7")]
+    bench.say("e9:boot", BOOTING, group="others")
+    bench.loading()
+    bench.begin(0)
+    bench.begin(1)
+    for chunk in (0, 1):
+        bench.all_ack(Step.CHUNK, chunk=chunk)
+    bench.say("t", UpdateFinish("u1"))
+    bench.all_ack(Step.FINISH)
+    bench.say("t", Commit("u1", 1, "", ()))
+    assert only(bench.all_ack(Step.COMMIT), GroupAck).excluded == ()
+    only(bench.say("e2:boot", BEAT), HeartbeatAck)
+    group = bench.broker.groups["policy"]
+    assert set(group.registry.engines) == {"e0", "e1"}
+    assert group.version == 1
+    nack = nack_in(bench.say("e2:boot", Ack(Step.COMMIT, "u1", 0, 0, 1.0, "", ())))
+    assert nack.code is NackCode.FORBIDDEN
+
+    assert only(bench.say("e2", engine_join(dp_group="e2"), epoch=0), Welcome)
+    assert booting() == [("e2", "on h, pid 7")]
+    assert group.registry.engines["e2"].joined_epoch == 0
+    bench.say("e2:boot", Leave("it boots no more"))
+    assert booting() == []
+    assert set(group.registry.engines) == {"e0", "e1", "e2"}
 
 
 def test_a_refused_join_leaves_no_trace(bench: Bench) -> None:
