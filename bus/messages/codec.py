@@ -213,7 +213,7 @@ def decode_body(envelope: Envelope) -> Message:
         return message
     if _map_entries(body) != kind.fields:
         raise _extra_field(_read(body), kind.cls, envelope.kind)
-    if kind.by_name:
+    if kind.by_name and (kind.nested or _encode(message) != body):
         _check_names(body, kind, envelope.kind)
     return message
 
