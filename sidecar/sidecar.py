@@ -16,7 +16,6 @@ from bus.errors import BusClosed, EngineError, refusal
 from bus.ids import check_name, new_boot
 from bus.keys import security
 from bus.messages import (
-    Ack,
     CoreStatus,
     EngineFacts,
     Envelope,
@@ -352,10 +351,7 @@ class Sidecar:
         peer = self._peer
         for effect in effects:
             if isinstance(effect, Send):
-                message = effect.message
-                if type(message) is not Ack or message.waited_for:  # the engine's own words
-                    message = codec.clip(message)
-                peer.send(message, reply_to=effect.reply_to)
+                peer.send(codec.clip(effect.message), reply_to=effect.reply_to)
             elif isinstance(effect, Note):
                 peer.note(effect)
             elif isinstance(effect, SendToPeers):

@@ -103,9 +103,8 @@ class Broker:
     ) -> list[Effect]:
         """One decoded frame. ``user``: the key that its sender has proven to have."""
         effects = self._on_message(route, envelope, message, now_ms, user)
-        if type(message) is m.Ack and not effects:  # others are waited for
-            return effects
-        return effects + self._reroute()
+        waits = type(message) is m.Ack and not effects  # for other engines' acks
+        return effects if waits else effects + self._reroute()
 
     def _reroute(self) -> list[Effect]:
         """Whoever watches hears of routable engines that have changed."""

@@ -340,10 +340,9 @@ class EngineSession:
         But a rank that has told its peer ranks that it is clean, and misses one, touches nothing
         before it has resumed: then the engines' cores may end the pause among themselves."""
         left_ms = self.lease.ran_out_ms - now_ms
-        if self.lease.state is not LeaseState.HELD:
-            if self.lease.has_promised:
-                return left_ms
-            left_ms = LEASE_RETRY_MS
+        if self.lease.has_promised:
+            return left_ms
+        left_ms = left_ms if self.lease.state is LeaseState.HELD else LEASE_RETRY_MS
         return max(left_ms, 0.0) + 2 * LEASE_RETRY_MS
 
     @property
