@@ -157,15 +157,14 @@ class PauseLeaseWriter:
 
     def _lease(self, left_ms: float, call: Call | None) -> PauseLease:
         session, update = self._session, self._session.update
-        part = update.part_in_place
+        part, partial = update.part_in_place, update.partial
         begun: Begun = ""
-        if part.startswith(ADAPTERS):
-            begun = "adapter"
-        elif part:
+        if part:
             begun = "draft" if part == "draft" else "model"
-        partial = set(update.partial)
-        if begun in ("model", "draft") and (update.has_loaded or _loads(call)):
-            partial.add(part)
+            if part.startswith(ADAPTERS):
+                begun = "adapter"
+            elif update.has_loaded or _loads(call):
+                partial = partial | {part}
         return PauseLease(
             serial=self._serial,
             pause_id=session.pause.update_id,

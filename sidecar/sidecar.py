@@ -366,7 +366,8 @@ class Sidecar:
                 assert self._next_call is None, "the machine makes one call at a time"
                 self._next_call = effect
                 self._wake_caller()
-        self._write_lease()
+        if self._next_call is None:  # else it is written with that call
+            self._write_lease()
         due_ms = self.session.next_deadline_ms()
         if due_ms is not None:
             peer.arm_by(due_ms)

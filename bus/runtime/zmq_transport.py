@@ -52,9 +52,9 @@ _SERVER_HEARTBEAT_MS: Final = 15_000
 # As plain numbers: the flags' own arithmetic takes as long as a small send.
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
-_RCVMORE: Final = int(zmq.RCVMORE)
 # Past pyzmq's look at options that we never use, which takes as long as the send itself.
 _send: Final = zmq.backend.Socket.send
+_recv: Final = zmq.backend.Socket.recv
 
 # What was sent last, such as a LEAVE, may wait so long for a busy machine; without a peer nothing
 # waits.
@@ -181,22 +181,18 @@ class ZmqServer(ZmqSocket):
 
     def receive_batch(self) -> bool:
         assert self._on_frame is not None
-        recv, on_frame, socket = self.socket.recv, self._on_frame, self.socket
-        user = ""
+        on_frame, socket = self._on_frame, self.socket
         for _ in range(_BATCH):
             try:
-                if self._zap_handler is None:
-                    route = recv(_NOBLOCK)
-                else:
-                    part = recv(_NOBLOCK, copy=False)
-                    # Of the connection that this frame came over, as the handler has named it.
-                    route, user = part.bytes, str(part.get("User-Id"))
+                route = _recv(socket, _NOBLOCK)
             except zmq.Again:
                 return True
-            frame = recv(_NOBLOCK)  # a route never comes alone
-            while socket.getsockopt(_RCVMORE):  # not ours: more parts than a frame has
-                recv(_NOBLOCK)
-                frame = b""
+            part = _recv(socket, _NOBLOCK, False)  # a route never comes alone
+            # Of the connection that this frame came over, as the handler has named it.
+            user = str(part.get("User-Id")) if self._zap_handler is not None else ""
+            frame = part.bytes
+            while part.more:  # not ours: more parts than a frame has
+                part, frame = _recv(socket, _NOBLOCK, False), b""
             on_frame(route, frame, user)
             if self._closed:
                 return True

@@ -50,9 +50,8 @@ MAX_CORES: Final = 256
 Cores: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_CORES)]
 
 
-@dataclass(frozen=True, slots=True)
-class PauseLease:
-    """What a sidecar holds an engine by.
+class PauseLease(msgspec.Struct, frozen=True):
+    """What a sidecar holds an engine by. No dataclass: one is made around every engine call.
 
     Attributes:
         serial: names one pause under one life of a sidecar.

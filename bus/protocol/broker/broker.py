@@ -103,8 +103,8 @@ class Broker:
     ) -> list[Effect]:
         """One decoded frame. ``user``: the key that its sender has proven to have."""
         effects = self._on_message(route, envelope, message, now_ms, user)
-        rerouted = self._reroute()
-        return effects + rerouted if rerouted else effects
+        waits = type(message) is m.Ack and not effects  # for other engines' acks
+        return effects if waits else effects + self._reroute()
 
     def _reroute(self) -> list[Effect]:
         """Whoever watches hears of routable engines that have changed."""

@@ -188,7 +188,7 @@ class EngineSession:
 
     def _pause_first(self) -> list[c.SessionEffect]:
         """A swap that waits for peer ranks would hold up the pause that was asked for."""
-        return [c.CallCancelSwap()] if self.update.swapping and self.lease.peers else []
+        return [c.CallCancelSwap()] if self.lease.peers and self.update.swapping else []
 
     def _sleep(self, msg_id: int, message: m.Sleep) -> list[c.SessionEffect]:
         if self.update.state is not EngineUpdateState.NONE:
@@ -339,10 +339,10 @@ class EngineSession:
         zero: since when not any more. It is for the sidecar to end a lease, as long as it lives.
         But a rank that has told its peer ranks that it is clean, and misses one, touches nothing
         before it has resumed: then the engines' cores may end the pause among themselves."""
+        left_ms = self.lease.ran_out_ms - now_ms
         if self.lease.has_promised:
-            return self.lease.ran_out_ms - now_ms
-        over_ms = self.lease.over_ms
-        left_ms = over_ms - now_ms if over_ms is not None else LEASE_RETRY_MS
+            return left_ms
+        left_ms = left_ms if self.lease.state is LeaseState.HELD else LEASE_RETRY_MS
         return max(left_ms, 0.0) + 2 * LEASE_RETRY_MS
 
     @property

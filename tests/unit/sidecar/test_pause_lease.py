@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
 from bus.errors import EngineError
 from bus.messages import Commit, NackCode, Resume, Sleep, UpdateFinish, UpdateStart
