@@ -25,7 +25,7 @@ from trainer_agent.rollouts.results import Completion
 from trainer_agent.rollouts.router import Router
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from bus.messages import Routes
@@ -212,7 +212,7 @@ class RolloutClient:
         session_id: str | None = None,
         on_inexact: OnInexact = "continue",
         **extra: Any,
-    ) -> AsyncIterator[TokenDelta]:
+    ) -> AsyncGenerator[TokenDelta]:
         """The same, token by token as they come. What was given can't be taken back, so
         ``on_inexact="restart"`` restarts only a choice that has given no token yet, and raises
         otherwise. Arguments and errors are those of :meth:`generate`."""
@@ -237,7 +237,7 @@ class RolloutClient:
         as_completed: bool = False,
         on_inexact: OnInexact = "restart",
         **extra: Any,
-    ) -> AsyncIterator[tuple[int, Completion]]:
+    ) -> AsyncGenerator[tuple[int, Completion]]:
         """Generate for many prompts, at most ``concurrency`` at a time.
 
         Yields the index of a prompt and its completion, in the order of the prompts, or
