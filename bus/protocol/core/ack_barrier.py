@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # The outcome of a `wait` pause that came to its deadline.
 ESCALATED: Final = "escalated"
+STILL_CLOSED: Final = "closed"  # of a RESUME: the engine is behind its group
 
 
 class AckBarrier:

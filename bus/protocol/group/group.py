@@ -34,6 +34,7 @@ from bus.messages import (
     Step,
     step_name,
 )
+from bus.protocol.core.ack_barrier import STILL_CLOSED
 from bus.protocol.core.effects import Effect, Send
 from bus.protocol.core.failures import Declined, Failure
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
@@ -185,7 +186,7 @@ class Group(GroupState):
     def on_ack(self, name: str, ack: Ack, now_ms: float) -> list[Effect]:
         """An engine's ack: the hot path; until the last one it changes a set and no more."""
         if ack.step in PAUSE_STEPS:
-            if ack.step is Step.RESUME:
+            if ack.step is Step.RESUME and ack.outcome != STILL_CLOSED:
                 self.registry.on_resumed(name)
             instructions = self.pause.on_ack(name, ack, now_ms)
             if name in self.dp_groups:
