@@ -876,23 +876,30 @@ def test_acks_before_the_chunk_is_sent_answer_nobody(bench: Bench) -> None:
     assert answered(bench.all_ack(Step.CHUNK, chunk=0)) == [60, 61]
 
 
-def silent_until(bench: Bench, now_ms: float) -> list[Effect]:
-    """Time passes; everybody beats, and nobody acks."""
+def silent_until(bench: Bench, now_ms: float, *, moves: bool = False) -> list[Effect]:
+    """Time passes; everybody beats, and nobody acks. ``moves``: the trainer takes tensors from its
+    source, one in 50 s."""
     effects: list[Effect] = []
     while bench.now_ms < now_ms:
         bench.now_ms += 1000.0
-        for name in ("e0", "e1", "t"):
-            bench.say(name, BEAT)
+        for name in ("e0", "e1"):
+            effects += bench.say(name, BEAT)
+        taken = int(bench.now_ms // 50_000) if moves else 0
+        effects += bench.say("t", replace(BEAT, in_flight=taken))
         effects += bench.broker.tick(bench.now_ms)
-    return effects
+    return [each for each in effects if not is_beat_ack(each)]
+
+
+def is_beat_ack(effect: Effect) -> bool:
+    return isinstance(effect, Send) and isinstance(effect.message, HeartbeatAck)
 
 
 def test_no_engines_time_runs_until_the_chunk_is_sent(bench: Bench) -> None:
-    """However long the trainer takes, nobody falls out; from then on an engine may."""
+    """However long the trainer takes while it moves, nobody falls out; then an engine may."""
     bench.loading()
     bench.say("t", make_chunk("u1", MANIFEST, 0, 1))
     group = bench.broker.groups["policy"]
-    asked = messages(silent_until(bench, 3 * CONFIG.step_timeout_ms))
+    asked = messages(silent_until(bench, 20 * CONFIG.step_timeout_ms, moves=True))
     assert {type(each) for each in asked} == {WeightChunkMeta}
     assert set(group.update.members) == {"e0", "e1"}
     bench.say("t", make_sent("u1", MANIFEST, 0, 1))
