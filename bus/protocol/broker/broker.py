@@ -148,10 +148,11 @@ class Broker:
             ]
         peer.last_seq = envelope.seq
         peer.on_frame(message, now_ms)
-        back = self.groups[peer.group].take_back(peer, message) if peer.overdue else []
+        group = self.groups.get(peer.group)
+        back = group.take_back(peer, message, now_ms) if group and peer.overdue else []
         if type(message) is m.Ack:
             # Between heartbeats, acks tell where an engine stands.
-            group = self.groups[peer.group]
+            assert group is not None, "an engine's"
             after = _PHASE_AFTER_STAGED if group.update.staged else _PHASE_AFTER
             peer.phase = after.get(message.step, peer.phase)
             if message.outcome in _PHASE_FOUND:

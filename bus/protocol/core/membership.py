@@ -28,7 +28,6 @@ from bus.errors import UsageError
 from bus.ids import check_name
 from bus.messages import (
     Ack,
-    Armed,
     CoordinatorFacts,
     CoreStatus,
     EngineFacts,
@@ -38,7 +37,6 @@ from bus.messages import (
     Message,
     NackCode,
     Phase,
-    Probed,
     Role,
     Step,
 )
@@ -53,6 +51,7 @@ if TYPE_CHECKING:
 WATCHERS: Final = ("observer", "scheduler")
 # An ABORT of these is answered when their call has returned.
 UNDONE: Final = (Step.ARM, Step.START, Step.CHUNK, Step.FINISH, Step.PROBE, Step.COMMIT, Step.ABORT)
+_SHOWN: Final = (Step.PAUSE_LOCAL, Step.PAUSE_GLOBAL, Step.RESUME)
 
 
 @dataclass(slots=True)
@@ -101,15 +100,12 @@ class Peer:
             self.last_heard_ms = now_ms
 
     def answers(self, message: Message) -> bool:
-        """Whether a message ends that the engine is overdue: its answer to the step or, of one that
-        :data:`UNDONE` has, to an ABORT; or its heartbeat, of a pause's step that is over."""
-        if type(message) is Heartbeat:
-            in_pause = self.overdue in (Step.PAUSE_LOCAL, Step.PAUSE_GLOBAL, Step.RESUME)
-            return in_pause and message.phase not in ("pausing", "resuming")
-        steps: dict[type[Message], str] = {Armed: Step.ARM, Probed: Step.PROBE}
-        step = steps.get(type(message)) or getattr(message, "step", "")
-        undone = type(message) is Ack and step == Step.ABORT and self.overdue in UNDONE
-        return step == self.overdue or undone
+        """Whether a message ends that the engine is overdue: its answer to the step, or to an ABORT
+        of it (:data:`UNDONE`); or a heartbeat which shows that a pause's step is over."""
+        step = getattr(message, "step", "")
+        undone = step == Step.ABORT and type(message) is Ack and self.overdue in UNDONE
+        over = type(message) is Heartbeat and message.phase not in ("pausing", "resuming")
+        return step == self.overdue or undone or (over and self.overdue in _SHOWN)
 
     def view(self, now_ms: float) -> EngineView:
         """What a status shows of an engine."""

@@ -338,9 +338,7 @@ class EngineRegistry:
 
     def _end_quarantine(self, name: str) -> None:
         if self.quarantined.pop(name, None) is not None and name in self.engines:
-            self._not_admitting.update(
-                self.dp_peers(name)
-            )  # who have ended their requests for its sake
+            self._not_admitting.update(self.dp_peers(name))  # who ended requests for its sake
         self._has_model.discard(name)
 
     def _check_admission(self, name: str, phase: Phase, *, closed: bool) -> None:

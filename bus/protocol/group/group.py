@@ -51,7 +51,7 @@ from bus.protocol.group.replies import (
     WINDOW_STEPS,
     done_ack,
     done_fields,
-    failed_event,
+    failure_fields,
     nack_of,
 )
 from bus.protocol.group.status import status_of
@@ -213,14 +213,7 @@ class Group(GroupState):
         in_chunk = nack.step == Step.CHUNK and what not in nack.detail
         detail = f"{what}: {nack.detail}" if in_chunk else nack.detail
         failure = Failure(nack.code, detail, name, nack.tensor, nack.field, nack.hint)
-        fields: dict[str, object] = {
-            "peer": name,
-            "step": nack.step,
-            "code": nack.code.value,
-            "detail": nack.detail,
-            "tensor": nack.tensor,
-            **({"chunk": nack.chunk} if nack.step == Step.CHUNK else {}),
-        }
+        fields = failure_fields(nack.step, failure, nack.chunk)
         effects: list[Effect] = [self.note("engine_refused", nack.update_id, "warning", fields)]
         if nack.code is NackCode.FENCED:  # somebody else's command; ours is asked again
             return effects
@@ -377,7 +370,13 @@ class Group(GroupState):
     def _on_step_failed(self, failed: StepFailed) -> list[Effect]:
         step, failure = failed.step, failed.failure
         update_id = self.pause.update_id if step in WINDOW_STEPS else self.update.update_id
-        event, level, fields = failed_event(failed)
+        event = "sleep_failed" if step in SLEEP_STEPS else "update_failed"
+        if step in PAUSE_STEPS:
+            event = "pause_failed"
+        elif failure.code is NackCode.TRANSFER_CLOSED:  # an engine came or went: it opens another
+            event = "transfer_closed"
+        level = "info" if event == "transfer_closed" else "warning"
+        fields = failure_fields(step.value, failure, failed.chunk)
         effects: list[Effect] = [self.note(event, update_id, level, fields)]
         keys = [(step, failed.chunk)]
         if step is Step.ABORT:

@@ -120,21 +120,21 @@ class GroupState:
         self.registry.quarantine(name, reason)
         return [self.note("quarantined", update_id, "error", {"peer": name, "reason": reason})]
 
-    def take_back(self, peer: Peer, message: Message) -> list[Effect]:
+    def take_back(self, peer: Peer, message: Message, now_ms: float) -> list[Effect]:
         """An overdue engine that answers takes part in what begins from now on."""
         if not peer.answers(message):
             return []
         fields = {"peer": peer.name, "step": peer.overdue}
         peer.overdue = ""
         self.registry.changes += 1
-        return [self.note("engine_answered", "", "info", fields)]
+        note = self.note("engine_answered", "", "info", fields)
+        return [note, *self.answer_waiters(now_ms)]
 
     def on_follower_gone(self, peer: Peer, reason: str) -> list[Effect]:
-        """Another rank of the trainer is gone: rank 0, which may wait for it in a collective, is
-        told by a NACK of no request."""
+        """Rank 0, which may wait for this rank in a collective, is told by a NACK of no request."""
         self.followers.on_gone(peer)
-        failure = Failure(NackCode.PEER_LOST, f"a rank of the trainer: {reason}", peer.name)
-        return self.session.notify(nack_of(failure, "", ""))
+        failure = Failure(NackCode.PEER_LOST, f"a rank of the trainer is gone: {reason}", peer.name)
+        return self.session.notify(nack_of(failure, "update", ""))
 
     def answer_waiters(self, now_ms: float) -> list[Effect]:
         """Answer every WAIT_ENGINES for which enough engines are ready."""

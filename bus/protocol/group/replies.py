@@ -13,7 +13,6 @@ from bus.messages import (
     GroupAck,
     Message,
     Nack,
-    NackCode,
     PauseLocal,
     Probe,
     Resume,
@@ -29,7 +28,7 @@ from bus.messages import (
 if TYPE_CHECKING:
     from bus.messages import EngineFacts
     from bus.protocol.core.failures import Failure
-    from bus.protocol.core.instructions import StepDone, StepFailed
+    from bus.protocol.core.instructions import StepDone
     from bus.protocol.group.pause import PauseMachine
     from bus.protocol.group.update import UpdateMachine
 
@@ -129,24 +128,16 @@ def done_fields(done: StepDone, answer: GroupAck, update: UpdateMachine) -> dict
     return fields
 
 
-def failed_event(failed: StepFailed) -> tuple[str, str, dict[str, object]]:
-    """What the log says of a step that failed: the event, its level, and the fields beside it."""
-    step, failure = failed.step, failed.failure
+def failure_fields(step: str, failure: Failure, chunk: int) -> dict[str, object]:
+    """What the log says of a step that has failed."""
     fields: dict[str, object] = {
-        "step": step.value,
+        "step": step,
         "code": failure.code.value,
         "detail": failure.detail,
         "peer": failure.peer,
         "tensor": failure.tensor,
-        **({"chunk": failed.chunk} if step is Step.CHUNK else {}),
     }
-    if step in SLEEP_STEPS:
-        return "sleep_failed", "warning", fields
-    if step in PAUSE_STEPS:
-        return "pause_failed", "warning", fields
-    if failure.code is NackCode.TRANSFER_CLOSED:  # an engine came or went: it opens another
-        return "transfer_closed", "info", fields
-    return "update_failed", "warning", fields
+    return {**fields, "chunk": chunk} if step == Step.CHUNK else fields
 
 
 def nack_of(failure: Failure, step: str, update_id: str, chunk: int = 0) -> Nack:

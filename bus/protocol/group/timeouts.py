@@ -3,23 +3,17 @@
 These functions read a :class:`~bus.protocol.group.group_state.GroupState`, and mark who is late;
 :meth:`bus.protocol.group.group.Group.tick` acts on what they return.
 
-::
-
-    who            is waited for                           for                then
-    a live engine  with a step; a chunk counts once sent   step_timeout_ms    it falls out: overdue
-    the trainer    alone, in an update, and stands still   2 step_timeout_ms  the update ends, and
-                                                                              all resume
-    any            with a step                             SLOW_MS            the log names it
-
-An overdue engine is not routable, and takes no part in what begins, until it answers. If its core
-stands still it is wedged, and its log event says so. The trainer moves with each command, and with
-each tensor that it takes from its source, as its heartbeats tell. Its own deadline, ``timeout_s``,
-is to end first: that can name the tensor.
+A live engine that does not acknowledge a step for ``step_timeout_ms`` falls out, and is overdue: it
+is not routable, and takes no part in what begins, until it answers. The time of a chunk starts when
+the chunk has left the trainer. An engine whose core stands still is wedged, and its log event says
+so. A trainer that is waited for alone, in an update, and does not move for twice as long ends it.
+It moves with each command, and with each tensor that it takes from its source, as its heartbeats
+tell; its own ``timeout_s`` is to end first. After ``SLOW_MS`` the log says who is waited for.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from bus.messages import NackCode, step_name
 from bus.protocol.core.failures import Failure
@@ -39,31 +33,20 @@ if TYPE_CHECKING:
 SLOW_MS: Final = 10_000.0
 
 
-class Overdue(NamedTuple):
-    """An engine that has not acknowledged a step in time.
-
-    Attributes:
-        name: the engine.
-        failure: the step, and for how long it has been waited for.
-        effects: the log event, and the RESTART of an engine that is wedged.
-    """
-
-    name: str
-    failure: Failure
-    effects: list[Effect]
-
-
 def is_overdue(state: GroupState, barrier: AckBarrier, now_ms: float) -> bool:
     """Whether the engines of a step have had their time."""
     overdue = now_ms - barrier.asked_ms > state.step_timeout_ms
     return overdue and not barrier.waiting_for_trainer
 
 
-def overdue_engines(state: GroupState, barrier: AckBarrier, now_ms: float) -> Iterator[Overdue]:
+def overdue_engines(
+    state: GroupState, barrier: AckBarrier, now_ms: float
+) -> Iterator[tuple[str, Failure, list[Effect]]]:
     """The engines that an overdue step waits for.
 
     Yields:
-        One engine at a time: what the group does about one may change what the next one is.
+        An engine, the step and for how long it has been waited for, and the log event, with the
+        RESTART of one that is wedged. What the group does about one may change what the next is.
     """
     for name in sorted(barrier.waiting):
         peer = state.registry.engines.get(name)
@@ -81,23 +64,19 @@ def overdue_engines(state: GroupState, barrier: AckBarrier, now_ms: float) -> It
         fields = {"peer": name, "step": barrier.step.value, "detail": failure.detail}
         machine = state.pause if barrier.step in WINDOW_STEPS else state.update
         note = state.note("engine_overdue", machine.update_id, "warning", fields)
-        yield Overdue(name, failure, [*restart, note])
+        yield name, failure, [*restart, note]
 
 
 def slow_steps(state: GroupState, now_ms: float) -> list[Effect]:
     """The log events of steps that have taken longer than ``SLOW_MS``, once for each."""
     effects: list[Effect] = []
-    for barrier in state.barriers():
-        waited_ms = now_ms - barrier.asked_ms
-        if waited_ms > SLOW_MS and barrier.waiting and not barrier.is_slow:
-            barrier.is_slow = True
-            engines = [state.registry.last_heard(each, now_ms) for each in sorted(barrier.waiting)]
-            fields = {
-                "step": step_name(barrier.step, barrier.chunk),
-                "waited_ms": round(waited_ms),
-                "waits_for": ["the trainer"] if barrier.waiting_for_trainer else engines[:8],
-            }
-            update_id: str = getattr(barrier.messages[0], "update_id", "")
+    for each in state.barriers():
+        if each.waiting and not each.is_slow and now_ms - each.asked_ms > SLOW_MS:
+            each.is_slow = True
+            names = ["the trainer"] if each.waiting_for_trainer else sorted(each.waiting)[:8]
+            heard = [state.registry.last_heard(name, now_ms) for name in names]
+            fields = {"step": step_name(each.step, each.chunk), "waits_for": heard}
+            update_id: str = getattr(each.messages[0], "update_id", "")
             effects.append(state.note("step_slow", update_id, "warning", fields))
     return effects
 
@@ -109,12 +88,9 @@ def overdue_trainer(state: GroupState, now_ms: float) -> Failure | None:
         return None
     if owner is None or not all(each.waiting_for_trainer for each in state.barriers()):
         return None
-    return Failure(
-        NackCode.TIMEOUT,
-        f"{owner.name} lives, and has sent nothing and taken nothing from its source for "
-        f"{waited_ms:.0f} ms; the update is {state.update.state.value}",
-        owner.name,
-    )
+    where = f"the update is {state.update.state.value}"
+    text = f"{owner.name} lives, and has not gone on for {waited_ms:.0f} ms; {where}"
+    return Failure(NackCode.TIMEOUT, text, owner.name)
 
 
 def end_waits(state: GroupState, now_ms: float) -> list[Effect]:

@@ -22,10 +22,9 @@
     any but IDLE
                 NO_ENGINES    IDLE        nothing: no engine is left
 
-    in OPENING to STARTING, an engine
-    refuses              the update is given up (an opening fails)
-    is overdue, or lost  it falls out; the others go on, or, if they would wait for it in a
-                         collective, it is given up, and the trainer opens another transport
+    OPENING, ARMING, STARTING, an engine refuses: the update is given up (an opening fails)
+    the same, it is overdue or lost: it falls out; with a communicator, in which the others would
+                wait for it, the update is given up, and the trainer opens another one
 
 Chunks travel from STARTING on, several at a time; they are numbered and taken in order. Each is
 one round with two messages: WEIGHT_CHUNK_META, with which engines begin to receive, and
@@ -78,7 +77,7 @@ from bus.messages import (
     WeightChunkMeta,
 )
 from bus.protocol.core.ack_barrier import AckBarrier
-from bus.protocol.core.failures import Failure, wrong_state
+from bus.protocol.core.failures import Declined, Failure, wrong_state
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
 from bus.protocol.core.state_table import IllegalTransition, next_state
 from bus.protocol.group.staging import StagingDecision
@@ -193,9 +192,11 @@ class UpdateMachine:
         """A command that fits these states, and (if given) this update, only.
 
         Raises:
-            Declined: the update is elsewhere, or is another one.
+            Declined: the update is elsewhere, or is another one; or why it was given up.
         """
         if self.state not in states:
+            if self.failure is not None and update_id == self.update_id:
+                raise Declined(self.failure)
             under_way = f" (update {self.update_id})" if self.update_id else ""
             raise wrong_state(
                 f"the update is {self.state.value}{under_way}, not {' or '.join(states)}",
@@ -331,9 +332,8 @@ class UpdateMachine:
         if not overdue and self.state in (_S.OPENING, _S.ARMING, _S.STARTING):
             return self.abort(failure, now_ms)
         gone = [name] if self.state is _S.ABORTING else self._dp_group_of(name)
-        asked: list[Instruction] = []
-        if self.state not in (_S.OPENING, _S.ABORTING):
-            asked = [Ask(Abort(self.update_id, failure.detail[:4096]), tuple(gone))]
+        abort = Ask(Abort(self.update_id, failure.detail[:4096]), tuple(gone))
+        asked = [] if self.state in (_S.OPENING, _S.ABORTING) else [abort]
         return [*asked, *self._exclude(gone, failure, now_ms)]
 
     def on_lost(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
@@ -415,7 +415,6 @@ class UpdateMachine:
             too_few = replace(failure, code=NackCode.QUORUM_MISSING, detail=detail)
             return [*done, *self.abort(too_few, now_ms)]
         if self._communicator and self.state in (_S.OPENING, _S.ARMING, _S.STARTING):
-            # The others would wait for it: it must be another one, without it.
             closed = replace(failure, code=NackCode.TRANSFER_CLOSED)
             return self.abort(failure if self.state is _S.STARTING else closed, now_ms)
         if self.barrier is not None:
