@@ -18,6 +18,7 @@ from bus.protocol.broker.config import BrokerConfig
 from bus.runtime.status_client import fetch_status
 from sidecar import Sidecar
 from sidecar.bench.control.sidecars import StubEngine
+from sidecar.shared_pages import core_status
 from tests.support.broker import a_broker
 from tests.support.procs import ROOT, Proc
 from trainer_agent import TrainerAgent
@@ -25,6 +26,7 @@ from trainer_agent.weights.source import PairSource
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
 
     from bus.messages import PauseMode, Target
     from sidecar.engine import Staging, StagingCapacity
@@ -200,6 +202,28 @@ def test_a_rank_that_stops_in_a_collective_ends_the_update_by_its_name() -> None
                     assert (await agent.status()).groups[0].pause == "running"
                     source.let_go.set()
                     other.signal(SIGCONT)
+
+    asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
+
+
+def test_a_frozen_core_gets_no_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sidecar lives, and no call of it need be under way; it is routable again when it runs."""
+    monkeypatch.setattr(core_status, "_FROZEN_S", 0.3)
+    reader = core_status.CoreStatusReader(tmp_path / "page")
+
+    class Paged(Held):
+        def core_view(self) -> core_status.CoreStatusView:
+            return reader.read()
+
+    async def scenario() -> None:
+        core = Proc(sys.executable, str(ROOT / "tests/support/beating_core.py"), str(reader.path))
+        with core:
+            assert await asyncio.to_thread(core.first_line) == "beats"
+            async with a_bus(Paged(), Held()) as address, a_trainer(address, 2) as agent:
+                for signal, routable in ((SIGSTOP, ("e1",)), (SIGCONT, ("e0", "e1"))):
+                    core.signal(signal)
+                    while (await agent.status()).groups[0].routable != routable:
+                        pass
 
     asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from bus.errors import EngineError
 from bus.messages import NackCode
+from sidecar.shared_pages import core_status
 from sidecar.shared_pages.pause_lease import (
     Begun,
     LeaseOutcome,
@@ -197,6 +198,24 @@ class Bus:
 def bus(attached: Attached) -> Iterator[Bus]:
     with contextlib.ExitStack() as stack:
         yield Bus(stack, attached)
+
+
+def test_a_core_that_is_stopped_is_frozen(
+    attached: Attached, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its page tells so while it is idle, too, and no more once it goes on."""
+    monkeypatch.setattr(core_status, "_FROZEN_S", 1.0)
+    attached.ask(4).result()
+    [path] = attached.pages.glob("*.page")
+    reader = core_status.CoreStatusReader(path)
+    pid = reader.read().pid
+    assert not reader.read().is_frozen
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: reader.read().is_frozen)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: not reader.read().is_frozen)
 
 
 def test_a_sidecar_killed_in_a_pause(bus: Bus, attached: Attached) -> None:

@@ -918,6 +918,44 @@ def test_no_engines_time_runs_until_the_chunk_is_sent(bench: Bench) -> None:
     assert note.fields["detail"] == failure.detail
 
 
+def notes(effects: Iterable[Effect], event: str) -> list[dict[str, object]]:
+    return [dict(e.fields) for e in effects if isinstance(e, Note) and e.event == event]
+
+
+def test_a_trainer_that_does_not_move_ends_its_update(bench: Bench) -> None:
+    """Twice as long as an engine may take, counted from its last move; then all resume, and leases
+    are not renewed for it any more."""
+    bench.loading()
+    bench.say("t", make_chunk("u1", MANIFEST, 0, 1))
+    limit_ms = 2 * CONFIG.step_timeout_ms
+    silent_until(bench, limit_ms / 2, moves=True)
+    moved_ms = bench.now_ms
+    effects = silent_until(bench, moved_ms + limit_ms)
+    (slow,) = notes(effects, "step_slow")
+    assert (slow["step"], slow["waits_for"]) == ("chunk 0", ["the trainer"])
+    assert not [each for each in messages(effects) if isinstance(each, Abort)]
+    effects = silent_until(bench, bench.now_ms + 2000.0)
+    assert isinstance(messages(effects)[0], Abort)
+    group = bench.broker.groups["policy"]
+    assert (group.orphaned, group.owner is not None) == (True, True)
+    assert group.pause_held_at("e0") == ""
+    effects = [*bench.ack("e0", Step.ABORT), *bench.ack("e1", Step.ABORT)]
+    assert [type(each) for each in messages(effects)][-1] is Resume
+    nack = next(each for each in messages(effects) if isinstance(each, Nack))
+    assert (nack.code, nack.peer) == (NackCode.TIMEOUT, "t")
+    assert "t lives, and has not gone on for" in nack.detail
+
+
+def test_the_log_names_who_holds_up_a_step_once(bench: Bench) -> None:
+    """After ten seconds, long before the engine is overdue."""
+    bench.loading()
+    bench.begin(0)
+    bench.ack("e0", Step.CHUNK)
+    assert notes(silent_until(bench, 10_000.0), "step_slow") == []
+    (slow,) = notes(silent_until(bench, 25_000.0), "step_slow")
+    assert (slow["step"], slow["waits_for"]) == ("chunk 0", ["e1 (heard 0 ms ago)"])
+
+
 def test_a_chunk_that_is_sent_is_asked_again_with_both_its_messages(bench: Bench) -> None:
     """In order, of whom has not answered: it may have lost either."""
     bench.loading()
