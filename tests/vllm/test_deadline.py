@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar.shared_pages import core_status
+from sidecar.shared_pages.core_status import CoreStatusReader
 from sidecar.shared_pages.pause_lease import (
     Begun,
     LeaseOutcome,
@@ -200,22 +200,20 @@ def bus(attached: Attached) -> Iterator[Bus]:
         yield Bus(stack, attached)
 
 
-def test_a_core_that_is_stopped_is_frozen(
-    attached: Attached, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its page tells so while it is idle, too, and no more once it goes on."""
-    monkeypatch.setattr(core_status, "_FROZEN_S", 1.0)
-    attached.ask(4).result()
+def test_a_core_that_is_stopped_gets_no_requests(attached: Attached, bus: Bus) -> None:
+    """Also while it is idle, and no call of its sidecar waits for it."""
+    sidecar = bus.sidecar()
+    bus.broker.wait_event("routes", engines=["e0"])
     [path] = attached.pages.glob("*.page")
-    reader = core_status.CoreStatusReader(path)
-    pid = reader.read().pid
-    assert not reader.read().is_frozen
+    pid = CoreStatusReader(path).read().pid
     os.kill(pid, signal.SIGSTOP)
     try:
-        until(lambda: reader.read().is_frozen)
+        assert sidecar.wait_event("core_frozen")["pid"] == pid
+        bus.broker.wait_event("routes", engines=[])
     finally:
         os.kill(pid, signal.SIGCONT)
-    until(lambda: not reader.read().is_frozen)
+    sidecar.wait_event("core_runs")
+    bus.broker.wait_event("routes", engines=["e0"])
 
 
 def test_a_sidecar_killed_in_a_pause(bus: Bus, attached: Attached) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from sidecar.shared_pages import core_status
 from sidecar.shared_pages.core_status import (
     GLOBALLY_PAUSED,
     LOCALLY_PAUSED,
@@ -55,7 +54,7 @@ def test_a_process_that_does_not_run_is_frozen(monkeypatch: pytest.MonkeyPatch) 
         for phase, after_s, frozen in (("idle", 9, False), ("idle", 11, True), ("step", 9, False)):
             page.enter(cast("CorePhase", phase))
             with monkeypatch.context() as patched:
-                patched.setattr(core_status.time, "monotonic", lambda later=now_s + after_s: later)
+                patched.setattr(time, "monotonic", lambda later=now_s + after_s: later)
                 assert page.view().is_frozen is frozen
         view = replace(page.view(), beat_s=0.0, since_s=now_s - 61)
         assert (view.is_frozen, replace(view, phase="idle").is_frozen) == (True, False)

@@ -918,24 +918,22 @@ def test_no_engines_time_runs_until_the_chunk_is_sent(bench: Bench) -> None:
     assert note.fields["detail"] == failure.detail
 
 
-def notes(effects: Iterable[Effect], event: str) -> list[dict[str, object]]:
+def notes(effects: list[Effect], event: str) -> list[dict[str, object]]:
     return [dict(e.fields) for e in effects if isinstance(e, Note) and e.event == event]
 
 
 def test_a_trainer_that_does_not_move_ends_its_update(bench: Bench) -> None:
     """Twice as long as an engine may take, counted from its last move; then all resume, and leases
-    are not renewed for it any more."""
+    are renewed for it no more."""
     bench.loading()
     bench.say("t", make_chunk("u1", MANIFEST, 0, 1))
     limit_ms = 2 * CONFIG.step_timeout_ms
-    silent_until(bench, limit_ms / 2, moves=True)
-    moved_ms = bench.now_ms
-    effects = silent_until(bench, moved_ms + limit_ms)
-    (slow,) = notes(effects, "step_slow")
+    (slow,) = notes(silent_until(bench, 50_000.0, moves=True), "step_slow")
     assert (slow["step"], slow["waits_for"]) == ("chunk 0", ["the trainer"])
+    effects = silent_until(bench, bench.now_ms + limit_ms)  # its next beat tells another number
     assert not [each for each in messages(effects) if isinstance(each, Abort)]
     effects = silent_until(bench, bench.now_ms + 2000.0)
-    assert isinstance(messages(effects)[0], Abort)
+    assert [each for each in messages(effects) if isinstance(each, Abort)]
     group = bench.broker.groups["policy"]
     assert (group.orphaned, group.owner is not None) == (True, True)
     assert group.pause_held_at("e0") == ""
