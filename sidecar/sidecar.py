@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
 import anyio
@@ -16,7 +17,6 @@ from bus.errors import BusClosed, EngineError, refusal
 from bus.ids import check_name, new_boot
 from bus.keys import security
 from bus.messages import (
-    CoreStatus,
     EngineFacts,
     Envelope,
     Heartbeat,
@@ -130,7 +130,7 @@ class Sidecar:
         self._next_call: Call | None = None
         self._wake: asyncio.Future[None] | None = None  # set while the caller has nothing to do
         self._swap_cancelled: CallSwap | None = None  # which is, until it returns
-        self._closing = False
+        self._closing = self._is_frozen = False  # the core is
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()
 
@@ -295,7 +295,7 @@ class Sidecar:
         return codec.clip(Join("engine", HOST, PID, facts, None))
 
     def _beat(self) -> Heartbeat:
-        return self.session.beat()
+        return replace(self.session.beat(), closed=self.session.is_closed or self._is_frozen)
 
     def _next_deadline_ms(self) -> float | None:
         return None if self._peer is None else self.session.next_deadline_ms()
@@ -487,9 +487,10 @@ class Sidecar:
         assert self._peer is not None
         while True:
             view = self.engine.core_view()
+            if view is not None and view.is_frozen is not self._is_frozen:
+                self._is_frozen = not self._is_frozen
+                event = "core_frozen" if self._is_frozen else "core_runs"
+                self._peer.note(Note(event, "warning", {"pid": view.pid, "phase": view.phase}))
             if view is not None and self._peer.link.state is LinkState.JOINED:
-                requests = view.waiting + view.running
-                since_ms = round(view.age_ms(), 1)
-                status = CoreStatus(view.phase, since_ms, view.step, view.wave, requests)
-                self._peer.send(status)
+                self._peer.send(view.message())
             await anyio.sleep(self._peer.link.heartbeat_ms / 1000)

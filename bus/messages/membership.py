@@ -108,7 +108,8 @@ class Welcome:
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """``version``: what an engine serves; of a trainer, of which it keeps the weights (0: none).
-    ``closed``: the engine's admission is: requests that reach it are ended."""
+    ``closed``: requests that reach the engine are ended, or wait in a core that does not run.
+    ``in_flight``: an engine's requests; a trainer's tensors, of those taken from its source."""
 
     phase: Phase
     version: Serial

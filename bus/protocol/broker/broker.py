@@ -147,18 +147,18 @@ class Broker:
                 self._nack((route,), envelope.id, failure),
             ]
         peer.last_seq = envelope.seq
-        if type(message) is m.Heartbeat:
-            peer.is_unreachable = False
-        peer.on_frame(now_ms)
+        peer.on_frame(message, now_ms)
+        group = self.groups.get(peer.group)
+        back = group.take_back(peer, message, now_ms) if group and peer.overdue else []
         if type(message) is m.Ack:
             # Between heartbeats, acks tell where an engine stands.
-            group = self.groups[peer.group]
+            assert group is not None, "an engine's"
             after = _PHASE_AFTER_STAGED if group.update.staged else _PHASE_AFTER
             peer.phase = after.get(message.step, peer.phase)
             if message.outcome in _PHASE_FOUND:
                 peer.phase = _PHASE_FOUND[message.outcome]
-            return group.on_ack(peer.name, message, now_ms)
-        return self._from_peer(peer, envelope, message, now_ms)
+            return back + group.on_ack(peer.name, message, now_ms)
+        return back + self._from_peer(peer, envelope, message, now_ms)
 
     def on_malformed_frame(self, route: bytes, error: DecodeError, now_ms: float) -> list[Effect]:
         """A frame that could not be decoded: say which field, change nothing."""
@@ -242,7 +242,7 @@ class Broker:
             elif group is not None and group.owner is peer:
                 if envelope.epoch < group.session.granted_epoch:  # its WELCOME was lost
                     beat.append(self._welcome(peer, group, peer.route, envelope.id))
-                beat += group.on_owner_heartbeat(message)
+                beat += group.on_owner_heartbeat(message, now_ms)
             return beat
         if isinstance(message, m.CoreStatus) and group is not None:
             return group.dp_groups.on_core_status(peer, message, now_ms)
@@ -464,7 +464,7 @@ class Broker:
             failure = Failure(m.NackCode.PEER_LOST, reason, peer.name)
             return effects + group.on_engine_lost(peer, failure, now_ms)
         if peer.role == "follower":
-            group.followers.on_gone(peer)
+            effects += group.on_follower_gone(peer, reason)
         if group.owner is peer:
             effects += group.on_owner_gone(f"trainer {reason}", now_ms)
         return effects

@@ -110,8 +110,14 @@ class _StatusWriters:
                 _log.warning("wavebus: no status page of this engine core: %s", error)
         return self._watch
 
+    def beat(self) -> None:
+        """This process runs. In any thread, once its core has turned."""
+        if self._watch is not None and self._tried_in == os.getpid():
+            self._watch.page.beat()
+
 
 _watches = _StatusWriters()
+beat = _watches.beat
 
 
 def _watched(around: Callable[..., Any]) -> Callable[..., Any]:

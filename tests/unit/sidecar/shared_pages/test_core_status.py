@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -39,6 +40,24 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
             assert (view.flags, view.waiting, view.running) == (flags, 2, 1)
             assert 0 <= view.age_ms() < 1000
     assert not (tmp_path / "page").exists()
+
+
+def test_a_process_that_does_not_run_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that tells no time is not, nor is one whose core waits for work; but one whose core has
+    stood in a step for a minute is."""
+    with CoreStatusPage(None) as page:
+        assert (page.view().beat_s, page.view().is_frozen) == (0.0, False)
+        page.beat()
+        assert 0 < page.view().beat_s <= time.monotonic()
+        assert not page.view().is_frozen
+        now_s = time.monotonic()
+        for phase, after_s, frozen in (("idle", 9, False), ("idle", 11, True), ("step", 9, False)):
+            page.enter(cast("CorePhase", phase))
+            with monkeypatch.context() as patched:
+                patched.setattr(time, "monotonic", lambda later=now_s + after_s: later)
+                assert page.view().is_frozen is frozen
+        view = replace(page.view(), beat_s=0.0, since_s=now_s - 61)
+        assert (view.is_frozen, replace(view, phase="idle").is_frozen) == (True, False)
 
 
 def test_a_page_is_its_owners(tmp_path: Path) -> None:

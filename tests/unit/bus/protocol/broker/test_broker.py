@@ -913,23 +913,30 @@ def test_acks_before_the_chunk_is_sent_answer_nobody(bench: Bench) -> None:
     assert answered(bench.all_ack(Step.CHUNK, chunk=0)) == [60, 61]
 
 
-def silent_until(bench: Bench, now_ms: float) -> list[Effect]:
-    """Time passes; everybody beats, and nobody acks."""
+def silent_until(bench: Bench, now_ms: float, *, moves: bool = False) -> list[Effect]:
+    """Time passes; everybody beats, and nobody acks. ``moves``: the trainer takes tensors from its
+    source, one in 50 s."""
     effects: list[Effect] = []
     while bench.now_ms < now_ms:
         bench.now_ms += 1000.0
-        for name in ("e0", "e1", "t"):
-            bench.say(name, BEAT)
+        for name in ("e0", "e1"):
+            effects += bench.say(name, BEAT)
+        taken = int(bench.now_ms // 50_000) if moves else 0
+        effects += bench.say("t", replace(BEAT, in_flight=taken))
         effects += bench.broker.tick(bench.now_ms)
-    return effects
+    return [each for each in effects if not is_beat_ack(each)]
+
+
+def is_beat_ack(effect: Effect) -> bool:
+    return isinstance(effect, Send) and isinstance(effect.message, HeartbeatAck)
 
 
 def test_no_engines_time_runs_until_the_chunk_is_sent(bench: Bench) -> None:
-    """However long the trainer takes, nobody falls out; from then on an engine may."""
+    """However long the trainer takes while it moves, nobody falls out; then an engine may."""
     bench.loading()
     bench.say("t", make_chunk("u1", MANIFEST, 0, 1))
     group = bench.broker.groups["policy"]
-    asked = messages(silent_until(bench, 3 * CONFIG.step_timeout_ms))
+    asked = messages(silent_until(bench, 20 * CONFIG.step_timeout_ms, moves=True))
     assert {type(each) for each in asked} == {WeightChunkMeta}
     assert set(group.update.members) == {"e0", "e1"}
     bench.say("t", make_sent("u1", MANIFEST, 0, 1))
@@ -946,6 +953,42 @@ def test_no_engines_time_runs_until_the_chunk_is_sent(bench: Bench) -> None:
     ]
     assert note.fields["peer"] == "e1"
     assert note.fields["detail"] == failure.detail
+
+
+def notes(effects: list[Effect], event: str) -> list[dict[str, object]]:
+    return [dict(e.fields) for e in effects if isinstance(e, Note) and e.event == event]
+
+
+def test_a_trainer_that_does_not_move_ends_its_update(bench: Bench) -> None:
+    """Twice as long as an engine may take, counted from its last move; then all resume, and leases
+    are renewed for it no more."""
+    bench.loading()
+    bench.say("t", make_chunk("u1", MANIFEST, 0, 1))
+    limit_ms = 2 * CONFIG.step_timeout_ms
+    (slow,) = notes(silent_until(bench, 50_000.0, moves=True), "step_slow")
+    assert (slow["step"], slow["waits_for"]) == ("chunk 0", ["the trainer"])
+    effects = silent_until(bench, bench.now_ms + limit_ms)  # its next beat tells another number
+    assert not [each for each in messages(effects) if isinstance(each, Abort)]
+    effects = silent_until(bench, bench.now_ms + 2000.0)
+    assert [each for each in messages(effects) if isinstance(each, Abort)]
+    group = bench.broker.groups["policy"]
+    assert (group.orphaned, group.owner is not None) == (True, True)
+    assert group.pause_held_at("e0") == ""
+    effects = [*bench.ack("e0", Step.ABORT), *bench.ack("e1", Step.ABORT)]
+    assert [type(each) for each in messages(effects)][-1] is Resume
+    nack = next(each for each in messages(effects) if isinstance(each, Nack))
+    assert (nack.code, nack.peer) == (NackCode.TIMEOUT, "t")
+    assert "t lives, and has not gone on for" in nack.detail
+
+
+def test_the_log_names_who_holds_up_a_step_once(bench: Bench) -> None:
+    """After ten seconds, long before the engine is overdue."""
+    bench.loading()
+    bench.begin(0)
+    bench.ack("e0", Step.CHUNK)
+    assert notes(silent_until(bench, 10_000.0), "step_slow") == []
+    (slow,) = notes(silent_until(bench, 25_000.0), "step_slow")
+    assert (slow["step"], slow["waits_for"]) == ("chunk 0", ["e1 (heard 0 ms ago)"])
 
 
 def test_a_chunk_that_is_sent_is_asked_again_with_both_its_messages(bench: Bench) -> None:
