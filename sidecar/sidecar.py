@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Self
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import anyio
 
@@ -267,30 +267,19 @@ class Sidecar:
 
     def _join(self) -> Join:
         assert self.info is not None
-        info = self.info
+        shared = {each.name for each in fields(self.info)} & {
+            each.name for each in fields(EngineFacts)
+        }
+        info: dict[str, Any] = {name: getattr(self.info, name) for name in shared}
+        info |= {"closed": self.session.is_closed, "features": dict(self.info.features)}
         facts = EngineFacts(
-            kind=info.kind,
-            software=info.software,
-            model=info.model,
+            **info,
             dp_group=self.dp_group,
-            dp_rank=info.dp_rank,
-            dp_size=info.dp_size,
-            workers=info.workers,
-            backends=info.backends,
-            endpoint=info.endpoint,
-            can_sleep=info.can_sleep,
-            draft=info.draft,
             supervised=self.supervised,
-            canary=info.canary,
             version=self.session.version,
             phase=self.session.phase,
             update_id=self.session.shown_id,
             peer_address=self._peer_links.address if self._peer_links else "",
-            closed=self.session.is_closed,
-            features=dict(info.features),
-            untested=info.untested,
-            dtype=info.dtype,
-            limits=info.limits,
         )
         return codec.clip(Join("engine", HOST, PID, facts, None))
 

@@ -266,10 +266,8 @@ class Connection:
     def _on_message(self, envelope: Envelope, message: Message) -> None:
         if isinstance(message, StaleEngines):
             self._on_stale(message)
-            return
-        if isinstance(message, Routes):
+        elif isinstance(message, Routes):
             self._on_routes(envelope.group, message)
-            return
         if type(message) is Nack and message.code is NackCode.PEER_LOST and not envelope.reply_to:
             self.lost_rank = message
         future = self._answers.get(envelope.reply_to or self._refused_unread(message))

@@ -50,6 +50,7 @@ T = TypeVar("T")
 
 SOFTWARE: Final = "wavebus-embedded 0.1"
 DEFAULT_MAX_LEN: Final = 2048
+_EXACT: Final = True  # draws are keyed by position
 
 
 class EmbeddedEngine:
@@ -159,9 +160,7 @@ class EmbeddedEngine:
             booted_closed=self._boot_closed,
             ends_with_sidecar=True,
             dtype=self._config.dtype,
-            limits=RequestLimits(
-                self.vocab_size, self.max_model_len, self.max_num_seqs, exact_seeds=True
-            ),
+            limits=RequestLimits(self.vocab_size, self.max_model_len, self.max_num_seqs, _EXACT),
         )
 
     async def close(self) -> None:

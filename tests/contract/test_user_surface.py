@@ -96,6 +96,7 @@ from tests.support.surface import (
 from trainer_agent import (
     Canary,
     CpuCache,
+    RolloutClient,
     SyncTrainerAgent,
     TrainerAgent,
     UpdateReport,
@@ -114,6 +115,7 @@ if TYPE_CHECKING:
 # What users import, subclass or are handed.
 CLASSES: list[type] = [
     *(TrainerAgent, SyncTrainerAgent, Canary, CpuCache, UpdateReport, WeightSource),
+    RolloutClient,
     *(PauseArguments, UpdateArguments),
     *(Sidecar, Engine, EngineInfo, Chunk, EmbeddedEngine, SamplingParams, VllmEngine),
     *(Sender, Receiver, RankAssignment, World, Manifest, TensorMeta),

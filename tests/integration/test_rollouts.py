@@ -111,7 +111,7 @@ def test_interrupted_sessions_equal_their_undisturbed_twins(bus: Bus) -> None:
 
 async def until_streaming(client: RolloutClient, attempts: int) -> None:
     """So many requests have engines."""
-    while len(client._attempts) < attempts:  # noqa: ASYNC110 - it tells nobody
+    while len(client._pool.attempts) < attempts:  # noqa: ASYNC110 - it tells nobody
         await asyncio.sleep(0)
 
 
@@ -128,7 +128,7 @@ def test_a_stream_is_the_completion_in_pieces_and_its_reader_may_leave(bus: Bus)
             assert deltas[-1].finish_reason == "length"
             async with contextlib.aclosing(client.stream(PROMPT, SAMPLED)) as left:
                 await anext(left)
-            assert not client._attempts
+            assert not client._pool.attempts
             many = [
                 done async for done in client.generate_many([PROMPT] * 6, SAMPLED | {"seed": 3})
             ]

@@ -37,7 +37,7 @@ class Cut(Exception):
         self.how = how
 
 
-class WireSpan(msgspec.Struct, frozen=True):
+class PieceSpan(msgspec.Struct, frozen=True):
     """Tokens ``start`` to ``end`` of this attempt's output; ``version`` is a label."""
 
     version: str | int | None
@@ -61,7 +61,7 @@ class Piece(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: _LogProbs | None = None
-    weight_versions: list[WireSpan] | None = None
+    weight_versions: list[PieceSpan] | None = None
 
 
 class _Event(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bus.messages import RequestLimits
-    from trainer_agent.rollouts.attempt import Piece, WireSpan
+    from trainer_agent.rollouts.attempt import Piece, PieceSpan
     from trainer_agent.rollouts.request import RolloutRequest
 
 
@@ -53,7 +53,7 @@ class ChoiceState:
         self._finish = ""  # of the attempt under way
         self._stop: int | str | None = None
         self._begun = 0  # tokens before the attempt under way
-        self._wire_spans: list[WireSpan] = []
+        self._wire_spans: list[PieceSpan] = []
         self._stop_search = _StopSearch(tokenizer) if tokenizer and request.stops else None
 
     @property
@@ -219,7 +219,7 @@ class _StopSearch:
         return min(found)[1] if found else ""
 
 
-def _check_spans(spans: Sequence[WireSpan], tokens: int) -> None:
+def _check_spans(spans: Sequence[PieceSpan], tokens: int) -> None:
     """Contiguous, from 0 to ``tokens``."""
     at = 0
     for span in spans:

@@ -6,72 +6,33 @@ import asyncio
 import contextlib
 import secrets
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import aiohttp
-import anyio
 
-from bus.errors import BusTimeout, NoEngine, Refused, RequestPoisoned, RolloutFailed, UsageError
+from bus.errors import UsageError
 from bus.ids import check_name
 from bus.keys import security
 from bus.runtime.peer import default_name
 from bus.settings import DEFAULT_BROKER
 from trainer_agent.connection import Connection
-from trainer_agent.rollouts.attempt import Cut, pieces
-from trainer_agent.rollouts.choice import ChoiceState
+from trainer_agent.rollouts.engine_pool import EnginePool
 from trainer_agent.rollouts.request import make_request
-from trainer_agent.rollouts.results import Completion
-from trainer_agent.rollouts.router import Router
+from trainer_agent.rollouts.rollout import RolloutRun
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from bus.messages import Routes
     from trainer_agent.rollouts.choice import Tokenizer
-    from trainer_agent.rollouts.request import OnInexact, RolloutRequest
-    from trainer_agent.rollouts.results import TokenDelta
+    from trainer_agent.rollouts.request import OnInexact
+    from trainer_agent.rollouts.results import Completion, TokenDelta
 
 # A connection that the server closes at the moment of its reuse loses a request: let go of idle
 # ones before servers do (after 5 s, vLLM's).
 _IDLE_S: Final = 2.0
 _CONNECT_S: Final = 5.0
 _LINE_BYTES: Final = 1 << 20
-_FAILURES: Final = 5
-_POISONED: Final = 2
-_SERVING: Final = ("running", "staging")
-
-
-@dataclass(eq=False, slots=True)
-class _Waiter:
-    """A request that waits for an engine."""
-
-    session: str | None
-    sequences: int
-    avoid: frozenset[str]
-    granted: asyncio.Future[str]
-
-
-@dataclass(eq=False, slots=True)
-class _Attempt:
-    """One that is under way; the watch cancels ``scope`` when no token came since ``last_s``."""
-
-    engine: str
-    scope: anyio.CancelScope
-    last_s: float
-
-
-@dataclass(eq=False, slots=True)
-class _Rollout:
-    """A request under way, and what became of its attempts. ``died``: engines that died while they
-    ran it, by name and endpoint; ``avoid``: engines that failed it."""
-
-    request: RolloutRequest
-    on_delta: Callable[[TokenDelta], None] | None
-    died: set[tuple[str, str]] = field(default_factory=set)
-    avoid: set[str] = field(default_factory=set)
-    last: str = ""  # what ended the last attempt that failed, and where
 
 
 class RolloutClient:
@@ -119,24 +80,23 @@ class RolloutClient:
                 raise UsageError(f"{option}={value}: must be positive")
         self.group = check_name(group, "group")
         self._tokenizer = tokenizer
-        self._stall_s = stall_s
-        self._unavailable_s = unavailable_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._connection = Connection(
-            broker,
-            role="observer",
-            name=check_name(name or f"{default_name('rollouts')}-{secrets.token_hex(3)}", "name"),
-            group=self.group,
-            timeout_s=timeout_s,
-            security=security(key, broker_key, insecure=insecure),
-            on_routes=self._on_routes,
+        name = check_name(name or f"{default_name('rollouts')}-{secrets.token_hex(3)}", "name")
+        keys = security(key, broker_key, insecure=insecure)
+        self._pool = EnginePool(
+            self.group,
+            lambda on_routes: Connection(
+                broker,
+                role="observer",
+                name=name,
+                group=self.group,
+                timeout_s=timeout_s,
+                security=keys,
+                on_routes=on_routes,
+            ),
+            stall_s=stall_s,
+            unavailable_s=unavailable_s,
         )
-        self._router = Router()
-        self._routed = asyncio.Event()
-        self._waiting: deque[_Waiter] = deque()
-        self._attempts: set[_Attempt] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._last_token_s = 0.0
         self._stack = contextlib.AsyncExitStack()
         self._http: aiohttp.ClientSession | None = None
 
@@ -148,8 +108,8 @@ class RolloutClient:
             Refused: it does not let the client in.
         """
         async with contextlib.AsyncExitStack() as stack:
-            await self._connection.open()
-            stack.callback(self._connection.close)
+            await self._pool.open()
+            stack.callback(self._pool.close)
             self._http = await stack.enter_async_context(
                 aiohttp.ClientSession(
                     connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
@@ -158,10 +118,6 @@ class RolloutClient:
                     read_bufsize=_LINE_BYTES,
                 )
             )
-            watch = asyncio.create_task(self._watch_stalls())
-            stack.callback(watch.cancel)
-            stack.callback(self._stop_timer)
-            self._last_token_s = self._now_s()
             self._stack = stack.pop_all()
         return self
 
@@ -201,8 +157,8 @@ class RolloutClient:
             RequestPoisoned: two engines died while they ran it.
             RolloutFailed: five attempts in a row gave no token, or ``on_inexact="raise"``.
         """
-        request = self._make(prompt_token_ids, sampling_params, session_id, on_inexact, extra)
-        return await self._run(_Rollout(request, None))
+        rollout = self._make(prompt_token_ids, sampling_params, session_id, on_inexact, extra)
+        return await rollout.run()
 
     async def stream(
         self,
@@ -216,9 +172,11 @@ class RolloutClient:
         """The same, token by token as they come. What was given can't be taken back, so
         ``on_inexact="restart"`` restarts only a choice that has given no token yet, and raises
         otherwise. Arguments and errors are those of :meth:`generate`."""
-        request = self._make(prompt_token_ids, sampling_params, session_id, on_inexact, extra)
         deltas: asyncio.Queue[TokenDelta | None] = asyncio.Queue()
-        task = asyncio.create_task(self._run(_Rollout(request, deltas.put_nowait)))
+        rollout = self._make(
+            prompt_token_ids, sampling_params, session_id, on_inexact, extra, deltas.put_nowait
+        )
+        task = asyncio.create_task(rollout.run())
         task.add_done_callback(lambda _: deltas.put_nowait(None))
         try:
             while (delta := await deltas.get()) is not None:
@@ -273,9 +231,7 @@ class RolloutClient:
 
     def finish_session(self, session_id: str) -> None:
         """Forget a session: its engine may take another."""
-        self._router.finish_session(session_id)
-
-    # One request
+        self._pool.router.finish_session(session_id)
 
     def _make(
         self,
@@ -284,10 +240,11 @@ class RolloutClient:
         session_id: str | None,
         on_inexact: OnInexact,
         extra: Mapping[str, Any],
-    ) -> RolloutRequest:
+        on_delta: Callable[[TokenDelta], None] | None = None,
+    ) -> RolloutRun:
         if self._http is None:
             raise UsageError("connect() first, or use `async with`")
-        return make_request(
+        request = make_request(
             prompt,
             params,
             session_id=session_id,
@@ -295,244 +252,4 @@ class RolloutClient:
             decodes=self._tokenizer is not None,
             extra=extra,
         )
-
-    async def _run(self, rollout: _Rollout) -> Completion:
-        request = rollout.request
-        await self._until_routed()
-        limits = self._router.limits()
-        request.check(limits)
-        choices = [
-            ChoiceState(request, index, self._tokenizer, limits)
-            for index in range(request.params.n)
-        ]
-        while not any(choice.token_ids or choice.done for choice in choices):
-            await self._attempt(rollout, choices)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for choice in choices:
-                    if not choice.done:
-                        tasks.create_task(self._finish(rollout, choice))
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
-        return Completion(request.id, request.prompt, tuple(choice.result() for choice in choices))
-
-    async def _finish(self, rollout: _Rollout, choice: ChoiceState) -> None:
-        """Attempts for one choice, until it is done."""
-        while not choice.done:
-            await self._attempt(rollout, [choice])
-
-    async def _attempt(self, rollout: _Rollout, choices: Sequence[ChoiceState]) -> None:
-        """Ask one engine for these choices: all from the start, or one from where it is."""
-        request, first = rollout.request, choices[0]
-        engine = await self._acquire(request.session_id, len(choices), frozenset(rollout.avoid))
-        route = self._router.engines[engine].route
-        cut: Cut | None = None
-        try:
-            if first.token_ids:
-                self._prepare(rollout, first, request.inexact(route.limits))
-            body = request.body(
-                first.token_ids, first.index, len(choices), route.limits, first.attempts
-            )
-            await self._read(rollout, choices, engine, route.endpoint, body)
-        except Cut as error:
-            cut = error
-        finally:
-            self._router.release(engine, len(choices))
-            self._grant()
-        for choice in choices:
-            try:
-                choice.end_attempt(engine, cut.how if cut else "")
-            except Cut as error:
-                cut = error
-            if choice.done:
-                self._router.succeeded(engine)
-        self._judge(rollout, choices, engine, route.endpoint, cut)
-
-    def _prepare(self, rollout: _Rollout, choice: ChoiceState, reasons: Sequence[str]) -> None:
-        """Decide how a choice that has tokens goes on."""
-        if not reasons:
-            return
-        request = rollout.request
-        if request.on_inexact == "continue":
-            choice.mark_inexact(reasons)
-        elif request.on_inexact == "restart" and rollout.on_delta is None:
-            choice.restart()
-        else:
-            raise RolloutFailed(
-                f"request {request.id} was interrupted, and can't continue exactly: "
-                f"{', '.join(reasons)}; {rollout.last}"
-            )
-
-    async def _read(
-        self,
-        rollout: _Rollout,
-        choices: Sequence[ChoiceState],
-        engine: str,
-        endpoint: str,
-        body: dict[str, Any],
-    ) -> None:
-        """Take what an engine answers, until it has ended.
-
-        Raises:
-            Cut: before that.
-        """
-        assert self._http is not None
-        alone = len(choices) == 1
-        with anyio.CancelScope() as scope:
-            attempt = _Attempt(engine, scope, self._now_s())
-            self._attempts.add(attempt)
-            try:
-                async with contextlib.aclosing(pieces(self._http, endpoint, body)) as stream:
-                    async for batch in stream:
-                        for piece in batch:
-                            if not 0 <= piece.index < len(choices):
-                                raise Cut("broken", f"choice {piece.index} of {len(choices)}")
-                            choice = choices[0 if alone else piece.index]
-                            delta = choice.take(piece, engine)
-                            if delta is not None:
-                                attempt.last_s = self._last_token_s = self._now_s()
-                                if rollout.on_delta is not None:
-                                    rollout.on_delta(delta)
-                        if all(choice.has_ended for choice in choices):
-                            return
-            finally:
-                self._attempts.discard(attempt)
-        if scope.cancelled_caught:
-            raise Cut("stalled", f"no token for {self._stall_s:g} s")
-
-    def _judge(
-        self,
-        rollout: _Rollout,
-        choices: Sequence[ChoiceState],
-        engine: str,
-        endpoint: str,
-        cut: Cut | None,
-    ) -> None:
-        """What an attempt's end means for its engine and its request.
-
-        Raises:
-            RequestPoisoned, RolloutFailed: it is given up.
-        """
-        if cut is None:
-            if not any(choice.done or choice.token_ids for choice in choices):
-                self._router.rejected(engine, self._now_s())  # ended before it began
-            return
-        rollout.last = f"{engine} at {endpoint}: {cut}"
-        if cut.how in ("rejected", "unreachable", "died"):
-            self._router.rejected(engine, self._now_s())
-        if cut.how in ("died", "broken", "stalled"):
-            rollout.avoid.add(engine)
-        if cut.how == "died":
-            rollout.died.add((engine, endpoint))
-            if len(rollout.died) >= _POISONED:
-                names = ", ".join(sorted(name for name, _ in rollout.died))
-                raise RequestPoisoned(
-                    f"request {rollout.request.id}: {names} died while they ran it, so no other "
-                    f"engine gets it; the last: {rollout.last}"
-                )
-        if any(choice.failures >= _FAILURES for choice in choices):
-            raise RolloutFailed(
-                f"request {rollout.request.id}: {_FAILURES} attempts in a row gave no token; the "
-                f"last: {rollout.last}"
-            )
-
-    # Engines
-
-    async def _acquire(self, session: str | None, sequences: int, avoid: frozenset[str]) -> str:
-        """The engine that a request goes to, when it is its turn.
-
-        Raises:
-            NoEngine: there is none.
-        """
-        waiter = _Waiter(session, sequences, avoid, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiter)
-        self._grant()
-        try:
-            while not waiter.granted.done():
-                await asyncio.wait([waiter.granted], timeout=self._unavailable_s)
-                if not waiter.granted.done():
-                    await self._require_engines()
-            return waiter.granted.result()
-        except BaseException:
-            if waiter.granted.done():
-                self._router.release(waiter.granted.result(), sequences)
-            else:
-                self._waiting.remove(waiter)
-            self._grant()
-            raise
-
-    async def _until_routed(self) -> None:
-        while not self._router.engines:
-            try:
-                await asyncio.wait_for(self._routed.wait(), self._unavailable_s)
-            except TimeoutError:
-                await self._require_engines()
-
-    def _grant(self) -> None:
-        """Let those go whose turn it is, in the order in which they came."""
-        now_s = self._now_s()
-        for waiter in list(self._waiting):
-            if not any(load.has_room(1, now_s) for load in self._router.engines.values()):
-                break
-            engine = self._router.pick(waiter.session, waiter.sequences, now_s, waiter.avoid)
-            if engine is not None:
-                self._waiting.remove(waiter)
-                waiter.granted.set_result(engine)
-        self._stop_timer()
-        release_s = self._router.next_release_s(now_s)
-        if self._waiting and release_s is not None:
-            self._timer = asyncio.get_running_loop().call_at(release_s, self._grant)
-
-    async def _require_engines(self) -> None:
-        """After a long wait: go on waiting if somebody works, or will.
-
-        Raises:
-            NoEngine: otherwise; it says who was waited for.
-        """
-        if self._now_s() - self._last_token_s < self._unavailable_s:
-            return
-        known = sorted(self._router.engines) or ["none"]
-        try:
-            engines = await self._connection.engines()
-        except (BusTimeout, Refused) as error:
-            raise NoEngine(
-                f"no engine took a request for {self._unavailable_s:g} s; the last routes: "
-                f"{', '.join(known)}; {error}"
-            ) from None
-        if any(engine.phase not in _SERVING for engine in engines):
-            return
-        there = ", ".join(f"{each.name} at {each.endpoint or 'no endpoint'}" for each in engines)
-        raise NoEngine(
-            f"no engine took a request for {self._unavailable_s:g} s; in group {self.group}: "
-            f"{there or 'nobody'}; routed: {', '.join(known)}"
-        )
-
-    async def _watch_stalls(self) -> None:
-        """Leave engines that run, and give no tokens."""
-        while True:
-            await asyncio.sleep(self._stall_s / 4)
-            since_s = self._now_s() - self._stall_s
-            if not any(attempt.last_s < since_s for attempt in self._attempts):
-                continue
-            with contextlib.suppress(BusTimeout, Refused):
-                idle = {e.name for e in await self._connection.engines() if e.phase not in _SERVING}
-                for attempt in self._attempts:
-                    if attempt.engine in idle:
-                        attempt.last_s = self._now_s()
-            for attempt in self._attempts:
-                if attempt.last_s < since_s:
-                    attempt.scope.cancel()
-
-    def _on_routes(self, group: str, routes: Routes) -> None:
-        if group == self.group:
-            self._router.update(routes.engines)
-            (self._routed.set if routes.engines else self._routed.clear)()
-            self._grant()
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _now_s(self) -> float:
-        return asyncio.get_running_loop().time()
+        return RolloutRun(request, self._pool, self._http, self._tokenizer, on_delta)

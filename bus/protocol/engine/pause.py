@@ -297,26 +297,21 @@ class EnginePause:
             self._admission.closed = self._admission.unconfirmed = False
         self._memory.on_resumed()
         self._last_resume = self.update_id
-        effects: list[SessionEffect] = [self._resumed_ack(job.reply_to, took_ms)]
-        return effects + self.run_queued(now_ms)
+        return [self._resumed_ack(job.reply_to, took_ms), *self.run_queued(now_ms)]
 
     def _resumed_ack(self, reply_to: int, took_ms: float) -> SessionEffect:
-        outcome = STILL_CLOSED if self._admission.closed else ""
+        outcome, held = STILL_CLOSED if self._admission.closed else "", self.in_flight
+        update_id = self._last_resume
         return ack(
-            reply_to,
-            Step.RESUME,
-            self._last_resume,
-            in_flight=self.in_flight,
-            took_ms=took_ms,
-            outcome=outcome,
+            reply_to, Step.RESUME, update_id, in_flight=held, took_ms=took_ms, outcome=outcome
         )
 
     def on_resume_failed(self, job: Job, failure: Failure, now_ms: float) -> list[SessionEffect]:
         """The engine is still paused."""
         self.state = _S.PAUSED
         self._memory.on_resume_failed()
-        effects: list[SessionEffect] = [nack(job.reply_to, Step.RESUME, failure, self.update_id)]
-        return effects + self.run_queued(now_ms)
+        failed = nack(job.reply_to, Step.RESUME, failure, self.update_id)
+        return [failed, *self.run_queued(now_ms)]
 
     def on_found_paused(self, update_id: str, lease_ms: float, now_ms: float) -> None:
         """The engine was found in this pause, which an earlier sidecar has made: nobody knows what
