@@ -6,7 +6,10 @@ What bounds a broker's peers, beside :mod:`bus.protocol.core.access`:
 
 - ``RCVHWM``: so many frames of one peer wait unread; then its connection is not read until some
   are taken. ZeroMQ takes a frame of each peer in turn.
+- ``SNDHWM``: so many frames wait for a peer; what is more is not sent.
+- ``TCP_MAXRT``: a peer that takes none of them loses its connection.
 - ``MAXMSGSIZE``: a frame far too large costs its sender the connection.
+- :mod:`bus.runtime.zmq_connections`: so does a message that fills the memory and does not end.
 - ``HANDSHAKE_IVL``: who connects and says nothing is let go.
 - ``HEARTBEAT_…``: so is who says nothing any more, whatever its own settings.
 - No ``ROUTER_HANDOVER``: a second connection under a route that is in use gets nothing.
@@ -30,10 +33,12 @@ from bus.errors import UsageError
 from bus.keys import Security
 from bus.messages import MAX_FRAME_BYTES
 from bus.net import is_loopback
+from bus.runtime.zmq_connections import CHECK_S, ConnectionGuard
 from bus.runtime.zmq_curve import ZapHandler, secure_client, secure_server
 from bus.runtime.zmq_socket import ZmqSocket
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Iterable
 
     from bus.keys import Keyring
@@ -46,6 +51,8 @@ _MAX_RECV_BYTES: Final = 2 * MAX_FRAME_BYTES
 _BATCH: Final = 512
 _QUEUE: Final = 10_000
 _UNREAD: Final = 64
+_UNSENT: Final = 2_000  # a trainer has at most 1,024 requests open, each of them one frame
+_UNTAKEN_MS: Final = 10_000
 _HANDSHAKE_MS: Final = 10_000
 # Slower than what peers ask for by themselves, so that theirs are the ones that count.
 _SERVER_HEARTBEAT_MS: Final = 15_000
@@ -147,6 +154,8 @@ class ZmqServer(ZmqSocket):
         socket = context.socket(zmq.ROUTER)
         _harden(socket)
         socket.setsockopt(zmq.RCVHWM, _UNREAD)
+        socket.setsockopt(zmq.SNDHWM, _UNSENT)
+        socket.setsockopt(zmq.TCP_MAXRT, _UNTAKEN_MS)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.BACKLOG, 4096)
         socket.setsockopt(zmq.HEARTBEAT_IVL, _SERVER_HEARTBEAT_MS)
@@ -166,8 +175,14 @@ class ZmqServer(ZmqSocket):
         super().__init__(socket)
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\x00")
         self._on_frame: OnRoutedFrame | None = None
+        self._guard = ConnectionGuard(self.address)
+        self._check: asyncio.TimerHandle | None = None
+        self._is_skipping = False  # the rest of a message of more parts than ours have
 
     def close(self) -> None:
+        if self._check is not None:
+            self._check.cancel()
+            self._guard.close()
         super().close()
         if self._zap_handler is not None:
             self._zap_handler.close()
@@ -178,25 +193,36 @@ class ZmqServer(ZmqSocket):
     def listen(self, on_frame: OnRoutedFrame) -> None:
         self._on_frame = on_frame
         self.watch()
+        self._check_connections()
+
+    def _check_connections(self) -> None:
+        self._guard.check()
+        self._check = self._loop.call_later(CHECK_S, self._check_connections)
 
     def receive_batch(self) -> bool:
         assert self._on_frame is not None
         recv, on_frame, socket = self.socket.recv, self._on_frame, self.socket
+        keys, finished = self._zap_handler is not None, self._guard.finished
         user = ""
         for _ in range(_BATCH):
+            if self._is_skipping:  # part by part, so that a turn of the loop has an end
+                recv(_NOBLOCK)
+                self._is_skipping = bool(socket.getsockopt(_RCVMORE))
+                continue
             try:
-                if self._zap_handler is None:
+                if not keys and finished is None:
                     route = recv(_NOBLOCK)
                 else:
                     part = recv(_NOBLOCK, copy=False)
                     # Of the connection that this frame came over, as the handler has named it.
-                    route, user = part.bytes, str(part.get("User-Id"))
+                    route, user = part.bytes, str(part.get("User-Id")) if keys else ""
+                    if finished is not None:
+                        finished.add(int(part.get(zmq.SRCFD)))
             except zmq.Again:
                 return True
             frame = recv(_NOBLOCK)  # a route never comes alone
-            while socket.getsockopt(_RCVMORE):  # not ours: more parts than a frame has
-                recv(_NOBLOCK)
-                frame = b""
+            if socket.getsockopt(_RCVMORE):  # not ours: more parts than a frame has
+                self._is_skipping, frame = True, b""
             on_frame(route, frame, user)
             if self._closed:
                 return True
