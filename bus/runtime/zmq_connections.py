@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 import bus.log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 CHECK_S: Final = 0.05
 _CHECKS: Final = 200
@@ -101,7 +101,11 @@ class ConnectionGuard:
     def _connections(self) -> Iterator[tuple[int, socket.socket, tuple[str, int], int]]:
         """Of the port: the descriptor, a socket until the next is asked for, the peer's address,
         and how much ZeroMQ has read."""
-        for descriptor in _open_descriptors():
+        try:
+            descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
+        except OSError:  # all are in use
+            descriptors = list(range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+        for descriptor in descriptors:
             # ZeroMQ may close its descriptor at any time, and another file get the number. When all
             # are in use, a new one could not be had.
             try:
@@ -124,13 +128,5 @@ class ConnectionGuard:
         os.dup2(self._statm, self._spare, inheritable=False)
 
     def _resident_bytes(self) -> int:
-        if self._port is None:
-            return 0
-        return int(os.pread(self._statm, 64, 0).split()[1]) * resource.getpagesize()
-
-
-def _open_descriptors() -> Iterable[int]:
-    try:
-        return [int(name) for name in os.listdir("/proc/self/fd")]
-    except OSError:  # all are in use
-        return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        pages = os.pread(self._statm, 64, 0).split()
+        return int(pages[1]) * resource.getpagesize() if pages else 0
