@@ -25,6 +25,7 @@ import socket
 import struct
 import sys
 import termios
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
@@ -102,7 +103,7 @@ class ConnectionGuard:
         """Of the port: the descriptor, a socket until the next is asked for, the peer's address,
         and how much ZeroMQ has read."""
         try:
-            descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
+            descriptors = [int(each.name) for each in Path("/proc/self/fd").iterdir()]
         except OSError:  # all are in use
             descriptors = list(range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
         for descriptor in descriptors:

@@ -22,6 +22,7 @@ import atexit
 import contextlib
 import errno
 import os
+import socket as unix_socket
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -109,7 +110,8 @@ def _flush(pid: int) -> None:
                 context.destroy(linger=_LINGER_MS)
 
 
-def _harden(socket: zmq.Socket[bytes]) -> None:
+def _harden(socket: zmq.Socket[bytes], address: str) -> None:
+    socket.setsockopt(zmq.IPV6, int("[" in address))
     socket.setsockopt(zmq.LINGER, _LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RECV_BYTES)
     socket.setsockopt(zmq.SNDHWM, _QUEUE)
@@ -122,6 +124,8 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> None:
     deadline_s = time.monotonic() + _REBIND_S
     while True:
         try:
+            if address.startswith("ipc://") and _is_taken(address.removeprefix("ipc://")):
+                raise zmq.ZMQError(errno.EADDRINUSE)  # ZeroMQ would take it over
             socket.bind(address)
         except zmq.ZMQError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
@@ -129,6 +133,12 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> None:
             time.sleep(_REBIND_S / 20)
         else:
             return
+
+
+def _is_taken(path: str) -> bool:
+    """Whether somebody listens at a Unix socket."""
+    with unix_socket.socket(unix_socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
 
 
 class ZmqServer(ZmqSocket):
@@ -152,7 +162,7 @@ class ZmqServer(ZmqSocket):
         self.keyring = keyring
         context = _own_context() if keyring else _context()
         socket = context.socket(zmq.ROUTER)
-        _harden(socket)
+        _harden(socket, address)
         socket.setsockopt(zmq.RCVHWM, _UNREAD)
         socket.setsockopt(zmq.SNDHWM, _UNSENT)
         socket.setsockopt(zmq.TCP_MAXRT, _UNTAKEN_MS)
@@ -258,7 +268,7 @@ class ZmqClient(ZmqSocket):
             what = "anyone on the way, or in the broker's place, may"
             _refuse_open(address, insecure=security.insecure, what=what)
         socket = _context().socket(zmq.DEALER)
-        _harden(socket)
+        _harden(socket, address)
         secure_client(socket, security)
         socket.setsockopt(zmq.ROUTING_ID, route)
         socket.setsockopt(zmq.IMMEDIATE, 1)  # don't queue for a broker that isn't there

@@ -47,6 +47,19 @@ def page_path(pid: int) -> Path:
     return pages_folder() / f"{pid}{_SUFFIX}"
 
 
+def own_page_path() -> Path:
+    """The same of this process, in a folder that is there.
+
+    Raises:
+        PermissionError: somebody else has made the folder.
+    """
+    path = page_path(os.getpid())
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.parent.stat().st_uid != os.getuid():
+        raise PermissionError(f"{path.parent} belongs to somebody else; remove it")
+    return path
+
+
 def siblings(pid: int) -> tuple[int, ...]:
     """The cores that the parent of this one has started: those behind one client. With itself."""
     parent = _parent_of(pid)
@@ -64,10 +77,7 @@ class CoreStatusWriter:
     """What one core writes of itself."""
 
     def __init__(self, core: Any) -> None:
-        path = page_path(os.getpid())
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.parent.stat().st_uid != os.getuid():
-            raise PermissionError(f"{path.parent} belongs to somebody else")
+        path = own_page_path()
         _remove_stale(path.parent)
         self.page = CoreStatusPage(path, rank=core.engine_index)
         # The cores' processes end without atexit; this they still run.
