@@ -52,7 +52,7 @@ from sidecar.shared_pages.pause_lease import (
     lease_path,
 )
 from sidecar.vllm.plugin import operations
-from sidecar.vllm.plugin.core.status import own_page_path
+from sidecar.vllm.plugin.core.status import make_folder, page_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -88,7 +88,9 @@ class LeaseGuard:
     """One core's."""
 
     def __init__(self, core: Any) -> None:
-        self.page = PauseLeasePage.make(lease_path(own_page_path()))
+        path = lease_path(page_path(os.getpid()))
+        make_folder(path.parent)
+        self.page = PauseLeasePage.make(path)
         Finalize(self, functools.partial(self.page.path.unlink, missing_ok=True), exitpriority=0)
         self._core = core
         self._rank = int(getattr(core, "dp_rank", 0))

@@ -47,17 +47,15 @@ def page_path(pid: int) -> Path:
     return pages_folder() / f"{pid}{_SUFFIX}"
 
 
-def own_page_path() -> Path:
-    """The same of this process, in a folder that is there.
+def make_folder(folder: Path) -> None:
+    """Make the folder of the pages, if it is not there.
 
     Raises:
-        PermissionError: somebody else has made the folder.
+        PermissionError: somebody else has made it.
     """
-    path = page_path(os.getpid())
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.parent.stat().st_uid != os.getuid():
-        raise PermissionError(f"{path.parent} belongs to somebody else; remove it")
-    return path
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to somebody else; remove it")
 
 
 def siblings(pid: int) -> tuple[int, ...]:
@@ -77,7 +75,8 @@ class CoreStatusWriter:
     """What one core writes of itself."""
 
     def __init__(self, core: Any) -> None:
-        path = own_page_path()
+        path = page_path(os.getpid())
+        make_folder(path.parent)
         _remove_stale(path.parent)
         self.page = CoreStatusPage(path, rank=core.engine_index)
         # The cores' processes end without atexit; this they still run.

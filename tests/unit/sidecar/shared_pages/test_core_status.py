@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from sidecar.shared_pages.core_status import (
     CoreStatusReader,
     NoPage,
 )
+from sidecar.shared_pages.pause_lease import NoPauseLeasePage, PauseLeasePage
 from tests.support.procs import ROOT
 
 if TYPE_CHECKING:
@@ -44,6 +46,20 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_a_page_is_its_owners(tmp_path: Path) -> None:
     with CoreStatusPage(tmp_path / "page"):
         assert (tmp_path / "page").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_page_of_another_user_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who can write where pages lie could report anything. Root reads the pages of all."""
+    with CoreStatusPage(tmp_path / "page"), PauseLeasePage.make(tmp_path / "page.hold"):
+        monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "page").stat().st_uid + 1)
+        with pytest.raises(NoPage, match="somebody else"):
+            CoreStatusReader(tmp_path / "page").read()
+        with pytest.raises(NoPauseLeasePage, match="somebody else"):
+            PauseLeasePage.open(tmp_path / "page.hold")
+        monkeypatch.setattr(os, "geteuid", lambda: 0)
+        CoreStatusReader(tmp_path / "page").read()
 
 
 @pytest.mark.parametrize("content", [None, b"", b"WBCP", b"x" * PAGE_BYTES])
