@@ -160,7 +160,7 @@ class PeerRank:
 class PeerRanks:
     """All ranks of the DP group, which is whole."""
 
-    peers: Annotated[tuple[PeerRank, ...], Meta(max_length=65_536)]
+    peers: Annotated[tuple[PeerRank, ...], Meta(max_length=4096)]
 
 
 @dataclass(frozen=True, slots=True)

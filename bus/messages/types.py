@@ -18,8 +18,8 @@ MAX_MEETING_BYTES: Final = 4096
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 # What somebody adds one to; so it never comes to what the wire has no number for.
 Serial: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
-# Ranks of a DP group, workers of an engine: the broker counts them one by one.
-Size: TypeAlias = Annotated[int, Meta(ge=1, le=65_536)]
+# Ranks of a DP group, workers of an engine.
+Size: TypeAlias = Annotated[int, Meta(ge=1, le=4096)]
 Name: TypeAlias = Annotated[
     str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*\Z")
 ]

@@ -16,6 +16,7 @@ its core does (0: it writes none).
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
@@ -182,7 +183,18 @@ class CoreStatusReader:
             raise NoPage(f"{self.path}: {error.strerror}") from error
 
 
+def require_own(descriptor: int) -> None:
+    """Let in no page that another user has put there; root reads everybody's.
+
+    Raises:
+        PermissionError: it is another user's.
+    """
+    if os.geteuid() not in (0, os.fstat(descriptor).st_uid):
+        raise PermissionError(errno.EPERM, "the page belongs to somebody else")
+
+
 def _mapped(descriptor: int, path: Path) -> mmap.mmap:
+    require_own(descriptor)
     if os.fstat(descriptor).st_size < PAGE_BYTES:
         raise NoPage(f"{path}: shorter than a status page")
     return mmap.mmap(descriptor, PAGE_BYTES, prot=mmap.PROT_READ)

@@ -33,7 +33,7 @@ from bus.protocol.core.membership import WATCHERS, Membership, Peer, place_of
 from bus.protocol.group.replies import lacking, nack_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from bus.errors import DecodeError
     from bus.protocol.core.access import KeyRole
@@ -76,7 +76,7 @@ class Broker:
         self.keys = keys
         self.peers = Membership(self.config.peer_timeout_ms)
         self.groups = GroupTable(self.config, self.peers)
-        self._sweep_ms = 0.0
+        self._sweep_ms = self._due_ms = 0.0
         self._strangers: dict[bytes, Bucket] = {}
         self._views = Bucket(self.config.limits.status, 0.0)
 
@@ -102,13 +102,26 @@ class Broker:
         self, route: bytes, envelope: m.Envelope, message: m.Message, now_ms: float, user: str = ""
     ) -> list[Effect]:
         """One decoded frame. ``user``: the key that its sender has proven to have."""
+        known = self.peers.by_name.get(envelope.sender)
         effects = self._on_message(route, envelope, message, now_ms, user)
-        waits = type(message) is m.Ack and not effects  # for other engines' acks
-        return effects if waits else effects + self._reroute()
+        if type(message) is m.Ack and not effects:
+            return effects  # it waits for other engines' acks
+        # A frame costs the same however many groups there are: it changes its sender's, which may
+        # have been another one before a JOIN.
+        touched = {envelope.group, known.group} if known else {envelope.group}
+        rerouted = self._review(self.groups[name] for name in touched if name in self.groups)
+        return effects + rerouted if rerouted else effects
 
-    def _reroute(self) -> list[Effect]:
-        """Whoever watches hears of routable engines that have changed."""
-        return [each for group in self.groups.values() for each in group.reroute(self._watchers)]
+    def _review(self, groups: Iterable[Group]) -> list[Effect]:
+        """Whoever watches hears of routable engines that have changed, and the next tick may be due
+        earlier."""
+        effects: list[Effect] = []
+        for group in groups:
+            effects += group.reroute(self._watchers)
+            due_ms = group.next_deadline_ms()
+            if due_ms is not None and due_ms < self._due_ms:
+                self._due_ms = due_ms
+        return effects
 
     def _watchers(self) -> tuple[bytes, ...]:
         return tuple(peer.route for peer in self.peers if peer.role in WATCHERS)
@@ -410,7 +423,7 @@ class Broker:
             key = keys.get(peer.user)
             if key is None or peer.role not in JOINS_AS[key]:
                 effects += self._remove_peer(peer, "peer_lost", "its key was taken away", now_ms)
-        return effects + self._reroute()
+        return effects + self._review(self.groups.values())
 
     # -- time -----------------------------------------------------------------
 
@@ -430,16 +443,12 @@ class Broker:
             self.groups.drop_unused(now_ms)
         for group in self.groups.values():
             effects += group.tick(now_ms)
-        return effects + self._reroute()
+        self._due_ms = self._sweep_ms
+        return effects + self._review(self.groups.values())
 
     def next_deadline_ms(self) -> float:
-        """When :meth:`tick` is due."""
-        due_ms = self._sweep_ms
-        for group in self.groups.values():
-            group_ms = group.next_deadline_ms()
-            if group_ms is not None and group_ms < due_ms:
-                due_ms = group_ms
-        return due_ms
+        """When :meth:`tick` is due, at the latest."""
+        return self._due_ms
 
     def _drop_peer(self, peer: Peer) -> None:
         self.peers.remove(peer)

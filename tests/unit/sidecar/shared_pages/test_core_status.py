@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from sidecar.shared_pages.core_status import (
     CoreStatusReader,
     NoPage,
 )
+from sidecar.shared_pages.pause_lease import NoPauseLeasePage, PauseLeasePage
 from tests.support.procs import ROOT
 
 if TYPE_CHECKING:
@@ -63,6 +65,20 @@ def test_a_process_that_does_not_run_is_frozen(monkeypatch: pytest.MonkeyPatch) 
 def test_a_page_is_its_owners(tmp_path: Path) -> None:
     with CoreStatusPage(tmp_path / "page"):
         assert (tmp_path / "page").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_page_of_another_user_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who can write where pages lie could report anything. Root reads the pages of all."""
+    with CoreStatusPage(tmp_path / "page"), PauseLeasePage.make(tmp_path / "page.hold"):
+        monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "page").stat().st_uid + 1)
+        with pytest.raises(NoPage, match="somebody else"):
+            CoreStatusReader(tmp_path / "page").read()
+        with pytest.raises(NoPauseLeasePage, match="somebody else"):
+            PauseLeasePage.open(tmp_path / "page.hold")
+        monkeypatch.setattr(os, "geteuid", lambda: 0)
+        CoreStatusReader(tmp_path / "page").read()
 
 
 @pytest.mark.parametrize("content", [None, b"", b"WBCP", b"x" * PAGE_BYTES])

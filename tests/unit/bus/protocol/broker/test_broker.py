@@ -55,6 +55,7 @@ from bus.protocol.broker.broker import Broker
 from bus.protocol.broker.config import GROUP_KEPT_MS, BrokerConfig
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.link import Link, LinkState
+from bus.protocol.group.group import Group
 from bus.testing.makers import (
     make_arm,
     make_chunk,
@@ -313,6 +314,24 @@ def test_a_group_that_nobody_is_in_is_forgotten_but_not_its_numbers(bench: Bench
     bench.trainer("t2")
     policy = bench.broker.groups["policy"]
     assert (policy.epoch, policy.version) == (2, 4)
+
+
+def test_a_frame_costs_the_same_with_many_groups(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the groups that its sender is in, before and after it, are looked at."""
+    looked: list[str] = []
+    monkeypatch.setattr(Group, "next_deadline_ms", lambda group: looked.append(group.name))
+    for number in range(30):
+        bench.say(f"e{number}", engine_join(dp_group="e"), group=f"g{number}")
+    looked.clear()
+    bench.say("e7", BEAT, group="g7")
+    assert looked == ["g7"]
+    bench.broker.next_deadline_ms()
+    assert looked == ["g7"]
+    bench.say("e7", engine_join(dp_group="e"), group="other")
+    assert sorted(looked[1:]) == ["g7", "other"]
+    assert [route.engine for route in bench.broker.groups["g7"].routing.now.engines] == []
 
 
 @pytest.mark.parametrize("timeout_ms", [5000, 30_000])
