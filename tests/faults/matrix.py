@@ -206,8 +206,8 @@ OUTCOMES: Final[dict[str, tuple[str, frozenset[str]]]] = {
     ),
     "X": (
         (
-            "committed, or an error for the trainer: a message under way, or a deadline, is overtaken "
-            "by the fault or is not"
+            "committed, or an error for the trainer: a message under way, or a deadline, is "
+            "overtaken by the fault or is not"
         ),
         frozenset({"committed", "failed"}),
     ),
