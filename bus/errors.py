@@ -4,6 +4,7 @@
 
     WavebusError
     ├── UsageError              an option or argument is wrong (commands exit with 2)
+    ├── NonFiniteWeights        there is a NaN or an Inf in what is to be sent
     ├── ProtocolError           a peer broke the protocol
     │   └── DecodeError         a frame that is not a valid message
     ├── Refused                 the bus answered with a NACK; nothing has changed
@@ -12,6 +13,9 @@
     │   └── UpdateFailed        the update was given up
     │       └── CanaryFailed    no engine is proven to serve what was sent
     ├── BusTimeout              no answer in time; says from whom, and what was heard last
+    ├── RolloutFailed           a request got no whole answer; says from which engines
+    │   ├── RequestPoisoned     two engines died while they ran it
+    │   └── NoEngine            no engine was there to take it; says who was waited for
     ├── JournalError            a journal that can't be read, or replayed
     ├── BusClosed               used after close, or the bus went away for good
     └── EngineError             an engine call failed
@@ -27,6 +31,7 @@ from bus.messages import Nack, NackCode, step_name
 __all__ = [
     "WavebusError",
     "UsageError",
+    "NonFiniteWeights",
     "ProtocolError",
     "DecodeError",
     "Refused",
@@ -35,6 +40,9 @@ __all__ = [
     "UpdateFailed",
     "CanaryFailed",
     "BusTimeout",
+    "RolloutFailed",
+    "RequestPoisoned",
+    "NoEngine",
     "JournalError",
     "BusClosed",
     "EngineError",
@@ -62,6 +70,14 @@ class WavebusError(Exception):
 
 class UsageError(WavebusError):
     """An option or argument is wrong. The text names it and says what to do."""
+
+
+class NonFiniteWeights(WavebusError):
+    """An update with ``check_finite`` has a NaN or an Inf, first in ``tensor``. It is given up."""
+
+    def __init__(self, tensor: str) -> None:
+        super().__init__(f"source: {tensor} has a NaN or an Inf; nothing was committed")
+        self.tensor = tensor
 
 
 class ProtocolError(WavebusError):
@@ -147,6 +163,18 @@ class BusTimeout(WavebusError):
         self.step = step
         self.chunk = chunk
         self.heard_s = heard_s
+
+
+class RolloutFailed(WavebusError):
+    """A request got no whole answer. The text says what ended the last attempt, and where."""
+
+
+class RequestPoisoned(RolloutFailed):
+    """Two engines died while they ran the request, so it was sent to no third one."""
+
+
+class NoEngine(RolloutFailed):
+    """No engine was there to take the request. The text says who was waited for."""
 
 
 class JournalError(WavebusError):

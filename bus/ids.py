@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from typing import Final
 
 from bus.errors import UsageError
 
@@ -18,6 +19,10 @@ def new_boot() -> int:
 def new_update_id(boot: int, count: int) -> str:
     """The ``count``-th pause or update of the trainer process ``boot``."""
     return f"u{count}-{boot & 0xFFFFFF:06x}"
+
+
+# While its engine boots, a sidecar is on the bus under the engine's name with this.
+BOOT_SUFFIX: Final = ":boot"
 
 
 def check_name(value: str, option: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
 
@@ -223,6 +224,7 @@ def sidecar(
         return
 
     async def serve(stop: asyncio.Event) -> None:
+        from sidecar.booting import shown_as_booting  # noqa: PLC0415 - after --help
         from sidecar.sidecar import Sidecar  # noqa: PLC0415 - after --help
 
         agent = Sidecar(
@@ -233,7 +235,10 @@ def sidecar(
             dp_group=dp_group,
             supervised=not attach and os.environ.get(SUPERVISED) == "1",
         )
-        await _until(agent.start(), stop)
+        # An embedded engine boots in no time.
+        boots = shown_as_booting(broker, group, agent.name) if command or attach else nullcontext()
+        with boots:
+            await _until(agent.start(), stop)
         if stop.is_set():
             await agent.close("stopped")
             return
@@ -389,11 +394,12 @@ def _vllm(
             raise UsageError(f"{command[0]}: there is no such command; check it, and PATH")
         from sidecar.supervision.server import SupervisedServer  # noqa: PLC0415 - only where it is used
         from sidecar.vllm.http_engine import VllmHttpEngine  # noqa: PLC0415
-        from sidecar.vllm.plugin.environment import DP_COORDINATOR  # noqa: PLC0415
+        from sidecar.vllm.plugin.environment import BOOT_CLOSED, DP_COORDINATOR  # noqa: PLC0415
 
+        coordinator = "bus" if coordinate else "vllm"
         server = SupervisedServer(
             command,
-            env={**os.environ, DP_COORDINATOR: "bus" if coordinate else "vllm"},
+            env={BOOT_CLOSED: "1", **os.environ, DP_COORDINATOR: coordinator},
             ready_timeout_s=boot_timeout_s,
             coordinate=coordinate,
         )
@@ -422,6 +428,7 @@ def _embedded(embedded: Embedded, broker: str, group: str, dp_group: str | None)
     import torch  # noqa: PLC0415 - slow to import
 
     from sidecar.embedded.engine import EmbeddedEngine  # noqa: PLC0415
+    from sidecar.vllm.plugin.environment import BOOT_CLOSED  # noqa: PLC0415
 
     torch.set_num_threads(embedded["threads"])
     return EmbeddedEngine(
@@ -434,6 +441,7 @@ def _embedded(embedded: Embedded, broker: str, group: str, dp_group: str | None)
         dp=_data_parallel(embedded, broker, group, dp_group),
         core_page=embedded["core_page"],
         step_ms=embedded["step_ms"],
+        boot_closed=os.environ.get(BOOT_CLOSED, "1") == "1",
     )
 
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import bus.log
 from bus.errors import DecodeError, UsageError
 from bus.keys import Key, Keyring, Security
-from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, LeaseVote, codec
+from bus.messages import Envelope, LeaseVote, codec
 from bus.net import is_loopback
 from bus.runtime.peer import route_of
 from bus.runtime.zmq_transport import ZmqClient, ZmqServer
@@ -96,21 +96,7 @@ class PeerLinks:
             if rank in self._peers:
                 self._seq += 1
                 self._peers[rank][1].send(
-                    codec.encode(
-                        Envelope(
-                            WIRE_MAJOR,
-                            WIRE_MINOR,
-                            WIRE_NAMES[LeaseVote],
-                            self._seq,
-                            0,
-                            self._name,
-                            self._boot,
-                            self._group,
-                            0,
-                            self._seq,
-                            codec.encode_body(vote),
-                        )
-                    )
+                    codec.encode_frame(vote, self._name, self._boot, self._seq, group=self._group)
                 )
 
     def close(self) -> None:

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from trainer_agent.canary import Canary
     from trainer_agent.options import How, Quorum, SentDtype, UpdateArguments
     from trainer_agent.report import UpdateReport
-    from trainer_agent.weights.source import WeightSource
 
 
 class TrainerAgent(Pauses, Adapters, VllmApi):
@@ -96,9 +95,9 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             of each tensor, ``full`` at all (about a second per 2 GB and core), ``off`` at none.
         lease_ms: how long engines stay paused when trainer and broker are both gone.
         timeout_s: how long a step (a pause, an ack of all engines) may take, from when the one
-            before was done. A broker that is not heard for so long fails it, too. More than the
-            broker's ``--step-timeout-ms`` (300 s), after which it leaves out who has not answered,
-            and the others go on.
+            before was done; and the source, for one tensor. A broker that is not heard for so long
+            fails it, too. More than its ``--step-timeout-ms`` (300 s), after which it leaves out
+            who has not answered, and the others go on.
         key, broker_key: files of `wavebus keygen`: this trainer's secret key, and the broker's
             public one. Default: WAVEBUS_KEY and WAVEBUS_BROKER_KEY, or no keys.
         insecure: go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.
@@ -288,6 +287,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         how: How = "auto",
         staging_bytes: int | None = None,
         keep_staging: bool = False,
+        check_finite: bool = False,
         on_sent: Callable[[], None] = do_nothing,
     ) -> int:
         """Send weights to every engine and have them serve them.
@@ -326,6 +326,8 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             staging_bytes: at most so much may staging take, in each worker of an engine. Default:
                 what is free there.
             keep_staging: that memory stays, for the next update.
+            check_finite: search all weights for NaN and Inf, and give the update up if there are
+                any. Default: a warning (``weights_not_finite``) if what ``verify`` looks at has.
             on_sent: called as soon as the source's tensors may change; see :meth:`send_weights`,
                 which waits for that.
 
@@ -339,6 +341,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             PauseFailed: see :meth:`paused`.
             CanaryFailed: the canary has proven no engine; all are quarantined.
             Refused: with code ``staging_refused``, if it must be staged and can't.
+            NonFiniteWeights: ``check_finite`` has found one; engines are as after UpdateFailed.
             UpdateFailed: it was given up; engines that had loaded a part are quarantined
                 until the next whole update (staged, none has). With code ``quorum_missing``: too
                 few were left.
@@ -354,7 +357,21 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         if self.rank:
             with self._updates.as_follower() as number:
                 return await follow_rank_zero(self._connection, read, number)
-        return await self._update(read, dtype, target, label, ask, on_sent)
+        async with self._suspend_catch_up(), self._updates.begin(ask, target) as update:
+            engine_dtype = await self._connection.engine_dtype() if dtype == "engine" else ""
+            stream = ChunkStream(
+                CastSource(read, engine_dtype) if engine_dtype else read,
+                self._transport.sender,
+                chunk_bytes=self.chunk_bytes,
+                verify=self.verify,
+            )
+            stream.plan.check_finite = check_finite
+            stream.on_released = on_sent
+            if self._snapshot is not None and target == "model":
+                begin = self._snapshot.begin
+                update.copy = stream.copy = await anyio.to_thread.run_sync(begin, stream.plan.metas)
+            report = await send_stream(update, stream, self._transport, self._steps, label)
+        return report.version
 
     async def send_weights(
         self, source: Weights, *, snapshot: bool = False, **options: Unpack[UpdateArguments]
@@ -407,29 +424,3 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         sending = self._sending
         if sending is not None and not sending.done() and sending is not asyncio.current_task():
             raise UsageError("an update is under way; await it first")
-
-    # -- one update -------------------------------------------------------------
-
-    async def _update(
-        self,
-        source: WeightSource,
-        dtype: SentDtype,
-        target: Target,
-        label: str,
-        options: UpdateOptions,
-        on_sent: Callable[[], None],
-    ) -> int:
-        async with self._suspend_catch_up(), self._updates.begin(options, target) as update:
-            engine_dtype = await self._connection.engine_dtype() if dtype == "engine" else ""
-            stream = ChunkStream(
-                CastSource(source, engine_dtype) if engine_dtype else source,
-                self._transport.sender,
-                chunk_bytes=self.chunk_bytes,
-                verify=self.verify,
-            )
-            stream.on_released = on_sent
-            if self._snapshot is not None and target == "model":
-                begin = self._snapshot.begin
-                update.copy = stream.copy = await anyio.to_thread.run_sync(begin, stream.plan.metas)
-            report = await send_stream(update, stream, self._transport, self._steps, label)
-        return report.version

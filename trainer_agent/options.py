@@ -25,22 +25,28 @@ _WAIT_MAX_S: Final = 2_000_000.0
 WAIT_S: Final = 60.0
 
 
-class UpdateArguments(TypedDict, total=False):
+class PauseArguments(TypedDict, total=False):
+    """What :meth:`TrainerAgent.paused` takes, by name."""
+
+    mode: PauseMode
+    clear_cache: bool
+    wait_s: float
+    escalate: Escalation
+
+
+class UpdateArguments(PauseArguments, total=False):
     """What :meth:`TrainerAgent.update_weights` takes beside its source, by name."""
 
     config: Any
     dtype: SentDtype
     target: Target
     label: str
-    mode: PauseMode
-    clear_cache: bool
-    wait_s: float
-    escalate: Escalation
     canary: Canary | None
     quorum: Quorum
     how: How
     staging_bytes: int | None
     keep_staging: bool
+    check_finite: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +57,10 @@ class PauseOptions:
         UsageError: ``wait_s`` is not a time that can be waited for.
     """
 
-    mode: PauseMode
-    clear_cache: bool
-    wait_s: float
-    escalate: Escalation
+    mode: PauseMode = "keep"
+    clear_cache: bool = True
+    wait_s: float = WAIT_S
+    escalate: Escalation = "keep"
 
     def __post_init__(self) -> None:
         if not 0 < self.wait_s < _WAIT_MAX_S:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from bus.messages import EngineView, Escalation, GroupAck, PauseMode, SleepLevel, Status, Target
     from trainer_agent.canary import Canary
-    from trainer_agent.options import How, Quorum, SentDtype, UpdateArguments
+    from trainer_agent.options import PauseArguments, Quorum, UpdateArguments
     from trainer_agent.report import UpdateReport
     from trainer_agent.vllm.client import BusWeightSyncClient
     from trainer_agent.vllm.patches import AnyPatch, BusPatches
@@ -93,40 +93,12 @@ class SyncTrainerAgent:
         self,
         source: Weights,
         *,
-        config: Any = None,
-        dtype: SentDtype = "source",
-        target: Target = "model",
-        label: str = "",
-        mode: PauseMode = "keep",
-        clear_cache: bool = True,
-        wait_s: float = WAIT_S,
-        escalate: Escalation = "keep",
-        canary: Canary | None = None,
-        quorum: Quorum = 1,
-        how: How = "auto",
-        staging_bytes: int | None = None,
-        keep_staging: bool = False,
         on_sent: Callable[[], None] = do_nothing,
+        **options: Unpack[UpdateArguments],
     ) -> int:
         """See :meth:`TrainerAgent.update_weights`. ``on_sent`` is called in the bus's thread."""
         return self._call(
-            lambda: self._connected()[1].update_weights(
-                source,
-                config=config,
-                dtype=dtype,
-                target=target,
-                label=label,
-                mode=mode,
-                clear_cache=clear_cache,
-                wait_s=wait_s,
-                escalate=escalate,
-                canary=canary,
-                quorum=quorum,
-                how=how,
-                staging_bytes=staging_bytes,
-                keep_staging=keep_staging,
-                on_sent=on_sent,
-            )
+            lambda: self._connected()[1].update_weights(source, on_sent=on_sent, **options)
         )
 
     def send_weights(
@@ -148,38 +120,19 @@ class SyncTrainerAgent:
         *,
         config: Mapping[str, Any],
         label: str = "",
-        mode: PauseMode = "keep",
-        clear_cache: bool = True,
-        wait_s: float = WAIT_S,
-        escalate: Escalation = "keep",
+        **options: Unpack[PauseArguments],
     ) -> int:
         """See :meth:`TrainerAgent.update_adapter`."""
         return self._call(
             lambda: self._connected()[1].update_adapter(
-                adapter,
-                source,
-                config=config,
-                label=label,
-                mode=mode,
-                clear_cache=clear_cache,
-                wait_s=wait_s,
-                escalate=escalate,
+                adapter, source, config=config, label=label, **options
             )
         )
 
     @contextlib.contextmanager
-    def paused(
-        self,
-        *,
-        mode: PauseMode = "keep",
-        clear_cache: bool = True,
-        wait_s: float = WAIT_S,
-        escalate: Escalation = "keep",
-    ) -> Iterator[GroupAck]:
+    def paused(self, **options: Unpack[PauseArguments]) -> Iterator[GroupAck]:
         """See :meth:`TrainerAgent.paused`."""
-        agent = self._connected()[1]
-        pause = agent.paused(mode=mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
-        with self._block(pause) as ack:
+        with self._block(self._connected()[1].paused(**options)) as ack:
             yield ack
 
     @contextlib.contextmanager
@@ -205,25 +158,15 @@ class SyncTrainerAgent:
     def client(
         self,
         *,
-        mode: PauseMode = "keep",
-        clear_cache: bool = True,
-        wait_s: float = WAIT_S,
-        escalate: Escalation = "keep",
         chunk_bytes: int | None = None,
         target: Target = "model",
         canary: Canary | None = None,
         quorum: Quorum = 1,
+        **options: Unpack[PauseArguments],
     ) -> BusWeightSyncClient:
         """See :meth:`TrainerAgent.client`."""
         return self._connected()[1].client(
-            mode=mode,
-            clear_cache=clear_cache,
-            wait_s=wait_s,
-            escalate=escalate,
-            chunk_bytes=chunk_bytes,
-            target=target,
-            canary=canary,
-            quorum=quorum,
+            chunk_bytes=chunk_bytes, target=target, canary=canary, quorum=quorum, **options
         )
 
     def source(self, weights: Weights) -> BusWeightSource:

@@ -86,9 +86,8 @@ def _table(address: str, answer: Status) -> str:
                 for engine in group.engines
             ],
         )
-        lines += [
-            f"  {out.engine} is gone: {out.reason}" for out in group.out if out.state == "gone"
-        ]
+        absent = [out for out in group.out if out.state != "quarantined"]
+        lines += [f"  {out.engine} is {out.state}: {out.reason}" for out in absent]
         lines += _missing_features(group)
         lines += _dp_groups(group)
     return "\n".join(line.rstrip() for line in lines)

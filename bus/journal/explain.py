@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 # blocked: it lives, and its own call has not returned. silent: not heard for two heartbeats.
 # wedged: its DP group stands in a collective. dead: a rank of its DP group is gone, or it is.
 # trainer: not an engine, but the trainer is to do the next thing.
-State: TypeAlias = Literal["blocked", "silent", "wedged", "dead", "quarantined", "trainer"]
+State: TypeAlias = Literal[
+    "blocked", "silent", "wedged", "dead", "quarantined", "booting", "trainer"
+]
 _SILENT_BEATS: Final = 2
 _IDLE: Final = ("running", "idle")
 
@@ -114,11 +116,9 @@ def _between_steps(group: GroupStatus, status: Status) -> list[Finding]:
 
 
 def _out(out: OutView, group: GroupStatus) -> Finding:
-    state: State = "dead" if out.state == "gone" else "quarantined"
-    word = "is gone" if out.state == "gone" else "is quarantined"
-    return Finding(
-        group.name, out.engine, state, "", "", 0, 0.0, f"{out.engine} {word}: {out.reason}"
-    )
+    state: State = "dead" if out.state == "gone" else out.state
+    text = f"{out.engine} is {out.state}: {out.reason}"
+    return Finding(group.name, out.engine, state, "", "", 0, 0.0, text)
 
 
 def _for(duration_ms: float) -> str:

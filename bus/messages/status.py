@@ -7,7 +7,17 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from bus.messages.types import CorePhase, Count, Features, LongText, ShortText, Target, UpdateId
+from bus.messages.types import (
+    NO_LIMITS,
+    CorePhase,
+    Count,
+    Features,
+    LongText,
+    RequestLimits,
+    ShortText,
+    Target,
+    UpdateId,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +100,21 @@ class WaitView:
 
 @dataclass(frozen=True, slots=True)
 class OutView:
-    """An engine that does not serve, or is not there any more, and why."""
+    """An engine that does not serve, or is gone, and why; or that boots, and where."""
 
     engine: ShortText
-    state: Literal["quarantined", "gone"]
+    state: Literal["quarantined", "gone", "booting"]
     reason: LongText
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """``endpoint``: where it takes requests; empty if that is not known."""
+    """``endpoint``: where it takes requests; empty if that is not known. ``limits``: which."""
 
     engine: ShortText
     dp_group: ShortText
     endpoint: ShortText
+    limits: RequestLimits = NO_LIMITS
 
 
 @dataclass(frozen=True, slots=True)

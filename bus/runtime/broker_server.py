@@ -11,19 +11,7 @@ from typing import TYPE_CHECKING, Final
 import bus.log
 from bus.errors import DecodeError
 from bus.ids import new_boot
-from bus.messages import (
-    WIRE_MAJOR,
-    WIRE_MINOR,
-    WIRE_NAMES,
-    Ack,
-    Commit,
-    Envelope,
-    HeartbeatAck,
-    Message,
-    Status,
-    Step,
-    codec,
-)
+from bus.messages import WIRE_NAMES, Ack, Commit, HeartbeatAck, Message, Status, Step, codec
 from bus.protocol.broker.broker import Broker
 from bus.protocol.broker.config import BROKER_NAME, BrokerConfig
 from bus.protocol.core.effects import Effect, Note, Send
@@ -152,20 +140,14 @@ class BrokerServer:
         if isinstance(message, Status):
             message = dataclasses.replace(message, cpu_s=time.process_time(), rss_bytes=rss_bytes())
         self._seq += 1
-        frame = codec.encode(
-            Envelope(
-                WIRE_MAJOR,
-                WIRE_MINOR,
-                WIRE_NAMES[type(message)],
-                self._seq,
-                send.reply_to,
-                BROKER_NAME,
-                self.boot,
-                send.group,
-                send.epoch,
-                self._seq,
-                codec.encode_body(message),
-            )
+        frame = codec.encode_frame(
+            message,
+            BROKER_NAME,
+            self.boot,
+            self._seq,
+            reply_to=send.reply_to,
+            group=send.group,
+            epoch=send.epoch,
         )
         if self._journal is not None:
             self._journal.on_sent(self._scheduler.now_ms(), send.routes, frame)

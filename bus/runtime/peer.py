@@ -11,18 +11,7 @@ from typing import TYPE_CHECKING, Final
 import bus.log
 from bus.errors import DecodeError, refusal
 from bus.ids import new_boot
-from bus.messages import (
-    MAX_FRAME_BYTES,
-    WIRE_MAJOR,
-    WIRE_MINOR,
-    WIRE_NAMES,
-    Envelope,
-    Join,
-    Message,
-    Nack,
-    NackCode,
-    codec,
-)
+from bus.messages import MAX_FRAME_BYTES, WIRE_NAMES, Envelope, Join, Message, Nack, NackCode, codec
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.link import LINK_MESSAGES, Link, LinkConfig, LinkState
 from bus.runtime.clock import Alarm
@@ -201,20 +190,15 @@ class PeerClient:
 
     def _transmit(self, message: Message, msg_id: int, reply_to: int, epoch: int) -> None:
         self._seq += 1
-        frame = codec.encode(
-            Envelope(
-                WIRE_MAJOR,
-                WIRE_MINOR,
-                WIRE_NAMES[type(message)],
-                msg_id,
-                reply_to,
-                self.name,
-                self.boot,
-                self.link.group,
-                epoch,
-                self._seq,
-                codec.encode_body(message),
-            )
+        frame = codec.encode_frame(
+            message,
+            self.name,
+            self.boot,
+            self._seq,
+            msg_id=msg_id,
+            reply_to=reply_to,
+            group=self.link.group,
+            epoch=epoch,
         )
         if len(frame) > MAX_FRAME_BYTES:
             raise refusal(_oversized_nack(message, len(frame)))

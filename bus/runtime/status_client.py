@@ -10,17 +10,7 @@ import anyio
 from bus.errors import BusTimeout, DecodeError, refusal
 from bus.ids import new_boot
 from bus.keys import silence_hint
-from bus.messages import (
-    WIRE_MAJOR,
-    WIRE_MINOR,
-    WIRE_NAMES,
-    Envelope,
-    Nack,
-    NackCode,
-    Status,
-    StatusRequest,
-    codec,
-)
+from bus.messages import Nack, NackCode, Status, StatusRequest, codec
 from bus.runtime.peer import default_name, route_of
 from bus.runtime.zmq_transport import ZmqClient
 
@@ -60,27 +50,10 @@ async def fetch_status(
     transport.listen(on_frame)
     try:
         with anyio.fail_after(timeout_s):
-            body = codec.encode_body(StatusRequest())
             count = 0
             while not answer.done():
                 count += 1
-                transport.send(
-                    codec.encode(
-                        Envelope(
-                            WIRE_MAJOR,
-                            WIRE_MINOR,
-                            WIRE_NAMES[StatusRequest],
-                            count,
-                            0,
-                            name,
-                            boot,
-                            "",
-                            0,
-                            count,
-                            body,
-                        )
-                    )
-                )
+                transport.send(codec.encode_frame(StatusRequest(), name, boot, count))
                 await asyncio.wait([answer], timeout=_RESEND_S)
     except TimeoutError:
         raise BusTimeout(

@@ -20,7 +20,7 @@ import operator
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from bus.messages import Verify
 
@@ -33,10 +33,64 @@ _MASK: Final = (1 << 64) - 1
 _LOW: Final = (1 << 32) - 1
 # Odd, and without a pattern: 2**64 over the golden ratio, as a signed number.
 _SPREAD: Final = 0x9E3779B97F4A7C15 - (1 << 64)
+# The smallest code, without its sign, of a NaN or Inf.
+_FP8_NONFINITE: Final = {"torch.float8_e4m3fn": 0x7F, "torch.float8_e5m2": 0x7C}
+
+
+def inspect(
+    torch: Any, tensors: Sequence[Any], verify: Verify, *, check_finite: bool = False
+) -> tuple[tuple[int, ...], int | None]:
+    """Returns the :func:`checksums` of a chunk that is to be sent, and the place of its first
+    tensor with a NaN or an Inf, or None.
+
+    Args:
+        verify: how much to look at; for NaN and Inf a sample also where sums are ``unsupported``.
+        check_finite: look for NaN and Inf everywhere.
+    """
+    if verify == "off" and not check_finite:
+        return (), None
+    looked = select_words(torch, tensors, "full" if verify == "full" else "sample")
+    sums = checksums(torch, tensors, verify, looked=looked)
+    if not check_finite and verify != "full" and all(_are_finite(torch, _runs(tensors, looked))):
+        return sums, None
+    floats = [at for at, t in enumerate(tensors) if t.numel() and t.is_floating_point()]
+    finite = _are_finite(torch, [tensors[place] for place in floats])
+    return sums, next((at for at, ok in zip(floats, finite, strict=True) if not ok), None)
+
+
+def _runs(tensors: Sequence[Any], looked: SelectedWords) -> Iterator[Any]:
+    """The floating-point numbers that are looked at, those of neighbours of one dtype together: a
+    call for each tensor would cost more than its words."""
+    start, spans = 0, zip(looked.small.places, looked.small.ends, strict=True)
+    for dtype, run in itertools.groupby(spans, key=lambda span: tensors[span[0]].dtype):
+        *_, (_, end) = run
+        if dtype.is_floating_point:
+            yield looked.words[start:end].view(dtype)
+        start = end
+
+
+def _are_finite(torch: Any, parts: Iterable[Any]) -> list[bool]:
+    """Whether each part, of floating-point numbers, is without NaN and Inf; a device is waited for
+    once."""
+    flags: list[Any] = []
+    for part in parts:
+        nonfinite = _FP8_NONFINITE.get(str(part.dtype))
+        if nonfinite is None:
+            low, high = torch.aminmax(part)  # one pass, no copy; of a NaN, both are NaN
+            flag = torch.isfinite(low) & torch.isfinite(high)
+        else:
+            flag = (part.view(torch.uint8) & 0x7F).amax() < nonfinite
+        flags.append(flag.to(flags[0].device if flags else flag.device))
+    return torch.stack(flags).tolist() if flags else []
 
 
 def checksums(
-    torch: Any, tensors: Sequence[Any], verify: Verify, memo: dict[str, Any] | None = None
+    torch: Any,
+    tensors: Sequence[Any],
+    verify: Verify,
+    memo: dict[str, Any] | None = None,
+    *,
+    looked: SelectedWords | None = None,
 ) -> tuple[int, ...]:
     """One sum per tensor of a chunk; none of them, if nothing is to be verified.
 
@@ -51,10 +105,11 @@ def checksums(
         verify: how much to look at.
         memo: of tensors that will be asked about again, where they are, with other values: what is
             kept until then.
+        looked: what :func:`select_words` has returned of them, if it has.
     """
     if verify not in ("sample", "full"):
         return ()
-    (found,) = sum_words(torch, [select_words(torch, tensors, verify, memo)])
+    (found,) = sum_words(torch, [looked or select_words(torch, tensors, verify, memo)])
     sums = list(found)
     if verify == "full":
         large: dict[int, Any] = {}

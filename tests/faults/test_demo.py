@@ -29,7 +29,9 @@ def test_the_demo_outlives_its_actors(tmp_path: Path) -> None:
     assert told["kills"].keys() == {"broker", "engine-0", "engine-1", "trainer"}
     assert (told["requests_lost"], told["mixed_tokens"], told["healed"]) == (0, 0, True)
     assert told["tokens_checked"] > 1000
+    assert told["updates"] > told["staged"] > 5
     assert told["updates"] > 10
+    assert told["requests_cut_short"].keys() <= {"killed", "out_of_service"}
     assert told["journal"] == str(journal)
     shown = run_wavebus("journal", "show", str(journal), "--message", "COMMIT")
     assert "COMMIT" in shown.stdout

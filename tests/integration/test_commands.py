@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bus.cli.main import run
+from bus.messages import OutView
+from bus.runtime.status_client import fetch_status
 from tests.support.processes import descendants
 from tests.support.procs import run_wavebus, wavebus
 
@@ -51,6 +54,24 @@ def test_status_shows_what_is_there(bus: Bus) -> None:
     other = run_wavebus("status", "--broker", bus.address, "--group", "nobody")
     assert other.returncode == 2
     assert "policy" in other.stderr
+
+
+def test_status_shows_a_sidecar_whose_server_boots(bus: Bus) -> None:
+    """It is no engine, and is not shown once it has ended."""
+
+    def outside() -> list[OutView]:
+        (group,) = asyncio.run(fetch_status(bus.address, timeout_s=LIMIT_S)).groups
+        assert group.engines == ()
+        return list(group.out)
+
+    server = (sys.executable, "-c", "import signal; signal.pause()")
+    options = ("--broker", bus.address, "--name", "e0", "--restarts", "0")
+    sidecar = bus.add(wavebus("sidecar", *options, "--", *server))
+    peer = bus.broker.wait_event("peer_joined", peer="e0:boot", role="booting")
+    assert outside() == [OutView("e0", "booting", f"on {peer['host']}, pid {peer['pid']}")]
+    assert sidecar.stop() == 0
+    bus.broker.wait_event("peer_left", peer="e0:boot")
+    assert outside() == []
 
 
 def test_status_without_a_broker() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from bus.errors import ManifestRefused, UsageError
+import bus.log
+from bus.errors import ManifestRefused, NonFiniteWeights, UsageError
 from bus.weight_transfer.registry import register_receiver, register_sender
 from bus.weight_transfer.shm import ShmReceiver, ShmSender
 from tests.support.broker import a_broker
@@ -218,6 +220,49 @@ def test_who_leaves_gives_up_what_it_has_not_awaited(
                 await assert_serve(checkpoint, new, version, engine)
 
     run(scenario())
+
+
+@pytest.mark.parametrize("how", ["staged", "paused"])
+def test_weights_that_are_not_finite(
+    checkpoint: Checkpoint,
+    how: How,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are refused before the commit, if that was asked for; else a warning names the first,
+    once. What is sent before the tensor with the NaN leaves no mark on an engine that stages."""
+    monkeypatch.setattr(bus.log, "_settings", bus.log._Settings(json=True))
+    weights = perturbed(checkpoint.weights, 1)
+    names = list(weights)
+    bad = names[-1 if how == "staged" else 0]
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            TrainerAgent(broker, group="policy", chunk_bytes=CHUNK_BYTES, verify="off") as agent,
+            an_engine(checkpoint, broker, "e0") as engine,
+        ):
+            await agent.wait_for_engines(1)
+            assert await agent.update_weights(weights, how=how, check_finite=True) == 1
+            spoiled = perturbed(checkpoint.weights, 2)
+            spoiled[bad].view(-1)[0] = float("inf")
+            with pytest.raises(NonFiniteWeights, match=f"source: {bad} has") as caught:
+                await agent.update_weights(spoiled, how=how, check_finite=True)
+            assert (caught.value.tensor, caught.value.outcome) == (bad, "not_committed")
+            await assert_serve(checkpoint, weights, 1, engine)
+            assert await agent.update_weights(spoiled, how=how) == 3  # nothing is looked at
+
+            agent.verify = "sample"
+            spoiled[names[-1]].fill_(float("nan"))
+            assert await agent.update_weights(spoiled, how=how) == 4
+            assert await agent.update_weights(weights, how=how) == 5
+            await assert_serve(checkpoint, weights, 5, engine)
+
+    run(scenario())
+    lines = map(json.loads, capsys.readouterr().err.splitlines())
+    (warning,) = [line for line in lines if line["event"] == "weights_not_finite"]
+    assert warning["tensor"] == bad
+    assert warning["update_id"].startswith("u")
 
 
 def test_several_ranks_take_no_snapshot() -> None:

@@ -37,13 +37,15 @@ _LOOK_AGAIN_S: Final = 0.1
 class Counts:
     """What became of the requests. One that lacks a sequence, or a part of one, is lost;
     one that is ``left_out`` came back whole, and too early for a trainer still at work; one that
-    was ``cut_short`` is asked again: its engine was killed, or quarantined.
+    was ``cut_short`` is asked again: its engine was killed. ``aborted``, where there are faults:
+    the endpoints of requests that engines ended, with when each began and ended (wall clock, s).
     ``longest_token_gap_ms`` is the longest time between two tokens of one sequence, as they arrive
     here. One stream per engine is measured."""
 
     requests: int = 0
     lost: int = 0
     cut_short: Counter[str] = field(default_factory=Counter)
+    aborted: list[tuple[str, float, float]] = field(default_factory=list)
     left_out: int = 0
     why_lost: Counter[str] = field(default_factory=Counter)
     tokens_by_version: Counter[int] = field(default_factory=Counter)
@@ -57,8 +59,8 @@ class RolloutPool:
     out, so that what it takes is never very stale. A context manager, for one thread.
 
     ``whole`` is called with every sequence that came back whole. With ``faults``, engines are
-    killed, of which :meth:`killing` tells, and quarantined, which ends requests by ``abort``: those
-    are not lost, but cut short.
+    killed, of which :meth:`killing` tells, and quarantined, which ends requests by ``abort``:
+    whoever knows when, judges those.
     """
 
     def __init__(
@@ -210,7 +212,7 @@ class RolloutPool:
             sampling["seed"] = seed
         body = {"token_ids": list(prompt), "sampling_params": sampling, "stream": measured}
         self.counts.requests += 1
-        kills = self._kills[endpoint]
+        kills, began_s = self._kills[endpoint], time.time()
         try:
             answer = await self._answer(endpoint, body)
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -225,7 +227,7 @@ class RolloutPool:
         for rollout in whole:
             self._whole(rollout)
         if self._faults and any(each["finish_reason"] == "abort" for each in answer["choices"]):
-            self.counts.cut_short["quarantined"] += 1
+            self.counts.aborted.append((endpoint, began_s, time.time()))
         elif len(whole) < n:
             reasons = Counter(choice["finish_reason"] for choice in answer["choices"])
             self._count_lost(f"{len(whole)} of {n} sequences whole; they ended by {dict(reasons)}")

@@ -1,7 +1,7 @@
 """The demo's trainer on the bus, as a process that can be killed: it sends what files hold.
 
 Run as a program: ``python -m trainer_agent.demo.trainer_process BROKER OPTIONS``. It reads a JSON
-object per line, ``{"path": ..., "label": ...}``, and answers each with what became of that update:
+object per line, ``{"path": ..., "label": ..., "how": ...}``, and answers with what became of it:
 ``{"version": ..., "engines": ..., ...}``, or ``{"error": ..., "text": ...}``.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import torch
 from safetensors.torch import load_file
@@ -21,6 +21,8 @@ from trainer_agent.sync_agent import SyncTrainerAgent
 if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
+
+    from trainer_agent.options import How
 
 _PATIENCE_S: Final = 60.0
 
@@ -99,15 +101,15 @@ def main(broker: str, options: str) -> None:
 
 def _send(agent: SyncTrainerAgent, order: dict[str, str]) -> dict[str, Any]:
     try:
-        version = agent.update_weights(
-            load_file(order["path"]), label=order["label"], how="paused"
-        )  # there is more that can break
+        weights = load_file(order["path"])
+        version = agent.update_weights(weights, label=order["label"], how=cast("How", order["how"]))
     except WavebusError as error:
         return {"error": type(error).__name__, "text": str(error)}
     report = agent.last_update
     assert report is not None
     return {
         "version": version,
+        "how": report.how,
         "engines": report.engines,
         "excluded": report.excluded,
         "interrupted": report.interrupted,

@@ -18,7 +18,7 @@ import anyio.to_thread
 
 import bus.log
 from bus.messages import StaleEngines
-from trainer_agent.options import WAIT_S, PauseOptions, UpdateOptions
+from trainer_agent.options import PauseOptions, UpdateOptions
 from trainer_agent.update.chunk_stream import ChunkStream, send_stream
 from trainer_agent.update.transport import Transport
 from trainer_agent.update.update import Updates
@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 
 FIRST_RETRY_S: Final = 1.0
 LAST_RETRY_S: Final = 60.0
-_OPTIONS: Final = UpdateOptions(
-    PauseOptions("keep", clear_cache=True, wait_s=WAIT_S, escalate="keep")
-)
+_OPTIONS: Final = UpdateOptions(PauseOptions())
 
 
 class CatchUp:

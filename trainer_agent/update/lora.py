@@ -26,7 +26,6 @@ from bus.lora import (
     adapter_backend,
 )
 from bus.messages import ChunkSent, NackCode, TransferInit
-from bus.weight_transfer.checksum import checksums
 from bus.weight_transfer.formats import SHM_FOLDER, encode
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.steps import announce_chunk
@@ -67,7 +66,7 @@ class Adapter:
 
     def sums(self, verify: Verify) -> tuple[int, ...]:
         """Of its tensors, where they are."""
-        return checksums(torch, list(self.tensors.values()), verify)
+        return self.plan.sums(0, list(self.tensors.values()), verify)
 
 
 class WrittenAdapter:
@@ -133,6 +132,7 @@ async def send_adapter(
             steps.step, adapter.plan.chunk_meta(update.id, 0, written.handle)
         ):
             await steps.step(ChunkSent(update.id, 0, verify, sums))
+        adapter.plan.warn_of_nonfinite(update.id)
         return await update.commit(label, verify)
     finally:
         transport.invalidate()  # engines have let go what was open before

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-from bus.errors import UsageError
+import torch
+
+import bus.log
+from bus.errors import NonFiniteWeights, UsageError
 from bus.manifest import Manifest
 from bus.messages import WeightChunkMeta
+from bus.weight_transfer.checksum import inspect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bus.manifest import TensorMeta
+    from bus.messages import Verify
     from bus.weight_transfer.base import Sender
 
 
@@ -20,12 +25,16 @@ class UpdatePlan:
 
     Attributes:
         base: the version that a patch is a difference from; 0 for a source.
+        check_finite: search all that is sent for NaN and Inf, and send none.
+        nonfinite: the first tensor in which one was found; empty if none was.
     """
 
     def __init__(self, metas: Sequence[TensorMeta], manifest: Manifest, *, base: int = 0) -> None:
         self.metas = metas
         self.manifest = manifest
         self.base = base
+        self.check_finite = False
+        self.nonfinite = ""
         self.chunks = manifest.chunks
         self._sizes_bytes = [manifest.sizes_bytes(seq) for seq in range(self.chunks)]
         self.size_bytes = sum(map(sum, self._sizes_bytes))
@@ -61,6 +70,29 @@ class UpdatePlan:
     def tensor_count(self, seq: int) -> int:
         """How many tensors a chunk has."""
         return len(self.manifest.names[self.manifest.part(seq)])
+
+    def sums(self, seq: int, tensors: Sequence[torch.Tensor], verify: Verify) -> tuple[int, ...]:
+        """Returns a chunk's checksums.
+
+        Raises:
+            NonFiniteWeights: it has a NaN or an Inf, and ``check_finite`` is set.
+        """
+        sums, place = inspect(torch, tensors, verify, check_finite=self.check_finite)
+        if place is not None:
+            self.nonfinite = self.nonfinite or self.manifest.names[self.manifest.part(seq)][place]
+            if self.check_finite:
+                raise NonFiniteWeights(self.nonfinite)
+        return sums
+
+    def warn_of_nonfinite(self, update_id: str) -> None:
+        """Warn of what is about to be committed, if a NaN or an Inf was found."""
+        if self.nonfinite:
+            bus.log.logger().warning(
+                "weights_not_finite",
+                update_id=update_id,
+                tensor=self.nonfinite,
+                hint="engines will serve NaN or Inf; check_finite=True refuses such an update",
+            )
 
     def chunk_meta(self, update_id: str, seq: int, handle: bytes) -> WeightChunkMeta:
         """What engines hear of a chunk before it is sent."""

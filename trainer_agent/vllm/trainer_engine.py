@@ -13,13 +13,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import torch
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from bus.errors import UsageError
 from bus.weight_transfer.allocation import ALONE, World
-from bus.weight_transfer.checksum import checksums
 from bus.weight_transfer.registry import make_sender
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.vllm import payloads
@@ -106,6 +104,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         self._open(plan)
         self.client.start_weight_update()
         self._send(plan)
+        plan.warn_of_nonfinite("")
         self.client.finish_weight_update()
 
     def shutdown(self) -> None:
@@ -170,7 +169,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
                     found = itertools.islice(tensors, plan.tensor_count(seq))
                     chunk = [tensor.detach() for _, tensor in found]
                     handle = sender.put(seq, chunk)
-                    sums = checksums(torch, chunk, verify)
+                    sums = plan.sums(seq, chunk, verify)
                     info = payloads.chunk_info(plan, seq, handle, verify, sums)
                     applied = calls.submit(self.client.update_weights, info)
                     applying.append((seq, applied))

@@ -13,7 +13,8 @@ which roles those can be, whatever the peer says:
 key       may join as          its verbs
 ========= ==================== ==========================================================
 trainer   trainer, follower    all commands of a trainer, and what its other ranks ask
-engine    engine, coordinator  acks and status of an engine, the waves of its DP group
+engine    engine, booting,     acks and status of an engine; nothing more; the waves of its
+          coordinator          DP group
 observer  observer             STATUS_REQUEST
 scheduler scheduler            STATUS_REQUEST
 ========= ==================== ==========================================================
@@ -89,6 +90,7 @@ FRAME_BYTES: Final[dict[Role, int]] = {
     "trainer": MAX_FRAME_BYTES,
     "follower": 64 * KIB,
     "engine": 4 * KIB * KIB,  # an ack may name thousands of requests
+    "booting": 64 * KIB,
     "coordinator": 64 * KIB,
     "observer": 64 * KIB,
     "scheduler": 64 * KIB,
@@ -198,13 +200,14 @@ VERBS: Final[dict[Role, Verbs]] = {
     },
     "follower": _EVERYBODY | {AwaitStep},
     "engine": _EVERYBODY | {Ack, Armed, CoreStatus, Probed},
+    "booting": _EVERYBODY,
     "coordinator": _EVERYBODY | {FirstReq, WaveStarted, WaveComplete},
     "observer": _EVERYBODY,
     "scheduler": _EVERYBODY,
 }
 JOINS_AS: Final[dict[KeyRole, frozenset[Role]]] = {
     "trainer": frozenset({"trainer", "follower"}),
-    "engine": frozenset({"engine", "coordinator"}),
+    "engine": frozenset({"engine", "booting", "coordinator"}),
     "observer": frozenset({"observer"}),
     "scheduler": frozenset({"scheduler"}),
 }

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from bus.messages import EngineFacts, Message
     from bus.protocol.core.membership import Peer
 
+EMPTY_KEPT: Final = 64  # DP groups that nobody is in
 _STILL: Final[frozenset[Phase]] = frozenset({"paused", "updating", "quarantined"})
 _LEVELS: Final = {"ok": "info", "slow": "warning", "unknown": "debug"}
 
@@ -55,8 +56,9 @@ class DpGroup:
     @property
     def is_complete(self) -> bool:
         """Whether every rank is there, and none of a life that has ended."""
-        lives = [self._lives[rank][1] for rank in self.ranks]
-        return lives == [self._life] * self.size
+        return len(self.ranks) == self.size and all(
+            self._lives[rank][1] == self._life for rank in self.ranks
+        )
 
     def add(self, facts: EngineFacts, peer: Peer) -> None:
         """A rank is there (again). A supervised one with another boot was started anew, and all
@@ -149,6 +151,7 @@ class DpGroups:
         group.wave.on_rank_lost()
         group.watchdog.on_rank_lost(rank, peer.name, reason, now_ms)
         group.diagnosis = group.watchdog.diagnose(now_ms)
+        self._forget_empty()
         if was_down:
             return []
         fields = {"rank": rank, "peer": peer.name, "reason": reason, "left": len(group.ranks)}
@@ -174,7 +177,15 @@ class DpGroups:
         for group in self.dp_groups.values():
             if group.coordinator is peer:
                 group.coordinator = None
+        self._forget_empty()
         return []
+
+    def _forget_empty(self) -> None:
+        """Keep no more than the last that nobody is in: what became of them may still be asked."""
+        empty = [n for n, g in self.dp_groups.items() if not (g.ranks or g.coordinator)]
+        for name in empty[:-EMPTY_KEPT]:
+            del self.dp_groups[name]
+            self.restarts.over(name)
 
     # -- what coordinators and cores say ------------------------------------------
 

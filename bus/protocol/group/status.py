@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bus.messages import GroupStatus, WaitView
+from bus.ids import BOOT_SUFFIX
+from bus.messages import GroupStatus, OutView, WaitView
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.sleep import SleepState
 from bus.protocol.group.update import UpdateState
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.protocol.core.ack_barrier import AckBarrier
+    from bus.protocol.core.membership import Peer
     from bus.protocol.group.group_state import GroupState
 
 
@@ -30,8 +32,13 @@ def waits(rounds: Iterable[AckBarrier], now_ms: float) -> tuple[WaitView, ...]:
     return tuple(found)
 
 
-def status_of(group: GroupState, now_ms: float) -> GroupStatus:
+def status_of(group: GroupState, now_ms: float, booting: Iterable[Peer]) -> GroupStatus:
     """As it is now; it changes nothing."""
+    boots = [
+        OutView(peer.name.removesuffix(BOOT_SUFFIX), "booting", f"on {peer.host}, pid {peer.pid}")
+        for peer in booting
+        if peer.group == group.name
+    ]
     pause, sleep, update, owner = group.pause, group.sleep, group.update, group.owner
     update_id = ""
     updating = update.state is not UpdateState.IDLE
@@ -52,7 +59,7 @@ def status_of(group: GroupState, now_ms: float) -> GroupStatus:
         update_target=update.target if updating else "model",
         waiting_for=tuple(sorted({name for each in rounds for name in each.waiting})),
         waits=waits(rounds, now_ms),
-        out=group.departed.views(group.registry.quarantined),
+        out=(*boots, *group.departed.views(group.registry.quarantined)),
         routable=tuple(route.engine for route in group.routing.now.engines),
         engines=group.registry.views(now_ms),
         dp_groups=group.dp_groups.views(),

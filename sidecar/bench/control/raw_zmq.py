@@ -16,19 +16,7 @@ from typing import Final, Self
 
 import zmq
 
-from bus.messages import (
-    WIRE_MAJOR,
-    WIRE_MINOR,
-    WIRE_NAMES,
-    Ack,
-    Envelope,
-    Message,
-    PauseGlobal,
-    PauseLocal,
-    Resume,
-    Step,
-    codec,
-)
+from bus.messages import Ack, Message, PauseGlobal, PauseLocal, Resume, Step, codec
 from bus.runtime.json_lines import write_answer
 from bus.runtime.zmq_transport import MAX_PEERS
 
@@ -40,20 +28,8 @@ _HELLO: Final = b"hello"
 
 def _frame(message: Message, *, sender: str, reply_to: int) -> bytes:
     """As it stands in the middle of a long run."""
-    return codec.encode(
-        Envelope(
-            WIRE_MAJOR,
-            WIRE_MINOR,
-            WIRE_NAMES[type(message)],
-            1000,
-            reply_to,
-            sender,
-            _BOOT,
-            "bench",
-            1,
-            1000,
-            codec.encode_body(message),
-        )
+    return codec.encode_frame(
+        message, sender, _BOOT, 1000, reply_to=reply_to, group="bench", epoch=1
     )
 
 
@@ -102,8 +78,8 @@ class RawRouter:
             self._routes.append(self._socket.recv())
             self._socket.recv()
 
-    def round_ms(self) -> float:
-        """One round: three phases, each asked of all and acked by all. Blocks."""
+    async def round_ms(self) -> float:
+        """One round: three phases, each asked of all and acked by all. Blocks the event loop."""
         send, recv, routes = self._socket.send, self._socket.recv, self._routes
         since_s = time.perf_counter()
         for command in self._commands:

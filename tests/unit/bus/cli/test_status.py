@@ -9,6 +9,7 @@ import pytest
 
 from bus.cli import status as command
 from bus.cli.main import run
+from bus.journal.explain import findings
 from bus.messages import GroupStatus, OutView, Status
 from bus.protocol.engine.calls import CallLoad
 from tests.unit.bus._scene import Scene
@@ -62,7 +63,16 @@ def test_it_says_what_an_engine_waits_for(
         assert f" no, waits for {waits_for}" in shown(changed)
 
 
-def test_it_says_who_is_gone(group: GroupStatus, shown: Callable[[GroupStatus], str]) -> None:
-    """As one that restarts is."""
-    out = (OutView("e2", "gone", "it left"),)
-    assert "e2 is gone: it left" in shown(dataclasses.replace(group, out=out))
+def test_it_says_who_is_gone_or_boots(
+    group: GroupStatus, shown: Callable[[GroupStatus], str]
+) -> None:
+    """As one that restarts does, which is both; so says `wavebus why`, and that nobody waits."""
+    out = (OutView("e2", "booting", "on h, pid 7"), OutView("e2", "gone", "it left"))
+    changed = dataclasses.replace(group, out=out)
+    assert shown(changed).splitlines()[-2:] == [
+        "  e2 is booting: on h, pid 7",
+        "  e2 is gone: it left",
+    ]
+    found = findings(Status("broker", 1.0, 0.0, 0, 1000, 5000, 2, (changed,)), "e2")
+    assert [each.text for each in found] == ["e2 is booting: on h, pid 7", "e2 is gone: it left"]
+    assert [each.waiting for each in found] == [False, False]

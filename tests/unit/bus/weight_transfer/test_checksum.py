@@ -13,6 +13,7 @@ from bus.weight_transfer.checksum import (
     SAMPLE_WORDS,
     checksums,
     first_difference,
+    inspect,
     select_words,
     sum_words,
 )
@@ -291,3 +292,77 @@ def test_what_was_looked_at_is_summed_up_as_it_was_then() -> None:
         tensor.zero_()
     assert sum_words(torch, looks) == expected
     assert sum_words(torch, []) == []
+
+
+FLOATS = [dtype for dtype in DTYPE_BYTES if getattr(torch, dtype).is_floating_point]
+BAD = (float("nan"), float("inf"), -float("inf"))
+
+
+def nonfinite_at(
+    tensors: list[torch.Tensor], verify: Verify = "sample", *, check_finite: bool = False
+) -> int | None:
+    """Where :func:`inspect` finds one; its sums are those that engines compute."""
+    sums, place = inspect(torch, tensors, verify, check_finite=check_finite)
+    assert sums == checksums(torch, tensors, verify)
+    return place
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bad", BAD)
+def test_a_nan_or_inf_of_any_dtype_is_found(dtype: str, bad: float) -> None:
+    """First, in the middle and last, alone in a word or not, beside others in the chunk."""
+    kind = getattr(torch, dtype)
+    if dtype == "float8_e4m3fn":
+        bad = float("nan")  # it has no Inf
+    for count in (1, 2, 7, 8, 1001):
+        for at in {0, count // 2, count - 1}:
+            tensor = torch.ones(count).to(kind)
+            tensor[at] = torch.tensor(bad).to(kind)
+            chunk = [torch.ones(3).to(kind), torch.ones(5), tensor, torch.ones(2).to(kind)]
+            assert nonfinite_at(chunk) == 2, (count, at)
+            assert nonfinite_at(chunk, "full") == 2, (count, at)
+            assert nonfinite_at(chunk, "off", check_finite=True) == 2, (count, at)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_all_numbers_that_are_none_are_finite(dtype: str) -> None:
+    """The greatest and the smallest of each dtype, and every code of an integer."""
+    kind = getattr(torch, dtype)
+    if kind.is_floating_point:
+        info = torch.finfo(kind)
+        tensor = torch.tensor([info.max, info.min, info.tiny, 0.0, -0.0]).to(kind)
+        if kind is torch.float64:
+            tensor = torch.tensor([info.max, info.min], dtype=kind)
+    else:
+        tensor = torch.full((64,), -1).to(torch.uint8 if kind is torch.bool else kind)
+        tensor = tensor.clamp(0, 1).to(kind) if kind is torch.bool else tensor
+    for verify in ("off", *CHECKS, "unsupported"):
+        assert nonfinite_at([tensor], verify) is None
+        assert nonfinite_at([tensor], verify, check_finite=True) is None
+
+
+def test_the_bits_of_an_integer_are_no_nan() -> None:
+    """Those of float32's NaN, beside tensors that are floats."""
+    ints = torch.full((16,), float("nan")).view(torch.int32)
+    chunk = [torch.ones(16), ints, torch.ones(16), torch.zeros(0)]
+    assert nonfinite_at(chunk) is None
+    assert nonfinite_at(chunk, check_finite=True) is None
+    chunk.append(torch.full((2,), float("inf")))
+    assert nonfinite_at(chunk) == 4
+    assert nonfinite_at([ints], check_finite=True) is None
+    assert nonfinite_at([], check_finite=True) is None
+
+
+def test_a_sample_finds_what_it_looks_at_and_a_whole_check_all() -> None:
+    """Of a large tensor the sample has one word in several; ``off`` looks at none."""
+    large = torch.ones(64 * SAMPLE_WORDS, dtype=torch.bfloat16)
+    large[5] = float("nan")  # the second word
+    assert nonfinite_at([large]) is None
+    assert nonfinite_at([large], "unsupported") is None
+    assert nonfinite_at([large], check_finite=True) == 0
+    assert nonfinite_at([large], "full") == 0
+    large[2] = float("nan")
+    assert nonfinite_at([large]) == 0
+    assert nonfinite_at([large], "unsupported") == 0
+    assert nonfinite_at([large], "off") is None
+    assert nonfinite_at([large.view(2, -1).t()], check_finite=True) == 0

@@ -10,6 +10,7 @@ import anyio
 import torch
 
 from bus.weight_transfer.base import Sender
+from trainer_agent.connection import Connection
 from trainer_agent.update.chunk_stream import ChunkStream
 from trainer_agent.weights.any_source import as_source
 
@@ -77,6 +78,7 @@ def test_engines_hear_in_order_what_was_sent() -> None:
     async def scenario() -> None:
         tensors = {str(number): torch.zeros(16) for number in range(CHUNKS)}
         stream = ChunkStream(as_source(tensors), Queueing(), chunk_bytes=64, verify="off")
+        stream.connection = Connection("", role="trainer", name="t", group="g", timeout_s=LIMIT_S)
         update: Any = Running()
         answered: Any = step
         async with asyncio.timeout(LIMIT_S):

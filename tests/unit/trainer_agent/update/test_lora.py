@@ -59,6 +59,13 @@ def test_it_lies_as_peft_saves_it(written: WrittenAdapter) -> None:
     assert not folder.exists()
 
 
+def test_a_nan_of_an_adapter_is_found() -> None:
+    """As in any update, where its sums are made."""
+    adapter = Adapter("mine", {**TENSORS, B: torch.full((4, 2), float("nan"))}, CONFIG)
+    adapter.sums("sample")
+    assert adapter.plan.nonfinite == B
+
+
 def test_an_engine_reads_it(written: WrittenAdapter) -> None:
     """And keeps what it has read, whatever becomes of the folder."""
     receiver = LoraReceiver()

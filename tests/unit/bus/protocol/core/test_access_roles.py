@@ -23,6 +23,7 @@ MAY: dict[str, set[str]] = {
     "trainer": EVERYBODY | COMMANDS,
     "follower": EVERYBODY | {"AWAIT_STEP"},
     "engine": EVERYBODY | {"ACK", "ARMED", "CORE_STATUS", "PROBED"},
+    "booting": EVERYBODY,
     "coordinator": EVERYBODY | {"FIRST_REQ", "WAVE_STARTED", "WAVE_COMPLETE"},
     "observer": EVERYBODY,
     "scheduler": EVERYBODY,
