@@ -192,7 +192,7 @@ class EngineSession:
 
     def _sleep(self, msg_id: int, message: m.Sleep) -> list[c.SessionEffect]:
         if self.update.state is not EngineUpdateState.NONE:
-            raise wrong_state(f"update {self.update.update_id} is {self.update.state.value}")
+            return self.update.give_way("the bus has no update under way, and asks for a sleep")
         if not self.pause.clears_cache:
             raise wrong_state("the pause keeps KV caches, which a sleep drops", "clear_cache")
         self._abandoned = False
@@ -424,7 +424,7 @@ class EngineSession:
         if self.pause.state is EnginePauseState.PAUSING:
             return self._ask_peers()
         effects: list[c.SessionEffect] = []
-        if self.update.in_place:  # one that is armed and no more may be of a later pause
+        if self.update.state in MIXED:  # one that is armed and no more may be of a later pause
             effects += self.update.abort(0, m.Abort(self.update.update_id, "lease expired"))
             if len(self._queue):
                 self.lease.record_attempt(

@@ -166,7 +166,7 @@ class EngineUpdate:
     def open(self, msg_id: int, message: m.TransferInit) -> list[c.SessionEffect]:
         """TRANSFER_INIT."""
         if self.staged and self.state in MIXED and not self._transfer.is_open(message):
-            return self._give_way("the bus opens another transport")
+            return self.give_way("the bus opens another transport")
         if self.state in MIXED:
             raise wrong_state(f"update {self.update_id} is {self.state.value}")
         return self._transfer.open(msg_id, message)
@@ -179,7 +179,7 @@ class EngineUpdate:
         if self.staged and self.state is _S.ABORTING:
             return []
         if self.staged and self.state in MIXED and message.version > self._order.version:
-            return self._give_way("the bus arms a later one")
+            return self.give_way("the bus arms a later one")
         if self.state not in (_S.NONE, _S.ARMED):
             raise wrong_state(f"update {self.update_id} is {self.state.value}")
         if message.version < self.version + (not message.scope):
@@ -208,8 +208,8 @@ class EngineUpdate:
         self._queue.add(c.CallArm(manifest, self.target, message.staging), msg_id)
         return []
 
-    def _give_way(self, why: str) -> list[c.SessionEffect]:
-        """A staged update that the bus has given up is let go; what came is asked again."""
+    def give_way(self, why: str) -> list[c.SessionEffect]:
+        """Give up an update that the bus has given up already; what came is asked again."""
         return [] if self.state is _S.ABORTING else self.abort(0, m.Abort(self.update_id, why))
 
     def start(self, msg_id: int, message: m.UpdateStart, *, paused: bool) -> list[c.SessionEffect]:

@@ -34,6 +34,8 @@
     any        a later ARM,   as by ABORT no answer, until that is undone: it is asked again. Who
                TRANSFER_INIT              was deaf has not heard that the bus has given this one up
                of another one
+    in a pause:
+    any        SLEEP          as by ABORT the same: the bus asks for it when no update is under way
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ class GroupVersion:
         if version > self.value and any(e.version == version for e in registry.engines.values()):
             self.on_commit(version)
 
-    def on_report(self, registry: EngineRegistry) -> None:
-        """The engines, or what they report, may have changed."""
+    def on_report(self, registry: EngineRegistry, reporter: str = "") -> None:
+        """The engines, or what they report, may have changed; ``reporter``: who has reported."""
         if self.is_committed or not registry.engines:
             return
         reports: dict[str, int] = {}
@@ -100,7 +100,9 @@ class GroupVersion:
             if peer.facts.closed or not peer.joined_epoch:
                 uncounted.add(dp_group)
         counted = sorted(reports[each] for each in reports.keys() - uncounted or reports)
-        self.value = counted[(len(counted) - 1) // 2]
+        before, self.value = self.value, counted[(len(counted) - 1) // 2]
+        if self.value < before:
+            registry.on_version_fell(before, reporter)
 
 
 def stale_dp_groups(registry: EngineRegistry, version: int) -> tuple[str, ...]:

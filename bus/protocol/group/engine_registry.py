@@ -266,6 +266,13 @@ class EngineRegistry:
             self._not_admitting.discard(name)
             self.changes += 1
 
+    def on_version_fell(self, version: int, reporter: str) -> None:
+        """Engines below ``version``, which the group served, may have closed their admission; each
+        reports with its next heartbeat whether it is open. The ``reporter`` has just done so."""
+        below = {name for name, peer in self.engines.items() if peer.version < version}
+        self._not_admitting |= below - {reporter}
+        self.changes += 1
+
     def is_not_admitting(self, name: str) -> bool:
         """Whether its admission is closed, though it may have all of the version by now: it was
         behind its group, or quarantined, and has not been resumed since."""

@@ -126,7 +126,7 @@ class Group(GroupState):
         in_it = peer.name in self.pause.members or peer.name in self.update.members
         self.registry.add(peer, joined_late=self.is_busy() and not in_it)
         self.departed.discard(peer.name)
-        self.served.on_report(self.registry)
+        self.served.on_report(self.registry, peer.name)
         return [
             *self.dp_groups.on_rank_joined(peer),
             *self._introduce(peer),
@@ -158,7 +158,7 @@ class Group(GroupState):
         is_new = peer.version != beat.version
         peer.phase, peer.version, peer.in_flight = beat.phase, beat.version, beat.in_flight
         if is_new:
-            self.served.on_report(self.registry)
+            self.served.on_report(self.registry, peer.name)
         self.registry.on_phase(peer.name, beat.phase, closed=beat.closed)
         effects = self.dp_groups.on_phase_changed(peer.name, self.pause.members)
         effects += self.answer_waiters(peer.last_heard_ms)

@@ -26,6 +26,7 @@ from bus.protocol.engine.calls import (
     SessionEffect,
 )
 from bus.protocol.engine.lease import LeaseState
+from bus.protocol.engine.update_states import EngineUpdateState
 from bus.testing.makers import make_arm
 from tests.unit.bus._builders import nack_in, only
 from tests.unit.bus._session import MANIFEST, PAUSE, Driver
@@ -198,6 +199,19 @@ def test_an_update_that_is_armed_and_no_more_changes_no_stand() -> None:
         driver.command(make_arm("u2", MANIFEST, version=5))
         driver.returned()
         assert told(driver.word(1, "held", asks=True)) == [(stand, (1,), False)]
+
+
+def test_a_staged_update_ends_with_the_lease() -> None:
+    """This rank has missed its ABORT, and says nothing of it as long as it is paused: it would keep
+    what it has staged for as long as a peer rank is quarantined."""
+    driver = rank_of(2).stages().paused()
+    driver.tick(OVER_MS)
+    assert driver.calls[-1] == CallRestore("model")
+    driver.returned()
+    assert driver.session.update.state is EngineUpdateState.NONE
+    driver.tick(AGAIN_MS)
+    driver.word(1, "partial")
+    assert driver.session.lease.state is LeaseState.SETTLED
 
 
 def test_who_said_clean_begins_no_update() -> None:

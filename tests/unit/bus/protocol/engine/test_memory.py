@@ -8,6 +8,7 @@ from bus.messages import (
     Abort,
     Ack,
     Commit,
+    Nack,
     NackCode,
     PauseLocal,
     Resume,
@@ -20,14 +21,16 @@ from bus.messages import (
 )
 from bus.protocol.engine.calls import (
     CallAbortRequests,
+    CallRestore,
     CallResume,
     CallSleep,
     CallStart,
     CallWakeWeights,
 )
 from bus.protocol.engine.memory import MemoryState
+from bus.protocol.engine.update_states import EngineUpdateState
 from bus.testing.makers import make_arm, make_chunk, make_sent
-from tests.unit.bus._builders import nack_in, only
+from tests.unit.bus._builders import messages, nack_in, only
 from tests.unit.bus._session import MANIFEST, PAUSE, Driver
 
 _S = MemoryState
@@ -85,10 +88,41 @@ def test_only_a_paused_engine_sleeps() -> None:
     assert not [call for call in driver.calls if isinstance(call, CallSleep)]
 
 
-def test_an_engine_in_an_update_does_not_sleep() -> None:
-    """From its ARM on."""
-    driver = Driver().armed().paused()
-    assert "armed" in nack_in(driver.command(Sleep("u1", 1))).detail
+@pytest.mark.parametrize("to", ["armed", "staging", "staged", "started", "loaded"])
+def test_an_engine_gives_up_a_forgotten_update_before_it_sleeps(to: str) -> None:
+    """The bus asks for a sleep when no update is under way: this rank has missed an ABORT. Its peer
+    ranks sleep already, and may have discarded their weights."""
+    driver = Driver()
+    if to == "staging":
+        driver.may_stage().command(UpdateStart("u1", staged=True))
+        driver.returned()
+        driver.takes("u1", 1).paused()
+    elif to == "staged":
+        driver.stages().paused()
+    elif to == "armed":
+        driver.armed().paused()
+    else:
+        driver.loaded(chunks=int(to == "loaded"))
+    effects = driver.command(Sleep("u1", 2))
+    assert not [each for each in messages(effects) if isinstance(each, Nack)]
+    if driver.running is not None:
+        undoing = CallAbortRequests if to == "loaded" else CallRestore
+        assert isinstance(driver.running, undoing)
+        assert driver.command(Sleep("u1", 2)) == []
+        driver.returned()
+    assert driver.session.update.state is EngineUpdateState.NONE
+    assert driver.session.memory.awake
+    assert driver.command(Sleep("u1", 2)) == [CallSleep(2)]
+    assert only(driver.returned(), Ack).step is Step.SLEEP
+
+
+def test_an_engine_that_commits_does_not_sleep() -> None:
+    """Its weights are about to be whole, and of the new version."""
+    driver = Driver().loaded(MANIFEST.chunks)
+    driver.command(UpdateFinish("u1"))
+    driver.returned()
+    driver.command(Commit("u1", 4, "", ()))
+    assert "commit" in nack_in(driver.command(Sleep("u1", 1))).detail
     assert driver.session.memory.awake
 
 

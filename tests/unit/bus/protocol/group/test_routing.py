@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.messages import Heartbeat, Join, PauseLocal, Routes, Staging, Welcome
+from bus.messages import Heartbeat, Join, Leave, PauseLocal, Routes, Staging, Welcome
 from bus.protocol.engine.calls import (
     CallAdmit,
     CallCommit,
@@ -173,6 +173,34 @@ def test_who_resumes_with_its_door_closed_is_not_routable_though_the_group_falls
     # The watch of the scene looks at each change of routes.
     assert scene.world.run_until(lambda: told.all[-1] == (0, "e1"))
     assert not e1.truth.closed
+
+
+@pytest.mark.parametrize("falls_by", ["leave", "join"])
+def test_when_the_version_falls_who_was_below_says_first_that_its_door_is_open(
+    falls_by: str,
+) -> None:
+    """It has heard of the later version since its last heartbeat, and may have closed its
+    admission. Who joins says with its JOIN how it stands."""
+    bench = Bench()
+    bench.say("e0", engine_join(dp_group="e0"))
+    bench.say("e1", engine_join(dp_group="e1", version=1), epoch=4)
+    group = bench.broker.groups["policy"]
+
+    def routable() -> tuple[int, list[str]]:
+        return group.version, [route.engine for route in group.routing.now.engines]
+
+    assert routable() == (1, ["e1"])
+    if falls_by == "leave":
+        bench.say("e1", Leave("bye"))
+        others = []
+    else:
+        bench.say("e2", engine_join(dp_group="e2"), epoch=4)
+        others = ["e2"]
+    assert routable() == (0, others)
+    bench.say("e0", Heartbeat("running", 0, 0, "", closed=True))
+    assert routable() == (0, others)
+    bench.say("e0", Heartbeat("running", 0, 0, ""))
+    assert routable() == (0, ["e0", *others])
 
 
 def test_who_says_that_its_door_is_closed_is_not_routable() -> None:
