@@ -137,8 +137,10 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> None:
 
 def _is_taken(path: str) -> bool:
     """Whether somebody listens at a Unix socket."""
-    with unix_socket.socket(unix_socket.AF_UNIX) as probe:
-        return probe.connect_ex(path) == 0
+    with contextlib.suppress(OSError), unix_socket.socket(unix_socket.AF_UNIX) as probe:
+        probe.connect(path)
+        return True
+    return False
 
 
 class ZmqServer(ZmqSocket):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -47,5 +49,34 @@ def test_a_path_that_somebody_listens_at_is_not_taken_over(tmp_path: Path) -> No
         first.close()
         (tmp_path / "bus").touch()
         ZmqServer(address).close()
+
+    asyncio.run(test())
+
+
+def test_a_path_that_is_too_long_is_wrong_usage() -> None:
+    async def test() -> None:
+        with pytest.raises(UsageError, match="an address looks like"):
+            ZmqServer(f"ipc:///tmp/{'x' * 200}")
+
+    asyncio.run(test())
+
+
+def test_a_server_may_be_closed_twice_and_leaves_nothing_open() -> None:
+    """Whether it has listened or not. A closed descriptor may be somebody else's by then."""
+
+    async def test() -> None:
+        ZmqServer("tcp://127.0.0.1:*").close()  # ZeroMQ's own are there from the first on
+        before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - with its own, both times
+        for listens in (False, True):
+            server = ZmqServer("tcp://127.0.0.1:*")
+            if listens:
+                server.listen(lambda _route, _frame, _user: None)
+            server.close()
+            with contextlib.closing(ZmqServer("tcp://127.0.0.1:*")):
+                server.close()
+        deadline_s = asyncio.get_running_loop().time() + 30
+        while len(os.listdir("/proc/self/fd")) > before:  # noqa: PTH208
+            assert asyncio.get_running_loop().time() < deadline_s
+            await asyncio.sleep(0.01)  # ZeroMQ closes its own in its own time
 
     asyncio.run(test())
