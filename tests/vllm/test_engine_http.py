@@ -22,6 +22,7 @@ from sidecar.vllm.core_state import parse_version
 from sidecar.vllm.http_engine import VllmHttpEngine
 from tests.contract.bus_suite import BusContract
 from tests.contract.engine_suite import EngineContract, Generated, Watch
+from tests.contract.staged_suite import StagedContract
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.processes import children, descendants, runs
 from tests.vllm._vllm import (
@@ -156,6 +157,10 @@ def under_test(
 
 class TestContract(EngineContract):
     """The contract that every engine adapter keeps."""
+
+
+class TestStaged(StagedContract):
+    """Through the workers' staging channels, and the core's swap over HTTP."""
 
 
 class TestOnTheBus(BusContract):
