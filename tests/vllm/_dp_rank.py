@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from sidecar import Sidecar
 from sidecar.shared_pages.pause_lease import PauseLease, deadline_ns
 from sidecar.vllm.inprocess_engine import VllmEngine
 from tests.vllm._vllm import AGAIN_S, PROMPT, engine_args
@@ -96,6 +97,16 @@ class Rank:
 
     async def do_resume(self) -> None:
         await self._engine.resume()
+
+    async def do_join(self, broker: str, dp_group: str, name: str) -> None:
+        """Put this rank on a bus, by a sidecar in this process."""
+        self._sidecar = Sidecar(self._engine, broker=broker, name=name, dp_group=dp_group)
+        await self._sidecar.start()
+        await self._sidecar.joined()
+
+    async def do_leave(self) -> None:
+        await self._sidecar.close()
+        await self._engine.start()
 
     async def do_admit(self, let_in: bool) -> None:
         await self._engine.start()  # it looks at its admission

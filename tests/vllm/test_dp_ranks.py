@@ -28,6 +28,7 @@ from tests.vllm._dp import (
     shut_down,
 )
 from tests.vllm._vllm import PROMPT, make_moe, rejects_in_pauses, require_vllm
+from trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
@@ -545,44 +546,6 @@ def test_what_the_status_pages_show(tested: UnderTest, pair: Pair) -> None:
     tested.run(scenario())
 
 
-@pytest.mark.parametrize(
-    "tested", [pytest.param("vllm", marks=pytest.mark.slow), "bus"], indirect=True
-)
-def test_a_hundred_rounds(tested: UnderTest, pair: Pair) -> None:
-    """Requests on random ranks at random times; pauses and resumes a moment apart."""
-    dice = random.Random(7)
-
-    async def load(ended: asyncio.Event, counts: list[int]) -> None:
-        while not ended.is_set():
-            rank, count = dice.randrange(2), dice.randint(1, 60)
-            prompt = dice.choice([PROMPT, OTHER_PROMPT])
-            name = await pair.begin(rank, count, prompt)
-            await pair.ends_exactly(rank, name, count, prompt)
-            counts.append(count)
-            await asyncio.sleep(dice.choice([0.0, 0.0, 0.1]))
-
-    async def scenario() -> None:
-        ended, counts = asyncio.Event(), list[int]()
-        loads = [asyncio.create_task(load(ended, counts)) for _ in range(3)]
-        began_s = time.monotonic()
-        for _ in range(ROUNDS):
-            for verb, args in (("pause", {"mode": "keep"}), ("resume", {})):
-                calls = []
-                for rank in dice.sample(pair.ranks, 2):
-                    calls.append(rank.order(verb, **args))
-                    await asyncio.sleep(dice.choice([0.0, 0.0, 0.01]))
-                await asyncio.wait_for(asyncio.gather(*calls), 120)
-                await asyncio.sleep(dice.choice([0.0, 0.05]))
-            assert not [task for task in loads if task.done()]
-        took_s = time.monotonic() - began_s
-        ended.set()
-        await asyncio.gather(*loads)
-        _log.info("%s: %d rounds took %.1f s", pair.coordinator, ROUNDS, took_s)
-        assert len(counts) > 10
-
-    tested.run(scenario())
-
-
 async def ends(pair: Pair, serial: int) -> list[dict[str, Any]]:
     """What both cores have made of their holds, once they have."""
     async with asyncio.timeout(PATIENCE_S):
@@ -704,6 +667,54 @@ def test_both_stay_paused_when_one_lacks_a_part(
         await pair.both("let_go")
         await pair.both("resume")
         await pair.serves(0)
+
+    tested.run(scenario())
+
+
+# The broker takes the DP group for down once its ranks have left, and is killed by the test after.
+@pytest.mark.parametrize(
+    "tested", [pytest.param("vllm", marks=pytest.mark.slow), "bus"], indirect=True
+)
+def test_a_hundred_rounds_over_the_bus(tested: UnderTest, pair: Pair) -> None:
+    """Requests on random ranks at random times; pauses and resumes of both, by a trainer."""
+    dice = random.Random(7)
+
+    async def load(ended: asyncio.Event, counts: list[int]) -> None:
+        while not ended.is_set():
+            rank, count = dice.randrange(2), dice.randint(1, 60)
+            prompt = dice.choice([PROMPT, OTHER_PROMPT])
+            name = await pair.begin(rank, count, prompt)
+            await pair.ends_exactly(rank, name, count, prompt)
+            counts.append(count)
+            await asyncio.sleep(dice.choice([0.0, 0.0, 0.1]))
+
+    async def rounds(agent: TrainerAgent, loads: list[asyncio.Task[None]]) -> None:
+        for _ in range(ROUNDS):
+            async with asyncio.timeout(PATIENCE_S):
+                async with agent.paused(mode="keep", clear_cache=dice.choice([False, True])) as ack:
+                    assert (ack.engines, ack.excluded) == (2, ())
+                    await asyncio.sleep(dice.choice([0.0, 0.05]))
+                await asyncio.sleep(dice.choice([0.0, 0.05]))
+            assert not [task for task in loads if task.done()]
+
+    async def scenario() -> None:
+        ended, counts = asyncio.Event(), list[int]()
+        joins = [
+            each.do("join", broker=tested.address, dp_group=DP_GROUP, name=f"moe-{each.rank}")
+            for each in pair.ranks
+        ]
+        await asyncio.gather(*joins)
+        async with TrainerAgent(tested.address) as agent:
+            await agent.wait_for_engines(2)
+            loads = [asyncio.create_task(load(ended, counts)) for _ in range(3)]
+            began_s = time.monotonic()
+            await rounds(agent, loads)
+            took_s = time.monotonic() - began_s
+            ended.set()
+            await asyncio.gather(*loads)
+        await pair.both("leave")
+        _log.info("%s: %d rounds took %.1f s", pair.coordinator, ROUNDS, took_s)
+        assert len(counts) > 10
 
     tested.run(scenario())
 
