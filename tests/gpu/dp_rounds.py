@@ -4,7 +4,9 @@
 
 Starts a broker and one supervised DP group of vLLM servers (external load balancing,
 expert parallel, random weights), keeps requests running on every rank, and meanwhile
-pauses, updates and resumes over the bus. Nothing may hang, and every request must end
+pauses, updates and resumes over the bus. Each update sends other weights than the one before, and
+each rank must answer as it has answered with those of the same set before the rounds (with the set
+that it was booted with: before any update). Nothing may hang, and every request must end
 with exactly the tokens that it asked for. Then a rank's engine is killed, and the DP
 group must come back as one. Prints one JSON object; exits with 1 if anything is wrong.
 
@@ -28,7 +30,7 @@ import time
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias
 
 import aiohttp
 import torch
@@ -43,6 +45,12 @@ if TYPE_CHECKING:
 TOKENS: Final = 200
 STREAMS: Final = 4  # per rank
 BOOT_S: Final = 420.0
+SETS: Final = 3  # of weights, which take turns
+PROBES: Final = tuple((3 + number, 17, 5 * number + 1) for number in range(8))
+PROBE_TOKENS: Final = 6
+# Of a probe's tokens, some may be others when the batch is another; those of another set are hardly
+# ever the same.
+ALIKE: Final = 0.6
 
 
 @dataclass
@@ -79,11 +87,56 @@ class Load:
             self.short += made != TOKENS
 
 
-def model(folder: Path, *, small: bool) -> dict[str, torch.Tensor]:
-    """A random Qwen3 MoE, saved in ``folder``; and its weights."""
+def model(folder: Path, *, small: bool) -> list[dict[str, torch.Tensor]]:
+    """A random Qwen3 MoE, saved in ``folder``; its weights, and other sets of them."""
     config = moe_config(small=small, vocab_size=1024)
-    made = make(config, folder, 7, "cpu")
-    return _per_expert(dict(made.state_dict()), config.num_experts)
+    made = [make(config, folder / str(number), 7 + number, "cpu") for number in range(SETS)]
+    return [_per_expert(dict(each.state_dict()), config.num_experts) for each in made]
+
+
+Answers: TypeAlias = list[int]
+
+
+async def _answers(session: aiohttp.ClientSession, url: str) -> Answers:
+    """The tokens of all probes, one after the other."""
+
+    async def ask(prompt: tuple[int, ...]) -> list[int]:
+        sampling = {"max_tokens": PROBE_TOKENS, "temperature": 0.0, "ignore_eos": True}
+        body = {"token_ids": list(prompt), "sampling_params": sampling}
+        async with session.post(f"{url}/inference/v1/generate", json=body) as response:
+            tokens: list[int] = (await response.json())["choices"][0]["token_ids"]
+        return tokens
+
+    return [token for prompt in PROBES for token in await ask(prompt)]
+
+
+def _alike(one: Answers, other: Answers) -> float:
+    """Which part of the tokens is the same."""
+    return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)
+
+
+async def _known_answers(
+    agent: TrainerAgent,
+    session: aiohttp.ClientSession,
+    urls: list[str],
+    sets: list[dict[str, torch.Tensor]],
+) -> list[Answers]:
+    """Of each set, without any load: the first one is what the engines were booted with.
+
+    Raises:
+        SystemExit: ranks answer differently, or two sets can't be told apart.
+    """
+    known: list[Answers] = []
+    for number, weights in enumerate(sets):
+        if number:
+            await agent.update_weights(weights, label=f"set {number}")
+        first, *others = [await _answers(session, url) for url in urls]
+        if any(_alike(first, other) < ALIKE for other in others):
+            raise SystemExit(f"set {number}: the ranks answer differently")
+        if any(_alike(first, other) >= ALIKE for other in known):
+            raise SystemExit(f"set {number}: answers are those of another set")
+        known.append(first)
+    return known
 
 
 def _per_expert(state: dict[str, torch.Tensor], experts: int) -> dict[str, torch.Tensor]:
@@ -154,11 +207,11 @@ async def measure(options: argparse.Namespace, logs: Path) -> dict[str, Any]:
     """The rounds, and the restart."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        weights = model(folder, small=options.cpu)
-        size = sum(t.numel() * t.element_size() for t in weights.values())
+        sets = model(folder, small=options.cpu)
+        size = sum(t.numel() * t.element_size() for t in sets[0].values())
         began_s = time.monotonic()
         async with (
-            bus(options, folder, logs) as address,
+            bus(options, folder / "0", logs) as address,
             TrainerAgent(address, timeout_s=120.0) as agent,
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session,
         ):
@@ -173,7 +226,7 @@ async def measure(options: argparse.Namespace, logs: Path) -> dict[str, Any]:
                 "weights_mb": round(size / 1e6, 1),
                 "boot_s": round(time.monotonic() - began_s, 1),
             }
-            found |= await _rounds(options, agent, session, [v.endpoint for v in views], weights)
+            found |= await _rounds(options, agent, session, [v.endpoint for v in views], sets)
             if options.pauses:
                 found |= await _pauses(options, agent, session, [v.endpoint for v in views])
             if options.kill:
@@ -186,8 +239,9 @@ async def _rounds(
     agent: TrainerAgent,
     session: aiohttp.ClientSession,
     urls: list[str],
-    weights: dict[str, torch.Tensor],
+    sets: list[dict[str, torch.Tensor]],
 ) -> dict[str, Any]:
+    known = await _known_answers(agent, session, urls, sets)
     load = Load()
     streams = [
         asyncio.create_task(load.stream(session, url, seed))
@@ -196,7 +250,7 @@ async def _rounds(
     pauses: list[float] = []
     direct: list[float] = []
     updates: list[float] = []
-    interrupted = 0
+    interrupted = wrong = 0
     since_s = time.monotonic()
     for number in range(options.rounds):
         if number % 3 == 1:
@@ -207,17 +261,22 @@ async def _rounds(
                 pauses.append((time.perf_counter() - begun_s) * 1000)
                 interrupted += ack.in_flight > 0
         else:
-            await agent.update_weights(weights, label=f"round {number}")
+            turn = len(updates) % SETS  # never those of the update before
+            await agent.update_weights(sets[turn], label=f"round {number}, set {turn}")
             report = agent.last_update
             assert report is not None
             updates.append(report.paused_ms)
             interrupted += report.interrupted > 0
+            answers = [await _answers(session, url) for url in urls]
+            wrong += any(_alike(each, known[turn]) < ALIKE for each in answers)
         await asyncio.sleep(0.05 * (number % 5))  # so that rounds meet all moments of a wave
     load.stop = True
     await asyncio.gather(*streams)
     status = (await agent.status()).groups[0].dp_groups[0]
     return {
         "rounds": options.rounds,
+        "updates": len(updates),
+        "updates_wrong": wrong,
         "interrupted": interrupted,
         "requests": load.done,
         "requests_short": load.short,
@@ -331,7 +390,8 @@ def main() -> int:
     logs.mkdir(parents=True, exist_ok=True)
     found = asyncio.run(measure(options, logs))
     print(json.dumps(found))  # noqa: T201 - what it is for
-    bad = found["requests_short"] + found["requests_failed"] + found.get("failed_after", 0)
+    counts = ("requests_short", "requests_failed", "updates_wrong", "failed_after")
+    bad = sum(found.get(name, 0) for name in counts)
     return 1 if bad or found["health"] not in ("ok", "unknown") else 0
 
 
