@@ -9,7 +9,14 @@ import signal
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from tests.faults.matrix import OF_VLLM, Cell, clears_cache
+from tests.faults.matrix import (
+    OF_VLLM,
+    Cell,
+    clears_cache,
+    concerned_by,
+    must_fall_out,
+    outcome_of,
+)
 from tests.faults.steps import STAGED_STEPS, STEPS
 from tests.faults.world import ENGINES, LOCKSTEP, RANKS, Violation, World
 
@@ -185,9 +192,29 @@ class Play:
         answers = dict(await self.world.within("the update to end", self.update))
         told = answers["trainer-0"]
         self.outcome = "gone" if "gone" in told else "failed" if "error" in told else "committed"
+        self._right_ones(told)
         if self.cell.fault == "sigkill":
             answers.pop(self.who, None)
         self._named(answers)
+
+    def _right_ones(self, told: dict[str, Any]) -> None:
+        """Nobody is left out, or named, to whom nothing has happened; who must be is.
+
+        Raises:
+            Violation: somebody is, or is not.
+        """
+        concerned, must = concerned_by(self.cell), must_fall_out(self.cell)
+        excluded = set(told.get("excluded", ()))
+        if excluded - concerned or (must - excluded and self.outcome == "committed"):
+            raise Violation(
+                f"{sorted(excluded)} were left out; {sorted(concerned)} may, {sorted(must)} must"
+            )
+        named = {told.get("peer", "")} & set(ENGINES)
+        must_be_named = outcome_of(self.cell) == "G" and self.outcome == "failed"
+        if named - concerned or (must_be_named and not named):
+            raise Violation(
+                f"the error names {sorted(named)}, and not one of {sorted(concerned)}: {told}"
+            )
 
     async def _heals(self) -> None:
         """A further update is committed everywhere, and everybody serves it."""

@@ -205,8 +205,11 @@ OUTCOMES: Final[dict[str, tuple[str, frozenset[str]]]] = {
         frozenset({"failed", "gone"}),
     ),
     "X": (
-        "one of these: a message under way, or a deadline, is overtaken by the fault or is not",
-        frozenset({"committed", "failed", "gone"}),
+        (
+            "committed, or an error for the trainer: a message under way, or a deadline, is "
+            "overtaken by the fault or is not"
+        ),
+        frozenset({"committed", "failed"}),
     ),
 }
 _BEFORE_THE_PAUSE_IS_MADE: Final = frozenset({"armed", "first_pause_ack", "locally_paused"})
@@ -222,17 +225,15 @@ def outcome_of(cell: Cell) -> str:
     """The letter of what must come of the update. (At a join, it is begun after the fault.)"""
     if cell.staged:
         return _staged_outcome_of(cell)
-    if cell.step == "join":
-        return "X"
     match cell.actor:
         case "rank1":
             return "C"
         case "sidecar" | "engine" | "server" | "core":
-            if cell.step in _BEFORE_THE_PAUSE_IS_MADE:
-                return "G"
-            return "X" if cell.fault == "deaf" else "W"
+            return "G" if cell.step in _BEFORE_THE_PAUSE_IS_MADE else "W"
         case "rank0" if cell.fault == "sigkill":
             return "E"
+        case _ if cell.step == "join":
+            return "X"
         case "rank0" if cell.fault != "deaf":
             return "E" if cell.step in {*_BEFORE_ALL_IS_SENT, "canary"} else "X"
         case _:
@@ -259,6 +260,35 @@ def _staged_outcome_of(cell: Cell) -> str:
             return "P"
         case _:
             return "X"
+
+
+def concerned_by(cell: Cell) -> frozenset[str]:
+    """Engines that an update may leave out, or name, because of the fault: who fails, with its peer
+    in lockstep. A broker that hears nobody misses all."""
+    if cell.actor == "broker":
+        return frozenset({"e0", "m-0", "m-1"})
+    mine = {"e0": ("e0",), "m-1": ("m-0", "m-1")}
+    return frozenset(mine.get(cell.peer, ()))
+
+
+# At these who fails may have done all of the update, or is back before it begins.
+_MAY_BE_DONE: Final = frozenset(
+    {"join", "commit", "resume", "commit_asked", "ready", "agreed", "committed"}
+)
+
+
+def must_fall_out(cell: Cell) -> frozenset[str]:
+    """Engines without which the update is committed, if it is."""
+    left_out = outcome_of(cell) == "W" and cell.step not in _MAY_BE_DONE
+    return concerned_by(cell) if left_out else frozenset()
+
+
+def ends_of(cell: Cell) -> frozenset[str]:
+    """How its update may end (see :meth:`tests.faults.cell.Play.run`). A trainer is gone only if it
+    was killed."""
+    ends = OUTCOMES[outcome_of(cell)][1]
+    killed = (cell.actor, cell.fault) == ("rank0", "sigkill")
+    return ends if killed else ends - {"gone"}
 
 
 def _matrix(cells: tuple[Cell, ...]) -> str:
