@@ -13,6 +13,9 @@
     │   └── UpdateFailed        the update was given up
     │       └── CanaryFailed    no engine is proven to serve what was sent
     ├── BusTimeout              no answer in time; says from whom, and what was heard last
+    ├── RolloutFailed           a request got no whole answer; says from which engines
+    │   ├── RequestPoisoned     two engines died while they ran it
+    │   └── NoEngine            no engine was there to take it; says who was waited for
     ├── JournalError            a journal that can't be read, or replayed
     ├── BusClosed               used after close, or the bus went away for good
     └── EngineError             an engine call failed
@@ -37,6 +40,9 @@ __all__ = [
     "UpdateFailed",
     "CanaryFailed",
     "BusTimeout",
+    "RolloutFailed",
+    "RequestPoisoned",
+    "NoEngine",
     "JournalError",
     "BusClosed",
     "EngineError",
@@ -157,6 +163,18 @@ class BusTimeout(WavebusError):
         self.step = step
         self.chunk = chunk
         self.heard_s = heard_s
+
+
+class RolloutFailed(WavebusError):
+    """A request got no whole answer. The text says what ended the last attempt, and where."""
+
+
+class RequestPoisoned(RolloutFailed):
+    """Two engines died while they ran the request, so it was sent to no third one."""
+
+
+class NoEngine(RolloutFailed):
+    """No engine was there to take the request. The text says who was waited for."""
 
 
 class JournalError(WavebusError):

@@ -41,7 +41,7 @@ INSECURE_VARIABLE: Final = "WAVEBUS_INSECURE"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _Z85 = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _MAX_FILE_BYTES: Final = 4096
-_OTHERS: Final = 0o007
+_OTHERS: Final = 0o077
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def read_key(path: Path, *, secret: bool, option: str = "") -> Key:
 
     Raises:
         UsageError: it can't be read, is none of these files, lacks the secret that is asked for,
-            or has one that everybody on this machine may read. No key is in the text.
+            or has one that its group, or everybody, may read. No key is in the text.
     """
     where = f"{option} {path}" if option else str(path)
     try:

@@ -1,8 +1,9 @@
-"""Requests that a paused engine rejects.
+"""Requests that a paused or closed engine rejects.
 
 vLLM 0.33 answers what comes in a ``wait`` or ``abort`` pause with HTTP 503, or, in a stream, with
-an event of that form; 0.32 queues it, and so does the embedded engine. A client sends such a
-request again until the engine is resumed. A dead engine answers otherwise.
+an event of that form; 0.32 queues it, and so does the embedded engine. An API server whose engine
+has closed its admission answers so on each, with the reason. Nothing was generated: a client sends
+the request again, there or elsewhere. A dead engine answers otherwise.
 """
 
 from __future__ import annotations
@@ -10,9 +11,29 @@ from __future__ import annotations
 from typing import Any, Final
 
 _RETRYABLE: Final = "ServiceUnavailableError"
+_CLOSED: Final = "this engine is closed to requests: "
+
+
+def closed_message(reason: str) -> str:
+    """What an engine whose admission is closed answers."""
+    return _CLOSED + reason
+
+
+def is_closed_message(text: object) -> bool:
+    """Whether an engine whose admission is closed says so."""
+    return isinstance(text, str) and text.startswith(_CLOSED)
+
+
+def is_closed(answer: Any) -> bool:
+    """Whether the JSON of an answer, or of an event, is of an engine whose admission is closed."""
+    return is_closed_message(_error(answer).get("message"))
 
 
 def is_rejected(answer: Any) -> bool:
     """Whether the JSON of an answer, or of an event, says that the request may be sent again."""
+    return _error(answer).get("type") == _RETRYABLE or is_closed(answer)
+
+
+def _error(answer: Any) -> dict[str, Any]:
     error = answer.get("error") if isinstance(answer, dict) else None
-    return isinstance(error, dict) and error.get("type") == _RETRYABLE
+    return error if isinstance(error, dict) else {}

@@ -394,11 +394,12 @@ def _vllm(
             raise UsageError(f"{command[0]}: there is no such command; check it, and PATH")
         from sidecar.supervision.server import SupervisedServer  # noqa: PLC0415 - only where it is used
         from sidecar.vllm.http_engine import VllmHttpEngine  # noqa: PLC0415
-        from sidecar.vllm.plugin.environment import DP_COORDINATOR  # noqa: PLC0415
+        from sidecar.vllm.plugin.environment import BOOT_CLOSED, DP_COORDINATOR  # noqa: PLC0415
 
+        coordinator = "bus" if coordinate else "vllm"
         server = SupervisedServer(
             command,
-            env={**os.environ, DP_COORDINATOR: "bus" if coordinate else "vllm"},
+            env={BOOT_CLOSED: "1", **os.environ, DP_COORDINATOR: coordinator},
             ready_timeout_s=boot_timeout_s,
             coordinate=coordinate,
         )
@@ -427,6 +428,7 @@ def _embedded(embedded: Embedded, broker: str, group: str, dp_group: str | None)
     import torch  # noqa: PLC0415 - slow to import
 
     from sidecar.embedded.engine import EmbeddedEngine  # noqa: PLC0415
+    from sidecar.vllm.plugin.environment import BOOT_CLOSED  # noqa: PLC0415
 
     torch.set_num_threads(embedded["threads"])
     return EmbeddedEngine(
@@ -439,6 +441,7 @@ def _embedded(embedded: Embedded, broker: str, group: str, dp_group: str | None)
         dp=_data_parallel(embedded, broker, group, dp_group),
         core_page=embedded["core_page"],
         step_ms=embedded["step_ms"],
+        boot_closed=os.environ.get(BOOT_CLOSED, "1") == "1",
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING
 
 from bus.errors import EngineError
@@ -104,11 +103,12 @@ async def _count_during(engine: Engine, call: Awaitable[None]) -> int:
     A server's count costs a request, which the call need not wait for. A count that fails is 0:
     it is no failure of the call.
     """
-    counting = asyncio.ensure_future(engine.in_flight())
+    counting = asyncio.create_task(engine.in_flight())
     try:
         await call
-        with contextlib.suppress(EngineError):
+        try:
             return await counting
-        return 0
+        except EngineError:
+            return 0
     finally:
         counting.cancel()

@@ -17,10 +17,12 @@ import anyio
 from bus.errors import EngineError
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import (
+    NO_LIMITS,
     CanaryMode,
     NackCode,
     PauseMode,
     ProbeResult,
+    RequestLimits,
     SleepLevel,
     Staging,
     Target,
@@ -88,7 +90,8 @@ FUSED_HINT = (
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine is. Fields as in :class:`bus.messages.EngineFacts`. ``closed``: its admission
-    was found so."""
+    was found so, as a quarantine leaves it; ``booted_closed``: it was so since the engine booted.
+    ``ends_with_sidecar``: its adapter stops it when it is closed itself."""
 
     kind: str
     software: str
@@ -102,9 +105,12 @@ class EngineInfo:
     draft: bool = False
     canary: CanaryMode = ""
     closed: bool = False
+    booted_closed: bool = False
+    ends_with_sidecar: bool = False
     features: Mapping[str, str] = field(default_factory=dict)
     untested: str = ""
     dtype: str = ""
+    limits: RequestLimits = NO_LIMITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +194,9 @@ class Engine(Protocol):
 
     async def admit(self, *, open: bool) -> None:  # noqa: A002 - what admission is
         """Open or close admission. While it is closed, every request that comes is ended at once,
-        with no tokens (finish reason ``abort``), whoever sends it and whether the engine is paused
-        or not. It stays so until it is opened, whatever becomes of the sidecar."""
+        with no tokens (finish reason ``abort``; over HTTP status 503, with the reason), whoever
+        sends it and whether the engine is paused or not. It stays so until it is opened, whatever
+        becomes of the sidecar."""
 
     async def abort_requests(self) -> int:
         """End every request with the tokens it has, paused or not; return how many."""

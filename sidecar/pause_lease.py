@@ -84,14 +84,14 @@ class PauseLeaseWriter:
             )
         return self._on_outcome(end, now_ms) if self._session.at_rest else []
 
-    async def release(self) -> None:
-        """Let the engine go: open its admission, and end its pause.
+    async def release(self, *, runs_on: bool = True) -> None:
+        """Let the engine go: open its admission, if it ``runs_on``, and end its pause.
 
         A rank leaves the end of its pause to its DP group, which resumes as one. Memory that sleeps
         may be in use by the trainer. There the lease ends the pause, which the page has.
         """
         session, engine = self._session, self._engine
-        if session.admission.closed and not session.update.partial:
+        if runs_on and session.admission.closed and not session.update.partial:
             await engine.admit(open=True)  # it is nobody's any more to close
         if session.phase == "paused" and not session.lease.peers:
             await engine.resume()
@@ -157,15 +157,14 @@ class PauseLeaseWriter:
 
     def _lease(self, left_ms: float, call: Call | None) -> PauseLease:
         session, update = self._session, self._session.update
-        part = update.part_in_place
+        part, partial = update.part_in_place, update.partial
         begun: Begun = ""
-        if part.startswith(ADAPTERS):
-            begun = "adapter"
-        elif part:
+        if part:
             begun = "draft" if part == "draft" else "model"
-        partial = set(update.partial)
-        if begun in ("model", "draft") and (update.has_loaded or _loads(call)):
-            partial.add(part)
+            if part.startswith(ADAPTERS):
+                begun = "adapter"
+            elif update.has_loaded or _loads(call):
+                partial = partial | {part}
         return PauseLease(
             serial=self._serial,
             pause_id=session.pause.update_id,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Final, Self
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import anyio
 
@@ -16,7 +17,6 @@ from bus.errors import BusClosed, EngineError, refusal
 from bus.ids import check_name, new_boot
 from bus.keys import security
 from bus.messages import (
-    CoreStatus,
     EngineFacts,
     Envelope,
     Heartbeat,
@@ -130,7 +130,7 @@ class Sidecar:
         self._next_call: Call | None = None
         self._wake: asyncio.Future[None] | None = None  # set while the caller has nothing to do
         self._swap_cancelled: CallSwap | None = None  # which is, until it returns
-        self._closing = False
+        self._closing = self._is_frozen = False  # the core is
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()
 
@@ -139,7 +139,7 @@ class Sidecar:
         return self
 
     async def start(self) -> None:
-        """Start the engine and begin to join; return once the engine takes requests."""
+        """Start the engine and begin to join; return once the engine is up."""
         self.info = await self.engine.start()
         try:
             with answers_within(START_ANSWER_S, "the engine"):
@@ -155,12 +155,12 @@ class Sidecar:
             )
             self._lease_writer = PauseLeaseWriter(self.engine, self.session, self.dp_group)
             scheduler = self._scheduler or AsyncioScheduler()
-            now_ms = scheduler.now_ms()
             left = self.engine.abandoned_pause()
             found = None
             if left is not None:
                 with answers_within(START_ANSWER_S, "the engine, which was found paused,"):
-                    found = await self._lease_writer.take_over(left, now_ms)
+                    found = await self._lease_writer.take_over(left, scheduler.now_ms())
+            self.session.admission.closed |= self.info.booted_closed  # opened when it has joined
             boot = new_boot()
             if self.info.dp_size > 1:
                 self._peer_links = self._connect_peers(boot)
@@ -252,11 +252,11 @@ class Sidecar:
             self._peer.close(self.death or reason)
         with anyio.CancelScope(shield=True):
             refusal = self._peer.link.refusal if self._peer is not None else None
-            is_anothers = refusal is not None and refusal.code is NackCode.NAME_TAKEN
-            if not self.death and not is_anothers:
+            if not self.death and (refusal is None or refusal.code is not NackCode.NAME_TAKEN):
+                runs_on = self.info is None or not self.info.ends_with_sidecar
                 with anyio.move_on_after(CLOSE_TIMEOUT_S):
                     await self._last_call()
-                    await self._lease_writer.release()
+                    await self._lease_writer.release(runs_on=runs_on)
             await self._tasks.cancel()
             self._ended.set()
             if self._peer_links is not None:
@@ -267,34 +267,24 @@ class Sidecar:
 
     def _join(self) -> Join:
         assert self.info is not None
-        info = self.info
+        shared = {each.name for each in fields(self.info)} & {
+            each.name for each in fields(EngineFacts)
+        }
+        info: dict[str, Any] = {name: getattr(self.info, name) for name in shared}
+        info |= {"closed": self.session.is_closed, "features": dict(self.info.features)}
         facts = EngineFacts(
-            kind=info.kind,
-            software=info.software,
-            model=info.model,
+            **info,
             dp_group=self.dp_group,
-            dp_rank=info.dp_rank,
-            dp_size=info.dp_size,
-            workers=info.workers,
-            backends=info.backends,
-            endpoint=info.endpoint,
-            can_sleep=info.can_sleep,
-            draft=info.draft,
             supervised=self.supervised,
-            canary=info.canary,
             version=self.session.version,
             phase=self.session.phase,
             update_id=self.session.shown_id,
             peer_address=self._peer_links.address if self._peer_links else "",
-            closed=self.session.is_closed,
-            features=dict(info.features),
-            untested=info.untested,
-            dtype=info.dtype,
         )
         return codec.clip(Join("engine", HOST, PID, facts, None))
 
     def _beat(self) -> Heartbeat:
-        return self.session.beat()
+        return replace(self.session.beat(), closed=self.session.is_closed or self._is_frozen)
 
     def _next_deadline_ms(self) -> float | None:
         return None if self._peer is None else self.session.next_deadline_ms()
@@ -365,7 +355,8 @@ class Sidecar:
                 assert self._next_call is None, "the machine makes one call at a time"
                 self._next_call = effect
                 self._wake_caller()
-        self._write_lease()
+        if self._next_call is None:  # else it is written with that call
+            self._write_lease()
         due_ms = self.session.next_deadline_ms()
         if due_ms is not None:
             peer.arm_by(due_ms)
@@ -485,9 +476,10 @@ class Sidecar:
         assert self._peer is not None
         while True:
             view = self.engine.core_view()
+            if view is not None and view.is_frozen is not self._is_frozen:
+                self._is_frozen = not self._is_frozen
+                event = "core_frozen" if self._is_frozen else "core_runs"
+                self._peer.note(Note(event, "warning", {"pid": view.pid, "phase": view.phase}))
             if view is not None and self._peer.link.state is LinkState.JOINED:
-                requests = view.waiting + view.running
-                since_ms = round(view.age_ms(), 1)
-                status = CoreStatus(view.phase, since_ms, view.step, view.wave, requests)
-                self._peer.send(status)
+                self._peer.send(view.message())
             await anyio.sleep(self._peer.link.heartbeat_ms / 1000)

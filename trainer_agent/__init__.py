@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from trainer_agent.agent import TrainerAgent
     from trainer_agent.canary import Canary
     from trainer_agent.report import UpdateReport
+    from trainer_agent.rollouts.client import RolloutClient
     from trainer_agent.sync_agent import SyncTrainerAgent
     from trainer_agent.weights.cpu_cache import CpuCache
     from trainer_agent.weights.shared_memory import share_memory
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Canary",
     "CpuCache",
+    "RolloutClient",
     "SyncTrainerAgent",
     "TrainerAgent",
     "UpdateReport",
@@ -27,6 +29,7 @@ __all__ = [
 _HOMES: Final = {
     "Canary": "trainer_agent.canary",
     "CpuCache": "trainer_agent.weights.cpu_cache",
+    "RolloutClient": "trainer_agent.rollouts.client",
     "SyncTrainerAgent": "trainer_agent.sync_agent",
     "TrainerAgent": "trainer_agent.agent",
     "UpdateReport": "trainer_agent.report",

@@ -95,9 +95,9 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             of each tensor, ``full`` at all (about a second per 2 GB and core), ``off`` at none.
         lease_ms: how long engines stay paused when trainer and broker are both gone.
         timeout_s: how long a step (a pause, an ack of all engines) may take, from when the one
-            before was done. A broker that is not heard for so long fails it, too. More than the
-            broker's ``--step-timeout-ms`` (300 s), after which it leaves out who has not answered,
-            and the others go on.
+            before was done; and the source, for one tensor. A broker that is not heard for so long
+            fails it, too. More than its ``--step-timeout-ms`` (300 s), after which it leaves out
+            who has not answered, and the others go on.
         key, broker_key: files of `wavebus keygen`: this trainer's secret key, and the broker's
             public one. Default: WAVEBUS_KEY and WAVEBUS_BROKER_KEY, or no keys.
         insecure: go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
 
+import bus.log
 from bus.errors import BusClosed, BusTimeout, Refused, UsageError, refusal
 from bus.ids import new_boot
 from bus.keys import silence_hint
@@ -19,6 +20,7 @@ from bus.messages import (
     Nack,
     NackCode,
     Role,
+    Routes,
     StaleEngines,
     Status,
     StatusRequest,
@@ -46,14 +48,18 @@ _STATUS_S: Final = 10.0
 # A broker that is there says at once who it waits for.
 _EXPLAIN_S: Final = 2.0
 _BEATS_MISSED: Final = 2
+_SLOW_S: Final = 10.0  # then the log says who is waited for
 
 
 class Connection:
     """One life of a peer. Arguments are those of :class:`trainer_agent.TrainerAgent`;
-    ``kept_version`` says of which version it keeps the weights, ``on_stale`` hears who lacks them.
+    ``kept_version`` says of which version it keeps the weights, ``on_stale`` hears who lacks them,
+    and ``on_routes``, of an observer, where each group's requests go.
 
     Attributes:
         delivery: what the bus is told even when nobody waits for it.
+        tensors_taken: from the source of the update under way; heartbeats tell the broker.
+        lost_rank: says which other rank of the trainer is gone, since the update has begun.
     """
 
     def __init__(
@@ -69,23 +75,27 @@ class Connection:
         link_config: LinkConfig | None = None,
         kept_version: Callable[[], int] = lambda: 0,
         on_stale: Callable[[StaleEngines], None] = lambda _stale: None,
+        on_routes: Callable[[str, Routes], None] = lambda _group, _routes: None,
     ) -> None:
         self.broker = broker
         self._role: Role = role
         self._name = name
         self._group = group
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._security = security
         self._transport = transport
         self._link_config = link_config
         self._kept_version = kept_version
         self._on_stale = on_stale
+        self._on_routes = on_routes
         self._peer: PeerClient | None = None
         self._answers: dict[int, asyncio.Future[Message]] = {}
         self._steps: dict[int, Message] = {}  # those that wait for all engines, in their order
         self._changed = asyncio.Event()
         self._progress_ms = 0.0  # when a step was last done
         self.delivery = GuaranteedDelivery(self)
+        self.tensors_taken = 0
+        self.lost_rank: Nack | None = None
 
     async def open(self) -> None:
         """Join the bus.
@@ -105,14 +115,14 @@ class Connection:
             or ZmqClient(self.broker, route_of(self._name, boot), self._security),
             scheduler=AsyncioScheduler(),
             join=lambda: Join(self._role, HOST, PID, None, None),
-            beat=lambda: Heartbeat("running", self._kept_version(), 0, ""),
+            beat=lambda: Heartbeat("running", self._kept_version(), self.tensors_taken, ""),
             on_message=self._on_message,
             on_state=self._on_state,
             link_config=self._link_config,
         )
         self._peer.start()
         try:
-            with anyio.fail_after(min(self._timeout_s, _JOIN_S)):
+            with anyio.fail_after(min(self.timeout_s, _JOIN_S)):
                 await self._wait_until_joined()
         except TimeoutError:
             self._peer.close()
@@ -167,7 +177,7 @@ class Connection:
             BusTimeout: there was none; it says who is waited for.
             BusClosed: the agent was closed.
         """
-        wait_s = self._timeout_s if timeout_s is None else timeout_s
+        wait_s = self.timeout_s if timeout_s is None else timeout_s
         peer = self._require_peer()
         msg_id = peer.new_id()
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
@@ -175,13 +185,18 @@ class Connection:
         if expect is GroupAck:
             self._steps[msg_id] = message
         asked_ms = peer.now_ms()
+        slow_s = _SLOW_S if expect is GroupAck else wait_s
         try:
             while not future.done():
                 since_ms = max(asked_ms, self._progress_ms) if expect is GroupAck else asked_ms
-                left_s = wait_s - (peer.now_ms() - since_ms) / 1000
+                waited_s = (peer.now_ms() - since_ms) / 1000
+                left_s = wait_s - waited_s
+                first = next(iter(self._steps.values())) if expect is GroupAck else message
                 if left_s <= 0:
-                    first = next(iter(self._steps.values())) if expect is GroupAck else message
                     raise await self._explain_timeout(first, wait_s)
+                if waited_s > slow_s and first is message:
+                    late, slow_s = await self._explain_timeout(first, slow_s), wait_s
+                    bus.log.logger().warning("step_slow", step=late.step, detail=str(late))
                 if peer.link.state is LinkState.REFUSED and peer.link.refusal is not None:
                     raise refusal(peer.link.refusal)
                 if peer.link.state is LinkState.CLOSED:
@@ -201,7 +216,7 @@ class Connection:
 
     async def status(self) -> Status:
         """The broker's whole view."""
-        return await self.ask(StatusRequest(), Status, timeout_s=min(self._timeout_s, _STATUS_S))
+        return await self.ask(StatusRequest(), Status, timeout_s=min(self.timeout_s, _STATUS_S))
 
     async def engines(self) -> tuple[EngineView, ...]:
         """Those of the group."""
@@ -251,7 +266,10 @@ class Connection:
     def _on_message(self, envelope: Envelope, message: Message) -> None:
         if isinstance(message, StaleEngines):
             self._on_stale(message)
-            return
+        elif isinstance(message, Routes):
+            self._on_routes(envelope.group, message)
+        if type(message) is Nack and message.code is NackCode.PEER_LOST and not envelope.reply_to:
+            self.lost_rank = message
         future = self._answers.get(envelope.reply_to or self._refused_unread(message))
         if future is None or future.done():
             return

@@ -59,7 +59,7 @@ _Key: TypeAlias = tuple[str, str, int]  # step, update, chunk
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TraceSpan:
     """``name`` is the step, a chunk's with its number; ``phase`` what it is a part of: ``pause``,
     ``transfer``, or the step itself. ``result`` is ``done``, a NACK's code, or ``unfinished``.
 
@@ -88,9 +88,9 @@ class _Track:
     free_ms: float = 0.0  # when its last span ended
 
 
-def spans(items: Iterable[Item]) -> list[Span]:
+def spans(items: Iterable[Item]) -> list[TraceSpan]:
     """All that a journal tells, in the order in which it ended."""
-    found: list[Span] = []
+    found: list[TraceSpan] = []
     first: FileBegan | None = None
     life: _Life | None = None
     for item in items:
@@ -123,7 +123,7 @@ class _Life:
         # A trainer's, by name and id; None once it is answered, though it may be asked again.
         self._requests: dict[tuple[str, int], _Key | None] = {}
 
-    def on_received(self, route: bytes, decoded: DecodedFrame) -> list[Span]:
+    def on_received(self, route: bytes, decoded: DecodedFrame) -> list[TraceSpan]:
         """An engine's answer, or a trainer's command."""
         (peer,), envelope, message = decoded.peers, decoded.envelope, decoded.message
         if envelope is None or message is None:
@@ -148,7 +148,7 @@ class _Life:
                 self._on_asked(peer, "trainer", envelope.group, key)
         return []
 
-    def on_sent(self, routes: tuple[bytes, ...], decoded: DecodedFrame) -> list[Span]:
+    def on_sent(self, routes: tuple[bytes, ...], decoded: DecodedFrame) -> list[TraceSpan]:
         """A command to engines, or an answer to a trainer."""
         envelope, message = decoded.envelope, decoded.message
         if envelope is None or message is None:
@@ -172,7 +172,7 @@ class _Life:
                 self._on_asked(peer, "engine", envelope.group, key)
         return []
 
-    def unfinished(self) -> list[Span]:
+    def unfinished(self) -> list[TraceSpan]:
         """What was asked for and not answered when the journal ends."""
         return [span for peer in self._tracks for span in self._end_open_span(peer)]
 
@@ -184,7 +184,7 @@ class _Life:
             track = self._tracks[peer] = _Track(role, group, {})
         track.asked.setdefault(key, self.now_ms)  # asked again, it waits since the first time
 
-    def _on_answered(self, peer: str, key: _Key, result: str) -> list[Span]:
+    def _on_answered(self, peer: str, key: _Key, result: str) -> list[TraceSpan]:
         track = self._tracks.get(peer)
         if track is None or key not in track.asked:
             return []
@@ -193,7 +193,7 @@ class _Life:
             track.asked = {k: v for k, v in track.asked.items() if k[1] != key[1]}
         return [span]
 
-    def _end_open_span(self, peer: str) -> list[Span]:
+    def _end_open_span(self, peer: str) -> list[TraceSpan]:
         """The first of what the peer has not answered: there it stood."""
         track = self._tracks.get(peer)
         if track is None or not track.asked:
@@ -202,11 +202,11 @@ class _Life:
         track.asked.clear()
         return [span]
 
-    def _span(self, peer: str, track: _Track, key: _Key, result: str) -> Span:
+    def _span(self, peer: str, track: _Track, key: _Key, result: str) -> TraceSpan:
         step, update_id, chunk = key
         begin_ms = max(track.asked.pop(key), track.free_ms)
         track.free_ms = self.now_ms
-        return Span(
+        return TraceSpan(
             life=self.boot,
             group=track.group,
             peer=peer,

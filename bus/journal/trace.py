@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from bus.journal.spans import Span
+    from bus.journal.spans import TraceSpan
 
 Event: TypeAlias = dict[str, Any]
 
 
-def trace(spans: Iterable[Span]) -> dict[str, Any]:
+def trace(spans: Iterable[TraceSpan]) -> dict[str, Any]:
     """The whole file, as what JSON is made of. Times in it are in microseconds."""
-    tracks: dict[tuple[int, str, str], list[Span]] = {}
+    tracks: dict[tuple[int, str, str], list[TraceSpan]] = {}
     for span in spans:
         tracks.setdefault((span.life, span.group, span.peer), []).append(span)
     processes: dict[tuple[int, str], int] = {}
@@ -40,12 +40,12 @@ def trace(spans: Iterable[Span]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _sort_key(item: tuple[tuple[int, str, str], list[Span]]) -> tuple[int, str, bool, str]:
+def _sort_key(item: tuple[tuple[int, str, str], list[TraceSpan]]) -> tuple[int, str, bool, str]:
     (life, group, peer), members = item
     return life, group, members[0].role != "trainer", peer
 
 
-def _parent_spans(members: list[Span], process: int, thread: int) -> list[Event]:
+def _parent_spans(members: list[TraceSpan], process: int, thread: int) -> list[Event]:
     """Spans of several steps; longer ones come before those that they hold."""
     if members[0].role == "trainer":
         runs = groupby(members, key=lambda span: span.update_id)
@@ -57,7 +57,7 @@ def _parent_spans(members: list[Span], process: int, thread: int) -> list[Event]
     return [_event(name, run, process, thread) for name, run in named]
 
 
-def _event(name: str, run: list[Span], process: int, thread: int) -> Event:
+def _event(name: str, run: list[TraceSpan], process: int, thread: int) -> Event:
     begin_us, end_us = round(run[0].begin_ms * 1000), round(run[-1].end_ms * 1000)
     return {
         "ph": "X",

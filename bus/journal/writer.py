@@ -162,10 +162,8 @@ class JournalWriter:
     # -- inside -----------------------------------------------------------------
 
     def _append(self, record: bytes) -> None:
-        # A file holds as much beside its head as the head takes, or all of it would be heads.
-        full_bytes = max(self._file_limit, 2 * self._head_bytes)
-        is_full = self._size + len(record) > full_bytes and self._has_records()
-        if self._file is not None and is_full:
+        is_full = self._size + len(record) > self._full_bytes and self._has_records()
+        if is_full and self._file is not None:
             self._rotate(len(record))
         if self._file is None:
             self._lost += 1
@@ -230,6 +228,8 @@ class JournalWriter:
         self._file = os.open(self._path, flags, 0o600)
         self._written_bytes = 0
         self._head_bytes = self._size = len(head)
+        # It holds as much beside its head as the head takes, or all of it would be heads.
+        self._full_bytes = max(self._file_limit, 2 * len(head))
         self._buffer += head
         self._write()
         self._files += 1

@@ -31,6 +31,7 @@ from bus.messages import (
     WIRE_MAJOR,
     WIRE_MINOR,
     WIRE_NAMES,
+    Ack,
     Envelope,
     Message,
     NackCode,
@@ -121,8 +122,11 @@ def encode_body(message: Message) -> msgspec.Raw:
 def clip(message: M) -> M:
     """The message with its texts, lists and maps cut to their bounds, so that it is not refused.
 
-    Meant for what an engine says of itself, where the beginning is worth more than nothing.
+    Meant for what an engine says of itself, where the beginning is worth more than nothing. An ack
+    has nothing of that but request ids.
     """
+    if isinstance(message, Ack) and not message.waited_for:
+        return message
     try:
         msgspec.msgpack.decode(_encode(message), type=type(message))
     except msgspec.ValidationError:
@@ -229,7 +233,7 @@ def decode_body(envelope: Envelope) -> Message:
         return message
     if _map_entries(body) != kind.fields:
         raise _extra_field(_read(body), kind.cls, envelope.kind)
-    if kind.by_name:
+    if kind.by_name and (kind.nested or _encode(message) != body):
         _check_names(body, kind, envelope.kind)
     return message
 

@@ -8,6 +8,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from bus.messages.types import (
+    NO_LIMITS,
     CanaryMode,
     CorePhase,
     Count,
@@ -16,6 +17,7 @@ from bus.messages.types import (
     LongText,
     Name,
     Phase,
+    RequestLimits,
     Role,
     Serial,
     ShortText,
@@ -41,7 +43,8 @@ class EngineFacts:
     ``closed``: as in :class:`Heartbeat`;
     ``features``: what its vLLM supports, and why not; empty for an engine that lacks nothing;
     ``untested``: says that wavebus was not run on its version of vLLM; empty if it was;
-    ``dtype``: its model's, by torch's name (``bfloat16``); empty if the engine does not report it.
+    ``dtype``: its model's, by torch's name (``bfloat16``); empty if the engine does not report it;
+    ``limits``: what requests it takes.
     """
 
     kind: ShortText
@@ -65,6 +68,7 @@ class EngineFacts:
     features: Features = field(default_factory=dict)
     untested: ShortText = ""
     dtype: ShortText = ""
+    limits: RequestLimits = NO_LIMITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,8 @@ class Welcome:
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """``version``: what an engine serves; of a trainer, of which it keeps the weights (0: none).
-    ``closed``: the engine's admission is: requests that reach it are ended."""
+    ``closed``: requests that reach the engine are ended, or wait in a core that does not run.
+    ``in_flight``: an engine's requests; a trainer's tensors, of those taken from its source."""
 
     phase: Phase
     version: Serial
@@ -155,7 +160,7 @@ class PeerRank:
 class PeerRanks:
     """All ranks of the DP group, which is whole."""
 
-    peers: Annotated[tuple[PeerRank, ...], Meta(max_length=65_536)]
+    peers: Annotated[tuple[PeerRank, ...], Meta(max_length=4096)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,8 @@ class Ack(msgspec.Struct, frozen=True):
     says what an ABORT found: ``untouched``, ``restored`` or ``partial``; of a COMMIT whether
     the engine is still ``partial``, by an update of its other model; of an ABORT that came after
     the swap of a staged update, that it was ``committed``; and of a
-    ``wait`` pause whether it ``drained``, or was ``escalated``. ``waited_for`` are
+    ``wait`` pause whether it ``drained``, or was ``escalated``; of a RESUME whether admission is
+    still ``closed``, since the engine is behind the group. ``waited_for`` are
     the requests that a ``wait`` pause still waited for at its deadline.
     """
 

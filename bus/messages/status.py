@@ -7,7 +7,17 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from bus.messages.types import CorePhase, Count, Features, LongText, ShortText, Target, UpdateId
+from bus.messages.types import (
+    NO_LIMITS,
+    CorePhase,
+    Count,
+    Features,
+    LongText,
+    RequestLimits,
+    ShortText,
+    Target,
+    UpdateId,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +109,12 @@ class OutView:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """``endpoint``: where it takes requests; empty if that is not known."""
+    """``endpoint``: where it takes requests; empty if that is not known. ``limits``: which."""
 
     engine: ShortText
     dp_group: ShortText
     endpoint: ShortText
+    limits: RequestLimits = NO_LIMITS
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Final, Literal, TypeAlias
 
 from msgspec import Meta
@@ -17,8 +18,8 @@ MAX_MEETING_BYTES: Final = 4096
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 # What somebody adds one to; so it never comes to what the wire has no number for.
 Serial: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
-# Ranks of a DP group, workers of an engine: the broker counts them one by one.
-Size: TypeAlias = Annotated[int, Meta(ge=1, le=65_536)]
+# Ranks of a DP group, workers of an engine.
+Size: TypeAlias = Annotated[int, Meta(ge=1, le=4096)]
 Name: TypeAlias = Annotated[
     str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*\Z")
 ]
@@ -86,3 +87,22 @@ Phase: TypeAlias = Literal[
     "updating",
     "quarantined",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What requests an engine takes; 0 where it does not report it.
+
+    ``vocab_size``: token ids are below it; ``max_model_len``: tokens of prompt and output together;
+    ``slots``: sequences that run at once;
+    ``exact_seeds``: draws are keyed by position, so that a request with a seed that is asked anew,
+    with its tokens so far as part of the prompt, goes on as if nothing had been.
+    """
+
+    vocab_size: Count = 0
+    max_model_len: Count = 0
+    slots: Count = 0
+    exact_seeds: bool = False
+
+
+NO_LIMITS: Final = RequestLimits()

@@ -6,7 +6,10 @@ What bounds a broker's peers, beside :mod:`bus.protocol.core.access`:
 
 - ``RCVHWM``: so many frames of one peer wait unread; then its connection is not read until some
   are taken. ZeroMQ takes a frame of each peer in turn.
+- ``SNDHWM``: so many frames wait for a peer; what is more is not sent.
+- ``TCP_MAXRT``: a peer that takes none of them loses its connection.
 - ``MAXMSGSIZE``: a frame far too large costs its sender the connection.
+- :mod:`bus.runtime.zmq_connections`: so does a message that fills the memory and does not end.
 - ``HANDSHAKE_IVL``: who connects and says nothing is let go.
 - ``HEARTBEAT_…``: so is who says nothing any more, whatever its own settings.
 - No ``ROUTER_HANDOVER``: a second connection under a route that is in use gets nothing.
@@ -19,6 +22,7 @@ import atexit
 import contextlib
 import errno
 import os
+import socket as unix_socket
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -30,10 +34,12 @@ from bus.errors import UsageError
 from bus.keys import Security
 from bus.messages import MAX_FRAME_BYTES
 from bus.net import is_loopback
+from bus.runtime.zmq_connections import CHECK_S, ConnectionGuard
 from bus.runtime.zmq_curve import ZapHandler, secure_client, secure_server
 from bus.runtime.zmq_socket import ZmqSocket
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Iterable
 
     from bus.keys import Keyring
@@ -46,15 +52,17 @@ _MAX_RECV_BYTES: Final = 2 * MAX_FRAME_BYTES
 _BATCH: Final = 512
 _QUEUE: Final = 10_000
 _UNREAD: Final = 64
+_UNSENT: Final = 2_000  # a trainer has at most 1,024 requests open, each of them one frame
+_UNTAKEN_MS: Final = 10_000
 _HANDSHAKE_MS: Final = 10_000
 # Slower than what peers ask for by themselves, so that theirs are the ones that count.
 _SERVER_HEARTBEAT_MS: Final = 15_000
 # As plain numbers: the flags' own arithmetic takes as long as a small send.
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
-_RCVMORE: Final = int(zmq.RCVMORE)
 # Past pyzmq's look at options that we never use, which takes as long as the send itself.
 _send: Final = zmq.backend.Socket.send
+_recv: Final = zmq.backend.Socket.recv
 
 # What was sent last, such as a LEAVE, may wait so long for a busy machine; without a peer nothing
 # waits.
@@ -102,7 +110,8 @@ def _flush(pid: int) -> None:
                 context.destroy(linger=_LINGER_MS)
 
 
-def _harden(socket: zmq.Socket[bytes]) -> None:
+def _harden(socket: zmq.Socket[bytes], address: str) -> None:
+    socket.setsockopt(zmq.IPV6, int("[" in address))
     socket.setsockopt(zmq.LINGER, _LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RECV_BYTES)
     socket.setsockopt(zmq.SNDHWM, _QUEUE)
@@ -115,6 +124,8 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> None:
     deadline_s = time.monotonic() + _REBIND_S
     while True:
         try:
+            if address.startswith("ipc://") and _is_taken(address.removeprefix("ipc://")):
+                raise zmq.ZMQError(errno.EADDRINUSE)  # ZeroMQ would take it over
             socket.bind(address)
         except zmq.ZMQError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
@@ -122,6 +133,12 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> None:
             time.sleep(_REBIND_S / 20)
         else:
             return
+
+
+def _is_taken(path: str) -> bool:
+    """Whether somebody listens at a Unix socket."""
+    with unix_socket.socket(unix_socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
 
 
 class ZmqServer(ZmqSocket):
@@ -145,8 +162,10 @@ class ZmqServer(ZmqSocket):
         self.keyring = keyring
         context = _own_context() if keyring else _context()
         socket = context.socket(zmq.ROUTER)
-        _harden(socket)
+        _harden(socket, address)
         socket.setsockopt(zmq.RCVHWM, _UNREAD)
+        socket.setsockopt(zmq.SNDHWM, _UNSENT)
+        socket.setsockopt(zmq.TCP_MAXRT, _UNTAKEN_MS)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.BACKLOG, 4096)
         socket.setsockopt(zmq.HEARTBEAT_IVL, _SERVER_HEARTBEAT_MS)
@@ -166,8 +185,14 @@ class ZmqServer(ZmqSocket):
         super().__init__(socket)
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\x00")
         self._on_frame: OnRoutedFrame | None = None
+        self._guard = ConnectionGuard(self.address)
+        self._check: asyncio.TimerHandle | None = None
+        self._is_skipping = False  # the rest of a message of more parts than ours have
 
     def close(self) -> None:
+        if self._check is not None:
+            self._check.cancel()
+        self._guard.close()
         super().close()
         if self._zap_handler is not None:
             self._zap_handler.close()
@@ -178,25 +203,31 @@ class ZmqServer(ZmqSocket):
     def listen(self, on_frame: OnRoutedFrame) -> None:
         self._on_frame = on_frame
         self.watch()
+        self._check_connections()
+
+    def _check_connections(self) -> None:
+        self._guard.check()
+        self._check = self._loop.call_later(CHECK_S, self._check_connections)
 
     def receive_batch(self) -> bool:
         assert self._on_frame is not None
-        recv, on_frame, socket = self.socket.recv, self._on_frame, self.socket
-        user = ""
+        on_frame, socket, finished = self._on_frame, self.socket, self._guard.finished
         for _ in range(_BATCH):
+            if self._is_skipping:  # part by part, so that a turn of the loop has an end
+                self._is_skipping = _recv(socket, _NOBLOCK, False).more
+                continue
             try:
-                if self._zap_handler is None:
-                    route = recv(_NOBLOCK)
-                else:
-                    part = recv(_NOBLOCK, copy=False)
-                    # Of the connection that this frame came over, as the handler has named it.
-                    route, user = part.bytes, str(part.get("User-Id"))
+                route = _recv(socket, _NOBLOCK)
             except zmq.Again:
                 return True
-            frame = recv(_NOBLOCK)  # a route never comes alone
-            while socket.getsockopt(_RCVMORE):  # not ours: more parts than a frame has
-                recv(_NOBLOCK)
-                frame = b""
+            part = _recv(socket, _NOBLOCK, False)  # a route never comes alone
+            # Of the connection that this frame came over, as the handler has named it.
+            user = str(part.get("User-Id")) if self._zap_handler is not None else ""
+            if finished is not None:
+                finished.add(int(part.get(zmq.SRCFD)))
+            frame = part.bytes
+            if part.more:  # not ours: more parts than a frame has
+                self._is_skipping, frame = True, b""
             on_frame(route, frame, user)
             if self._closed:
                 return True
@@ -232,7 +263,7 @@ class ZmqClient(ZmqSocket):
             what = "anyone on the way, or in the broker's place, may"
             _refuse_open(address, insecure=security.insecure, what=what)
         socket = _context().socket(zmq.DEALER)
-        _harden(socket)
+        _harden(socket, address)
         secure_client(socket, security)
         socket.setsockopt(zmq.ROUTING_ID, route)
         socket.setsockopt(zmq.IMMEDIATE, 1)  # don't queue for a broker that isn't there

@@ -81,7 +81,7 @@ class GlooSender(Sender):
         timeout_s = rendezvous.chunk_timeout_s(room)
         try:
             self._store = rendezvous.open_store(dist, world.address, timeout_s)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise WavebusError(f"can't open a store at {world.address}: {error}") from error
         port: int = self._store.port
         self._buffers = [torch.empty(room, dtype=torch.uint8) for _ in range(self.prefetch_depth)]

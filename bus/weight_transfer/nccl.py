@@ -78,7 +78,7 @@ class NcclSender(Sender):
             ) from error
         try:
             self._store = rendezvous.open_store(dist, world.address, timeout_s)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise WavebusError(f"can't open a store at {world.address}: {error}") from error
         self._init = NcclInit(
             world.address,

@@ -64,12 +64,13 @@ class ReceivedChunk(list["tuple[str, torch.Tensor]"]):
 
 
 class ViewCache:
-    """Of the tensors of packed chunks, made once for each chunk and buffer, as long as these are
-    the same objects, wherever the buffer's memory is: a call into torch for each tensor is what a
-    worker has no time for while it makes steps."""
+    """Of the tensors of packed chunks, made once for each chunk and buffer, wherever the buffer's
+    memory is: a call into torch for each tensor is what a worker has no time for while it makes
+    steps. A chunk that begins with the same tensor takes the place of the one before, so that
+    updates without end keep the views of one."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, int], ReceivedChunk] = {}
+        self._made: dict[tuple[int, str], ReceivedChunk] = {}
 
     def get(
         self,
@@ -78,9 +79,9 @@ class ViewCache:
         tensors: tuple[TensorMeta, ...],
     ) -> ReceivedChunk:
         """As :func:`views_of`."""
-        key = (id(memory), id(tensors))
+        key = (id(memory), tensors[0].name if tensors else "")
         made = self._made.get(key)
-        if made is None or made.metas is not tensors or made.offsets_bytes != offsets_bytes:
+        if made is None or made.metas != tensors or made.offsets_bytes != offsets_bytes:
             if len(self._made) >= _MOST_VIEWS:
                 self._made.clear()
             viewed = views_of(memory, offsets_bytes, tensors)

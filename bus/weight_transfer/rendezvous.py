@@ -33,17 +33,22 @@ def chunk_timeout_s(size_bytes: int) -> int:
 
 
 def open_store(dist: Any, address: str, timeout_s: float) -> Any:
-    """The trainer's store, on a free port; it is gone when the last reference to it is.
+    """The trainer's store, on a free port of this address alone; by itself it would listen on all.
+
+    It is gone when the last reference to it is.
 
     Raises:
-        RuntimeError: it can't listen there.
+        OSError: it can't listen there.
     """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
     return dist.TCPStore(
         address,
-        0,
+        listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
     )
 
 

@@ -72,13 +72,9 @@ bench.add_command(gap)
     help="The event loop of all processes; auto is uvloop where it is installed.",
 )
 @click.option(
-    "--access-log/--no-access-log",
-    default=True,
-    show_default=True,
-    help="HTTP endpoints log each request, as vLLM's do by default.",
-)
-@click.option(
-    "--curve", is_flag=True, help="Also the same with CURVE keys: ratio_curve, with to without."
+    "--plain",
+    is_flag=True,
+    help="Also a bus without CURVE keys and journal, in turn with the others.",
 )
 @click.option(
     "--scale", is_flag=True, help="Also the bus's rounds with 8, 64, 256 and 1,024 engines."
@@ -88,43 +84,28 @@ bench.add_command(gap)
     is_flag=True,
     help="Also the broker's memory and heartbeat CPU with 1,024 idle engines (10 s).",
 )
-@click.option(
-    "--journal",
-    is_flag=True,
-    help="Also the bus's rounds with a broker that keeps a journal, in turn with the others.",
-)
 @json_option
 def control(
     *,
     engines: int,
     rounds: int,
     loop: LoopChoice,
-    access_log: bool,
-    curve: bool,
+    plain: bool,
     scale: bool,
     idle: bool,
-    journal: bool,
     as_json: bool,
 ) -> None:
     """A group's pause and resume: over the bus, over HTTP, and over bare ZeroMQ.
 
-    They alternate in one run; only their ratios mean something on a busy host.
+    The bus has CURVE keys, a journal and limits. HTTP endpoints log no requests; beside them are
+    others that do. All alternate in one run: only their ratios mean something on a busy host.
     """
     require_modules(*_NEEDS)
     try:
         kind = event_loop.choose_loop(loop)
     except UsageError as error:
         raise click.UsageError(str(error)) from error
-    measuring = _measure(
-        engines,
-        rounds,
-        kind,
-        access_log=access_log,
-        curve=curve,
-        scale=scale,
-        idle=idle,
-        journal=journal,
-    )
+    measuring = _measure(engines, rounds, kind, plain=plain, scale=scale, idle=idle)
     figures = run_measuring(measuring, kind)
     click.echo(json.dumps(figures) if as_json else _table(figures))
 
@@ -293,22 +274,12 @@ def _pause_table(figures: dict[str, Any]) -> str:
 
 
 async def _measure(
-    engines: int,
-    rounds: int,
-    loop: LoopChoice,
-    *,
-    access_log: bool,
-    curve: bool,
-    scale: bool,
-    idle: bool,
-    journal: bool,
+    engines: int, rounds: int, loop: LoopChoice, *, plain: bool, scale: bool, idle: bool
 ) -> dict[str, Any]:
     from sidecar.bench.control import control_rounds as measuring  # noqa: PLC0415 - it needs the bench's extra
 
-    samples = await measuring.compare(
-        engines, rounds, loop, say, access_log=access_log, curve=curve, journal=journal
-    )
-    found = {**measuring.figures(samples), "loop": loop, "http_access_log": access_log}
+    samples = await measuring.compare(engines, rounds, loop, say, plain=plain)
+    found = {**measuring.figures(samples), "loop": loop}
     if scale:
         found["growth"] = await measuring.scale(rounds, loop, say)
     if idle:
@@ -318,12 +289,18 @@ async def _measure(
 
 def _table(figures: dict[str, Any]) -> str:
     """The same for people."""
-    rows = [
-        ("", "p50 of a round", "bus is"),
-        ("bus", f"{figures['bus_p50_ms']:.2f} ms", ""),
-        ("http", f"{figures['http_p50_ms']:.2f} ms", f"{figures['ratio_http']:.2f} x"),
-        ("raw zmq", f"{figures['raw_p50_ms']:.2f} ms", f"{figures['ratio_raw']:.2f} x"),
-    ]
+    shown = {
+        "bus": "bus",
+        "http": "http",
+        "http_log": "http, requests logged",
+        "raw": "raw zmq",
+        "plain": "bus, no keys, no journal",
+    }
+    rows = [("", "p50 of a round", "bus is")]
+    for kind, name in shown.items():
+        if f"{kind}_p50_ms" in figures:
+            ratio = f"{figures[f'ratio_{kind}']:.2f} x" if kind != "bus" else ""
+            rows.append((name, f"{figures[f'{kind}_p50_ms']:.2f} ms", ratio))
     cpu = (
         f"broker {figures['broker_cpu_us_per_engine_round']:.0f} us, "
         f"HTTP client {figures['http_cpu_us_per_engine_round']:.0f} us"
@@ -331,19 +308,10 @@ def _table(figures: dict[str, Any]) -> str:
     lines = [
         f"{figures['engines']} engines, {figures['rounds']} rounds of each, {figures['loop']}",
         "",
-        *(f"{name:<10}{took:>16}{ratio:>10}".rstrip() for name, took, ratio in rows),
+        *(f"{name:<26}{took:>16}{ratio:>10}".rstrip() for name, took, ratio in rows),
         "",
         f"CPU per engine and round: {cpu}",
     ]
-    if "ratio_curve" in figures:
-        took, ratio = figures["curve_p50_ms"], figures["ratio_curve"]
-        lines.append(f"with CURVE: {took:.2f} ms, {ratio:.2f} x the bus without")
-    if "ratio_journal" in figures:
-        took_ms, ratio = figures["journal_p50_ms"], figures["ratio_journal"]
-        cpu_us = figures["journal_broker_cpu_us_per_engine_round"]
-        lines.append(
-            f"with a journal: {took_ms:.2f} ms, {ratio:.2f} x without; broker {cpu_us:.0f} us"
-        )
     if "growth" in figures:
         growth = ", ".join(f"{count}: {took:.2f} ms" for count, took in figures["growth"].items())
         lines.append(f"bus, by engines: {growth}")

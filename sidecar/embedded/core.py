@@ -403,7 +403,7 @@ class EngineCore:
         self._pausing.clear()
 
     def _abort(self, chosen: Callable[[GenerationRequest], bool]) -> int:
-        count = self._scheduler.abort(chosen)
+        count = self._scheduler.abort(chosen, closed=not self._admits)
         self._settle_pause()
         return count
 

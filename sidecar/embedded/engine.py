@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from bus.errors import EngineDead, EngineError, UsageError
-from bus.messages import NackCode
+from bus.messages import NackCode, RequestLimits
 from bus.weight_transfer.registry import receiver_backends
 from sidecar.embedded.config import read_config
 from sidecar.embedded.core import EngineCore
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from bus.manifest import Manifest
     from bus.messages import PauseMode, ProbeResult, SleepLevel, Verify
     from bus.weight_transfer.allocation import RankAssignment
+    from sidecar.embedded.config import ModelConfig
     from sidecar.embedded.experts import Exchange
     from sidecar.embedded.parallel.options import DataParallel
     from sidecar.embedded.sampling import SamplingParams
@@ -49,6 +50,7 @@ T = TypeVar("T")
 
 SOFTWARE: Final = "wavebus-embedded 0.1"
 DEFAULT_MAX_LEN: Final = 2048
+_EXACT: Final = True  # draws are keyed by position
 
 
 class EmbeddedEngine:
@@ -70,6 +72,7 @@ class EmbeddedEngine:
         core_page: a file for the core's status page (:mod:`sidecar.shared_pages.core_status`), so
             that other processes can read it, too.
         step_ms: a step takes at least so long, as a larger model's does.
+        boot_closed: start with closed admission, which a sidecar opens when it has joined.
 
     Use it from one event loop. Cancelling a call does not call off what it asked:
     as with vLLM, the engine still does it.
@@ -91,6 +94,7 @@ class EmbeddedEngine:
         dp: DataParallel | None = None,
         core_page: Path | None = None,
         step_ms: float = 0.0,
+        boot_closed: bool = False,
     ) -> None:
         self._folder = Path(model)
         self._config = read_config(self._folder, dtype)
@@ -104,6 +108,7 @@ class EmbeddedEngine:
         self.vocab_size = self._config.vocab_size
         self.model_name = served_model_name or str(model)
         self._step_ms = step_ms
+        self._boot_closed = boot_closed
         self._dp = dp
         if dp is not None:
             experts = self._config.experts.count if self._config.experts else 0
@@ -133,6 +138,7 @@ class EmbeddedEngine:
         self._death = self._loop.create_future()
         try:
             await self._boot()
+            await self.admit(open=not self._boot_closed)
             endpoint = await self._server.start() if self._server else ""
         except OSError as error:
             await self.close()
@@ -151,7 +157,10 @@ class EmbeddedEngine:
             endpoint=endpoint,
             can_sleep=True,
             canary="keep",
+            booted_closed=self._boot_closed,
+            ends_with_sidecar=True,
             dtype=self._config.dtype,
+            limits=RequestLimits(self.vocab_size, self.max_model_len, self.max_num_seqs, _EXACT),
         )
 
     async def close(self) -> None:
@@ -361,7 +370,8 @@ class EmbeddedEngine:
         if self._dp is not None:
             self._rank = DpRank(self._dp, self._on_lost)
             exchange = await self._rank.join(asdict(self._config))
-        model = await asyncio.to_thread(self._load, exchange)
+        shape = {"slots": self.max_num_seqs, "max_len": self.max_model_len}
+        model = await asyncio.to_thread(_load, self._config, self._folder, exchange, **shape)
         make = self._rank.make_core if self._rank else EngineCore
         self._core = make(
             model,
@@ -375,13 +385,6 @@ class EmbeddedEngine:
         if self._rank is not None:
             await self._rank.ready()
         self._core.start()
-
-    def _load(self, exchange: Exchange | None) -> Qwen3:
-        model = Qwen3(
-            self._config, slots=self.max_num_seqs, max_len=self.max_model_len, exchange=exchange
-        )
-        load_folder(model.layout, model.parameters, self._folder)
-        return model
 
     def _started(self) -> EngineCore:
         if self._closed:
@@ -449,6 +452,14 @@ class EmbeddedEngine:
     def _abort_request(self, request_id: str) -> None:
         if self.is_alive and self._core is not None:
             self._core.abort(request_id)
+
+
+def _load(
+    config: ModelConfig, folder: Path, exchange: Exchange | None, *, slots: int, max_len: int
+) -> Qwen3:
+    model = Qwen3(config, slots=slots, max_len=max_len, exchange=exchange)
+    load_folder(model.layout, model.parameters, folder)
+    return model
 
 
 async def _answer(future: Future[T]) -> T:

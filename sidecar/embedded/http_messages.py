@@ -78,13 +78,13 @@ class WireSpan(msgspec.Struct, frozen=True):
     end: int
 
 
-class Choice(msgspec.Struct, frozen=True):
+class ChoiceMessage(msgspec.Struct, frozen=True):
     index: int
     token_ids: tuple[int, ...]
     finish_reason: str | None
-    stop_reason: int | None
+    stop_reason: int | str | None
     logprobs: LogProbs | None
-    weight_versions: list[WireSpan] | None
+    weight_versions: list[WireSpan]
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -95,7 +95,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 class StreamChunk(msgspec.Struct, frozen=True):
     request_id: str
-    choices: list[Choice]
+    choices: list[ChoiceMessage]
     output_mode: str = "tokens"
 
 
@@ -103,7 +103,7 @@ class GenerateResponse(msgspec.Struct, frozen=True):
     request_id: str
     model: str
     created: int
-    choices: list[Choice]
+    choices: list[ChoiceMessage]
     usage: Usage
     output_mode: str = "tokens"
 
@@ -189,15 +189,13 @@ def encode_chunk(delta: Delta, *, request_id: str) -> bytes:
     return b"data: " + _ENCODER.encode(StreamChunk(request_id, [_choice(delta)])) + b"\n\n"
 
 
-def _choice(delta: Delta) -> Choice:
+def _choice(delta: Delta) -> ChoiceMessage:
     logprobs = None
     if delta.logprobs is not None:
         pairs = zip(delta.token_ids, delta.logprobs, strict=True)
         logprobs = LogProbs([LogProb(token, _finite(value)) for token, value in pairs])
-    versions = None
-    if delta.finish_reason:
-        versions = [WireSpan(str(s.version), s.start, s.end) for s in delta.weight_versions]
-    return Choice(
+    versions = [WireSpan(str(s.version), s.start, s.end) for s in delta.weight_versions]
+    return ChoiceMessage(
         delta.index,
         delta.token_ids,
         delta.finish_reason,

@@ -37,9 +37,9 @@ class Delta:
     """What one choice of a request has to say: new tokens, or its end, or both.
 
     ``logprobs`` runs beside ``token_ids``, or is None when none were asked for.
-    ``finish_reason`` and ``weight_versions`` (over the whole output) come with the
+    ``weight_versions`` covers the whole output so far. ``finish_reason`` comes with the
     last delta of a choice. ``stop_reason`` is the token of ``stop_token_ids`` that
-    ended it; None for the model's own end, and for any other.
+    ended it, or says that admission is closed; None for the model's own end, and for any other.
     """
 
     request_id: str
@@ -47,7 +47,7 @@ class Delta:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     weight_versions: tuple[VersionSpan, ...] = ()
 
 
@@ -80,7 +80,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     version_starts: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
 
     @property
     def output_len(self) -> int:
@@ -133,7 +133,7 @@ class Sequence:
             tuple(self.logprobs[len(self.logprobs) - count :]) if wanted else None,
             self.finish_reason,
             self.stop_reason,
-            self.spans() if self.finish_reason else (),
+            self.spans(),
         )
 
 

@@ -1,9 +1,9 @@
 """From logits to tokens.
 
-Randomness is counter-based: a choice's ``k``-th token depends on its seed, its
-index, ``k`` and its logits, and on nothing else. So a request with a seed gives
-the same tokens in whatever company it runs, and a request that is frozen, or
-recomputed, goes on as if nothing had been.
+Randomness is keyed by position: a token depends on the seed of its choice, its position in prompt
+and output together, and its logits, and on nothing else. So a request with a seed gives the same
+tokens in whatever company it runs; a request that is frozen, or recomputed, goes on as if nothing
+had been; and so does one that is asked anew, with its tokens so far as part of the prompt.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class SamplingParams:
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """The 64-bit seed of choice ``index`` of a request."""
-    return _scramble((_scramble(seed & _MASK64) + index) & _MASK64)
+    """The 64-bit seed of choice ``index`` of a request. As in vLLM, it is that of a request for one
+    choice with the seed ``seed + index``."""
+    return _scramble((seed + index) & _MASK64)
 
 
 class SamplingBatch:
@@ -93,7 +94,8 @@ class SamplingBatch:
         self.wants_logprobs = any(p.logprobs is not None for p in params)
 
     def sample(self, logits: Tensor, counts: Sequence[int]) -> list[int]:
-        """One token per row of ``logits`` [n, vocab]; ``counts`` tokens each row has so far."""
+        """One token per row of ``logits`` [n, vocab]; ``counts`` tokens each row has so far, those
+        of its prompt too."""
         tokens = logits.argmax(-1)
         if len(self._drawn):
             everyone = len(self._drawn) == len(tokens)

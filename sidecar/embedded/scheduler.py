@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from bus.rejection import closed_message
 from sidecar.embedded.model import Decode, Prefill
 from sidecar.embedded.requests import Delta, GenerationRequest, Sequence, sequences_of
 from sidecar.embedded.sampling import SamplingBatch, raw_logprobs
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # Padded tokens that one step may prefill; a longer prompt goes alone.
 MAX_PREFILL_TOKENS: Final = 4096
+_WHY_CLOSED: Final = "it has not joined its group yet, or its weights are not those of its group"
 
 
 class BatchScheduler:
@@ -52,8 +54,8 @@ class BatchScheduler:
         self._waiting.extend(sequences_of(request))
 
     def reject(self, request: GenerationRequest) -> None:
-        """End a request that is not to begin."""
-        self._end(sequences_of(request))
+        """End a request that is not to begin, since admission is closed."""
+        self._end(sequences_of(request), closed=True)
 
     def step(self, *, admit: bool, version: int) -> None:
         """One token for every running sequence and, with ``admit``, for those that begin now.
@@ -82,20 +84,23 @@ class BatchScheduler:
         self._batch = None
         self.model.kv.clear()
 
-    def abort(self, chosen: Callable[[GenerationRequest], bool]) -> int:
-        """End the chosen requests' sequences; how many requests that were."""
+    def abort(self, chosen: Callable[[GenerationRequest], bool], *, closed: bool = False) -> int:
+        """End the chosen requests' sequences; how many requests that were. ``closed``: admission
+        is, and those that have no token are told so."""
         ended = [row for row, s in enumerate(self._rows) if chosen(s.request)]
         gone = [self._rows[row] for row in ended]
         gone += [s for s in self._waiting if chosen(s.request)]
         self._waiting = deque(s for s in self._waiting if not chosen(s.request))
         self._free(ended)
         if gone:
-            self._end(gone)
+            self._end(gone, closed=closed)
         return len({sequence.request.id for sequence in gone})
 
-    def _end(self, sequences: list[Sequence]) -> None:
+    def _end(self, sequences: list[Sequence], *, closed: bool) -> None:
         for sequence in sequences:
             sequence.finish_reason = "abort"
+            if closed and not sequence.output_len:
+                sequence.stop_reason = closed_message(_WHY_CLOSED)
         self._publish([sequence.delta(fresh=0) for sequence in sequences])
 
     def _begin(self) -> tuple[Prefill, list[int]]:
@@ -141,7 +146,7 @@ class BatchScheduler:
                 self.model.config.vocab_size,
             )
         allowed = _without_banned(logits, rows)
-        tokens = self._batch.sample(allowed, [sequence.output_len for sequence in rows])
+        tokens = self._batch.sample(allowed, [len(sequence.tokens) for sequence in rows])
         logprobs: list[float | None] = [None] * len(rows)
         if self._batch.wants_logprobs:
             logprobs = list(raw_logprobs(logits, tokens))

@@ -17,6 +17,7 @@ import msgspec
 from aiohttp import web
 
 from bus.errors import EngineError
+from bus.rejection import is_closed_message
 from sidecar.embedded.http_messages import (
     BadRequest,
     check_request,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from aiohttp.typedefs import Handler
 
-    from sidecar.embedded.requests import Generation
+    from sidecar.embedded.requests import Delta, Generation
     from sidecar.embedded.sampling import SamplingParams
 
 MAX_BODY_BYTES: Final = 16 * 1024 * 1024
@@ -106,7 +107,7 @@ class DataPlane:
         try:
             if body.stream:
                 return await _stream(http, generation, request_id)
-            outputs = await generation.outputs()
+            outputs = _admitted(await generation.outputs())
         finally:
             generation.abort()
         answer = encode_response(
@@ -141,7 +142,7 @@ async def _stream(http: web.Request, generation: Generation, request_id: str) ->
     )
     await response.prepare(http)
     try:
-        while deltas := await generation.ready():
+        while deltas := _admitted(await generation.ready()):
             await response.write(
                 b"".join(encode_chunk(delta, request_id=request_id) for delta in deltas)
             )
@@ -151,6 +152,18 @@ async def _stream(http: web.Request, generation: Generation, request_id: str) ->
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
+
+
+def _admitted(deltas: list[Delta]) -> list[Delta]:
+    """The deltas of a request that admission has let in.
+
+    Raises:
+        EngineError: it has not.
+    """
+    for delta in deltas:
+        if is_closed_message(delta.stop_reason):
+            raise EngineError(str(delta.stop_reason))
+    return deltas
 
 
 @web.middleware
@@ -173,5 +186,7 @@ def _error(status: int, message: str, param: str = "") -> web.Response:
 def _error_body(status: int, message: str, param: str = "") -> bytes:
     """The shape in which vLLM says that something is wrong."""
     kind = "BadRequestError" if 400 <= status < 500 else "InternalServerError"  # noqa: PLR2004
+    if is_closed_message(message):
+        kind, status = "ServiceUnavailableError", 503
     error = {"message": message, "type": kind, "param": param or None, "code": status}
     return msgspec.json.encode({"error": error})

@@ -10,11 +10,13 @@ microsecond or two, and no system call.
 
 Layout: magic ``WBCP``, layout version, and twice: checksum (CRC-32 of what follows it), pid,
 number of the write, step, wave, since (ns of CLOCK_MONOTONIC, the same clock for all processes
-of a host), waiting, running, rank, phase, flags.
+of a host), waiting, running, rank, phase, flags. Behind them the process writes the time, whatever
+its core does (0: it writes none).
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
@@ -24,7 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, get_args
 
 from bus.errors import WavebusError
-from bus.messages import CorePhase
+from bus.messages import CorePhase, CoreStatus
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,6 +40,11 @@ _SUM: Final = struct.Struct("<I")
 _BODY: Final = struct.Struct("<IQQQQIIHBB")
 _SLOT_BYTES: Final = _SUM.size + _BODY.size
 _SLOTS_AT: Final = (_HEAD.size, _HEAD.size + _SLOT_BYTES)
+_BEAT: Final = struct.Struct("<Q")
+_BEAT_AT: Final = _SLOTS_AT[1] + _SLOT_BYTES
+# A process that has not run for so long is frozen; so is a core that stands in a step for so long.
+_FROZEN_S: Final = 10.0
+_STUCK_MS: Final = 60_000.0
 _PHASES: Final[tuple[CorePhase, ...]] = get_args(CorePhase)
 _NUMBER: Final = {phase: number for number, phase in enumerate(_PHASES)}
 _WRITE: Final = 1  # where a body has the number of its write
@@ -62,6 +69,18 @@ class CoreStatusView:
     since_s: float
     waiting: int
     running: int
+    beat_s: float = 0.0
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether requests that reach the core get no further."""
+        stands = self.phase not in ("idle", "work") and self.age_ms() > _STUCK_MS
+        return stands or 0 < self.beat_s < time.monotonic() - _FROZEN_S
+
+    def message(self) -> CoreStatus:
+        """What the broker is told."""
+        requests = self.waiting + self.running
+        return CoreStatus(self.phase, round(self.age_ms(), 1), self.step, self.wave, requests)
 
     def age_ms(self) -> float:
         """For how long the core has been in its phase."""
@@ -125,6 +144,11 @@ class CoreStatusPage:
         at = _SLOTS_AT[self._writes % 2]
         self._memory[at : at + _SLOT_BYTES] = _SUM.pack(zlib.crc32(body)) + body
 
+    def beat(self) -> None:
+        """The process runs; said by a thread of its own."""
+        if not self._memory.closed:
+            _BEAT.pack_into(self._memory, _BEAT_AT, time.monotonic_ns())
+
     def view(self) -> CoreStatusView:
         """What the page says."""
         return _read(self._memory)
@@ -159,7 +183,18 @@ class CoreStatusReader:
             raise NoPage(f"{self.path}: {error.strerror}") from error
 
 
+def require_own(descriptor: int) -> None:
+    """Let in no page that another user has put there; root reads everybody's.
+
+    Raises:
+        PermissionError: it is another user's.
+    """
+    if os.geteuid() not in (0, os.fstat(descriptor).st_uid):
+        raise PermissionError(errno.EPERM, "the page belongs to somebody else")
+
+
 def _mapped(descriptor: int, path: Path) -> mmap.mmap:
+    require_own(descriptor)
     if os.fstat(descriptor).st_size < PAGE_BYTES:
         raise NoPage(f"{path}: shorter than a status page")
     return mmap.mmap(descriptor, PAGE_BYTES, prot=mmap.PROT_READ)
@@ -173,8 +208,9 @@ def _read(memory: mmap.mmap) -> CoreStatusView:
         if whole := [body for at in _SLOTS_AT if (body := _slot(memory, at)) is not None]:
             newest = max(whole, key=lambda body: body[_WRITE])
             pid, _, step, wave, since_ns, waiting, running, rank, phase, flags = newest
+            since_s, beat_s = since_ns / 1e9, _BEAT.unpack_from(memory, _BEAT_AT)[0] / 1e9
             return CoreStatusView(
-                pid, rank, _PHASES[phase], flags, step, wave, since_ns / 1e9, waiting, running
+                pid, rank, _PHASES[phase], flags, step, wave, since_s, waiting, running, beat_s
             )
     raise NoPage("no slot is whole: the page is just being made, or written faster than it is read")
 

@@ -27,6 +27,7 @@ from msgspec import Meta
 
 from bus.errors import WavebusError
 from bus.messages import Count, ShortText, UpdateId
+from sidecar.shared_pages.core_status import require_own
 
 if TYPE_CHECKING:
     from typing import Self
@@ -50,9 +51,8 @@ MAX_CORES: Final = 256
 Cores: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_CORES)]
 
 
-@dataclass(frozen=True, slots=True)
-class PauseLease:
-    """What a sidecar holds an engine by.
+class PauseLease(msgspec.Struct, frozen=True):
+    """What a sidecar holds an engine by. No dataclass: one is made around every engine call.
 
     Attributes:
         serial: names one pause under one life of a sidecar.
@@ -148,6 +148,7 @@ class PauseLeasePage:
         """
         try:
             with path.open("r+b") as file:
+                require_own(file.fileno())
                 if os.fstat(file.fileno()).st_size < PAGE_BYTES:
                     raise NoPauseLeasePage(f"{path}: shorter than a lease page")
                 memory = mmap.mmap(file.fileno(), PAGE_BYTES)

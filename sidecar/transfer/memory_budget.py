@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -11,11 +12,18 @@ from bus.errors import EngineError
 from bus.weight_transfer.allocation import StagingCapacity
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from bus.messages import Staging
 
 # Of what is free, so much stays so: for requests that come meanwhile.
 SPARED: Final = 0.1
 _MEMORY_INFO: Final = Path("/proc/meminfo")
+_CGROUP: Final = Path("/proc/self/cgroup")
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+# Of version 2 and 1: folder, limit, what is used, and of that cached files.
+_V2: Final = ("", "memory.max", "memory.current", "inactive_file")
+_V1: Final = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def staging_capacity(
@@ -41,15 +49,33 @@ def staging_capacity(
 
 def free_memory(device: torch.device) -> int:
     """Bytes that can be had on the device: those that are nobody's, and those that this process has
-    and does not use. Of a CPU, the host's."""
+    and does not use. Of a CPU: of the host's, what the limits of control groups leave."""
     if device.type != "cpu":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + spare_memory(device)
     for line in _MEMORY_INFO.read_text().splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
-            return int(rest.split()[0]) * 1024
+            return min(int(rest.split()[0]) * 1024, *_left_in_cgroups(), 2**63)
     raise EngineError(f"{_MEMORY_INFO} does not tell how much memory is available")
+
+
+def _left_in_cgroups() -> Iterator[int]:
+    """What the limit of each control group of this process leaves. Files that are only cached count
+    as left."""
+    for line in _CGROUP.read_text().splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder, limit, used, cached = _V1 if controllers else _V2
+        group = _CGROUPS / folder / name.lstrip("/")
+        for each in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # no group, or no limit: "max"
+                stat = dict(
+                    line.split() for line in (each / "memory.stat").read_text().splitlines()
+                )
+                taken = int((each / used).read_text()) - int(stat[cached])
+                yield int((each / limit).read_text()) - taken
 
 
 def spare_memory(device: torch.device) -> int:

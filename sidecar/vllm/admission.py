@@ -38,31 +38,49 @@ class Probing(Protocol):
 
 
 class AdmissionControl:
-    """One engine's. ``ask`` makes vLLM's ``collective_rpc``.
+    """One engine's.
+
+    Args:
+        ask: makes vLLM's ``collective_rpc``.
+        served: clients reach it through an API server.
 
     Attributes:
         there: its cores have admission control.
         found_closed: it was closed, or a probe was under way, when :meth:`look` looked.
+        booted_closed: it was closed since its cores have booted.
     """
 
-    def __init__(self, ask: Callable[[str, dict[str, Any]], Awaitable[Any]]) -> None:
+    def __init__(
+        self, ask: Callable[[str, dict[str, Any]], Awaitable[Any]], *, served: bool = True
+    ) -> None:
         self._ask = ask
+        self._served = served
         self.is_supported = False
-        self.found_closed = False
+        self.found_closed = self.booted_closed = False
 
     async def look(self) -> None:
         """How it stands. Who left it with a probe under way has not committed: it is closed."""
-        answer = await self._ask(SET_ADMISSION, {})
+        answer = await self._ask(SET_ADMISSION, {"served": self._served})
         state = answer[0] if isinstance(answer, list) and answer else None
         self.is_supported = isinstance(state, dict) and "admits" in state
         if isinstance(state, dict) and self.is_supported:
-            self.found_closed = not state["admits"] or bool(state["passes"])
+            self.found_closed = state["admits"] is False or bool(state["passes"])
+            self.booted_closed = state["admits"] is None
             if state["passes"]:
                 await self._set(admits=False, passes="")
 
     async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
         """See :meth:`sidecar.engine.Engine.admit`."""
-        await self._set(admits=open)
+        await self._set(admits=open, why="its weights are not those that its group serves")
+
+    async def end_requests(self) -> int | None:
+        """End all requests that the cores have; return how many (of the first core), or None where
+        cores can't."""
+        if not self.is_supported:
+            return None
+        [state, *_] = await self._ask(SET_ADMISSION, {"ends": True})
+        ended: int | None = state.get("ended")
+        return ended
 
     async def probe(
         self,
@@ -82,7 +100,7 @@ class AdmissionControl:
         if mode == "keep":
             raise EngineError("a pause that keeps requests", code=NackCode.WRONG_STATE)
         passes = f"wavebus-probe-{secrets.token_hex(8)}"
-        await self._set(passes=passes)
+        await self._set(passes=passes, why="it runs the probes of a canary")
         await engine.abort_requests()
         await engine.resume()
         try:

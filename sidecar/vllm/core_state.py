@@ -7,9 +7,10 @@ Both adapters share this module, whether they reach vLLM over HTTP or in process
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 import bus.log
 from bus.errors import EngineError

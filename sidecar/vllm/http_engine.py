@@ -69,11 +69,12 @@ SERVER_ERROR: Final = 500
 UNAVAILABLE: Final = 503
 BAD_BODY: Final = (400, 422)
 
-
 _GENERATE: Final = "/inference/v1/generate"
 
-# Both count requests of every route, per engine; a frozen request is running or waiting.
+# Both count requests of every route, per engine; a frozen request is running or waiting. Of several
+# API servers, no value is shown before the first request.
 _GAUGE = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} ([0-9.eE+]+)$", re.MULTILINE)
+_COUNTS: Final = "# TYPE vllm:num_requests_running gauge"
 
 
 class VllmHttpEngine(UpdatesByPlugin):
@@ -163,12 +164,13 @@ class VllmHttpEngine(UpdatesByPlugin):
         await self._gauges()  # fails here rather than later, if nothing is counted
         await self._admission.look()
         draft = worker_rpc.read_draft(await self._ask_workers(worker_rpc.ASK_DRAFT))
+        probes = self._admission.is_supported and await self._accepts_token_ids()
         info = replace(
             server_info(config, version, self._url, backend, draft=draft),
-            canary="abort"
-            if self._admission.is_supported and await self._accepts_token_ids()
-            else "",
+            canary="abort" if probes else "",
             closed=self._admission.found_closed,
+            booted_closed=self._admission.booted_closed,
+            ends_with_sidecar=self._server is not None,
             features=facts.features,
             untested=untested_reason(version),
         )
@@ -233,13 +235,10 @@ class VllmHttpEngine(UpdatesByPlugin):
 
     async def _gauges(self) -> int:
         async with self._answer("GET", "/metrics", timeout_s=ANSWER_S) as response:
-            found = _GAUGE.findall(await response.text())
-        if not found:
-            raise EngineError(
-                f"{self._url}/metrics has no request counts: start the server without "
-                "--disable-log-stats"
-            )
-        return int(sum(map(float, found)))
+            text = await response.text()
+        if _COUNTS not in text:
+            raise EngineError(f"{self._url}/metrics counts no requests: omit --disable-log-stats")
+        return int(sum(map(float, _GAUGE.findall(text))))
 
     async def request_ids(self) -> tuple[str, ...]:
         """Of the requests that have begun; workers know until their next step of one that has
@@ -289,15 +288,15 @@ class VllmHttpEngine(UpdatesByPlugin):
             await self._admission.admit(open=open)
 
     async def abort_requests(self) -> int:
-        """As in the protocol; returns when it is seen as well, at most a second later.
-
-        The server answers when it has told its core, which turns to it after its step.
-        """
-        answer = await self.post("/abort_requests", {})
+        """As in the protocol; returns when it is seen as well, at most a second later. Of several
+        front ends of a server, each could end its own requests alone."""
+        ended = await self._admission.end_requests()
+        if ended is None:  # its cores can't
+            ended = int((await self.post("/abort_requests", {}))["aborted"])
         with anyio.move_on_after(ABORT_SEEN_S):
             while await self.in_flight():  # noqa: ASYNC110 - no event tells it
                 await anyio.sleep(ABORT_SEEN_S / 50)
-        return int(answer["aborted"])
+        return ended
 
     async def clear_cache(self) -> None:
         query = {"reset_running_requests": "true"}

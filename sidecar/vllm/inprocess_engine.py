@@ -57,7 +57,7 @@ class VllmEngine(UpdatesByPlugin):
         self._llm = async_llm
         self._core = CoreLink(dp_coordinator)
         self._connection = InProcessConnection(async_llm)
-        self._admission = AdmissionControl(self._connection.ask)
+        self._admission = AdmissionControl(self._connection.ask, served=False)
         self._plugin = WorkerClient(self._connection)
 
     async def start(self) -> EngineInfo:
@@ -108,6 +108,7 @@ class VllmEngine(UpdatesByPlugin):
             draft=draft,
             canary="abort" if self._admission.is_supported else "",
             closed=self._admission.found_closed,
+            booted_closed=self._admission.booted_closed,
             features=facts.features,
             untested=untested_reason(vllm.__version__),
             dtype=str(config.model_config.dtype).removeprefix("torch."),

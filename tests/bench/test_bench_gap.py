@@ -18,14 +18,9 @@ LIMIT_S = 300.0
 WAYS = ("native", "paused", "staged")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [
-        (),
-        pytest.param(("--backend", "gloo", "--clear-cache"), marks=pytest.mark.slow),
-        pytest.param(("--dp-size", "2"), marks=pytest.mark.slow),
-    ],
-    ids=" ".join,
+    "options", [(), ("--backend", "gloo", "--clear-cache"), ("--dp-size", "2")], ids=" ".join
 )
 def test_all_ways_alternate_in_one_run(tmp_path: Path, options: tuple[str, ...]) -> None:
     """The command itself fails if a request doesn't get all its tokens, or engines don't serve what

@@ -96,6 +96,7 @@ from tests.support.surface import (
 from trainer_agent import (
     Canary,
     CpuCache,
+    RolloutClient,
     SyncTrainerAgent,
     TrainerAgent,
     UpdateReport,
@@ -114,6 +115,7 @@ if TYPE_CHECKING:
 # What users import, subclass or are handed.
 CLASSES: list[type] = [
     *(TrainerAgent, SyncTrainerAgent, Canary, CpuCache, UpdateReport, WeightSource),
+    RolloutClient,
     *(PauseArguments, UpdateArguments),
     *(Sidecar, Engine, EngineInfo, Chunk, EmbeddedEngine, SamplingParams, VllmEngine),
     *(Sender, Receiver, RankAssignment, World, Manifest, TensorMeta),
@@ -552,9 +554,9 @@ def test_json_of_the_benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     bench = [
         ("control", ask_json("bench", "control", *json_and)),
         (
-            "control --curve --scale --idle --journal",
+            "control --plain --scale --idle",
             ask_json(
-                *("bench", "control", *json_and, "--curve", "--scale", "--idle", "--journal"),
+                *("bench", "control", *json_and, "--plain", "--scale", "--idle"),
             ),
         ),
         ("pause", ask_json("bench", "pause", *json_and)),
@@ -611,10 +613,10 @@ async def _do_nothing(*_: Any, **__: Any) -> None:
 
 
 def _quick_control(patch: pytest.MonkeyPatch) -> None:
-    async def compare(engines: int, rounds: int, *_: Any, **how: bool) -> control_rounds.Samples:
-        one = [1.0] * rounds
-        curve, journal = (one if how[name] else [] for name in ("curve", "journal"))
-        return control_rounds.Samples(engines, one, one, one, rounds, 1.0, 1.0, curve, journal, 1.0)
+    async def compare(engines: int, rounds: int, *_: Any, plain: bool) -> control_rounds.Samples:
+        kinds = ("bus", "http", "http_log", "raw", *(("plain",) if plain else ()))
+        rounds_ms = {kind: [1.0] * rounds for kind in kinds}
+        return control_rounds.Samples(engines, rounds_ms, rounds, 1.0, 1.0)
 
     async def bus_round(_: object) -> float:
         return 1.0

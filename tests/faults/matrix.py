@@ -79,7 +79,7 @@ STAGED_CELLS: Final = tuple(
     if step not in OF_MATES or actor == "engine"
 )
 
-# With every actor and every fault among them: those of every test run.
+# With every actor and every fault among them, also without those of `make slow` alone.
 SHARE: Final = (
     Cell("broker", "sigkill", "join"),
     Cell("sidecar", "sigstop", "first_pause_ack"),
@@ -92,6 +92,10 @@ STAGED_SHARE: Final = (
     Cell("engine", "sigkill", "agreed", how="staged"),
     Cell("broker", "sigkill", "commit_asked", how="staged"),
     Cell("rank0", "sigkill", "last_chunk", how="staged"),
+)
+# Of those: a broker and an engine are killed in staged updates as well.
+SLOW_SHARE: Final = frozenset(
+    {Cell("broker", "sigkill", "join"), Cell("engine", "sigkill", "last_chunk")}
 )
 
 # Scenes in which some engines are vLLM servers, each with a sidecar that supervises it: in "vllm"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from tests.faults.matrix import CELLS, SHARE, STAGED_CELLS, STAGED_SHARE, Cell
+from tests.faults.matrix import CELLS, SHARE, SLOW_SHARE, STAGED_CELLS, STAGED_SHARE, Cell
 from tests.faults.stage import Stage
 from tests.faults.world import World
 from tests.support.checkpoints import Checkpoint, certain_experts
@@ -31,7 +31,11 @@ def stage(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> I
     stage.close()
 
 
-@pytest.mark.parametrize("cell", THESE, ids=str)
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(c, marks=pytest.mark.slow if c in SLOW_SHARE else []) for c in THESE],
+    ids=str,
+)
 def test_cell(stage: Stage, cell: Cell, record_property: Callable[[str, object], None]) -> None:
     """See :mod:`tests.faults.cell` for what must be true of each."""
     stage.check(cell, record_property)

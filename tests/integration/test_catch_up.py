@@ -21,6 +21,8 @@ from bus.weight_transfer.registry import register_receiver, register_sender
 from bus.weight_transfer.shm import ShmReceiver, ShmSender
 from sidecar import Sidecar
 from sidecar.bench.control.sidecars import StubEngine
+from sidecar.embedded import EmbeddedEngine
+from sidecar.supervision.launch import free_port
 from tests.contract.bus_suite import until
 from tests.integration.test_dp_restart import group, moe
 from tests.integration.test_killed import engines, generate
@@ -131,8 +133,8 @@ def test_who_restarts_or_comes_late_is_brought_to_the_version_while_another_serv
 
 
 def test_who_comes_late_takes_no_request_before_it_has_the_version(bus: Bus) -> None:
-    """Whoever sends them, past all routes: they are ended at once, with no tokens. Then the next
-    update opens admission."""
+    """Whoever sends them, past all routes: it has booted closed, and stays so. Then the next update
+    opens admission."""
     bus.sidecar("e0")
     checkpoint = bus.checkpoint
     first, second = (perturbed(checkpoint.weights, seed) for seed in (31, 32))
@@ -140,16 +142,36 @@ def test_who_comes_late_takes_no_request_before_it_has_the_version(bus: Bus) -> 
         agent.wait_for_engines(1)
         assert agent.update_weights(first, how="paused") == 1
         bus.broker.wait_event("resumed")
-        late = bus.sidecar("late")
-        late.wait_event("closed_stale", version=0, group_version=1)
+        bus.sidecar("late")
         endpoint = engines(bus)["late"].endpoint
-        # Its call is made as soon as it is said; requests that came before it end by it.
-        assert len(generate(endpoint, 100)) < 100
         assert generate(endpoint, TOKENS) == []
         assert generate(engines(bus)["e0"].endpoint, 8) == checkpoint.greedy(first, PROMPT, 8)
         assert agent.update_weights(second, how="paused") == 2
         bus.broker.wait_event("resumed")
         assert generate(endpoint, TOKENS) == checkpoint.greedy(second, PROMPT, TOKENS)
+
+
+def test_an_engine_that_boots_without_a_broker_serves_when_it_has_joined(
+    checkpoint: Checkpoint,
+) -> None:
+    """Nobody knows before what its group serves: requests are refused, with the reason. Its group
+    has committed nothing, so it then serves its checkpoint's weights. A sidecar that ends first
+    leaves it closed: the engine ends with it."""
+
+    async def scenario() -> None:
+        address = f"tcp://127.0.0.1:{free_port()}"
+        engine = EmbeddedEngine(checkpoint.folder, boot_closed=True)
+        async with Sidecar(engine, broker=address, name="e0") as sidecar:
+            assert sidecar.info is not None
+            endpoint = sidecar.info.endpoint
+            assert await asyncio.to_thread(generate, endpoint, 8) == []
+            async with a_broker(listen=address), TrainerAgent(address) as agent:
+                await agent.wait_for_engines(1, timeout_s=60)
+                expected = checkpoint.greedy(checkpoint.weights, PROMPT, 8)
+                assert await asyncio.to_thread(generate, endpoint, 8) == expected
+                assert (await agent.status()).groups[0].routable == ("e0",)
+
+    asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
 
 
 def test_a_dp_group_catches_up_in_lockstep_beside_one_that_serves(

@@ -259,6 +259,7 @@ def test_the_demo_learns_what_its_engines_are_sent(tmp_path: Path) -> None:
             assert result["interrupted"] >= 0.8 * result["updates"] > 0
 
 
+@pytest.mark.slow
 def test_the_demo_can_withhold_its_weights(tmp_path: Path) -> None:
     """Its engines serve what they were booted with."""
     answer = run_wavebus(
@@ -273,7 +274,11 @@ def test_the_demo_can_withhold_its_weights(tmp_path: Path) -> None:
     assert result["reward_last"] == result["reward_first"]
 
 
-@pytest.mark.parametrize("how", [(), ("--how", "paused")], ids=["staged", "paused"])
+@pytest.mark.parametrize(
+    "how",
+    [(), pytest.param(("--how", "paused"), marks=pytest.mark.slow)],
+    ids=["staged", "paused"],
+)
 def test_demo_runs_a_few_updates(how: tuple[str, ...], tmp_path: Path) -> None:
     """The demo trains, updates its engines in the middle of requests, and draws a picture. Unless
     it is told to, it makes no pause."""

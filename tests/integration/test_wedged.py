@@ -81,6 +81,7 @@ def test_ranks_that_deadlock_are_restarted(
     assert supervisor.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_restarted_with_its_mate(bus: Bus, moe: Checkpoint) -> None:
     """Its peer rank waits for it in a collective. It gets no SIGKILL from here."""
     supervisor = group(bus, moe)

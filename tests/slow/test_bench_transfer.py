@@ -45,8 +45,8 @@ def test_all_ways_alternate_in_one_run(tmp_path: Path) -> None:
         assert seen["step_p99_ms"] > 0
         assert seen["transfer_ms"] > 0  # of it, what is packed before the pause is outside of that
         assert 0 < seen["window_ms"] <= seen["update_ms"]
-        assert 0 < seen["control_ms"] < seen["window_ms"]
-        assert seen["control_share"] > 0
+        assert 0 < seen["control_ms"] < seen["update_ms"]
+        assert 0 < seen["control_share"] < 1
         assert set(OF_VLLM) <= set(seen["phases_ms"])
         assert figures[f"ratio_raw_{way}"] > 0
     # Who updates in a pause makes a gap of at least that.

@@ -1,7 +1,7 @@
 """Staged updates back to back, while requests never end: nothing grows, nothing is lost.
 
 The processes of the other soak, without its faults: four engines with eight requests each, and
-every half second an update, which no engine is paused for.
+every quarter of a second an update, which no engine is paused for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 UPDATES: Final = int(os.environ.get("WAVEBUS_SOAK_STAGED", "30"))
-EVERY_S: Final = 0.5  # there is an update, or as soon as the one before has ended
+EVERY_S: Final = 0.25  # there is an update, or as soon as the one before has ended
 ENGINES: Final = 4
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
-from bus.rejection import is_rejected
+from bus.rejection import is_closed, is_rejected
 from sidecar.vllm.core_state import parse_version
 from tests.support.oracle import Span
 
@@ -135,9 +135,13 @@ class Client:
             async for raw in response.content:
                 if raw.startswith(b"data: {"):
                     said = json.loads(raw.removeprefix(b"data: "))
-                    if is_rejected(said):
+                    if is_closed(said):  # it has ended, with no tokens
+                        asked.finish = "abort"
+                        self.watched.aborted += 1
+                    elif is_rejected(said):
                         return False
-                    self._chunk(asked, said)
+                    else:
+                        self._chunk(asked, said)
         return True
 
     def _chunk(self, asked: Asked, said: dict[str, Any]) -> None:

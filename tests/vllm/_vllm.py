@@ -67,6 +67,7 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wavebus-vllm-tests\nVersion: 0\n")
     (info / "entry_points.txt").write_text(
         "[vllm.general_plugins]\n"
+        "wavebus_forked = _forked:register\n"
         "wavebus_here = sidecar.vllm.plugin:register\n"
         "wavebus_faulty = _faulty:register\n"
         "wavebus_tuned = _tuned:register\n"
@@ -91,6 +92,7 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "WAVEBUS_TESTS_REST_MS": str(rest_ms),
+        "WAVEBUS_TESTS_START": "fork",
     }
 
 
@@ -198,7 +200,7 @@ def server_argv(model: Path, *extra: str) -> list[str]:
 async def async_llm(environment: dict[str, str], args: dict[str, Any]) -> AsyncIterator[Any]:
     """An ``AsyncLLM`` of this process, shut down at the end."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
+        for name, value in {**environment, "WAVEBUS_TESTS_START": "server"}.items():
             patch.setenv(name, value)
         for folder in reversed(environment["PYTHONPATH"].split(os.pathsep)):
             patch.syspath_prepend(folder)
@@ -214,6 +216,8 @@ async def async_llm(environment: dict[str, str], args: dict[str, Any]) -> AsyncI
             yield llm
         finally:
             llm.shutdown()
+            await asyncio.sleep(0)  # tasks that it has cancelled end
+            llm.engine_core.resources.ctx.destroy(linger=0)
 
 
 def rejects_in_pauses() -> bool:

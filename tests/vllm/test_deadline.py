@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from bus.errors import EngineError
 from bus.messages import NackCode
+from sidecar.shared_pages.core_status import CoreStatusReader
 from sidecar.shared_pages.pause_lease import (
     Begun,
     LeaseOutcome,
@@ -197,6 +198,22 @@ class Bus:
 def bus(attached: Attached) -> Iterator[Bus]:
     with contextlib.ExitStack() as stack:
         yield Bus(stack, attached)
+
+
+def test_a_core_that_is_stopped_gets_no_requests(attached: Attached, bus: Bus) -> None:
+    """Also while it is idle, and no call of its sidecar waits for it."""
+    sidecar = bus.sidecar()
+    bus.broker.wait_event("routes", engines=["e0"])
+    [path] = attached.pages.glob("*.page")
+    pid = CoreStatusReader(path).read().pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert sidecar.wait_event("core_frozen")["pid"] == pid
+        bus.broker.wait_event("routes", engines=[])
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    sidecar.wait_event("core_runs")
+    bus.broker.wait_event("routes", engines=["e0"])
 
 
 def test_a_sidecar_killed_in_a_pause(bus: Bus, attached: Attached) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from bus.errors import EngineDead, EngineError
 from bus.messages import NackCode
-from bus.rejection import is_rejected
+from bus.rejection import is_closed, is_rejected
 from sidecar.supervision.server import SupervisedServer
 from sidecar.vllm.core_state import parse_version
 from sidecar.vllm.http_engine import VllmHttpEngine
@@ -89,7 +89,8 @@ class Served:
     async def _generate(
         self, prompt: Sequence[int], max_tokens: int, watch: Watch | None
     ) -> Generated | None:
-        """None: a pause has rejected it."""
+        """None: a pause has rejected it. One that a closed engine refuses has no tokens, as in
+        process."""
         body = {
             "token_ids": list(prompt),
             "sampling_params": {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True},
@@ -107,6 +108,8 @@ class Served:
                 if not event or event == "[DONE]":
                     continue
                 told = json.loads(event)
+                if is_closed(told):
+                    return Generated([], "abort", [])
                 if is_rejected(told):
                     return None
                 [choice] = told["choices"]
@@ -210,11 +213,13 @@ def test_live_update_matches_transformers(under_test: Served) -> None:
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_a_request_that_comes_in_a_pause(under_test: Served, mode: PauseMode) -> None:
     """`keep` queues it. So do `wait` and `abort`, or else they reject it with HTTP 503, and it may
-    be sent again: as the vLLM at hand does. A closed admission is another answer, in each mode."""
+    be sent again: as the vLLM at hand does. A closed admission rejects it in each mode, with the
+    reason, on every route."""
     engine = under_test.engine
     sampling = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
     body = {"token_ids": [4, 5, 6], "sampling_params": sampling}
-    url = f"{under_test.server.base_url}/inference/v1/generate"
+    root = under_test.server.base_url
+    url = f"{root}/inference/v1/generate"
 
     async def scenario() -> None:
         async def answer() -> tuple[int, Any]:
@@ -231,8 +236,13 @@ def test_a_request_that_comes_in_a_pause(under_test: Served, mode: PauseMode) ->
             while await engine.in_flight() != (not rejects):  # noqa: ASYNC110
                 await asyncio.sleep(AGAIN_S)
             await engine.admit(open=False)
-            status, told = await answer()
-            assert (status, told["choices"][0]["finish_reason"]) == (HTTPStatus.OK, "abort")
+            completion = {"model": "tiny", "prompt": [4, 5, 6], "max_tokens": 8}
+            for path, how in (("inference/v1/generate", body), ("v1/completions", completion)):
+                async with session.post(f"{root}/{path}", json=how) as response:
+                    told = await response.json()
+                assert (response.status, is_closed(told)) == (HTTPStatus.SERVICE_UNAVAILABLE, True)
+                assert told["error"]["type"] == "ServiceUnavailableError"
+                assert "weights" in told["error"]["message"]
             await engine.admit(open=True)
             await engine.resume()
             for served in (await answer(), *([] if rejects else [await asked])):

@@ -6,18 +6,20 @@ from ARM to the commit.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 import anyio.lowlevel
 import torch
 
-from bus.errors import Refused
-from bus.messages import ChunkSent, NackCode
+from bus.errors import BusTimeout, Refused, WavebusError, refusal
+from bus.messages import ChunkSent, NackCode, Step
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.steps import announce_chunk, flat_task_group
 from trainer_agent.weights.any_source import as_source
@@ -28,12 +30,16 @@ if TYPE_CHECKING:
 
     from bus.messages import Verify
     from bus.weight_transfer.base import Sender
+    from trainer_agent.connection import Connection
     from trainer_agent.report import UpdateReport
     from trainer_agent.update.steps import SendStep, Steps
     from trainer_agent.update.transport import Transport
     from trainer_agent.update.update import Update
     from trainer_agent.weights.snapshot import WeightsCopy
     from trainer_agent.weights.source import Weights, WeightSource
+
+
+_LOOK_S: Final = 0.5  # how often a source that is waited for is looked at
 
 
 class ChunkStream:
@@ -47,6 +53,7 @@ class ChunkStream:
         on_released: called when the source's tensors may change: all of them are in the sender's
             buffers; or, of one that sends them from where they are, engines have taken them.
         copy: what is taken from the source is copied there.
+        connection: bounds the time that the source takes for a tensor.
     """
 
     def __init__(
@@ -57,6 +64,9 @@ class ChunkStream:
         self._remaining = iter(source)
         self._tensors = as_described(self.plan.metas, self._remaining)
         self._take_lock = threading.Lock()
+        self._taken = 0  # tensors
+        self._is_stuck = False  # a thread has been left in the source
+        self.connection: Connection
         self._devices = Devices()
         self._sender = sender
         self._filled: deque[_FilledChunk] = deque()
@@ -125,20 +135,54 @@ class ChunkStream:
 
     def drain(self) -> None:
         """Take what is left of the source, for those who gather it with us."""
+        if self._is_stuck:
+            return
         with self._take_lock:
             for _ in self._remaining:
                 pass
 
     async def _put(self, seq: int) -> _FilledChunk:
-        return await anyio.to_thread.run_sync(self._take, seq)
+        taking = asyncio.ensure_future(
+            anyio.to_thread.run_sync(self._take, seq, abandon_on_cancel=True)
+        )
+        taken, moved_s = -1, 0.0
+        with anyio.CancelScope(shield=True):  # a source that moves is waited for
+            while not taking.done():
+                if taken != self._taken:
+                    taken, moved_s = self._taken, time.monotonic()
+                if stuck := self._check_stuck(seq, time.monotonic() - moved_s):
+                    self._is_stuck = True
+                    taking.cancel()
+                    raise stuck
+                await asyncio.wait([taking], timeout=_LOOK_S)
+        return await anyio.to_thread.run_sync(self._fill, seq, await taking)
 
-    def _take(self, seq: int) -> _FilledChunk:
-        """Take the chunk's tensors from the source and offer them; runs in a thread."""
+    def _check_stuck(self, seq: int, waited_s: float) -> WavebusError | None:
+        """Why the source is waited for no longer."""
+        self.connection.tensors_taken = self._taken
+        if self.connection.lost_rank is not None:
+            return refusal(self.connection.lost_rank)
+        if waited_s <= self.connection.timeout_s:
+            return None
+        name = self.plan.metas[min(self._taken, len(self.plan.metas) - 1)].name
+        text = (
+            f"the source has given no tensor for {waited_s:.1f} s; next is {name}, of chunk {seq}"
+        )
+        return BusTimeout(text, step=Step.CHUNK, chunk=seq)
+
+    def _take(self, seq: int) -> list[torch.Tensor]:
+        """Take the chunk's tensors from the source; runs in a thread."""
+        chunk: list[torch.Tensor] = []
         with self._take_lock:
-            found = itertools.islice(self._tensors, self.plan.tensor_count(seq))
-            chunk = [tensor.detach() for _, tensor in found]
+            for _, tensor in itertools.islice(self._tensors, self.plan.tensor_count(seq)):
+                chunk.append(tensor.detach())
+                self._taken += 1
             for tensor in chunk:
                 self._devices.before_read(tensor)
+        return chunk
+
+    def _fill(self, seq: int, chunk: list[torch.Tensor]) -> _FilledChunk:
+        """Offer the chunk; runs in a thread."""
         if self.copy is not None:
             self.copy.copy_from(self.plan.manifest.part(seq).start, chunk)
         handle = self._sender.put(seq, chunk)
@@ -176,6 +220,7 @@ async def send_stream(
 ) -> UpdateReport:
     """Have the engines of the update take the stream's weights, and serve them. Its end is the
     caller's, who hears of whatever goes wrong."""
+    stream.connection = steps.connection
     await transport.open(stream.buffer_bytes)
     try:
         await update.arm(stream.plan, transport.backend, transport.communicator, label)

@@ -35,6 +35,7 @@ class RankZero:
         self._number = number
         self._alone = alone
         self._drain: Callable[[], None] | None = None
+        connection.lost_rank = None
 
     async def release(self, drain: Callable[[], None]) -> None:
         """Every engine waits for tensors: all ranks may gather them. ``drain`` gathers what
@@ -58,7 +59,7 @@ class RankZero:
                 anyio.move_on_after(_DRAIN_S, shield=True),
                 contextlib.suppress(Exception),
             ):
-                await anyio.to_thread.run_sync(self._drain)
+                await anyio.to_thread.run_sync(self._drain, abandon_on_cancel=True)
         failure = None if error is None else nack_of(error)
         # What can't be told, the others hear from the broker when rank 0 is gone.
         await self._connection.delivery.send(

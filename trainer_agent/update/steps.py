@@ -64,7 +64,7 @@ class Steps:
         self.version = 0
         self.is_asleep = False
         self.pause_options: PauseOptions | None = None
-        self._connection = connection
+        self.connection = connection
         self._lease_ms = lease_ms
         self._timeout_s = timeout_s
         self.ids: Iterator[int] = itertools.count(1) if ids is None else ids
@@ -78,7 +78,7 @@ class Steps:
 
     def new_id(self) -> str:
         """For an update, or a pause."""
-        return new_update_id(self._connection.boot, next(self.ids))
+        return new_update_id(self.connection.boot, next(self.ids))
 
     async def pause(self, update_id: str, options: PauseOptions) -> GroupAck:
         """Pause the group, and hold it. Given up, it is completed, and then resumed.
@@ -121,7 +121,7 @@ class Steps:
         )
         ack = await self.step(ask)
         self.pause_options = options
-        self._held_pause = (update_id, self._connection.epoch)
+        self._held_pause = (update_id, self.connection.epoch)
         return ack
 
     async def sleep(self, level: SleepLevel) -> GroupAck:
@@ -169,7 +169,7 @@ class Steps:
         if any(isinstance(message, Resume) for message in messages):
             self.is_asleep = False
             self._held_pause = None
-        return await self._connection.delivery.send(*messages) if messages else None
+        return await self.connection.delivery.send(*messages) if messages else None
 
     async def step(self, message: Message) -> GroupAck:
         """One step; in a pause, only as the trainer that made it.
@@ -178,9 +178,9 @@ class Steps:
             Refused: an engine or the broker answered with a NACK.
             BusTimeout: somebody did not answer in time.
         """
-        await self._connection.wait_until_delivered(message, self._timeout_s)
+        await self.connection.wait_until_delivered(message, self._timeout_s)
         self._check_held_pause(message)
-        done = await self._connection.ask(message, GroupAck)
+        done = await self.connection.ask(message, GroupAck)
         self.version = max(self.version, done.version)
         return done
 
@@ -191,10 +191,10 @@ class Steps:
             Refused, BusTimeout: as :meth:`step`.
         """
         self._check_held_pause(probe)
-        return await self._connection.ask(probe, ProbeReport)
+        return await self.connection.ask(probe, ProbeReport)
 
     def _check_held_pause(self, message: Message) -> None:
-        if self._held_pause is not None and self._connection.epoch != self._held_pause[1]:
+        if self._held_pause is not None and self.connection.epoch != self._held_pause[1]:
             self._held_pause = None
             raise UpdateFailed(
                 own_nack(

@@ -102,16 +102,15 @@ class Broker:
         self, route: bytes, envelope: m.Envelope, message: m.Message, now_ms: float, user: str = ""
     ) -> list[Effect]:
         """One decoded frame. ``user``: the key that its sender has proven to have."""
+        known = self.peers.by_name.get(envelope.sender)
         effects = self._on_message(route, envelope, message, now_ms, user)
-        rerouted = self._reroute()
+        if type(message) is m.Ack and not effects:
+            return effects  # it waits for other engines' acks
+        # A frame costs the same however many groups there are: it changes its sender's, which may
+        # have been another one before a JOIN.
+        touched = {envelope.group, known.group} if known else {envelope.group}
+        rerouted = self.groups.review(touched)
         return effects + rerouted if rerouted else effects
-
-    def _reroute(self) -> list[Effect]:
-        """Whoever watches hears of routable engines that have changed."""
-        return [each for group in self.groups.values() for each in group.reroute(self._watchers)]
-
-    def _watchers(self) -> tuple[bytes, ...]:
-        return tuple(peer.route for peer in self.peers if peer.role in WATCHERS)
 
     def _on_message(
         self, route: bytes, envelope: m.Envelope, message: m.Message, now_ms: float, user: str
@@ -147,18 +146,18 @@ class Broker:
                 self._nack((route,), envelope.id, failure),
             ]
         peer.last_seq = envelope.seq
-        if type(message) is m.Heartbeat:
-            peer.is_unreachable = False
-        peer.on_frame(now_ms)
+        peer.on_frame(message, now_ms)
+        group = self.groups.get(peer.group)
+        back = group.take_back(peer, message, now_ms) if group and peer.overdue else []
         if type(message) is m.Ack:
             # Between heartbeats, acks tell where an engine stands.
-            group = self.groups[peer.group]
+            assert group is not None, "an engine's"
             after = _PHASE_AFTER_STAGED if group.update.staged else _PHASE_AFTER
             peer.phase = after.get(message.step, peer.phase)
             if message.outcome in _PHASE_FOUND:
                 peer.phase = _PHASE_FOUND[message.outcome]
-            return group.on_ack(peer.name, message, now_ms)
-        return self._from_peer(peer, envelope, message, now_ms)
+            return back + group.on_ack(peer.name, message, now_ms)
+        return back + self._from_peer(peer, envelope, message, now_ms)
 
     def on_malformed_frame(self, route: bytes, error: DecodeError, now_ms: float) -> list[Effect]:
         """A frame that could not be decoded: say which field, change nothing."""
@@ -242,7 +241,7 @@ class Broker:
             elif group is not None and group.owner is peer:
                 if envelope.epoch < group.session.granted_epoch:  # its WELCOME was lost
                     beat.append(self._welcome(peer, group, peer.route, envelope.id))
-                beat += group.on_owner_heartbeat(message)
+                beat += group.on_owner_heartbeat(message, now_ms)
             return beat
         if isinstance(message, m.CoreStatus) and group is not None:
             return group.dp_groups.on_core_status(peer, message, now_ms)
@@ -410,7 +409,7 @@ class Broker:
             key = keys.get(peer.user)
             if key is None or peer.role not in JOINS_AS[key]:
                 effects += self._remove_peer(peer, "peer_lost", "its key was taken away", now_ms)
-        return effects + self._reroute()
+        return effects + self.groups.review(self.groups)
 
     # -- time -----------------------------------------------------------------
 
@@ -430,16 +429,12 @@ class Broker:
             self.groups.drop_unused(now_ms)
         for group in self.groups.values():
             effects += group.tick(now_ms)
-        return effects + self._reroute()
+        self.groups.due_ms = self._sweep_ms
+        return effects + self.groups.review(self.groups)
 
     def next_deadline_ms(self) -> float:
-        """When :meth:`tick` is due."""
-        due_ms = self._sweep_ms
-        for group in self.groups.values():
-            group_ms = group.next_deadline_ms()
-            if group_ms is not None and group_ms < due_ms:
-                due_ms = group_ms
-        return due_ms
+        """When :meth:`tick` is due, at the latest."""
+        return self.groups.due_ms
 
     def _drop_peer(self, peer: Peer) -> None:
         self.peers.remove(peer)
@@ -464,7 +459,7 @@ class Broker:
             failure = Failure(m.NackCode.PEER_LOST, reason, peer.name)
             return effects + group.on_engine_lost(peer, failure, now_ms)
         if peer.role == "follower":
-            group.followers.on_gone(peer)
+            effects += group.on_follower_gone(peer, reason)
         if group.owner is peer:
             effects += group.on_owner_gone(f"trainer {reason}", now_ms)
         return effects

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # The outcome of a `wait` pause that came to its deadline.
 ESCALATED: Final = "escalated"
+STILL_CLOSED: Final = "closed"  # of a RESUME: the engine is behind its group
 
 
 class AckBarrier:
@@ -28,6 +29,7 @@ class AckBarrier:
         "engines",
         "escalated",
         "in_flight",
+        "is_slow",
         "lacks_manifest",
         "messages",
         "resent_ms",
@@ -48,6 +50,7 @@ class AckBarrier:
         self.asked_ms = now_ms
         self.resent_ms = now_ms
         self.in_flight = 0
+        self.is_slow = False  # the log has said so
         self.slowest = ""
         self.slowest_ms = 0.0
         self.lacks_manifest: set[str] = set()  # was asked again by digest, and knows no such one

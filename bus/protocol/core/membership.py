@@ -27,14 +27,18 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from bus.errors import UsageError
 from bus.ids import check_name
 from bus.messages import (
+    Ack,
     CoordinatorFacts,
     CoreStatus,
     EngineFacts,
     EngineView,
+    Heartbeat,
     Join,
+    Message,
     NackCode,
     Phase,
     Role,
+    Step,
 )
 from bus.protocol.core.failures import Failure
 
@@ -45,6 +49,9 @@ if TYPE_CHECKING:
 
 # Who belongs to no group.
 WATCHERS: Final = ("observer", "scheduler")
+# An ABORT of these is answered when their call has returned.
+UNDONE: Final = (Step.ARM, Step.START, Step.CHUNK, Step.FINISH, Step.PROBE, Step.COMMIT, Step.ABORT)
+_SHOWN: Final = (Step.PAUSE_LOCAL, Step.PAUSE_GLOBAL, Step.RESUME)
 
 
 @dataclass(slots=True)
@@ -53,7 +60,8 @@ class Peer:
     that it has joined with, ``bucket`` what it may ask for still (None: no bounds).
     ``is_unreachable``: it
     has joined again, and nothing shows yet that it has heard the answer. ``joined_epoch``: the
-    epoch that it joined with; 0 if it had met no trainer's broker before."""
+    epoch that it joined with; 0 if it had met no trainer's broker before. ``overdue``: the step
+    that the engine has not answered in time, until it does; empty if there is none."""
 
     name: str
     role: Role
@@ -75,6 +83,7 @@ class Peer:
     bucket: Bucket | None = None
     is_unreachable: bool = False
     joined_epoch: int = 0
+    overdue: str = ""
 
     @property
     def place(self) -> tuple[object, ...]:
@@ -82,11 +91,21 @@ class Peer:
         join = Join(self.role, self.host, self.pid, self.facts, self.coordinator)
         return place_of(self.group, join)
 
-    def on_frame(self, now_ms: float) -> None:
+    def on_frame(self, message: Message, now_ms: float) -> None:
         """A frame of it has come. A link that is cut one way carries those of a peer that can be
         told nothing: it is not to hold anything up by them."""
+        if type(message) is Heartbeat:
+            self.is_unreachable = False
         if not self.is_unreachable:
             self.last_heard_ms = now_ms
+
+    def answers(self, message: Message) -> bool:
+        """Whether a message ends that the engine is overdue: its answer to the step, or to an ABORT
+        of it (:data:`UNDONE`); or a heartbeat which shows that a pause's step is over."""
+        step = getattr(message, "step", "")
+        undone = step == Step.ABORT and type(message) is Ack and self.overdue in UNDONE
+        over = type(message) is Heartbeat and message.phase not in ("pausing", "resuming")
+        return step == self.overdue or undone or (over and self.overdue in _SHOWN)
 
     def view(self, now_ms: float) -> EngineView:
         """What a status shows of an engine."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from bus.messages import EngineFacts, Message
     from bus.protocol.core.membership import Peer
 
+EMPTY_KEPT: Final = 64  # DP groups that nobody is in
 _STILL: Final[frozenset[Phase]] = frozenset({"paused", "updating", "quarantined"})
 _LEVELS: Final = {"ok": "info", "slow": "warning", "unknown": "debug"}
 
@@ -55,8 +56,9 @@ class DpGroup:
     @property
     def is_complete(self) -> bool:
         """Whether every rank is there, and none of a life that has ended."""
-        lives = [self._lives[rank][1] for rank in self.ranks]
-        return lives == [self._life] * self.size
+        return len(self.ranks) == self.size and all(
+            self._lives[rank][1] == self._life for rank in self.ranks
+        )
 
     def add(self, facts: EngineFacts, peer: Peer) -> None:
         """A rank is there (again). A supervised one with another boot was started anew, and all
@@ -120,9 +122,7 @@ class DpGroups:
     def on_rank_joined(self, peer: Peer) -> list[Effect]:
         """A rank is there (again)."""
         facts = peer.facts
-        if facts is None:
-            return []
-        if facts.dp_size == 1:
+        if facts is None or facts.dp_size == 1:
             self.restarts.over(peer.name)
             return []
         group = self._get(facts.dp_group, facts.dp_size)
@@ -149,6 +149,7 @@ class DpGroups:
         group.wave.on_rank_lost()
         group.watchdog.on_rank_lost(rank, peer.name, reason, now_ms)
         group.diagnosis = group.watchdog.diagnose(now_ms)
+        _drop_empty(self)
         if was_down:
             return []
         fields = {"rank": rank, "peer": peer.name, "reason": reason, "left": len(group.ranks)}
@@ -174,6 +175,7 @@ class DpGroups:
         for group in self.dp_groups.values():
             if group.coordinator is peer:
                 group.coordinator = None
+        _drop_empty(self)
         return []
 
     # -- what coordinators and cores say ------------------------------------------
@@ -361,3 +363,11 @@ class DpGroups:
 
     def _note(self, event: str, group: DpGroup, level: str, fields: dict[str, object]) -> Note:
         return Note(event, level, {"group": self._group, "dp_group": group.name, **fields})
+
+
+def _drop_empty(groups: DpGroups) -> None:
+    """Keep no more than the last that nobody is in: what became of them may still be asked."""
+    empty = [n for n, g in groups.dp_groups.items() if not (g.ranks or g.coordinator)]
+    for name in empty[:-EMPTY_KEPT]:
+        del groups.dp_groups[name]
+        groups.restarts.over(name)

@@ -23,11 +23,14 @@ steps alone see :func:`describe_stall`.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from bus.messages import CorePhase, CoreStatus
+
+_NAMED: Final = 8  # ranks without a page
 
 Health: TypeAlias = Literal["ok", "slow", "wedged", "down", "unknown"]
 
@@ -102,9 +105,12 @@ class Watchdog:
         """How the ranks are, and if they don't step: which is where, who is absent, since when."""
         if self._lost:
             return self._down(now_ms)
-        without = [rank for rank in range(self.size) if not self._has_page(rank)]
-        if without:
-            return Diagnosis("unknown", f"no status page of rank {_format_ranks(without)}")
+        missing = self.size - sum(map(self._has_page, self._reports))
+        if missing:
+            without = (rank for rank in range(self.size) if not self._has_page(rank))
+            named = ", ".join(map(str, itertools.islice(without, _NAMED)))
+            others = f" and {missing - _NAMED} more" if missing > _NAMED else ""
+            return Diagnosis("unknown", f"no status page of rank {named}{others}")
         silent = [
             f"rank {rank} ({report.name}) has told nothing for "
             f"{_seconds(now_ms - report.received_ms)}"
@@ -192,7 +198,3 @@ def _describe_rank(rank: int, report: _Report, now_ms: float) -> str:
 
 def _seconds(ms: float) -> str:
     return f"{ms / 1000:.1f} s"
-
-
-def _format_ranks(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -40,7 +40,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from bus.messages import Escalation, PauseGlobal, PauseLocal, PauseMode, Resume, Step
-from bus.protocol.core.ack_barrier import ESCALATED
+from bus.protocol.core.ack_barrier import ESCALATED, STILL_CLOSED
 from bus.protocol.core.failures import wrong_state
 from bus.protocol.engine.calls import (
     CallAbortRequests,
@@ -226,7 +226,7 @@ class EnginePause:
         """RESUME; the session has checked that the weights are whole."""
         if self.state is _S.RUNNING:
             if message.update_id and message.update_id == self._last_resume:
-                return [ack(msg_id, Step.RESUME, message.update_id, in_flight=self.in_flight)]
+                return [self._resumed_ack(msg_id, 0.0)]
             raise wrong_state("the engine is not paused", "update_id")
         if message.update_id != self.update_id:
             raise wrong_state(f"the engine is in pause {self.update_id}", "update_id")
@@ -297,23 +297,21 @@ class EnginePause:
             self._admission.closed = self._admission.unconfirmed = False
         self._memory.on_resumed()
         self._last_resume = self.update_id
-        effects: list[SessionEffect] = [
-            ack(
-                job.reply_to,
-                Step.RESUME,
-                self.update_id,
-                in_flight=self.in_flight,
-                took_ms=took_ms,
-            )
-        ]
-        return effects + self.run_queued(now_ms)
+        return [self._resumed_ack(job.reply_to, took_ms), *self.run_queued(now_ms)]
+
+    def _resumed_ack(self, reply_to: int, took_ms: float) -> SessionEffect:
+        outcome, held = STILL_CLOSED if self._admission.closed else "", self.in_flight
+        update_id = self._last_resume
+        return ack(
+            reply_to, Step.RESUME, update_id, in_flight=held, took_ms=took_ms, outcome=outcome
+        )
 
     def on_resume_failed(self, job: Job, failure: Failure, now_ms: float) -> list[SessionEffect]:
         """The engine is still paused."""
         self.state = _S.PAUSED
         self._memory.on_resume_failed()
-        effects: list[SessionEffect] = [nack(job.reply_to, Step.RESUME, failure, self.update_id)]
-        return effects + self.run_queued(now_ms)
+        failed = nack(job.reply_to, Step.RESUME, failure, self.update_id)
+        return [failed, *self.run_queued(now_ms)]
 
     def on_found_paused(self, update_id: str, lease_ms: float, now_ms: float) -> None:
         """The engine was found in this pause, which an earlier sidecar has made: nobody knows what

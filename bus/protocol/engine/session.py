@@ -24,7 +24,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bus import messages as m
-from bus.protocol.core.effects import Note
+from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.failures import Declined, Failure, wrong_state
 from bus.protocol.engine import calls as c
 from bus.protocol.engine.admission import Admission
@@ -188,7 +188,7 @@ class EngineSession:
 
     def _pause_first(self) -> list[c.SessionEffect]:
         """A swap that waits for peer ranks would hold up the pause that was asked for."""
-        return [c.CallCancelSwap()] if self.update.swapping and self.lease.peers else []
+        return [c.CallCancelSwap()] if self.lease.peers and self.update.swapping else []
 
     def _sleep(self, msg_id: int, message: m.Sleep) -> list[c.SessionEffect]:
         if self.update.state is not EngineUpdateState.NONE:
@@ -233,7 +233,7 @@ class EngineSession:
             effects = self.memory.on_call_done(job, took_ms)
         elif isinstance(call, c.CallAdmit):
             self.admission.closed = self.admission.unconfirmed = False
-            effects = self._take_waiting_for_admission()
+            effects = [*self._take_waiting_for_admission(), Send(self.beat())]
         else:
             effects = self.update.on_call_done(job, took_ms, result)
             if isinstance(call, c.CallSwap):  # no resume follows that would
@@ -339,10 +339,10 @@ class EngineSession:
         zero: since when not any more. It is for the sidecar to end a lease, as long as it lives.
         But a rank that has told its peer ranks that it is clean, and misses one, touches nothing
         before it has resumed: then the engines' cores may end the pause among themselves."""
+        left_ms = self.lease.ran_out_ms - now_ms
         if self.lease.has_promised:
-            return self.lease.ran_out_ms - now_ms
-        over_ms = self.lease.over_ms
-        left_ms = over_ms - now_ms if over_ms is not None else LEASE_RETRY_MS
+            return left_ms
+        left_ms = left_ms if self.lease.state is LeaseState.HELD else LEASE_RETRY_MS
         return max(left_ms, 0.0) + 2 * LEASE_RETRY_MS
 
     @property

@@ -159,7 +159,7 @@ class EngineUpdate:
         weights are there."""
         self.state = _S.NONE
         self.partial = set(partial)
-        self._admission.closed = bool(self.partial)
+        self._admission.closed |= bool(self.partial)
 
     # -- commands -------------------------------------------------------------
 

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.manifest import Manifest
-    from bus.protocol.core.effects import Effect
     from bus.protocol.group.engine_registry import Communicator
     from bus.protocol.group.group_state import Action, GroupState, Instruction
 
@@ -80,7 +79,6 @@ class Commands:
         self._manifest: Manifest | None = None  # of the update under way
         self._earlier_commits = EarlierCommits(state)
         self._queued: dict[Step, UpdateStart | UpdateFinish | Commit] = {}
-        self._start_asked_ms = 0.0  # since when an UPDATE_START is kept
 
     def execute(self, msg_id: int, message: Message, now_ms: float) -> list[Action]:
         """Check a command and start what it asks for.
@@ -130,14 +128,14 @@ class Commands:
                         "the group is resuming; an update starts in a pause",
                         hint="send PAUSE_LOCAL first",
                     )
-                return self._queue(msg_id, Step.START, message, now_ms)
+                return self._queue(msg_id, Step.START, message)
             case WeightChunkMeta():
                 return self._chunk(msg_id, message, now_ms)
             case ChunkSent():
                 return self._on_chunk_sent(msg_id, message, now_ms)
             case UpdateFinish():
                 self._state.update.require(*TAKES_CHUNKS, update_id=message.update_id)
-                return self._queue(msg_id, Step.FINISH, message, now_ms)
+                return self._queue(msg_id, Step.FINISH, message)
             case Probe():
                 self._state.update.require(UpdateState.FINISHED, update_id=message.update_id)
                 if not self._state.update.canary:
@@ -152,7 +150,7 @@ class Commands:
                     raise wrong_state(
                         f"the bus gave this update version {self._state.update.version}", "version"
                     )
-                return self._queue(msg_id, Step.COMMIT, message, now_ms)
+                return self._queue(msg_id, Step.COMMIT, message)
             case Abort():
                 return self._abort(msg_id, message, now_ms)
             case _:
@@ -169,12 +167,10 @@ class Commands:
     # -- commands before their turn ----------------------------------------------
 
     def _queue(
-        self, msg_id: int, step: Step, message: UpdateStart | UpdateFinish | Commit, now_ms: float
+        self, msg_id: int, step: Step, message: UpdateStart | UpdateFinish | Commit
     ) -> list[Action]:
         """Queue a command; :meth:`next_queued` returns it, at once if it is its turn."""
         self._state.session.requests.ask((step, 0), msg_id)
-        if step is Step.START and step not in self._queued:
-            self._start_asked_ms = now_ms
         self._queued[step] = message
         return []
 
@@ -228,26 +224,6 @@ class Commands:
             state.registry.quarantine(each, update.excluded[each].detail)
         state.registry.expel(expelled, update.version)
         return [*notes, *instructions]
-
-    def expire(self, now_ms: float) -> list[Effect]:
-        """Refuse an UPDATE_START that has waited too long for a pause which no one asks for.
-
-        The pause that its trainer means may have ended with the engines in it.
-        """
-        start = self._queued.get(Step.START)
-        waited_ms = now_ms - self._start_asked_ms
-        if start is None or self._state.pause.state is not PauseState.RUNNING:
-            return []
-        if waited_ms <= self._state.step_timeout_ms:
-            return []
-        del self._queued[Step.START]
-        failure = Failure(
-            NackCode.TIMEOUT,
-            f"the group is not paused, and nobody has asked for a pause for {waited_ms:.0f} ms",
-            hint="send PAUSE_LOCAL first",
-        )
-        nack = nack_of(failure, Step.START.value, start.update_id)
-        return self._state.session.answer((Step.START, 0), nack)
 
     def _in_state(self, state: PauseState) -> bool:
         return self._state.pause.state is state

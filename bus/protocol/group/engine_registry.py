@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bus.messages import EngineView, NackCode, OutView, PeerRank, PeerRanks, WaitEngines
+from bus.messages import EngineView, NackCode, OutView, PeerRank, PeerRanks
 from bus.protocol.core.failures import Declined, Failure, wrong_state
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ class EngineRegistry:
     the next one on. ``quarantined`` ones hold a part of an update; they stay paused
     until a whole one of the same target is committed: their ack of a COMMIT says
     whether it was. ``broken`` ones are ranks of a DP group that is not whole: it can't
-    step, and so is neither paused nor updated until it is.
+    step, and so is neither paused nor updated until it is. Nor are the ranks of a DP group of which
+    one is overdue with a step, until it answers.
     """
 
     def __init__(self, group: str) -> None:
@@ -150,18 +151,19 @@ class EngineRegistry:
         peer = self.engines.get(name)
         return f"{name} (heard {now_ms - peer.last_heard_ms:.0f} ms ago)" if peer else name
 
-    def incomplete(self) -> tuple[str, ...]:
-        """Ranks of DP groups that are not whole."""
-        return tuple(sorted(self._incomplete))
+    def unable(self) -> set[str]:
+        """Ranks of DP groups that are not whole, or of which one is overdue with a step."""
+        overdue = [name for name, peer in self.engines.items() if peer.overdue]
+        return self._incomplete.union(*map(self.dp_peers, overdue))
 
     def ready(self) -> list[str]:
         """Those that take part in what begins now, by name."""
-        out = self._joined_late | self._incomplete
+        out = self._joined_late | self.unable()
         return sorted(name for name in self.engines if name not in out)
 
     def ready_count(self) -> int:
         """How many those are."""
-        return len(self.engines) - len(self._joined_late | self._incomplete)
+        return len(self.engines) - len(self._joined_late | self.unable())
 
     def members(self) -> dict[str, str]:
         """The same with their DP groups.
@@ -169,7 +171,7 @@ class EngineRegistry:
         Raises:
             Declined: there are none; names a DP group that lacks ranks.
         """
-        out = self._joined_late | self._incomplete
+        out = self._joined_late | self.unable()
         members = {
             name: peer.facts.dp_group
             for name, peer in self.engines.items()
@@ -179,6 +181,9 @@ class EngineRegistry:
             return members
         if self._incomplete:
             raise self._lacks_ranks(min(self._incomplete))
+        for name, peer in sorted(self.engines.items()):
+            if peer.overdue:
+                raise wrong_state(f"{name} has not answered {peer.overdue} yet")
         if self._had_engines:
             raise Declined(
                 Failure(
@@ -202,15 +207,10 @@ class EngineRegistry:
         return communicator(self.engines[name] for name in members)
 
     def kept_paused(self) -> frozenset[str]:
-        """The quarantined ones with all ranks of their DP groups, which run or stand as one."""
-        if not self.quarantined:
-            return frozenset()
-        groups = {
-            p.facts.dp_group for n, p in self.engines.items() if n in self.quarantined and p.facts
-        }
-        return frozenset(
-            n for n, p in self.engines.items() if p.facts and p.facts.dp_group in groups
-        )
+        """The quarantined ones, and those that are overdue with a step, with all ranks of their DP
+        groups, which run or stand as one."""
+        out = [n for n, peer in self.engines.items() if n in self.quarantined or peer.overdue]
+        return frozenset[str]().union(*map(self.dp_peers, out))
 
     def unable_to_sleep(self, names: Iterable[str]) -> list[str]:
         """Which of them can't give their memory back, by name."""
@@ -336,21 +336,9 @@ class EngineRegistry:
         self._joined_late.clear()
         return were
 
-    def too_few(self, wait: WaitEngines) -> Failure:
-        """Why a wait for engines ended."""
-        names = ", ".join(self.ready()) or "none"
-        return Failure(
-            NackCode.TIMEOUT,
-            f"{len(self.ready())} of {wait.count} engines joined group {self._group} "
-            f"in {wait.timeout_ms} ms: {names}",
-            hint="look at the sidecars' logs, and at `wavebus status`",
-        )
-
     def _end_quarantine(self, name: str) -> None:
         if self.quarantined.pop(name, None) is not None and name in self.engines:
-            self._not_admitting.update(
-                self.dp_peers(name)
-            )  # who have ended their requests for its sake
+            self._not_admitting.update(self.dp_peers(name))  # who ended requests for its sake
         self._has_model.discard(name)
 
     def _check_admission(self, name: str, phase: Phase, *, closed: bool) -> None:

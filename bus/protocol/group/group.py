@@ -34,6 +34,7 @@ from bus.messages import (
     Step,
     step_name,
 )
+from bus.protocol.core.ack_barrier import STILL_CLOSED
 from bus.protocol.core.effects import Effect, Send
 from bus.protocol.core.failures import Declined, Failure
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
@@ -51,6 +52,7 @@ from bus.protocol.group.replies import (
     WINDOW_STEPS,
     done_ack,
     done_fields,
+    failure_fields,
     nack_of,
 )
 from bus.protocol.group.status import status_of
@@ -85,8 +87,10 @@ class Group(GroupState):
     def on_owner_gone(self, reason: str, now_ms: float) -> list[Effect]:
         """The owner is gone: recover forward, so that engines generate again."""
         self.session.release()
+        return self._recover(Failure(NackCode.CANCELLED, reason), now_ms)
+
+    def _recover(self, failure: Failure, now_ms: float) -> list[Effect]:
         self.orphaned = True
-        failure = Failure(NackCode.CANCELLED, reason)
         self.pause.fail(failure)
         effects = self.abandon_discarded_weights(
             "its weights went in a sleep, and its trainer has gone"
@@ -110,6 +114,7 @@ class Group(GroupState):
         try:
             self.session.check(trainer, epoch)
             actions = self._commands.execute(msg_id, message, now_ms)
+            self.moved_ms = now_ms
         except Declined as declined:
             return self.session.decline(trainer, msg_id, message, declined.failure)
         return [*self._carry_out(actions, now_ms), *self.run_follow_ups(now_ms)]
@@ -151,17 +156,19 @@ class Group(GroupState):
         """A heartbeat; an engine left behind by a pause or update that is over comes back."""
         self.registry.changes += (peer.phase, peer.version) != (beat.phase, beat.version)
         is_new = peer.version != beat.version
-        peer.phase, peer.version = beat.phase, beat.version
-        peer.in_flight = beat.in_flight
+        peer.phase, peer.version, peer.in_flight = beat.phase, beat.version, beat.in_flight
         if is_new:
             self.served.on_report(self.registry)
         self.registry.on_phase(peer.name, beat.phase, closed=beat.closed)
         effects = self.dp_groups.on_phase_changed(peer.name, self.pause.members)
+        effects += self.answer_waiters(peer.last_heard_ms)
         return effects + self._reconcile(peer, beat)
 
-    def on_owner_heartbeat(self, beat: Heartbeat) -> list[Effect]:
+    def on_owner_heartbeat(self, beat: Heartbeat, now_ms: float) -> list[Effect]:
         """A heartbeat of the trainer: if it keeps the weights that the group serves, it hears who
         is behind."""
+        if self.owner is not None and self.owner.in_flight != beat.in_flight:
+            self.owner.in_flight, self.moved_ms = beat.in_flight, now_ms
         self.served.on_owner(beat.version, self.registry)
         if self.is_busy() or not self.version or beat.version != self.version:
             return []
@@ -185,7 +192,7 @@ class Group(GroupState):
     def on_ack(self, name: str, ack: Ack, now_ms: float) -> list[Effect]:
         """An engine's ack: the hot path; until the last one it changes a set and no more."""
         if ack.step in PAUSE_STEPS:
-            if ack.step is Step.RESUME:
+            if ack.step is Step.RESUME and ack.outcome != STILL_CLOSED:
                 self.registry.on_resumed(name)
             instructions = self.pause.on_ack(name, ack, now_ms)
             if name in self.dp_groups:
@@ -207,14 +214,7 @@ class Group(GroupState):
         in_chunk = nack.step == Step.CHUNK and what not in nack.detail
         detail = f"{what}: {nack.detail}" if in_chunk else nack.detail
         failure = Failure(nack.code, detail, name, nack.tensor, nack.field, nack.hint)
-        fields: dict[str, object] = {
-            "peer": name,
-            "step": nack.step,
-            "code": nack.code.value,
-            "detail": nack.detail,
-            "tensor": nack.tensor,
-            **({"chunk": nack.chunk} if nack.step == Step.CHUNK else {}),
-        }
+        fields = failure_fields(nack.step, failure, nack.chunk)
         effects: list[Effect] = [self.note("engine_refused", nack.update_id, "warning", fields)]
         if nack.code is NackCode.FENCED:  # somebody else's command; ours is asked again
             return effects
@@ -231,11 +231,13 @@ class Group(GroupState):
             effects += self._exclude(name, failure, now_ms)
         return effects + self.run_follow_ups(now_ms)
 
-    def _exclude(self, name: str, failure: Failure, now_ms: float) -> list[Effect]:
+    def _exclude(
+        self, name: str, failure: Failure, now_ms: float, *, overdue: bool = False
+    ) -> list[Effect]:
         """An engine can't go on with the update: who falls out for it may hold a part."""
-        before = set(self.update.excluded)
-        instructions = self.update.on_refused(name, failure, now_ms)
-        if not self.update.staged:
+        before, unsafe = set(self.update.excluded), self.update.is_unsafe
+        instructions = self.update.on_refused(name, failure, now_ms, overdue=overdue)
+        if unsafe:
             for each in self.update.excluded.keys() - before:
                 self.registry.quarantine(each, failure.detail)  # before a resume that follows
         return self.apply(instructions, now_ms)
@@ -265,7 +267,9 @@ class Group(GroupState):
                     ]
         last_heard = functools.partial(self.registry.last_heard, now_ms=now_ms)
         effects += self.apply(self.pause.expire(now_ms, last_heard), now_ms)
-        effects += self._commands.expire(now_ms)
+        effects += timeouts.slow_steps(self, now_ms)
+        if failure := timeouts.overdue_trainer(self, now_ms):
+            effects += self._recover(failure, now_ms)
         effects += self.dp_groups.tick(now_ms)
         return effects + timeouts.end_waits(self, now_ms)
 
@@ -283,7 +287,7 @@ class Group(GroupState):
             elif barrier.step in SLEEP_STEPS:
                 effects += self.apply(self.sleep.on_refused(name, barrier.step, failure), now_ms)
             else:
-                effects += self._exclude(name, failure, now_ms)
+                effects += self._exclude(name, failure, now_ms, overdue=True)
         return effects + self.run_follow_ups(now_ms)
 
     # -- carrying instructions out -----------------------------------------------
@@ -332,6 +336,7 @@ class Group(GroupState):
         return effects
 
     def _on_step_done(self, done: StepDone, now_ms: float) -> list[Effect]:
+        self.moved_ms = now_ms
         if done.step in _MOVES:
             self.registry.changes += 1
         if done.step is Step.COMMIT:
@@ -356,7 +361,7 @@ class Group(GroupState):
         return effects
 
     def _answer(self, done: StepDone, now_ms: float) -> list[Effect]:
-        left_out = self.registry.incomplete()
+        left_out = tuple(sorted(self.registry.unable()))
         answer = done_ack(done, self.pause, self.update, self.version, left_out, now_ms)
         fields = done_fields(done, answer, self.update)
         note = self.note(DONE_EVENTS[done.step], answer.update_id, "info", fields)
@@ -365,22 +370,14 @@ class Group(GroupState):
 
     def _on_step_failed(self, failed: StepFailed) -> list[Effect]:
         step, failure = failed.step, failed.failure
-        in_pause = step in WINDOW_STEPS
-        update_id = self.pause.update_id if in_pause else self.update.update_id
-        fields = {
-            "step": step.value,
-            "code": failure.code.value,
-            "detail": failure.detail,
-            "peer": failure.peer,
-            "tensor": failure.tensor,
-            **({"chunk": failed.chunk} if step is Step.CHUNK else {}),
-        }
-        event = "update_failed"
-        if in_pause:
-            event = "sleep_failed" if step in SLEEP_STEPS else "pause_failed"
+        update_id = self.pause.update_id if step in WINDOW_STEPS else self.update.update_id
+        event = "sleep_failed" if step in SLEEP_STEPS else "update_failed"
+        if step in PAUSE_STEPS:
+            event = "pause_failed"
         elif failure.code is NackCode.TRANSFER_CLOSED:  # an engine came or went: it opens another
             event = "transfer_closed"
         level = "info" if event == "transfer_closed" else "warning"
+        fields = failure_fields(step.value, failure, failed.chunk)
         effects: list[Effect] = [self.note(event, update_id, level, fields)]
         keys = [(step, failed.chunk)]
         if step is Step.ABORT:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from bus.messages import GroupAck, GroupView, Message, Step
+from bus.messages import GroupAck, GroupView, Message, NackCode, Step
 from bus.protocol.core.effects import Effect, Note, Send
+from bus.protocol.core.failures import Failure
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
 from bus.protocol.dp.groups import DpGroups
 from bus.protocol.group.catch_up import GroupVersion
 from bus.protocol.group.engine_registry import DepartedEngines, EngineRegistry
 from bus.protocol.group.pause import PauseMachine, PauseState
+from bus.protocol.group.replies import nack_of
 from bus.protocol.group.routing import Routing
 from bus.protocol.group.sleep import SleepMachine
 from bus.protocol.group.trainer_session import Followers, TrainerSession
@@ -46,6 +48,7 @@ class GroupState:
         last_resumed: the id of the pause that was resumed last.
         orphaned: the trainer that asked for the present pause is gone.
         resume_asked: RESUME came while the update was unsafe, and waits for the update's end.
+        moved_ms: when the trainer last moved, or was last answered.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class GroupState:
         self.last_resumed = ""
         self.orphaned = False
         self.resume_asked = False
+        self.moved_ms = 0.0
 
     @property
     def version(self) -> int:
@@ -116,14 +120,37 @@ class GroupState:
         self.registry.quarantine(name, reason)
         return [self.note("quarantined", update_id, "error", {"peer": name, "reason": reason})]
 
+    def take_back(self, peer: Peer, message: Message, now_ms: float) -> list[Effect]:
+        """An overdue engine that answers takes part in what begins from now on."""
+        if not peer.answers(message):
+            return []
+        fields = {"peer": peer.name, "step": peer.overdue}
+        peer.overdue = ""
+        self.registry.changes += 1
+        note = self.note("engine_answered", "", "info", fields)
+        return [note, *self.answer_waiters(now_ms)]
+
+    def on_follower_gone(self, peer: Peer, reason: str) -> list[Effect]:
+        """Rank 0, which may wait for this rank in a collective, is told by a NACK of no request."""
+        self.followers.on_gone(peer)
+        failure = Failure(NackCode.PEER_LOST, f"a rank of the trainer is gone: {reason}", peer.name)
+        return self.session.notify(nack_of(failure, "update", ""))
+
     def answer_waiters(self, now_ms: float) -> list[Effect]:
         """Answer every WAIT_ENGINES for which enough engines are ready."""
         effects: list[Effect] = []
         for msg_id, (wait, _) in list(self.session.requests.waiters.items()):
-            if self.registry.ready_count() >= wait.count:
+            if self.registry.ready_count() - self._opening_count() >= wait.count:
                 view = GroupView(self.registry.views(now_ms, self.registry.ready()), self.version)
                 effects += self.session.answer_ids([msg_id], view)
         return effects
+
+    def _opening_count(self) -> int:
+        """How many ready engines are about to open their admission, with which they have booted
+        closed: they serve the group's version."""
+        engines, closed = self.registry.engines, self.registry.is_not_admitting
+        peers = (engines[name] for name in self.registry.ready() if closed(name))
+        return sum(peer.phase == "running" and peer.version >= self.version for peer in peers)
 
     # -- what effects are made of ------------------------------------------------
 

@@ -16,9 +16,11 @@ pausing                 a peer of its DP group has not been asked   PAUSE_LOCAL 
                                                                     pause, so that all can resume
 pause_unknown           its pause has failed, and may have been     PAUSE_LOCAL to it and its
                         made                                        peer ranks
+not in an update        it is overdue with a step of one            ABORT, to be answered
 ======================  ==========================================  ==============================
 
-The last three only while the group is RUNNING, and the engine's DP group whole.
+Those from `paused, asleep` to `pause_unknown` only while the group is RUNNING, and the engine's DP
+group whole.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import TYPE_CHECKING, Final
 
 from bus.messages import Abort, Commit, Heartbeat, Message, PauseLocal, Phase, Resume, Step
 from bus.protocol.core.failures import wrong_state
+from bus.protocol.core.membership import UNDONE
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.update import UpdateState
 
@@ -58,6 +61,8 @@ class Reconciliation:
             update.state is UpdateState.IDLE or update.update_id != beat.update_id
         ):
             return Abort(beat.update_id, "the bus knows nothing of this update"), alone
+        if peer.overdue in UNDONE and beat.phase not in _IN_UPDATE:
+            return Abort(beat.update_id, f"{peer.overdue} was not answered"), alone
         if self._is_abandoned(peer, beat):
             return self._resume(beat), alone
         if self._state.pause.state is not PauseState.RUNNING or registry.is_incomplete(peer.name):

@@ -128,6 +128,18 @@ def done_fields(done: StepDone, answer: GroupAck, update: UpdateMachine) -> dict
     return fields
 
 
+def failure_fields(step: str, failure: Failure, chunk: int) -> dict[str, object]:
+    """What the log says of a step that has failed."""
+    fields: dict[str, object] = {
+        "step": step,
+        "code": failure.code.value,
+        "detail": failure.detail,
+        "peer": failure.peer,
+        "tensor": failure.tensor,
+    }
+    return {**fields, "chunk": chunk} if step == Step.CHUNK else fields
+
+
 def nack_of(failure: Failure, step: str, update_id: str, chunk: int = 0) -> Nack:
     """The trainer's answer when a step can't be had."""
     return Nack(

@@ -3,7 +3,8 @@
 An engine is routable if it serves the group's version, all of it, awake, with all ranks of its DP
 group. In a pause it is still: its requests wait. But who was behind, or quarantined, is not before
 it is resumed: until then its admission is closed, and ends what comes. Nor is who says that it is:
-as an engine that was behind, of which a new broker knows no more than that. While a commit is under
+as an engine that was behind, of which a new broker knows no more than that. Nor is who is overdue
+with a step, before it has answered. While a commit is under
 way nothing changes, so that routers see it as one: who has committed, and nobody else. While one is
 given up, nobody comes back.
 """
@@ -58,11 +59,12 @@ class Routing:
             if peer.version != version
             or peer.phase in _OUT
             or name in registry.quarantined
+            or peer.overdue
             or registry.is_not_admitting(name)
             for rank_peer in registry.dp_peers(name)
         }
         return tuple(
-            Route(name, peer.facts.dp_group, peer.facts.endpoint)
+            Route(name, peer.facts.dp_group, peer.facts.endpoint, peer.facts.limits)
             for name, peer in sorted(registry.engines.items())
             if name not in out and not registry.is_incomplete(name) and peer.facts is not None
         )

@@ -1,21 +1,25 @@
 """What is overdue in a group: steps to ask for again, engines that are too slow, requests to end.
 
-These functions read a :class:`~bus.protocol.group.group_state.GroupState`;
+These functions read a :class:`~bus.protocol.group.group_state.GroupState`, and mark who is late;
 :meth:`bus.protocol.group.group.Group.tick` acts on what they return.
 
-A live engine that does not acknowledge a step for ``step_timeout_ms`` is treated as lost. The time
-of a chunk starts when the chunk has left the trainer. An engine whose core stands still is wedged,
-and its log event says so.
+A live engine that does not acknowledge a step for ``step_timeout_ms`` falls out, and is overdue: it
+is not routable, and takes no part in what begins, until it answers. The time of a chunk starts when
+the chunk has left the trainer. An engine whose core stands still is wedged, and its log event says
+so. A trainer that is waited for alone, in an update, and does not move for twice as long ends it.
+It moves with each command, and with each tensor that it takes from its source, as its heartbeats
+tell; its own ``timeout_s`` is to end first. After ``SLOW_MS`` the log says who is waited for.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from bus.messages import NackCode, step_name
 from bus.protocol.core.failures import Failure
 from bus.protocol.dp.watchdog import describe_stall
 from bus.protocol.group.replies import WINDOW_STEPS, nack_of
+from bus.protocol.group.update import UpdateState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,18 +30,7 @@ if TYPE_CHECKING:
     from bus.protocol.group.group_state import GroupState
 
 
-class Overdue(NamedTuple):
-    """An engine that has not acknowledged a step in time.
-
-    Attributes:
-        name: the engine.
-        failure: the step, and for how long it has been waited for.
-        effects: the log event, and the RESTART of an engine that is wedged.
-    """
-
-    name: str
-    failure: Failure
-    effects: list[Effect]
+SLOW_MS: Final = 10_000.0
 
 
 def is_overdue(state: GroupState, barrier: AckBarrier, now_ms: float) -> bool:
@@ -46,14 +39,21 @@ def is_overdue(state: GroupState, barrier: AckBarrier, now_ms: float) -> bool:
     return overdue and not barrier.waiting_for_trainer
 
 
-def overdue_engines(state: GroupState, barrier: AckBarrier, now_ms: float) -> Iterator[Overdue]:
+def overdue_engines(
+    state: GroupState, barrier: AckBarrier, now_ms: float
+) -> Iterator[tuple[str, Failure, list[Effect]]]:
     """The engines that an overdue step waits for.
 
     Yields:
-        One engine at a time: what the group does about one may change what the next one is.
+        An engine, the step and for how long it has been waited for, and the log event, with the
+        RESTART of one that is wedged. What the group does about one may change what the next is.
     """
     for name in sorted(barrier.waiting):
-        wedged, restart = _check_wedged(state, state.registry.engines.get(name), now_ms)
+        peer = state.registry.engines.get(name)
+        wedged, restart = _check_wedged(state, peer, now_ms)
+        if peer is not None:
+            peer.overdue = barrier.step.value
+            state.registry.changes += 1
         failure = Failure(
             NackCode.TIMEOUT,
             f"{state.registry.last_heard(name, now_ms)} lives but has not acked "
@@ -64,7 +64,33 @@ def overdue_engines(state: GroupState, barrier: AckBarrier, now_ms: float) -> It
         fields = {"peer": name, "step": barrier.step.value, "detail": failure.detail}
         machine = state.pause if barrier.step in WINDOW_STEPS else state.update
         note = state.note("engine_overdue", machine.update_id, "warning", fields)
-        yield Overdue(name, failure, [*restart, note])
+        yield name, failure, [*restart, note]
+
+
+def slow_steps(state: GroupState, now_ms: float) -> list[Effect]:
+    """The log events of steps that have taken longer than ``SLOW_MS``, once for each."""
+    effects: list[Effect] = []
+    for each in state.barriers():
+        if each.waiting and not each.is_slow and now_ms - each.asked_ms > SLOW_MS:
+            each.is_slow = True
+            names = ["the trainer"] if each.waiting_for_trainer else sorted(each.waiting)[:8]
+            heard = [state.registry.last_heard(name, now_ms) for name in names]
+            fields = {"step": step_name(each.step, each.chunk), "waits_for": heard}
+            update_id: str = getattr(each.messages[0], "update_id", "")
+            effects.append(state.note("step_slow", update_id, "warning", fields))
+    return effects
+
+
+def overdue_trainer(state: GroupState, now_ms: float) -> Failure | None:
+    """Why the update under way is to be given up: the trainer does not go on with it."""
+    owner, waited_ms = state.owner, now_ms - state.moved_ms
+    if state.update.state is UpdateState.IDLE or waited_ms <= 2 * state.step_timeout_ms:
+        return None
+    if owner is None or not all(each.waiting_for_trainer for each in state.barriers()):
+        return None
+    where = f"the update is {state.update.state.value}"
+    text = f"{owner.name} lives, and has not gone on for {waited_ms:.0f} ms; {where}"
+    return Failure(NackCode.TIMEOUT, text, owner.name)
 
 
 def end_waits(state: GroupState, now_ms: float) -> list[Effect]:
@@ -72,8 +98,14 @@ def end_waits(state: GroupState, now_ms: float) -> list[Effect]:
     effects: list[Effect] = []
     for msg_id, (wait, deadline_ms) in list(state.session.requests.waiters.items()):
         if now_ms >= deadline_ms:
-            nack = nack_of(state.registry.too_few(wait), "", "")
-            effects += state.session.answer_ids([msg_id], nack)
+            ready = state.registry.ready()
+            failure = Failure(
+                NackCode.TIMEOUT,
+                f"{len(ready)} of {wait.count} engines joined group {state.name} "
+                f"in {wait.timeout_ms} ms: {', '.join(ready) or 'none'}",
+                hint="look at the sidecars' logs, and at `wavebus status`",
+            )
+            effects += state.session.answer_ids([msg_id], nack_of(failure, "", ""))
     return effects
 
 

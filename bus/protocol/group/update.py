@@ -22,6 +22,10 @@
     any but IDLE
                 NO_ENGINES    IDLE        nothing: no engine is left
 
+    OPENING, ARMING, STARTING, an engine refuses: the update is given up (an opening fails)
+    the same, it is overdue or lost: it falls out; with a communicator, in which the others would
+                wait for it, the update is given up, and the trainer opens another one
+
 Chunks travel from STARTING on, several at a time; they are numbered and taken in order. Each is
 one round with two messages: WEIGHT_CHUNK_META, with which engines begin to receive, and
 CHUNK_SENT, with which they verify and load. Until the second the trainer is waited for, and no
@@ -73,7 +77,7 @@ from bus.messages import (
     WeightChunkMeta,
 )
 from bus.protocol.core.ack_barrier import AckBarrier
-from bus.protocol.core.failures import Failure, wrong_state
+from bus.protocol.core.failures import Declined, Failure, wrong_state
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
 from bus.protocol.core.state_table import IllegalTransition, next_state
 from bus.protocol.group.staging import StagingDecision
@@ -182,15 +186,17 @@ class UpdateMachine:
         self.chunks_asked = 0
         self.chunks_planned = 0
         self.failure: Failure | None = None
-        self._communicator = 0  # that is being opened; 0: each engine opens its end alone
+        self._communicator = 0  # 0: each engine has its end of the transport alone
 
     def require(self, *states: UpdateState, update_id: str = "") -> None:
         """A command that fits these states, and (if given) this update, only.
 
         Raises:
-            Declined: the update is elsewhere, or is another one.
+            Declined: the update is elsewhere, or is another one; or why it was given up.
         """
         if self.state not in states:
+            if self.failure is not None and update_id == self.update_id:
+                raise Declined(self.failure)
             under_way = f" (update {self.update_id})" if self.update_id else ""
             raise wrong_state(
                 f"the update is {self.state.value}{under_way}, not {' or '.join(states)}",
@@ -218,6 +224,7 @@ class UpdateMachine:
     ) -> list[Instruction]:
         """Every engine checks the manifest; ``message.version`` is the bus's."""
         self._begin(_E.ARM_ASKED, message.update_id, members)
+        self._communicator = message.communicator
         self.staging = staging or StagingDecision()
         self.version = message.version
         self.label = message.label
@@ -313,30 +320,26 @@ class UpdateMachine:
         done = Ack(Step.PROBE, probed.update_id, 0, 0, probed.duration_ms, "", ())
         return self.on_ack(name, done, now_ms)
 
-    def on_refused(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
-        """An engine can't do what it was asked."""
+    def on_refused(
+        self, name: str, failure: Failure, now_ms: float, *, overdue: bool = False
+    ) -> list[Instruction]:
+        """An engine can't do what it was asked, or has not done it in time (``overdue``)."""
         if name not in self.members or self.state is _S.IDLE:
             return []
         if failure.code is NackCode.MANIFEST_UNKNOWN and self.state is _S.ARMING and self.barrier:
             self.barrier.lacks_manifest.add(name)  # it is sent again
             return []
-        if self.state in (_S.OPENING, _S.ARMING, _S.STARTING):
+        if not overdue and self.state in (_S.OPENING, _S.ARMING, _S.STARTING):
             return self.abort(failure, now_ms)
-        if self.state is _S.ABORTING:
-            return self._exclude([name], failure, now_ms)
-        gone = self._dp_group_of(name)
+        gone = [name] if self.state is _S.ABORTING else self._dp_group_of(name)
         abort = Ask(Abort(self.update_id, failure.detail[:4096]), tuple(gone))
-        return [abort, *self._exclude(gone, failure, now_ms)]
+        asked = [] if self.state in (_S.OPENING, _S.ABORTING) else [abort]
+        return [*asked, *self._exclude(gone, failure, now_ms)]
 
     def on_lost(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
         """An engine is gone, and with it all ranks of its DP group."""
         if name not in self.members or self.state is _S.IDLE:
             return []
-        if self.state is _S.OPENING and self._communicator:
-            # The others wait for it in the rendezvous: it must be another one, without it.
-            closed = replace(failure, code=NackCode.TRANSFER_CLOSED)
-            self._end(_E.FAILED)
-            return [StepFailed(Step.TRANSFER_INIT, closed)]
         return self._exclude(self._dp_group_of(name), failure, now_ms)
 
     @property
@@ -411,6 +414,9 @@ class UpdateMachine:
             detail = f"{left} of {self.quorum} DP groups are left: {failure.detail}"
             too_few = replace(failure, code=NackCode.QUORUM_MISSING, detail=detail)
             return [*done, *self.abort(too_few, now_ms)]
+        if self._communicator and self.state in (_S.OPENING, _S.ARMING, _S.STARTING):
+            closed = replace(failure, code=NackCode.TRANSFER_CLOSED)
+            return self.abort(failure if self.state is _S.STARTING else closed, now_ms)
         if self.barrier is not None:
             self.barrier.remove(gone)
         return [*done, *self._check_barrier()]

@@ -4,12 +4,13 @@ Rounds of three kinds alternate in one run, so that whatever else the host does 
 on all of them alike:
 
 - **bus**: a trainer's ``async with agent.paused(mode="keep")`` over a broker process and
-  a process of N real sidecars: PAUSE_LOCAL, PAUSE_GLOBAL, RESUME, each acked by all.
-- **http**: concurrent posts to ``/pause``, then ``/resume``, of N endpoints in a process.
-- **raw**: bare ZeroMQ with as many messages of the same size as the bus sends.
-- **curve**, if asked for: the bus once more, with CURVE keys on all connections.
-- **journal**, if asked for: once more, with a broker that keeps a journal. Either has sidecars of
-  its own.
+  a process of N real sidecars: PAUSE_LOCAL, PAUSE_GLOBAL, RESUME, each acked by all. As it is to
+  be run: with CURVE keys on all connections, a journal, and limits of what a peer may send.
+- **http**: concurrent posts to ``/pause``, then ``/resume``, of N endpoints in a process, which
+  log no request.
+- **http_log**: the same, of endpoints that log each request, as vLLM's do by default.
+- **raw**: bare ZeroMQ with as many messages of the same size as the bus sends, and no keys.
+- **plain**, if asked for: a bus without keys and journal, with sidecars of its own.
 
 All processes that have an event loop have the same kind. CPU is taken afterwards, over
 blocks of rounds of one kind: the broker's by its own word (STATUS before and after the
@@ -25,7 +26,8 @@ import shutil
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,7 +39,7 @@ from sidecar.bench.control.raw_zmq import RawRouter
 from sidecar.bench.processes import Worker, raise_file_limit, worker
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 
     from bus.keys import FileRole
     from bus.runtime.event_loop import LoopChoice
@@ -89,136 +91,83 @@ _SAY_EVERY: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Durations of all rounds, in ms, and CPU seconds of all of a kind."""
+    """Durations of all rounds by their kind, in ms, and CPU seconds of all of a kind."""
 
     engines: int
-    bus_ms: list[float]
-    http_ms: list[float]
-    raw_ms: list[float]
+    rounds_ms: dict[str, list[float]]
     cpu_rounds: int
     broker_cpu_s: float
     http_cpu_s: float
-    curve_ms: list[float] = field(default_factory=list)
-    journal_ms: list[float] = field(default_factory=list)
-    journal_cpu_s: float = 0.0
 
 
 def figures(samples: Samples) -> dict[str, Any]:
-    """The JSON's fields: medians, and ratios of just these."""
-    bus_ms, http_ms, raw_ms = (
-        round(statistics.median(times), 3)
-        for times in (samples.bus_ms, samples.http_ms, samples.raw_ms)
-    )
+    """The JSON's fields: medians, and the bus's ratio to each of them."""
+    medians = {kind: round(statistics.median(ms), 3) for kind, ms in samples.rounds_ms.items()}
     engine_rounds = samples.engines * samples.cpu_rounds
-    found = {
+    return {
         "engines": samples.engines,
-        "rounds": len(samples.bus_ms),
-        "bus_p50_ms": bus_ms,
-        "http_p50_ms": http_ms,
-        "raw_p50_ms": raw_ms,
-        "ratio_http": round(bus_ms / http_ms, 3),
-        "ratio_raw": round(bus_ms / raw_ms, 3),
+        "rounds": len(samples.rounds_ms["bus"]),
+        **{f"{kind}_p50_ms": took_ms for kind, took_ms in medians.items()},
+        **{
+            f"ratio_{kind}": round(medians["bus"] / took_ms, 3)
+            for kind, took_ms in medians.items()
+            if kind != "bus"
+        },
         "broker_cpu_us_per_engine_round": round(samples.broker_cpu_s / engine_rounds * 1e6, 1),
         "http_cpu_us_per_engine_round": round(samples.http_cpu_s / engine_rounds * 1e6, 1),
     }
-    if samples.curve_ms:
-        curve_ms = round(statistics.median(samples.curve_ms), 3)
-        found |= {"curve_p50_ms": curve_ms, "ratio_curve": round(curve_ms / bus_ms, 3)}
-    if samples.journal_ms:
-        journal_ms = round(statistics.median(samples.journal_ms), 3)
-        found |= {
-            "journal_p50_ms": journal_ms,
-            "ratio_journal": round(journal_ms / bus_ms, 3),
-            "journal_broker_cpu_us_per_engine_round": round(
-                samples.journal_cpu_s / engine_rounds * 1e6, 1
-            ),
-        }
-    return found
 
 
 async def compare(
-    engines: int,
-    rounds: int,
-    loop: LoopChoice,
-    say: Progress,
-    *,
-    access_log: bool = True,
-    curve: bool = False,
-    journal: bool = False,
+    engines: int, rounds: int, loop: LoopChoice, say: Progress, *, plain: bool = False
 ) -> Samples:
-    """Alternate rounds of all kinds. ``access_log``: endpoints log each request, as vLLM's do
-    by default.
+    """Alternate rounds of all kinds. ``plain``: also of a bus without keys and journal.
 
     Raises:
         UsageError: the system allows too few open files.
         BenchFailed: a process died.
     """
-    raise_file_limit((1 + curve + journal) * engines)
+    raise_file_limit((2 + plain) * engines)
     say(f"{engines} engines: starting")
     async with contextlib.AsyncExitStack() as stack:
-        trainer = await stack.enter_async_context(_bus(engines, loop))
-        bus_ms: list[float] = []
-        curve_ms: list[float] = []
-        journal_ms: list[float] = []
-        buses = [(trainer, bus_ms)]
-        if curve:
-            variables = stack.enter_context(curve_keys())
-            locked = await stack.enter_async_context(_bus(engines, loop, variables=variables))
-            buses.append((locked, curve_ms))
-        recorded: list[Worker] = []
-        if journal:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            recorded.append(await stack.enter_async_context(_bus(engines, loop, folder)))
-            buses.append((recorded[0], journal_ms))
-        endpoints = await stack.enter_async_context(
-            worker("sidecar.bench.control.http_endpoints", engines, loop, int(access_log))
-        )
-        http = await stack.enter_async_context(HttpGroup((await endpoints.answer())["ports"]))
+        enter = stack.enter_async_context
+        trainer = await enter(_bus(engines, loop))
+        endpoints: list[HttpGroup] = []
+        for log in (0, 1):
+            process = await enter(
+                worker("sidecar.bench.control.http_endpoints", engines, loop, log)
+            )
+            endpoints.append(await enter(HttpGroup((await process.answer())["ports"])))
+        http, http_log = endpoints
         raw = stack.enter_context(RawRouter())
-        dealers = await stack.enter_async_context(
-            worker("sidecar.bench.control.raw_zmq", raw.address, engines)
-        )
+        dealers = await enter(worker("sidecar.bench.control.raw_zmq", raw.address, engines))
         await dealers.answer()
         raw.welcome(engines)
+        kinds: dict[str, Callable[[], Awaitable[float]]] = {
+            "bus": partial(_bus_round, trainer),
+            "http": http.round_ms,
+            "raw": raw.round_ms,
+            "http_log": http_log.round_ms,
+        }
+        if plain:
+            kinds["plain"] = partial(_bus_round, await enter(_bus(engines, loop, plain=True)))
         for _ in range(_WARM_ROUNDS):
-            for each, _ in buses:
-                await _bus_round(each)
-            await http.round_ms()
-            raw.round_ms()
-        http_ms: list[float] = []
-        raw_ms: list[float] = []
+            for one_round in kinds.values():
+                await one_round()
+        rounds_ms: dict[str, list[float]] = {kind: [] for kind in kinds}
         for index in range(1, rounds + 1):
             # None follows the same kind of round each time.
-            turn = index % len(buses)
-            (first, first_ms), *others = buses[turn:] + buses[:turn]
-            first_ms.append(await _bus_round(first))
-            http_ms.append(await http.round_ms())
-            for other, other_ms in others:
-                other_ms.append(await _bus_round(other))
-            raw_ms.append(raw.round_ms())
+            for kind in list(kinds)[:: -1 if index % 2 else 1]:
+                rounds_ms[kind].append(await kinds[kind]())
             if index % _SAY_EVERY == 0:
                 say(f"{engines} engines: round {index} of {rounds}")
-        http.cpu_s = broker_cpu_s = journal_cpu_s = 0.0
+        http.cpu_s = broker_cpu_s = 0.0
         blocks = -(-rounds // _BLOCK_ROUNDS)
         for _ in range(blocks):
             broker_cpu_s += await _block_cpu_s(trainer)
-            for each in recorded:
-                journal_cpu_s += await _block_cpu_s(each)
             for _ in range(_BLOCK_ROUNDS):
                 await http.round_ms()
-    cpu_rounds = blocks * _BLOCK_ROUNDS
-    return Samples(
-        engines,
-        bus_ms,
-        http_ms,
-        raw_ms,
-        cpu_rounds,
-        broker_cpu_s,
-        http.cpu_s,
-        curve_ms,
-        journal_ms,
-        journal_cpu_s,
-    )
+    return Samples(engines, rounds_ms, blocks * _BLOCK_ROUNDS, broker_cpu_s, http.cpu_s)
 
 
 async def scale(rounds: int, loop: LoopChoice, say: Progress) -> dict[str, float]:
@@ -250,22 +199,19 @@ async def idle(loop: LoopChoice, say: Progress) -> dict[str, float]:
 
 
 @contextlib.asynccontextmanager
-async def _bus(
-    engines: int,
-    loop: LoopChoice,
-    journal: str = "",
-    *,
-    variables: Mapping[str, Mapping[str, str]] | None = None,
-) -> AsyncIterator[Worker]:
-    """A broker, N sidecars that have joined, and the trainer that holds them. ``journal``: the
-    folder of the broker's; empty: it keeps none. ``variables``: of the environment of each, for
-    keys."""
-    env = variables or {}
-    kept = (BrokerConfig().heartbeat_ms, journal) if journal else ()
-    async with (
-        worker("sidecar.bench.broker", loop, *kept, env=env.get(BROKER)) as broker,
-        contextlib.AsyncExitStack() as stack,
-    ):
+async def _bus(engines: int, loop: LoopChoice, *, plain: bool = False) -> AsyncIterator[Worker]:
+    """A broker, N sidecars that have joined, and the trainer that holds them. ``plain``: they have
+    no keys, and the broker no journal."""
+    async with contextlib.AsyncExitStack() as stack:
+        env: Mapping[str, Mapping[str, str]] = {}
+        kept: tuple[object, ...] = ()
+        if not plain:
+            env = stack.enter_context(curve_keys())
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="wavebus-bench-"))
+            kept = (BrokerConfig().heartbeat_ms, folder)
+        broker = await stack.enter_async_context(
+            worker("sidecar.bench.broker", loop, *kept, env=env.get(BROKER))
+        )
         address = (await broker.answer())["address"]
         agents = await stack.enter_async_context(
             worker(

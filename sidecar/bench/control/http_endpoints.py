@@ -2,7 +2,7 @@
 
 ``python -m sidecar.bench.control.http_endpoints ENGINES LOOP ACCESS_LOG``; until stdin ends. Each
 is a ``uvicorn.Server`` as a vLLM server has it: httptools, and with ACCESS_LOG 1 its line per
-request, which is on unless the user turns it off.
+request, which is on unless the user turns it off. Without the middleware of vLLM and uvicorn's own.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ def _config(*, access_log: bool) -> uvicorn.Config:
         lifespan="off",
         log_config=log_config,
         access_log=access_log,
+        proxy_headers=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
     )
 

@@ -78,8 +78,8 @@ class RawRouter:
             self._routes.append(self._socket.recv())
             self._socket.recv()
 
-    def round_ms(self) -> float:
-        """One round: three phases, each asked of all and acked by all. Blocks."""
+    async def round_ms(self) -> float:
+        """One round: three phases, each asked of all and acked by all. Blocks the event loop."""
         send, recv, routes = self._socket.send, self._socket.recv, self._routes
         since_s = time.perf_counter()
         for command in self._commands:

@@ -48,7 +48,7 @@ _WARM_ROUNDS: Final = 2
 # Of the figures with large tensors, what differs where they are lent.
 _COMPARED: Final = (
     *("memcpy_gb_per_s", "transfer_gb_per_s", "ratio_memcpy"),
-    *("update_ms", "pause_ms", "paused_ms"),
+    *("update_ms", "pause_ms", "paused_ms", "control_share"),
 )
 
 
@@ -129,6 +129,7 @@ async def measure(
         "tensors": sent,
         "small_update_ms": _median(update.update_ms for update in small),
         "small_control_ms": _median(update.control_ms for update in small),
+        "small_control_share": _median(update.control_ms / update.update_ms for update in small),
     }
 
 
@@ -161,6 +162,7 @@ async def _large(
         "update_ms": _median(update.update_ms for update in updates),
         "pause_ms": _median(update.pause_ms for update in updates),
         "paused_ms": _median(update.paused_ms for update in updates),
+        "control_share": _median(update.control_ms / update.update_ms for update in updates),
     }
 
 

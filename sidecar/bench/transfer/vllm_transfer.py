@@ -76,7 +76,7 @@ async def _round(plan: FleetPlan, running: Fleet, way: Way) -> VllmTransferRound
     calls = [tuple(call) for call in answer["calls"]]
     if way != "native":
         calls += [tuple(call) for call in (await server.ask("calls"))["calls"]]
-    seen = window(calls, answer["window_ms"])
+    seen = window(calls, since_s, until_s, answer["window_ms"])
     return VllmTransferRound(
         longest_gap_ms(streams.came, since_s, until_s),
         gaps_ms(streams.came, decoding_s, since_s),
@@ -177,11 +177,11 @@ def table(figures: dict[str, Any]) -> str:
     row("ordinary gap, p50", [way["step_p50_ms"] for way in shown])
     row("ordinary gap, p99", [way["step_p99_ms"] for way in shown])
     row("whole update", [way["update_ms"] for way in shown])
-    row("pause to resume", [way["window_ms"] for way in shown])
-    row("  control plane", [way["control_ms"] for way in shown])
-    row("    other calls", [way["control_asks_ms"] for way in shown])
+    row("  no tensor moves", [way["control_ms"] for way in shown])
+    row("    calls", [way["control_asks_ms"] for way in shown])
     row("    messages", [way["control_idle_ms"] for way in shown])
     row("  its share", [way["control_share"] for way in shown], ".1%")
+    row("pause to resume", [way["window_ms"] for way in shown])
     rows.append("calls")
     for phase in dict.fromkeys(name for way in shown for name in way["phases_ms"]):
         row(f"  {phase}", [way["phases_ms"].get(phase) for way in shown])
@@ -197,7 +197,7 @@ def _medians(rounds: Sequence[VllmTransferRound], size_bytes: int) -> dict[str, 
     steps = [step for done in rounds for step in done.steps_ms]
     transfer_ms = statistics.median(done.transfer_ms for done in rounds)
     phases = list(dict.fromkeys(name for seen in windows for name in seen.phases_ms))
-    shares = [seen.control_ms / seen.window_ms for seen in windows]
+    shares = [done.window.control_ms / done.update_ms for done in rounds]
     return {
         "gap_ms": _median([done.gap_ms for done in rounds]),
         "gaps_ms": [round(done.gap_ms, 3) for done in rounds],

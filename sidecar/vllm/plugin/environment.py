@@ -16,6 +16,8 @@ WAVEBUS_BROKER_KEY       and that broker's public one
 WAVEBUS_INSECURE         ``1``: the DP coordinator goes beyond loopback without keys
 WAVEBUS_CORE_GUARD       ``0``: leave vLLM's pause and resume as they are
 WAVEBUS_CORE_PAGES       a folder for the cores' status pages
+WAVEBUS_BOOT_CLOSED      ``1``: cores boot with closed admission; a sidecar that has joined opens it
+WAVEBUS_CLOSED_ANSWER    ``0``: a closed API server answers with no tokens, not with HTTP 503
 WAVEBUS_DP_COORDINATOR_PID      set by the plugin: the DP coordinator that this rank started
 ======================== ===========================================================
 """
@@ -41,6 +43,7 @@ GROUP: Final = "WAVEBUS_GROUP"
 DP_GROUP: Final = "WAVEBUS_DP_GROUP"
 CORE_GUARD: Final = "WAVEBUS_CORE_GUARD"
 CORE_PAGES: Final = "WAVEBUS_CORE_PAGES"
+BOOT_CLOSED: Final = "WAVEBUS_BOOT_CLOSED"
 DP_COORDINATOR_PID: Final = "WAVEBUS_DP_COORDINATOR_PID"
 
 

@@ -63,6 +63,7 @@ def facts(
     supervised: bool = False,
     version: int = 0,
     phase: Phase = "running",
+    closed: bool = False,
     features: dict[str, str] | None = None,
     untested: str = "",
 ) -> EngineFacts:
@@ -85,6 +86,7 @@ def facts(
         phase=phase,
         update_id="",
         peer_address="",
+        closed=closed,
         features=features or {},
         untested=untested,
     )
@@ -99,6 +101,7 @@ def engine_join(
     supervised: bool = False,
     version: int = 0,
     phase: Phase = "running",
+    closed: bool = False,
 ) -> Join:
     """An engine's JOIN."""
     engine = facts(
@@ -109,6 +112,7 @@ def engine_join(
         supervised=supervised,
         version=version,
         phase=phase,
+        closed=closed,
     )
     return Join("engine", "host", 7, engine, None)
 

@@ -94,10 +94,11 @@ def test_a_folder_without_the_brokers_own_key_says_how_to_make_it(tmp_path: Path
         read_keyring(tmp_path)
 
 
-def test_a_secret_that_others_may_read_is_refused(keys: KeyFolder) -> None:
-    """Whoever reads it is whom it names."""
+@pytest.mark.parametrize("mode", [0o604, 0o640, 0o620])
+def test_a_secret_that_others_may_read_is_refused(keys: KeyFolder, mode: int) -> None:
+    """Whoever reads it is whom it names. Its group counts as others."""
     secret = keys.make("e", "engine")
-    secret.chmod(0o604)
+    secret.chmod(mode)
     with pytest.raises(UsageError, match="chmod 600"):
         security(secret, keys.public)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
 from bus.errors import EngineError
 from bus.messages import Commit, NackCode, Resume, Sleep, UpdateFinish, UpdateStart
@@ -286,3 +286,13 @@ def test_what_can_not_be_restored_lacks_a_part(kept: Kept) -> None:
     asyncio.run(kept.owner.take_over(left(begun="draft"), 0.0))
     assert kept.page.done == ["restore draft", "shut", "abort"]
     assert kept.session.update.partial == {"draft"}
+
+
+@pytest.mark.parametrize(("runs_on", "done"), [(True, ["open"]), (False, [])])
+def test_a_closed_engine_is_opened_by_a_sidecar_that_leaves_if_it_runs_on(
+    kept: Kept, runs_on: bool, done: list[str]
+) -> None:
+    """One that ends with its sidecar would serve old weights until it has ended."""
+    kept.session.admission.closed = True
+    asyncio.run(kept.owner.release(runs_on=runs_on))
+    assert kept.page.done == done

@@ -1,11 +1,13 @@
 """Admission of vLLM's engine cores: while it is closed, new requests are ended at once.
 
-Clients talk to a server by themselves, so it is the core that turns them away: a request is
-answered as an aborted one is, with no tokens. One that bears the pass, in its id, is let in: the
-sidecar's own probes do.
+Clients talk to a server by themselves, so it is the core that turns them away. One that bears the
+pass, in its id, is let in: the sidecar's own probes do. A client in process gets no tokens, as of
+an aborted request. One of an API server gets an error: the core sends the reason as the request's
+stop reason, and the front end raises the error that vLLM answers with HTTP 503.
 
 The sidecar turns it by vLLM's ``collective_rpc``, in a method that the core answers by itself.
-Nobody else is told, so it stays as it is while sidecars come and go.
+Nobody else is told, so it stays as it is while sidecars come and go. With ``WAVEBUS_BOOT_CLOSED`` a
+core boots closed: it has the weights of its checkpoint, and its group may serve others.
 
 Where front ends start the waves of lockstep cores (``wavebus_joins_asked_waves``), a core that
 turns a request away joins the wave that its front end has asked for: the other ranks start it, and
@@ -15,35 +17,49 @@ that is turned away starts none.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+from bus.rejection import closed_message, is_closed_message
+from sidecar.vllm.plugin.environment import BOOT_CLOSED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# The method; its arguments are those of `CoreAdmission` that are to be changed.
+# The method; its arguments are those of `CoreAdmission` that are to be changed, and ``ends``.
 SET_ADMISSION: Final = "wavebus_admission"
 
 
 @dataclass(slots=True)
 class CoreAdmission:
-    """One core's. ``passes``: what the id of a request has in it that is let in all the same; with
-    one, nobody else is. Empty: there is none."""
+    """One core's. ``admits`` is None for a core that has booted closed, until a sidecar opens it.
+    ``passes``: what the id of a request has in it that is let in all the same; with one, nobody
+    else is. Empty: there is none. ``why``: it is closed. ``served``: clients reach the engine
+    through an API server."""
 
-    admits: bool = True
+    admits: bool | None = True
     passes: str = ""
+    why: str = "it has not joined its group yet"
+    served: bool = True
 
     def is_admitted(self, request_id: str) -> bool:
         if self.passes:
             return self.passes in request_id
-        return self.admits
+        return bool(self.admits)
 
 
 def _of(core: Any) -> CoreAdmission:
     admission = getattr(core, "wavebus_admission", None)
     if admission is None:
-        admission = core.wavebus_admission = CoreAdmission()
+        closed = os.environ.get(BOOT_CLOSED) == "1" and not _has_unknown_waves(core)
+        admission = core.wavebus_admission = CoreAdmission(None if closed else True)
     return admission
+
+
+def _has_unknown_waves(core: Any) -> bool:
+    """It is in lockstep, and nobody knows who starts its waves: its admission can't be closed."""
+    return hasattr(core, "current_wave") and not hasattr(core, "wavebus_joins_asked_waves")
 
 
 def handle_client_request(
@@ -57,7 +73,7 @@ def handle_client_request(
 
 
 def _reject(core: Any, request: Any, wave: int) -> None:
-    core._send_abort_outputs_to_client([request.request_id], request.client_index)  # noqa: SLF001
+    _end_empty(core, request)
     if not getattr(core, "wavebus_joins_asked_waves", False):
         return
     if core.ignore_start_dp_wave:  # paused: with its resume, as the others
@@ -67,11 +83,48 @@ def _reject(core: Any, request: Any, wave: int) -> None:
         core.engines_running = True
 
 
-def set_admission(core: Any, **how: Any) -> list[dict[str, Any] | None]:
-    """Set what is named of admission; answer its state, or nothing where there is none."""
-    if hasattr(core, "current_wave") and not hasattr(core, "wavebus_joins_asked_waves"):
-        return [None]  # in lockstep, and nobody knows who starts its waves
+def _end_empty(core: Any, request: Any) -> None:
+    """End a request that has no token; behind an API server, say why it is not admitted."""
+    admission, name = _of(core), request.request_id
+    if not (admission.served and hasattr(core, "wavebus_output")) or admission.is_admitted(""):
+        core._send_abort_outputs_to_client([name], request.client_index)  # noqa: SLF001
+        return
+    why = closed_message(admission.why)
+    ended = core.wavebus_output(name, [], finish_reason=core.wavebus_aborts, stop_reason=why)
+    outputs = core.wavebus_outputs(finished_requests={name}, outputs=[ended])
+    core.output_queue.put_nowait((request.client_index, outputs))
+
+
+def process_outputs(
+    original: Callable[..., Any], processor: Any, outputs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In a front end: have a request raise an error that :func:`_end_empty` has ended."""
+    refused = len(outputs) == 1 and is_closed_message(outputs[0].stop_reason)
+    state = processor.request_states.get(outputs[0].request_id) if refused else None
+    processed = original(processor, outputs, *args, **kwargs)
+    if state is not None and state.queue is not None:
+        from vllm.exceptions import RetryableRequestError  # noqa: PLC0415 - loaded in a front end
+        from vllm.v1.engine.async_llm import InputStreamError  # noqa: PLC0415
+
+        # In the place of the empty output. Of this error `AsyncLLM.generate` raises the cause.
+        state.queue.put(InputStreamError(RetryableRequestError(outputs[0].stop_reason)))
+    return processed
+
+
+def set_admission(core: Any, *, ends: bool = False, **how: Any) -> list[dict[str, Any] | None]:
+    """Set what is named of admission; answer its state, or nothing where there is none. ``ends``:
+    end every request that the core has, whichever front end it came from."""
+    if _has_unknown_waves(core):
+        return [None]
     admission = _of(core)
     for name, value in how.items():
         setattr(admission, name, value)
-    return [{"admits": admission.admits, "passes": admission.passes}]
+    state: dict[str, Any] = {"admits": admission.admits, "passes": admission.passes}
+    if ends and hasattr(core, "wavebus_aborted"):  # set with the pause lease, which does the same
+        ended = core.scheduler.finish_requests(None, core.wavebus_aborted)
+        core._send_abort_outputs([each for each in ended if each.num_output_tokens])  # noqa: SLF001
+        for each in ended:
+            if not each.num_output_tokens:
+                _end_empty(core, each)
+        state["ended"] = len(ended)
+    return [state]

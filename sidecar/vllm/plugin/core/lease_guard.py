@@ -52,7 +52,7 @@ from sidecar.shared_pages.pause_lease import (
     lease_path,
 )
 from sidecar.vllm.plugin import operations
-from sidecar.vllm.plugin.core.status import page_path
+from sidecar.vllm.plugin.core.status import beat, make_folder, page_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,7 +89,7 @@ class LeaseGuard:
 
     def __init__(self, core: Any) -> None:
         path = lease_path(page_path(os.getpid()))
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(path.parent)
         self.page = PauseLeasePage.make(path)
         Finalize(self, functools.partial(self.page.path.unlink, missing_ok=True), exitpriority=0)
         self._core = core
@@ -106,10 +106,12 @@ class LeaseGuard:
             self._store.set(f"{_STORE_KEY}{self._rank}", msgspec.json.encode(peer))
 
     def run(self) -> None:
-        """Have the core look when a lease is over. In a thread, for as long as the core lives."""
+        """Have the core look when a lease is over; and tell that its process runs. In a thread, for
+        as long as the core lives."""
         while True:
             time.sleep(PERIOD_S)
             with self._warns():
+                beat()
                 self._find_peers()
                 lease = self.page.lease()
                 if lease is not None and _has_expired(lease) and not self._asked:

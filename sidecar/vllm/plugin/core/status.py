@@ -47,6 +47,17 @@ def page_path(pid: int) -> Path:
     return pages_folder() / f"{pid}{_SUFFIX}"
 
 
+def make_folder(folder: Path) -> None:
+    """Make the folder of the pages, if it is not there.
+
+    Raises:
+        PermissionError: somebody else has made it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to somebody else; remove it")
+
+
 def siblings(pid: int) -> tuple[int, ...]:
     """The cores that the parent of this one has started: those behind one client. With itself."""
     parent = _parent_of(pid)
@@ -65,9 +76,7 @@ class CoreStatusWriter:
 
     def __init__(self, core: Any) -> None:
         path = page_path(os.getpid())
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.parent.stat().st_uid != os.getuid():
-            raise PermissionError(f"{path.parent} belongs to somebody else")
+        make_folder(path.parent)
         _remove_stale(path.parent)
         self.page = CoreStatusPage(path, rank=core.engine_index)
         # The cores' processes end without atexit; this they still run.
@@ -110,8 +119,14 @@ class _StatusWriters:
                 _log.warning("wavebus: no status page of this engine core: %s", error)
         return self._watch
 
+    def beat(self) -> None:
+        """This process runs. In any thread, once its core has turned."""
+        if self._watch is not None and self._tried_in == os.getpid():
+            self._watch.page.beat()
+
 
 _watches = _StatusWriters()
+beat = _watches.beat
 
 
 def _watched(around: Callable[..., Any]) -> Callable[..., Any]:

@@ -93,14 +93,14 @@ def make_plan(trace: LoaderTrace, *, unloaded: str) -> CopyPlan:
     for fill in trace.fills:
         regions.setdefault(fill.target, []).append(fill.region)
         fills[fill.target] = (*fills.get(fill.target, ()), fill)
-    for name, parameter in trace.parameters.items():
+    for name, parameter in trace.targets.parameters.items():
         if name not in regions and name == unloaded:
             continue
         _check_filled(name, regions.get(name, ()), parameter.numel())
     targets: dict[str, PlanTarget] = {}
     for name, filled in regions.items():
         tensor = trace.tensor(name)
-        if name in trace.buffers:
+        if name in trace.targets.buffers:
             _check_filled(name, filled)
         if name not in copied and tensor.numel():
             raise NoPlanError(f"{name} is filled with no tensor")

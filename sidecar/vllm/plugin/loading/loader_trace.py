@@ -46,13 +46,44 @@ class TracedFill:
     value: float
 
 
+class TargetNames:
+    """The parameters and buffers of a model, and their names by the memory behind them.
+
+    Some loaders make a parameter as they come to its tensor: vLLM's, the bias of an output head.
+
+    Attributes:
+        parameters, buffers: by name.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._look()
+
+    def find(self, tensor: torch.Tensor, *, again: bool = False) -> str:
+        """Returns what a tensor, or the tensor that it is a view of, is called; empty for none.
+
+        Args:
+            again: look at the model again if nothing is known of it.
+        """
+        name = self._names.get(storage_of(tensor), "")
+        if not name and again:
+            self._look()
+            return self.find(tensor)
+        return name
+
+    def _look(self) -> None:
+        self.parameters = dict(self._model.named_parameters())
+        self.buffers = dict(self._model.named_buffers())
+        self._names = {storage_of(b): name for name, b in self.buffers.items()}
+        self._names |= {storage_of(p): name for name, p in self.parameters.items()}
+
+
 class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Entered around a loader, chunk by chunk.
 
     Args:
         metas: the tensors that it will be given.
-        parameters: those of the model, by name.
-        buffers: the same.
+        targets: the model's parameters and buffers.
         shared: parameters that are another model's, which must not be filled.
         exact_dtype: a tensor of another dtype than what it fills is refused.
         model_dtype: the model's; a tensor of this dtype may fill a float32 parameter as well.
@@ -69,8 +100,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         metas: tuple[TensorMeta, ...],
-        parameters: dict[str, torch.nn.Parameter],
-        buffers: dict[str, torch.Tensor],
+        targets: TargetNames,
         *,
         exact_dtype: bool,
         model_dtype: str = "",
@@ -78,8 +108,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.metas = metas
-        self.parameters = parameters
-        self.buffers = buffers
+        self.targets = targets
         self.shared = shared
         self.exact_dtype = exact_dtype
         self.model_dtype = model_dtype
@@ -92,8 +121,6 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.fills: list[TracedFill] = []
         self.beyond_copies = ""
         self._index_of = {storage_of(source): index for index, source in enumerate(self.sources)}
-        self._name_of = {storage_of(b): name for name, b in buffers.items()}
-        self._name_of |= {storage_of(p): name for name, p in parameters.items()}
         self._at = 0
         self._writes: dict[str, dict[Region, int]] = {}
         self._reads: dict[int, set[Region]] = {}
@@ -113,7 +140,8 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def tensor(self, name: str) -> torch.Tensor:
         """A parameter or buffer of the model."""
-        return self.parameters[name] if name in self.parameters else self.buffers[name]
+        parameters, buffers = self.targets.parameters, self.targets.buffers
+        return parameters[name] if name in parameters else buffers[name]
 
     def written(self, parameter: str) -> int:
         """How many of its elements were written."""
@@ -163,9 +191,9 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _note_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        name = self._name_of.get(storage_of(target))
         index = self._index_of.get(storage_of(source))
-        if name is None:
+        name = self.targets.find(target, again=index is not None)
+        if not name:
             if index is not None:
                 self._is_no_copy(f"{self.metas[index].name} is copied into no parameter or buffer")
             self._note_change(target, "a copy")
@@ -185,8 +213,8 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.copies.setdefault(index, []).append(copy)
 
     def _note_fill(self, target: torch.Tensor, value: Any) -> None:
-        name = self._name_of.get(storage_of(target))
-        if name is None:
+        name = self.targets.find(target)
+        if not name:
             self._note_change(target, "a fill")
             return
         self._note_write(target, name, self._at, of_tensor=False)
@@ -209,7 +237,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = storage_of(tensor)
         if storage in self._index_of:
             return self.metas[self._index_of[storage]].name
-        return self._name_of.get(storage, "")
+        return self.targets.find(tensor)
 
     def _note_write(
         self, target: torch.Tensor, name: str, index: int, *, of_tensor: bool = True

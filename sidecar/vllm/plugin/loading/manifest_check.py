@@ -40,15 +40,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bus.errors import EngineError
 from sidecar.engine import FUSED_HINT
 from sidecar.vllm.plugin import agreement
 from sidecar.vllm.plugin.loading.loader_trace import (
     LoaderTrace,
+    TargetNames,
     refused,
     shared_refusal,
-    storage_of,
 )
 from sidecar.vllm.plugin.loading.patch_check import check_in_place
 
@@ -166,19 +167,17 @@ class ManifestChecker:
         self._check_unused(manifest, merged)
         return trace
 
-    def loader(self) -> tuple[Callable[[Iterable[tuple[str, torch.Tensor]]], None], dict[int, str]]:
-        """The loader of the meta model, and that model's parameters and buffers by the identity of
-        their storage (:mod:`sidecar.vllm.plugin.loading.staged_weights`). After a check."""
+    def loader(self) -> tuple[Callable[[Iterable[tuple[str, torch.Tensor]]], None], TargetNames]:
+        """The loader of the meta model, and that model's parameters and buffers
+        (:mod:`sidecar.vllm.plugin.loading.staged_weights`). After a check."""
         model = self._model
         assert model is not None, "a manifest was checked"
-        names = {storage_of(buffer): name for name, buffer in model.named_buffers()}
-        names |= {storage_of(each): name for name, each in model.named_parameters()}
 
         def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             with quiet_loading():
                 model.load_weights(iter(tensors))  # type: ignore[operator]
 
-        return load, names
+        return load, TargetNames(model)
 
     # -- loading -----------------------------------------------------------------------
 
@@ -193,8 +192,7 @@ class ManifestChecker:
         model = self._meta_model()
         trace = LoaderTrace(
             tuple(manifest.tensors()),
-            dict(model.named_parameters()),
-            dict(model.named_buffers()),
+            TargetNames(model),
             shared=self._built.shared,
             exact_dtype=not self._quantised,
             model_dtype=str(self._built.model_config.dtype).removeprefix("torch."),
@@ -223,7 +221,7 @@ class ManifestChecker:
         """What a worker can say by itself."""
         if manifest.counts:
             check_in_place(
-                self._built.vllm_config, self._serving, trace.parameters, trace.origins()
+                self._built.vllm_config, self._serving, trace.targets.parameters, trace.origins()
             )
         else:
             self._check_filled(manifest, trace)
@@ -231,7 +229,7 @@ class ManifestChecker:
 
     def _check_filled(self, manifest: Manifest, trace: LoaderTrace) -> None:
         given = set(manifest.names)
-        for name, parameter in trace.parameters.items():
+        for name, parameter in trace.targets.parameters.items():
             expected = int(getattr(parameter, "weight_loader_numel", parameter.numel()))
             written = trace.written(name)
             if written >= expected or self._may_lack(name, written):
@@ -320,21 +318,35 @@ def build_meta_model(built: Blueprint, serving: torch.nn.Module) -> torch.nn.Mod
     if quantised_while_loading(serving):
         private.quant_config = None
     with (
-        _kept_rotary_cache(),
+        _own_rotary_cache(),
         set_default_torch_dtype(built.model_config.dtype),
         torch.device("meta"),
-        _TablesOnCpu(),
+        _ValuesOnCpu(),
     ):
         model: torch.nn.Module = initialize_model(
             private, prefix=built.prefix, model_config=built.model_config
         )
-    tables = {n: b for n, b in serving.named_buffers() if not (b.is_floating_point() or b.is_meta)}
+    there = dict(serving.named_modules())
     for name, module in model.named_modules():
-        for key in list(module._buffers):  # noqa: SLF001 - the module's own, no child's
-            table = tables.get(f"{name}.{key}")
-            if table is not None:
-                module._buffers[key] = table.cpu()  # noqa: SLF001
+        _complete(module, there.get(name, module))
     return model
+
+
+def _complete(module: torch.nn.Module, serving: torch.nn.Module) -> None:
+    """Put all of a layer on the meta device but for its integer tables; and give it the bias that
+    the loader makes only when it comes to it."""
+    parameters, buffers = module._parameters, module._buffers  # noqa: SLF001 - its own, no child's
+    for key, buffer in buffers.items():
+        table = serving._buffers.get(key)  # noqa: SLF001
+        if table is not None and not (table.is_floating_point() or table.is_meta):
+            buffers[key] = table.cpu()
+        elif buffer is not None and buffer.is_floating_point():
+            buffers[key] = buffer.to("meta")
+    for key, own in parameters.items():
+        parameter = serving._parameters.get(key) if own is None and key == "bias" else own  # noqa: SLF001
+        if parameter is not None and not parameter.is_meta:
+            parameters[key] = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
+            vars(parameters[key]).update(vars(parameter))
 
 
 def quantised_while_loading(model: torch.nn.Module) -> bool:
@@ -343,30 +355,34 @@ def quantised_while_loading(model: torch.nn.Module) -> bool:
     return any(getattr(method, "uses_meta_device", False) for method in methods)
 
 
-class _TablesOnCpu(TorchFunctionMode):
-    """Small integer tables are built with values even where the default device is meta."""
+class _ValuesOnCpu(TorchFunctionMode):
+    """What a constructor makes of numbers has values even where the default device is meta, for as
+    long as it meets no tensor without."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         dtype = kwargs.get("dtype")
         integer = dtype is not None and not dtype.is_floating_point and not dtype.is_complex
-        if func in (torch.full, torch.arange) and integer:
+        if func is torch.tensor or (func in (torch.full, torch.arange) and integer):
             kwargs.setdefault("device", "cpu")
+        elif any(isinstance(t, torch.Tensor) and t.is_meta for t in tree_leaves((args, kwargs))):
+            args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
         return func(*args, **kwargs)
 
 
 @contextmanager
-def _kept_rotary_cache() -> Iterator[None]:
-    """Take out of the cache of rotary embeddings what is put in meanwhile."""
+def _own_rotary_cache() -> Iterator[None]:
+    """Let the model have rotary embeddings of its own: others keep those in vLLM's cache."""
     from vllm.model_executor.layers import rotary_embedding  # noqa: PLC0415 - only in a worker
 
     cache: dict[Any, Any] = rotary_embedding._ROPE_DICT  # noqa: SLF001 - there is no other way in
-    before = set(cache)
+    kept = dict(cache)
+    cache.clear()
     try:
         yield
     finally:
-        for key in set(cache) - before:
-            del cache[key]
+        cache.clear()
+        cache.update(kept)
 
 
 def _loader_refusal(meta: TensorMeta, error: Exception) -> EngineError:

@@ -99,21 +99,22 @@ def as_tensors() -> AbstractContextManager[None]:
     return guard
 
 
-def repacks(module: torch.nn.Module, device: torch.device) -> bool:
-    """Whether vLLM gives the layer's weights another form when they are loaded."""
-    return device.type == "cpu" and getattr(module, "quant_method", None) is not None
+def repacks(place: ParameterRef, device: torch.device) -> bool:
+    """Whether vLLM gives what is there another form when it is loaded: a layer's parameters, not
+    its buffers."""
+    method = getattr(place.module, "quant_method", None)
+    return device.type == "cpu" and method is not None and place.key in place.module._parameters  # noqa: SLF001 - the module's own, no child's
 
 
 def _check(place: ParameterRef, name: str, target: PlanTarget, device: torch.device) -> None:
     tensor = place.tensor
     if tensor.is_meta or tensor.device.type != device.type:
         raise NoPlanError(f"{name} is on {tensor.device}")
-    if repacks(place.module, device):
-        if place.key not in place.module._parameters:  # noqa: SLF001 - see Place
-            raise NoPlanError(f"{name} is a buffer of a layer that repacks")
-    elif (tuple(tensor.shape), tensor.dtype) != (target.shape, target.dtype):
+    if repacks(place, device):
+        return
+    if (tuple(tensor.shape), tensor.dtype) != (target.shape, target.dtype):
         raise NoPlanError(f"{name} serves as {tensor.dtype} {list(tensor.shape)}")
-    elif not tensor.is_contiguous():
+    if not tensor.is_contiguous():
         raise NoPlanError(f"{name} serves as it is not loaded: not contiguous")
 
 

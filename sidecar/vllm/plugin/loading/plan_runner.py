@@ -85,7 +85,7 @@ class PlannedUpdate:
         self._repacked: dict[str, RepackedLayer] = {}
         by_module: dict[torch.nn.Module, dict[str, str]] = {}
         for name, place in self._places.items():
-            if repacks(place.module, device):
+            if repacks(place, device):
                 by_module.setdefault(place.module, {})[place.key] = name
         for module, names in by_module.items():
             layer = RepackedLayer(module, {key: plan.targets[name] for key, name in names.items()})
@@ -135,7 +135,7 @@ class PlanComparison:
         self._names_of: dict[torch.nn.Module, list[str]] = {}
         self.difference = ""
         for name, place in self._places.items():
-            if repacks(place.module, device):
+            if repacks(place, device):
                 self._names_of.setdefault(place.module, []).append(name)
         self._repacked = {name for names in self._names_of.values() for name in names}
         methods = {id(module.quant_method): module.quant_method for module in self._names_of}
@@ -188,37 +188,45 @@ class PlanComparison:
         def compared_first(layer: torch.nn.Module) -> None:
             try:
                 for name in self._names_of.get(layer, ()):
-                    current = self._places[name].current
-                    if current is not None:
-                        self._compare(name, current.data)
+                    self._compare_processed(name)
             except Exception as error:  # noqa: BLE001 - who looks on, must not spoil the load
                 self._differs(f"{type(error).__name__}: {error}")
             original(layer)
 
         method.process_weights_after_loading = compared_first
 
+    def _compare_processed(self, name: str) -> None:
+        place = self._places[name]
+        current = place.current
+        early = current is place.tensor and name not in self._waiting
+        if early or (current is place.tensor and self._difference_of(name, current.data)):
+            self._repacked.discard(name)  # it is loaded where it serves, whatever its layer does
+        elif current is not None:
+            self._compare(name, current.data)
+
     def _compare(self, name: str, loaded: torch.Tensor) -> None:
+        self.difference = self.difference or self._difference_of(name, loaded)
+        self._waiting.pop(name, None)
+
+    def _difference_of(self, name: str, loaded: torch.Tensor) -> str:
         target = self._plan.targets[name]
-        received = self._waiting.pop(name, [])
-        if self.difference:
-            return
+        received = self._waiting.get(name, [])
         if (tuple(loaded.shape), loaded.dtype) != (target.shape, target.dtype):
-            self._differs(f"{name} is {loaded.dtype} {list(loaded.shape)}")
-            return
+            return f"{name} is {loaded.dtype} {list(loaded.shape)}"
         if not loaded.is_contiguous():
-            self._differs(f"{name} is not contiguous")
-            return
+            return f"{name} is not contiguous"
         for each in self._plan.fills.get(name, ()):
             padding = part(loaded, each.region)
             if not bool((padding == each.value).all()):
-                self._differs(f"the padding of {name} is another")
+                return f"the padding of {name} is another"
         for tensor, values in received:
             whole = values.contiguous()
             for copy in self._plan.copies[tensor]:
                 if copy.target != name:
                     continue
                 if not equal_bits(part(loaded, copy.region), part(whole, copy.source)):
-                    self._differs(f"{name} is not what was received as {tensor}")
+                    return f"{name} is not what was received as {tensor}"
+        return ""
 
     def _differs(self, difference: str) -> None:
         self.difference = self.difference or difference

@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bus.errors import EngineError
 from bus.messages import NackCode
 from sidecar.vllm.plugin.loading.copy_plan import NoPlanError
-from sidecar.vllm.plugin.loading.loader_trace import storage_of
 from sidecar.vllm.plugin.loading.parameter_map import (
     ParameterFingerprint,
     as_tensors,
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from bus.manifest import TensorMeta
     from bus.weight_transfer.packing import ReceivedChunk
     from sidecar.vllm.plugin.loading.copy_plan import CopyBatch, CopyPlan
+    from sidecar.vllm.plugin.loading.loader_trace import TargetNames
     from sidecar.vllm.plugin.loading.parameter_map import ParameterRef
     from sidecar.vllm.plugin.loading.plan_runner import Received
     from sidecar.vllm.plugin.loading.staging_layouts import StagingLayout
@@ -101,7 +101,7 @@ class StagedWeights:
         self._begun = self._sealed = False
         places = self._find_parameters_or(NackCode.STAGING_REFUSED, plan)
         if self._layout is None or not (self._layout[0].plan is plan and self._layout[1] is chunks):
-            repacked = any(repacks(place.module, self._device) for place in places.values())
+            repacked = any(repacks(place, self._device) for place in places.values())
             as_sent = plan.is_whole(chunks) and not repacked
             self._layout = AsSent(plan, chunks) if as_sent else ByTarget(plan), chunks
         layout, _ = self._layout
@@ -123,14 +123,14 @@ class StagedWeights:
         return self._require_layout().stage(seq, tensors)
 
     def prove(
-        self, tensors: Received, load: Callable[[Received], None], names: dict[int, str]
+        self, tensors: Received, load: Callable[[Received], None], names: TargetNames
     ) -> None:
         """Compare what was staged of a chunk with what the model's own loader does with it.
 
         Args:
             tensors: as they have arrived.
             load: runs the loader of a model on the meta device over them.
-            names: that model's parameters and buffers, by the identity of their storage.
+            names: that model's parameters and buffers.
 
         Raises:
             EngineError: code ``engine_failed``: it does something else.
@@ -181,7 +181,7 @@ class StagedWeights:
         _, places, _ = self._parameters
         repacked: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
         for name, place in places.items():
-            if repacks(place.module, self._device):
+            if repacks(place, self._device):
                 repacked.setdefault(place.module, {})[place.key] = self._memory.tensors[name]
         with torch.no_grad():
             self._prepare(places).run()
@@ -211,7 +211,7 @@ class StagedWeights:
             targets = {
                 name: place.tensor.data
                 for name, place in places.items()
-                if not repacks(place.module, self._device)
+                if not repacks(place, self._device)
             }
         copies = layout.into(targets)
         self._swap = (layout, memory, places), copies
@@ -255,7 +255,7 @@ class _Proof(TorchDispatchMode):  # type: ignore[no-untyped-call]
         difference: the first thing that is not; empty: all is.
     """
 
-    def __init__(self, staged: StagingLayout, names: dict[int, str]) -> None:
+    def __init__(self, staged: StagingLayout, names: TargetNames) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.compared = 0
         self.difference = ""
@@ -269,7 +269,7 @@ class _Proof(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _compare(self, target: torch.Tensor, loaded: torch.Tensor) -> None:
-        name = self._names.get(storage_of(target), "")
+        name = self._names.find(target, again=True)
         region = (int(target.storage_offset()), tuple(target.shape), target.stride())
         staged = self._staged.find(name, region)
         if staged is None or self.difference:

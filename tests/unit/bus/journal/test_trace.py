@@ -10,7 +10,7 @@ import pytest
 
 from bus.journal.reader import Entry
 from bus.journal.records import FrameReceived, FrameSent
-from bus.journal.spans import Span, spans
+from bus.journal.spans import TraceSpan, spans
 from bus.journal.trace import trace
 from bus.messages import Step
 from bus.messages.codec import encode
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LOAD_MS = 50.0
 
 
-def the_spans(world: SimWorld) -> list[Span]:
+def the_spans(world: SimWorld) -> list[TraceSpan]:
     return spans(entry for journal in world.journals for entry in journal.entries())
 
 

@@ -5,6 +5,7 @@ The waiting is tried over gloo, which has the same calls: what is ours in it kno
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -139,6 +140,19 @@ def test_patience_grows_with_the_chunk() -> None:
     """Thirty seconds, and one more per 10 MB."""
     assert rendezvous.chunk_timeout_s(0) == 30
     assert rendezvous.chunk_timeout_s(64_000_000) == 36
+
+
+def test_the_store_listens_on_its_address_alone(meeting: Meeting) -> None:
+    """Left to itself it would listen on all of them."""
+    with socket.create_connection((LOCAL, meeting.port)):
+        pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", meeting.port))
+
+
+def test_an_address_of_another_host_is_no_place_for_a_store() -> None:
+    with pytest.raises(OSError, match="assign requested address"):
+        rendezvous.open_store(dist, "192.0.2.1", 30)
 
 
 def test_everybody_hears_everybodys_word(meeting: Meeting) -> None:

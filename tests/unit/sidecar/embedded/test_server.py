@@ -13,7 +13,9 @@ import aiohttp
 import pytest
 
 from bus.errors import EngineDead, EngineError
+from bus.rejection import is_closed
 from sidecar.embedded.engine import EmbeddedEngine
+from sidecar.embedded.sampling import SamplingParams
 from sidecar.embedded.server import MAX_BODY_BYTES
 from tests.support.checkpoints import Checkpoint, perturbed
 from tests.support.push import Push
@@ -127,7 +129,7 @@ def test_an_answer_says_only_what_was_asked_for(checkpoint: Checkpoint) -> None:
 
 
 def test_a_stream_is_one_event_per_token_and_done(checkpoint: Checkpoint) -> None:
-    """The last token's event has the reason and the spans of the whole output."""
+    """Each event has the spans of the output so far, and the last one the reason."""
 
     async def scenario() -> None:
         async with _served(checkpoint) as served:
@@ -148,8 +150,8 @@ def test_a_stream_is_one_event_per_token_and_done(checkpoint: Checkpoint) -> Non
             tokens = [token for choice in choices for token in choice["token_ids"]]
             assert tokens == checkpoint.greedy(checkpoint.weights, PROMPT, 8)
             assert [c["finish_reason"] for c in choices] == [None] * 7 + ["length"]
-            assert [c["weight_versions"] for c in choices[:-1]] == [None] * 7
-            assert choices[-1]["weight_versions"] == [{"version": "0", "start": 0, "end": 8}]
+            spans = [[{"version": "0", "start": 0, "end": end}] for end in range(1, 9)]
+            assert [c["weight_versions"] for c in choices] == spans
             assert all(len(c["logprobs"]["content"]) == 1 for c in choices)
 
     run(scenario())
@@ -394,5 +396,40 @@ def test_a_port_in_use_is_said_at_the_start(checkpoint: Checkpoint) -> None:
             with pytest.raises(EngineError, match="can't listen"):
                 await second.start()
             assert not second.is_alive
+
+    run(scenario())
+
+
+def test_a_closed_engine_says_why_it_answers_nothing(checkpoint: Checkpoint) -> None:
+    """With status 503, or as an event of a stream: to who comes, and to who has waited without a
+    token. Who has some gets them."""
+
+    async def scenario() -> None:
+        async with _served(checkpoint, boot_closed=True) as served:
+            body = {"token_ids": PROMPT, "sampling_params": GREEDY}
+            async with served.http.post(GENERATE, json=body) as response:
+                answer = await response.json()
+            assert (response.status, answer["error"]["code"]) == (503, 503)
+            assert is_closed(answer)
+            assert "not joined its group" in answer["error"]["message"]
+            async with served.http.post(GENERATE, json={**body, "stream": True}) as response:
+                event, done = _events(await response.read())
+            assert (response.status, done) == (200, "[DONE]")
+            assert json.loads(event) == answer
+            await served.engine.admit(open=True)
+            assert len((await served.generate())["choices"][0]["token_ids"]) == 8
+
+            sampling = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+            begun = served.engine.generate(PROMPT, sampling)
+            await anext(begun)
+            await served.engine.pause("keep", clear_cache=False)
+            async with asyncio.TaskGroup() as tasks:
+                waiting = tasks.create_task(served.http.post(GENERATE, json=body))
+                while await served.engine.in_flight() < 2:  # noqa: ASYNC110 - no event tells it
+                    await asyncio.sleep(0)
+                await served.engine.admit(open=False)
+                assert await served.engine.abort_requests() == 2
+            assert (await waiting).status == 503
+            assert [delta.stop_reason for delta in await begun.ready()][-1] is None
 
     run(scenario())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -17,6 +19,7 @@ from sidecar.shared_pages.core_status import (
     CoreStatusReader,
     NoPage,
 )
+from sidecar.shared_pages.pause_lease import NoPauseLeasePage, PauseLeasePage
 from tests.support.procs import ROOT
 
 if TYPE_CHECKING:
@@ -41,9 +44,41 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert not (tmp_path / "page").exists()
 
 
+def test_a_process_that_does_not_run_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that tells no time is not, nor is one whose core waits for work; but one whose core has
+    stood in a step for a minute is."""
+    with CoreStatusPage(None) as page:
+        assert (page.view().beat_s, page.view().is_frozen) == (0.0, False)
+        page.beat()
+        assert 0 < page.view().beat_s <= time.monotonic()
+        assert not page.view().is_frozen
+        now_s = time.monotonic()
+        for phase, after_s, frozen in (("idle", 9, False), ("idle", 11, True), ("step", 9, False)):
+            page.enter(cast("CorePhase", phase))
+            with monkeypatch.context() as patched:
+                patched.setattr(time, "monotonic", lambda later=now_s + after_s: later)
+                assert page.view().is_frozen is frozen
+        view = replace(page.view(), beat_s=0.0, since_s=now_s - 61)
+        assert (view.is_frozen, replace(view, phase="idle").is_frozen) == (True, False)
+
+
 def test_a_page_is_its_owners(tmp_path: Path) -> None:
     with CoreStatusPage(tmp_path / "page"):
         assert (tmp_path / "page").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_page_of_another_user_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who can write where pages lie could report anything. Root reads the pages of all."""
+    with CoreStatusPage(tmp_path / "page"), PauseLeasePage.make(tmp_path / "page.hold"):
+        monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "page").stat().st_uid + 1)
+        with pytest.raises(NoPage, match="somebody else"):
+            CoreStatusReader(tmp_path / "page").read()
+        with pytest.raises(NoPauseLeasePage, match="somebody else"):
+            PauseLeasePage.open(tmp_path / "page.hold")
+        monkeypatch.setattr(os, "geteuid", lambda: 0)
+        CoreStatusReader(tmp_path / "page").read()
 
 
 @pytest.mark.parametrize("content", [None, b"", b"WBCP", b"x" * PAGE_BYTES])

@@ -77,6 +77,8 @@ class Server:
             raise content
         if isinstance(content, asyncio.Event):
             await content.wait()
+        if isinstance(content, str):
+            return web.Response(text=content)
         return web.json_response(content if isinstance(content, dict) else {})
 
 
@@ -169,6 +171,47 @@ def test_a_step_is_one_post() -> None:
             [(name, body)] = server.posts
             assert name == "collective_rpc"
             assert body == {"method": operations.PERFORM, "kwargs": {"operation": operation}}
+
+    run(scenario())
+
+
+def test_requests_are_counted_before_the_first_of_them() -> None:
+    """Several API servers show no value then. One that keeps no statistics is refused."""
+    family = "# TYPE vllm:num_requests_running gauge\n"
+    value = 'vllm:num_requests_running{engine="0"} 2.0\n'
+
+    async def scenario() -> None:
+        for text, count in ((family, 0), (family + value, 2)):
+            async with serving(Server(metrics=text)) as (engine, _):
+                engine._connections = connection_http.HttpSessions(5.0)
+                assert await engine.in_flight() == count
+        async with serving(Server(metrics="")) as (engine, _):
+            engine._connections = connection_http.HttpSessions(5.0)
+            with pytest.raises(EngineError, match="--disable-log-stats"):
+                await engine.in_flight()
+
+    run(scenario())
+
+
+def test_requests_are_ended_in_the_core() -> None:
+    """Whichever API server they came from; where the core can't, by the one that is asked."""
+    family = "# TYPE vllm:num_requests_running gauge\n"
+
+    async def scenario() -> None:
+        state = {"admits": True, "passes": "", "ended": 8}
+        server = Server(collective_rpc={"results": [state]}, metrics=family)
+        async with serving(server) as (engine, _):
+            engine._connections = connection_http.HttpSessions(5.0)
+            await engine._admission.look()
+            assert await engine.abort_requests() == 8
+            name, body = server.posts[-1]
+            assert (name, body["kwargs"]) == ("collective_rpc", {"ends": True})
+        ended = {"aborted": 3}
+        server = Server(collective_rpc={"results": [None]}, abort_requests=ended, metrics=family)
+        async with serving(server) as (engine, _):
+            engine._connections = connection_http.HttpSessions(5.0)
+            await engine._admission.look()
+            assert await engine.abort_requests() == 3
 
     run(scenario())
 

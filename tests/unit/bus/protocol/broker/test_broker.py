@@ -55,6 +55,7 @@ from bus.protocol.broker.broker import Broker
 from bus.protocol.broker.config import GROUP_KEPT_MS, BrokerConfig
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.link import Link, LinkState
+from bus.protocol.group.group import Group
 from bus.testing.makers import (
     make_arm,
     make_chunk,
@@ -313,6 +314,24 @@ def test_a_group_that_nobody_is_in_is_forgotten_but_not_its_numbers(bench: Bench
     bench.trainer("t2")
     policy = bench.broker.groups["policy"]
     assert (policy.epoch, policy.version) == (2, 4)
+
+
+def test_a_frame_costs_the_same_with_many_groups(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the groups that its sender is in, before and after it, are looked at."""
+    looked: list[str] = []
+    monkeypatch.setattr(Group, "next_deadline_ms", lambda group: looked.append(group.name))
+    for number in range(30):
+        bench.say(f"e{number}", engine_join(dp_group="e"), group=f"g{number}")
+    looked.clear()
+    bench.say("e7", BEAT, group="g7")
+    assert looked == ["g7"]
+    bench.broker.next_deadline_ms()
+    assert looked == ["g7"]
+    bench.say("e7", engine_join(dp_group="e"), group="other")
+    assert sorted(looked[1:]) == ["g7", "other"]
+    assert [route.engine for route in bench.broker.groups["g7"].routing.now.engines] == []
 
 
 @pytest.mark.parametrize("timeout_ms", [5000, 30_000])
@@ -913,23 +932,30 @@ def test_acks_before_the_chunk_is_sent_answer_nobody(bench: Bench) -> None:
     assert answered(bench.all_ack(Step.CHUNK, chunk=0)) == [60, 61]
 
 
-def silent_until(bench: Bench, now_ms: float) -> list[Effect]:
-    """Time passes; everybody beats, and nobody acks."""
+def silent_until(bench: Bench, now_ms: float, *, moves: bool = False) -> list[Effect]:
+    """Time passes; everybody beats, and nobody acks. ``moves``: the trainer takes tensors from its
+    source, one in 50 s."""
     effects: list[Effect] = []
     while bench.now_ms < now_ms:
         bench.now_ms += 1000.0
-        for name in ("e0", "e1", "t"):
-            bench.say(name, BEAT)
+        for name in ("e0", "e1"):
+            effects += bench.say(name, BEAT)
+        taken = int(bench.now_ms // 50_000) if moves else 0
+        effects += bench.say("t", replace(BEAT, in_flight=taken))
         effects += bench.broker.tick(bench.now_ms)
-    return effects
+    return [each for each in effects if not is_beat_ack(each)]
+
+
+def is_beat_ack(effect: Effect) -> bool:
+    return isinstance(effect, Send) and isinstance(effect.message, HeartbeatAck)
 
 
 def test_no_engines_time_runs_until_the_chunk_is_sent(bench: Bench) -> None:
-    """However long the trainer takes, nobody falls out; from then on an engine may."""
+    """However long the trainer takes while it moves, nobody falls out; then an engine may."""
     bench.loading()
     bench.say("t", make_chunk("u1", MANIFEST, 0, 1))
     group = bench.broker.groups["policy"]
-    asked = messages(silent_until(bench, 3 * CONFIG.step_timeout_ms))
+    asked = messages(silent_until(bench, 20 * CONFIG.step_timeout_ms, moves=True))
     assert {type(each) for each in asked} == {WeightChunkMeta}
     assert set(group.update.members) == {"e0", "e1"}
     bench.say("t", make_sent("u1", MANIFEST, 0, 1))
@@ -946,6 +972,42 @@ def test_no_engines_time_runs_until_the_chunk_is_sent(bench: Bench) -> None:
     ]
     assert note.fields["peer"] == "e1"
     assert note.fields["detail"] == failure.detail
+
+
+def notes(effects: list[Effect], event: str) -> list[dict[str, object]]:
+    return [dict(e.fields) for e in effects if isinstance(e, Note) and e.event == event]
+
+
+def test_a_trainer_that_does_not_move_ends_its_update(bench: Bench) -> None:
+    """Twice as long as an engine may take, counted from its last move; then all resume, and leases
+    are renewed for it no more."""
+    bench.loading()
+    bench.say("t", make_chunk("u1", MANIFEST, 0, 1))
+    limit_ms = 2 * CONFIG.step_timeout_ms
+    (slow,) = notes(silent_until(bench, 50_000.0, moves=True), "step_slow")
+    assert (slow["step"], slow["waits_for"]) == ("chunk 0", ["the trainer"])
+    effects = silent_until(bench, bench.now_ms + limit_ms)  # its next beat tells another number
+    assert not [each for each in messages(effects) if isinstance(each, Abort)]
+    effects = silent_until(bench, bench.now_ms + 2000.0)
+    assert [each for each in messages(effects) if isinstance(each, Abort)]
+    group = bench.broker.groups["policy"]
+    assert (group.orphaned, group.owner is not None) == (True, True)
+    assert group.pause_held_at("e0") == ""
+    effects = [*bench.ack("e0", Step.ABORT), *bench.ack("e1", Step.ABORT)]
+    assert [type(each) for each in messages(effects)][-1] is Resume
+    nack = next(each for each in messages(effects) if isinstance(each, Nack))
+    assert (nack.code, nack.peer) == (NackCode.TIMEOUT, "t")
+    assert "t lives, and has not gone on for" in nack.detail
+
+
+def test_the_log_names_who_holds_up_a_step_once(bench: Bench) -> None:
+    """After ten seconds, long before the engine is overdue."""
+    bench.loading()
+    bench.begin(0)
+    bench.ack("e0", Step.CHUNK)
+    assert notes(silent_until(bench, 10_000.0), "step_slow") == []
+    (slow,) = notes(silent_until(bench, 25_000.0), "step_slow")
+    assert (slow["step"], slow["waits_for"]) == ("chunk 0", ["e1 (heard 0 ms ago)"])
 
 
 def test_a_chunk_that_is_sent_is_asked_again_with_both_its_messages(bench: Bench) -> None:
@@ -1198,6 +1260,20 @@ def test_waiting_for_engines_ends_when_enough_are_there(bench: Bench) -> None:
     assert not [each for each in messages(bench.engine("e0")) if isinstance(each, GroupView)]
     view = only(bench.engine("e1"), GroupView)
     assert [each.name for each in view.engines] == ["e0", "e1"]
+
+
+def test_an_engine_that_has_booted_closed_is_waited_for_until_it_opens(bench: Bench) -> None:
+    """Its sidecar opens it when it hears the group's version. One that is behind is there: its next
+    update opens it."""
+    bench.trainer()
+    bench.say("t", WaitEngines(1, 1000))
+    join = engine_join(dp_group="e0", closed=True)
+    assert not [each for each in messages(bench.say("e0", join)) if isinstance(each, GroupView)]
+    only(bench.say("e0", Heartbeat("running", 0, 0, "", closed=False)), GroupView)
+    bench.broker.groups["policy"].served.on_commit(1)
+    bench.say("e0", Heartbeat("running", 1, 0, "", closed=False))
+    bench.say("late", engine_join(dp_group="late", closed=True))
+    only(bench.say("t", WaitEngines(2, 1000)), GroupView)
 
 
 def test_waiting_for_engines_ends_in_time(bench: Bench) -> None:

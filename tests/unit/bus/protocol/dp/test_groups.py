@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bus.errors import DecodeError
 from bus.journal.explain import findings
 from bus.messages import (
     Ack,
@@ -32,10 +33,12 @@ from bus.messages import (
     WaveComplete,
     WaveStarted,
     Welcome,
+    codec,
 )
 from bus.protocol.broker.broker import Broker
 from bus.protocol.broker.config import BrokerConfig
 from bus.protocol.core.effects import Effect, Note, Send
+from bus.protocol.dp.groups import EMPTY_KEPT
 from bus.protocol.dp.wave import WaveState
 from tests.unit.bus._builders import (
     TRAINER_JOIN,
@@ -557,6 +560,29 @@ def test_a_lost_rank_takes_its_dp_group_down(bench: Bench, how: str) -> None:
     assert "dp_group_down" not in notes(bench.tick(bench.now_ms + 600.0))
     assert "dp_group_down" not in bench.page("r0", "step")
     assert "dp_group_down" not in notes(bench.say("r0", Leave("")))
+
+
+def test_dp_groups_that_nobody_is_in_are_forgotten_but_the_last(bench: Bench) -> None:
+    """However many there have been. One that has a coordinator, or a rank, stays."""
+    bench.rank("r0", 0)
+    bench.say("gw", gateway_join("alone"))
+    for number in range(EMPTY_KEPT + 5):
+        bench.rank("e", 0, dp_group=f"e{number}")
+        bench.say("e", Leave(""))
+    bench.say("c", gateway_join("empty"))
+    bench.say("c", Leave(""))
+    kept = bench.broker.groups["policy"].dp_groups.dp_groups
+    assert list(kept)[:3] == ["moe", "alone", "e6"]
+    assert len(kept) == EMPTY_KEPT + 2
+
+
+def test_a_dp_group_is_not_larger_than_any_that_there_is() -> None:
+    """What the broker does for a rank does not grow with it, and its status stays short."""
+    join = gateway_join(size=4096)
+    codec.decode(codec.encode(envelope(join, "gw")))
+    with pytest.raises(DecodeError) as refused:
+        codec.decode(codec.encode(envelope(gateway_join(size=4097), "gw")))
+    assert refused.value.field == "coordinator.dp_size"
 
 
 def test_all_ranks_anew_are_idle_with_their_gateways_wave(bench: Bench) -> None:

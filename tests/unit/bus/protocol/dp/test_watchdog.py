@@ -147,6 +147,14 @@ def test_without_a_page_of_every_rank_nothing_is_told() -> None:
     assert dog.diagnose(0.0) == Diagnosis("unknown", "no status page of rank 1, 2, 3")
 
 
+def test_a_large_group_without_pages_is_described_in_short() -> None:
+    """What it costs to look at it depends on the ranks that are there."""
+    dog = watchdog(status("sync"), size=4096)
+    first = ", ".join(map(str, range(1, 9)))
+    text = f"no status page of rank {first} and 4087 more"
+    assert dog.diagnose(0.0) == Diagnosis("unknown", text)
+
+
 def test_an_old_page_says_nothing_of_the_present() -> None:
     """A sidecar that lives and tells no more, or too late, must not make its group wedged."""
     dog = watchdog(status("step", 100), status("idle", 100))

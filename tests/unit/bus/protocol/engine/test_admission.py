@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.messages import Commit, PauseLocal, Resume, UpdateFinish
-from bus.protocol.core.effects import Note
+from bus.messages import Ack, Commit, Heartbeat, PauseLocal, Resume, UpdateFinish
+from bus.protocol.core.effects import Note, Send
 from bus.protocol.engine.calls import CallAbortRequests, CallAdmit, CallPause, CallResume
 from tests.unit.bus._session import MANIFEST, Driver
 
@@ -25,6 +25,12 @@ def noted(effects: Iterable[object]) -> Note:
     """The one line for the log."""
     (note,) = [each for each in effects if isinstance(each, Note)]
     return note
+
+
+def outcome(effects: Iterable[object]) -> str:
+    """What an ACK says of a RESUME."""
+    (found,) = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Ack)]
+    return found.outcome
 
 
 def closed() -> Driver:
@@ -78,7 +84,7 @@ def test_the_resume_after_the_groups_version_opens_it() -> None:
     assert told(driver) == []
     driver.command(Resume("u1"))
     assert driver.calls[-1] == CallResume(opens=True)
-    driver.returned()
+    assert outcome(driver.returned()) == ""
     assert not driver.session.admission.closed
     assert told(driver) == []
 
@@ -88,7 +94,7 @@ def test_a_pause_that_ends_with_nothing_loaded_leaves_it_closed() -> None:
     driver = closed().paused()
     driver.command(Resume("u1"))
     assert driver.calls[-1] == CallResume(opens=False)
-    driver.returned()
+    assert outcome(driver.returned()) == "closed", "the broker must not take it for open"
     assert driver.session.admission.closed
     assert told(driver) == []
 
@@ -159,3 +165,11 @@ def test_a_pause_that_comes_meanwhile_waits_for_the_door() -> None:
     assert driver.calls == [CallAbortRequests()]
     driver.returned()
     assert driver.calls[-1] == CallPause("keep", False)
+
+
+def test_who_opens_its_door_says_so_at_once() -> None:
+    """So that it is routable, without waiting for the next heartbeat."""
+    driver = closed()
+    told(driver, HERS)
+    beat = next(each.message for each in driver.returned() if isinstance(each, Send))
+    assert beat == Heartbeat("running", HERS, 0, "", closed=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bus.messages import NackCode, WaitEngines
+from bus.messages import NackCode
 from bus.protocol.core.failures import Declined
 from bus.protocol.group.engine_registry import PENDING_BEATS, EngineRegistry
 from tests.unit.bus._builders import facts, peer
@@ -86,19 +86,19 @@ def test_a_dp_group_that_lacks_a_rank_is_not_whole() -> None:
 def test_who_is_left_out_is_known_by_name() -> None:
     """All ranks that are there, of each DP group that lacks one; engines alone never are."""
     engines = roster()
-    assert engines.incomplete() == ()
+    assert engines.unable() == set()
     for rank in (0, 2):
         engines.add(
             peer(f"s{rank}", facts(dp_group="s", dp_rank=rank, dp_size=3)), joined_late=False
         )
     engines.remove(engines.engines["r0"])
-    assert engines.incomplete() == ("r1", "s0", "s2")
+    assert engines.unable() == {"r1", "s0", "s2"}
     assert not engines.is_incomplete("e0")
     engines.add(peer("s1", facts(dp_group="s", dp_rank=1, dp_size=3)), joined_late=False)
-    assert engines.incomplete() == ("r1",)
+    assert engines.unable() == {"r1"}
     assert engines.ready() == ["e0", "s0", "s1", "s2"]
     engines.remove(engines.engines["r1"])
-    assert engines.incomplete() == ()
+    assert engines.unable() == set()
 
 
 def test_peers_are_the_ranks_that_are_there() -> None:
@@ -193,12 +193,17 @@ def test_one_that_joins_quarantined_is() -> None:
     assert engines.kept_paused() == frozenset()
 
 
-def test_too_few_engines_are_named() -> None:
-    """Those that are there."""
-    failure = roster().too_few(WaitEngines(4, 1000))
-    assert failure.code is NackCode.TIMEOUT
-    assert "3 of 4" in failure.detail
-    assert "e0, r0, r1" in failure.detail
+def test_who_is_overdue_takes_no_part_in_what_begins() -> None:
+    """Nor do the ranks of its DP group; it stays as it is, and is named if nobody else is there."""
+    engines = roster()
+    engines.engines["r1"].overdue = "arm"
+    assert engines.unable() == {"r0", "r1"}
+    assert engines.kept_paused() == {"r0", "r1"}
+    assert (engines.ready(), engines.ready_count()) == (["e0"], 1)
+    assert set(engines.members()) == {"e0"}
+    engines.remove(engines.engines["e0"])
+    with pytest.raises(Declined, match="r1 has not answered arm yet"):
+        engines.members()
 
 
 def test_routes_are_of_those_that_are_there() -> None:

@@ -400,7 +400,7 @@ def test_a_start_does_not_wait_for_ever_for_a_pause() -> None:
     asked_ms = scene.world.now_ms
     assert scene.refused(UpdateStart("u9")) is NackCode.TIMEOUT
     waited_ms = scene.world.now_ms - asked_ms
-    assert 0 <= waited_ms - scene.world.config.step_timeout_ms < 1000.0
+    assert 0 <= waited_ms - 2 * scene.world.config.step_timeout_ms < 1000.0
     scene.trainer.run(scene.trainer.ask(Abort("u9", "not paused")))
     scene.rest()
     scene.update()
@@ -558,26 +558,55 @@ def test_a_resume_that_fails_is_tried_again() -> None:
 def test_a_step_ends_in_time_though_an_engine_lives_and_is_silent(
     kind: type[CallArm | CallStart | CallReceive | CallLoad | CallPause],
 ) -> None:
-    """The trainer hears who and what, or goes on without it; once it moves, it is mended."""
+    """The update goes on without it, or, of a pause, the trainer hears who and what. It is left
+    out of the next one, and of the routes, until it answers."""
     scene = Scene(1, 1)
-    scene.engine("e1").behaviour.hold.add(kind)
+    silent, group = scene.engine("e1"), scene.world.existing_group
+    silent.behaviour.hold.add(kind)
     scene.update()
-    within_ms = 2 * scene.world.config.step_timeout_ms + 5000.0  # the step, and its undoing
+    within_ms = scene.world.config.step_timeout_ms + 5000.0
     assert scene.world.run_until(lambda: not scene.trainer.is_busy, within_ms=within_ms)
     outcome = scene.trainer.outcomes[-1]
-    if kind in (CallReceive, CallLoad):
+    if kind is not CallPause:
         assert outcome.excluded == ("e1",)
         assert scene.engine("e0").truth.version == 1
     else:
         assert isinstance(outcome.error, Refused)
         assert outcome.error.code is NackCode.TIMEOUT
         assert outcome.error.nack.peer == "e1"
-        step = {CallArm: "arm", CallStart: "start", CallPause: "pause_global"}[kind]
-        assert re.search(rf"e1 \(heard \d+ ms ago\).* {step}", str(outcome.error))
+        assert re.search(r"e1 \(heard \d+ ms ago\).* pause_global", str(outcome.error))
     assert scene.engine("e0").truth.running
-    scene.engine("e1").release(kind)
+    routed = scene.world.run_until(
+        lambda: [route.engine for route in group.routing.now.engines] == ["e0"],
+        within_ms=within_ms,
+    )
+    assert routed
+    scene.update(8)
+    assert scene.world.run_until(lambda: not scene.trainer.is_busy, within_ms=5000.0)
+    outcome = scene.trainer.outcomes[-1]
+    assert (outcome.error, outcome.excluded) == (None, ("e1",))
+    silent.release(kind)
     scene.rest()
-    assert scene.engine("e1").truth.running is (kind is not CallLoad)
+    assert silent.truth.running is (kind is not CallLoad)
+    scene.update(9)
+    assert (scene.settled().error, scene.trainer.outcomes[-1].excluded) == (None, ())
+    assert scene.world.run_until(lambda: len(group.routing.now.engines) == 2)
+
+
+def test_an_engine_that_opens_no_transport_is_left_out_until_it_does() -> None:
+    """An ABORT, which waits for no opening, is no answer to it."""
+    scene = Scene(1, 1)
+    silent, group = scene.engine("e1"), scene.world.existing_group
+    silent.behaviour.hold.add(CallOpenTransfer)
+    for payload, within_ms in ((7, scene.world.config.step_timeout_ms + 5000.0), (8, 5000.0)):
+        scene.update(payload)
+        assert scene.world.run_until(lambda: not scene.trainer.is_busy, within_ms=within_ms)
+        assert scene.trainer.outcomes[-1].excluded == ("e1",)
+        scene.world.run_for(3000.0)
+        assert group.registry.unable() == {"e1"}
+    silent.release(CallOpenTransfer)
+    scene.update(9)
+    assert scene.settled().excluded == ()
 
 
 def test_an_update_waits_for_its_sender_and_for_no_engine() -> None:

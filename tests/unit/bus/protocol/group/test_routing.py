@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bus.messages import Heartbeat, Join, PauseLocal, Routes, Staging, Welcome
-from bus.protocol.engine.calls import CallAdmit, CallCommit, CallLoad, CallResume, CallSwap
+from bus.protocol.engine.calls import (
+    CallAdmit,
+    CallCommit,
+    CallLoad,
+    CallPause,
+    CallResume,
+    CallSwap,
+)
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.update import UpdateState
 from tests.unit.bus._builders import engine_join, messages
@@ -142,6 +149,30 @@ def test_who_is_behind_opens_its_door_to_a_new_broker_before_it_is_routable() ->
     assert told.all[-1] == (0, "")
     e1.release(CallAdmit)
     assert scene.world.run_until(lambda: told.all[-1] == (0, "e1"))
+
+
+def test_who_resumes_with_its_door_closed_is_not_routable_though_the_group_falls() -> None:
+    """A broker that knows no commit lets the version fall when the one that serves it is gone; the
+    engine had closed its admission because of it, and opens it with the next heartbeat."""
+    scene = Scene(1, 1)
+    scene.update()
+    scene.settled()
+    scene.engine("e1").leave()
+    scene.world.restart_engine("e1")
+    e0, e1 = scene.engine("e0"), scene.engine("e1")
+    assert scene.world.run_until(lambda: e1.truth.closed)
+    scene.world.restart_broker()
+    assert scene.world.run_until(lambda: scene.world.group is not None)
+    assert scene.world.run_until(lambda: len(scene.world.existing_group.registry.engines) == 2)
+    assert scene.world.run_until(lambda: scene.world.existing_group.owner is not None)
+    e0.behaviour.hold.add(CallPause)
+    scene.pause()
+    assert scene.world.run_until(lambda: isinstance(e0.running_call, CallPause))
+    e0.kill()
+    told = Told(scene.world)
+    # The watch of the scene looks at each change of routes.
+    assert scene.world.run_until(lambda: told.all[-1] == (0, "e1"))
+    assert not e1.truth.closed
 
 
 def test_who_says_that_its_door_is_closed_is_not_routable() -> None:

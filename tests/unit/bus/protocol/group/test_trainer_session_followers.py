@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from bus.messages import AwaitStep, Join, Leave, Nack, NackCode, TrainerPoint, TrainerStep
+from bus.messages import (
+    AwaitStep,
+    Heartbeat,
+    Join,
+    Leave,
+    Nack,
+    NackCode,
+    TrainerPoint,
+    TrainerStep,
+)
 from bus.protocol.core.effects import Effect, Send
 from bus.protocol.group.trainer_session import UPDATES_KEPT
 from tests.unit.bus._builders import messages, nack_in
@@ -41,6 +50,23 @@ def told(effects: list[Effect]) -> dict[tuple[bytes, int], TrainerStep]:
         for each in effects
         if isinstance(each, Send) and isinstance(each.message, TrainerStep)
     }
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_rank_that_is_gone_is_told_to_rank_zero(bench: Bench, *, leaves: bool) -> None:
+    """At once, by a NACK of no request: it may wait for that rank in a collective."""
+    if leaves:
+        effects = bench.say("f1", Leave("a bug"))
+    else:
+        bench.now_ms = 4000.0
+        for name in ("t", "f2"):
+            bench.say(name, Heartbeat("running", 0, 0, ""))
+        bench.now_ms = 6000.0
+        effects = bench.broker.tick(bench.now_ms)
+    (sent,) = [each for each in effects if isinstance(each, Send)]
+    assert (sent.routes, sent.reply_to) == ((b"t#1",), 0)
+    assert isinstance(sent.message, Nack)
+    assert (sent.message.code, sent.message.peer) == (NackCode.PEER_LOST, "f1")
 
 
 def test_a_rank_that_comes_first_waits(bench: Bench) -> None:

@@ -21,7 +21,7 @@ from bus.messages import (
     UpdateFinish,
     UpdateStart,
 )
-from bus.protocol.core.failures import Failure
+from bus.protocol.core.failures import Declined, Failure
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
 from bus.protocol.core.state_table import IllegalTransition
 from bus.protocol.group.update import TRANSITIONS, UNSAFE, UpdateEvent, UpdateMachine, UpdateState
@@ -267,6 +267,55 @@ def test_with_nobody_left_the_update_is_over(state: UpdateState) -> None:
     steps = [each.step for each in said if isinstance(each, StepFailed)]
     expected = [awaited] if awaited else []
     assert steps == ([Step.CHUNK] if state is _S.LOADING else expected)
+
+
+OVERDUE = Failure(NackCode.TIMEOUT, "it lives but has not acked", peer="e1")
+
+
+@pytest.mark.parametrize("state", [_S.OPENING, _S.ARMING, _S.STARTING])
+def test_who_is_overdue_falls_out_before_the_first_chunk_too(state: UpdateState) -> None:
+    """With its DP group, which undoes what it may have begun; the others go on."""
+    update = machine(state)
+    assert update.barrier is not None
+    update.on_ack("e0", ack(update.barrier.step, update.update_id), 1.0)
+    asked = update.on_refused("e1", OVERDUE, 9.0, overdue=True)
+    assert isinstance(asked[-1], StepDone)
+    told = [each for each in asked if isinstance(each, Ask)]
+    abort = Ask(Abort("u1", OVERDUE.detail), ("e1", "e2"))
+    assert told == ([] if state is _S.OPENING else [abort])
+    assert (set(update.members), set(update.excluded)) == ({"e0"}, {"e1", "e2"})
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("state", [_S.ARMING, _S.STARTING])
+def test_nobody_enters_a_collective_without_who_is_overdue_or_lost(
+    state: UpdateState, *, lost: bool
+) -> None:
+    """The update is given up before it begins, and waits for those alone who are left; at ARM the
+    trainer hears that it needs another communicator."""
+    update = UpdateMachine()
+    update.arm(replace(ARM, communicator=5), MEMBERS, 0.0)
+    if state is _S.STARTING:
+        all_ack(update, Step.ARM)
+        update.start(UpdateStart("u1"), 1.0)
+    if lost:
+        asked = update.on_lost("e1", OVERDUE, 9.0)
+    else:
+        asked = update.on_refused("e1", OVERDUE, 9.0, overdue=True)
+    assert asked[-1] == Ask(Abort("u1", OVERDUE.detail), ("e0",))
+    (failed,) = update.on_ack("e0", ack(Step.ABORT), 9.0)
+    code = NackCode.TIMEOUT if state is _S.STARTING else NackCode.TRANSFER_CLOSED
+    assert failed == StepFailed(Step.ABORT, replace(OVERDUE, code=code))
+
+
+def test_a_command_of_an_update_that_was_given_up_hears_why() -> None:
+    update = machine(_S.ABORTING)
+    all_ack(update, Step.ABORT)
+    with pytest.raises(Declined) as declined:
+        update.require(_S.ARMED, update_id="u1")
+    assert declined.value.failure == LOST
+    with pytest.raises(Declined, match="the update is idle"):
+        update.require(_S.ARMED, update_id="u2")
 
 
 @pytest.mark.parametrize("state", UpdateState)

@@ -6,6 +6,7 @@ stands here as it does there. Each test loads it as a module of its own, and wra
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import queue
 from typing import Any
@@ -19,6 +20,29 @@ class EngineCoreRequestType(enum.Enum):
 
 class RequestStatus(enum.Enum):
     FINISHED_ABORTED = 1
+
+
+class FinishReason(enum.IntEnum):
+    ABORT = 2
+
+
+@dataclasses.dataclass
+class EngineCoreOutput:
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
+
+
+@dataclasses.dataclass
+class EngineCoreOutputs:
+    finished_requests: set[str]
+    outputs: list[EngineCoreOutput]
+
+
+class OutputProcessor:
+    def process_outputs(self, outputs: list[EngineCoreOutput]) -> None:
+        pass
 
 
 class Scheduler:
@@ -54,6 +78,7 @@ class EngineCoreProc:
         self.calls: list[Any] = []
         self.fails: Exception | None = None
         self.input_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.output_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.step_fn = self.step
 
     def has_work(self) -> bool:

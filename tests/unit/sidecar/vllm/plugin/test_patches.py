@@ -95,7 +95,14 @@ CHANGES: dict[str, list[tuple[str, str, set[str]]]] = {
         (
             "without req, request_wave = request",
             f"{CORE}._handle_client_request",
-            {"admission", "lockstep_admission"},
+            {"admission", "lockstep_admission", "closed_answer"},
+        ),
+    ],
+    "closed answer": [
+        (
+            "without req_state.queue.put(request_output)",
+            "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
+            {"closed_answer"},
         ),
     ],
     "lockstep admission": [

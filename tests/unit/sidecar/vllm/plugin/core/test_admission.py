@@ -10,11 +10,15 @@ import pytest
 
 from bus.errors import EngineError
 from bus.messages import NackCode, ProbeResult
+from bus.rejection import closed_message
 from sidecar.vllm.admission import AdmissionControl
 from sidecar.vllm.plugin.core.admission import SET_ADMISSION
+from sidecar.vllm.plugin.environment import BOOT_CLOSED
 from tests.support.seams import install
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from bus.messages import PauseMode
 
 
@@ -24,6 +28,7 @@ class Asked:
 
     request_id: str
     client_index: int = 0
+    num_output_tokens: int = 0
 
 
 @pytest.fixture
@@ -125,6 +130,97 @@ def test_a_rank_whose_waves_are_unknown_has_no_door(core_module: Any) -> None:
     assert turn(alone, admits=False) == [{"admits": False, "passes": ""}]
 
 
+def refused(core: Any) -> list[tuple[int, str, str | None]]:
+    """Who was told why: clients, their requests and the texts."""
+    found = []
+    while not core.output_queue.empty():
+        client, outputs = core.output_queue.get_nowait()
+        [output] = outputs.outputs
+        assert outputs.finished_requests == {output.request_id}
+        assert (output.new_token_ids, output.finish_reason.name) == ([], "ABORT")
+        found.append((client, output.request_id, output.stop_reason))
+    return found
+
+
+def test_a_client_of_an_api_server_is_told_why(core_module: Any) -> None:
+    """One in process gets the end of an aborted request, and nothing else."""
+    install(core_module, "admission", "closed answer")
+    core = core_module.EngineCoreProc()
+    asyncio.run(AdmissionControl(asks(core)).look())
+    turn(core, admits=False, why="it is behind")
+    core._handle_client_request(core_module.EngineCoreRequestType.ADD, (Asked("r1", 3), 0))
+    assert refused(core) == [(3, "r1", closed_message("it is behind"))]
+    assert core.outputs == []
+    turn(core, passes="probe-77", why="it runs probes")
+    add(core, core_module, "r2")
+    assert refused(core) == [(0, "r2", closed_message("it runs probes"))]
+    asyncio.run(AdmissionControl(asks(core), served=False).look())
+    turn(core, passes="")
+    add(core, core_module, "r3")
+    assert (refused(core), core.outputs) == ([], ["r3"])
+
+
+def test_who_keeps_the_empty_answer_gets_it(core_module: Any) -> None:
+    """The seam is off then, or does not fit this vLLM."""
+    install(core_module, "admission")
+    core = core_module.EngineCoreProc()
+    turn(core, admits=False)
+    add(core, core_module, "r1")
+    assert (core.outputs, core.output_queue.empty()) == (["r1"], True)
+
+
+def test_a_core_boots_closed_if_it_is_told_to(
+    core_with_door: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until a sidecar opens it; that it has booted so, is no quarantine. A rank that could not be
+    opened again boots open."""
+    monkeypatch.setenv(BOOT_CLOSED, "1")
+    core = Core(core_with_door)
+    assert core.core is not None
+    add(core.core, core_with_door, "r1")
+    assert core.core.outputs == ["r1"]
+    assert core.core.wavebus_admission.why == "it has not joined its group yet"
+    asyncio.run(core.hand.look())
+    assert (core.hand.booted_closed, core.hand.found_closed) == (True, False)
+    asyncio.run(core.hand.admit(open=True))
+    add(core.core, core_with_door, "r2")
+    assert core.core.added == ["r2"]
+    asyncio.run(core.hand.look())
+    assert (core.hand.booted_closed, core.hand.found_closed) == (False, False)
+
+
+def test_a_rank_that_nobody_can_open_boots_open(
+    core_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(BOOT_CLOSED, "1")
+    install(core_module, "admission")
+    rank = core_module.DPEngineCoreProc()
+    add(rank, core_module, "r1")
+    assert rank.added == ["r1"]
+
+
+def test_a_core_ends_the_requests_of_every_front_end(core_module: Any) -> None:
+    """With the tokens they have. One that has none is told why, if nobody is admitted."""
+    install(core_module, "core status", "pause lease", "admission", "closed answer")
+    core = core_module.EngineCoreProc()
+    begun, waits = Asked("r1", 1, num_output_tokens=5), Asked("r2", 2)
+    core.scheduler.finish_requests = lambda _names, _status: [begun, waits]
+    turn(core, admits=False, why="it is behind")
+    assert turn(core, ends=True) == [{"admits": False, "passes": "", "ended": 2}]
+    assert core.outputs == [begun]
+    assert refused(core) == [(2, "r2", closed_message("it is behind"))]
+    turn(core, admits=True)
+    turn(core, ends=True)
+    assert (core.outputs, refused(core)) == ([begun, begun, "r2"], [])
+
+
+def asks(core: Any) -> Callable[[str, dict[str, Any]], Awaitable[Any]]:
+    async def ask(method: str, kwargs: dict[str, Any]) -> Any:
+        return core.collective_rpc(method, None, (), kwargs)
+
+    return ask
+
+
 class Core:
     """What a sidecar's adapter reaches: a core, and what is done to it, in order."""
 
@@ -137,7 +233,7 @@ class Core:
     async def ask(self, method: str, kwargs: dict[str, Any]) -> Any:
         if self.core is None:
             return [None]
-        if kwargs:
+        if kwargs and "served" not in kwargs:
             self.done.append(kwargs)
         return self.core.collective_rpc(method, None, (), kwargs)
 

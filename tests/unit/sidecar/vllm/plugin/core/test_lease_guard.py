@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
 from bus.messages import NackCode
 from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusPage

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bus.manifest import Manifest, TensorMeta
-from sidecar.vllm.plugin.loading.loader_trace import LoaderTrace
+from sidecar.vllm.plugin.loading.loader_trace import LoaderTrace, TargetNames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -91,8 +91,7 @@ def trace_of(model: Small, tensors: Mapping[str, Tensor]) -> LoaderTrace:
     """What the loader of a model on the meta device does with these."""
     trace = LoaderTrace(
         tuple(TensorMeta(*column) for column in _columns(manifest_of(tensors))),
-        dict(model.named_parameters()),
-        dict(model.named_buffers()),
+        TargetNames(model),
         exact_dtype=False,
     )
     with trace:

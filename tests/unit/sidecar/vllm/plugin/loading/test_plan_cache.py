@@ -63,6 +63,23 @@ class Serving(Small):
         self.loaders["linear.lower"] = lambda model, tensor: _half(model, 1).copy_(tensor)
 
 
+class Choosing(Serving):
+    """As a router: its layer repacks, and has more that is loaded where it serves."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        correction = nn.Parameter(torch.zeros(HIDDEN, device=device), requires_grad=False)
+        self.linear.register_parameter("correction", correction)
+        self.linear.register_buffer("offset", torch.zeros(HIDDEN, device=device))
+        self.loaders["correction"] = lambda model, tensor: _own(model, "correction").copy_(tensor)
+        self.loaders["offset"] = lambda model, tensor: _own(model, "offset").copy_(tensor)
+
+
+def _own(model: Small, name: str) -> Tensor:
+    found: Tensor = model.state_dict()[f"linear.{name}"]
+    return found
+
+
 def _half(model: Small, place: int) -> Tensor:
     return model.get_parameter("linear.weight").data.chunk(2)[place]
 
@@ -82,8 +99,8 @@ def packed_of(seed: int) -> Tensor:
 class Worker:
     """What a worker does with its plans, without vLLM; its loader is the model's own."""
 
-    def __init__(self, **config: Any) -> None:
-        self.model = Serving()
+    def __init__(self, made: type[Serving] = Serving, **config: Any) -> None:
+        self.model = made()
         linear = self.model.linear
         linear.quant_method.process_weights_after_loading(linear)
         self.others_stay_out = False
@@ -98,9 +115,11 @@ class Worker:
 
     def arm(self, chunks: int = 1, *, names: list[str] | None = None) -> None:
         new = all_weights(0)
+        if isinstance(self.model, Choosing):
+            new |= {"correction": torch.zeros(HIDDEN), "offset": torch.zeros(HIDDEN)}
         if names is not None:
             new = {name: new[name] for name in names}
-        meta = Serving("meta")
+        meta = type(self.model)("meta")
         meta.loaders = self.model.loaders
         self.plans.on_armed(manifest_of(new, chunks), trace_of(meta, new))
 
@@ -166,6 +185,26 @@ def test_the_second_update_goes_by_the_plan() -> None:
         worker.arm(chunks)
         assert worker.update(seed, chunks=chunks) == "plan"
         worker.assert_serves(seed)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_what_is_loaded_where_it_serves_is_compared_when_it_has_come(wrong: bool) -> None:
+    """Its layer may have been post-processed by then."""
+    worker = Worker(Choosing)
+    linear, loaders = worker.model.linear, worker.model.loaders
+    if wrong:
+        loaders["correction"] = lambda model, tensor: _own(model, "correction").copy_(-tensor)
+    assert not worker.plans.start(reloading=False)
+    kept, linear.weight = linear.weight, nn.Parameter(torch.empty(HIDDEN, HIDDEN))
+    worker._load(list(all_weights(1).items()), None)
+    linear.quant_method.process_weights_after_loading(linear)
+    linear.weight = kept
+    late = {"correction": torch.ones(HIDDEN), "offset": torch.ones(HIDDEN)}
+    worker._load(list(late.items()), None)
+    worker.plans.on_finished()
+    worker.plans.close()
+    assert worker.plans.account()["proven"] is not wrong
+    assert ("correction is not what" in worker.plans.account()["reason"]) is wrong
 
 
 def test_the_serving_parameters_stay_the_objects_that_they_were() -> None:

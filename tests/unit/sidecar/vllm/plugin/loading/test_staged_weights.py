@@ -14,7 +14,7 @@ from bus.errors import EngineError
 from bus.messages import NackCode
 from bus.weight_transfer.packing import ViewCache, packed_offsets
 from sidecar.vllm.plugin.loading.copy_plan import NoPlanError, make_plan
-from sidecar.vllm.plugin.loading.loader_trace import storage_of
+from sidecar.vllm.plugin.loading.loader_trace import TargetNames
 from sidecar.vllm.plugin.loading.staged_weights import StagedWeights
 from sidecar.vllm.plugin.loading.staging_layouts import AsSent, ByTarget
 from tests.unit.sidecar.vllm.plugin.loading._small_model import (
@@ -27,6 +27,7 @@ from tests.unit.sidecar.vllm.plugin.loading._small_model import (
 )
 from tests.unit.sidecar.vllm.plugin.loading.test_plan_cache import (
     CPU,
+    Choosing,
     Serving,
     all_weights,
     packed_of,
@@ -118,12 +119,25 @@ class Staging:
     def prove(self, new: Mapping[str, Tensor], meta: Serving | Whole | None = None) -> None:
         """By the loaders of a model on meta."""
         meta = meta or self.meta
-        names = {storage_of(each): name for name, each in meta.named_buffers()}
-        names |= {storage_of(each): name for name, each in meta.named_parameters()}
-        self.weights.prove(list(new.items()), meta.load_weights, names)
+        self.weights.prove(list(new.items()), meta.load_weights, TargetNames(meta))
 
     def snapshot(self) -> dict[str, Tensor]:
         return {name: each.clone() for name, each in self.model.state_dict().items()}
+
+
+def test_buffers_of_a_layer_that_repacks_are_staged() -> None:
+    model, meta = Choosing(), Choosing("meta")
+    model.linear.quant_method.process_weights_after_loading(model.linear)
+    new = {**all_weights(1), "correction": torch.ones(HIDDEN), "offset": torch.full((HIDDEN,), 2.0)}
+    plan, staged = make_plan(trace_of(meta, new), unloaded=""), StagedWeights(model, CPU)
+    staged.begin(plan, (manifest_of(new).chunk(0),))
+    staged.stage(0, list(new.items()))
+    staged.seal()
+    staged.require_sealed()
+    staged.swap()
+    assert torch.equal(model.linear.packed, packed_of(1))
+    for name in ("correction", "offset"):
+        assert torch.equal(model.state_dict()[f"linear.{name}"], new[name])
 
 
 @pytest.fixture(params=[Serving, Whole], ids=["by target", "as sent"])

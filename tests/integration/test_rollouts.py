@@ -1,0 +1,375 @@
+"""The rollout client and engines that are updated, paused and killed, or that talk nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+from safetensors.torch import load_file
+
+from bus.errors import NoEngine, RequestPoisoned, RolloutFailed, UsageError
+from bus.messages import RequestLimits
+from sidecar import Sidecar
+from sidecar.bench.control.sidecars import StubEngine
+from sidecar.engine import EngineInfo
+from tests.support.broker import a_broker
+from tests.support.generating import PAUSED, generating, streamed
+from trainer_agent import TrainerAgent
+from trainer_agent.rollouts.client import RolloutClient
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.integration.conftest import Bus
+    from tests.support.procs import Proc
+    from trainer_agent.rollouts.results import Choice, Completion
+
+TIMEOUT_S = 120.0
+PROMPT = [5, 9, 77]
+TOKENS = 40
+SAMPLED = {"temperature": 1.0, "max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0}
+STEP_MS = ("--step-ms", "15")
+
+
+class Serving(StubEngine):
+    """Its requests go to a URL of the test's."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+
+    async def start(self) -> EngineInfo:
+        limits = RequestLimits(vocab_size=100, max_model_len=64, slots=8, exact_seeds=True)
+        return EngineInfo("stub", "test", "none", 0, 1, 1, ("shm",), self._endpoint, limits=limits)
+
+
+def assert_whole(choice: Choice, tokens: int = TOKENS) -> None:
+    """Spans cover each token once, and attempts give as many as there are."""
+    assert len(choice.token_ids) == tokens
+    assert [span.start for span in choice.spans] == [0, *(s.end for s in choice.spans[:-1])]
+    assert choice.spans[-1].end == tokens
+    assert None not in {span.version for span in choice.spans}
+    assert sum(attempt.tokens for attempt in choice.attempts) == tokens
+
+
+def run(main: Any) -> None:
+    asyncio.run(asyncio.wait_for(main, TIMEOUT_S))
+
+
+async def sessions(client: RolloutClient, count: int) -> list[list[Completion]]:
+    """Conversations of three turns, each with the answer before as part of its prompt."""
+
+    async def talk(number: int) -> list[Completion]:
+        prompt, turns = [*PROMPT, number], []
+        for turn in range(3):
+            done = await client.generate(
+                prompt, SAMPLED | {"n": 2, "seed": 1000 * number + turn}, session_id=f"s{number}"
+            )
+            turns.append(done)
+            prompt = [*prompt, *done.choices[0].token_ids]
+        client.finish_session(f"s{number}")
+        return turns
+
+    return await asyncio.gather(*(talk(number) for number in range(count)))
+
+
+def tokens_of(talks: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
+    return [[c.token_ids for turn in talk for c in turn.choices] for talk in talks]
+
+
+def test_interrupted_sessions_equal_their_undisturbed_twins(bus: Bus) -> None:
+    """The same weights are sent as new versions, and an engine is killed, while sessions run."""
+    engines: list[Proc] = [bus.sidecar(f"e{index}", *STEP_MS) for index in range(3)]
+    weights = load_file(f"{bus.checkpoint.folder}/model.safetensors")
+
+    async def main() -> None:
+        async with (
+            TrainerAgent(bus.address) as agent,
+            RolloutClient(bus.address) as client,
+        ):
+            undisturbed = await sessions(client, 16)
+            under_way = asyncio.create_task(sessions(client, 16))
+            await until_streaming(client, 16)
+            await agent.update_weights(weights)
+            await until_streaming(client, 8)
+            await asyncio.to_thread(engines[0].kill)
+            await agent.update_weights(weights)
+            disturbed = await under_way
+        assert tokens_of(disturbed) == tokens_of(undisturbed)
+        choices = [c for talk in disturbed for turn in talk for c in turn.choices]
+        for choice in choices:
+            assert_whole(choice)
+            assert not choice.inexact
+        assert any(len(choice.attempts) > 1 for choice in choices)
+        assert {span.version for choice in choices for span in choice.spans} >= {0, 1}
+
+    run(main())
+
+
+async def until_streaming(client: RolloutClient, attempts: int) -> None:
+    """So many requests have engines."""
+    while len(client._pool.attempts) < attempts:  # noqa: ASYNC110 - it tells nobody
+        await asyncio.sleep(0)
+
+
+def test_a_stream_is_the_completion_in_pieces_and_its_reader_may_leave(bus: Bus) -> None:
+    bus.sidecar("e0", *STEP_MS)
+
+    async def main() -> None:
+        async with RolloutClient(bus.address) as client:
+            whole = await client.generate(PROMPT, SAMPLED | {"seed": 3})
+            deltas = [delta async for delta in client.stream(PROMPT, SAMPLED | {"seed": 3})]
+            assert tuple(t for d in deltas for t in d.token_ids) == whole.choices[0].token_ids
+            assert len(deltas) == TOKENS
+            assert {(d.engine, d.version) for d in deltas} == {("e0", 0)}
+            assert deltas[-1].finish_reason == "length"
+            async with contextlib.aclosing(client.stream(PROMPT, SAMPLED)) as left:
+                await anext(left)
+            assert not client._pool.attempts
+            many = [
+                done async for done in client.generate_many([PROMPT] * 6, SAMPLED | {"seed": 3})
+            ]
+            assert [index for index, _ in many] == list(range(6))
+            assert many[0][1].choices[0].token_ids == whole.choices[0].token_ids
+            assert len({done.choices[0].token_ids for _, done in many}) == 6
+
+    run(main())
+
+
+def test_a_paused_group_is_waited_for_and_a_group_without_engines_is_not(bus: Bus) -> None:
+    bus.sidecar("e0", *STEP_MS)
+
+    async def main() -> None:
+        async with (
+            TrainerAgent(bus.address) as agent,
+            RolloutClient(bus.address, stall_s=0.4, unavailable_s=0.4) as client,
+            RolloutClient(bus.address, group="nobody", unavailable_s=0.4) as lonely,
+        ):
+            async with agent.paused(mode="keep"):
+                waits = asyncio.create_task(client.generate(PROMPT, SAMPLED))
+                with pytest.raises(NoEngine, match="nobody"):
+                    await lonely.generate(PROMPT, SAMPLED)
+                assert not waits.done()
+            assert_whole((await waits).choices[0])
+
+    run(main())
+
+
+def test_bad_input_reaches_no_engine(bus: Bus) -> None:
+    bus.sidecar("e0")
+
+    async def main() -> None:
+        async with RolloutClient(bus.address) as client:
+            with pytest.raises(UsageError, match="vocabulary of"):
+                await client.generate([10**6], SAMPLED)
+
+    run(main())
+
+
+# Engines that talk nonsense
+
+
+def event(*tokens: int, finish: str | None = None, index: int = 0) -> dict[str, Any]:
+    return {
+        "choices": [
+            {
+                "index": index,
+                "token_ids": list(tokens),
+                "finish_reason": finish,
+                "logprobs": {"content": [{"logprob": -1.0} for _ in tokens]},
+            }
+        ]
+    }
+
+
+@contextlib.asynccontextmanager
+async def clients_of(*answers: Any, **options: Any) -> AsyncIterator[RolloutClient]:
+    """A client, and an engine of each answer: ``e0``, ``e1``, …"""
+    async with contextlib.AsyncExitStack() as stack:
+        _, address = await stack.enter_async_context(a_broker())
+        for index, answer in enumerate(answers):
+            url = await stack.enter_async_context(generating(answer))
+            sidecar = Sidecar(Serving(url), broker=address, group="policy", name=f"e{index}")
+            await stack.enter_async_context(sidecar)
+            await sidecar.joined()
+        yield await stack.enter_async_context(RolloutClient(address, **options))
+
+
+async def honest(request: web.Request) -> web.StreamResponse:
+    """Counts up from the last token, to the end of what is asked."""
+    asked = json.loads(await request.read())
+    last, budget = asked["token_ids"][-1], asked["sampling_params"]["max_tokens"]
+    events = [event(last + step + 1) for step in range(budget)]
+    return await streamed(request, *events[:-1], event(last + budget, finish="length"))
+
+
+def then(*events: dict[str, Any], cut: bool = False) -> Any:
+    """Give these events; with ``cut``, break the connection instead of ending the answer."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if not cut:
+            return await streamed(request, *events)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for each in events:
+            await response.write(b"data: " + json.dumps(each).encode() + b"\n\n")
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    return answer
+
+
+async def raw(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    await response.write(b"data: {nonsense\n\n")
+    return response
+
+
+async def silent(request: web.Request) -> web.StreamResponse:
+    """One comment a tenth of a second, and no token."""
+    response = web.StreamResponse()
+    await response.prepare(request)
+    while True:
+        await response.write(b":\n")
+        await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "tokens", "ended_by"),
+    [
+        (raw, 0, "broken"),
+        (then(event(78), cut=True), 1, "died"),
+        (then({"error": {"type": "InternalServerError", "message": "x"}}), 0, "died"),
+        (then(event(78), PAUSED), 1, "rejected"),
+        (then(event(78), event(79)), 2, "broken"),
+        (then(*(event(78 + step) for step in range(6))), 5, "broken"),
+        (then(event(78, finish="stop"), event(79)), 1, "stop"),
+        (then(event(100)), 0, "broken"),
+        (then(event(78, index=3)), 0, "broken"),
+        (then({"choices": [{"index": 0, "token_ids": [78]}]}), 0, "broken"),
+        (then({"choices": "x"}), 0, "broken"),
+        (silent, 0, "stalled"),
+    ],
+)
+def test_a_request_goes_on_elsewhere_when_its_engine_talks_nonsense(
+    answer: Any, tokens: int, ended_by: str
+) -> None:
+    """What the engine gave before stays; what it ended itself is ended."""
+
+    async def main() -> None:
+        async with clients_of(answer, honest, stall_s=0.4) as client:
+            done = await client.generate(PROMPT, {"max_tokens": 5, "logprobs": 0})
+            (choice,) = done.choices
+            first = choice.attempts[0]
+            assert (first.engine, first.tokens, first.ended_by) == ("e0", tokens, ended_by)
+            expected = 1 if ended_by == "stop" else 5
+            assert choice.token_ids == tuple(range(78, 78 + expected))
+            assert choice.logprobs is not None
+            assert len(choice.logprobs) == expected
+            assert choice.spans[0].start == 0
+            assert choice.spans[-1].end == expected
+
+    run(main())
+
+
+def test_what_an_engine_aborts_goes_on_there_up_to_the_budget() -> None:
+    """It gives one token at a time; the last one is the end, though it says abort."""
+
+    async def aborting(request: web.Request) -> web.StreamResponse:
+        last = json.loads(await request.read())["token_ids"][-1]
+        return await streamed(request, event(last + 1, finish="abort"))
+
+    async def main() -> None:
+        async with clients_of(aborting) as client:
+            (choice,) = (await client.generate(PROMPT, {"max_tokens": 3})).choices
+            assert (choice.token_ids, choice.finish_reason) == ((78, 79, 80), "length")
+            assert [each.ended_by for each in choice.attempts] == ["abort"] * 3
+
+    run(main())
+
+
+def test_what_kills_two_engines_is_sent_to_no_third() -> None:
+    asked: list[str] = []
+
+    async def last(request: web.Request) -> web.StreamResponse:
+        asked.append("e2")
+        return await honest(request)
+
+    async def main() -> None:
+        dies = then(cut=True)
+        async with clients_of(dies, dies, last) as client:
+            with pytest.raises(RequestPoisoned, match="e0, e1 died"):
+                await client.generate(PROMPT, {"max_tokens": 5})
+
+    run(main())
+    assert not asked
+
+
+def test_five_attempts_in_a_row_without_a_token_are_the_limit() -> None:
+    async def main() -> None:
+        async with clients_of(raw) as client:
+            with pytest.raises(RolloutFailed, match=r"5 attempts in a row.*e0 at http://"):
+                await client.generate(PROMPT, {"max_tokens": 5})
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["continue", "restart", "raise"])
+def test_what_cannot_continue_exactly_does_as_it_was_asked(how: Any) -> None:
+    async def main() -> None:
+        cuts = then(event(78), event(79), cut=True)
+        async with clients_of(cuts, honest) as client:
+            asks = client.generate(
+                PROMPT, {"max_tokens": 5, "presence_penalty": 1.0}, on_inexact=how
+            )
+            if how == "raise":
+                with pytest.raises(RolloutFailed, match="presence_penalty"):
+                    await asks
+                return
+            (choice,) = (await asks).choices
+            assert choice.token_ids == (78, 79, 80, 81, 82)
+            assert choice.inexact == (("presence_penalty",) if how == "continue" else ())
+            given = [attempt.tokens for attempt in choice.attempts]
+            assert given == ([2, 3] if how == "continue" else [2, 5])
+
+    run(main())
+
+
+class Letters:
+    """A tokenizer: one character for each token."""
+
+    def decode(self, token_ids: Any) -> str:
+        return "".join(chr(token) for token in token_ids)
+
+
+@pytest.mark.parametrize("included", [False, True])
+def test_a_stop_string_is_found_across_the_seam(included: bool) -> None:
+    async def main() -> None:
+        cuts = then(event(78), event(79), cut=True)  # "N", "O"
+        async with clients_of(cuts, honest, tokenizer=Letters()) as client:
+            params = {"max_tokens": 9, "stop": ["OPQ"], "include_stop_str_in_output": included}
+            (choice,) = (await client.generate(PROMPT, params)).choices
+            assert choice.text == ("NOPQ" if included else "N")
+            assert choice.token_ids == (78, 79, 80, 81)
+            assert (choice.finish_reason, choice.stop_reason) == ("stop", "OPQ")
+            assert choice.spans[-1].end == 4
+
+    run(main())
+
+
+def test_requests_outlive_their_broker(bus: Bus) -> None:
+    """The last routes stay in use."""
+    bus.sidecar("e0")
+
+    async def main() -> None:
+        async with RolloutClient(bus.address) as client:
+            await client.generate(PROMPT, SAMPLED)
+            bus.broker.kill()
+            assert_whole((await client.generate(PROMPT, SAMPLED)).choices[0])
+
+    run(main())

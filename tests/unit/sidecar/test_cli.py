@@ -1,0 +1,26 @@
+"""What `wavebus sidecar` gives the server that it starts."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from sidecar.cli import _vllm
+from sidecar.vllm.http_engine import VllmHttpEngine
+from sidecar.vllm.plugin.environment import BOOT_CLOSED
+
+
+@pytest.mark.parametrize(("chosen", "given"), [(None, "1"), ("0", "0")])
+def test_a_server_boots_with_closed_admission_unless_it_is_to_be_open(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None, given: str
+) -> None:
+    """It has its checkpoint's weights, and its group may serve others."""
+    monkeypatch.delenv(BOOT_CLOSED, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv(BOOT_CLOSED, chosen)
+    options = {"dp_size": 1, "dp_rank": None, "dp_master": None}
+    engine = _vllm(None, None, (sys.executable,), options, 1.0, None)  # type: ignore[arg-type]
+    assert isinstance(engine, VllmHttpEngine)
+    assert engine._server is not None
+    assert engine._server.prepared.env[BOOT_CLOSED] == given

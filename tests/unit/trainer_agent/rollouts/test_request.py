@@ -1,0 +1,111 @@
+"""What is refused before it is sent, and what an attempt that continues asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bus.errors import UsageError
+from bus.messages import RequestLimits
+from trainer_agent.rollouts.request import RolloutRequest, make_request
+
+LIMITS = RequestLimits(vocab_size=100, max_model_len=64, slots=4, exact_seeds=True)
+OTHER_SEEDS = RequestLimits(vocab_size=100, max_model_len=64, slots=4)
+PROMPT = [5, 9, 77]
+
+
+def request(prompt: Any = PROMPT, session: str | None = None, **params: Any) -> RolloutRequest:
+    made = make_request(
+        prompt, params, session_id=session, on_inexact="restart", decodes=False, extra={}
+    )
+    made.check(LIMITS)
+    return made
+
+
+def sampling(made: RolloutRequest, so_far: int, limits: RequestLimits = LIMITS) -> dict[str, Any]:
+    body = made.body([1] * so_far, 0, 1, limits, 1)
+    assert body["token_ids"] == PROMPT + [1] * so_far
+    asked: dict[str, Any] = body["sampling_params"]
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [
+        ("prompt_token_ids: is empty", {"prompt": []}),
+        ("prompt_token_ids", {"prompt": [-1]}),
+        ("prompt_token_ids", {"prompt": "text"}),
+        ("token 100 of a vocabulary of 100", {"prompt": [100]}),
+        ("prompt_token_ids: 64 tokens leave no room", {"prompt": [1] * 64}),
+        ("session_id: 1000000 characters", {"session": "x" * 1_000_000}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("max_tokens", {"max_tokens": -1}),
+        ("tempertature", {"tempertature": 1.0}),
+        ("prompt_logprobs", {"prompt_logprobs": 1}),
+        ("sampling_params.n: 5 is more than the 4", {"n": 5}),
+        ("sampling_params.stop: needs", {"stop": ["x"]}),
+        ("stop_token_ids: token 100", {"stop_token_ids": [100]}),
+        ("logit_bias: token 100", {"logit_bias": {"100": 1.0}}),
+        ("min_tokens: 9 is more", {"min_tokens": 9, "max_tokens": 8}),
+        ("top_p", {"top_p": 0.0}),
+    ],
+)
+def test_bad_input_is_refused_by_the_field_at_fault(field: str, bad: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=field):
+        request(**bad)
+
+
+def test_budgets_are_what_is_left() -> None:
+    assert sampling(request(max_tokens=20, min_tokens=8), 0)["max_tokens"] == 20
+    later = sampling(request(max_tokens=20, min_tokens=8), 15)
+    assert (later["max_tokens"], later["min_tokens"]) == (5, 0)
+
+
+def test_without_a_budget_the_models_length_is_one() -> None:
+    assert sampling(request(), 0)["max_tokens"] == 61
+    assert sampling(request(), 40)["max_tokens"] == 21
+    assert sampling(request(max_tokens=1000), 40)["max_tokens"] == 21
+
+
+def test_a_length_that_nobody_reports_has_to_be_given() -> None:
+    made = make_request(PROMPT, {}, session_id=None, on_inexact="restart", decodes=False, extra={})
+    with pytest.raises(UsageError, match="max_tokens: needed"):
+        made.check(RequestLimits())
+
+
+def test_a_seed_goes_on_where_draws_go_by_position_and_is_never_used_twice_elsewhere() -> None:
+    made = request(seed=7)
+    assert sampling(made, 10)["seed"] == 7
+    assert not made.inexact(LIMITS)
+    others = [sampling(made, so_far, OTHER_SEEDS)["seed"] for so_far in (0, 10, 20)]
+    assert others[0] == 7
+    assert len(set(others)) == 3
+    assert made.inexact(OTHER_SEEDS) == ("seed",)
+
+
+def test_a_choice_that_goes_on_alone_draws_as_it_did() -> None:
+    assert request(seed=7, n=3).body([1], 2, 1, LIMITS, 1)["sampling_params"]["seed"] == 9
+
+
+def test_the_largest_seed_has_neighbours() -> None:
+    made = request(seed=2**63 - 1, n=2)
+    assert made.body([1], 1, 1, LIMITS, 1)["sampling_params"]["seed"] == -(2**63)
+
+
+@pytest.mark.parametrize(
+    ("params", "reasons"),
+    [
+        ({"temperature": 0.0}, ()),
+        ({"repetition_penalty": 1.2, "logit_bias": {"3": 1.0}, "top_k": 5}, ()),
+        ({"presence_penalty": 0.5, "frequency_penalty": 0.0}, ("presence_penalty",)),
+        ({"bad_words": ["x"], "structured_outputs": {}}, ("bad_words", "structured_outputs")),
+    ],
+)
+def test_what_starts_anew_is_named(params: dict[str, Any], reasons: tuple[str, ...]) -> None:
+    assert request(**params).inexact(LIMITS) == reasons
+
+
+def test_unseeded_draws_stay_unseeded() -> None:
+    assert "seed" not in sampling(request(temperature=1.0), 10, OTHER_SEEDS)
+    assert not request(temperature=1.0).inexact(OTHER_SEEDS)

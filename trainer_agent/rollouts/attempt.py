@@ -1,0 +1,130 @@
+"""One request to one engine, over HTTP, which always streams.
+
+What comes is checked before it is believed: an answer that makes no sense ends the attempt by the
+engine's name, and the tokens that came before it stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+import aiohttp
+import msgspec
+
+from bus.errors import UsageError
+from bus.rejection import is_rejected
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+GENERATE: Final = "/inference/v1/generate"
+_DATA: Final = b"data: "
+_END: Final = b"[DONE]"
+_SHOWN: Final = 300
+_BAD_REQUEST: Final = range(400, 500)
+_LATER: Final = (408, 429, 503)
+
+How: TypeAlias = Literal["rejected", "unreachable", "died", "broken", "stalled"]
+
+
+class Cut(Exception):
+    """An attempt has ended early; for ``how`` see
+    :class:`~trainer_agent.rollouts.results.Attempt`."""
+
+    def __init__(self, how: How, detail: str) -> None:
+        super().__init__(f"{how}: {detail}")
+        self.how = how
+
+
+class PieceSpan(msgspec.Struct, frozen=True):
+    """Tokens ``start`` to ``end`` of this attempt's output; ``version`` is a label."""
+
+    version: str | int | None
+    start: int
+    end: int
+
+
+class _LogProb(msgspec.Struct, frozen=True):
+    logprob: float
+
+
+class _LogProbs(msgspec.Struct, frozen=True):
+    content: list[_LogProb]
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """What an event says of one choice."""
+
+    index: int
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: _LogProbs | None = None
+    weight_versions: list[PieceSpan] | None = None
+
+
+class _Event(msgspec.Struct, frozen=True):
+    choices: list[Piece] | None = None
+    error: Any = None
+
+
+_DECODER: Final = msgspec.json.Decoder(_Event)
+_ENCODER: Final = msgspec.json.Encoder()
+
+
+async def pieces(
+    session: aiohttp.ClientSession, endpoint: str, body: dict[str, Any]
+) -> AsyncGenerator[list[Piece]]:
+    """Send a request; yield what comes, event by event, until the engine says that it has ended.
+
+    Raises:
+        UsageError: the engine refuses the request itself.
+        Cut: the answer ends otherwise.
+    """
+    sent = False
+    try:
+        async with session.post(
+            endpoint + GENERATE,
+            data=_ENCODER.encode(body),
+            headers={"Content-Type": "application/json"},
+        ) as response:
+            sent = True
+            if response.status != 200:  # noqa: PLR2004 - HTTP's OK
+                raise _refused(response.status, await response.read())
+            async for line in response.content:
+                if not line.startswith(_DATA):
+                    continue
+                if line.startswith(_END, len(_DATA)):
+                    return
+                event = _DECODER.decode(line[len(_DATA) :])
+                if event.choices is None:
+                    raise _failed(event.error)
+                yield event.choices
+    except aiohttp.ClientConnectorError as error:
+        raise Cut("unreachable", str(error)) from None
+    except (aiohttp.ClientError, ConnectionError) as error:
+        raise Cut("died", f"{type(error).__name__}: {error}") from None
+    except (msgspec.DecodeError, ValueError) as error:
+        raise Cut("broken", str(error)[:_SHOWN]) from None
+    except TimeoutError:
+        raise Cut("died" if sent else "unreachable", "no answer") from None
+    raise Cut("died", "the answer ends in the middle")
+
+
+def _refused(status: int, raw: bytes) -> Exception:
+    text = raw[:_SHOWN].decode(errors="replace")
+    if status in _LATER:
+        return Cut("rejected", f"{status}: {text}")
+    if status in _BAD_REQUEST:
+        with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError):
+            text = msgspec.json.decode(raw)["error"]["message"]
+        return UsageError(f"the engine refuses the request: {text}")
+    return Cut("died", f"{status}: {text}")
+
+
+def _failed(error: Any) -> Cut:
+    """An event that is an error."""
+    if is_rejected({"error": error}):
+        return Cut("rejected", "the engine takes no requests")
+    return Cut("died", str(error)[:_SHOWN])

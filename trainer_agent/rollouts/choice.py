@@ -1,0 +1,236 @@
+"""One choice of a request, as its tokens come, over all attempts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from trainer_agent.rollouts.attempt import Cut
+from trainer_agent.rollouts.results import Attempt, Choice, Span, TokenDelta
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bus.messages import RequestLimits
+    from trainer_agent.rollouts.attempt import Piece, PieceSpan
+    from trainer_agent.rollouts.request import RolloutRequest
+
+
+class Tokenizer(Protocol):
+    """What the client needs of one; those of transformers have it."""
+
+    def decode(self, token_ids: Sequence[int], /) -> str: ...
+
+
+class ChoiceState:
+    """What a choice has so far.
+
+    Args:
+        request: whose choice it is.
+        index: which.
+        tokenizer: decodes its text, and looks for stop strings.
+        limits: of the engines that run it.
+    """
+
+    def __init__(
+        self,
+        request: RolloutRequest,
+        index: int,
+        tokenizer: Tokenizer | None,
+        limits: RequestLimits,
+    ) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.failures = 0  # attempts in a row that failed without a token
+        self.done = False
+        self._request = request
+        self._tokenizer = tokenizer
+        self._vocab_size = limits.vocab_size
+        self._budget = request.budget(limits)
+        self._logprobs: list[float] = []
+        self._spans: list[Span] = []
+        self._attempts: list[Attempt] = []
+        self._inexact: list[str] = []
+        self._finish = ""  # of the attempt under way
+        self._stop: int | str | None = None
+        self._begun = 0  # tokens before the attempt under way
+        self._wire_spans: list[PieceSpan] = []
+        self._stop_search = _StopSearch(tokenizer) if tokenizer and request.stops else None
+
+    @property
+    def attempts(self) -> int:
+        """How many have ended."""
+        return len(self._attempts)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its engine, or a stop string, has ended the attempt under way."""
+        return bool(self._finish)
+
+    def take(self, piece: Piece, engine: str) -> TokenDelta | None:
+        """Take what an engine says; None if that is nothing for the caller.
+
+        Raises:
+            Cut: it makes no sense.
+        """
+        fresh = piece.token_ids or []
+        if self._finish:
+            if self._finish == "stop" and isinstance(self._stop, str):
+                return None  # the engine knows nothing of stop strings
+            raise Cut("broken", "more after the end")
+        if fresh and self._vocab_size and not 0 <= min(fresh) <= max(fresh) < self._vocab_size:
+            raise Cut("broken", f"tokens {fresh[:8]} of a vocabulary of {self._vocab_size}")
+        if self._budget is not None and len(self.token_ids) + len(fresh) > self._budget:
+            raise Cut("broken", f"more than {self._budget} tokens")
+        logprobs = None
+        if self._request.params.logprobs is not None:
+            logprobs = [each.logprob for each in piece.logprobs.content] if piece.logprobs else []
+            if len(logprobs) != len(fresh):
+                raise Cut("broken", f"{len(logprobs)} log-probabilities of {len(fresh)} tokens")
+        if piece.weight_versions:
+            _check_spans(piece.weight_versions, len(self.token_ids) + len(fresh) - self._begun)
+            self._wire_spans = piece.weight_versions
+        self.token_ids += fresh
+        self._logprobs += logprobs or ()
+        if piece.finish_reason:
+            self._finish, self._stop = piece.finish_reason, piece.stop_reason
+        if self._stop_search is not None and fresh:
+            fresh = self._search_stop(fresh)
+        if fresh:
+            self.failures = 0
+        ended = self._finish if self._finish in ("stop", "length") else None
+        if not fresh and ended is None:
+            return None
+        return TokenDelta(
+            self.index,
+            tuple(fresh),
+            tuple(logprobs[: len(fresh)]) if logprobs is not None else None,
+            _number(self._wire_spans[-1].version) if self._wire_spans else None,
+            engine,
+            ended,
+        )
+
+    def end_attempt(self, engine: str, cut: str = "") -> None:
+        """The attempt under way is over; ``cut``: what ended it early.
+
+        Raises:
+            Cut: the engine has ended it in a way that makes no sense.
+        """
+        tokens = len(self.token_ids) - self._begun
+        ended_by = self._finish or cut
+        self._attempts.append(Attempt(engine, tokens, ended_by or "broken"))
+        spans = [
+            Span(_number(each.version), self._begun + each.start, self._begun + each.end, engine)
+            for each in self._wire_spans
+            if each.start < tokens
+        ]
+        covered = min(spans[-1].end, len(self.token_ids)) if spans else self._begun
+        if spans and spans[-1].end > covered:  # a stop string has cut tokens off
+            spans[-1] = Span(spans[-1].version, spans[-1].start, covered, engine)
+        if covered < len(self.token_ids):
+            spans.append(Span(None, covered, len(self.token_ids), engine))
+        self._spans += spans
+        if ended_by and self._finish != "stop" and len(self.token_ids) == self._budget:
+            self._finish = "length"
+        self.done = self._finish in ("stop", "length")
+        finish, self._finish = self._finish, ""
+        self._begun, self._wire_spans = len(self.token_ids), []
+        if self.done:
+            self._finish = finish
+        elif ended_by not in ("abort", "rejected", "unreachable") and not tokens:
+            self.failures += 1
+        if not self.done and not ended_by:
+            raise Cut("broken", f"the answer ends without choice {self.index}'s end")
+
+    def mark_inexact(self, reasons: Sequence[str]) -> None:
+        """The next attempt continues it, and may differ for these reasons."""
+        self._inexact += [each for each in reasons if each not in self._inexact]
+
+    def restart(self) -> None:
+        """Drop all tokens: the next attempt starts anew."""
+        self.token_ids.clear()
+        self._logprobs.clear()
+        self._spans.clear()
+        self._begun = 0
+        if self._tokenizer is not None and self._stop_search is not None:
+            self._stop_search = _StopSearch(self._tokenizer)
+
+    def result(self) -> Choice:
+        """The whole choice, which is done."""
+        text = None
+        if self._tokenizer is not None:
+            text = self._tokenizer.decode(self.token_ids)
+            if isinstance(self._stop, str) and self._request.stops:
+                at = text.find(self._stop)
+                kept = len(self._stop) if self._request.params.include_stop_str_in_output else 0
+                text = text[: at + kept] if at >= 0 else text
+        return Choice(
+            self.index,
+            tuple(self.token_ids),
+            tuple(self._logprobs) if self._request.params.logprobs is not None else None,
+            text,
+            self._finish,
+            self._stop,
+            tuple(self._spans),
+            tuple(self._attempts),
+            tuple(self._inexact),
+        )
+
+    def _search_stop(self, fresh: list[int]) -> list[int]:
+        """The fresh tokens up to the one that completes a stop string; later ones are dropped."""
+        assert self._stop_search is not None
+        first = len(self.token_ids) - len(fresh)
+        for place, token in enumerate(fresh):
+            found = self._stop_search.add(token, self._request.stops)
+            if found and first + place + 1 > self._request.params.min_tokens:
+                del self.token_ids[first + place + 1 :]
+                del self._logprobs[first + place + 1 :]
+                self._finish, self._stop = "stop", found
+                return fresh[: place + 1]
+        return fresh
+
+
+class _StopSearch:
+    """Finds stop strings in text that grows token by token, across the seams of attempts.
+
+    A token may be part of a character, and decode otherwise after others; so new text is what a
+    window of tokens decodes to beyond the same window without the new ones.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._read = 0  # tokens of the window whose text was taken
+        self._tail = ""
+
+    def add(self, token: int, stops: Sequence[str]) -> str:
+        """The stop string that this token completes; empty if none."""
+        self._window.append(token)
+        text = self._tokenizer.decode(self._window)
+        if text.endswith("�"):
+            return ""  # in the middle of a character
+        before = self._tokenizer.decode(self._window[: self._read])
+        fresh = text[len(before) :]
+        seen = self._tail + fresh
+        self._window = self._window[self._read :]
+        self._read = len(self._window)
+        longest = max(map(len, stops))
+        self._tail = seen[-(longest - 1) :] if longest > 1 else ""
+        found = [(at, stop) for stop in stops if (at := seen.find(stop)) >= 0]
+        return min(found)[1] if found else ""
+
+
+def _check_spans(spans: Sequence[PieceSpan], tokens: int) -> None:
+    """Contiguous, from 0 to ``tokens``."""
+    at = 0
+    for span in spans:
+        if span.start != at or span.end < at:
+            raise Cut("broken", f"spans {spans!r:.200} of {tokens} tokens")
+        at = span.end
+    if at != tokens:
+        raise Cut("broken", f"spans up to {at} of {tokens} tokens")
+
+
+def _number(label: str | int | None) -> int | None:
+    """A version from its label; None for one that is not of wavebus."""
+    text = str(label)
+    return int(text) if text.isdecimal() else None

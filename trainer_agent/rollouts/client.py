@@ -1,0 +1,255 @@
+"""The rollout client: generation that survives updates, pauses, preemption and dead engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import aiohttp
+
+from bus.errors import UsageError
+from bus.ids import check_name
+from bus.keys import security
+from bus.runtime.peer import default_name
+from bus.settings import DEFAULT_BROKER
+from trainer_agent.connection import Connection
+from trainer_agent.rollouts.engine_pool import EnginePool
+from trainer_agent.rollouts.request import make_request
+from trainer_agent.rollouts.rollout import RolloutRun
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from trainer_agent.rollouts.choice import Tokenizer
+    from trainer_agent.rollouts.request import OnInexact
+    from trainer_agent.rollouts.results import Completion, TokenDelta
+
+# A connection that the server closes at the moment of its reuse loses a request: let go of idle
+# ones before servers do (after 5 s, vLLM's).
+_IDLE_S: Final = 2.0
+_CONNECT_S: Final = 5.0
+_LINE_BYTES: Final = 1 << 20
+
+
+class RolloutClient:
+    """Generates tokens on the engines of one group.
+
+    ::
+
+        async with RolloutClient("tcp://127.0.0.1:7710", group="policy") as rollouts:
+            done = await rollouts.generate([5, 9, 77], {"max_tokens": 64, "logprobs": 0})
+            print(done.choices[0].token_ids, done.choices[0].spans)
+
+    A request goes on where it was interrupted, on whichever engine is routed; see
+    :class:`~trainer_agent.rollouts.router.Router` for which. While all engines are paused, asleep
+    or stale, requests wait. If the broker is gone, the last routes stay in use.
+
+    Args:
+        broker: the broker's address.
+        group: whose engines.
+        name: this client's name on the bus. Default: from host and pid, and a random part.
+        tokenizer: decodes texts, and is needed for stop strings.
+        stall_s: an engine that runs, and gives a request no token for so long, is left.
+        unavailable_s: how long a request waits while no engine is there.
+        timeout_s: how long the broker may take to let the client in.
+        api_key: of the engines, if they need one.
+        key, broker_key, insecure: as for :class:`trainer_agent.TrainerAgent`.
+    """
+
+    def __init__(
+        self,
+        broker: str = DEFAULT_BROKER,
+        *,
+        group: str = "policy",
+        name: str | None = None,
+        tokenizer: Tokenizer | None = None,
+        stall_s: float = 60.0,
+        unavailable_s: float = 60.0,
+        timeout_s: float = 30.0,
+        api_key: str | None = None,
+        key: Path | str | None = None,
+        broker_key: Path | str | None = None,
+        insecure: bool = False,
+    ) -> None:
+        for option, value in (("stall_s", stall_s), ("unavailable_s", unavailable_s)):
+            if value <= 0:
+                raise UsageError(f"{option}={value}: must be positive")
+        self.group = check_name(group, "group")
+        self._tokenizer = tokenizer
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        name = check_name(name or f"{default_name('rollouts')}-{secrets.token_hex(3)}", "name")
+        keys = security(key, broker_key, insecure=insecure)
+        self._pool = EnginePool(
+            self.group,
+            lambda on_routes: Connection(
+                broker,
+                role="observer",
+                name=name,
+                group=self.group,
+                timeout_s=timeout_s,
+                security=keys,
+                on_routes=on_routes,
+            ),
+            stall_s=stall_s,
+            unavailable_s=unavailable_s,
+        )
+        self._stack = contextlib.AsyncExitStack()
+        self._http: aiohttp.ClientSession | None = None
+
+    async def connect(self) -> Self:
+        """Join the bus.
+
+        Raises:
+            BusTimeout: no broker answers.
+            Refused: it does not let the client in.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            await self._pool.open()
+            stack.callback(self._pool.close)
+            self._http = await stack.enter_async_context(
+                aiohttp.ClientSession(
+                    connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
+                    timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+                    headers=self._headers,
+                    read_bufsize=_LINE_BYTES,
+                )
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    async def close(self) -> None:
+        """Leave the bus; requests that are under way end."""
+        await self._stack.aclose()
+
+    async def __aenter__(self) -> Self:
+        return await self.connect()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        session_id: str | None = None,
+        on_inexact: OnInexact = "restart",
+        **extra: Any,
+    ) -> Completion:
+        """Generate ``n`` choices.
+
+        Args:
+            prompt_token_ids: the prompt.
+            sampling_params: see :class:`~trainer_agent.rollouts.request.SamplingParameters`.
+            session_id: requests of one session go to one engine, whose cache has their prefix.
+            on_inexact: what to do if an interrupted request can't continue exactly: ``restart`` it
+                from its prompt, ``continue`` and name the reasons in ``Choice.inexact``, or
+                ``raise``.
+            extra: other fields of vLLM's request: ``cache_salt``, ``priority``, ``model``.
+
+        Raises:
+            UsageError: the request can't be served; names the field at fault.
+            NoEngine: nobody is there to take it.
+            RequestPoisoned: two engines died while they ran it.
+            RolloutFailed: five attempts in a row gave no token, or ``on_inexact="raise"``.
+        """
+        rollout = self._make(prompt_token_ids, sampling_params, session_id, on_inexact, extra)
+        return await rollout.run()
+
+    async def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        session_id: str | None = None,
+        on_inexact: OnInexact = "continue",
+        **extra: Any,
+    ) -> AsyncGenerator[TokenDelta]:
+        """The same, token by token as they come. What was given can't be taken back, so
+        ``on_inexact="restart"`` restarts only a choice that has given no token yet, and raises
+        otherwise. Arguments and errors are those of :meth:`generate`."""
+        deltas: asyncio.Queue[TokenDelta | None] = asyncio.Queue()
+        rollout = self._make(
+            prompt_token_ids, sampling_params, session_id, on_inexact, extra, deltas.put_nowait
+        )
+        task = asyncio.create_task(rollout.run())
+        task.add_done_callback(lambda _: deltas.put_nowait(None))
+        try:
+            while (delta := await deltas.get()) is not None:
+                yield delta
+            await task
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def generate_many(
+        self,
+        prompts: Iterable[Sequence[int]],
+        sampling_params: Mapping[str, Any],
+        *,
+        concurrency: int = 256,
+        as_completed: bool = False,
+        on_inexact: OnInexact = "restart",
+        **extra: Any,
+    ) -> AsyncGenerator[tuple[int, Completion]]:
+        """Generate for many prompts, at most ``concurrency`` at a time.
+
+        Yields the index of a prompt and its completion, in the order of the prompts, or
+        ``as_completed``. With a ``seed``, each prompt draws from its own: ``seed`` plus its index
+        times ``n``. Errors are those of :meth:`generate`; one ends the others.
+        """
+        if concurrency < 1:
+            raise UsageError(f"concurrency={concurrency}: must be at least 1")
+        seed, n = sampling_params.get("seed"), sampling_params.get("n", 1)
+        numbered = enumerate(prompts)
+        under_way: deque[asyncio.Task[tuple[int, Completion]]] = deque()
+
+        async def one(index: int, prompt: Sequence[int]) -> tuple[int, Completion]:
+            own = sampling_params if seed is None else {**sampling_params, "seed": seed + index * n}
+            return index, await self.generate(prompt, own, on_inexact=on_inexact, **extra)
+
+        try:
+            while True:
+                while len(under_way) < concurrency and (more := next(numbered, None)):
+                    under_way.append(asyncio.create_task(one(*more)))
+                if not under_way:
+                    return
+                waited = list(under_way) if as_completed else [under_way[0]]
+                ended, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    under_way.remove(task)
+                    yield task.result()
+        finally:
+            for task in under_way:
+                task.cancel()
+            if under_way:
+                await asyncio.wait(under_way)
+
+    def finish_session(self, session_id: str) -> None:
+        """Forget a session: its engine may take another."""
+        self._pool.router.finish_session(session_id)
+
+    def _make(
+        self,
+        prompt: Sequence[int],
+        params: Mapping[str, Any],
+        session_id: str | None,
+        on_inexact: OnInexact,
+        extra: Mapping[str, Any],
+        on_delta: Callable[[TokenDelta], None] | None = None,
+    ) -> RolloutRun:
+        if self._http is None:
+            raise UsageError("connect() first, or use `async with`")
+        request = make_request(
+            prompt,
+            params,
+            session_id=session_id,
+            on_inexact=on_inexact,
+            decodes=self._tokenizer is not None,
+            extra=extra,
+        )
+        return RolloutRun(request, self._pool, self._http, self._tokenizer, on_delta)

@@ -1,0 +1,206 @@
+"""The engines of a group as a client sees them: whose turn it is, who stalls, who is there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from bus.errors import BusTimeout, NoEngine, Refused
+from trainer_agent.rollouts.router import Router
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import anyio
+
+    from bus.messages import Routes
+    from trainer_agent.connection import Connection
+
+_SERVING: Final = ("running", "staging")
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    """A request that waits for an engine."""
+
+    session: str | None
+    sequences: int
+    avoid: frozenset[str]
+    granted: asyncio.Future[str]
+
+
+@dataclass(eq=False, slots=True)
+class AttemptWatch:
+    """An attempt under way: ``scope`` is cancelled when no token came since ``last_s``."""
+
+    engine: str
+    scope: anyio.CancelScope
+    last_s: float
+
+
+class EnginePool:
+    """The routed engines of ``group``, and the requests that wait for one.
+
+    Args:
+        group: whose engines.
+        connect: makes the connection to the broker, given what hears of routes.
+        stall_s: an engine that runs, and gives an attempt no token for so long, is left.
+        unavailable_s: how long a request waits while no engine is there.
+
+    Attributes:
+        attempts: those under way.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        connect: Callable[[Callable[[str, Routes], None]], Connection],
+        *,
+        stall_s: float,
+        unavailable_s: float,
+    ) -> None:
+        self.router = Router()
+        self.attempts: set[AttemptWatch] = set()
+        self.stall_s = stall_s
+        self._group = group
+        self._unavailable_s = unavailable_s
+        self._connection = connect(self._on_routes)
+        self._routed = asyncio.Event()
+        self._waiting: deque[_Waiter] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._last_token_s = 0.0
+
+    async def open(self) -> None:
+        """Join the bus.
+
+        Raises:
+            BusTimeout: no broker answers.
+            Refused: it does not let the client in.
+        """
+        await self._connection.open()
+        self._last_token_s = self.now_s()
+        self._watch = asyncio.create_task(self._watch_stalls())
+
+    def close(self) -> None:
+        """Leave the bus."""
+        self._connection.close()
+        self._stop_timer()
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def on_token(self, attempt: AttemptWatch) -> None:
+        """A token came."""
+        attempt.last_s = self._last_token_s = self.now_s()
+
+    async def acquire(self, session: str | None, sequences: int, avoid: frozenset[str]) -> str:
+        """The engine that a request goes to, when it is its turn.
+
+        Raises:
+            NoEngine: there is none.
+        """
+        waiter = _Waiter(session, sequences, avoid, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiter)
+        self._grant()
+        try:
+            while not waiter.granted.done():
+                await asyncio.wait([waiter.granted], timeout=self._unavailable_s)
+                if not waiter.granted.done():
+                    await self._require_engines()
+            return waiter.granted.result()
+        except BaseException:
+            if waiter.granted.done():
+                self.release(waiter.granted.result(), sequences)
+            else:
+                self._waiting.remove(waiter)
+            raise
+
+    async def until_routed(self) -> None:
+        """Return when an engine is routed.
+
+        Raises:
+            NoEngine: as :meth:`acquire`.
+        """
+        while not self.router.engines:
+            try:
+                await asyncio.wait_for(self._routed.wait(), self._unavailable_s)
+            except TimeoutError:
+                await self._require_engines()
+
+    def release(self, engine: str, sequences: int) -> None:
+        """A request is over there; the next may come."""
+        self.router.release(engine, sequences)
+        self._grant()
+
+    def _grant(self) -> None:
+        """Let those go whose turn it is, in the order in which they came."""
+        now_s = self.now_s()
+        for waiter in list(self._waiting):
+            if not any(load.has_room(1, now_s) for load in self.router.engines.values()):
+                break
+            engine = self.router.pick(waiter.session, waiter.sequences, now_s, waiter.avoid)
+            if engine is not None:
+                self._waiting.remove(waiter)
+                waiter.granted.set_result(engine)
+        self._stop_timer()
+        release_s = self.router.next_release_s(now_s)
+        if self._waiting and release_s is not None:
+            self._timer = asyncio.get_running_loop().call_at(release_s, self._grant)
+
+    async def _require_engines(self) -> None:
+        """After a long wait: go on waiting if somebody works, or will.
+
+        Raises:
+            NoEngine: otherwise; it says who was waited for.
+        """
+        if self.now_s() - self._last_token_s < self._unavailable_s:
+            return
+        known = sorted(self.router.engines) or ["none"]
+        try:
+            engines = await self._connection.engines()
+        except (BusTimeout, Refused) as error:
+            raise NoEngine(
+                f"no engine took a request for {self._unavailable_s:g} s; the last routes: "
+                f"{', '.join(known)}; {error}"
+            ) from None
+        if any(engine.phase not in _SERVING for engine in engines):
+            return
+        there = ", ".join(f"{each.name} at {each.endpoint or 'no endpoint'}" for each in engines)
+        raise NoEngine(
+            f"no engine took a request for {self._unavailable_s:g} s; in group {self._group}: "
+            f"{there or 'nobody'}; routed: {', '.join(known)}"
+        )
+
+    async def _watch_stalls(self) -> None:
+        """Leave engines that run, and give no tokens."""
+        while True:
+            await asyncio.sleep(self.stall_s / 4)
+            since_s = self.now_s() - self.stall_s
+            if not any(attempt.last_s < since_s for attempt in self.attempts):
+                continue
+            with contextlib.suppress(BusTimeout, Refused):
+                idle = {e.name for e in await self._connection.engines() if e.phase not in _SERVING}
+                for attempt in self.attempts:
+                    if attempt.engine in idle:
+                        attempt.last_s = self.now_s()
+            for attempt in self.attempts:
+                if attempt.last_s < since_s:
+                    attempt.scope.cancel()
+
+    def _on_routes(self, group: str, routes: Routes) -> None:
+        if group == self._group:
+            self.router.update(routes.engines)
+            (self._routed.set if routes.engines else self._routed.clear)()
+            self._grant()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def now_s(self) -> float:
+        """The time of the event loop."""
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,236 @@
+"""A request for tokens: what is checked before it is sent, and how it goes on when interrupted.
+
+An attempt that continues asks for the prompt and every token so far, with budgets less the tokens
+so far. What depends on the output alone starts anew there, so the result may differ: such
+parameters are named by :meth:`RolloutRequest.inexact`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from bus.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from bus.messages import RequestLimits
+
+OnInexact: TypeAlias = Literal["restart", "continue", "raise"]
+
+MAX_SESSION_CHARS: Final = 256
+# Below this temperature vLLM and the embedded engine take the likeliest token.
+_GREEDY_BELOW: Final = 1e-5
+# Count output tokens alone, or keep a state that an engine does not hand over.
+_OUTPUT_ALONE: Final = (
+    "presence_penalty",
+    "frequency_penalty",
+    "bad_words",
+    "structured_outputs",
+    "thinking_token_budget",
+    "repetition_detection",
+    "extra_args",
+)
+
+_Token = Annotated[int, Meta(ge=0)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+
+class SamplingParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The names, meanings and defaults of vLLM's, except that ``max_tokens`` None (the default)
+    goes up to the model's length. ``stop`` needs the client's tokenizer."""
+
+    n: Annotated[int, Meta(ge=1, le=1024)] = 1
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool = False
+    stop_token_ids: list[_Token] | None = None
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] = 1.0
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[_Token] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: dict[str, Any] | None = None
+    extra_args: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """A request that was checked.
+
+    Args:
+        id: names it in engines' logs; each attempt adds its number.
+        prompt: token ids.
+        asked: sampling parameters as the caller gave them, without those that the client sees to.
+        params: the same, checked and complete.
+        extra: fields beside them, such as ``cache_salt`` and ``priority``.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    asked: Mapping[str, Any]
+    params: SamplingParameters
+    on_inexact: OnInexact = "restart"
+    session_id: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The strings of which any ends a choice."""
+        stop = self.params.stop
+        return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+    def budget(self, limits: RequestLimits) -> int | None:
+        """The most output tokens of a choice; None if nobody knows."""
+        room = limits.max_model_len - len(self.prompt) if limits.max_model_len else None
+        known = [each for each in (self.params.max_tokens, room) if each is not None]
+        return min(known) if known else None
+
+    def body(
+        self, so_far: Sequence[int], index: int, count: int, limits: RequestLimits, attempt: int
+    ) -> dict[str, Any]:
+        """The JSON of an attempt, by ``POST /inference/v1/generate``.
+
+        Args:
+            so_far: the output tokens of choice ``index``; empty if the attempt starts anew.
+            count: choices that it asks for, from ``index`` on.
+            limits: of the engine that it goes to.
+            attempt: its number.
+        """
+        params = self.params
+        sampling = dict(self.asked)
+        if count != 1 or "n" in sampling:
+            sampling["n"] = count
+        if (budget := self.budget(limits)) is not None:
+            sampling["max_tokens"] = budget - len(so_far)
+        if params.min_tokens:
+            sampling["min_tokens"] = max(0, params.min_tokens - len(so_far))
+        if params.seed is not None:
+            # As engines do it: choice i of a request draws as a request of seed + i would.
+            seed = params.seed + index
+            if so_far and not limits.exact_seeds:
+                seed += len(so_far) << 32  # no draw is used twice
+            sampling["seed"] = (seed + 2**63) % 2**64 - 2**63
+        return {
+            "request_id": f"{self.id}-{attempt}",
+            "token_ids": [*self.prompt, *so_far],
+            "sampling_params": sampling,
+            "stream": True,
+            **self.extra,
+        }
+
+    def inexact(self, limits: RequestLimits) -> tuple[str, ...]:
+        """Why a continuation on an engine of these limits may differ; empty if it is exact."""
+        params = self.params
+        default = SamplingParameters()
+        reasons = [
+            name for name in _OUTPUT_ALONE if getattr(params, name) != getattr(default, name)
+        ]
+        drawn = params.temperature >= _GREEDY_BELOW
+        if drawn and params.seed is not None and not limits.exact_seeds:
+            reasons.append("seed")
+        return tuple(reasons)
+
+    def check(self, limits: RequestLimits) -> None:
+        """Check against what engines take.
+
+        Raises:
+            UsageError: names the field at fault.
+        """
+        length, vocabulary = limits.max_model_len, limits.vocab_size
+        if length and len(self.prompt) >= length:
+            raise UsageError(
+                f"prompt_token_ids: {len(self.prompt)} tokens leave no room for output: the model "
+                f"takes {length} in all"
+            )
+        if self.params.max_tokens is None and not length:
+            raise UsageError(
+                "sampling_params.max_tokens: needed, since the engines do not report how many "
+                "tokens their model takes"
+            )
+        if limits.slots and self.params.n > limits.slots:
+            raise UsageError(
+                f"sampling_params.n: {self.params.n} is more than the {limits.slots} sequences "
+                "that an engine runs at once"
+            )
+        if vocabulary:
+            bias = [int(token) for token in self.params.logit_bias or ()]
+            for name, ids in (
+                ("prompt_token_ids", self.prompt),
+                ("sampling_params.stop_token_ids", self.params.stop_token_ids),
+                ("sampling_params.allowed_token_ids", self.params.allowed_token_ids),
+                ("sampling_params.logit_bias", bias),
+            ):
+                if ids and max(ids) >= vocabulary:
+                    raise UsageError(f"{name}: token {max(ids)} of a vocabulary of {vocabulary}")
+
+
+def make_request(
+    prompt_token_ids: Sequence[int],
+    sampling_params: Mapping[str, Any],
+    *,
+    session_id: str | None,
+    on_inexact: OnInexact,
+    decodes: bool,
+    extra: Mapping[str, Any],
+) -> RolloutRequest:
+    """Check a request, as far as that can be done without engines.
+
+    Args:
+        decodes: the client has a tokenizer.
+
+    Raises:
+        UsageError: names the field at fault.
+    """
+    try:
+        prompt = msgspec.convert(list(prompt_token_ids), tuple[_Token, ...])
+    except (msgspec.ValidationError, TypeError) as error:
+        raise UsageError(f"prompt_token_ids: {error}") from None
+    if not prompt:
+        raise UsageError("prompt_token_ids: is empty")
+    try:
+        params = msgspec.convert(dict(sampling_params), SamplingParameters)
+        _check_numbers(params)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        raise UsageError(f"sampling_params: {error}") from None
+    if session_id is not None and not 0 < len(session_id) <= MAX_SESSION_CHARS:
+        raise UsageError(
+            f"session_id: {len(session_id)} characters; 1 to {MAX_SESSION_CHARS} are taken"
+        )
+    if on_inexact not in ("restart", "continue", "raise"):
+        raise UsageError(f"on_inexact={on_inexact!r}: restart, continue or raise")
+    if params.stop and not decodes:
+        raise UsageError("sampling_params.stop: needs a client with a tokenizer")
+    ours = ("stop", "include_stop_str_in_output")
+    asked = {name: value for name, value in sampling_params.items() if name not in ours}
+    return RolloutRequest(
+        secrets.token_hex(8), prompt, asked, params, on_inexact, session_id, dict(extra)
+    )
+
+
+def _check_numbers(params: SamplingParameters) -> None:
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise ValueError(f"min_tokens: {params.min_tokens} is more than {params.max_tokens=}")
+    if params.stop is not None and not all(
+        [params.stop] if isinstance(params.stop, str) else params.stop
+    ):
+        raise ValueError("stop: an empty string")
+    for token in params.logit_bias or ():
+        if not token.isdigit():
+            raise ValueError(f"logit_bias: {token!r} is no token id")

@@ -1,0 +1,81 @@
+"""What a rollout gives back: tokens, and which engine and which weights each of them is from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Output tokens ``start`` to ``end`` (exclusive) of a choice were sampled by ``engine`` under
+    ``version`` of the weights; None: the engine died before it said which."""
+
+    version: int | None
+    start: int
+    end: int
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One request to one engine: the new ``tokens`` that it gave, and what ended it.
+
+    ``ended_by``: the finish reason, or ``abort`` (the engine ended it: a pause, a quarantine),
+    ``rejected`` (it took no requests), ``unreachable``, ``died``, ``broken`` (its answer made no
+    sense), ``stalled`` (no token for too long).
+    """
+
+    engine: str
+    tokens: int
+    ended_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of the ``n`` answers to a prompt.
+
+    Attributes:
+        token_ids: without the prompt.
+        logprobs: of each token, as its engine reported it when it was sampled; None if the sampling
+            parameters ask for none.
+        text: of all tokens, up to the stop string; None without a tokenizer.
+        finish_reason: ``stop`` or ``length``.
+        stop_reason: the token of ``stop_token_ids``, or the string of ``stop``, that ended it; None
+            for the model's own end of sequence, and for ``length``.
+        spans: in order; they cover each token once.
+        attempts: in order; more than one if the request went on elsewhere.
+        inexact: why the tokens may differ from those of a request that was not interrupted; empty
+            if they do not.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
+    text: str | None
+    finish_reason: str
+    stop_reason: int | str | None
+    spans: tuple[Span, ...]
+    attempts: tuple[Attempt, ...]
+    inexact: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The answer to one request: ``n`` choices, in the order of their indexes."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """New tokens of choice ``index``, or its end, or both. ``version``: as in :class:`Span`, None
+    also where the engine says it only at the end; the :class:`Completion` has it then."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
+    version: int | None
+    engine: str
+    finish_reason: str | None

@@ -1,0 +1,198 @@
+"""One request for tokens, over as many attempts as it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+
+from bus.errors import RequestPoisoned, RolloutFailed
+from trainer_agent.rollouts.attempt import Cut, pieces
+from trainer_agent.rollouts.choice import ChoiceState
+from trainer_agent.rollouts.engine_pool import AttemptWatch
+from trainer_agent.rollouts.results import Completion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import aiohttp
+
+    from trainer_agent.rollouts.choice import Tokenizer
+    from trainer_agent.rollouts.engine_pool import EnginePool
+    from trainer_agent.rollouts.request import RolloutRequest
+    from trainer_agent.rollouts.results import TokenDelta
+
+_FAILURES: Final = 5
+_POISONED: Final = 2
+
+
+class RolloutRun:
+    """A request under way.
+
+    Args:
+        request: what is asked.
+        pool: the engines.
+        http: sends to them.
+        tokenizer: decodes texts.
+        on_delta: called with tokens as they come; what it was given can't be taken back.
+    """
+
+    def __init__(
+        self,
+        request: RolloutRequest,
+        pool: EnginePool,
+        http: aiohttp.ClientSession,
+        tokenizer: Tokenizer | None,
+        on_delta: Callable[[TokenDelta], None] | None = None,
+    ) -> None:
+        self._request = request
+        self._pool = pool
+        self._http = http
+        self._tokenizer = tokenizer
+        self._on_delta = on_delta
+        self._died: set[tuple[str, str]] = set()  # engines that died while they ran it; endpoints
+        self._avoid: set[str] = set()  # engines that failed it
+        self._last = ""  # what ended the last attempt that failed, and where
+
+    async def run(self) -> Completion:
+        """Ask until all choices are done.
+
+        Raises:
+            UsageError, RolloutFailed: as :meth:`RolloutClient.generate`.
+        """
+        request = self._request
+        await self._pool.until_routed()
+        limits = self._pool.router.limits()
+        request.check(limits)
+        choices = [
+            ChoiceState(request, index, self._tokenizer, limits)
+            for index in range(request.params.n)
+        ]
+        while not any(choice.token_ids or choice.done for choice in choices):
+            await self._attempt(choices)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for choice in choices:
+                    if not choice.done:
+                        tasks.create_task(self._finish(choice))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        return Completion(request.id, request.prompt, tuple(choice.result() for choice in choices))
+
+    async def _finish(self, choice: ChoiceState) -> None:
+        """Attempts for one choice, until it is done."""
+        while not choice.done:
+            await self._attempt([choice])
+
+    async def _attempt(self, choices: Sequence[ChoiceState]) -> None:
+        """Ask one engine for these choices: all from the start, or one from where it is."""
+        request, first = self._request, choices[0]
+        engine = await self._pool.acquire(request.session_id, len(choices), frozenset(self._avoid))
+        route = self._pool.router.engines[engine].route
+        cut: Cut | None = None
+        try:
+            if first.token_ids:
+                self._prepare(first, request.inexact(route.limits))
+            body = request.body(
+                first.token_ids, first.index, len(choices), route.limits, first.attempts
+            )
+            await self._read(choices, engine, route.endpoint, body)
+        except Cut as error:
+            cut = error
+        finally:
+            self._pool.release(engine, len(choices))
+        for choice in choices:
+            try:
+                choice.end_attempt(engine, cut.how if cut else "")
+            except Cut as error:
+                cut = error
+            if choice.done:
+                self._pool.router.succeeded(engine)
+        self._judge(choices, engine, route.endpoint, cut)
+
+    def _prepare(self, choice: ChoiceState, reasons: Sequence[str]) -> None:
+        """Decide how a choice that has tokens goes on."""
+        if not reasons:
+            return
+        request = self._request
+        if request.on_inexact == "continue":
+            choice.mark_inexact(reasons)
+        elif request.on_inexact == "restart" and self._on_delta is None:
+            choice.restart()
+        else:
+            raise RolloutFailed(
+                f"request {request.id} was interrupted, and can't continue exactly: "
+                f"{', '.join(reasons)}; {self._last}"
+            )
+
+    async def _read(
+        self,
+        choices: Sequence[ChoiceState],
+        engine: str,
+        endpoint: str,
+        body: dict[str, Any],
+    ) -> None:
+        """Take what an engine answers, until it has ended.
+
+        Raises:
+            Cut: before that.
+        """
+        alone = len(choices) == 1
+        with anyio.CancelScope() as scope:
+            attempt = AttemptWatch(engine, scope, self._pool.now_s())
+            self._pool.attempts.add(attempt)
+            try:
+                async with contextlib.aclosing(pieces(self._http, endpoint, body)) as stream:
+                    async for batch in stream:
+                        for piece in batch:
+                            if not 0 <= piece.index < len(choices):
+                                raise Cut("broken", f"choice {piece.index} of {len(choices)}")
+                            choice = choices[0 if alone else piece.index]
+                            delta = choice.take(piece, engine)
+                            if delta is not None:
+                                self._pool.on_token(attempt)
+                                if self._on_delta is not None:
+                                    self._on_delta(delta)
+                        if all(choice.has_ended for choice in choices):
+                            return
+            finally:
+                self._pool.attempts.discard(attempt)
+        if scope.cancelled_caught:
+            raise Cut("stalled", f"no token for {self._pool.stall_s:g} s")
+
+    def _judge(
+        self,
+        choices: Sequence[ChoiceState],
+        engine: str,
+        endpoint: str,
+        cut: Cut | None,
+    ) -> None:
+        """What an attempt's end means for its engine and its request.
+
+        Raises:
+            RequestPoisoned, RolloutFailed: it is given up.
+        """
+        if cut is None:
+            if not any(choice.done or choice.token_ids for choice in choices):
+                self._pool.router.rejected(engine, self._pool.now_s())  # ended before it began
+            return
+        self._last = f"{engine} at {endpoint}: {cut}"
+        if cut.how in ("rejected", "unreachable", "died"):
+            self._pool.router.rejected(engine, self._pool.now_s())
+        if cut.how in ("died", "broken", "stalled"):
+            self._avoid.add(engine)
+        if cut.how == "died":
+            self._died.add((engine, endpoint))
+            if len(self._died) >= _POISONED:
+                names = ", ".join(sorted(name for name, _ in self._died))
+                raise RequestPoisoned(
+                    f"request {self._request.id}: {names} died while they ran it, so no other "
+                    f"engine gets it; the last: {self._last}"
+                )
+        if any(choice.failures >= _FAILURES for choice in choices):
+            raise RolloutFailed(
+                f"request {self._request.id}: {_FAILURES} attempts in a row gave no token; the "
+                f"last: {self._last}"
+            )

@@ -1,0 +1,179 @@
+"""Which engine a request goes to. No I/O, and no clock but the times it is given, in seconds.
+
+========================  ===================================================================
+a request                 goes to
+========================  ===================================================================
+of a session              the engine that served the session last, while that is routed
+of a new session          by rendezvous hashing: the engine of the highest score that has at
+                          most 1.25 times the mean of sessions
+of no session             the least loaded engine
+========================  ===================================================================
+
+Invariants: at most ``window`` sequences are in flight on an engine, unless one request alone has
+more; a window is at least one and at most the engine's slots; it shrinks by rejections and grows by
+completions; a session moves only when its engine leaves the routes, or its request must avoid it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from bus.messages import RequestLimits
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from bus.messages import Route
+
+_SESSIONS_KEPT: Final = 100_000
+_LOAD_BOUND: Final = 1.25
+_UNKNOWN_SLOTS: Final = 256
+_HOLD_S: Final = 0.05
+_LONGEST_HOLD_S: Final = 1.0
+
+
+@dataclass(slots=True)
+class EngineLoad:
+    """A routed engine, and what of ours is on it. ``window``: how many sequences may be. No request
+    is sent to it before ``held_until_s``; ``hold_s``: how long the next hold is."""
+
+    route: Route
+    window: float
+    in_flight: int = 0
+    held_until_s: float = 0.0
+    hold_s: float = _HOLD_S
+
+    @property
+    def slots(self) -> int:
+        return self.route.limits.slots or _UNKNOWN_SLOTS
+
+    def has_room(self, sequences: int, now_s: float) -> bool:
+        """Whether so many more may be sent to it now."""
+        fits = not self.in_flight or self.in_flight + sequences <= self.window
+        return fits and now_s >= self.held_until_s
+
+
+class Router:
+    """The engines of one group, from ROUTES, and the sessions that they serve."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, EngineLoad] = {}
+        self._gone: dict[str, EngineLoad] = {}  # with requests still in flight
+        self._sessions: OrderedDict[str, str] = OrderedDict()  # the least recently used first
+        self._count: Counter[str] = Counter()  # sessions of each engine
+
+    def update(self, routes: Iterable[Route]) -> None:
+        """Take the engines that are routed now."""
+        known = {**self._gone, **self.engines}
+        now: dict[str, EngineLoad] = {}
+        for route in routes:
+            if not route.endpoint:
+                continue
+            load = known.pop(route.engine, None)
+            if load is None or load.route.endpoint != route.endpoint:
+                load = EngineLoad(route, float(route.limits.slots or _UNKNOWN_SLOTS))
+            elif route.engine not in self.engines:
+                load.held_until_s = 0.0  # it is back
+            load.route = route
+            now[route.engine] = load
+        self.engines = now
+        self._gone = {name: load for name, load in known.items() if load.in_flight}
+
+    def limits(self) -> RequestLimits:
+        """What all of them take; what none reports is 0."""
+        all_of = [load.route.limits for load in self.engines.values()]
+
+        def least(values: Iterable[int]) -> int:
+            return min((value for value in values if value), default=0)
+
+        return RequestLimits(
+            vocab_size=least(each.vocab_size for each in all_of),
+            max_model_len=least(each.max_model_len for each in all_of),
+            slots=least(each.slots for each in all_of),
+            exact_seeds=all(each.exact_seeds for each in all_of),
+        )
+
+    def pick(
+        self, session: str | None, sequences: int, now_s: float, avoid: Collection[str] = ()
+    ) -> str | None:
+        """The engine to send a request of so many sequences to, which count as in flight there
+        from now on; None if it must wait. ``avoid``: engines that failed it."""
+        able = {name: load for name, load in self.engines.items() if name not in avoid}
+        if session is not None:
+            name = self._place(session, able or self.engines)
+        else:
+            free = [
+                (load.in_flight / load.slots, name)
+                for name, load in (able or self.engines).items()
+                if load.has_room(sequences, now_s)
+            ]
+            name = min(free)[1] if free else None
+        if name is None or not self.engines[name].has_room(sequences, now_s):
+            return None
+        self.engines[name].in_flight += sequences
+        return name
+
+    def release(self, engine: str, sequences: int) -> None:
+        """They are no longer in flight there."""
+        load = self.engines.get(engine) or self._gone.get(engine)
+        if load is not None:
+            load.in_flight -= sequences
+            if not load.in_flight:
+                self._gone.pop(engine, None)
+
+    def succeeded(self, engine: str) -> None:
+        """A sequence has ended there by itself."""
+        if (load := self.engines.get(engine)) is not None:
+            load.window = min(load.slots, load.window + 1 / load.window)
+            load.hold_s = _HOLD_S
+
+    def rejected(self, engine: str, now_s: float) -> None:
+        """It takes no requests now, or can't be reached: leave it alone for a while."""
+        load = self.engines.get(engine)
+        if load is not None and now_s >= load.held_until_s:  # once for all that were under way
+            load.window = max(1.0, load.window / 2)
+            load.held_until_s = now_s + load.hold_s
+            load.hold_s = min(2 * load.hold_s, _LONGEST_HOLD_S)
+
+    def next_release_s(self, now_s: float) -> float | None:
+        """When the next engine that is left alone may be tried again; None if none is."""
+        held = [load.held_until_s for load in self.engines.values() if load.held_until_s > now_s]
+        return min(held, default=None)
+
+    def finish_session(self, session: str) -> None:
+        """Forget it."""
+        engine = self._sessions.pop(session, None)
+        if engine is not None:
+            self._count[engine] -= 1
+
+    def engine_of(self, session: str) -> str | None:
+        """Which engine a session is on."""
+        return self._sessions.get(session)
+
+    def _place(self, session: str, able: dict[str, EngineLoad]) -> str | None:
+        last = self._sessions.get(session)
+        if last is not None and last in able:
+            self._sessions.move_to_end(session)
+            return last
+        if not able:
+            return None
+        self.finish_session(session)
+        total = sum(self._count[name] for name in able) + 1
+        bound = math.ceil(_LOAD_BOUND * total / len(able))
+        ranked = sorted(able, key=lambda name: _score(session, name), reverse=True)
+        # One has less than the mean, so this is never empty.
+        chosen = next(name for name in ranked if self._count[name] < bound)
+        self._sessions[session] = chosen
+        self._count[chosen] += 1
+        if len(self._sessions) > _SESSIONS_KEPT:
+            self.finish_session(next(iter(self._sessions)))
+        return chosen
+
+
+def _score(session: str, engine: str) -> bytes:
+    """The same in each process."""
+    return hashlib.blake2b(f"{session}\0{engine}".encode(), digest_size=8).digest()
