@@ -57,6 +57,9 @@ class ConnectionGuard:
         self._port = urlsplit(address).port if is_counted else None
         self._statm = os.open("/proc/self/statm" if is_counted else os.devnull, os.O_RDONLY)
         self._spare = os.dup(self._statm)
+        self._files = contextlib.ExitStack()
+        for file in (self._statm, self._spare):
+            self._files.callback(os.close, file)
         self._normal_bytes = self._resident_bytes()
         # By peer: what had been read when it last finished a message; whether it did in this watch.
         self._watched: dict[object, tuple[int, bool]] = {}
@@ -64,8 +67,7 @@ class ConnectionGuard:
 
     def close(self) -> None:
         """End; no connection is cut by that."""
-        os.close(self._statm)
-        os.close(self._spare)
+        self._files.close()
 
     def check(self) -> None:
         """Look at the memory, and cut connections; to be called every :data:`CHECK_S` seconds."""

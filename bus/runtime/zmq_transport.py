@@ -192,7 +192,7 @@ class ZmqServer(ZmqSocket):
     def close(self) -> None:
         if self._check is not None:
             self._check.cancel()
-            self._guard.close()
+        self._guard.close()
         super().close()
         if self._zap_handler is not None:
             self._zap_handler.close()

@@ -33,7 +33,7 @@ from bus.protocol.core.membership import WATCHERS, Membership, Peer, place_of
 from bus.protocol.group.replies import lacking, nack_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from bus.errors import DecodeError
     from bus.protocol.core.access import KeyRole
@@ -76,7 +76,7 @@ class Broker:
         self.keys = keys
         self.peers = Membership(self.config.peer_timeout_ms)
         self.groups = GroupTable(self.config, self.peers)
-        self._sweep_ms = self._due_ms = 0.0
+        self._sweep_ms = 0.0
         self._strangers: dict[bytes, Bucket] = {}
         self._views = Bucket(self.config.limits.status, 0.0)
 
@@ -109,22 +109,8 @@ class Broker:
         # A frame costs the same however many groups there are: it changes its sender's, which may
         # have been another one before a JOIN.
         touched = {envelope.group, known.group} if known else {envelope.group}
-        rerouted = self._review(self.groups[name] for name in touched if name in self.groups)
+        rerouted = self.groups.review(touched)
         return effects + rerouted if rerouted else effects
-
-    def _review(self, groups: Iterable[Group]) -> list[Effect]:
-        """Whoever watches hears of routable engines that have changed, and the next tick may be due
-        earlier."""
-        effects: list[Effect] = []
-        for group in groups:
-            effects += group.reroute(self._watchers)
-            due_ms = group.next_deadline_ms()
-            if due_ms is not None and due_ms < self._due_ms:
-                self._due_ms = due_ms
-        return effects
-
-    def _watchers(self) -> tuple[bytes, ...]:
-        return tuple(peer.route for peer in self.peers if peer.role in WATCHERS)
 
     def _on_message(
         self, route: bytes, envelope: m.Envelope, message: m.Message, now_ms: float, user: str
@@ -423,7 +409,7 @@ class Broker:
             key = keys.get(peer.user)
             if key is None or peer.role not in JOINS_AS[key]:
                 effects += self._remove_peer(peer, "peer_lost", "its key was taken away", now_ms)
-        return effects + self._review(self.groups.values())
+        return effects + self.groups.review(self.groups)
 
     # -- time -----------------------------------------------------------------
 
@@ -443,12 +429,12 @@ class Broker:
             self.groups.drop_unused(now_ms)
         for group in self.groups.values():
             effects += group.tick(now_ms)
-        self._due_ms = self._sweep_ms
-        return effects + self._review(self.groups.values())
+        self.groups.due_ms = self._sweep_ms
+        return effects + self.groups.review(self.groups)
 
     def next_deadline_ms(self) -> float:
         """When :meth:`tick` is due, at the latest."""
-        return self._due_ms
+        return self.groups.due_ms
 
     def _drop_peer(self, peer: Peer) -> None:
         self.peers.remove(peer)

@@ -12,17 +12,25 @@ from bus.protocol.group.catch_up import GroupVersion
 from bus.protocol.group.group import Group
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from bus.protocol.broker.config import BrokerConfig
+    from bus.protocol.core.effects import Effect
     from bus.protocol.core.membership import Membership
 
 
 class GroupTable(dict[str, Group]):
-    """All groups. The epoch and the version of a forgotten one are kept: they only grow."""
+    """All groups. The epoch and the version of a forgotten one are kept: they only grow.
+
+    Attributes:
+        due_ms: when the next tick is due, at the latest.
+    """
 
     def __init__(self, config: BrokerConfig, peers: Membership) -> None:
         super().__init__()
         self._config = config
         self._peers = peers
+        self.due_ms = 0.0
         self._unused_ms: dict[str, float] = {}  # groups that nobody is in, since when
         self._forgotten: dict[str, tuple[int, GroupVersion]] = {}  # the epochs and versions
 
@@ -69,3 +77,17 @@ class GroupTable(dict[str, Group]):
                     self._forgotten[name] = (group.epoch, group.served)
         while len(self._forgotten) > MAX_GROUPS:
             del self._forgotten[next(iter(self._forgotten))]
+
+    def review(self, names: Iterable[str]) -> list[Effect]:
+        """Of these groups: whoever watches hears of routable engines that have changed, and the
+        next tick may be due earlier."""
+        effects: list[Effect] = []
+        for group in (self[name] for name in names if name in self):
+            effects += group.reroute(self._watchers)
+            due_ms = group.next_deadline_ms()
+            if due_ms is not None and due_ms < self.due_ms:
+                self.due_ms = due_ms
+        return effects
+
+    def _watchers(self) -> tuple[bytes, ...]:
+        return tuple(peer.route for peer in self._peers if peer.role in WATCHERS)

@@ -122,9 +122,7 @@ class DpGroups:
     def on_rank_joined(self, peer: Peer) -> list[Effect]:
         """A rank is there (again)."""
         facts = peer.facts
-        if facts is None:
-            return []
-        if facts.dp_size == 1:
+        if facts is None or facts.dp_size == 1:
             self.restarts.over(peer.name)
             return []
         group = self._get(facts.dp_group, facts.dp_size)
@@ -151,7 +149,7 @@ class DpGroups:
         group.wave.on_rank_lost()
         group.watchdog.on_rank_lost(rank, peer.name, reason, now_ms)
         group.diagnosis = group.watchdog.diagnose(now_ms)
-        self._forget_empty()
+        _drop_empty(self)
         if was_down:
             return []
         fields = {"rank": rank, "peer": peer.name, "reason": reason, "left": len(group.ranks)}
@@ -177,15 +175,8 @@ class DpGroups:
         for group in self.dp_groups.values():
             if group.coordinator is peer:
                 group.coordinator = None
-        self._forget_empty()
+        _drop_empty(self)
         return []
-
-    def _forget_empty(self) -> None:
-        """Keep no more than the last that nobody is in: what became of them may still be asked."""
-        empty = [n for n, g in self.dp_groups.items() if not (g.ranks or g.coordinator)]
-        for name in empty[:-EMPTY_KEPT]:
-            del self.dp_groups[name]
-            self.restarts.over(name)
 
     # -- what coordinators and cores say ------------------------------------------
 
@@ -372,3 +363,11 @@ class DpGroups:
 
     def _note(self, event: str, group: DpGroup, level: str, fields: dict[str, object]) -> Note:
         return Note(event, level, {"group": self._group, "dp_group": group.name, **fields})
+
+
+def _drop_empty(groups: DpGroups) -> None:
+    """Keep no more than the last that nobody is in: what became of them may still be asked."""
+    empty = [n for n, g in groups.dp_groups.items() if not (g.ranks or g.coordinator)]
+    for name in empty[:-EMPTY_KEPT]:
+        del groups.dp_groups[name]
+        groups.restarts.over(name)

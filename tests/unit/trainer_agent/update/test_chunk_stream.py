@@ -7,15 +7,20 @@ import threading
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import anyio
+import pytest
 import torch
 
+from bus.errors import WavebusError
+from bus.messages import NackCode
 from bus.weight_transfer.base import Sender
 from trainer_agent.connection import Connection
+from trainer_agent.failures import own_nack
 from trainer_agent.update.chunk_stream import ChunkStream
 from trainer_agent.weights.any_source import as_source
+from trainer_agent.weights.source import PairSource
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -86,3 +91,34 @@ def test_engines_hear_in_order_what_was_sent() -> None:
 
     asyncio.run(scenario())
     assert [seq for name, seq in told if name == "ChunkSent"] == list(range(CHUNKS))
+
+
+class Blocked(PairSource):
+    """Gives one tensor, and the next one much later than it has time for."""
+
+    let_go = threading.Event()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in super().__iter__():
+            yield name, tensor
+            self.let_go.wait(3.0)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_source_is_left_when_it_stands_still_or_a_rank_is_lost(*, lost: bool) -> None:
+    """By the tensor that is next, or by the rank; what is left of it is drained for nobody."""
+
+    async def scenario() -> None:
+        source = Blocked({str(number): torch.zeros(16) for number in range(CHUNKS)})
+        stream = ChunkStream(source, Queueing(), chunk_bytes=64, verify="off")
+        line = Connection("", role="trainer", name="t", group="g", timeout_s=LIMIT_S if lost else 1)
+        stream.connection = line
+        if lost:
+            line.lost_rank = own_nack(NackCode.PEER_LOST, "it was not heard", peer="rank-1")
+        expected = "rank-1: it was not heard" if lost else "next is 1, of chunk 1"
+        with pytest.raises(WavebusError, match=expected):
+            await stream.fill()
+        stream.drain()
+        source.let_go.set()
+
+    asyncio.run(scenario())
