@@ -149,11 +149,12 @@ STAGED_VLLM_CELLS: Final = (
     Cell("core", "sigkill", "commit_asked", "vllm_dp", "staged"),
     Cell("core", "sigkill", "agreed", "vllm_dp", "staged"),
 )
-# One of each scene, with no engine to boot a second time: those of every test run.
+# One of each scene, with no engine to boot a second time: those of `make slow`.
 VLLM_SHARE: Final = (
     Cell("sidecar", "sigstop", "globally_paused", "vllm"),
     Cell("rank0", "sigkill", "middle_chunk", "vllm_dp"),
 )
+# This one is of every test run.
 STAGED_VLLM_SHARE: Final = (Cell("rank0", "sigkill", "last_chunk", "vllm", "staged"),)
 
 

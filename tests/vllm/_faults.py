@@ -37,20 +37,25 @@ _REST_MS: Final = 5.0
 
 
 def cells(scene: str) -> list[Any]:
-    """Of this scene, those of this run. One that waits for a timer, a minute long, is slow."""
+    """Of this scene, those of this run. One that waits for a timer, a minute long, is slow; and so
+    are ranks in lockstep, whose cores' part :mod:`tests.vllm.test_dp_ranks` has."""
     everything = os.environ.get("WAVEBUS_CHAOS_FAULTS") == "all"
     these = (*VLLM_CELLS, *STAGED_VLLM_CELLS) if everything else (*VLLM_SHARE, *STAGED_VLLM_SHARE)
     waits = () if everything else (pytest.mark.slow,)
     return [
-        pytest.param(cell, marks=waits if cell.fault == "sigstop" else ())
+        pytest.param(cell, marks=waits if cell.fault == "sigstop" or scene == "vllm_dp" else ())
         for cell in these
         if cell.scene == scene
     ]
 
 
-def make_world(folder: Path, scene: str, *options: str) -> World:
-    """``vllm``: the engine alone is vLLM. ``vllm_dp``: the two ranks in lockstep are. ``options``:
-    of its servers."""
+def make_world(folder: Path, scene: str, *options: str, coordinator: str = "bus") -> World:
+    """``vllm``: the engine alone is vLLM. ``vllm_dp``: the two ranks in lockstep are.
+
+    Args:
+        options: of its servers.
+        coordinator: of the ranks, see ``--dp-coordinator``.
+    """
     checkpoint = certain_experts(folder / "moe", max_positions=MAX_POSITIONS)
     server = (
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -59,7 +64,7 @@ def make_world(folder: Path, scene: str, *options: str) -> World:
         *("--disable-uvicorn-access-log", *options, "--model"),
     )
     environment = boot_environment(folder / "plugin", rest_ms=_REST_MS)
-    coordinated = ("--dp-coordinator", "bus") if scene == "vllm_dp" else ()
+    coordinated = ("--dp-coordinator", coordinator) if scene == "vllm_dp" else ()
     vllm = EngineKind(coordinated, server, environment)
     if scene == "vllm_dp":
         return World(folder, checkpoint, alone=_BYSTANDER, lockstep=vllm, pace=_PACE)

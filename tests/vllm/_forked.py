@@ -29,7 +29,6 @@ IMPORTED: Final = (
     "vllm.v1.worker.cpu_model_runner",
     "vllm.model_executor.models.qwen3",
     "vllm.model_executor.models.qwen3_moe",
-    "sidecar.vllm.plugin.worker.engine",
 )
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([*IMPORTED])

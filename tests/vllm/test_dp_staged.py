@@ -1,4 +1,4 @@
-"""Staged updates of real vLLM ranks in lockstep, with the bus as coordinator, that never stop.
+"""Staged updates of real vLLM ranks in lockstep, with vLLM's own coordinator, that never stop.
 
 As in :mod:`tests.integration.test_staged`.
 """
@@ -26,7 +26,7 @@ def test_every_token_is_of_one_version(tmp_path: Path, clear_cache: bool) -> Non
     """As of embedded engines."""
 
     async def scenario() -> None:
-        async with make_world(tmp_path, "vllm_dp") as world:
+        async with make_world(tmp_path, "vllm_dp", coordinator="vllm") as world:
             world.clear_cache = clear_cache
             assert await staged_updates(world, UPDATES) > 20 * UPDATES
 

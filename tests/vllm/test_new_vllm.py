@@ -101,6 +101,7 @@ def boot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Boot]:
         yield lambda changes: Bus(stack, tmp_path, copy_with(tmp_path / "copy", changes), capsys)
 
 
+@pytest.mark.slow
 def test_a_change_in_lockstep_code_costs_a_dense_engine_nothing(boot: Boot) -> None:
     """vLLM itself goes on with its renamed method; staged updates work, without a word of it."""
     renamed = ("sync_dp_state", "sync_state_of_ranks")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,13 @@ from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.procs import ROOT
 from tests.support.serving import an_engine, assert_serve
-from tests.vllm._vllm import require_vllm
+from tests.vllm._vllm import boot_environment, require_vllm
 from trainer_agent import SyncTrainerAgent
 from trainer_agent.weights.source import PairSource
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -41,7 +43,7 @@ CHUNK_BYTES = 1 << 14
 LIMIT_S = 300.0
 
 
-def test_the_example_runs() -> None:
+def test_the_example_runs(tmp_path: Path) -> None:
     """As its first lines say; it checks by itself what the engine then generates, and that half
     of a fused tensor is refused."""
     ended = subprocess.run(
@@ -51,6 +53,7 @@ def test_the_example_runs() -> None:
         timeout=LIMIT_S,
         check=False,
         cwd=ROOT,
+        env={**os.environ, **boot_environment(tmp_path)},
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "refused, and the engine serves on: manifest_refused" in ended.stdout
