@@ -293,6 +293,28 @@ def test_what_an_engine_aborts_goes_on_there_up_to_the_budget() -> None:
     run(main())
 
 
+def test_an_engine_that_aborts_without_a_token_is_left_alone_for_a_while() -> None:
+    """Also by a request that has tokens already."""
+    asked: list[int] = []
+
+    async def aborting(request: web.Request) -> web.StreamResponse:
+        asked.append(len(json.loads(await request.read())["token_ids"]))
+        if len(asked) == 3:
+            return await streamed(request, event(79, finish="stop"))
+        tokens = (78,) if len(asked) == 1 else ()
+        return await streamed(request, event(*tokens, finish="abort"))
+
+    async def main() -> None:
+        async with clients_of(aborting) as client:
+            (load,) = client._pool.router.engines.values()
+            (choice,) = (await client.generate(PROMPT, {"max_tokens": 3})).choices
+            assert choice.token_ids == (78, 79)
+            assert asked == [3, 4, 4]
+            assert load.held_until_s > 0
+
+    run(main())
+
+
 def test_what_kills_two_engines_is_sent_to_no_third() -> None:
     asked: list[str] = []
 

@@ -62,6 +62,11 @@ class ChoiceState:
         return len(self._attempts)
 
     @property
+    def gained(self) -> int:
+        """How many tokens the last of them gave."""
+        return self._attempts[-1].tokens
+
+    @property
     def has_ended(self) -> bool:
         """Whether its engine, or a stop string, has ended the attempt under way."""
         return bool(self._finish)

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from bus.errors import BusTimeout, NoEngine, Refused
+from bus.errors import NoEngine, WavebusError
 from trainer_agent.rollouts.router import Router
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from bus.messages import Routes
     from trainer_agent.connection import Connection
+    from trainer_agent.rollouts.router import EngineLoad
 
 _SERVING: Final = ("running", "staging")
 
@@ -29,7 +30,7 @@ class _Waiter:
     session: str | None
     sequences: int
     avoid: frozenset[str]
-    granted: asyncio.Future[str]
+    granted: asyncio.Future[EngineLoad]
 
 
 @dataclass(eq=False, slots=True)
@@ -96,7 +97,9 @@ class EnginePool:
         """A token came."""
         attempt.last_s = self._last_token_s = self.now_s()
 
-    async def acquire(self, session: str | None, sequences: int, avoid: frozenset[str]) -> str:
+    async def acquire(
+        self, session: str | None, sequences: int, avoid: frozenset[str]
+    ) -> EngineLoad:
         """The engine that a request goes to, when it is its turn.
 
         Raises:
@@ -130,9 +133,9 @@ class EnginePool:
             except TimeoutError:
                 await self._require_engines()
 
-    def release(self, engine: str, sequences: int) -> None:
+    def release(self, load: EngineLoad, sequences: int) -> None:
         """A request is over there; the next may come."""
-        self.router.release(engine, sequences)
+        self.router.release(load, sequences)
         self._grant()
 
     def _grant(self) -> None:
@@ -141,10 +144,10 @@ class EnginePool:
         for waiter in list(self._waiting):
             if not any(load.has_room(1, now_s) for load in self.router.engines.values()):
                 break
-            engine = self.router.pick(waiter.session, waiter.sequences, now_s, waiter.avoid)
-            if engine is not None:
+            load = self.router.pick(waiter.session, waiter.sequences, now_s, waiter.avoid)
+            if load is not None:
                 self._waiting.remove(waiter)
-                waiter.granted.set_result(engine)
+                waiter.granted.set_result(load)
         self._stop_timer()
         release_s = self.router.next_release_s(now_s)
         if self._waiting and release_s is not None:
@@ -161,7 +164,7 @@ class EnginePool:
         known = sorted(self.router.engines) or ["none"]
         try:
             engines = await self._connection.engines()
-        except (BusTimeout, Refused) as error:
+        except WavebusError as error:
             raise NoEngine(
                 f"no engine took a request for {self._unavailable_s:g} s; the last routes: "
                 f"{', '.join(known)}; {error}"
@@ -181,7 +184,7 @@ class EnginePool:
             since_s = self.now_s() - self.stall_s
             if not any(attempt.last_s < since_s for attempt in self.attempts):
                 continue
-            with contextlib.suppress(BusTimeout, Refused):
+            with contextlib.suppress(WavebusError):
                 idle = {e.name for e in await self._connection.engines() if e.phase not in _SERVING}
                 for attempt in self.attempts:
                     if attempt.engine in idle:

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
     import aiohttp
 
+    from bus.messages import Route
     from trainer_agent.rollouts.choice import Tokenizer
     from trainer_agent.rollouts.engine_pool import EnginePool
     from trainer_agent.rollouts.request import RolloutRequest
     from trainer_agent.rollouts.results import TokenDelta
+    from trainer_agent.rollouts.router import EngineLoad
 
 _FAILURES: Final = 5
 _POISONED: Final = 2
@@ -89,8 +91,8 @@ class RolloutRun:
     async def _attempt(self, choices: Sequence[ChoiceState]) -> None:
         """Ask one engine for these choices: all from the start, or one from where it is."""
         request, first = self._request, choices[0]
-        engine = await self._pool.acquire(request.session_id, len(choices), frozenset(self._avoid))
-        route = self._pool.router.engines[engine].route
+        load = await self._pool.acquire(request.session_id, len(choices), frozenset(self._avoid))
+        route = load.route
         cut: Cut | None = None
         try:
             if first.token_ids:
@@ -98,19 +100,19 @@ class RolloutRun:
             body = request.body(
                 first.token_ids, first.index, len(choices), route.limits, first.attempts
             )
-            await self._read(choices, engine, route.endpoint, body)
+            await self._read(choices, route, body)
         except Cut as error:
             cut = error
         finally:
-            self._pool.release(engine, len(choices))
+            self._pool.release(load, len(choices))
         for choice in choices:
             try:
-                choice.end_attempt(engine, cut.how if cut else "")
+                choice.end_attempt(route.engine, cut.how if cut else "")
             except Cut as error:
                 cut = error
             if choice.done:
-                self._pool.router.succeeded(engine)
-        self._judge(choices, engine, route.endpoint, cut)
+                self._pool.router.succeeded(load)
+        self._judge(choices, load, cut)
 
     def _prepare(self, choice: ChoiceState, reasons: Sequence[str]) -> None:
         """Decide how a choice that has tokens goes on."""
@@ -128,29 +130,24 @@ class RolloutRun:
             )
 
     async def _read(
-        self,
-        choices: Sequence[ChoiceState],
-        engine: str,
-        endpoint: str,
-        body: dict[str, Any],
+        self, choices: Sequence[ChoiceState], route: Route, body: dict[str, Any]
     ) -> None:
         """Take what an engine answers, until it has ended.
 
         Raises:
             Cut: before that.
         """
-        alone = len(choices) == 1
         with anyio.CancelScope() as scope:
-            attempt = AttemptWatch(engine, scope, self._pool.now_s())
+            attempt = AttemptWatch(route.engine, scope, self._pool.now_s())
             self._pool.attempts.add(attempt)
             try:
-                async with contextlib.aclosing(pieces(self._http, endpoint, body)) as stream:
+                async with contextlib.aclosing(pieces(self._http, route.endpoint, body)) as stream:
                     async for batch in stream:
                         for piece in batch:
                             if not 0 <= piece.index < len(choices):
                                 raise Cut("broken", f"choice {piece.index} of {len(choices)}")
-                            choice = choices[0 if alone else piece.index]
-                            delta = choice.take(piece, engine)
+                            choice = choices[piece.index]
+                            delta = choice.take(piece, route.engine)
                             if delta is not None:
                                 self._pool.on_token(attempt)
                                 if self._on_delta is not None:
@@ -162,25 +159,19 @@ class RolloutRun:
         if scope.cancelled_caught:
             raise Cut("stalled", f"no token for {self._pool.stall_s:g} s")
 
-    def _judge(
-        self,
-        choices: Sequence[ChoiceState],
-        engine: str,
-        endpoint: str,
-        cut: Cut | None,
-    ) -> None:
+    def _judge(self, choices: Sequence[ChoiceState], load: EngineLoad, cut: Cut | None) -> None:
         """What an attempt's end means for its engine and its request.
 
         Raises:
             RequestPoisoned, RolloutFailed: it is given up.
         """
+        engine, endpoint = load.route.engine, load.route.endpoint
+        is_empty = not any(choice.done or choice.gained for choice in choices)
+        if cut.how in ("rejected", "unreachable", "died") if cut else is_empty:
+            self._pool.router.rejected(load, self._pool.now_s())
         if cut is None:
-            if not any(choice.done or choice.token_ids for choice in choices):
-                self._pool.router.rejected(engine, self._pool.now_s())  # ended before it began
             return
         self._last = f"{engine} at {endpoint}: {cut}"
-        if cut.how in ("rejected", "unreachable", "died"):
-            self._pool.router.rejected(engine, self._pool.now_s())
         if cut.how in ("died", "broken", "stalled"):
             self._avoid.add(engine)
         if cut.how == "died":

@@ -62,26 +62,28 @@ class Router:
 
     def __init__(self) -> None:
         self.engines: dict[str, EngineLoad] = {}
-        self._gone: dict[str, EngineLoad] = {}  # with requests still in flight
+        # By engine and endpoint: the routed ones, and those with requests of ours.
+        self._loads: dict[tuple[str, str], EngineLoad] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()  # the least recently used first
         self._count: Counter[str] = Counter()  # sessions of each engine
 
     def update(self, routes: Iterable[Route]) -> None:
         """Take the engines that are routed now."""
-        known = {**self._gone, **self.engines}
         now: dict[str, EngineLoad] = {}
         for route in routes:
             if not route.endpoint:
                 continue
-            load = known.pop(route.engine, None)
-            if load is None or load.route.endpoint != route.endpoint:
-                load = EngineLoad(route, float(route.limits.slots or _UNKNOWN_SLOTS))
-            elif route.engine not in self.engines:
+            key = route.engine, route.endpoint
+            load = self._loads.setdefault(
+                key, EngineLoad(route, float(route.limits.slots or _UNKNOWN_SLOTS))
+            )
+            if route.engine not in self.engines:
                 load.held_until_s = 0.0  # it is back
             load.route = route
             now[route.engine] = load
         self.engines = now
-        self._gone = {name: load for name, load in known.items() if load.in_flight}
+        kept = self._loads.items()
+        self._loads = {key: e for key, e in kept if e.in_flight or now.get(key[0]) is e}
 
     def limits(self) -> RequestLimits:
         """What all of them take; what none reports is 0."""
@@ -99,42 +101,34 @@ class Router:
 
     def pick(
         self, session: str | None, sequences: int, now_s: float, avoid: Collection[str] = ()
-    ) -> str | None:
+    ) -> EngineLoad | None:
         """The engine to send a request of so many sequences to, which count as in flight there
-        from now on; None if it must wait. ``avoid``: engines that failed it."""
+        until :meth:`release`; None if it must wait. ``avoid``: engines that failed it."""
         able = {name: load for name, load in self.engines.items() if name not in avoid}
+        able = able or self.engines
         if session is not None:
-            name = self._place(session, able or self.engines)
+            name = self._place(session, able)
+            free = [able[name]] if name is not None else []
         else:
-            free = [
-                (load.in_flight / load.slots, name)
-                for name, load in (able or self.engines).items()
-                if load.has_room(sequences, now_s)
-            ]
-            name = min(free)[1] if free else None
-        if name is None or not self.engines[name].has_room(sequences, now_s):
-            return None
-        self.engines[name].in_flight += sequences
-        return name
+            free = sorted(able.values(), key=lambda e: (e.in_flight / e.slots, e.route.engine))
+        for load in free:
+            if load.has_room(sequences, now_s):
+                load.in_flight += sequences
+                return load
+        return None
 
-    def release(self, engine: str, sequences: int) -> None:
+    def release(self, load: EngineLoad, sequences: int) -> None:
         """They are no longer in flight there."""
-        load = self.engines.get(engine) or self._gone.get(engine)
-        if load is not None:
-            load.in_flight -= sequences
-            if not load.in_flight:
-                self._gone.pop(engine, None)
+        load.in_flight -= sequences
 
-    def succeeded(self, engine: str) -> None:
+    def succeeded(self, load: EngineLoad) -> None:
         """A sequence has ended there by itself."""
-        if (load := self.engines.get(engine)) is not None:
-            load.window = min(load.slots, load.window + 1 / load.window)
-            load.hold_s = _HOLD_S
+        load.window = min(load.slots, load.window + 1 / load.window)
+        load.hold_s = _HOLD_S
 
-    def rejected(self, engine: str, now_s: float) -> None:
+    def rejected(self, load: EngineLoad, now_s: float) -> None:
         """It takes no requests now, or can't be reached: leave it alone for a while."""
-        load = self.engines.get(engine)
-        if load is not None and now_s >= load.held_until_s:  # once for all that were under way
+        if now_s >= load.held_until_s:  # once for all that were under way
             load.window = max(1.0, load.window / 2)
             load.held_until_s = now_s + load.hold_s
             load.hold_s = min(2 * load.hold_s, _LONGEST_HOLD_S)

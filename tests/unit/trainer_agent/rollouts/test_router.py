@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from bus.messages import RequestLimits, Route
 from trainer_agent.rollouts.router import Router
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 SESSIONS = 400
 
@@ -23,24 +28,35 @@ def routes(*names: str, slots: int = 4) -> list[Route]:
 
 def place(router: Router, session: str) -> str:
     """Where a session's request goes when there is room."""
-    engine = router.pick(session, 1, 0.0)
-    assert engine is not None
-    router.release(engine, 1)
-    return engine
+    load = router.pick(session, 1, 0.0)
+    assert load is not None
+    router.release(load, 1)
+    return load.route.engine
+
+
+def picked(
+    router: Router,
+    session: str | None = None,
+    sequences: int = 1,
+    now_s: float = 0.0,
+    avoid: Collection[str] = (),
+) -> str | None:
+    """The name of the engine; the request stays in flight."""
+    load = router.pick(session, sequences, now_s, avoid)
+    return load.route.engine if load is not None else None
 
 
 def test_requests_go_to_the_least_loaded_engine_until_its_slots_are_full() -> None:
     router = router_of("a", "b", slots=2)
-    picked = [router.pick(None, 1, 0.0) for _ in range(5)]
-    assert Counter(picked) == {"a": 2, "b": 2, None: 1}
-    router.release("b", 1)
-    assert router.pick(None, 1, 0.0) == "b"
+    assert Counter(picked(router) for _ in range(5)) == {"a": 2, "b": 2, None: 1}
+    router.release(router.engines["b"], 1)
+    assert picked(router) == "b"
 
 
 def test_a_request_larger_than_a_window_goes_alone() -> None:
     router = router_of("a", slots=2)
-    assert router.pick(None, 5, 0.0) == "a"
-    assert router.pick(None, 1, 0.0) is None
+    assert picked(router, sequences=5) == "a"
+    assert picked(router) is None
 
 
 def test_no_engine_has_more_than_its_share_of_sessions() -> None:
@@ -65,42 +81,55 @@ def test_an_engine_that_leaves_moves_its_sessions_and_its_return_moves_none() ->
 
 def test_a_session_waits_for_its_engine_though_another_is_free() -> None:
     router = router_of("a", "b", slots=1)
-    engine = router.pick("s", 1, 0.0)
-    assert router.pick("s", 1, 0.0) is None
-    assert router.pick(None, 1, 0.0) not in (None, engine)
+    engine = picked(router, "s")
+    assert picked(router, "s") is None
+    assert picked(router) not in (None, engine)
 
 
 def test_rejections_shrink_a_window_once_for_all_under_way_and_completions_grow_it() -> None:
     router = router_of("a", slots=8)
     load = router.engines["a"]
     for _ in range(5):
-        router.rejected("a", 1.0)
+        router.rejected(load, 1.0)
     assert load.window == 4
-    assert router.pick(None, 1, 1.0) is None
+    assert picked(router, now_s=1.0) is None
     held_until_s = router.next_release_s(1.0)
     assert held_until_s is not None
-    assert router.pick(None, 1, held_until_s) == "a"
+    assert picked(router, now_s=held_until_s) == "a"
     for _ in range(100):
-        router.succeeded("a")
+        router.succeeded(load)
     assert load.window == 8
 
 
 def test_an_engine_that_returns_is_asked_at_once_and_keeps_count_of_what_is_in_flight() -> None:
     router = router_of("a", slots=1)
-    assert router.pick(None, 1, 0.0) == "a"
-    router.rejected("a", 0.0)
+    load = router.pick(None, 1, 0.0)
+    assert load is not None
+    router.rejected(load, 0.0)
     router.update([])
-    assert router.pick(None, 1, 0.0) is None
+    assert picked(router) is None
     router.update(routes("a", slots=1))
-    assert router.pick(None, 1, 0.0) is None  # its one slot is taken
-    router.release("a", 1)
-    assert router.pick(None, 1, 0.0) == "a"
+    assert picked(router) is None  # its one slot is taken
+    router.release(load, 1)
+    assert picked(router) == "a"
+
+
+def test_requests_of_a_dead_engine_do_not_count_for_the_one_in_its_place() -> None:
+    """It has the same name, and another port."""
+    router = router_of("a", slots=1)
+    old = router.pick(None, 1, 0.0)
+    assert old is not None
+    anew = [replace(route, endpoint="http://a:2") for route in routes("a", slots=1)]
+    router.update(anew)
+    assert picked(router) == "a"
+    router.release(old, 1)
+    assert picked(router) is None  # its one slot is taken
 
 
 def test_what_failed_a_request_is_avoided_unless_nothing_else_is_there() -> None:
     router = router_of("a", "b")
-    assert router.pick(None, 1, 0.0, avoid={"a"}) == "b"
-    assert router.pick(None, 1, 0.0, avoid={"a", "b"}) is not None
+    assert picked(router, avoid={"a"}) == "b"
+    assert picked(router, avoid={"a", "b"}) is not None
 
 
 def test_the_strictest_limits_hold_for_all() -> None:
@@ -117,4 +146,4 @@ def test_the_strictest_limits_hold_for_all() -> None:
 def test_engines_without_an_endpoint_are_left_out() -> None:
     router = Router()
     router.update([Route("a", "a", "")])
-    assert router.pick(None, 1, 0.0) is None
+    assert picked(router) is None
