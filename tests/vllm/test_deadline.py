@@ -161,7 +161,7 @@ class Bus:
     def __init__(self, stack: contextlib.ExitStack, attached: Attached) -> None:
         self._stack = stack
         self._attached = attached
-        timing = ("--heartbeat-ms", "300", "--peer-timeout-ms", "2000")
+        timing = ("--heartbeat-ms", "500", "--peer-timeout-ms", "3000")
         self.broker = self.add(wavebus("broker", "--listen", "tcp://127.0.0.1:*", *timing))
         self.address = self.broker.first_line()
 
@@ -252,7 +252,7 @@ def test_a_sidecar_killed_with_a_chunk_loaded(bus: Bus, attached: Attached) -> N
     again = bus.sidecar()
     assert bus.phase() == "quarantined"
     new = perturbed(load(attached), 3)
-    with SyncTrainerAgent(bus.address, name="next", lease_ms=4000) as agent:
+    with SyncTrainerAgent(bus.address, name="next", lease_ms=6000) as agent:
         agent.wait_for_engines(1, timeout_s=PATIENCE_S)
         agent.update_weights(list(new.items()), how="paused")
         assert attached.ask(20).result()[0] == attached.checkpoint.greedy(new, PROMPT, 20)
@@ -290,7 +290,7 @@ def test_a_sidecar_stopped_for_longer_than_the_lease(bus: Bus, attached: Attache
     sidecar.signal(signal.SIGCONT)
     bus.broker.wait_event("peer_joined", peer="e0")
     until(lambda: bus.phase() == "running")
-    with SyncTrainerAgent(bus.address, name="next", lease_ms=4000) as agent:
+    with SyncTrainerAgent(bus.address, name="next", lease_ms=6000) as agent:
         agent.wait_for_engines(1, timeout_s=PATIENCE_S)
         agent.update_weights(list(load(attached).items()), how="paused")
     assert sidecar.stop() == 0
