@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 SCHEDULES: Final = max(1, int(int(os.environ.get("WAVEBUS_CHAOS_SCHEDULES", "350")) * SHARE))
 SEED: Final = os.environ.get("WAVEBUS_CHAOS_SEED", "")
+# Schedules that have found something, though no other of 10,000 did.
+FOUND: Final = [2935, 6195, 7831]
 FEW: Final = 500  # are not worth another process
 # How often, in a thousand schedules. A third of the usual counts must be reached.
 REACHED: Final = {
@@ -86,6 +88,12 @@ def test_nothing_that_goes_wrong_is_forgotten(
     scale = len(seeds) / 1000 / 3
     missing = {key: reach[key] for key, least in REACHED.items() if reach[key] < int(least * scale)}
     assert not missing, f"reached too seldom: {missing}"
+
+
+def test_what_was_found_once_is_not_found_again() -> None:
+    """Whatever the number of schedules in this run."""
+    _, violations = play_all(FOUND, apart=False)
+    assert violations == []
 
 
 def test_processes_find_the_same() -> None:

@@ -50,8 +50,16 @@ if TYPE_CHECKING:
 # Who belongs to no group.
 WATCHERS: Final = ("observer", "scheduler")
 # An ABORT of these is answered when their call has returned.
-UNDONE: Final = (Step.ARM, Step.START, Step.CHUNK, Step.FINISH, Step.PROBE, Step.COMMIT, Step.ABORT)
-_SHOWN: Final = (Step.PAUSE_LOCAL, Step.PAUSE_GLOBAL, Step.RESUME)
+UNDONE: Final = (
+    *(Step.TRANSFER_INIT, Step.ARM, Step.START, Step.CHUNK, Step.FINISH, Step.PROBE, Step.COMMIT),
+    Step.ABORT,
+)
+# In which phases an engine may still be at it; a heartbeat with any other one answers for it.
+_AT_IT: Final[dict[str, tuple[Phase, ...]]] = {
+    **dict.fromkeys((Step.PAUSE_LOCAL, Step.PAUSE_GLOBAL, Step.RESUME), ("pausing", "resuming")),
+    Step.SLEEP: ("paused",),
+    Step.WAKE: ("asleep", "weights_discarded"),
+}
 
 
 @dataclass(slots=True)
@@ -101,11 +109,12 @@ class Peer:
 
     def answers(self, message: Message) -> bool:
         """Whether a message ends that the engine is overdue: its answer to the step, or to an ABORT
-        of it (:data:`UNDONE`); or a heartbeat which shows that a pause's step is over."""
+        of it (:data:`UNDONE`); or a heartbeat which shows that the step is over."""
         step = getattr(message, "step", "")
         undone = step == Step.ABORT and type(message) is Ack and self.overdue in UNDONE
-        over = type(message) is Heartbeat and message.phase not in ("pausing", "resuming")
-        return step == self.overdue or undone or (over and self.overdue in _SHOWN)
+        at_it = _AT_IT.get(self.overdue)
+        over = type(message) is Heartbeat and at_it is not None and message.phase not in at_it
+        return step == self.overdue or undone or over
 
     def view(self, now_ms: float) -> EngineView:
         """What a status shows of an engine."""

@@ -297,10 +297,11 @@ class EngineUpdate:
 
     def abort(self, msg_id: int, message: m.Abort) -> list[c.SessionEffect]:
         """ABORT."""
-        if self.state is _S.NONE or message.update_id != self.update_id:
+        unknown = self.state is _S.NONE or message.update_id != self.update_id
+        if unknown and not isinstance(self._queue.running(), c.CallOpenTransfer):
             outcome = self._or_partial("untouched")
             return [c.ack(msg_id, m.Step.ABORT, message.update_id, outcome=outcome)]
-        if self.state is _S.ABORTING:
+        if unknown or self.state is _S.ABORTING:  # that ends first: it is asked again
             return []
         if self.state is _S.COMMITTING and not self.staged:
             raise wrong_state("the update is being committed")

@@ -27,6 +27,7 @@ from bus.messages import (
 from bus.protocol.core.effects import Note
 from bus.protocol.core.failures import Failure
 from bus.protocol.engine.calls import (
+    Call,
     CallAbortRequests,
     CallArm,
     CallCommit,
@@ -36,6 +37,7 @@ from bus.protocol.engine.calls import (
     CallReceive,
     CallRestore,
     CallResume,
+    CallSleep,
     CallStart,
 )
 from bus.protocol.group.pause import PauseState
@@ -594,7 +596,7 @@ def test_a_step_ends_in_time_though_an_engine_lives_and_is_silent(
 
 
 def test_an_engine_that_opens_no_transport_is_left_out_until_it_does() -> None:
-    """An ABORT, which waits for no opening, is no answer to it."""
+    """An ABORT of it is answered when it is over."""
     scene = Scene(1, 1)
     silent, group = scene.engine("e1"), scene.world.existing_group
     silent.behaviour.hold.add(CallOpenTransfer)
@@ -607,6 +609,24 @@ def test_an_engine_that_opens_no_transport_is_left_out_until_it_does() -> None:
     silent.release(CallOpenTransfer)
     scene.update(9)
     assert scene.settled().excluded == ()
+
+
+@pytest.mark.parametrize("kind", [CallOpenTransfer, CallArm, CallSleep])
+def test_who_has_answered_too_late_returns_though_the_answer_is_lost(kind: type[Call]) -> None:
+    """It is asked for an ABORT until it answers; or its heartbeats show that the step is over."""
+    scene = Scene(1, 1)
+    late, group = scene.engine("e1"), scene.world.existing_group
+    late.behaviour.hold.add(kind)
+    scene.trainer.run(scene.trainer.sleep(1) if kind is CallSleep else scene.trainer.update(7))
+    assert scene.world.run_until(
+        lambda: bool(group.registry.engines["e1"].overdue), within_ms=40_000.0
+    )
+    scene.world.network.cut(late.route, up=True)
+    late.release(kind)
+    scene.world.run_for(400.0)
+    assert group.registry.engines["e1"].overdue, "its answer is lost"
+    scene.world.network.heal(late.route)
+    assert scene.world.run_until(lambda: not group.registry.engines["e1"].overdue)
 
 
 def test_an_update_waits_for_its_sender_and_for_no_engine() -> None:
