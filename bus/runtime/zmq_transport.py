@@ -69,6 +69,7 @@ _recv: Final = zmq.backend.Socket.recv
 _LINGER_MS: Final = 2_000
 _REBIND_S: Final = 1.0
 _RECONNECT_S: Final = 2.0
+_RECONNECT_PAUSE_S: Final = 0.25
 # Longer than a broker that is well leaves anybody without a word; then twice as long, and so on.
 _SILENCE_LIMIT_S: Final = 6.0
 _MAX_SILENCE_LIMIT_S: Final = 30.0
@@ -316,7 +317,10 @@ class ZmqClient(ZmqSocket):
             return False
         finally:
             self.drain_soon()
-        now_s = self._reached_s = time.monotonic()
+        now_s, before_s = time.monotonic(), self._reached_s
+        self._reached_s = now_s
+        if now_s > before_s + self._silence_limit_s / 2:
+            self._unanswered_since_s = now_s  # this process did not run: an answer may wait unread
         self._unanswered_since_s = self._unanswered_since_s or now_s
         if now_s > self._unanswered_since_s + self._silence_limit_s:
             # A broker that did not run for a while may have met this connection while it held the
@@ -335,9 +339,14 @@ class ZmqClient(ZmqSocket):
         self._reconnect()
 
     def _reconnect(self) -> None:
+        """End the connection, and make another when the broker has found that it has ended."""
         with contextlib.suppress(zmq.ZMQError):
             self.socket.disconnect(self._address)
-        self.socket.connect(self._address)
+        self._loop.call_later(_RECONNECT_PAUSE_S, self._connect)
+
+    def _connect(self) -> None:
+        if not self._closed:
+            self.socket.connect(self._address)
 
 
 def _refuse_open(address: str, *, insecure: bool, what: str) -> None:

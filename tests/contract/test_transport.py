@@ -6,6 +6,7 @@ import asyncio
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import pytest
@@ -259,6 +260,30 @@ def test_a_connection_that_the_broker_does_not_take_is_made_anew(
                 if not waiting.cancel():
                     break
             assert b"after" in ends.inbox.bodies
+        finally:
+            ends.close()
+
+    asyncio.run(main())
+
+
+def test_who_did_not_run_for_a_while_keeps_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An answer to what it had sent before may wait unread. A second connection would come while
+    the broker holds the first, and get nothing."""
+    now_s = 1.0
+    monkeypatch.setattr(zmq_transport, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    async def main() -> None:
+        nonlocal now_s
+        ends = Ends(ZmqNetwork())
+        try:
+            client, _ = ends.client(b"e0#1")
+            await greet(ends, client, b"e0#1")
+            now_s += 100.0
+            assert client.send(b"stopped")
+            assert client.send(b"again")
+            await ends.inbox.until(lambda: b"again" in ends.inbox.bodies)
         finally:
             ends.close()
 
