@@ -172,6 +172,7 @@ class VllmHttpEngine(UpdatesByPlugin):
             booted_closed=self._admission.booted_closed,
             ends_with_sidecar=self._server is not None,
             features=facts.features,
+            limits=facts.limits_of(cores),
             untested=untested_reason(version),
         )
         self._core.learn(facts, info, cores=cores, here=self._is_local)

@@ -110,6 +110,7 @@ class VllmEngine(UpdatesByPlugin):
             closed=self._admission.found_closed,
             booted_closed=self._admission.booted_closed,
             features=facts.features,
+            limits=facts.limits_of(cores),
             untested=untested_reason(vllm.__version__),
             dtype=str(config.model_config.dtype).removeprefix("torch."),
         )

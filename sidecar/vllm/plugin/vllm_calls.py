@@ -11,6 +11,7 @@ from bus.seams import Form, Has, Says, Seam, Takes
 
 _LLM: Final = "vllm.v1.engine.async_llm:AsyncLLM"
 _ENTRY: Final = "vllm.entrypoints"
+_SAMPLER: Final = "vllm.v1.worker.gpu.sample.sampler:Sampler"
 _PAUSE_ROUTES: Final = ("'/pause'", "'/resume'", "'/update_weight_version'", "'/weight_info'")
 
 CALLED: Final = (
@@ -36,6 +37,29 @@ CALLED: Final = (
         "draft models",
         ("draft_updates",),
         (Has("vllm.v1.worker.worker_base:WorkerBase", ("supports_draft_weight_updates",)),),
+    ),
+    Seam(
+        "request limits",
+        ("request_limits", "exact_seeds"),
+        (
+            Has("vllm.config.vllm:VllmConfig", ("use_v2_model_runner", "speculative_config")),
+            Has("vllm.config.model:ModelConfig", ("get_vocab_size", "max_model_len")),
+            Has("vllm.config.scheduler:SchedulerConfig", ("max_num_seqs",)),
+        ),
+    ),
+    # The noise of a draw depends on the request's seed and the token's absolute position alone.
+    Seam(
+        "seeded draws",
+        ("exact_seeds",),
+        (
+            Says(f"{_SAMPLER}.__call__", ("pos = input_batch.positions[",)),
+            Says(f"{_SAMPLER}.sample", ("or self.sampling_states.any_explicit_seed(",)),
+            Says(f"{_SAMPLER}._sample_random", ("self.sampling_states.seeds.gpu, pos,",)),
+            Says(
+                "vllm.v1.worker.gpu.sample.gumbel:gumbel_noised_argmax",
+                ("murmur3_uniform32(seed, pos, keys)", "murmur3_uniform64(seed, pos, keys)"),
+            ),
+        ),
     ),
     Seam(
         "AsyncLLM",
