@@ -15,6 +15,7 @@ from msgspec.structs import replace
 import bus.log
 from bus.errors import EngineError
 from bus.vllm_payloads import native_name
+from bus.vllm_versions import untested_reason
 from bus.weight_transfer.registry import receiver_backends
 from sidecar.engine import EngineInfo
 from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusReader, NoPage
@@ -213,7 +214,14 @@ def driven_backends(chosen: str) -> tuple[str, ...]:
 
 
 def server_info(
-    config: dict[str, Any], version: str, url: str, backend: str, *, draft: bool
+    config: dict[str, Any],
+    version: str,
+    endpoint: str,
+    backend: str,
+    facts: WorkerFacts,
+    cores: int,
+    *,
+    draft: bool,
 ) -> EngineInfo:
     parallel = config["parallel_config"]
     external = bool(parallel["data_parallel_external_lb"])
@@ -226,8 +234,11 @@ def server_info(
         dp_size=dp_size if external else 1,
         workers=world * (1 if external else dp_size),
         backends=driven_backends(backend),
-        endpoint=url,
+        endpoint=endpoint,
         can_sleep=bool(config["model_config"].get("enable_sleep_mode")),
         draft=draft,
+        features=facts.features,
+        limits=facts.limits_of(cores),
+        untested=untested_reason(version),
         dtype=str(config["model_config"].get("dtype", "")).removeprefix("torch."),
     )

@@ -7,6 +7,7 @@ directly, and closing the adapter leaves it running.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -25,13 +26,14 @@ from sidecar.engine import (
 )
 from sidecar.vllm.admission import AdmissionControl
 from sidecar.vllm.core_state import CoreLink, check_ranks, driven_backends, parse_version
+from sidecar.vllm.http_routes import HttpRoutes
 from sidecar.vllm.lora_routes import adapter_id, adapter_path
 from sidecar.vllm.plugin import worker_rpc
 from sidecar.vllm.plugin.compat import check_backend
 from sidecar.vllm.worker_client import UpdatesByPlugin, WorkerClient, engine_error
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Sequence
 
     from sidecar.shared_pages.core_status import CoreStatusView
     from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
@@ -49,15 +51,24 @@ class VllmEngine(UpdatesByPlugin):
 
     Args:
         async_llm: the engine, which stays the caller's.
+        serve: options of vLLM's API server, such as ``("--port", "8000")``: its data routes are
+            served from this process, and rollout clients reach them. None: they are not.
         dp_coordinator: ``bus`` insists that the bus coordinates its DP group; see
             :mod:`sidecar.vllm.plugin.environment` for how it comes to.
     """
 
-    def __init__(self, async_llm: Any, *, dp_coordinator: DpCoordinator = "vllm") -> None:
+    def __init__(
+        self,
+        async_llm: Any,
+        *,
+        serve: Sequence[str] | None = None,
+        dp_coordinator: DpCoordinator = "vllm",
+    ) -> None:
         self._llm = async_llm
         self._core = CoreLink(dp_coordinator)
         self._connection = InProcessConnection(async_llm)
-        self._admission = AdmissionControl(self._connection.ask, served=False)
+        self._admission = AdmissionControl(self._connection.ask, served=serve is not None)
+        self._routes = HttpRoutes(async_llm, serve) if serve is not None else None
         self._plugin = WorkerClient(self._connection)
 
     async def start(self) -> EngineInfo:
@@ -68,7 +79,8 @@ class VllmEngine(UpdatesByPlugin):
                 the bus drives, or with another coordinator; the text says what to change.
         """
         with answers_within(START_ANSWER_S, "the engine core of the AsyncLLM"):
-            return await self._read_info()
+            info = await self._read_info()
+        return replace(info, endpoint=await self._routes.start()) if self._routes else info
 
     async def _read_info(self) -> EngineInfo:
         import vllm  # noqa: PLC0415 - whoever has an AsyncLLM has vLLM; nobody else needs it
@@ -133,6 +145,8 @@ class VllmEngine(UpdatesByPlugin):
 
     async def close(self) -> None:
         """The engine is the caller's, and stays."""
+        if self._routes is not None:
+            await self._routes.close()
         self._plugin.close()
 
     async def died(self) -> str:

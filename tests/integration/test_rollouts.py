@@ -170,6 +170,16 @@ def test_bad_input_reaches_no_engine(bus: Bus) -> None:
     run(main())
 
 
+def test_what_an_engine_refuses_in_its_stream_kills_no_other() -> None:
+    async def main() -> None:
+        refusal = {"error": {"type": "BadRequestError", "message": "min_p", "code": 400}}
+        async with clients_of(then(refusal), honest) as client:
+            with pytest.raises(UsageError, match="refuses the request: min_p"):
+                await client.generate(PROMPT, {"max_tokens": 5})
+
+    run(main())
+
+
 # Engines that talk nonsense
 
 

@@ -91,6 +91,20 @@ CALLED: Final = (
         ),
     ),
     Seam(
+        "routes in process",
+        ("in_process_routes",),
+        (
+            Says(f"{_ENTRY}.cli.serve", ("make_arg_parser",)),
+            Takes(f"{_ENTRY}.launchers.app:build_app", ("args", "supported_tasks", "model_config")),
+            Takes(
+                f"{_ENTRY}.launchers.api_server.app_state:init_app_state",
+                ("engine_client", "state", "args", "supported_tasks"),
+            ),
+            Has(f"{_ENTRY}.launchers.launcher:NoSignalServer", ("capture_signals",)),
+            Has(_LLM, ("get_supported_tasks",)),
+        ),
+    ),
+    Seam(
         "routes",
         ("over_http",),
         (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from bus.seams import Form, Has, Says, Takes, Wrap
+from bus.seams import Form, Says, Takes, Wrap
 
 # Those that begin with "lockstep" concern ranks that step together (mixtures of experts with data
 # parallelism), and no other engine.
@@ -35,6 +35,7 @@ FEATURES: Final = {
     "draft_updates": "update draft models",
     "sleep": "have engines sleep and wake, also with a KV connector",
     "in_process": "drive an AsyncLLM in its own process",
+    "in_process_routes": "serve an AsyncLLM's data routes from its own process",
     "over_http": "drive an API server through its RL routes",
     "cpu_experts": "run mixtures of experts in lockstep on CPUs",
 }

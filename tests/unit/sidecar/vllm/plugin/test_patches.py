@@ -158,6 +158,9 @@ CHANGES: dict[str, list[tuple[str, str, set[str]]]] = {
     "AsyncLLM": [
         ("reshape", "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc", {"in_process"}),
     ],
+    "routes in process": [
+        ("rename", "vllm.entrypoints.launchers.app:build_app", {"in_process_routes"}),
+    ],
     "routes": [
         (
             "without Response(status_code=503)",
