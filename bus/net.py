@@ -46,10 +46,8 @@ def http_url(host: str, port: int | str) -> str:
 
 
 def advertised(url: str, by: str) -> str:
-    """The base URL by which clients reach what listens at ``url``.
-
-    Args:
-        by: a URL, or the host in place of that of ``url``; empty: as it listens.
+    """The base URL by which clients reach what listens at ``url``. ``by``: a URL, or the host in
+    place of that of ``url``; empty: as it listens.
 
     Raises:
         UsageError: it listens on every address, and ``by`` is empty.

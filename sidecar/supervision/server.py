@@ -30,7 +30,7 @@ from bus.vllm_payloads import UNSUPPORTED
 from sidecar.supervision.launch import API_KEY, free_port, with_reaper
 from sidecar.vllm.plugin import environment
 from sidecar.vllm.plugin.compat import BACKEND
-from sidecar.vllm.plugin.data_routes import DataRoutesOnly
+from sidecar.vllm.plugin.front_end import DataRoutesOnly
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -121,10 +121,7 @@ def _for_other_hosts(host: str, api_key: str, env: Mapping[str, str]) -> list[st
         UsageError: its routes would not be protected.
     """
     if env.get(RUST_FRONT_END, "0") != "0":
-        raise UsageError(
-            f"--host {host}: {RUST_FRONT_END}={env[RUST_FRONT_END]}: vLLM's Rust front end can't "
-            "keep its RL routes to this host: leave that variable out, or --host"
-        )
+        raise UsageError(f"--host {host}: with {RUST_FRONT_END} its RL routes can't be kept here")
     if not api_key and env.get(INSECURE_VARIABLE) != "1":
         raise UsageError(
             f"--host {host}: whoever reaches it could generate there: set {API_KEY} for the server "

@@ -214,14 +214,7 @@ def driven_backends(chosen: str) -> tuple[str, ...]:
 
 
 def server_info(
-    config: dict[str, Any],
-    version: str,
-    endpoint: str,
-    backend: str,
-    facts: WorkerFacts,
-    cores: int,
-    *,
-    draft: bool,
+    config: dict[str, Any], version: str, url: str, backend: str, *, draft: bool
 ) -> EngineInfo:
     parallel = config["parallel_config"]
     external = bool(parallel["data_parallel_external_lb"])
@@ -234,11 +227,9 @@ def server_info(
         dp_size=dp_size if external else 1,
         workers=world * (1 if external else dp_size),
         backends=driven_backends(backend),
-        endpoint=endpoint,
+        endpoint=url,
         can_sleep=bool(config["model_config"].get("enable_sleep_mode")),
         draft=draft,
-        features=facts.features,
-        limits=facts.limits_of(cores),
         untested=untested_reason(version),
         dtype=str(config["model_config"].get("dtype", "")).removeprefix("torch."),
     )

@@ -163,11 +163,13 @@ class VllmHttpEngine(UpdatesByPlugin):
         draft = worker_rpc.read_draft(await self._ask_workers(worker_rpc.ASK_DRAFT))
         probes = self._admission.is_supported and await self._accepts_token_ids()
         info = replace(
-            server_info(config, version, self.endpoint, backend, facts, cores, draft=draft),
+            server_info(config, version, self.endpoint, backend, draft=draft),
             canary="abort" if probes else "",
             closed=self._admission.found_closed,
             booted_closed=self._admission.booted_closed,
             ends_with_sidecar=self._server is not None,
+            features=facts.features,
+            limits=facts.limits_of(cores),
         )
         self._core.learn(facts, info, cores=cores, here=self._is_local)
         return info
@@ -459,10 +461,7 @@ class VllmHttpEngine(UpdatesByPlugin):
             return True
 
     async def _config(self) -> dict[str, Any]:
-        """The server's whole configuration; the first time it takes seconds to gather.
-
-        One of the routes that come with the RL routes, so its absence says the same.
-        """
+        """The server's whole configuration, by an RL route; the first time it takes seconds."""
         async with self._answer("GET", "/server_info?config_format=json") as response:
             config: dict[str, Any] = (await response.json())["vllm_config"]
             return config

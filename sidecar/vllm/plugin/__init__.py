@@ -11,16 +11,15 @@ bus coordinates data parallel ranks.
 module               what it does
 ==================== ===============================================================
 ``patches``          lists what is wrapped inside vLLM, what it must look like, what needs it
-``vllm_front_ends``  lists what is wrapped in front ends: a part of that registry
-``vllm_calls``       lists what is called inside vLLM: another part
-``vllm_names``       names inside vLLM that those three refer to
+``vllm_calls``       lists what is called inside vLLM, or wrapped in front ends: parts of it
+``vllm_names``       names inside vLLM that those two refer to
 ``installation``     installs the patches, and says which do not fit
 ``operations``       the operations, as typed payloads of one call of vLLM's
 ``worker_rpc``       what a sidecar calls in a worker by ``collective_rpc``
 ``agreement``        lets the workers of one engine agree on one outcome
 ``environment``      environment variables
 ``compat``           differences between versions of vLLM
-``front_end``        inside front ends: versions of streamed tokens, checks of token ids
+``front_end``        inside front ends: versions of streamed tokens, checks of token ids, access
 ``core``             inside engine cores: status page, lease guard, admission, swap, coordinator
 ``worker``           inside workers: the weight transfer engine, vLLM's own engines, LoRA, drafts
 ``staging``          staged updates: the worker's half, and the channel by which it is reached

@@ -15,8 +15,7 @@ from __future__ import annotations
 from typing import Final
 
 from bus.seams import Fields, Form, Has, Ref, Registry, Says, SaysNot, Seam, Takes
-from sidecar.vllm.plugin.vllm_calls import CALLED
-from sidecar.vllm.plugin.vllm_front_ends import FRONT_ENDS
+from sidecar.vllm.plugin.vllm_calls import CALLED, FRONT_ENDS
 from sidecar.vllm.plugin.vllm_names import (
     BASE_CORE,
     COORDINATOR_MODULE,

@@ -17,14 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from bus.errors import EngineError
-from bus.messages import (
-    MAX_REQUEST_IDS,
-    NO_LIMITS,
-    Count,
-    Features,
-    RequestLimits,
-    ShortText,
-)
+from bus.messages import MAX_REQUEST_IDS, NO_LIMITS, Count, Features, RequestLimits, ShortText
 from bus.weight_transfer.allocation import StagingCapacity, combine
 from sidecar.shared_pages.pause_lease import MAX_CORES, Cores
 from sidecar.vllm.plugin import environment, operations
