@@ -52,8 +52,8 @@ def advertised(url: str, by: str) -> str:
     Raises:
         UsageError: it listens on every address, and ``by`` is empty.
     """
-    if "://" in by or not url:
-        return by.rstrip("/")
+    if "://" in by or not url:  # in process there is no URL
+        return by.rstrip("/") if "://" in by else ""
     parts = urlsplit(url)
     if not by and parts.hostname in WILDCARDS:
         raise UsageError(
