@@ -19,7 +19,7 @@ from sidecar.bench.control.sidecars import StubEngine
 from sidecar.engine import EngineInfo
 from tests.support.broker import a_broker
 from tests.support.generating import PAUSED, generating, streamed
-from tests.support.procs import Proc
+from tests.support.procs import Proc, run_wavebus
 from trainer_agent import TrainerAgent
 from trainer_agent.rollouts.client import RolloutClient
 
@@ -166,6 +166,39 @@ def test_bad_input_reaches_no_engine(bus: Bus) -> None:
         async with RolloutClient(bus.address) as client:
             with pytest.raises(UsageError, match="vocabulary of"):
                 await client.generate([10**6], SAMPLED)
+
+    run(main())
+
+
+def test_what_an_engine_refuses_in_its_stream_kills_no_other() -> None:
+    async def main() -> None:
+        refusal = {"error": {"type": "BadRequestError", "message": "min_p", "code": 400}}
+        async with clients_of(then(refusal), honest) as client:
+            with pytest.raises(UsageError, match="refuses the request: min_p"):
+                await client.generate(PROMPT, {"max_tokens": 5})
+
+    run(main())
+
+
+def test_an_engine_on_every_address_is_reached_by_the_one_that_it_advertises(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its key."""
+    monkeypatch.setenv("VLLM_API_KEY", "a key")
+    everywhere = ("--host", "0.0.0.0", "--model", str(bus.checkpoint.folder))
+    refused = run_wavebus("sidecar", "--broker", bus.address, *everywhere)
+    assert (refused.returncode, "--advertise" in refused.stderr) == (2, True)
+    bus.sidecar("e0", "--host", "0.0.0.0", "--advertise", "127.0.0.1")
+
+    async def main() -> None:
+        async with (
+            RolloutClient(bus.address) as stranger,
+            RolloutClient(bus.address, api_key="a key") as client,
+        ):
+            (choice,) = (await client.generate(PROMPT, SAMPLED)).choices
+            assert_whole(choice)
+            with pytest.raises(UsageError, match="Unauthorized"):
+                await stranger.generate(PROMPT, SAMPLED)
 
     run(main())
 

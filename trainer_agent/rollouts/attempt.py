@@ -123,8 +123,10 @@ def _refused(status: int, raw: bytes) -> Exception:
     return Cut("died", f"{status}: {text}")
 
 
-def _failed(error: Any) -> Cut:
-    """An event that is an error."""
+def _failed(error: Any) -> Exception:
+    """An event that is an error: vLLM checks a request that streams when its answer has begun."""
     if is_rejected({"error": error}):
         return Cut("rejected", "the engine takes no requests")
+    if isinstance(error, dict) and error.get("code") in _BAD_REQUEST:
+        return UsageError(f"the engine refuses the request: {error.get('message')}")
     return Cut("died", str(error)[:_SHOWN])

@@ -236,6 +236,6 @@ def _check_spans(spans: Sequence[PieceSpan], tokens: int) -> None:
 
 
 def _number(label: str | int | None) -> int | None:
-    """A version from its label; None for one that is not of wavebus."""
+    """A version from its label; 0 for one that is not of wavebus, such as vLLM's ``default``."""
     text = str(label)
-    return int(text) if text.isdecimal() else None
+    return int(text) if text.isdecimal() else None if label is None else 0
