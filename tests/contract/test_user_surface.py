@@ -106,6 +106,7 @@ from trainer_agent import (
 from trainer_agent.demo import chaos as demo_chaos
 from trainer_agent.demo import report as demo_report
 from trainer_agent.demo import run as demo_run
+from trainer_agent.demo import twin as demo_twin
 from trainer_agent.options import How, PauseArguments, Quorum, UpdateArguments
 
 if TYPE_CHECKING:
@@ -519,7 +520,8 @@ def _check_names(tree: ast.Module) -> Iterator[str]:
 
 
 def test_json_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`demo --json` and `demo --chaos --json` print their result's object. No demo runs here."""
+    """`demo --json`, with `--chaos` and with `--sessions`, prints its result's object. No demo runs
+    here."""
     plan = demo_run.DemoOptions()
     result = demo_run.DemoResult(plan)
     monkeypatch.setattr(demo_run, "run_demo", lambda *_, **__: result)
@@ -535,9 +537,17 @@ def test_json_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(demo_chaos, "run_chaos", lambda *_, **__: chaos)
     faults = ask_json("demo", "--chaos", "--json", "--journal", tmp_path / "journal")
     assert faults == json.loads(json.dumps(chaos.as_json()))
+
+    twin = demo_twin.TwinResult(demo_twin.TwinOptions(), answers=1)
+    for counter in (twin.why_lost, twin.cut_by):
+        counter["some"] = 1
+    monkeypatch.setattr(demo_twin, "run_twin", lambda *_, **__: twin)
+    sessions = ask_json("demo", "--sessions", 64, "--json")
+    assert sessions == json.loads(json.dumps(twin.as_json()))
     texts = [
         shape_text("wavebus demo --json", json_shape(demo)),
         shape_text("wavebus demo --chaos --json", json_shape(faults)),
+        shape_text("wavebus demo --sessions --json", json_shape(sessions)),
     ]
     check_snapshot("json_demo.txt", "\n".join(texts))
 

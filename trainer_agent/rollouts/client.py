@@ -138,6 +138,7 @@ class RolloutClient:
         *,
         session_id: str | None = None,
         on_inexact: OnInexact = "restart",
+        on_delta: Callable[[TokenDelta], None] | None = None,
         **extra: Any,
     ) -> Completion:
         """Generate ``n`` choices.
@@ -149,6 +150,7 @@ class RolloutClient:
             on_inexact: what to do if an interrupted request can't continue exactly: ``restart`` it
                 from its prompt, ``continue`` and name the reasons in ``Choice.inexact``, or
                 ``raise``.
+            on_delta: called with new tokens as they come, as :meth:`stream` yields them.
             extra: other fields of vLLM's request: ``cache_salt``, ``priority``, ``model``.
 
         Raises:
@@ -157,7 +159,9 @@ class RolloutClient:
             RequestPoisoned: two engines died while they ran it.
             RolloutFailed: five attempts in a row gave no token, or ``on_inexact="raise"``.
         """
-        rollout = self._make(prompt_token_ids, sampling_params, session_id, on_inexact, extra)
+        rollout = self._make(
+            prompt_token_ids, sampling_params, session_id, on_inexact, extra, on_delta
+        )
         return await rollout.run()
 
     async def stream(
