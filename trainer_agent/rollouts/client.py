@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 # ones before servers do (after 5 s, vLLM's).
 _IDLE_S: Final = 2.0
 _CONNECT_S: Final = 5.0
-_LINE_BYTES: Final = 1 << 20
 
 
 class RolloutClient:
@@ -115,7 +114,6 @@ class RolloutClient:
                     connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
                     timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
                     headers=self._headers,
-                    read_bufsize=_LINE_BYTES,
                 )
             )
             self._stack = stack.pop_all()
