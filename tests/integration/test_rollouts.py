@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,7 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from bus.errors import NoEngine, RequestPoisoned, RolloutFailed, UsageError
-from bus.messages import RequestLimits
+from bus.messages import RequestLimits, Route
 from sidecar import Sidecar
 from sidecar.bench.control.sidecars import StubEngine
 from sidecar.engine import EngineInfo
@@ -20,6 +21,7 @@ from tests.support.broker import a_broker
 from tests.support.generating import PAUSED, generating, streamed
 from trainer_agent import TrainerAgent
 from trainer_agent.rollouts.client import RolloutClient
+from trainer_agent.rollouts.router import EngineLoad
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -330,6 +332,30 @@ def test_what_kills_two_engines_is_sent_to_no_third() -> None:
 
     run(main())
     assert not asked
+
+
+def test_an_engine_that_takes_no_connection_has_run_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many do not: none is said to have died of the request."""
+    monkeypatch.setattr("trainer_agent.rollouts.client._CONNECT_S", 0.02)
+
+    async def main() -> None:
+        async with clients_of(honest) as client:
+            with contextlib.ExitStack() as stack:
+                for name in ("a0", "a1"):
+                    full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+                    # Its queue is full then, and the kernel drops what comes.
+                    stack.enter_context(socket.create_connection(full.getsockname()))
+                    url = f"http://127.0.0.1:{full.getsockname()[1]}"
+                    load = EngineLoad(Route(name, "", url, RequestLimits(slots=8)), 8.0)
+                    client._pool.router.engines[name] = load
+                (choice,) = (await client.generate(PROMPT, {"max_tokens": 5})).choices
+            assert choice.token_ids == tuple(range(78, 83))
+            ends = {(each.engine, each.ended_by) for each in choice.attempts[:-1]}
+            assert ends == {("a0", "unreachable"), ("a1", "unreachable")}
+
+    run(main())
 
 
 def test_five_attempts_in_a_row_without_a_token_are_the_limit() -> None:

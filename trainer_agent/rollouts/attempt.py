@@ -101,7 +101,7 @@ async def pieces(
                     raise end
                 if end:
                     return
-    except aiohttp.ClientConnectorError as error:
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         raise Cut("unreachable", str(error)) from None
     except (aiohttp.ClientError, ConnectionError) as error:
         raise Cut("died", f"{type(error).__name__}: {error}") from None
