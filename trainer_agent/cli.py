@@ -16,7 +16,9 @@ from bus.journal.writer import journal_files
 if TYPE_CHECKING:
     from types import FrameType
 
+    from trainer_agent.demo.chaos import ChaosResult
     from trainer_agent.demo.processes import DpCoordinator, EngineKind
+    from trainer_agent.demo.twin import TwinResult
     from trainer_agent.options import How
 
 
@@ -82,6 +84,19 @@ if TYPE_CHECKING:
     "token against the weights of its version.",
 )
 @click.option(
+    "--sessions",
+    type=click.IntRange(1, 1024),
+    help="Hold so many sampled sessions on 4 engines that are updated and killed; then compare "
+    "every answer with that of quiet engines.",
+)
+@click.option(
+    "--kill-every",
+    type=click.FloatRange(3),
+    default=10.0,
+    show_default=True,
+    help="With --sessions: seconds from one engine's SIGKILL to the next one's, at least.",
+)
+@click.option(
     "--journal",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("demo-journal"),
@@ -101,6 +116,8 @@ def demo(
     withhold_weights: bool,
     picture: Path,
     chaos: bool,
+    sessions: int | None,
+    kill_every: float,
     journal: Path,
     as_json: bool,
 ) -> None:
@@ -118,16 +135,15 @@ def demo(
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
         signal.signal(signal.SIGHUP, _interrupt)
-    if chaos:
-        if (engine, dp_size, how, withhold_weights, updates) != (
-            "embedded",
-            1,
-            "auto",
-            False,
-            None,
-        ):
-            raise UsageError("--chaos: with --engines, --seconds and --seed alone")
-        _chaos(engines or 2, seconds or 150.0, seed, journal, as_json=as_json)
+    if chaos or sessions is not None:
+        alone = "--chaos" if chaos else "--sessions"
+        plain = (engine, dp_size, how, withhold_weights, updates)
+        if plain != ("embedded", 1, "auto", False, None) or (chaos and sessions is not None):
+            raise UsageError(f"{alone}: with --engines, --seconds and --seed alone")
+        if sessions is None:
+            _chaos(engines or 2, seconds or 150.0, seed, journal, as_json=as_json)
+        else:
+            _sessions(sessions, kill_every, engines or 4, seconds or 60.0, seed, as_json=as_json)
         return
     try:
         from trainer_agent.demo import report  # noqa: PLC0415 - after --help
@@ -165,7 +181,23 @@ def _chaos(engines: int, seconds: float, seed: int, journal: Path, *, as_json: b
     except ModuleNotFoundError as error:
         raise UsageError(f"the demo needs {error.name}: install wavebus[demo]") from error
     options = ChaosOptions(journal.absolute(), engines=engines, seconds=seconds, seed=seed)
-    result = run_chaos(options, say=lambda text: click.echo(text, err=True))
+    _tell(run_chaos(options, say=lambda text: click.echo(text, err=True)), as_json=as_json)
+
+
+def _sessions(
+    sessions: int, kill_every: float, engines: int, seconds: float, seed: int, *, as_json: bool
+) -> None:
+    """The demo of the undisturbed twin."""
+    try:
+        from trainer_agent.demo.twin import TwinOptions, run_twin  # noqa: PLC0415 - torch
+    except ModuleNotFoundError as error:
+        raise UsageError(f"the demo needs {error.name}: install wavebus[demo]") from error
+    options = TwinOptions(sessions, engines, seconds, kill_every, seed=seed)
+    _tell(run_twin(options, say=lambda text: click.echo(text, err=True)), as_json=as_json)
+
+
+def _tell(result: ChaosResult | TwinResult, *, as_json: bool) -> None:
+    """Print what happened; exit with 1 if something was wrong."""
     answer = result.as_json()
     if as_json:
         click.echo(json.dumps(answer))

@@ -91,7 +91,8 @@ class DataPlane:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
         )
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self._port).start()
+        # Connections that come at once are many, as in vLLM's server.
+        await web.TCPSite(self._runner, self._host, self._port, backlog=2048).start()
         host, port = self._runner.addresses[0][:2]
         return http_url(host, port)
 

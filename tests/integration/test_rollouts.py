@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import json
 import sys
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
 from bus.errors import NoEngine, RequestPoisoned, RolloutFailed, UsageError
-from bus.messages import RequestLimits
+from bus.messages import RequestLimits, Route
 from sidecar import Sidecar
 from sidecar.bench.control.sidecars import StubEngine
 from sidecar.engine import EngineInfo
@@ -22,6 +24,7 @@ from tests.support.generating import PAUSED, generating, streamed
 from tests.support.procs import Proc, run_wavebus
 from trainer_agent import TrainerAgent
 from trainer_agent.rollouts.client import RolloutClient
+from trainer_agent.rollouts.router import EngineLoad
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -106,6 +109,41 @@ def test_interrupted_sessions_equal_their_undisturbed_twins(bus: Bus) -> None:
             assert not choice.inexact
         assert any(len(choice.attempts) > 1 for choice in choices)
         assert {span.version for choice in choices for span in choice.spans} >= {0, 1}
+
+    run(main())
+
+
+def test_each_token_is_its_versions_greedy_token(bus: Bus) -> None:
+    """Weights change twice, and an engine is killed, while requests run."""
+    engines = [bus.sidecar(f"e{index}", "--step-ms", "25") for index in range(2)]
+    weights = {0: bus.checkpoint.weights}
+    greedy = {"temperature": 0.0, "max_tokens": 80, "ignore_eos": True, "logprobs": 0}
+
+    async def main() -> None:
+        async with TrainerAgent(bus.address) as agent, RolloutClient(bus.address) as client:
+            prompts = [[*PROMPT, number] for number in range(8)]
+            asked = [asyncio.create_task(client.generate(each, greedy)) for each in prompts]
+            await until_streaming(client, 8)
+            for scale in (0.9, 1.2):
+                changed = {name: each * scale for name, each in bus.checkpoint.weights.items()}
+                weights[await agent.update_weights(changed)] = changed
+            await asyncio.to_thread(engines[0].kill)
+            answers = [(await each).choices[0] for each in asked]
+        for prompt, choice in zip(prompts, answers, strict=True):
+            assert_whole(choice, 80)
+            assert choice.logprobs is not None
+            for span in choice.spans:
+                assert span.version is not None
+                given = [*prompt, *choice.token_ids[: span.end - 1]]
+                logits, _ = bus.checkpoint.logits(weights[span.version], given)
+                rows = logits[len(prompt) - 1 + span.start :].log_softmax(-1)
+                tokens = torch.tensor(choice.token_ids[span.start : span.end])
+                found = rows.gather(-1, tokens[:, None]).squeeze(-1)
+                told = torch.tensor(choice.logprobs[span.start : span.end])
+                assert float((rows.amax(-1) - found).max()) < 1e-4  # none is likelier
+                assert float((found - told).abs().max()) < 1e-4
+        assert {span.version for choice in answers for span in choice.spans} == weights.keys()
+        assert any({span.engine for span in choice.spans} == {"e0", "e1"} for choice in answers)
 
     run(main())
 
@@ -389,6 +427,30 @@ def test_what_kills_two_engines_is_sent_to_no_third() -> None:
 
     run(main())
     assert not asked
+
+
+def test_an_engine_that_takes_no_connection_has_run_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many do not: none is said to have died of the request."""
+    monkeypatch.setattr("trainer_agent.rollouts.client._CONNECT_S", 0.02)
+
+    async def main() -> None:
+        async with clients_of(honest) as client:
+            with contextlib.ExitStack() as stack:
+                for name in ("a0", "a1"):
+                    full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+                    # Its queue is full then, and the kernel drops what comes.
+                    stack.enter_context(socket.create_connection(full.getsockname()))
+                    url = f"http://127.0.0.1:{full.getsockname()[1]}"
+                    load = EngineLoad(Route(name, "", url, RequestLimits(slots=8)), 8.0)
+                    client._pool.router.engines[name] = load
+                (choice,) = (await client.generate(PROMPT, {"max_tokens": 5})).choices
+            assert choice.token_ids == tuple(range(78, 83))
+            ends = {(each.engine, each.ended_by) for each in choice.attempts[:-1]}
+            assert ends == {("a0", "unreachable"), ("a1", "unreachable")}
+
+    run(main())
 
 
 def test_five_attempts_in_a_row_without_a_token_are_the_limit() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from bus.errors import WavebusError
 from bus.journal.reader import Entry, read
 from bus.journal.records import FrameSent
-from bus.journal.replay import Unplayable, replay_lives
 from bus.messages import Commit
 from bus.messages.codec import decode
 from trainer_agent.demo.learner import GrpoConfig, GrpoLearner
@@ -34,10 +33,8 @@ from trainer_agent.demo.trainer_process import TrainerProcess
 from trainer_agent.sync_agent import SyncTrainerAgent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
-    from bus.journal.reader import Item
-    from bus.messages import EngineView
     from trainer_agent.demo.learner import Rollout
 
 GROUP: Final = "policy"
@@ -136,8 +133,6 @@ class Chaos:
         self._names = [f"engine-{i}" for i in range(options.engines)]
         self._turns = cycle(["broker", *self._names, "trainer"])
         self._left = options.rounds * (options.engines + 2)
-        self._endpoints: dict[str, str] = {}
-        self._aborted: list[tuple[str, float, float]] = []
 
     def run(self) -> ChaosResult:
         """Until everybody was killed often enough and serves again.
@@ -154,10 +149,10 @@ class Chaos:
                 self._address = self._broker()
                 for each in self._names:
                     self._engine(each)
-                self._endpoints = {e.name: e.endpoint for e in self._wait()}
+                with SyncTrainerAgent(self._address, group=GROUP, name="trainer") as agent:
+                    agent.wait_for_engines(self._options.engines, timeout_s=_BOOT_S)
                 self._train(started + self._options.seconds)
         self._judge()
-        self._judge_aborted()
         self.result.seconds = time.monotonic() - started
         return self.result
 
@@ -168,13 +163,8 @@ class Chaos:
         journal = ("--journal", str(self._options.journal))
         return self._processes.broker(*times, *journal, listen=listen)
 
-    def _engine(self, name: str, port: int = 0) -> None:
-        checkpoint = self._folder / "checkpoint"
-        self._processes.sidecar(name, "embedded", self._address, checkpoint, port=port)
-
-    def _wait(self) -> list[EngineView]:
-        with SyncTrainerAgent(self._address, group=GROUP, name="trainer") as agent:
-            return agent.wait_for_engines(self._options.engines, timeout_s=_BOOT_S)
+    def _engine(self, name: str) -> None:
+        self._processes.sidecar(name, "embedded", self._address, self._folder / "checkpoint")
 
     def _kill(self, who: str) -> None:
         self._say(f"SIGKILL {who}, in update {self._numbers}")
@@ -185,10 +175,8 @@ class Chaos:
             self._processes.kill(who)
             self._broker(self._address)
         else:
-            endpoint = self._endpoints[who]
-            self._pool.killing(endpoint)
             self._processes.kill(who)
-            self._engine(who, int(endpoint.rpartition(":")[2]))
+            self._engine(who)
 
     # -- training ---------------------------------------------------------------
 
@@ -203,16 +191,16 @@ class Chaos:
             "chunk_bytes": 64 * 1024,
         }
         pool = RolloutPool(
-            list(self._endpoints.values()),
+            self._address,
+            group=GROUP,
             group_size=config.group_size,
-            streams=4,
+            streams=4 * self._options.engines,
             ahead=2 * config.groups,
             seed=self._options.seed,
-            faults=True,
             whole=self._rollouts.append,
         )
         log = self._folder / "trainer.log"
-        with TrainerProcess(self._address, options, log) as self._sender, pool as self._pool:
+        with TrainerProcess(self._address, options, log) as self._sender, pool:
             while self._left and time.monotonic() < until_s:
                 stats = learner.step(pool.take(config.groups), self._publish)
                 self.result.reward = stats.reward
@@ -225,7 +213,6 @@ class Chaos:
         counts = pool.counts
         self.result.requests, self.result.requests_lost = counts.requests, counts.lost
         self.result.cut_short, self.result.why_lost = counts.cut_short, counts.why_lost
-        self._aborted = counts.aborted
         self.result.versions = sorted(counts.tokens_by_version)
 
     def _publish(self) -> None:
@@ -284,52 +271,6 @@ class Chaos:
         self.result.committed = len(numbers) - 1
         weights = {version: self._weights[number] for version, number in numbers.items()}
         self.result.verdict = judge(PolicyConfig(), weights, self._rollouts)
-
-    def _judge_aborted(self) -> None:
-        """An engine ends requests while it is out of service; those that another ends are lost."""
-        spans = out_of_service(read(self._options.journal))
-        names = {endpoint: name for name, endpoint in self._endpoints.items()}
-        for endpoint, began_s, ended_s in self._aborted:
-            known_s = ended_s + HEARTBEAT_MS / 1000  # the broker may hear of it a little later
-            if any(since < known_s and began_s < until for since, until in spans[names[endpoint]]):
-                self.result.cut_short["out_of_service"] += 1
-            else:
-                self.result.requests_lost += 1
-                self.result.why_lost["ended by an engine that served"] += 1
-
-
-def out_of_service(journal: Iterable[Item]) -> dict[str, list[tuple[float, float]]]:
-    """When each engine was on the bus and not routable, as one is that is quarantined or behind:
-    spans of the wall clock, in seconds.
-
-    Raises:
-        WavebusError: the journal can't be replayed.
-    """
-    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    since: dict[str, float] = {}
-    boot, here, seen_s = 0, set[str](), 0.0
-    for item in replay_lives(journal):
-        if isinstance(item, Unplayable):
-            raise WavebusError(item.reason)
-        replay, step = item
-        if step.difference is not None:
-            raise WavebusError(str(step.difference))
-        began = step.entry.began
-        assert began is not None
-        if replay.boot != boot:  # nobody knows what was between two brokers
-            boot, here, left_s = replay.boot, set(), seen_s
-        seen_s = began.wall_s + (replay.now_ms - began.now_ms) / 1000
-        group = replay.machine.groups.get(GROUP)
-        engines = set(group.registry.engines) if group else set()
-        serving = {route.engine for route in group.routing.now.engines} if group else set()
-        for name in engines - serving - since.keys():
-            since[name] = seen_s if name in here else left_s
-        for name in since.keys() & (serving | (here - engines)):
-            spans[name].append((since.pop(name), seen_s))
-        here |= engines
-    for name, began_s in since.items():
-        spans[name].append((began_s, seen_s))
-    return spans
 
 
 def run_chaos(options: ChaosOptions, *, say: Callable[[str], None]) -> ChaosResult:

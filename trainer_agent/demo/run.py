@@ -169,9 +169,10 @@ def run_demo(
                 say(", ".join(f"{e.name}: {e.software} at {e.endpoint}" for e in engines))
                 rollouts: list[Rollout] = []
                 pool = RolloutPool(
-                    [e.endpoint for e in engines],
+                    address,
+                    group=GROUP,
                     group_size=config.group_size,
-                    streams=4,
+                    streams=4 * len(engines),
                     ahead=2 * config.groups,
                     seed=options.seed,
                     whole=rollouts.append,

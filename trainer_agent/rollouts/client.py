@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 # ones before servers do (after 5 s, vLLM's).
 _IDLE_S: Final = 2.0
 _CONNECT_S: Final = 5.0
-_LINE_BYTES: Final = 1 << 20
 
 
 class RolloutClient:
@@ -115,7 +114,6 @@ class RolloutClient:
                     connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
                     timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
                     headers=self._headers,
-                    read_bufsize=_LINE_BYTES,
                 )
             )
             self._stack = stack.pop_all()
@@ -138,6 +136,7 @@ class RolloutClient:
         *,
         session_id: str | None = None,
         on_inexact: OnInexact = "restart",
+        on_delta: Callable[[TokenDelta], None] | None = None,
         **extra: Any,
     ) -> Completion:
         """Generate ``n`` choices.
@@ -149,6 +148,7 @@ class RolloutClient:
             on_inexact: what to do if an interrupted request can't continue exactly: ``restart`` it
                 from its prompt, ``continue`` and name the reasons in ``Choice.inexact``, or
                 ``raise``.
+            on_delta: called with new tokens as they come, as :meth:`stream` yields them.
             extra: other fields of vLLM's request: ``cache_salt``, ``priority``, ``model``.
 
         Raises:
@@ -157,7 +157,9 @@ class RolloutClient:
             RequestPoisoned: two engines died while they ran it.
             RolloutFailed: five attempts in a row gave no token, or ``on_inexact="raise"``.
         """
-        rollout = self._make(prompt_token_ids, sampling_params, session_id, on_inexact, extra)
+        rollout = self._make(
+            prompt_token_ids, sampling_params, session_id, on_inexact, extra, on_delta
+        )
         return await rollout.run()
 
     async def stream(
