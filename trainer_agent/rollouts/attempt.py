@@ -91,7 +91,7 @@ async def pieces(
         ) as response:
             sent = True
             if response.status != 200:  # noqa: PLR2004 - HTTP's OK
-                raise _refused(response.status, await response.read())
+                raise refused(response.status, await response.read())
             async for line in response.content:
                 if not line.startswith(_DATA):
                     continue
@@ -112,7 +112,8 @@ async def pieces(
     raise Cut("died", "the answer ends in the middle")
 
 
-def _refused(status: int, raw: bytes) -> Exception:
+def refused(status: int, raw: bytes) -> UsageError | Cut:
+    """What an answer other than 200 means: a request that is at fault, or an engine."""
     text = raw[:_SHOWN].decode(errors="replace")
     if status in _LATER:
         return Cut("rejected", f"{status}: {text}")
