@@ -7,6 +7,7 @@ client's tokenizer renders and decodes; it parses neither tool calls nor reasoni
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -14,12 +15,15 @@ import msgspec
 
 from bus.errors import RolloutFailed, UsageError
 from trainer_agent.rollouts.attempt import Cut, refused
+from trainer_agent.rollouts.request import make_request
+from trainer_agent.rollouts.results import ChatCompletion
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from trainer_agent.rollouts.choice import Tokenizer
     from trainer_agent.rollouts.engine_pool import EnginePool
+    from trainer_agent.rollouts.request import OnInexact
     from trainer_agent.rollouts.results import Choice, Completion
 
 _ROUTE: Final = "/v1/chat/completions"
@@ -77,6 +81,60 @@ async def ask_any(
             raise RolloutFailed(f"five engines failed; the last, at {url}: {cut}")
 
 
+class ChatClient:
+    """What a rollout client asks engines for beside tokens."""
+
+    _pool: EnginePool
+    _http: aiohttp.ClientSession | None
+    _tokenizer: Tokenizer | None
+    generate: Callable[..., Awaitable[Completion]]
+
+    @property
+    def engines(self) -> list[str]:
+        """Those that are routed now."""
+        return list(self._pool.router.engines)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        sampling_params: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        session_id: str | None = None,
+        on_inexact: OnInexact = "restart",
+        **extra: Any,
+    ) -> ChatCompletion:
+        """Generate the next message of a conversation; otherwise as ``generate``.
+
+        Args:
+            messages, tools: as OpenAI has them.
+            extra: other fields of vLLM's chat request: ``tool_choice``, ``chat_template_kwargs``, …
+
+        Raises:
+            UsageError: also if neither the engines nor the client's tokenizer render messages.
+        """
+        chat = self.make_chat(messages, tools=tools, **extra)
+        prompt, params, fields = await chat.render(sampling_params)
+        done = await self.generate(
+            prompt, params, session_id=session_id, on_inexact=on_inexact, **fields
+        )
+        answers = await chat.messages(done)
+        return ChatCompletion(done.request_id, done.prompt_token_ids, done.choices, answers)
+
+    def make_chat(self, messages: Any, **fields: Any) -> Chat:
+        """A chat of this client's; arguments are those of :meth:`chat`."""
+        return Chat(self.ask, self._tokenizer, {"messages": messages, **fields})
+
+    async def ask(self, path: str, body: Any = None) -> Any:
+        """See :func:`ask_any`."""
+        return await ask_any(self._pool, self._session(), path, body)
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            raise UsageError("connect() first, or use `async with`")
+        return self._http
+
+
 class Chat:
     """The next message of one conversation.
 
@@ -113,6 +171,14 @@ class Chat:
             UsageError: nobody can render these messages.
             NoEngine, RolloutFailed: as :func:`ask_any`.
         """
+        make_request(  # bad ones are refused before an engine is asked
+            [0],
+            sampling_params,
+            session_id=None,
+            on_inexact="restart",
+            decodes=self._tokenizer is not None,
+            extra={},
+        )
         params, rendered = dict(sampling_params), await self._ask(f"{_ROUTE}/render", self._request)
         self.is_parsed = rendered is not None
         if rendered is None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import secrets
 from collections import deque
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import aiohttp
@@ -17,10 +16,9 @@ from bus.keys import security
 from bus.runtime.peer import default_name
 from bus.settings import DEFAULT_BROKER
 from trainer_agent.connection import Connection
-from trainer_agent.rollouts.chat import Chat, ask_any
+from trainer_agent.rollouts.chat import ChatClient
 from trainer_agent.rollouts.engine_pool import EnginePool
 from trainer_agent.rollouts.request import make_request
-from trainer_agent.rollouts.results import ChatCompletion
 from trainer_agent.rollouts.rollout import RolloutRun
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ _CONNECT_S: Final = 5.0
 _LINE_BYTES: Final = 1 << 20
 
 
-class RolloutClient:
+class RolloutClient(ChatClient):
     """Generates tokens on the engines of one group.
 
     ::
@@ -128,11 +126,6 @@ class RolloutClient:
         """Leave the bus; requests that are under way end."""
         await self._stack.aclose()
 
-    @property
-    def engines(self) -> list[str]:
-        """Those that are routed now."""
-        return list(self._pool.router.engines)
-
     async def __aenter__(self) -> Self:
         return await self.connect()
 
@@ -146,6 +139,7 @@ class RolloutClient:
         *,
         session_id: str | None = None,
         on_inexact: OnInexact = "restart",
+        on_delta: Callable[[TokenDelta], None] | None = None,
         **extra: Any,
     ) -> Completion:
         """Generate ``n`` choices.
@@ -157,6 +151,7 @@ class RolloutClient:
             on_inexact: what to do if an interrupted request can't continue exactly: ``restart`` it
                 from its prompt, ``continue`` and name the reasons in ``Choice.inexact``, or
                 ``raise``.
+            on_delta: called with new tokens as they come, as :meth:`stream` yields them.
             extra: other fields of vLLM's request: ``cache_salt``, ``priority``, ``model``.
 
         Raises:
@@ -165,7 +160,9 @@ class RolloutClient:
             RequestPoisoned: two engines died while they ran it.
             RolloutFailed: five attempts in a row gave no token, or ``on_inexact="raise"``.
         """
-        rollout = self.make_run(prompt_token_ids, sampling_params, session_id, on_inexact, extra)
+        rollout = self._make(
+            prompt_token_ids, sampling_params, session_id, on_inexact, extra, on_delta
+        )
         return await rollout.run()
 
     async def stream(
@@ -181,7 +178,7 @@ class RolloutClient:
         ``on_inexact="restart"`` restarts only a choice that has given no token yet, and raises
         otherwise. Arguments and errors are those of :meth:`generate`."""
         deltas: asyncio.Queue[TokenDelta | None] = asyncio.Queue()
-        rollout = self.make_run(
+        rollout = self._make(
             prompt_token_ids, sampling_params, session_id, on_inexact, extra, deltas.put_nowait
         )
         task = asyncio.create_task(rollout.run())
@@ -193,40 +190,6 @@ class RolloutClient:
         finally:
             task.cancel()
             await asyncio.wait([task])
-
-    async def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        sampling_params: Mapping[str, Any] = MappingProxyType({}),
-        *,
-        session_id: str | None = None,
-        on_inexact: OnInexact = "restart",
-        **extra: Any,
-    ) -> ChatCompletion:
-        """Generate the next message of a conversation, as :meth:`generate` does.
-
-        Args:
-            messages, tools: as OpenAI has them.
-            extra: other fields of vLLM's chat request: ``tool_choice``, ``chat_template_kwargs``, …
-
-        Raises:
-            UsageError: also if neither the engines nor a tokenizer of the client's render messages.
-        """
-        self.make_run([0], sampling_params, session_id, on_inexact, {})  # refuse before asking
-        chat = self.make_chat(messages, tools=tools, **extra)
-        prompt, params, fields = await chat.render(sampling_params)
-        done = await self.make_run(prompt, params, session_id, on_inexact, fields).run()
-        answers = await chat.messages(done)
-        return ChatCompletion(done.request_id, done.prompt_token_ids, done.choices, answers)
-
-    async def ask(self, path: str, body: Any = None) -> Any:
-        """See :func:`~trainer_agent.rollouts.chat.ask_any`."""
-        return await ask_any(self._pool, self._session(), path, body)
-
-    def make_chat(self, messages: Any, **fields: Any) -> Chat:
-        """A chat of this client's; arguments are those of :meth:`chat`."""
-        return Chat(self.ask, self._tokenizer, {"messages": messages, **fields})
 
     async def generate_many(
         self,
@@ -275,7 +238,7 @@ class RolloutClient:
         """Forget a session: its engine may take another."""
         self._pool.router.finish_session(session_id)
 
-    def make_run(
+    def _make(
         self,
         prompt: Sequence[int],
         params: Mapping[str, Any],
@@ -284,11 +247,7 @@ class RolloutClient:
         extra: Mapping[str, Any],
         on_delta: Callable[[TokenDelta], None] | None = None,
     ) -> RolloutRun:
-        """A request that is checked, and not yet sent; arguments are those of :meth:`generate`.
-
-        Raises:
-            UsageError: names the field at fault.
-        """
+        http = self._session()
         request = make_request(
             prompt,
             params,
@@ -297,9 +256,4 @@ class RolloutClient:
             decodes=self._tokenizer is not None,
             extra=extra,
         )
-        return RolloutRun(request, self._pool, self._session(), self._tokenizer, on_delta)
-
-    def _session(self) -> aiohttp.ClientSession:
-        if self._http is None:
-            raise UsageError("connect() first, or use `async with`")
-        return self._http
+        return RolloutRun(request, self._pool, http, self._tokenizer, on_delta)

@@ -33,15 +33,13 @@ from trainer_agent.rollouts.choice import GrowingText
 from trainer_agent.rollouts.request import MAX_SESSION_CHARS, named
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Coroutine, Mapping
 
     from aiohttp.typedefs import Handler
 
     from trainer_agent.rollouts.chat import Chat
     from trainer_agent.rollouts.client import RolloutClient
-    from trainer_agent.rollouts.request import OnInexact
-    from trainer_agent.rollouts.results import Choice, TokenDelta
-    from trainer_agent.rollouts.rollout import RolloutRun
+    from trainer_agent.rollouts.results import Choice, Completion, TokenDelta
 
 _SESSION_HEADER: Final = "X-Session-ID"  # of vLLM, and of vllm-router
 _MAX_BODY_BYTES: Final = 16 * 1024 * 1024
@@ -114,14 +112,10 @@ class _Asked:
         return b"data: " + raw + b"\n\n" if self.is_stream else raw
 
     def choice(
-        self,
-        index: int,
-        ids: Sequence[int],
-        logprobs: Sequence[float] | None,
-        text: str,
-        message: Mapping[str, Any],
+        self, index: int, part: TokenDelta | Choice | None, text: str, message: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Tokens of a choice, for all routes: a piece, or the whole."""
+        ids, logprobs = (part.token_ids, part.logprobs) if part is not None else ((), None)
         shown = {"index": index, "token_ids": ids, "text": text, "logprobs": None}
         if self.is_chat:
             shown["delta" if self.is_stream else "message"] = message
@@ -134,12 +128,13 @@ class _Asked:
 
 
 class _Reader:
-    """What the reader of a stream has of one choice. The last ``held`` characters that are there
-    may be the beginning of a stop string."""
+    """What the reader of a stream has of one choice."""
 
-    def __init__(self, tokenizer: Any, held: int) -> None:
+    def __init__(self, tokenizer: Any, params: Mapping[str, Any]) -> None:
         self._growing = GrowingText(tokenizer) if tokenizer else None
-        self._held = held
+        stop = params.get("stop") or "x"
+        # The last characters that are there may be the beginning of a stop string.
+        self._held = max(map(len, [stop] if isinstance(stop, str) else stop)) - 1
         self._text = ""
         self._role = {"role": "assistant"}
         self.sent = 0
@@ -203,59 +198,47 @@ class _Front:
             params["max_tokens"] = params.pop("max_completion_tokens")
         if isinstance(params.get("logprobs"), bool):
             params["logprobs"] = 0 if params["logprobs"] else None
-        self._run(asked, [0])  # bad parameters are refused before an engine is asked
         chat = self._client.make_chat(asked.prompt, **fields, **asked.extra)
         prompt, asked.params, asked.extra = await chat.render(params)
         return await self._answer(http, asked, [prompt], chat)
 
-    def _run(self, asked: _Asked, prompt: Any, on_delta: Any = None) -> RolloutRun:
-        on_inexact: OnInexact = "continue" if asked.is_stream else "restart"
-        return self._client.make_run(
-            prompt, asked.params, asked.session_id, on_inexact, asked.extra, on_delta
-        )
-
     async def _answer(
         self, http: web.Request, asked: _Asked, prompts: list[Any], chat: Chat | None = None
     ) -> web.StreamResponse:
-        events: asyncio.Queue[tuple[int, TokenDelta] | None] = asyncio.Queue()
-
-        def on_delta(number: int, delta: TokenDelta) -> None:
-            events.put_nowait((number, delta))
-
-        hears = [
-            partial(on_delta, number) if asked.is_stream else None for number in range(len(prompts))
+        if asked.is_stream:
+            return await self._stream(http, asked, prompts, chat)
+        choices, usage = await self._finish(asked, prompts, chat, None)
+        whole = [
+            asked.choice(index, choice, choice.text or "", message) | _ending(choice, message)
+            for index, (choice, message) in enumerate(choices)
         ]
-        runs = [self._run(asked, *each) for each in zip(prompts, hears, strict=True)]
-        if not asked.is_stream:
-            choices, usage = await _finish(runs, chat)
-            whole = [
-                asked.choice(i, c.token_ids, c.logprobs, c.text or "", m) | _ending(c, m)
-                for i, (c, m) in enumerate(choices)
-            ]
-            return web.Response(body=asked.frame(whole, usage), content_type="application/json")
-        finish = asyncio.ensure_future(_finish(runs, chat))
-        finish.add_done_callback(lambda _: events.put_nowait(None))
-        stop, n = asked.params.get("stop") or [""], asked.params.get("n", 1)
-        held = max(map(len, [stop] if isinstance(stop, str) else stop)) - 1
+        return web.Response(body=asked.frame(whole, usage), content_type="application/json")
+
+    async def _stream(
+        self, http: web.Request, asked: _Asked, prompts: list[Any], chat: Chat | None
+    ) -> web.StreamResponse:
+        deltas: asyncio.Queue[tuple[int, TokenDelta] | None] = asyncio.Queue()
+        finish = asyncio.ensure_future(self._finish(asked, prompts, chat, deltas))
+        finish.add_done_callback(lambda _: deltas.put_nowait(None))
         readers: defaultdict[int, _Reader] = defaultdict(
-            partial(_Reader, self._tokenizer, max(held, 0))
+            partial(_Reader, self._tokenizer, asked.params)
         )
         is_parsed = chat is not None and chat.is_parsed
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         try:
-            while (event := await events.get()) is not None:
+            while (event := await deltas.get()) is not None:
                 await response.prepare(http)
-                index, delta = event[0] * n + event[1].index, event[1]
+                number, delta = event
+                index = number * asked.params.get("n", 1) + delta.index
                 text = readers[index].add(delta)
                 part = readers[index].message({} if is_parsed else {"content": text})
-                piece = asked.choice(index, delta.token_ids, delta.logprobs, text, part)
-                await response.write(asked.frame([piece]))
+                await response.write(asked.frame([asked.choice(index, delta, text, part)]))
             choices, usage = await finish
             await response.prepare(http)
             for index, (choice, message) in enumerate(choices):
                 text = (choice.text or "")[readers[index].sent :]
                 part = readers[index].message(message if is_parsed else {"content": text})
-                end = asked.choice(index, (), None, text, part) | _ending(choice, message)
+                end = asked.choice(index, None, text, part) | _ending(choice, message)
                 await response.write(asked.frame([end]))
             if asked.with_usage:
                 await response.write(asked.frame([], usage))
@@ -270,24 +253,40 @@ class _Front:
         await response.write_eof()
         return response
 
+    async def _finish(
+        self,
+        asked: _Asked,
+        prompts: list[Any],
+        chat: Chat | None,
+        deltas: asyncio.Queue[tuple[int, TokenDelta] | None] | None,
+    ) -> tuple[list[tuple[Choice, Mapping[str, Any]]], dict[str, int]]:
+        """All choices with their messages, and the usage. A prompt that fails ends the others."""
 
-async def _finish(
-    runs: list[RolloutRun], chat: Chat | None
-) -> tuple[list[tuple[Choice, Mapping[str, Any]]], dict[str, int]]:
-    """All choices, with their messages, and the usage. One that fails ends the others."""
-    tasks = [asyncio.ensure_future(run.run()) for run in runs]
-    try:
-        done = await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-    choices = [choice for each in done for choice in each.choices]
-    messages = await chat.messages(done[0]) if chat is not None else [{}] * len(choices)
-    asked = sum(len(each.prompt_token_ids) for each in done)
-    given = sum(len(choice.token_ids) for choice in choices)
-    usage = {"prompt_tokens": asked, "completion_tokens": given, "total_tokens": asked + given}
-    return list(zip(choices, messages, strict=True)), usage
+        def generate(number: int, prompt: Any) -> Coroutine[Any, Any, Completion]:
+            return self._client.generate(
+                prompt,
+                asked.params,
+                session_id=asked.session_id,
+                on_inexact="restart" if deltas is None else "continue",
+                on_delta=None
+                if deltas is None
+                else lambda delta: deltas.put_nowait((number, delta)),
+                **asked.extra,
+            )
+
+        tasks = [asyncio.ensure_future(generate(*each)) for each in enumerate(prompts)]
+        try:
+            done = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        choices = [choice for each in done for choice in each.choices]
+        messages = await chat.messages(done[0]) if chat is not None else [{}] * len(choices)
+        given = sum(len(each.prompt_token_ids) for each in done)
+        made = sum(len(choice.token_ids) for choice in choices)
+        usage = {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+        return list(zip(choices, messages, strict=True)), usage
 
 
 def _ending(choice: Choice, message: Mapping[str, Any]) -> dict[str, Any]:
