@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from safetensors.torch import load_file
 
 from bus.runtime.status_client import fetch_status
@@ -20,8 +21,6 @@ from trainer_agent.rollouts.front import serve
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-    from aiohttp import web
 
     from tests.integration.conftest import Bus
     from tests.support.procs import Proc
@@ -144,11 +143,14 @@ def test_answers_equal_those_of_the_client_while_engines_die_and_are_updated(bus
 
 def test_a_client_that_leaves_ends_its_request_on_the_engine(bus: Bus) -> None:
     bus.sidecar("e0", *STEP_MS)
-    url = front(bus)
 
     async def main() -> None:
         body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 400, "ignore_eos": True}}
-        async with aiohttp.ClientSession() as http:
+        async with (
+            RolloutClient(bus.address) as client,
+            serve(client, "127.0.0.1", 0) as url,
+            aiohttp.ClientSession() as http,
+        ):
 
             async def until(requests: int) -> None:
                 while await in_flight(bus) != requests:
@@ -394,3 +396,60 @@ def test_beyond_loopback_it_needs_a_key_or_an_insecure_will() -> None:
     assert (shown.returncode, "--api-key" in shown.stderr) == (2, True)
     for address in ("8000", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999"):
         assert run_wavebus("rollouts", "--listen", address).returncode == 2
+
+
+def test_chat_goes_on_elsewhere_when_an_engine_dies_in_any_of_its_steps() -> None:
+    """One engine fails whatever it is asked; what it has generated is kept."""
+    asked: list[str] = []
+    chat = "/v1/chat/completions"
+
+    async def fails(request: web.Request) -> web.StreamResponse:
+        asked.append(f"e0 {request.path.rpartition('/')[2]}")
+        if request.path.endswith("generate"):
+            response: web.StreamResponse = await then(event(78), cut=True)(request)
+            return response
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    async def render(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        assert body == {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}
+        sampling = {"max_tokens": 5, "structured_outputs": {"json": "{}", "_backend": None}}
+        return web.json_response({"token_ids": PROMPT, "sampling_params": sampling})
+
+    async def derender(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        assert body["generate_response"]["prompt_token_ids"] == PROMPT
+        asked.append("e1 derender")
+        message = {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}
+        choices = body["generate_response"]["choices"]
+        assert [each["token_ids"] for each in choices] == [[78, 79, 80, 81, 82]]
+        return web.json_response({"choices": [{"index": 0, "message": message}]})
+
+    async def sound(request: web.Request) -> web.StreamResponse:
+        sampling = (await request.json())["sampling_params"]
+        assert sampling["structured_outputs"] == {"json": "{}"}
+        return await honest(request)
+
+    routes = ("/inference/v1/generate", f"{chat}/render", f"{chat}/derender")
+    e0 = dict.fromkeys(routes, fails)
+    e1 = dict(zip(routes, (sound, render, derender), strict=True))
+    body = {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}
+
+    async def main() -> None:
+        for stream in (False, True):
+            async with fronts_of(e0, e1) as url:
+                if stream:
+                    choice = (await events(f"{url}{chat}", body))[-1]["choices"][0]
+                    assert choice["delta"]["tool_calls"] == [{"index": 0, "id": "c"}]
+                else:
+                    status, answer = await post(f"{url}{chat}", body)
+                    assert status == 200, answer
+                    (choice,) = answer["choices"]
+                    assert choice["message"]["tool_calls"] == [{"id": "c"}]
+                assert choice["finish_reason"] == "length"
+                assert choice["inexact"] == ["structured_outputs"] * stream
+        assert asked == ["e0 render", "e0 generate", "e1 derender"] * 2
+
+    run(main())
