@@ -38,11 +38,6 @@ TOOL = {
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
 
 
-def says(text: str) -> dict[str, float]:
-    """A bias by which the model can say nothing but these characters' tokens."""
-    return {str(token): 100.0 for token in letters(text)}
-
-
 def test_chat_by_the_routes_of_a_server(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", seed=1)
     write_letters(checkpoint.folder)
@@ -72,8 +67,9 @@ def test_chat_by_the_routes_of_a_server(tmp_path: Path) -> None:
 
 
 async def of_the_client(client: RolloutClient) -> None:
-    done = await client.chat(MESSAGES, sampling_params=GREEDY | {"n": 2})
-    twin = await client.generate(PROMPT, GREEDY | {"n": 2})
+    drawn = GREEDY | {"n": 2, "temperature": 1.0, "seed": 7}
+    done = await client.chat(MESSAGES, sampling_params=drawn)
+    twin = await client.generate(PROMPT, drawn)
     assert list(done.prompt_token_ids) == PROMPT
     assert [c.token_ids for c in done.choices] == [c.token_ids for c in twin.choices]
     texts = ["".join(map(chr, choice.token_ids)) for choice in done.choices]
