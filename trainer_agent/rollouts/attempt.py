@@ -91,7 +91,7 @@ async def pieces(
         ) as response:
             sent = True
             if response.status != 200:  # noqa: PLR2004 - HTTP's OK
-                raise _refused(response.status, await response.read())
+                raise refused(response.status, await response.read())
             events = EventStream()
             async for chunk in response.content.iter_any():
                 batch, end = _decode(events, chunk)
@@ -126,7 +126,8 @@ def _decode(events: EventStream, chunk: bytes) -> tuple[list[Piece], bool | Exce
     return batch, False
 
 
-def _refused(status: int, raw: bytes) -> Exception:
+def refused(status: int, raw: bytes) -> UsageError | Cut:
+    """What an answer other than 200 means: a request that is at fault, or an engine."""
     text = raw[:_SHOWN].decode(errors="replace")
     if status in _LATER:
         return Cut("rejected", f"{status}: {text}")

@@ -16,6 +16,7 @@ from bus.keys import security
 from bus.runtime.peer import default_name
 from bus.settings import DEFAULT_BROKER
 from trainer_agent.connection import Connection
+from trainer_agent.rollouts.chat import ChatClient
 from trainer_agent.rollouts.engine_pool import EnginePool
 from trainer_agent.rollouts.request import make_request
 from trainer_agent.rollouts.rollout import RolloutRun
@@ -34,7 +35,7 @@ _IDLE_S: Final = 2.0
 _CONNECT_S: Final = 5.0
 
 
-class RolloutClient:
+class RolloutClient(ChatClient):
     """Generates tokens on the engines of one group.
 
     ::
@@ -244,8 +245,7 @@ class RolloutClient:
         extra: Mapping[str, Any],
         on_delta: Callable[[TokenDelta], None] | None = None,
     ) -> RolloutRun:
-        if self._http is None:
-            raise UsageError("connect() first, or use `async with`")
+        http = self._session()
         request = make_request(
             prompt,
             params,
@@ -254,4 +254,4 @@ class RolloutClient:
             decodes=self._tokenizer is not None,
             extra=extra,
         )
-        return RolloutRun(request, self._pool, self._http, self._tokenizer, on_delta)
+        return RolloutRun(request, self._pool, http, self._tokenizer, on_delta)
