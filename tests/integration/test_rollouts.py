@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import sys
 import socket
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
