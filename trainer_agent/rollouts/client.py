@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import deque
+from collections.abc import Sized
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import aiohttp
@@ -193,6 +194,7 @@ class RolloutClient:
         *,
         concurrency: int = 256,
         as_completed: bool = False,
+        progress: bool = False,
         on_inexact: OnInexact = "restart",
         **extra: Any,
     ) -> AsyncGenerator[tuple[int, Completion]]:
@@ -200,17 +202,25 @@ class RolloutClient:
 
         Yields the index of a prompt and its completion, in the order of the prompts, or
         ``as_completed``. With a ``seed``, each prompt draws from its own: ``seed`` plus its index
-        times ``n``. Errors are those of :meth:`generate`; one ends the others.
+        times ``n``. Errors are those of :meth:`generate`; one ends the others. With ``progress``,
+        tqdm shows a bar of the prompts that are done.
+
+        Raises:
+            UsageError: ``progress`` without tqdm.
         """
         if concurrency < 1:
             raise UsageError(f"concurrency={concurrency}: must be at least 1")
         seed, n = sampling_params.get("seed"), sampling_params.get("n", 1)
+        bar = _progress_bar(prompts) if progress else None
         numbered = enumerate(prompts)
         under_way: deque[asyncio.Task[tuple[int, Completion]]] = deque()
 
         async def one(index: int, prompt: Sequence[int]) -> tuple[int, Completion]:
             own = sampling_params if seed is None else {**sampling_params, "seed": seed + index * n}
-            return index, await self.generate(prompt, own, on_inexact=on_inexact, **extra)
+            done = await self.generate(prompt, own, on_inexact=on_inexact, **extra)
+            if bar is not None:
+                bar.update()
+            return index, done
 
         try:
             while True:
@@ -224,6 +234,8 @@ class RolloutClient:
                     under_way.remove(task)
                     yield task.result()
         finally:
+            if bar is not None:
+                bar.close()
             for task in under_way:
                 task.cancel()
             if under_way:
@@ -253,3 +265,12 @@ class RolloutClient:
             extra=extra,
         )
         return RolloutRun(request, self._pool, self._http, self._tokenizer, on_delta)
+
+
+def _progress_bar(prompts: Iterable[Sequence[int]]) -> Any:
+    """A bar of tqdm's, up to the number of prompts if that is known."""
+    try:
+        from tqdm.auto import tqdm  # noqa: PLC0415 - installed or not
+    except ImportError:
+        raise UsageError("progress: needs tqdm, which is not installed: pip install tqdm") from None
+    return tqdm(total=len(prompts) if isinstance(prompts, Sized) else None, unit="prompt")
