@@ -14,7 +14,7 @@ from bus.errors import BusClosed
 from trainer_agent.guaranteed_delivery import CLEANUP_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
 
     from anyio.from_thread import BlockingPortal
 
@@ -76,6 +76,8 @@ class BusThread(Generic[Client]):
         except RuntimeError as error:  # closed meanwhile
             raise BusClosed(str(error)) from None
         self._under_way.add(future)
+        if self._portal is None:  # closed meanwhile, and perhaps before it was added
+            future.cancel()
         try:
             return future.result()
         except CancelledError:
@@ -87,7 +89,7 @@ class BusThread(Generic[Client]):
         finally:
             self._under_way.discard(future)
 
-    def _iterate(self, items: AsyncGenerator[T]) -> Iterator[T]:
+    def _iterate(self, items: AsyncGenerator[T]) -> Generator[T]:
         """Its items. Closing this generator closes it."""
 
         try:

@@ -9,7 +9,7 @@ from trainer_agent.bus_thread import BusThread
 from trainer_agent.rollouts.client import RolloutClient
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Mapping, Sequence
 
     from trainer_agent.rollouts.request import OnInexact
     from trainer_agent.rollouts.results import Completion, TokenDelta
@@ -57,7 +57,7 @@ class SyncRolloutClient(BusThread[RolloutClient]):
         session_id: str | None = None,
         on_inexact: OnInexact = "continue",
         **extra: Any,
-    ) -> Iterator[TokenDelta]:
+    ) -> Generator[TokenDelta]:
         """See :meth:`RolloutClient.stream`."""
         return self._iterate(
             self._connected()[1].stream(
@@ -74,7 +74,7 @@ class SyncRolloutClient(BusThread[RolloutClient]):
         prompts: Iterable[Sequence[int]],
         sampling_params: Mapping[str, Any],
         **options: Any,
-    ) -> Iterator[tuple[int, Completion]]:
+    ) -> Generator[tuple[int, Completion]]:
         """See :meth:`RolloutClient.generate_many`, whose options these are. All prompts are read
         before the first request is sent, in the caller's thread."""
         return self._iterate(
