@@ -239,10 +239,10 @@ class RolloutBuffer(Generic[T]):
         ages = {r: age for r in among if r.sample and (age := self._age(r)) > self.max_age_steps}
         for rollout in ages:
             self._remove(rollout)
-        if ages:
-            self._dropped += len(ages)
+        self._dropped += len(ages)
+        if ages and self._dropped >= self.samples_per_step:  # the trainer may wait for long
             bus.log.logger().warning(
-                "rollouts_dropped", step=self.step, count=len(ages), age_max=max(ages.values())
+                "rollouts_dropped", step=self.step, count=self._dropped, age_max=max(ages.values())
             )
         return list(ages.values())
 
