@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def run_example(name: str, *options: str, env: Mapping[str, str] = os.environ) -> str:
+def run_example(name: str, *options: str, env: Mapping[str, str] | None = None) -> str:
     """What it prints.
 
     Raises:
@@ -27,7 +27,7 @@ def run_example(name: str, *options: str, env: Mapping[str, str] = os.environ) -
         timeout=300,
         check=False,
         cwd=EXAMPLES.parent,
-        env={**env, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
