@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from anyio.from_thread import start_blocking_portal
@@ -25,7 +24,7 @@ Client = TypeVar("Client", bound=contextlib.AbstractAsyncContextManager[Any])
 class BusThread(Generic[Client]):
     """Runs an async client in a thread of its own, which keeps its connection alive.
 
-    Any thread may call. Calls that are under way at :meth:`close` raise ``BusClosed``.
+    Any thread may call.
 
     Args:
         make: makes the client, in that thread.
@@ -36,7 +35,6 @@ class BusThread(Generic[Client]):
         self._stack = contextlib.ExitStack()
         self._portal: BlockingPortal | None = None
         self._client: Client | None = None
-        self._under_way: set[Future[Any]] = set()
 
     def connect(self) -> Self:
         """Start the thread and join the bus. Errors are those of the client's ``connect``."""
@@ -48,10 +46,8 @@ class BusThread(Generic[Client]):
         return self
 
     def close(self) -> None:
-        """End the calls that are under way, leave the bus, and end the thread."""
+        """Leave the bus and end the thread. Calls that are under way raise ``BusClosed``."""
         self._portal = None
-        for future in list(self._under_way):
-            future.cancel()
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -75,19 +71,12 @@ class BusThread(Generic[Client]):
             future = portal.start_task_soon(run)
         except RuntimeError as error:  # closed meanwhile
             raise BusClosed(str(error)) from None
-        self._under_way.add(future)
-        if self._portal is None:  # closed meanwhile, and perhaps before it was added
-            future.cancel()
         try:
             return future.result()
-        except CancelledError:
-            raise BusClosed("closed while this call was under way") from None
         except KeyboardInterrupt:
             future.cancel()
             ended.wait(2 * CLEANUP_S)
             raise
-        finally:
-            self._under_way.discard(future)
 
     def _iterate(self, items: AsyncGenerator[T]) -> Generator[T]:
         """Its items. Closing this generator closes it."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import aiohttp
 
-from bus.errors import UsageError
+from bus.errors import BusClosed, UsageError
 from bus.ids import check_name
 from bus.keys import security
 from bus.runtime.peer import default_name
@@ -123,7 +123,8 @@ class RolloutClient:
         return self
 
     async def close(self) -> None:
-        """Leave the bus; requests that are under way end."""
+        """Leave the bus; requests that are under way end by ``BusClosed``."""
+        self._http = None
         await self._stack.aclose()
 
     async def __aenter__(self) -> Self:
@@ -255,7 +256,7 @@ class RolloutClient:
         on_delta: Callable[[TokenDelta], None] | None = None,
     ) -> RolloutRun:
         if self._http is None:
-            raise UsageError("connect() first, or use `async with`")
+            raise BusClosed("connect() first, or use `async with`")
         request = make_request(
             prompt,
             params,

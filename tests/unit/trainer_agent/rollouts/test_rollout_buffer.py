@@ -224,7 +224,7 @@ class BesideAModel(RuleBasedStateMachine):
 
 
 TestBesideAModel = BesideAModel.TestCase
-TestBesideAModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestBesideAModel.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.parametrize("max_age", [0, 1, 3])
@@ -268,6 +268,26 @@ def test_an_age_counts_commits_and_is_that_of_the_oldest_span() -> None:
     batch = at_once(buffer.take(2))
     assert batch.ages == (2, 1)
     assert batch.dropped == 1
+
+
+def test_what_a_commit_makes_too_old_is_dropped_or_raised(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drops: RolloutBuffer[str] = RolloutBuffer(1, samples_per_step=1)
+    raises: RolloutBuffer[str] = RolloutBuffer(1, "raise", samples_per_step=1)
+    for buffer in (drops, raises):
+        assert finished(buffer, "old", 0)
+        for version in (1, 2):
+            buffer.on_commit(version)
+        assert buffer.valid_count() == buffer.ready_for(2) == 0
+    assert (drops.capacity(), raises.capacity()) == (2, 1)
+    with pytest.raises(RolloutsTooOld, match=r"1 of 1 .* \[2\] commits"):
+        at_once(raises.take())
+    for buffer in (drops, raises):
+        assert finished(buffer, "new", 2)
+        batch = at_once(buffer.take())
+        assert (batch.samples, batch.dropped) == (("new",), 1)
+    assert capsys.readouterr().err.count("rollouts_dropped") == 2  # a whole step's samples
 
 
 def test_tokens_of_an_unknown_version_are_as_old_as_the_start() -> None:
