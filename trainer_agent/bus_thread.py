@@ -14,6 +14,7 @@ from trainer_agent.guaranteed_delivery import CLEANUP_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
+    from types import TracebackType
 
     from anyio.from_thread import BlockingPortal
 
@@ -53,7 +54,12 @@ class BusThread(Generic[Client]):
     def __enter__(self) -> Self:
         return self.connect()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _call(self, work: Callable[[], Awaitable[T]]) -> T:
