@@ -121,13 +121,15 @@ class Heartbeat:
 @dataclass(frozen=True, slots=True)
 class CoreStatus:
     """A DP rank's status page, as its sidecar has just read it: what the engine's core
-    does, since when, its steps so far, its wave, and how many requests it has."""
+    does, since when, its steps so far, its wave, and how many requests it has; ``waiting``: those
+    of them that wait for a slot or for memory."""
 
     phase: CorePhase
     since_ms: float
     step: Count
     wave: Count
     requests: Count
+    waiting: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

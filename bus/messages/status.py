@@ -29,8 +29,8 @@ class WaitEngines:
 @dataclass(frozen=True, slots=True)
 class EngineView:
     """``core_since_ms``: for how long its core has been in ``core_phase``, as far as the
-    sidecar's last word goes. ``features``, ``untested`` and ``dtype`` are the engine's own
-    (:class:`bus.messages.EngineFacts`)."""
+    sidecar's last word goes; ``waiting``: its requests that wait there. ``features``, ``untested``
+    and ``dtype`` are the engine's own (:class:`bus.messages.EngineFacts`)."""
 
     name: ShortText
     dp_group: ShortText
@@ -53,6 +53,7 @@ class EngineView:
     features: Features = field(default_factory=dict)
     untested: ShortText = ""
     dtype: ShortText = ""
+    waiting: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

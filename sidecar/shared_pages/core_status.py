@@ -80,7 +80,8 @@ class CoreStatusView:
     def message(self) -> CoreStatus:
         """What the broker is told."""
         requests = self.waiting + self.running
-        return CoreStatus(self.phase, round(self.age_ms(), 1), self.step, self.wave, requests)
+        age_ms = round(self.age_ms(), 1)
+        return CoreStatus(self.phase, age_ms, self.step, self.wave, requests, self.waiting)
 
     def age_ms(self) -> float:
         """For how long the core has been in its phase."""

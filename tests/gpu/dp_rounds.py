@@ -268,7 +268,9 @@ async def _rounds(
             updates.append(report.paused_ms)
             interrupted += report.interrupted > 0
             answers = [await _answers(session, url) for url in urls]
-            wrong += any(_alike(each, known[turn]) < ALIKE for each in answers)
+            alike = [_alike(each, known[turn]) for each in answers]
+            wrong += min(alike) < ALIKE
+            _say(round=number, alike=alike, paused_ms=round(updates[-1], 1))
         await asyncio.sleep(0.05 * (number % 5))  # so that rounds meet all moments of a wave
     load.stop = True
     await asyncio.gather(*streams)
@@ -356,6 +358,7 @@ async def _restart(
             break
         await asyncio.sleep(0.2)
     down_s = time.monotonic() - since_s
+    _say(killed_down_s=round(down_s, 1))
     views = await agent.wait_for_engines(options.dp_size, timeout_s=BOOT_S)
     up_s = time.monotonic() - since_s
     load = Load(stop=False)
@@ -373,6 +376,11 @@ async def _restart(
         "failed_after": load.failed + load.short,
         "diagnosis": status.diagnosis,
     }
+
+
+def _say(**found: object) -> None:
+    """Tell how far this is; it stays when a time limit ends the run."""
+    print(json.dumps(found), file=sys.stderr, flush=True)  # noqa: T201 - what it is for
 
 
 def main() -> int:

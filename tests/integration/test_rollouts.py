@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +19,7 @@ from sidecar.bench.control.sidecars import StubEngine
 from sidecar.engine import EngineInfo
 from tests.support.broker import a_broker
 from tests.support.generating import PAUSED, generating, streamed
+from tests.support.procs import Proc
 from trainer_agent import TrainerAgent
 from trainer_agent.rollouts.client import RolloutClient
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from tests.integration.conftest import Bus
-    from tests.support.procs import Proc
     from trainer_agent.rollouts.results import Choice, Completion
 
 TIMEOUT_S = 120.0
@@ -259,6 +260,28 @@ async def silent(request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(0.1)
 
 
+async def drop_by_drop(request: web.Request) -> web.StreamResponse:
+    """An event whose line does not end."""
+    response = web.StreamResponse()
+    await response.prepare(request)
+    await response.write(b"data: ")
+    while True:
+        await response.write(b" ")
+        await asyncio.sleep(0.1)
+
+
+async def mute(_: web.Request) -> web.StreamResponse:
+    """Not even a status."""
+    return await asyncio.Future()
+
+
+def labelled(token: int, end: int) -> dict[str, Any]:
+    """The event of an attempt's token ``end``, which names the weights of all tokens so far."""
+    made = event(token)
+    made["choices"][0]["weight_versions"] = [{"version": "0", "start": 0, "end": end}]
+    return made
+
+
 @pytest.mark.parametrize(
     ("answer", "tokens", "ended_by"),
     [
@@ -273,7 +296,10 @@ async def silent(request: web.Request) -> web.StreamResponse:
         (then(event(78, index=3)), 0, "broken"),
         (then({"choices": [{"index": 0, "token_ids": [78]}]}), 0, "broken"),
         (then({"choices": "x"}), 0, "broken"),
+        (then(labelled(78, 1), labelled(79, 2), labelled(79, 2)), 2, "broken"),
         (silent, 0, "stalled"),
+        (drop_by_drop, 0, "stalled"),
+        (mute, 0, "stalled"),
     ],
 )
 def test_a_request_goes_on_elsewhere_when_its_engine_talks_nonsense(
@@ -400,6 +426,62 @@ def test_a_stop_string_is_found_across_the_seam(included: bool) -> None:
             assert choice.token_ids == (78, 79, 80, 81)
             assert (choice.finish_reason, choice.stop_reason) == ("stop", "OPQ")
             assert choice.spans[-1].end == 4
+
+    run(main())
+
+
+def test_a_client_that_is_killed_leaves_nothing_on_its_engine(bus: Bus) -> None:
+    bus.sidecar("e0", *STEP_MS)
+    script = (
+        "import asyncio, sys; from trainer_agent import RolloutClient\n"
+        "async def main():\n"
+        "    async with RolloutClient(sys.argv[1]) as client:\n"
+        "        prompts = [[5, 9, 77]] * 8\n"
+        "        print('asks', flush=True)\n"
+        "        asked = client.generate_many(prompts, {'max_tokens': 200, 'ignore_eos': True})\n"
+        "        async for _ in asked: pass\n"
+        "asyncio.run(main())"
+    )
+
+    async def main() -> None:
+        async with TrainerAgent(bus.address) as agent:
+            with Proc(sys.executable, "-c", script, bus.address) as asking:
+                await asyncio.to_thread(asking.first_line)
+                await until_in_flight(agent, 8)
+                asking.kill()
+                await until_in_flight(agent, 0)
+
+    run(main())
+
+
+async def until_in_flight(agent: TrainerAgent, count: int) -> None:
+    """The one engine has so many requests, as the broker tells it."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while (await agent.status()).groups[0].engines[0].in_flight != count:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def test_requests_without_a_session_go_where_other_clients_have_few(bus: Bus) -> None:
+    for index in range(2):
+        bus.sidecar(f"e{index}", *STEP_MS)
+
+    async def main() -> None:
+        async with RolloutClient(bus.address) as first, RolloutClient(bus.address) as second:
+            asked = SAMPLED | {"max_tokens": 150}
+            busy = [
+                asyncio.create_task(first.generate(PROMPT, asked, session_id="s")) for _ in range(4)
+            ]
+            own = asyncio.create_task(second.generate(PROMPT, asked, session_id="t"))
+            engines = second._pool.router.engines
+            async with asyncio.timeout(TIMEOUT_S):
+                while not any(load.others == 4 for load in engines.values()):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            (taken,) = (name for name, load in engines.items() if load.others == 4)
+            deltas = second.stream(PROMPT, asked | {"max_tokens": 1})
+            assert [delta.engine async for delta in deltas] == [*({*engines} - {taken})]
+            for task in (*busy, own):
+                task.cancel()
+            await asyncio.wait((*busy, own))
 
     run(main())
 

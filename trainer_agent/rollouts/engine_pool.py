@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
     import anyio
 
-    from bus.messages import Routes
+    from bus.messages import EngineView, Routes
     from trainer_agent.connection import Connection
     from trainer_agent.rollouts.router import EngineLoad
 
 _SERVING: Final = ("running", "staging")
+_FIGURES_S: Final = 0.5
 
 
 @dataclass(eq=False, slots=True)
@@ -86,7 +87,7 @@ class EnginePool:
         """
         await self._connection.open()
         self._last_token_s = self.now_s()
-        self._watch = asyncio.create_task(self._watch_stalls())
+        self._watch = asyncio.create_task(self._watch_engines())
 
     def close(self) -> None:
         """Leave the bus, and end what is under way."""
@@ -181,20 +182,22 @@ class EnginePool:
             f"{there or 'nobody'}; routed: {', '.join(known)}"
         )
 
-    async def _watch_stalls(self) -> None:
-        """Leave engines that run, and give no tokens."""
+    async def _watch_engines(self) -> None:
+        """While requests are under way: take engines' figures, and leave those that run and give no
+        tokens."""
         while True:
-            await asyncio.sleep(self.stall_s / 4)
-            since_s = self.now_s() - self.stall_s
-            if not any(attempt.last_s < since_s for attempt in self.attempts):
-                continue
-            with contextlib.suppress(WavebusError):
-                idle = {e.name for e in await self._connection.engines() if e.phase not in _SERVING}
-                for attempt in self.attempts:
-                    if attempt.engine in idle:
-                        attempt.last_s = self.now_s()
+            await asyncio.sleep(min(_FIGURES_S, self.stall_s / 4))
+            engines: tuple[EngineView, ...] = ()
+            if self.attempts:
+                with contextlib.suppress(WavebusError):
+                    engines = await self._connection.engines()
+            idle = {engine.name for engine in engines if engine.phase not in _SERVING}
+            self.router.take_figures(each for each in engines if each.name not in idle)
+            now_s = self.now_s()
             for attempt in self.attempts:
-                if attempt.last_s < since_s:
+                if attempt.engine in idle:
+                    attempt.last_s = now_s
+                elif attempt.last_s < now_s - self.stall_s:
                     attempt.scope.cancel()
 
     def _on_routes(self, group: str, routes: Routes) -> None:

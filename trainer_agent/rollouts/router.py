@@ -10,8 +10,9 @@ of no session             the least loaded engine
 ========================  ===================================================================
 
 Invariants: at most ``window`` sequences are in flight on an engine, unless one request alone has
-more; a window is at least one and at most the engine's slots; it shrinks by rejections and grows by
-completions; a session moves only when its engine leaves the routes, or its request must avoid it.
+more; a window is at least one and at most the engine's slots; it shrinks by rejections and while
+requests wait in the engine, and grows by completions; a session moves only when its engine leaves
+the routes, or its request must avoid it.
 """
 
 from __future__ import annotations
@@ -27,29 +28,42 @@ from bus.messages import RequestLimits
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from bus.messages import Route
+    from bus.messages import EngineView, Route
 
 _SESSIONS_KEPT: Final = 100_000
 _LOAD_BOUND: Final = 1.25
 _UNKNOWN_SLOTS: Final = 256
 _HOLD_S: Final = 0.05
 _LONGEST_HOLD_S: Final = 1.0
+_PEAKS: Final = 3  # figures kept; what an engine counted may be so many of them old
 
 
 @dataclass(slots=True)
 class EngineLoad:
-    """A routed engine, and what of ours is on it. ``window``: how many sequences may be. No request
-    is sent to it before ``held_until_s``; ``hold_s``: how long the next hold is."""
+    """A routed engine, and what is on it: ``in_flight`` sequences of ours, and ``others``.
+
+    ``window``: how many of ours may be. No request is sent to it before ``held_until_s``;
+    ``hold_s``: how long the next hold is. ``peaks``: the most of ours that were in flight since the
+    last figures, and before each of those; ``queues``: requests waited in it by the last figures.
+    """
 
     route: Route
     window: float
     in_flight: int = 0
     held_until_s: float = 0.0
     hold_s: float = _HOLD_S
+    others: int = 0
+    peaks: tuple[int, ...] = (0,)
+    queues: bool = False
 
     @property
     def slots(self) -> int:
         return self.route.limits.slots or _UNKNOWN_SLOTS
+
+    @property
+    def fill(self) -> float:
+        """Which part of its slots is in use."""
+        return (self.in_flight + self.others) / self.slots
 
     def has_room(self, sequences: int, now_s: float) -> bool:
         """Whether so many more may be sent to it now."""
@@ -99,6 +113,22 @@ class Router:
             exact_seeds=all(each.exact_seeds for each in all_of),
         )
 
+    def take_figures(self, engines: Iterable[EngineView]) -> None:
+        """How many requests engines have in all, as far as the broker has heard; what it does not
+        name, or did not know of late, counts as ours alone.
+
+        A request that waits by figures twice in a row does so for want of slots or memory.
+        """
+        known = {(each.name, each.endpoint): each for each in engines}
+        for key, load in self._loads.items():
+            view = known.get(key)
+            total, waiting = (view.in_flight, view.waiting) if view is not None else (0, 0)
+            load.others = max(0, total - max(load.peaks))
+            load.peaks = (load.in_flight, *load.peaks[:_PEAKS])
+            queued, load.queues = load.queues, waiting > 0
+            if queued and load.queues:
+                load.window = max(1.0, load.window / 2)
+
     def pick(
         self, session: str | None, sequences: int, now_s: float, avoid: Collection[str] = ()
     ) -> EngineLoad | None:
@@ -110,10 +140,11 @@ class Router:
             name = self._place(session, able)
             free = [able[name]] if name is not None else []
         else:
-            free = sorted(able.values(), key=lambda e: (e.in_flight / e.slots, e.route.engine))
+            free = sorted(able.values(), key=lambda e: (e.fill, e.route.engine))
         for load in free:
             if load.has_room(sequences, now_s):
                 load.in_flight += sequences
+                load.peaks = (max(load.peaks[0], load.in_flight), *load.peaks[1:])
                 return load
         return None
 

@@ -142,6 +142,7 @@ class Peer:
             features=self.facts.features,
             untested=self.facts.untested,
             dtype=self.facts.dtype,
+            waiting=self.core.waiting if self.core else 0,
         )
 
 

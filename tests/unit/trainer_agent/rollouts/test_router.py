@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from bus.messages import RequestLimits, Route
+from bus.messages import EngineView, RequestLimits, Route
 from trainer_agent.rollouts.router import Router
 
 if TYPE_CHECKING:
@@ -99,6 +99,64 @@ def test_rejections_shrink_a_window_once_for_all_under_way_and_completions_grow_
     for _ in range(100):
         router.succeeded(load)
     assert load.window == 8
+
+
+def figures(name: str, in_flight: int, waiting: int = 0) -> EngineView:
+    """What the broker has heard of an engine."""
+    return EngineView(
+        name=name,
+        dp_group=name,
+        endpoint=f"http://{name}",
+        kind="",
+        software="",
+        draft=False,
+        phase="running",
+        in_flight=in_flight,
+        host="",
+        last_heard_ms=0.0,
+        backends=(),
+        core_phase="",
+        core_since_ms=0.0,
+        waiting=waiting,
+        dp_rank=0,
+        version=0,
+        pid=0,
+        core_step=0,
+        core_wave=0,
+    )
+
+
+def test_what_other_clients_have_on_an_engine_counts() -> None:
+    """Until it is not known any more."""
+    router = router_of("a", "b", slots=8)
+    router.take_figures([figures("a", in_flight=3), figures("b", in_flight=0)])
+    assert Counter(picked(router) for _ in range(5)) == {"a": 1, "b": 4}
+    router.take_figures([])
+    assert picked(router) == "a"
+
+
+def test_own_requests_are_not_taken_for_those_of_others() -> None:
+    """An engine's count may be of a moment when they were in flight."""
+    router = router_of("a", slots=8)
+    load = router.pick(None, 4, 0.0)
+    assert load is not None
+    router.release(load, 4)
+    for _ in range(4):
+        router.take_figures([figures("a", in_flight=5)])
+        assert load.others == 1
+    router.take_figures([figures("a", in_flight=5)])
+    assert load.others == 5
+
+
+def test_requests_that_wait_in_an_engine_shrink_its_window() -> None:
+    """Once may be chance: a request that has just come waits for the next step."""
+    router = router_of("a", slots=8)
+    load = router.engines["a"]
+    for waiting, window in ((1, 8), (0, 8), (2, 8), (1, 4), (1, 2), (0, 2)):
+        router.take_figures([figures("a", in_flight=9, waiting=waiting)])
+        assert load.window == window
+    router.succeeded(load)
+    assert load.window > 2
 
 
 def test_an_engine_that_returns_is_asked_at_once_and_keeps_count_of_what_is_in_flight() -> None:
