@@ -16,6 +16,7 @@
     ├── RolloutFailed           a request got no whole answer; says from which engines
     │   ├── RequestPoisoned     two engines died while they ran it
     │   └── NoEngine            no engine was there to take it; says who was waited for
+    ├── RolloutsTooOld          samples were older than the trainer takes
     ├── JournalError            a journal that can't be read, or replayed
     ├── BusClosed               used after close, or the bus went away for good
     └── EngineError             an engine call failed
@@ -43,6 +44,7 @@ __all__ = [
     "RolloutFailed",
     "RequestPoisoned",
     "NoEngine",
+    "RolloutsTooOld",
     "JournalError",
     "BusClosed",
     "EngineError",
@@ -175,6 +177,10 @@ class RequestPoisoned(RolloutFailed):
 
 class NoEngine(RolloutFailed):
     """No engine was there to take the request. The text says who was waited for."""
+
+
+class RolloutsTooOld(WavebusError):
+    """Samples were older than the trainer takes. They are dropped; the text has their ages."""
 
 
 class JournalError(WavebusError):

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from trainer_agent.canary import Canary
     from trainer_agent.report import UpdateReport
     from trainer_agent.rollouts.client import RolloutClient
+    from trainer_agent.rollouts.rollout_buffer import RolloutBuffer
+    from trainer_agent.rollouts.sync_client import SyncRolloutClient
     from trainer_agent.sync_agent import SyncTrainerAgent
     from trainer_agent.weights.cpu_cache import CpuCache
     from trainer_agent.weights.shared_memory import share_memory
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Canary",
     "CpuCache",
+    "RolloutBuffer",
     "RolloutClient",
+    "SyncRolloutClient",
     "SyncTrainerAgent",
     "TrainerAgent",
     "UpdateReport",
@@ -29,7 +33,9 @@ __all__ = [
 _HOMES: Final = {
     "Canary": "trainer_agent.canary",
     "CpuCache": "trainer_agent.weights.cpu_cache",
+    "RolloutBuffer": "trainer_agent.rollouts.rollout_buffer",
     "RolloutClient": "trainer_agent.rollouts.client",
+    "SyncRolloutClient": "trainer_agent.rollouts.sync_client",
     "SyncTrainerAgent": "trainer_agent.sync_agent",
     "TrainerAgent": "trainer_agent.agent",
     "UpdateReport": "trainer_agent.report",

@@ -8,25 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
-import threading
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
-from anyio.from_thread import start_blocking_portal
-
-from bus.errors import BusClosed
 from bus.weight_transfer.cuda import current_gpu
 from trainer_agent.agent import TrainerAgent
-from trainer_agent.guaranteed_delivery import CLEANUP_S
+from trainer_agent.bus_thread import BusThread
 from trainer_agent.options import WAIT_S
 from trainer_agent.update.chunk_stream import do_nothing
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from concurrent.futures import Future
-    from types import TracebackType
-
-    from anyio.from_thread import BlockingPortal
 
     from bus.messages import EngineView, Escalation, GroupAck, PauseMode, SleepLevel, Status, Target
     from trainer_agent.canary import Canary
@@ -37,10 +29,8 @@ if TYPE_CHECKING:
     from trainer_agent.vllm.source import BusWeightSource
     from trainer_agent.weights.source import Weights
 
-T = TypeVar("T")
 
-
-class SyncTrainerAgent:
+class SyncTrainerAgent(BusThread[TrainerAgent]):
     """:class:`trainer_agent.TrainerAgent`, blocking. Same arguments, same errors.
 
     ::
@@ -53,36 +43,9 @@ class SyncTrainerAgent:
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._args = args
-        # Asked here: the agent is made in the bus's own thread.
+        # The device is asked here: the agent is made in the bus's own thread.
         self._kwargs = {"device": current_gpu(), **kwargs}
-        self._stack = contextlib.ExitStack()
-        self._portal: BlockingPortal | None = None
-        self._agent: TrainerAgent | None = None
-
-    def connect(self) -> Self:
-        """See :meth:`TrainerAgent.connect`."""
-        with contextlib.ExitStack() as stack:
-            self._portal = stack.enter_context(start_blocking_portal("asyncio"))
-            self._agent = self._portal.call(self._make)
-            stack.enter_context(self._portal.wrap_async_context_manager(self._agent))
-            self._stack = stack.pop_all()
-        return self
-
-    def close(self) -> None:
-        """See :meth:`TrainerAgent.close`."""
-        self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self.connect()
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+        super().__init__(functools.partial(TrainerAgent, *args, **self._kwargs))
 
     def wait_for_engines(self, count: int, timeout_s: float = 60.0) -> list[EngineView]:
         """See :meth:`TrainerAgent.wait_for_engines`."""
@@ -193,43 +156,3 @@ class SyncTrainerAgent:
     def last_update(self) -> UpdateReport | None:
         """See :attr:`TrainerAgent.last_update`."""
         return self._connected()[1].last_update
-
-    @contextlib.contextmanager
-    def _block(self, entered: Any) -> Iterator[GroupAck]:
-        """A block of the agent's; an interrupt on its way in leaves it, too."""
-        block = self._connected()[0].wrap_async_context_manager(entered)
-        try:
-            ack = block.__enter__()
-        except KeyboardInterrupt:
-            with contextlib.suppress(Exception, KeyboardInterrupt):
-                block.__exit__(*sys.exc_info())
-            raise
-        with contextlib.ExitStack() as entered_block:
-            entered_block.push(block)
-            yield ack
-
-    def _call(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Run it in the bus's thread; who is interrupted, waits until it is undone."""
-        ended = threading.Event()
-
-        async def run() -> T:
-            try:
-                return await work()
-            finally:
-                ended.set()
-
-        future = self._connected()[0].start_task_soon(run)
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            future.cancel()
-            ended.wait(2 * CLEANUP_S)
-            raise
-
-    async def _make(self) -> TrainerAgent:
-        return TrainerAgent(*self._args, **self._kwargs)
-
-    def _connected(self) -> tuple[BlockingPortal, TrainerAgent]:
-        if self._portal is None or self._agent is None:
-            raise BusClosed("connect() first, or use `with`")
-        return self._portal, self._agent

@@ -97,7 +97,9 @@ from tests.support.surface import (
 from trainer_agent import (
     Canary,
     CpuCache,
+    RolloutBuffer,
     RolloutClient,
+    SyncRolloutClient,
     SyncTrainerAgent,
     TrainerAgent,
     UpdateReport,
@@ -117,7 +119,7 @@ if TYPE_CHECKING:
 # What users import, subclass or are handed.
 CLASSES: list[type] = [
     *(TrainerAgent, SyncTrainerAgent, Canary, CpuCache, UpdateReport, WeightSource),
-    RolloutClient,
+    *(RolloutClient, SyncRolloutClient, RolloutBuffer),
     *(PauseArguments, UpdateArguments),
     *(Sidecar, Engine, EngineInfo, Chunk, EmbeddedEngine, SamplingParams, VllmEngine),
     *(Sender, Receiver, RankAssignment, World, Manifest, TensorMeta),

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+import re
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+from tests.support.examples import run_example
 
 
 def test_the_colocated_one_loses_no_token() -> None:
     """A request lives through three sleeps, each with an update."""
-    ended = subprocess.run(
-        [sys.executable, str(EXAMPLES / "colocated.py")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=EXAMPLES.parent,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "200 of 200 tokens, by versions [0, 1, 2, 3]" in ended.stdout
+    assert "200 of 200 tokens, by versions [0, 1, 2, 3]" in run_example("colocated.py")
+
+
+def test_asynchronous_grpo_learns_from_answers_of_several_versions() -> None:
+    printed = run_example("async_grpo.py")
+    mixed = re.search(r"(\d+) answers of 2 versions", printed)
+    assert mixed
+    assert int(mixed[1]) > 0
+
+
+def test_trl_learns_and_its_engines_have_its_weights() -> None:
+    printed = run_example("trl_grpo.py", "--steps", "60")
+    assert "mean reward" in printed
+    assert "greedy answers of the engines that are the trainer's: 8 of 8" in printed

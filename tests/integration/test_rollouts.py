@@ -14,7 +14,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from bus.errors import NoEngine, RequestPoisoned, RolloutFailed, UsageError
+from bus.errors import BusClosed, NoEngine, RequestPoisoned, RolloutFailed, UsageError
 from bus.messages import RequestLimits, Route
 from sidecar import Sidecar
 from sidecar.bench.control.sidecars import StubEngine
@@ -193,6 +193,26 @@ def test_a_paused_group_is_waited_for_and_a_group_without_engines_is_not(bus: Bu
                     await lonely.generate(PROMPT, SAMPLED)
                 assert not waits.done()
             assert_whole((await waits).choices[0])
+
+    run(main())
+
+
+def test_requests_end_when_their_client_is_closed(bus: Bus) -> None:
+    """Those that have an engine, and those that wait for one."""
+    bus.sidecar("e0", "--step-ms", "50")
+
+    async def main() -> None:
+        async with RolloutClient(bus.address) as client:
+            many = asyncio.create_task(anext(client.generate_many([PROMPT] * 99, SAMPLED)))
+            while not client._pool._waiting:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0)
+            one = asyncio.create_task(client.generate(PROMPT, SAMPLED))
+            await asyncio.sleep(0)
+        for task in (one, many):
+            with pytest.raises(BusClosed, match="closed"):
+                await task
+        with pytest.raises(BusClosed, match="connect"):
+            await client.generate(PROMPT, SAMPLED)
 
     run(main())
 

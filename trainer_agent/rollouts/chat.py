@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 import msgspec
 
-from bus.errors import RolloutFailed, UsageError
+from bus.errors import BusClosed, RolloutFailed, UsageError
 from trainer_agent.rollouts.attempt import Cut, refused
 from trainer_agent.rollouts.request import make_request
 from trainer_agent.rollouts.results import ChatCompletion
@@ -131,7 +131,7 @@ class ChatClient:
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
-            raise UsageError("connect() first, or use `async with`")
+            raise BusClosed("connect() first, or use `async with`")
         return self._http
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import deque
+from collections.abc import Sized
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import aiohttp
@@ -108,20 +109,22 @@ class RolloutClient(ChatClient):
             Refused: it does not let the client in.
         """
         async with contextlib.AsyncExitStack() as stack:
-            await self._pool.open()
-            stack.callback(self._pool.close)
-            self._http = await stack.enter_async_context(
+            http = await stack.enter_async_context(
                 aiohttp.ClientSession(
                     connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
                     timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
                     headers=self._headers,
                 )
             )
+            await self._pool.open()
+            stack.callback(self._pool.close)  # first: requests end by that
+            self._http = http
             self._stack = stack.pop_all()
         return self
 
     async def close(self) -> None:
-        """Leave the bus; requests that are under way end."""
+        """Leave the bus; requests that are under way end by ``BusClosed``."""
+        self._http = None
         await self._stack.aclose()
 
     async def __aenter__(self) -> Self:
@@ -196,6 +199,7 @@ class RolloutClient(ChatClient):
         *,
         concurrency: int = 256,
         as_completed: bool = False,
+        progress: bool = False,
         on_inexact: OnInexact = "restart",
         **extra: Any,
     ) -> AsyncGenerator[tuple[int, Completion]]:
@@ -203,17 +207,25 @@ class RolloutClient(ChatClient):
 
         Yields the index of a prompt and its completion, in the order of the prompts, or
         ``as_completed``. With a ``seed``, each prompt draws from its own: ``seed`` plus its index
-        times ``n``. Errors are those of :meth:`generate`; one ends the others.
+        times ``n``. Errors are those of :meth:`generate`; one ends the others. With ``progress``,
+        tqdm shows a bar of the prompts that are done.
+
+        Raises:
+            UsageError: ``progress`` without tqdm.
         """
         if concurrency < 1:
             raise UsageError(f"concurrency={concurrency}: must be at least 1")
         seed, n = sampling_params.get("seed"), sampling_params.get("n", 1)
+        bar = _progress_bar(prompts) if progress else None
         numbered = enumerate(prompts)
         under_way: deque[asyncio.Task[tuple[int, Completion]]] = deque()
 
         async def one(index: int, prompt: Sequence[int]) -> tuple[int, Completion]:
             own = sampling_params if seed is None else {**sampling_params, "seed": seed + index * n}
-            return index, await self.generate(prompt, own, on_inexact=on_inexact, **extra)
+            done = await self.generate(prompt, own, on_inexact=on_inexact, **extra)
+            if bar is not None:
+                bar.update()
+            return index, done
 
         try:
             while True:
@@ -227,6 +239,8 @@ class RolloutClient(ChatClient):
                     under_way.remove(task)
                     yield task.result()
         finally:
+            if bar is not None:
+                bar.close()
             for task in under_way:
                 task.cancel()
             if under_way:
@@ -255,3 +269,12 @@ class RolloutClient(ChatClient):
             extra=extra,
         )
         return RolloutRun(request, self._pool, http, self._tokenizer, on_delta)
+
+
+def _progress_bar(prompts: Iterable[Sequence[int]]) -> Any:
+    """A bar of tqdm's, up to the number of prompts if that is known."""
+    try:
+        from tqdm.auto import tqdm  # noqa: PLC0415 - installed or not
+    except ImportError:
+        raise UsageError("progress: needs tqdm, which is not installed: pip install tqdm") from None
+    return tqdm(total=len(prompts) if isinstance(prompts, Sized) else None, unit="prompt")

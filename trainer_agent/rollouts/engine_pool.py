@@ -54,6 +54,7 @@ class EnginePool:
 
     Attributes:
         attempts: those under way.
+        requests: the scopes of those under way; they are cancelled when the pool is closed.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class EnginePool:
     ) -> None:
         self.router = Router()
         self.attempts: set[AttemptWatch] = set()
+        self.requests: set[anyio.CancelScope] = set()
         self.stall_s = stall_s
         self._group = group
         self._unavailable_s = unavailable_s
@@ -88,7 +90,9 @@ class EnginePool:
         self._watch = asyncio.create_task(self._watch_engines())
 
     def close(self) -> None:
-        """Leave the bus."""
+        """Leave the bus, and end what is under way."""
+        for scope in self.requests:
+            scope.cancel()
         self._connection.close()
         self._stop_timer()
         if self._watch is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
-from bus.errors import RequestPoisoned, RolloutFailed
+from bus.errors import BusClosed, RequestPoisoned, RolloutFailed
 from trainer_agent.rollouts.attempt import Cut, pieces
 from trainer_agent.rollouts.choice import ChoiceState
 from trainer_agent.rollouts.engine_pool import AttemptWatch
@@ -63,7 +63,17 @@ class RolloutRun:
 
         Raises:
             UsageError, RolloutFailed: as :meth:`RolloutClient.generate`.
+            BusClosed: the client was closed.
         """
+        with anyio.CancelScope() as scope:
+            self._pool.requests.add(scope)
+            try:
+                return await self._run()
+            finally:
+                self._pool.requests.discard(scope)
+        raise BusClosed(f"request {self._request.id}: the client was closed")
+
+    async def _run(self) -> Completion:
         request = self._request
         await self._pool.until_routed()
         limits = self._pool.router.limits()

@@ -202,14 +202,13 @@ def test_a_message_of_parts_without_an_end_costs_its_sender_the_connection() -> 
 
 
 def test_a_message_of_parts_that_ends_is_refused_and_its_sender_stays() -> None:
-    with a_broker() as (_, address):
-        with RawPeer(address) as peer:
-            peer.send(*[b""] * 5_000)
-            for _ in range(2):
-                nack = codec.decode(peer.receive())[1]
-                assert isinstance(nack, Nack)
-                assert nack.code is NackCode.MALFORMED
-                peer.send(b"x")
+    with a_broker() as (_, address), RawPeer(address) as peer:
+        peer.send(*[b""] * 5_000)
+        for _ in range(2):
+            nack = codec.decode(peer.receive())[1]
+            assert isinstance(nack, Nack)
+            assert nack.code is NackCode.MALFORMED
+            peer.send(b"x")
 
 
 def test_frames_of_handshakes_cost_their_senders_the_connection(tmp_path: Path) -> None:

@@ -1,0 +1,21 @@
+"""The examples that may have vLLM as their engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.examples import run_example
+from tests.vllm._vllm import boot_environment, require_vllm
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+require_vllm()
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+def test_asynchronous_grpo_learns_on_served_vllm(tmp_path: Path) -> None:
+    printed = run_example("async_grpo.py", "--engine", "vllm", env=boot_environment(tmp_path))
+    assert "answers of 2 versions" in printed

@@ -1,0 +1,87 @@
+"""The rollout client without an event loop."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from trainer_agent.bus_thread import BusThread
+from trainer_agent.rollouts.client import RolloutClient
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable, Mapping, Sequence
+
+    from trainer_agent.rollouts.request import OnInexact
+    from trainer_agent.rollouts.results import Completion, TokenDelta
+
+
+class SyncRolloutClient(BusThread[RolloutClient]):
+    """:class:`trainer_agent.RolloutClient`, blocking. Same arguments, same errors.
+
+    ::
+
+        with SyncRolloutClient("tcp://127.0.0.1:7710", group="policy") as rollouts:
+            done = rollouts.generate([5, 9, 77], {"max_tokens": 64})
+
+    Several threads may call it at a time. Each generator is for one thread; close it, or use it up.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(functools.partial(RolloutClient, *args, **kwargs))
+
+    def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        session_id: str | None = None,
+        on_inexact: OnInexact = "restart",
+        **extra: Any,
+    ) -> Completion:
+        """See :meth:`RolloutClient.generate`."""
+        return self._call(
+            lambda: self._connected()[1].generate(
+                prompt_token_ids,
+                sampling_params,
+                session_id=session_id,
+                on_inexact=on_inexact,
+                **extra,
+            )
+        )
+
+    def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        session_id: str | None = None,
+        on_inexact: OnInexact = "continue",
+        **extra: Any,
+    ) -> Generator[TokenDelta]:
+        """See :meth:`RolloutClient.stream`."""
+        return self._iterate(
+            self._connected()[1].stream(
+                prompt_token_ids,
+                sampling_params,
+                session_id=session_id,
+                on_inexact=on_inexact,
+                **extra,
+            )
+        )
+
+    def generate_many(
+        self,
+        prompts: Iterable[Sequence[int]],
+        sampling_params: Mapping[str, Any],
+        **options: Any,
+    ) -> Generator[tuple[int, Completion]]:
+        """See :meth:`RolloutClient.generate_many`, whose options these are. All prompts are read
+        before the first request is sent, in the caller's thread."""
+        return self._iterate(
+            self._connected()[1].generate_many(list(prompts), sampling_params, **options)
+        )
+
+    def finish_session(self, session_id: str) -> None:
+        """See :meth:`RolloutClient.finish_session`."""
+        portal, client = self._connected()
+        portal.call(client.finish_session, session_id)
