@@ -182,7 +182,7 @@ class RolloutRun:
         if cut is None:
             return
         self._last = f"{engine} at {endpoint}: {cut}"
-        if cut.how in ("died", "broken", "stalled"):
+        if cut.how != "rejected":
             self._avoid.add(engine)
         if cut.how == "died":
             self._died.add((engine, endpoint))
