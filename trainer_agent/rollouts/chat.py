@@ -171,13 +171,9 @@ class Chat:
             UsageError: nobody can render these messages.
             NoEngine, RolloutFailed: as :func:`ask_any`.
         """
+        decodes = self._tokenizer is not None
         make_request(  # bad ones are refused before an engine is asked
-            [0],
-            sampling_params,
-            session_id=None,
-            on_inexact="restart",
-            decodes=self._tokenizer is not None,
-            extra={},
+            [0], sampling_params, session_id=None, on_inexact="restart", decodes=decodes, extra={}
         )
         params, rendered = dict(sampling_params), await self._ask(f"{_ROUTE}/render", self._request)
         self.is_parsed = rendered is not None
