@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from bus.errors import WavebusError
 from bus.journal.reader import Entry, read
 from bus.journal.records import FrameSent
+from bus.journal.replay import Unplayable, replay_lives
 from bus.messages import Commit
 from bus.messages.codec import decode
 from trainer_agent.demo.learner import GrpoConfig, GrpoLearner
@@ -33,8 +34,9 @@ from trainer_agent.demo.trainer_process import TrainerProcess
 from trainer_agent.sync_agent import SyncTrainerAgent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from bus.journal.reader import Item
     from trainer_agent.demo.learner import Rollout
 
 GROUP: Final = "policy"
@@ -133,6 +135,7 @@ class Chaos:
         self._names = [f"engine-{i}" for i in range(options.engines)]
         self._turns = cycle(["broker", *self._names, "trainer"])
         self._left = options.rounds * (options.engines + 2)
+        self._aborted: list[tuple[str, float, float]] = []
 
     def run(self) -> ChaosResult:
         """Until everybody was killed often enough and serves again.
@@ -153,6 +156,7 @@ class Chaos:
                     agent.wait_for_engines(self._options.engines, timeout_s=_BOOT_S)
                 self._train(started + self._options.seconds)
         self._judge()
+        self._judge_aborted()
         self.result.seconds = time.monotonic() - started
         return self.result
 
@@ -213,6 +217,7 @@ class Chaos:
         counts = pool.counts
         self.result.requests, self.result.requests_lost = counts.requests, counts.lost
         self.result.cut_short, self.result.why_lost = counts.cut_short, counts.why_lost
+        self._aborted = counts.aborted
         self.result.versions = sorted(counts.tokens_by_version)
 
     def _publish(self) -> None:
@@ -271,6 +276,50 @@ class Chaos:
         self.result.committed = len(numbers) - 1
         weights = {version: self._weights[number] for version, number in numbers.items()}
         self.result.verdict = judge(PolicyConfig(), weights, self._rollouts)
+
+    def _judge_aborted(self) -> None:
+        """An engine ends requests while it is out of service; those that another ends are lost."""
+        spans = out_of_service(read(self._options.journal))
+        for engine, began_s, ended_s in self._aborted:
+            known_s = ended_s + HEARTBEAT_MS / 1000  # the broker may hear of it a little later
+            if any(since < known_s and began_s < until for since, until in spans[engine]):
+                continue
+            self.result.requests_lost += 1
+            self.result.why_lost["ended by an engine that served"] += 1
+
+
+def out_of_service(journal: Iterable[Item]) -> dict[str, list[tuple[float, float]]]:
+    """When each engine was on the bus and not routable, as one is that is quarantined or behind:
+    spans of the wall clock, in seconds.
+
+    Raises:
+        WavebusError: the journal can't be replayed.
+    """
+    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    since: dict[str, float] = {}
+    boot, here, seen_s = 0, set[str](), 0.0
+    for item in replay_lives(journal):
+        if isinstance(item, Unplayable):
+            raise WavebusError(item.reason)
+        replay, step = item
+        if step.difference is not None:
+            raise WavebusError(str(step.difference))
+        began = step.entry.began
+        assert began is not None
+        if replay.boot != boot:  # nobody knows what was between two brokers
+            boot, here, left_s = replay.boot, set(), seen_s
+        seen_s = began.wall_s + (replay.now_ms - began.now_ms) / 1000
+        group = replay.machine.groups.get(GROUP)
+        engines = set(group.registry.engines) if group else set()
+        serving = {route.engine for route in group.routing.now.engines} if group else set()
+        for name in engines - serving - since.keys():
+            since[name] = seen_s if name in here else left_s
+        for name in since.keys() & (serving | (here - engines)):
+            spans[name].append((since.pop(name), seen_s))
+        here |= engines
+    for name, began_s in since.items():
+        spans[name].append((began_s, seen_s))
+    return spans
 
 
 def run_chaos(options: ChaosOptions, *, say: Callable[[str], None]) -> ChaosResult:

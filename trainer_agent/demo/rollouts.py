@@ -37,12 +37,14 @@ _CUT_SHORT: Final = {
 class Counts:
     """What became of the requests. One that the client gave up is lost; one that is ``left_out``
     came back too early for a trainer still at work; ``cut_short``: those that the client continued
-    on another engine, or on the same one later. ``longest_token_gap_ms`` is the longest time
+    on another engine, or on the same one later. ``aborted``: engines that ended a request early,
+    with when it began and ended (wall clock, s). ``longest_token_gap_ms`` is the longest time
     between two tokens of one sequence, as they arrive here."""
 
     requests: int = 0
     lost: int = 0
     cut_short: Counter[str] = field(default_factory=Counter)
+    aborted: list[tuple[str, float, float]] = field(default_factory=list)
     left_out: int = 0
     why_lost: Counter[str] = field(default_factory=Counter)
     tokens_by_version: Counter[int] = field(default_factory=Counter)
@@ -185,6 +187,7 @@ class RolloutPool:
         if seed is not None:
             sampling["seed"] = seed
         self.counts.requests += 1
+        began_s = time.time()
         last_s: dict[int, float] = {}
 
         def note_gap(delta: TokenDelta) -> None:
@@ -201,8 +204,11 @@ class RolloutPool:
             self.counts.lost += 1
             self.counts.why_lost[f"{type(error).__name__}: {error}"] += 1
             return []
-        cut = {each.ended_by for choice in done.choices for each in choice.attempts[:-1]}
-        self.counts.cut_short.update({_CUT_SHORT.get(each, each) for each in cut})
+        cut = {(a.engine, a.ended_by) for choice in done.choices for a in choice.attempts[:-1]}
+        self.counts.cut_short.update({_CUT_SHORT.get(how, how) for _, how in cut})
+        ended_s = time.time()
+        aborted = (engine for engine, how in cut if how == "abort")
+        self.counts.aborted += [(engine, began_s, ended_s) for engine in aborted]
         return [self._rollout(prompt, choice) for choice in done.choices]
 
     def _rollout(self, prompt: tuple[int, ...], choice: Choice) -> Rollout:

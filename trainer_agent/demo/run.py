@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from trainer_agent.options import How
     from trainer_agent.report import UpdateReport
 
+# As large models are. The tiny one would answer faster than its client can read.
+_PACE: Final = ("--step-ms", "10")
 GROUP: Final = "policy"
 EVAL_EVERY_STEPS: Final = 25
 EXPERTS: Final = 4
@@ -163,6 +165,7 @@ def run_demo(
                     folder / "checkpoint",
                     dp_size=options.dp_size,
                     dp_coordinator=options.dp_coordinator,
+                    options=_PACE if options.engine == "embedded" else (),
                 )
             with SyncTrainerAgent(address, group=GROUP, name="trainer") as agent:
                 engines = _wait(agent, processes, result.endpoints)
