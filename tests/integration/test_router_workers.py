@@ -51,6 +51,7 @@ class RouterStandIn:
     async def stop(self) -> int:
         """Returns the port, for the next start."""
         assert self._server is not None
+        self.healed.set()
         port = self._server.port
         assert port is not None
         await self._server.close()
