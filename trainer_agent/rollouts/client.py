@@ -109,9 +109,7 @@ class RolloutClient:
             Refused: it does not let the client in.
         """
         async with contextlib.AsyncExitStack() as stack:
-            await self._pool.open()
-            stack.callback(self._pool.close)
-            self._http = await stack.enter_async_context(
+            http = await stack.enter_async_context(
                 aiohttp.ClientSession(
                     connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
                     timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
@@ -119,6 +117,9 @@ class RolloutClient:
                     read_bufsize=_LINE_BYTES,
                 )
             )
+            await self._pool.open()
+            stack.callback(self._pool.close)  # first: requests end by that
+            self._http = http
             self._stack = stack.pop_all()
         return self
 
