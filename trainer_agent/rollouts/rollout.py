@@ -69,6 +69,9 @@ class RolloutRun:
             self._pool.requests.add(scope)
             try:
                 return await self._run()
+            except Exception:
+                if not scope.cancel_called:  # else: the HTTP session was closed as well
+                    raise
             finally:
                 self._pool.requests.discard(scope)
         raise BusClosed(f"request {self._request.id}: the client was closed")
