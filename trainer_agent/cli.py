@@ -250,8 +250,8 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
 )
 @click.option(
     "--engine-api-key",
-    envvar="WAVEBUS_ENGINE_API_KEY",
-    help="The engines' own, if they have one.  [env: WAVEBUS_ENGINE_API_KEY]",
+    envvar="VLLM_API_KEY",
+    help="The engines' own, if they have one.  [env: VLLM_API_KEY]",
 )
 @key_options
 @log_options

@@ -250,8 +250,8 @@ def test_an_engine_on_every_address_is_reached_by_the_one_that_it_advertises(
 
     async def main() -> None:
         async with (
-            RolloutClient(bus.address) as stranger,
-            RolloutClient(bus.address, api_key="a key") as client,
+            RolloutClient(bus.address, api_key="another") as stranger,
+            RolloutClient(bus.address) as client,
         ):
             (choice,) = (await client.generate(PROMPT, SAMPLED)).choices
             assert_whole(choice)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 from collections import deque
 from collections.abc import Sized
@@ -57,7 +58,7 @@ class RolloutClient(ChatClient):
         stall_s: an engine that runs, and gives a request no token for so long, is left.
         unavailable_s: how long a request waits while no engine is there.
         timeout_s: how long the broker may take to let the client in.
-        api_key: of the engines, if they need one.
+        api_key: of the engines, if they need one. Default: as VLLM_API_KEY says.
         key, broker_key, insecure: as for :class:`trainer_agent.TrainerAgent`.
     """
 
@@ -81,6 +82,7 @@ class RolloutClient(ChatClient):
                 raise UsageError(f"{option}={value}: must be positive")
         self.group = check_name(group, "group")
         self._tokenizer = tokenizer
+        api_key = api_key or os.environ.get("VLLM_API_KEY")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         name = check_name(name or f"{default_name('rollouts')}-{secrets.token_hex(3)}", "name")
         keys = security(key, broker_key, insecure=insecure)
