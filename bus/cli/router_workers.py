@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _POLL_S: Final = 1.0
 _ANSWER_S: Final = 5.0
-_REJOIN_S: Final = 10.0  # engines find a broker that was started anew
+_REJOIN_S: Final = 30.0  # engines find a broker that was started anew
 
 
 class RouterWorkers:
