@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 from importlib.util import find_spec
@@ -229,7 +230,10 @@ def free_port() -> int:
     return test_utils.unused_port()
 
 
-@pytest.mark.skipif(find_spec("vllm_router") is None, reason="needs vllm-router")
+@pytest.mark.skipif(
+    find_spec("vllm_router") is None and "WAVEBUS_REQUIRE_VLLM" not in os.environ,
+    reason="needs vllm-router, which comes with vLLM here",
+)
 def test_vllm_router_asks_no_engine_that_is_behind_its_group(bus: Bus) -> None:
     """All answers are whole, and of the group's version, while one comes back and catches up."""
     port = free_port()
