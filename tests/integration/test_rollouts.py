@@ -457,6 +457,7 @@ def test_an_engine_that_takes_no_connection_has_run_nothing(
 
     async def main() -> None:
         async with clients_of(honest) as client:
+            await client._pool.until_routed()
             with contextlib.ExitStack() as stack:
                 for name in ("a0", "a1"):
                     full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
