@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+from typing import Final
 from urllib.parse import urlsplit
+
+from bus.errors import UsageError
+
+# What listens on every address, and where this machine reaches it.
+WILDCARDS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound here
 
 
 def is_loopback(address: str) -> bool:
@@ -32,3 +38,26 @@ def is_loopback_host(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def http_url(host: str, port: int | str) -> str:
+    """The base URL of an HTTP server."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def advertised(url: str, by: str) -> str:
+    """The base URL by which clients reach what listens at ``url``. ``by``: a URL, or the host in
+    place of that of ``url``; empty: as it listens.
+
+    Raises:
+        UsageError: it listens on every address, and ``by`` is empty.
+    """
+    if "://" in by or not url:  # in process there is no URL
+        return by.rstrip("/") if "://" in by else ""
+    parts = urlsplit(url)
+    if not by and parts.hostname in WILDCARDS:
+        raise UsageError(
+            f"{url} is on every address of this host: say with --advertise HOST by which one "
+            "clients reach the engine"
+        )
+    return http_url(by, parts.port or 80) if by else url

@@ -22,7 +22,8 @@ from bus.cli.options import (
 from bus.errors import UsageError
 from bus.ids import check_name
 from bus.keys import BROKER_KEY_VARIABLE, INSECURE_VARIABLE, KEY_VARIABLE, security
-from sidecar.supervision.launch import SUPERVISED
+from bus.net import advertised
+from sidecar.supervision.launch import API_KEY, SUPERVISED
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -104,6 +105,13 @@ class Embedded(TypedDict):
     help="Embedded: on this port; 0 takes any free one.",
 )
 @click.option(
+    "--advertise",
+    metavar="HOST|URL",
+    envvar="WAVEBUS_ADVERTISE",
+    help="By which clients reach the engine. Needed where it listens on every address.  "
+    "[default: the address on which it listens]",
+)
+@click.option(
     "--max-num-seqs",
     type=click.IntRange(1),
     default=64,
@@ -173,6 +181,7 @@ def sidecar(
     engine: str | None,
     dp_coordinator: DpCoordinator | None,
     attach: str | None,
+    advertise: str | None,
     boot_timeout_s: float,
     restarts: int | None,
     key: Path | None,
@@ -186,7 +195,8 @@ def sidecar(
     """Put one engine on the bus, and serve it until it dies, SIGINT or SIGTERM.
 
     \b
-    Start and supervise a vLLM server (RL routes on, bound to loopback):
+    Start and supervise a vLLM server (on loopback, unless its --host says otherwise; its RL routes
+    are for this host alone):
       wavebus sidecar --group policy -- \\
           python -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-8B
     Use one that runs:
@@ -219,6 +229,7 @@ def sidecar(
     elif not restarts:
         asked = "" if dp_coordinator == "vllm" else broker
         made = _embedded(embedded, asked, group, dp_group)
+    advertised(getattr(made, "endpoint", ""), advertise or "")  # refused before it boots
     if made is None or restarts:
         _one_engine(ctx, name, command, restarts)
         return
@@ -234,6 +245,7 @@ def sidecar(
             name=name,
             dp_group=dp_group,
             supervised=not attach and os.environ.get(SUPERVISED) == "1",
+            advertise=advertise or "",
         )
         # An embedded engine boots in no time.
         boots = shown_as_booting(broker, group, agent.name) if command or attach else nullcontext()
@@ -410,6 +422,7 @@ def _vllm(
     return VllmHttpEngine(
         attach,
         ready_timeout_s=boot_timeout_s,
+        api_key=os.environ.get(API_KEY, ""),
         dp_coordinator="bus" if coordinate else "vllm",
     )
 
@@ -435,6 +448,7 @@ def _embedded(embedded: Embedded, broker: str, group: str, dp_group: str | None)
         embedded["model"],
         host=embedded["host"],
         port=embedded["port"],
+        api_key=os.environ.get(API_KEY, ""),
         max_num_seqs=embedded["max_num_seqs"],
         max_model_len=embedded["max_model_len"],
         dtype=embedded["dtype"],

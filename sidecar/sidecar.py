@@ -30,6 +30,7 @@ from bus.messages import (
     Restart,
     codec,
 )
+from bus.net import advertised
 from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.failures import Failure
 from bus.protocol.core.link import LinkConfig, LinkState
@@ -84,6 +85,7 @@ class Sidecar:
         supervised: whoever started this process starts it anew when it ends, and the engine with
             it, and all other ranks of its DP group. Then it ends when the broker finds that the
             engine is stuck for good.
+        advertise: a host or a URL by which clients reach the engine. Default: where it listens.
         key, broker_key: files of `wavebus keygen`: this engine's secret key, and the broker's
             public one. Default: WAVEBUS_KEY and WAVEBUS_BROKER_KEY, or no keys.
         insecure: go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.
@@ -102,6 +104,7 @@ class Sidecar:
         name: str | None = None,
         dp_group: str | None = None,
         supervised: bool = False,
+        advertise: str = "",
         key: Path | str | None = None,
         broker_key: Path | str | None = None,
         insecure: bool = False,
@@ -114,6 +117,7 @@ class Sidecar:
         self.group = check_name(group, "group")
         self.dp_group = check_name(dp_group or self.name, "dp_group")
         self.supervised = supervised
+        self._advertise = advertise
         self.session = EngineSession(self.name)
         self._lease_writer = PauseLeaseWriter(engine, self.session, self.dp_group)
         self.info: EngineInfo | None = None
@@ -140,8 +144,9 @@ class Sidecar:
 
     async def start(self) -> None:
         """Start the engine and begin to join; return once the engine is up."""
-        self.info = await self.engine.start()
+        info = await self.engine.start()
         try:
+            self.info = replace(info, endpoint=advertised(info.endpoint, self._advertise))
             with answers_within(START_ANSWER_S, "the engine"):
                 version = await self.engine.version()
             self.session = EngineSession(

@@ -15,15 +15,17 @@ import msgspec
 from bus.cli.options import (
     broker_option,
     configure_log,
+    group_option,
     json_option,
     key_options,
     run_until_stopped,
     timeout_option,
 )
+from bus.cli.router_workers import RouterWorkers
 from bus.errors import BusTimeout, refusal
 from bus.ids import new_boot
 from bus.keys import security, silence_hint
-from bus.messages import Envelope, Heartbeat, Join, Message, Routes
+from bus.messages import Envelope, Heartbeat, Join, Message, Routes, Status, StatusRequest
 from bus.protocol.core.link import LinkState
 from bus.runtime.clock import AsyncioScheduler
 from bus.runtime.event_loop import run
@@ -41,13 +43,21 @@ _STDOUT: Final = 1
 
 @click.command()
 @broker_option
+@group_option
 @click.option("--follow", "-f", is_flag=True, help="Go on, and print each change.")
+@click.option(
+    "--router",
+    metavar="URL",
+    help="Keep the worker list of this vllm-router right for --group, and follow.",
+)
 @timeout_option
 @key_options
 @json_option
 def routes(
     broker: str,
+    group: str,
     follow: bool,
+    router: str | None,
     timeout_s: float,
     key: Path | None,
     broker_key: Path | None,
@@ -56,21 +66,32 @@ def routes(
 ) -> None:
     """Show which engines requests are to be sent to: those that serve their group's version.
 
+    With --router, an engine that is no longer routed leaves the router's list of workers, and
+    returns when it is routed again. Workers that the group never had are left alone. The list stays
+    as it is when the command ends.
+
     With --json, one object for each group (and, with --follow, for each change). Exits with 3 if no
     broker answers.
     """
     how = security(key, broker_key, insecure=insecure)
-    if not follow:
+    if not (follow or router):
         answer = run(fetch_status(broker, timeout_s=timeout_s, security=how))
-        for group in answer.groups:
-            _print(group.name, group.routes, as_json=as_json)
+        for each in answer.groups:
+            _print(each.name, each.routes, as_json=as_json)
         return
-    configure_log("warning", "auto")
-    run_until_stopped(lambda stop: _follow(broker, how, timeout_s, stop, as_json=as_json))
+    configure_log("info" if router else "warning", "auto")
+    workers = RouterWorkers(router, group) if router else None
+    run_until_stopped(lambda stop: _follow(broker, how, timeout_s, stop, workers, as_json=as_json))
 
 
 async def _follow(
-    broker: str, how: Security, timeout_s: float, stop: asyncio.Event, *, as_json: bool
+    broker: str,
+    how: Security,
+    timeout_s: float,
+    stop: asyncio.Event,
+    workers: RouterWorkers | None,
+    *,
+    as_json: bool,
 ) -> None:
     name, boot = default_name("observer"), new_boot()
     ended = asyncio.Event()
@@ -80,9 +101,15 @@ async def _follow(
         if isinstance(message, Routes):
             with contextlib.suppress(BrokenPipeError):  # _watch_output ends the command
                 _print(envelope.group, message, as_json=as_json)
+            if workers is not None:
+                workers.on_routes(envelope.group, message)
+        elif isinstance(message, Status) and workers is not None:
+            workers.on_status(message)
 
     def on_state(state: LinkState) -> None:
         if state is LinkState.JOINED:
+            if joined.is_set() and workers is not None:
+                workers.on_rejoined()
             joined.set()
         if state is LinkState.REFUSED:
             joined.set()
@@ -107,10 +134,15 @@ async def _follow(
             await asyncio.wait_for(joined.wait(), timeout_s)
         except TimeoutError:
             raise BusTimeout(f"no broker at {broker} let {name} in{silence_hint(how)}") from None
-        waits = [asyncio.create_task(each.wait()) for each in (stop, ended)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        waits: list[asyncio.Task[object]] = [
+            asyncio.create_task(each.wait()) for each in (stop, ended)
+        ]
+        if workers is not None:
+            waits.append(asyncio.create_task(workers.follow(lambda: peer.send(StatusRequest()))))
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for each in waits:
             each.cancel()
+        await asyncio.gather(*done)
         if peer.link.refusal is not None:
             raise refusal(peer.link.refusal)
     finally:

@@ -143,6 +143,42 @@ def pause(*, engine: EngineKind, dp_size: int, rounds: int, as_json: bool) -> No
 
 
 @bench.command()
+@rounds_option("Rounds of each way.")
+@click.option(
+    "--kills",
+    type=click.IntRange(0),
+    default=30,
+    show_default=True,
+    help="Engines that get SIGKILL while the client streams from them.",
+)
+@click.option(
+    "--live",
+    type=click.IntRange(1, 4096),
+    default=1024,
+    show_default=True,
+    help="Streams at once, in ten waves, for the client's memory.",
+)
+@click.option(
+    "--vllm",
+    is_flag=True,
+    help="Also prefix cache hits of sessions, on two real servers on the CPU.",
+)
+@json_option
+def rollout(*, rounds: int, kills: int, live: int, vllm: bool, as_json: bool) -> None:
+    """What the rollout client costs, against aiohttp alone and against vllm-router.
+
+    All ask the same four embedded engines, whose steps take 20 ms. Ways alternate in one run.
+    """
+    require_modules("torch", "aiohttp", *(("vllm",) if vllm else ()))
+    from sidecar.bench import rollout as measuring  # noqa: PLC0415 - it needs torch
+
+    kind = event_loop.choose_loop("auto")
+    plan = measuring.RolloutPlan(rounds, kills, live, vllm)
+    figures = run_measuring(measuring.measure(plan, kind, say), kind)
+    click.echo(json.dumps(figures) if as_json else measuring.table(figures))
+
+
+@bench.command()
 @engine_option("What loads the weights; vllm: real servers, that decode meanwhile.")
 @backend_option
 @click.option(

@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import aiohttp
 
-from sidecar.bench.processes import VLLM_ON_CPU, BenchFailed, Worker, worker
+from sidecar.bench.processes import VLLM_ON_CPU, BenchFailed, Worker, run_module, worker
 from sidecar.supervision.ranks import RankLaunchPlan, RankSupervisor
 from sidecar.vllm.connection_http import KEEP_ALIVE_S
 
@@ -75,7 +75,7 @@ async def measure(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wavebus-bench-")))
         checkpoint = folder / "checkpoint"
         # By name: the two roles never import each other.
-        await _run("trainer_agent.demo.policy", checkpoint, EXPERTS)
+        await run_module("trainer_agent.demo.policy", checkpoint, EXPERTS)
         broker = await stack.enter_async_context(
             worker("sidecar.bench.broker", loop, _HEARTBEAT_MS)
         )
@@ -221,9 +221,3 @@ async def _running(plan: RankLaunchPlan, log: IO[bytes]) -> AsyncIterator[None]:
         stop.set()
         with contextlib.suppress(Exception):
             await run
-
-
-async def _run(module: str, *args: object) -> None:
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", module, *map(str, args))
-    if await process.wait():
-        raise BenchFailed(f"{module} ended with code {process.returncode}")

@@ -79,6 +79,11 @@ class Worker:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
+    async def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+        await self._process.wait()
+
     async def end(self) -> None:
         """Its stdin ends, and so does it; if it doesn't, it is killed."""
         assert self._process.stdin is not None
@@ -91,6 +96,17 @@ class Worker:
                 self._process.kill()
             await self._process.wait()
             raise
+
+
+async def run_module(module: str, *args: object) -> None:
+    """Run ``python -m module args`` to its end.
+
+    Raises:
+        BenchFailed: it ended with another code than 0.
+    """
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", module, *map(str, args))
+    if await process.wait():
+        raise BenchFailed(f"{module} ended with code {process.returncode}")
 
 
 @contextlib.asynccontextmanager

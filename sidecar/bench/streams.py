@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
+from bus.event_stream import EventStream
 from bus.rejection import is_rejected
 from sidecar.bench.processes import BenchFailed
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
 
 PROMPT_TOKENS: Final = 32
-_DATA: Final = b"data: "
 _END: Final = b"[DONE]"
 _AGAIN_S: Final = 0.05
 
@@ -79,9 +79,12 @@ class Streams:
         async with session.post(url, json=body) as response:
             if not response.ok:
                 raise BenchFailed(f"request {index}: {(await response.text())[:500]}")
-            async for line in response.content:
-                if line.startswith(_DATA) and not line.startswith(_DATA + _END):
-                    event = json.loads(line[len(_DATA) :])
+            events = EventStream()
+            async for chunk in response.content.iter_any():
+                for data in events.feed(chunk):
+                    if data.startswith(_END):
+                        return True
+                    event = json.loads(data)
                     # The status line is gone by then: the error is an event of the stream.
                     if is_rejected(event):
                         return False

@@ -40,13 +40,14 @@ _OURS: Final = "sidecar.vllm.plugin"
 @dataclass(frozen=True)
 class VllmServerSettings:
     """What to start. ``group``: the one that the engine is alone in, or with the other ranks of its
-    DP group; empty without a broker. ``dp_rank``: which one it is of those."""
+    DP group; empty without a broker. ``dp_rank``: which one it is of those. ``name``: its own."""
 
     argv: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
     broker: str = ""
     group: str = ""
     dp_rank: int | None = None
+    name: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -95,7 +96,7 @@ async def on_the_bus(settings: VllmServerSettings) -> None:
     """Serve with a sidecar, and tell what it called."""
     env = {**os.environ, **settings.env}
     engine = TimedVllmEngine(SupervisedServer(settings.argv, env=env, ready_timeout_s=_BOOT_S))
-    name, dp_group = f"engine-{settings.group}", None
+    name, dp_group = settings.name or f"engine-{settings.group}", None
     if settings.dp_rank is not None:
         name, dp_group = f"{name}-{settings.dp_rank}", settings.group
     async with Sidecar(

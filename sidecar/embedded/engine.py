@@ -58,8 +58,8 @@ class EmbeddedEngine:
 
     Args:
         model: a folder with ``config.json`` and ``*.safetensors`` of a Qwen3 model.
-        host: where the HTTP data plane listens; None serves no HTTP.
-        port: 0 takes any free one; :class:`EngineInfo` has the endpoint.
+        host, port, api_key: of the HTTP data plane (:class:`sidecar.embedded.server.DataPlane`);
+            without a host there is none.
         max_num_seqs: sequences that may run at once; others wait.
         max_model_len: tokens of one sequence, prompt and output. The model's own
             limit by default, and at most 2048 unless asked for.
@@ -69,8 +69,7 @@ class EmbeddedEngine:
             :meth:`start` returns when all ranks are up, and none can be closed or die
             without the others. A call that pauses or resumes returns when all ranks
             have been called.
-        core_page: a file for the core's status page (:mod:`sidecar.shared_pages.core_status`), so
-            that other processes can read it, too.
+        core_page: a file for the core's status page, for other processes.
         step_ms: a step takes at least so long, as a larger model's does.
         boot_closed: start with closed admission, which a sidecar opens when it has joined.
 
@@ -87,6 +86,7 @@ class EmbeddedEngine:
         *,
         host: str | None = "127.0.0.1",
         port: int = 0,
+        api_key: str = "",
         max_num_seqs: int = 64,
         max_model_len: int | None = None,
         dtype: str = "auto",
@@ -119,7 +119,7 @@ class EmbeddedEngine:
                 )
         self._rank: DpRank | None = None
         self._page = CoreStatusPage(core_page, rank=dp.rank if dp else 0)
-        self._server = DataPlane(self, host, port) if host is not None else None
+        self._server = DataPlane(self, host, port, api_key) if host is not None else None
         self._generations: dict[str, Generation] = {}
         self._requests = 0
         self._core: EngineCore | None = None

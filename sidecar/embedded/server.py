@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import hmac
 import secrets
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -17,6 +18,7 @@ import msgspec
 from aiohttp import web
 
 from bus.errors import EngineError
+from bus.net import http_url
 from bus.rejection import is_closed_message
 from sidecar.embedded.http_messages import (
     BadRequest,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from sidecar.embedded.sampling import SamplingParams
 
 MAX_BODY_BYTES: Final = 16 * 1024 * 1024
+_GUARDED: Final = ("/v1", "/inference")  # as vLLM's API key does
 # How long responses that are under way may take to leave when the server closes.
 SHUTDOWN_S: Final = 1.0
 
@@ -64,17 +67,21 @@ class DataPlane:
         engine: whose requests to take.
         host: address to listen on.
         port: 0 takes any free one.
+        api_key: what clients must give; empty: nothing.
     """
 
-    def __init__(self, engine: ServedEngine, host: str, port: int) -> None:
+    def __init__(self, engine: ServedEngine, host: str, port: int, api_key: str = "") -> None:
         self._engine = engine
         self._host = host
         self._port = port
+        self._bearer = f"Bearer {api_key}".encode() if api_key else b""
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
         """Listen; return the base URL."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        app = web.Application(
+            client_max_size=MAX_BODY_BYTES, middlewares=[self._check_key, _errors_as_json]
+        )
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
@@ -84,13 +91,22 @@ class DataPlane:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
         )
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self._port).start()
+        # Connections that come at once are many, as in vLLM's server.
+        await web.TCPSite(self._runner, self._host, self._port, backlog=2048).start()
         host, port = self._runner.addresses[0][:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return http_url(host, port)
 
     async def close(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
+
+    @web.middleware
+    async def _check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if self._bearer and request.path.startswith(_GUARDED):
+            given = request.headers.get("Authorization", "").encode()
+            if not hmac.compare_digest(given, self._bearer):
+                return _error(401, "Unauthorized")
+        return await handler(request)
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         body = decode_request(await http.read())

@@ -23,12 +23,14 @@ import anyio.to_thread
 
 import bus.log
 from bus.errors import EngineDead, EngineError, UsageError
+from bus.keys import INSECURE_VARIABLE
 from bus.locked_paths import LockedFolder
-from bus.net import is_loopback_host
+from bus.net import WILDCARDS, http_url, is_loopback_host
 from bus.vllm_payloads import UNSUPPORTED
-from sidecar.supervision.launch import free_port, with_reaper
+from sidecar.supervision.launch import API_KEY, free_port, with_reaper
 from sidecar.vllm.plugin import environment
 from sidecar.vllm.plugin.compat import BACKEND
+from sidecar.vllm.plugin.front_end import DataRoutesOnly
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,6 +43,7 @@ __all__ = ["ServerCommand", "SupervisedServer", "complete_command"]
 
 DEV_MODE: Final = "VLLM_SERVER_DEV_MODE"
 LORA_UPDATING: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+RUST_FRONT_END: Final = "VLLM_USE_RUST_FRONTEND"
 LAST_LINES: Final = 30
 _PAGES_PREFIX: Final = "wavebus-server-"
 HEALTH_PERIOD_S: Final = 0.25
@@ -52,11 +55,14 @@ _HEALTH_LINE: Final = '"GET /health HTTP/1.1" 200'
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """A server's command and environment, complete, and the URL it will have."""
+    """A server's command and environment, complete. ``base_url``: where this host reaches it;
+    ``endpoint``: where it listens; ``api_key``: what its data routes ask for, or empty."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
     base_url: str
+    endpoint: str
+    api_key: str
 
 
 def complete_command(argv: Sequence[str], env: Mapping[str, str]) -> ServerCommand:
@@ -64,7 +70,8 @@ def complete_command(argv: Sequence[str], env: Mapping[str, str]) -> ServerComma
 
     Adds ``--host 127.0.0.1``, a free ``--port``, the weight transfer backend and
     ``--enable-scale-out`` (the token-in, token-out route) where they are missing, and
-    ``VLLM_SERVER_DEV_MODE=1`` to the environment; with ``--enable-lora`` also
+    ``VLLM_SERVER_DEV_MODE=1`` to the environment; for another host than loopback the middleware
+    that keeps the RL routes to this host; with ``--enable-lora`` also
     ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``, unless it is set. Options in a ``--config`` file are
     not seen; those given here come later and win.
 
@@ -84,11 +91,9 @@ def complete_command(argv: Sequence[str], env: Mapping[str, str]) -> ServerComma
     if host is None:
         host = "127.0.0.1"
         added += ["--host", host]
-    elif not is_loopback_host(host):
-        raise UsageError(
-            f"--host {host}: the API key does not cover the RL routes, so a server that the "
-            "bus drives listens on loopback: leave --host out and put a router in front"
-        )
+    api_key = options.get("api-key") or env.get(API_KEY, "")
+    if not is_loopback_host(host):
+        added += _for_other_hosts(host, api_key, env)
     port = options.get("port")
     if port is None:
         port = str(free_port(host))
@@ -100,11 +105,29 @@ def complete_command(argv: Sequence[str], env: Mapping[str, str]) -> ServerComma
         added.append("--enable-scale-out")
     if env.get(DEV_MODE, "1") != "1":
         raise UsageError(f"{DEV_MODE}={env[DEV_MODE]}: the RL routes need {DEV_MODE}=1")
-    netloc = f"[{host}]" if ":" in host else host
     switches = {DEV_MODE: "1"}
     if "enable-lora" in options:
         switches[LORA_UPDATING] = env.get(LORA_UPDATING, "1")
-    return ServerCommand((*argv, *added), {**env, **switches}, f"http://{netloc}:{port}")
+    base_url = http_url(WILDCARDS.get(host, host), port)
+    return ServerCommand(
+        (*argv, *added), {**env, **switches}, base_url, http_url(host, port), api_key
+    )
+
+
+def _for_other_hosts(host: str, api_key: str, env: Mapping[str, str]) -> list[str]:
+    """The options of a server that clients on other hosts reach.
+
+    Raises:
+        UsageError: its routes would not be protected.
+    """
+    if env.get(RUST_FRONT_END, "0") != "0":
+        raise UsageError(f"--host {host}: with {RUST_FRONT_END} its RL routes can't be kept here")
+    if not api_key and env.get(INSECURE_VARIABLE) != "1":
+        raise UsageError(
+            f"--host {host}: whoever reaches it could generate there: set {API_KEY} for the server "
+            f"and its clients, or, on a network that only you can reach, {INSECURE_VARIABLE}=1"
+        )
+    return ["--middleware", f"{DataRoutesOnly.__module__}.{DataRoutesOnly.__name__}"]
 
 
 class SupervisedServer:

@@ -13,6 +13,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
+import anyio
+
+import bus.log
+from bus.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,6 +26,10 @@ if TYPE_CHECKING:
 
 # Servers close theirs after 5 s (uvicorn's default).
 KEEP_ALIVE_S: Final = 2.0
+_ASK_EVERY_S: Final = 0.5
+# How often a start says that it waits for the server.
+_WARN_EVERY_S: Final = 10.0
+_SERVER_ERROR: Final = 500
 
 
 class HttpSessions:
@@ -29,10 +37,12 @@ class HttpSessions:
 
     Args:
         connect_s: how long a server may take to accept one.
+        api_key: what the server asks its clients for, or empty.
     """
 
-    def __init__(self, connect_s: float) -> None:
+    def __init__(self, connect_s: float, api_key: str = "") -> None:
         self._connect_s = connect_s
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
         self._session = self._new()
         self._users: Counter[aiohttp.ClientSession] = Counter()
 
@@ -64,6 +74,7 @@ class HttpSessions:
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
+            headers=self._headers,
         )
 
 
@@ -84,3 +95,26 @@ class HttpConnection:
 
     async def drop_adapter(self, name: str) -> None:
         await self._adapters.drop(name)
+
+
+async def wait_until_healthy(
+    health: Callable[[], Awaitable[int]], url: str, limit_s: float
+) -> None:
+    """Return when the server is healthy; log what is waited for, for at most ``limit_s``."""
+    last = "nothing was heard"
+    warn_s = 0.0
+    with anyio.move_on_after(limit_s):
+        while True:
+            try:
+                status = await health()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                last = str(error) or type(error).__name__
+            else:
+                if status < _SERVER_ERROR:
+                    return
+                last = f"/health answers {status}"
+            if anyio.current_time() >= warn_s:
+                warn_s = anyio.current_time() + _WARN_EVERY_S
+                bus.log.logger().warning("engine_not_healthy", url=url, detail=last)
+            await anyio.sleep(_ASK_EVERY_S)
+    raise EngineError(f"no healthy server at {url} within {limit_s:g} s: {last}")

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 import bus.log
 from bus.errors import EngineError
 from bus.vllm_payloads import native_name
+from bus.vllm_versions import untested_reason
 from bus.weight_transfer.registry import receiver_backends
 from sidecar.engine import EngineInfo
 from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusReader, NoPage
@@ -229,5 +230,6 @@ def server_info(
         endpoint=url,
         can_sleep=bool(config["model_config"].get("enable_sleep_mode")),
         draft=draft,
+        untested=untested_reason(version),
         dtype=str(config["model_config"].get("dtype", "")).removeprefix("torch."),
     )

@@ -20,11 +20,10 @@ from urllib.parse import urlsplit
 import aiohttp
 import anyio
 
-import bus.log
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.lora import adapter_of
 from bus.net import is_loopback_host
-from bus.vllm_versions import require_supported, untested_reason
+from bus.vllm_versions import require_supported
 from sidecar.engine import (
     START_ANSWER_S,
     EngineInfo,
@@ -35,7 +34,7 @@ from sidecar.engine import (
     answers_within,
 )
 from sidecar.vllm.admission import AdmissionControl
-from sidecar.vllm.connection_http import HttpConnection, HttpSessions
+from sidecar.vllm.connection_http import HttpConnection, HttpSessions, wait_until_healthy
 from sidecar.vllm.core_state import CoreLink, check_ranks, parse_version, server_info
 from sidecar.vllm.lora_routes import AdapterRoutes
 from sidecar.vllm.plugin import worker_rpc
@@ -51,15 +50,9 @@ if TYPE_CHECKING:
     from sidecar.supervision.server import SupervisedServer
     from sidecar.vllm.plugin.environment import DpCoordinator
 
-
-__all__ = ["VllmHttpEngine", "is_loopback_host"]
-
-
 CONNECT_S: Final = 5.0
 ANSWER_S: Final = 10.0
 HEALTH_PERIOD_S: Final = 1.0
-# How often a start says that it waits for the server.
-WARN_EVERY_S: Final = 10.0
 REFUSALS_TO_DIE: Final = 3
 ABORT_SEEN_S: Final = 1.0
 REQUEST_IDS_S: Final = 1.0
@@ -85,6 +78,7 @@ class VllmHttpEngine(UpdatesByPlugin):
             ``server``, its own URL.
         server: a server that this adapter starts, and stops when it is closed.
         ready_timeout_s: how long :meth:`start` waits for ``/health``.
+        api_key: what the server asks its clients for; with ``server``, its own.
         allow_remote: take a URL that is not on loopback.
         dp_coordinator: ``bus`` insists that the bus coordinates the server's DP group;
             see :mod:`sidecar.vllm.plugin.environment` for how it comes to.
@@ -100,23 +94,26 @@ class VllmHttpEngine(UpdatesByPlugin):
         *,
         server: SupervisedServer | None = None,
         ready_timeout_s: float = 600.0,
+        api_key: str = "",
         allow_remote: bool = False,
         dp_coordinator: DpCoordinator = "vllm",
     ) -> None:
         if bool(base_url) == (server is not None):
             raise UsageError("give either base_url or server")
         self._url = (server.base_url if server is not None else base_url).rstrip("/")
+        self.endpoint = server.prepared.endpoint if server is not None else self._url
+        self._api_key = server.prepared.api_key if server is not None else api_key
         parts = urlsplit(self._url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(f"base_url={base_url!r}: expected such as http://127.0.0.1:8000")
-        if not allow_remote and not is_loopback_host(parts.hostname):
+        self._is_local = server is not None or is_loopback_host(parts.hostname)
+        if not allow_remote and not self._is_local:
             raise UsageError(
                 f"{parts.hostname} is not a loopback address, and the server's API key does "
                 "not cover its RL routes: whoever reaches it can pause it and replace its "
                 "weights. Run the sidecar beside the server, bound to 127.0.0.1, or pass "
                 "allow_remote=True on a network that only you can reach"
             )
-        self._is_local = is_loopback_host(parts.hostname)
         self._core = CoreLink(dp_coordinator)
         self._admission = AdmissionControl(self._ask_workers)
         self._server = server
@@ -136,8 +133,8 @@ class VllmHttpEngine(UpdatesByPlugin):
         if self._server is not None:
             await self._server.start()
         if self._connections is None:
-            self._connections = HttpSessions(CONNECT_S)
-        await _wait_until_healthy(self._health, self._url, self._ready_timeout_s)
+            self._connections = HttpSessions(CONNECT_S, self._api_key)
+        await wait_until_healthy(self._health, self._url, self._ready_timeout_s)
         with answers_within(START_ANSWER_S, f"the engine core of {self._url}"):
             return await self._read_info()
 
@@ -166,13 +163,13 @@ class VllmHttpEngine(UpdatesByPlugin):
         draft = worker_rpc.read_draft(await self._ask_workers(worker_rpc.ASK_DRAFT))
         probes = self._admission.is_supported and await self._accepts_token_ids()
         info = replace(
-            server_info(config, version, self._url, backend, draft=draft),
+            server_info(config, version, self.endpoint, backend, draft=draft),
             canary="abort" if probes else "",
             closed=self._admission.found_closed,
             booted_closed=self._admission.booted_closed,
             ends_with_sidecar=self._server is not None,
             features=facts.features,
-            untested=untested_reason(version),
+            limits=facts.limits_of(cores),
         )
         self._core.learn(facts, info, cores=cores, here=self._is_local)
         return info
@@ -345,8 +342,7 @@ class VllmHttpEngine(UpdatesByPlugin):
         return ProbeResult(tuple(choice["token_ids"]), tuple(logprobs))
 
     async def _accepts_token_ids(self) -> bool:
-        """Whether it takes token ids, from a caller without an API key: a body that is none is
-        found to be none."""
+        """Whether it takes token ids from us: a body that is none is found to be none."""
         status, _ = await self.status_of("POST", _GENERATE, {})
         return status in BAD_BODY
 
@@ -465,33 +461,7 @@ class VllmHttpEngine(UpdatesByPlugin):
             return True
 
     async def _config(self) -> dict[str, Any]:
-        """The server's whole configuration; the first time it takes seconds to gather.
-
-        One of the routes that come with the RL routes, so its absence says the same.
-        """
+        """The server's whole configuration, by an RL route; the first time it takes seconds."""
         async with self._answer("GET", "/server_info?config_format=json") as response:
             config: dict[str, Any] = (await response.json())["vllm_config"]
             return config
-
-
-async def _wait_until_healthy(
-    health: Callable[[], Awaitable[int]], url: str, limit_s: float
-) -> None:
-    """Return when the server is healthy; log what is waited for, for at most ``limit_s``."""
-    last = "nothing was heard"
-    warn_s = 0.0
-    with anyio.move_on_after(limit_s):
-        while True:
-            try:
-                status = await health()
-            except (aiohttp.ClientError, TimeoutError) as error:
-                last = str(error) or type(error).__name__
-            else:
-                if status < SERVER_ERROR:
-                    return
-                last = f"/health answers {status}"
-            if anyio.current_time() >= warn_s:
-                warn_s = anyio.current_time() + WARN_EVERY_S
-                bus.log.logger().warning("engine_not_healthy", url=url, detail=last)
-            await anyio.sleep(HEALTH_PERIOD_S / 2)
-    raise EngineError(f"no healthy server at {url} within {limit_s:g} s: {last}")

@@ -7,6 +7,10 @@ directly, and closing the adapter leaves it running.
 
 from __future__ import annotations
 
+import asyncio
+import os
+import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -23,6 +27,7 @@ from sidecar.engine import (
     SleepLevel,
     answers_within,
 )
+from sidecar.supervision.server import DEV_MODE, complete_command
 from sidecar.vllm.admission import AdmissionControl
 from sidecar.vllm.core_state import CoreLink, check_ranks, driven_backends, parse_version
 from sidecar.vllm.lora_routes import adapter_id, adapter_path
@@ -31,7 +36,7 @@ from sidecar.vllm.plugin.compat import check_backend
 from sidecar.vllm.worker_client import UpdatesByPlugin, WorkerClient, engine_error
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Sequence
 
     from sidecar.shared_pages.core_status import CoreStatusView
     from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
@@ -49,15 +54,24 @@ class VllmEngine(UpdatesByPlugin):
 
     Args:
         async_llm: the engine, which stays the caller's.
+        serve: options of vLLM's API server, such as ``("--port", "8000")``: its data routes are
+            served from this process, and rollout clients reach them. None: they are not.
         dp_coordinator: ``bus`` insists that the bus coordinates its DP group; see
             :mod:`sidecar.vllm.plugin.environment` for how it comes to.
     """
 
-    def __init__(self, async_llm: Any, *, dp_coordinator: DpCoordinator = "vllm") -> None:
+    def __init__(
+        self,
+        async_llm: Any,
+        *,
+        serve: Sequence[str] | None = None,
+        dp_coordinator: DpCoordinator = "vllm",
+    ) -> None:
         self._llm = async_llm
         self._core = CoreLink(dp_coordinator)
         self._connection = InProcessConnection(async_llm)
-        self._admission = AdmissionControl(self._connection.ask, served=False)
+        self._admission = AdmissionControl(self._connection.ask, served=serve is not None)
+        self._routes = HttpRoutes(async_llm, serve) if serve is not None else None
         self._plugin = WorkerClient(self._connection)
 
     async def start(self) -> EngineInfo:
@@ -68,7 +82,8 @@ class VllmEngine(UpdatesByPlugin):
                 the bus drives, or with another coordinator; the text says what to change.
         """
         with answers_within(START_ANSWER_S, "the engine core of the AsyncLLM"):
-            return await self._read_info()
+            info = await self._read_info()
+        return replace(info, endpoint=await self._routes.start()) if self._routes else info
 
     async def _read_info(self) -> EngineInfo:
         import vllm  # noqa: PLC0415 - whoever has an AsyncLLM has vLLM; nobody else needs it
@@ -110,6 +125,7 @@ class VllmEngine(UpdatesByPlugin):
             closed=self._admission.found_closed,
             booted_closed=self._admission.booted_closed,
             features=facts.features,
+            limits=facts.limits_of(cores),
             untested=untested_reason(vllm.__version__),
             dtype=str(config.model_config.dtype).removeprefix("torch."),
         )
@@ -132,6 +148,8 @@ class VllmEngine(UpdatesByPlugin):
 
     async def close(self) -> None:
         """The engine is the caller's, and stays."""
+        if self._routes is not None:
+            await self._routes.close()
         self._plugin.close()
 
     async def died(self) -> str:
@@ -248,6 +266,54 @@ class VllmEngine(UpdatesByPlugin):
         await self._plugin.settle()
         await _call(self._llm.update_weight_version(str(version)))
         self._connection.settle()
+
+
+class HttpRoutes:
+    """An API server of vLLM's, in this event loop, for an ``AsyncLLM``. ``options``: vLLM's, which
+    :func:`sidecar.supervision.server.complete_command` checks and completes."""
+
+    def __init__(self, async_llm: Any, options: Sequence[str]) -> None:
+        model = async_llm.vllm_config.model_config
+        named = ("--model", model.model, "--served-model-name", model.served_model_name)
+        self._llm = async_llm
+        self._command = complete_command((*named, *options), {**os.environ, DEV_MODE: "1"})
+        self._server: Any = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Listen; return the URL at which it does.
+
+        Raises:
+            EngineError: it can't listen there.
+        """
+        import uvicorn  # noqa: PLC0415 - comes with vLLM
+        from vllm.entrypoints.cli.serve import make_arg_parser  # noqa: PLC0415
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state  # noqa: PLC0415
+        from vllm.entrypoints.launchers.app import build_app  # noqa: PLC0415
+        from vllm.entrypoints.launchers.launcher import NoSignalServer  # noqa: PLC0415
+        from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
+
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(list(self._command.argv))
+        tasks = await self._llm.get_supported_tasks()
+        app = build_app(args, tasks, self._llm.model_config)
+        await init_app_state(self._llm, app.state, args, tasks)
+        try:
+            family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+            listening = socket.create_server((args.host, args.port), family=family)
+        except OSError as error:
+            raise EngineError(f"can't listen at {self._command.endpoint}: {error}") from error
+        config = uvicorn.Config(
+            app, lifespan="off", access_log=False, log_config=None, timeout_graceful_shutdown=1
+        )
+        app.state.server = self._server = NoSignalServer(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
+        return self._command.endpoint
+
+    async def close(self) -> None:
+        """Answers that are under way have a second to end."""
+        if self._task is not None:
+            self._server.should_exit = True
+            await self._task
 
 
 class InProcessConnection:

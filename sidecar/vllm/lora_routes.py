@@ -64,7 +64,7 @@ class AdapterRoutes:
             why = (
                 f"start it with {SWITCH}=1"
                 if status == _NOT_FOUND
-                else "the server's API key covers it: start the server without one"
+                else "the server's API key covers it: give the sidecar the same VLLM_API_KEY"
             )
             raise EngineError(
                 f"{self._url}{LOAD} answers {status}: {why}", code=NackCode.BACKEND_MISSING

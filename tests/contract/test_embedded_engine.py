@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
+from bus.messages import RequestLimits
 from sidecar.embedded.engine import EmbeddedEngine
 from sidecar.embedded.sampling import SamplingParams
 from tests.contract.bus_suite import BusContract
+from tests.contract.data_routes_suite import API_KEY, DataRoutesContract, Routes, bodies
 from tests.contract.engine_suite import EngineContract, Generated, Watch
 from tests.contract.staged_suite import StagedContract
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
@@ -82,6 +84,28 @@ def under_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
         runner.run(embedded.engine.start())
         yield embedded
         runner.run(embedded.engine.close())
+
+
+@pytest.fixture(scope="module")
+def routes(under_test: Embedded) -> Iterator[Routes]:
+    engine = EmbeddedEngine(
+        under_test.checkpoint.folder, host="0.0.0.0", api_key=API_KEY, max_num_seqs=8
+    )
+
+    async def start() -> None:
+        info = await engine.start()
+        url = info.endpoint.replace("0.0.0.0", "127.0.0.1")
+        made.append(Routes(engine, url, info.limits, 0, bodies(), "", under_test.run))
+
+    made: list[Routes] = []
+    under_test.run(start())
+    assert made[0].limits == RequestLimits(128, engine.max_model_len, 8, exact_seeds=True)
+    yield made[0]
+    under_test.run(engine.close())
+
+
+class TestDataRoutes(DataRoutesContract):
+    """The embedded engine's own."""
 
 
 class TestEmbeddedEngine(EngineContract):

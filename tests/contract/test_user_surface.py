@@ -64,6 +64,7 @@ from bus.weight_transfer.formats import decode, encode
 from bus.weight_transfer.registry import register_receiver, register_sender
 from sidecar import Sidecar
 from sidecar.bench import cli_options, pause
+from sidecar.bench import rollout as rollout_bench
 from sidecar.bench import vllm_fleet as fleet
 from sidecar.bench.control import control_rounds
 from sidecar.bench.gap import embedded_gap, gap_rounds, vllm_gap
@@ -108,6 +109,7 @@ from trainer_agent import (
 from trainer_agent.demo import chaos as demo_chaos
 from trainer_agent.demo import report as demo_report
 from trainer_agent.demo import run as demo_run
+from trainer_agent.demo import twin as demo_twin
 from trainer_agent.options import How, PauseArguments, Quorum, UpdateArguments
 
 if TYPE_CHECKING:
@@ -521,7 +523,8 @@ def _check_names(tree: ast.Module) -> Iterator[str]:
 
 
 def test_json_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`demo --json` and `demo --chaos --json` print their result's object. No demo runs here."""
+    """`demo --json`, with `--chaos` and with `--sessions`, prints its result's object. No demo runs
+    here."""
     plan = demo_run.DemoOptions()
     result = demo_run.DemoResult(plan)
     monkeypatch.setattr(demo_run, "run_demo", lambda *_, **__: result)
@@ -537,9 +540,17 @@ def test_json_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(demo_chaos, "run_chaos", lambda *_, **__: chaos)
     faults = ask_json("demo", "--chaos", "--json", "--journal", tmp_path / "journal")
     assert faults == json.loads(json.dumps(chaos.as_json()))
+
+    twin = demo_twin.TwinResult(demo_twin.TwinOptions(), answers=1)
+    for counter in (twin.why_lost, twin.cut_by):
+        counter["some"] = 1
+    monkeypatch.setattr(demo_twin, "run_twin", lambda *_, **__: twin)
+    sessions = ask_json("demo", "--sessions", 64, "--json")
+    assert sessions == json.loads(json.dumps(twin.as_json()))
     texts = [
         shape_text("wavebus demo --json", json_shape(demo)),
         shape_text("wavebus demo --chaos --json", json_shape(faults)),
+        shape_text("wavebus demo --sessions --json", json_shape(sessions)),
     ]
     check_snapshot("json_demo.txt", "\n".join(texts))
 
@@ -549,7 +560,7 @@ def test_json_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_json_of_the_benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each bench's command prints these keys. Processes and rounds are replaced by numbers."""
-    for replace in (_quick_control, _quick_pause, _quick_transfer, _quick_gap):
+    for replace in (_quick_control, _quick_pause, _quick_transfer, _quick_gap, _quick_rollout):
         replace(monkeypatch)
     monkeypatch.setattr(cli_options, "find_spec", lambda _: True)  # vLLM need not be installed
     json_and = ("--json", "--rounds", 1)
@@ -577,6 +588,7 @@ def test_json_of_the_benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
                 *("other", "--picture", tmp_path / "b.png", *json_and),
             ),
         ),
+        ("rollout --vllm", ask_json("bench", "rollout", "--vllm", "--kills", 1, *json_and)),
     ]
     texts = [shape_text(f"wavebus bench {name} --json", json_shape(each)) for name, each in bench]
     check_snapshot("json_bench.txt", "\n".join(texts))
@@ -637,7 +649,7 @@ def _quick_control(patch: pytest.MonkeyPatch) -> None:
 def _quick_pause(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pause, "worker", _a_worker)
     patch.setattr(pause, "_running", _nothing)
-    for name in ("_run", "_idle", "_warm", "_post", "_all"):
+    for name in ("run_module", "_idle", "_warm", "_post", "_all"):
         patch.setattr(pause, name, _do_nothing)
 
 
@@ -713,6 +725,40 @@ def _quick_gap(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(gap_rounds, "measure", measure)
     patch.setattr(embedded_gap, "_running", running)
     patch.setattr(vllm_gap, "fleet", _a_fleet)
+
+
+def _quick_rollout(patch: pytest.MonkeyPatch) -> None:
+    async def engine(*_: Any) -> tuple[str, Any, str]:
+        return "policy-0", SimpleNamespace(kill=_do_nothing), "http://127.0.0.1:1"
+
+    async def boot(*_: Any) -> list[Any]:
+        return [await engine()]
+
+    async def start(*_: Any, **__: Any) -> _Worker:
+        return _Worker()
+
+    async def wave(_: object, way: str, streams: int, tokens: int, **more: Any) -> dict[str, Any]:
+        took = {"wall_s": 1.0, "cpu_s": 1.0, "ttft_ms": [1.0], "live": streams, "rss_mb": 1.0}
+        return {**took, "tokens": streams * tokens, "seams": [["policy-0", 1.0]]}
+
+    async def hits(*_: Any) -> int:
+        return 1
+
+    for name, replaced in (
+        ("boot", boot),
+        ("start", start),
+        ("start_engine", engine),
+        ("wave", wave),
+    ):
+        patch.setattr(rollout_bench.RolloutBench, name, replaced)
+    patch.setattr(rollout_bench.RolloutBench, "_checkpoint", "", raising=False)
+    patch.setattr(rollout_bench.RolloutBench, "_address", "", raising=False)
+    patch.setattr(rollout_bench, "_router", _nothing)
+    patch.setattr(rollout_bench, "_cache_hits", hits)
+    patch.setattr(rollout_bench, "_KILL_AFTER_S", 0)
+    patch.setattr(rollout_bench, "find_spec", lambda _: True)
+    patch.setattr(rollout_bench, "version", lambda _: "0")
+    patch.setattr(_Worker, "told", {**_Worker.told, "url": "http://127.0.0.1:1"})
 
 
 # -- wire, journal and logs ----------------------------------------------------------------------

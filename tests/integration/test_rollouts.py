@@ -5,23 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
 from bus.errors import BusClosed, NoEngine, RequestPoisoned, RolloutFailed, UsageError
-from bus.messages import RequestLimits
+from bus.messages import RequestLimits, Route
 from sidecar import Sidecar
 from sidecar.bench.control.sidecars import StubEngine
 from sidecar.engine import EngineInfo
 from tests.support.broker import a_broker
 from tests.support.generating import PAUSED, generating, streamed
-from tests.support.procs import Proc
+from tests.support.procs import Proc, run_wavebus
 from trainer_agent import TrainerAgent
 from trainer_agent.rollouts.client import RolloutClient
+from trainer_agent.rollouts.router import EngineLoad
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -110,6 +113,41 @@ def test_interrupted_sessions_equal_their_undisturbed_twins(bus: Bus) -> None:
     run(main())
 
 
+def test_each_token_is_its_versions_greedy_token(bus: Bus) -> None:
+    """Weights change twice, and an engine is killed, while requests run."""
+    engines = [bus.sidecar(f"e{index}", "--step-ms", "25") for index in range(2)]
+    weights = {0: bus.checkpoint.weights}
+    greedy = {"temperature": 0.0, "max_tokens": 80, "ignore_eos": True, "logprobs": 0}
+
+    async def main() -> None:
+        async with TrainerAgent(bus.address) as agent, RolloutClient(bus.address) as client:
+            prompts = [[*PROMPT, number] for number in range(8)]
+            asked = [asyncio.create_task(client.generate(each, greedy)) for each in prompts]
+            await until_streaming(client, 8)
+            for scale in (0.9, 1.2):
+                changed = {name: each * scale for name, each in bus.checkpoint.weights.items()}
+                weights[await agent.update_weights(changed)] = changed
+            await asyncio.to_thread(engines[0].kill)
+            answers = [(await each).choices[0] for each in asked]
+        for prompt, choice in zip(prompts, answers, strict=True):
+            assert_whole(choice, 80)
+            assert choice.logprobs is not None
+            for span in choice.spans:
+                assert span.version is not None
+                given = [*prompt, *choice.token_ids[: span.end - 1]]
+                logits, _ = bus.checkpoint.logits(weights[span.version], given)
+                rows = logits[len(prompt) - 1 + span.start :].log_softmax(-1)
+                tokens = torch.tensor(choice.token_ids[span.start : span.end])
+                found = rows.gather(-1, tokens[:, None]).squeeze(-1)
+                told = torch.tensor(choice.logprobs[span.start : span.end])
+                assert float((rows.amax(-1) - found).max()) < 1e-4  # none is likelier
+                assert float((found - told).abs().max()) < 1e-4
+        assert {span.version for choice in answers for span in choice.spans} == weights.keys()
+        assert any({span.engine for span in choice.spans} == {"e0", "e1"} for choice in answers)
+
+    run(main())
+
+
 async def until_streaming(client: RolloutClient, attempts: int) -> None:
     """So many requests have engines."""
     while len(client._pool.attempts) < attempts:  # noqa: ASYNC110 - it tells nobody
@@ -186,6 +224,39 @@ def test_bad_input_reaches_no_engine(bus: Bus) -> None:
         async with RolloutClient(bus.address) as client:
             with pytest.raises(UsageError, match="vocabulary of"):
                 await client.generate([10**6], SAMPLED)
+
+    run(main())
+
+
+def test_what_an_engine_refuses_in_its_stream_kills_no_other() -> None:
+    async def main() -> None:
+        refusal = {"error": {"type": "BadRequestError", "message": "min_p", "code": 400}}
+        async with clients_of(then(refusal), honest) as client:
+            with pytest.raises(UsageError, match="refuses the request: min_p"):
+                await client.generate(PROMPT, {"max_tokens": 5})
+
+    run(main())
+
+
+def test_an_engine_on_every_address_is_reached_by_the_one_that_it_advertises(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its key."""
+    monkeypatch.setenv("VLLM_API_KEY", "a key")
+    everywhere = ("--host", "0.0.0.0", "--model", str(bus.checkpoint.folder))
+    refused = run_wavebus("sidecar", "--broker", bus.address, *everywhere)
+    assert (refused.returncode, "--advertise" in refused.stderr) == (2, True)
+    bus.sidecar("e0", "--host", "0.0.0.0", "--advertise", "127.0.0.1")
+
+    async def main() -> None:
+        async with (
+            RolloutClient(bus.address, api_key="another") as stranger,
+            RolloutClient(bus.address) as client,
+        ):
+            (choice,) = (await client.generate(PROMPT, SAMPLED)).choices
+            assert_whole(choice)
+            with pytest.raises(UsageError, match="Unauthorized"):
+                await stranger.generate(PROMPT, SAMPLED)
 
     run(main())
 
@@ -376,6 +447,35 @@ def test_what_kills_two_engines_is_sent_to_no_third() -> None:
 
     run(main())
     assert not asked
+
+
+def test_an_engine_that_takes_no_connection_has_run_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many do not: none is said to have died of the request, which tries each once."""
+    monkeypatch.setattr("trainer_agent.rollouts.client._CONNECT_S", 0.02)
+
+    async def main() -> None:
+        async with clients_of(honest) as client:
+            with contextlib.ExitStack() as stack:
+                for name in ("a0", "a1"):
+                    full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+                    # Its queue is full then, and the kernel drops what comes.
+                    stack.enter_context(socket.create_connection(full.getsockname()))
+                    url = f"http://127.0.0.1:{full.getsockname()[1]}"
+                    load = EngineLoad(Route(name, "", url, RequestLimits(slots=8)), 8.0)
+                    client._pool.router.engines[name] = load
+                client._pool.router._sessions["s"] = "a1"
+                (choice,) = (
+                    await client.generate(PROMPT, {"max_tokens": 5}, session_id="s")
+                ).choices
+            assert choice.token_ids == tuple(range(78, 83))
+            ends = [(each.engine, each.ended_by) for each in choice.attempts]
+            assert ends[0] == ("a1", "unreachable")
+            assert ends[1:-1] in ([], [("a0", "unreachable")])
+            assert client._pool.router.engine_of("s") == "e0"
+
+    run(main())
 
 
 def test_five_attempts_in_a_row_without_a_token_are_the_limit() -> None:

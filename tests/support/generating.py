@@ -1,4 +1,4 @@
-"""A server of one route, which answers requests for tokens as a test has it."""
+"""A server which answers requests for tokens, and others, as a test has it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 from aiohttp import test_utils, web
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+    Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 # What vLLM 0.33 says in a `wait` or `abort` pause: with status 503, or as an event of a stream.
 PAUSED: Final[dict[str, Any]] = {
@@ -23,12 +25,12 @@ PAUSED: Final[dict[str, Any]] = {
 
 
 @contextlib.asynccontextmanager
-async def generating(
-    answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
-) -> AsyncIterator[str]:
-    """Its URL."""
+async def generating(answer: Answer | Mapping[str, Answer]) -> AsyncIterator[str]:
+    """Its URL. ``answer``: to requests for tokens, or by path."""
     app = web.Application()
-    app.router.add_post("/inference/v1/generate", answer)
+    answers = {"/inference/v1/generate": answer} if callable(answer) else answer
+    for path, each in answers.items():
+        app.router.add_post(path, each)
     async with test_utils.TestServer(app) as server:
         yield str(server.make_url("")).rstrip("/")
 

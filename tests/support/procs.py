@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120.0
+# This checkout, then what finds its entry points where it is not installed.
+PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class Proc:
@@ -47,7 +49,7 @@ class Proc:
             cwd=cwd,
             env={
                 **os.environ,
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": PYTHONPATH,
                 "OMP_NUM_THREADS": "1",
                 "WAVEBUS_LOG_FORMAT": "json",
                 **(env or {}),
@@ -172,5 +174,5 @@ def run_wavebus(
         cwd=cwd,
         timeout=timeout_s,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", **(env or {})},
     )

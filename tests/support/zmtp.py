@@ -27,7 +27,7 @@ class RawPeer:
             facts = ((b"Socket-Type", b"DEALER"), (b"Identity", route))
             body = [bytes([len(n)]) + n + struct.pack(">I", len(v)) + v for n, v in facts]
             self.socket.sendall(frame(b"\x05READY" + b"".join(body), command=True))
-            self.receive()
+            self._next()
 
     def __enter__(self) -> Self:
         return self
@@ -41,10 +41,16 @@ class RawPeer:
         self.socket.sendall(b"".join(frame(part, more=True) for part in head) + frame(last))
 
     def receive(self) -> bytes:
-        """The body of the next frame or command."""
+        """The body of the next frame; commands, as heartbeats are, are passed over."""
+        while True:
+            flags, body = self._next()
+            if not flags & _COMMAND:
+                return body
+
+    def _next(self) -> tuple[int, bytes]:
         (flags,) = self._read(1)
         size = int.from_bytes(self._read(8 if flags & _LONG else 1), "big")
-        return self._read(size)
+        return flags, self._read(size)
 
     def pour(self, data: bytes, times: int) -> bool:
         """Send so often; True if the other end has cut the connection."""

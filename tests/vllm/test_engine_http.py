@@ -1,4 +1,8 @@
-"""A supervised API server under the bus: the engine contract over HTTP, and the data plane."""
+"""A supervised API server under the bus: the engine contract over HTTP, and the data plane.
+
+It is served to other hosts, so an API key is asked for in all tests; and uvicorn is told to believe
+whoever says for whom it forwards requests.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,14 @@ import anyio
 import pytest
 
 from bus.errors import EngineDead, EngineError
-from bus.messages import NackCode
+from bus.messages import NO_LIMITS, NackCode, RequestLimits
 from bus.rejection import is_closed, is_rejected
+from sidecar.supervision.launch import API_KEY as API_KEY_VARIABLE
 from sidecar.supervision.server import SupervisedServer
 from sidecar.vllm.core_state import parse_version
 from sidecar.vllm.http_engine import VllmHttpEngine
 from tests.contract.bus_suite import BusContract
+from tests.contract.data_routes_suite import API_KEY, KEYED, DataRoutesContract, Routes, bodies
 from tests.contract.engine_suite import EngineContract, Generated, Watch
 from tests.contract.staged_suite import StagedContract
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
@@ -49,6 +55,9 @@ require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 
+VOCABULARY = 128
+
+
 class Served:
     """An API server under test, asked through its token-in, token-out route."""
 
@@ -68,6 +77,7 @@ class Served:
         self.oracle = Oracle(checkpoint.folder)
         self.weights: Mapping[str, Tensor] = checkpoint.weights
         self.version = 0
+        self.limits = NO_LIMITS
         self._runner = runner
 
     @property
@@ -100,7 +110,7 @@ class Served:
         choice: dict[str, Any] = {}
         url = f"{self.server.base_url}/inference/v1/generate"
         async with (
-            aiohttp.ClientSession() as session,
+            aiohttp.ClientSession(headers=KEYED) as session,
             session.post(url, json=body, raise_for_status=True) as response,
         ):
             async for line in response.content:
@@ -137,7 +147,9 @@ class Served:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return {**os.environ, **boot_environment(tmp_path_factory.mktemp("plugin"), rest_ms=REST_MS)}
+    folder = tmp_path_factory.mktemp("plugin")
+    told = {API_KEY_VARIABLE: API_KEY, "FORWARDED_ALLOW_IPS": "*"}
+    return {**os.environ, **boot_environment(folder, rest_ms=REST_MS), **told}
 
 
 @pytest.fixture(scope="module")
@@ -148,14 +160,31 @@ def under_test(
     folder = tmp_path_factory.mktemp("vllm")
     checkpoint = make_checkpoint(folder / "model", seed=1, max_positions=MAX_POSITIONS)
     with asyncio.Runner() as runner:
-        server = SupervisedServer(server_argv(checkpoint.folder), env=environment)
+        argv = server_argv(checkpoint.folder, "--host", "0.0.0.0")
+        server = SupervisedServer(argv, env=environment)
         served = Served(server, checkpoint, runner)
         info = runner.run(served.engine.start())
-        assert (info.kind, info.endpoint, info.workers) == ("vllm-http", server.base_url, 1)
+        endpoint = server.base_url.replace("127.0.0.1", "0.0.0.0")
+        assert (info.kind, info.endpoint, info.workers) == ("vllm-http", endpoint, 1)
+        served.limits = info.limits
         try:
             yield served
         finally:
             runner.run(served.engine.close())
+
+
+@pytest.fixture
+def routes(under_test: Served) -> Routes:
+    """vLLM's V1 model runner has a generator for each request, so that seeds start anew."""
+    limits = RequestLimits(VOCABULARY, MAX_POSITIONS, 8, exact_seeds=False)
+    assert under_test.limits == limits
+    url = under_test.server.base_url
+    version = under_test.version
+    return Routes(under_test.engine, url, limits, version, bodies("tiny"), "/pause", under_test.run)
+
+
+class TestDataRoutes(DataRoutesContract):
+    """vLLM's own, behind the middleware that keeps its RL routes to this host."""
 
 
 class TestContract(EngineContract):
@@ -183,7 +212,7 @@ def test_live_update_matches_transformers(under_test: Served) -> None:
             "sampling_params": {"temperature": 0.0, "max_tokens": 200, "ignore_eos": True},
         }
         url = f"{under_test.server.base_url}/inference/v1/generate"
-        async with aiohttp.ClientSession() as session:
+        async with aiohttp.ClientSession(headers=KEYED) as session:
             at_once = asyncio.create_task(session.post(url, json=body))
             await watch.reached(20)
             await paused_update(under_test.engine, new, version + 1)
@@ -226,7 +255,7 @@ def test_a_request_that_comes_in_a_pause(under_test: Served, mode: PauseMode) ->
             async with session.post(url, json=body) as response:
                 return response.status, await response.json()
 
-        async with aiohttp.ClientSession() as session:
+        async with aiohttp.ClientSession(headers=KEYED) as session:
             await engine.pause(mode, clear_cache=True)
             asked = asyncio.create_task(answer())
             rejects = mode != "keep" and under_test.rejects
@@ -258,14 +287,16 @@ def test_a_second_adapter_attaches_to_a_running_server(under_test: Served) -> No
     """And lets it run on when it is closed."""
 
     async def scenario() -> None:
-        attached = VllmHttpEngine(under_test.server.base_url)
+        attached = VllmHttpEngine(under_test.server.base_url, api_key=API_KEY)
         info = await attached.start()
         assert info.software.startswith("vllm ")
         assert await attached.version() == under_test.version
         await attached.close()
         assert await under_test.engine.version() == under_test.version
 
-        coordinated = VllmHttpEngine(under_test.server.base_url, dp_coordinator="bus")
+        coordinated = VllmHttpEngine(
+            under_test.server.base_url, api_key=API_KEY, dp_coordinator="bus"
+        )
         with pytest.raises(EngineError, match="was booted with its own coordinator"):
             await coordinated.start()
         await coordinated.close()

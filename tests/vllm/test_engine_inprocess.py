@@ -11,7 +11,7 @@ import pytest
 
 from bus.errors import EngineError
 from bus.manifest import Manifest, TensorMeta
-from bus.messages import NackCode
+from bus.messages import NackCode, RequestLimits
 from sidecar.engine import Chunk
 from sidecar.vllm.core_state import parse_version
 from sidecar.vllm.inprocess_engine import VllmEngine
@@ -19,6 +19,7 @@ from sidecar.vllm.plugin import operations
 from sidecar.vllm.plugin.operations import PERFORM
 from sidecar.vllm.plugin.worker_rpc import SWAP
 from tests.contract.bus_suite import BusContract
+from tests.contract.data_routes_suite import API_KEY, DataRoutesContract, Routes, bodies
 from tests.contract.engine_suite import EngineContract, Generated, Watch
 from tests.contract.staged_suite import StagedContract
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
 require_vllm()
 # vLLM's own imports warn of what they deprecate.
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+
+
+VOCABULARY = 128
 
 
 class InProcess:
@@ -133,6 +137,36 @@ def under_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
             # While warnings are no errors yet: vLLM leaves its sockets to the collector.
             del tested.llm, tested.engine, llm
             gc.collect()
+
+
+@pytest.fixture(scope="class")
+def routes(under_test: InProcess) -> Iterator[Routes]:
+    """A second adapter serves the same engine; that of the other tests does not."""
+    options = ("--host", "0.0.0.0", "--api-key", API_KEY)
+    engine = VllmEngine(under_test.llm, serve=options)
+    made: list[Routes] = []
+
+    async def start() -> None:
+        info = await engine.start()
+        assert info.limits == RequestLimits(VOCABULARY, MAX_POSITIONS, 8, exact_seeds=False)
+        url = info.endpoint.replace("0.0.0.0", "127.0.0.1")
+        model = str(under_test.checkpoint.folder)
+        version = under_test.version
+        made.append(
+            Routes(engine, url, info.limits, version, bodies(model), "/pause", under_test.run)
+        )
+
+    async def end() -> None:
+        await engine.close()
+        await under_test.engine.start()  # its clients are in process again
+
+    under_test.run(start())
+    yield made[0]
+    under_test.run(end())
+
+
+class TestDataRoutes(DataRoutesContract):
+    """vLLM's own, served from this process."""
 
 
 class TestContract(EngineContract):

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from bus.journal.reader import Item
-    from bus.messages import EngineView
     from trainer_agent.demo.learner import Rollout
 
 GROUP: Final = "policy"
@@ -136,7 +135,6 @@ class Chaos:
         self._names = [f"engine-{i}" for i in range(options.engines)]
         self._turns = cycle(["broker", *self._names, "trainer"])
         self._left = options.rounds * (options.engines + 2)
-        self._endpoints: dict[str, str] = {}
         self._aborted: list[tuple[str, float, float]] = []
 
     def run(self) -> ChaosResult:
@@ -154,7 +152,8 @@ class Chaos:
                 self._address = self._broker()
                 for each in self._names:
                     self._engine(each)
-                self._endpoints = {e.name: e.endpoint for e in self._wait()}
+                with SyncTrainerAgent(self._address, group=GROUP, name="trainer") as agent:
+                    agent.wait_for_engines(self._options.engines, timeout_s=_BOOT_S)
                 self._train(started + self._options.seconds)
         self._judge()
         self._judge_aborted()
@@ -168,13 +167,8 @@ class Chaos:
         journal = ("--journal", str(self._options.journal))
         return self._processes.broker(*times, *journal, listen=listen)
 
-    def _engine(self, name: str, port: int = 0) -> None:
-        checkpoint = self._folder / "checkpoint"
-        self._processes.sidecar(name, "embedded", self._address, checkpoint, port=port)
-
-    def _wait(self) -> list[EngineView]:
-        with SyncTrainerAgent(self._address, group=GROUP, name="trainer") as agent:
-            return agent.wait_for_engines(self._options.engines, timeout_s=_BOOT_S)
+    def _engine(self, name: str) -> None:
+        self._processes.sidecar(name, "embedded", self._address, self._folder / "checkpoint")
 
     def _kill(self, who: str) -> None:
         self._say(f"SIGKILL {who}, in update {self._numbers}")
@@ -185,10 +179,8 @@ class Chaos:
             self._processes.kill(who)
             self._broker(self._address)
         else:
-            endpoint = self._endpoints[who]
-            self._pool.killing(endpoint)
             self._processes.kill(who)
-            self._engine(who, int(endpoint.rpartition(":")[2]))
+            self._engine(who)
 
     # -- training ---------------------------------------------------------------
 
@@ -203,16 +195,16 @@ class Chaos:
             "chunk_bytes": 64 * 1024,
         }
         pool = RolloutPool(
-            list(self._endpoints.values()),
+            self._address,
+            group=GROUP,
             group_size=config.group_size,
-            streams=4,
+            streams=4 * self._options.engines,
             ahead=2 * config.groups,
             seed=self._options.seed,
-            faults=True,
             whole=self._rollouts.append,
         )
         log = self._folder / "trainer.log"
-        with TrainerProcess(self._address, options, log) as self._sender, pool as self._pool:
+        with TrainerProcess(self._address, options, log) as self._sender, pool:
             while self._left and time.monotonic() < until_s:
                 stats = learner.step(pool.take(config.groups), self._publish)
                 self.result.reward = stats.reward
@@ -288,14 +280,12 @@ class Chaos:
     def _judge_aborted(self) -> None:
         """An engine ends requests while it is out of service; those that another ends are lost."""
         spans = out_of_service(read(self._options.journal))
-        names = {endpoint: name for name, endpoint in self._endpoints.items()}
-        for endpoint, began_s, ended_s in self._aborted:
+        for engine, began_s, ended_s in self._aborted:
             known_s = ended_s + HEARTBEAT_MS / 1000  # the broker may hear of it a little later
-            if any(since < known_s and began_s < until for since, until in spans[names[endpoint]]):
-                self.result.cut_short["out_of_service"] += 1
-            else:
-                self.result.requests_lost += 1
-                self.result.why_lost["ended by an engine that served"] += 1
+            if any(since < known_s and began_s < until for since, until in spans[engine]):
+                continue
+            self.result.requests_lost += 1
+            self.result.why_lost["ended by an engine that served"] += 1
 
 
 def out_of_service(journal: Iterable[Item]) -> dict[str, list[tuple[float, float]]]:

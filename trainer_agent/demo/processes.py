@@ -80,19 +80,17 @@ class Processes:
         *,
         dp_size: int = 1,
         dp_coordinator: DpCoordinator = "vllm",
-        port: int = 0,
-        step_ms: float = 0.0,
+        options: tuple[str, ...] = (),
     ) -> None:
         """Start a sidecar and its engine, or those of all ranks of a DP group; they join
-        when the engines are up. Of an embedded engine: its ``port`` (0: any), and how long each of
-        its steps takes at least."""
-        options: tuple[str, ...] = ("sidecar", "--broker", broker)
+        when the engines are up. ``options``: more of the sidecar's."""
+        options = ("sidecar", "--broker", broker, *options)
         if dp_size > 1:
             options += ("--dp-group", name, "--dp-size", str(dp_size))
         else:
             options += ("--name", name)
         if kind == "embedded":
-            options += ("--engine", "embedded", "--port", str(port), "--step-ms", str(step_ms))
+            options += ("--engine", "embedded")
             self._start(name, *options, "--model", str(checkpoint))
             return
         if dp_size > 1:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from trainer_agent.options import How
     from trainer_agent.report import UpdateReport
 
+# As large models are. The tiny one would answer faster than its client can read.
+_PACE: Final = ("--step-ms", "10")
 GROUP: Final = "policy"
 EVAL_EVERY_STEPS: Final = 25
 EXPERTS: Final = 4
@@ -163,15 +165,17 @@ def run_demo(
                     folder / "checkpoint",
                     dp_size=options.dp_size,
                     dp_coordinator=options.dp_coordinator,
+                    options=_PACE if options.engine == "embedded" else (),
                 )
             with SyncTrainerAgent(address, group=GROUP, name="trainer") as agent:
                 engines = _wait(agent, processes, result.endpoints)
                 say(", ".join(f"{e.name}: {e.software} at {e.endpoint}" for e in engines))
                 rollouts: list[Rollout] = []
                 pool = RolloutPool(
-                    [e.endpoint for e in engines],
+                    address,
+                    group=GROUP,
                     group_size=config.group_size,
-                    streams=4,
+                    streams=4 * len(engines),
                     ahead=2 * config.groups,
                     seed=options.seed,
                     whole=rollouts.append,

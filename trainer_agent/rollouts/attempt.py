@@ -13,14 +13,14 @@ import aiohttp
 import msgspec
 
 from bus.errors import UsageError
+from bus.event_stream import EventStream
 from bus.rejection import is_rejected
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
 GENERATE: Final = "/inference/v1/generate"
-_DATA: Final = b"data: "
-_END: Final = b"[DONE]"
+END: Final = b"[DONE]"
 _SHOWN: Final = 300
 _BAD_REQUEST: Final = range(400, 500)
 _LATER: Final = (408, 429, 503)
@@ -64,19 +64,19 @@ class Piece(msgspec.Struct, frozen=True):
     weight_versions: list[PieceSpan] | None = None
 
 
-class _Event(msgspec.Struct, frozen=True):
+class Event(msgspec.Struct, frozen=True):
     choices: list[Piece] | None = None
     error: Any = None
 
 
-_DECODER: Final = msgspec.json.Decoder(_Event)
+DECODER: Final = msgspec.json.Decoder(Event)
 _ENCODER: Final = msgspec.json.Encoder()
 
 
 async def pieces(
     session: aiohttp.ClientSession, endpoint: str, body: dict[str, Any]
 ) -> AsyncGenerator[list[Piece]]:
-    """Send a request; yield what comes, event by event, until the engine says that it has ended.
+    """Send a request; yield what comes together, until the engine says that it has ended.
 
     Raises:
         UsageError: the engine refuses the request itself.
@@ -91,28 +91,43 @@ async def pieces(
         ) as response:
             sent = True
             if response.status != 200:  # noqa: PLR2004 - HTTP's OK
-                raise _refused(response.status, await response.read())
-            async for line in response.content:
-                if not line.startswith(_DATA):
-                    continue
-                if line.startswith(_END, len(_DATA)):
+                raise refused(response.status, await response.read())
+            events = EventStream()
+            async for chunk in response.content.iter_any():
+                batch, end = _decode(events, chunk)
+                if batch:
+                    yield batch
+                if isinstance(end, Exception):
+                    raise end
+                if end:
                     return
-                event = _DECODER.decode(line[len(_DATA) :])
-                if event.choices is None:
-                    raise _failed(event.error)
-                yield event.choices
-    except aiohttp.ClientConnectorError as error:
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         raise Cut("unreachable", str(error)) from None
     except (aiohttp.ClientError, ConnectionError) as error:
         raise Cut("died", f"{type(error).__name__}: {error}") from None
-    except (msgspec.DecodeError, ValueError) as error:
-        raise Cut("broken", str(error)[:_SHOWN]) from None
     except TimeoutError:
         raise Cut("died" if sent else "unreachable", "no answer") from None
     raise Cut("died", "the answer ends in the middle")
 
 
-def _refused(status: int, raw: bytes) -> Exception:
+def _decode(events: EventStream, chunk: bytes) -> tuple[list[Piece], bool | Exception]:
+    """The pieces that have come before the end, and that: none yet, or the error that it is."""
+    batch: list[Piece] = []
+    try:
+        for data in events.feed(chunk):
+            if data.startswith(END):
+                return batch, True
+            event = DECODER.decode(data)
+            if event.choices is None:
+                return batch, _failed(event.error)
+            batch += event.choices
+    except (msgspec.DecodeError, ValueError) as error:
+        return batch, Cut("broken", str(error)[:_SHOWN])
+    return batch, False
+
+
+def refused(status: int, raw: bytes) -> UsageError | Cut:
+    """What an answer other than 200 means: a request that is at fault, or an engine."""
     text = raw[:_SHOWN].decode(errors="replace")
     if status in _LATER:
         return Cut("rejected", f"{status}: {text}")
@@ -123,8 +138,10 @@ def _refused(status: int, raw: bytes) -> Exception:
     return Cut("died", f"{status}: {text}")
 
 
-def _failed(error: Any) -> Cut:
-    """An event that is an error."""
+def _failed(error: Any) -> Exception:
+    """An event that is an error: vLLM checks a request that streams when its answer has begun."""
     if is_rejected({"error": error}):
         return Cut("rejected", "the engine takes no requests")
+    if isinstance(error, dict) and error.get("code") in _BAD_REQUEST:
+        return UsageError(f"the engine refuses the request: {error.get('message')}")
     return Cut("died", str(error)[:_SHOWN])

@@ -194,8 +194,8 @@ class ChoiceState:
         return fresh
 
 
-class _StopSearch:
-    """Finds stop strings in text that grows token by token, across the seams of attempts.
+class GrowingText:
+    """The text of tokens, as they come.
 
     A token may be part of a character, and decode otherwise after others; so new text is what a
     window of tokens decodes to beyond the same window without the new ones.
@@ -205,19 +205,32 @@ class _StopSearch:
         self._tokenizer = tokenizer
         self._window: list[int] = []
         self._read = 0  # tokens of the window whose text was taken
+
+    def add(self, token: int) -> str:
+        """What it adds; empty in the middle of a character."""
+        self._window.append(token)
+        text = self._tokenizer.decode(self._window)
+        if text.endswith("�"):
+            return ""
+        before = self._tokenizer.decode(self._window[: self._read])
+        self._window = self._window[self._read :]
+        self._read = len(self._window)
+        return text[len(before) :]
+
+
+class _StopSearch:
+    """Finds stop strings in text that grows token by token, across the seams of attempts."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._text = GrowingText(tokenizer)
         self._tail = ""
 
     def add(self, token: int, stops: Sequence[str]) -> str:
         """The stop string that this token completes; empty if none."""
-        self._window.append(token)
-        text = self._tokenizer.decode(self._window)
-        if text.endswith("�"):
-            return ""  # in the middle of a character
-        before = self._tokenizer.decode(self._window[: self._read])
-        fresh = text[len(before) :]
+        fresh = self._text.add(token)
+        if not fresh:
+            return ""
         seen = self._tail + fresh
-        self._window = self._window[self._read :]
-        self._read = len(self._window)
         longest = max(map(len, stops))
         self._tail = seen[-(longest - 1) :] if longest > 1 else ""
         found = [(at, stop) for stop in stops if (at := seen.find(stop)) >= 0]
@@ -236,6 +249,6 @@ def _check_spans(spans: Sequence[PieceSpan], tokens: int) -> None:
 
 
 def _number(label: str | int | None) -> int | None:
-    """A version from its label; None for one that is not of wavebus."""
+    """A version from its label; 0 for one that is not of wavebus, such as vLLM's ``default``."""
     text = str(label)
-    return int(text) if text.isdecimal() else None
+    return int(text) if text.isdecimal() else None if label is None else 0

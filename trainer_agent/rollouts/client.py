@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 from collections import deque
 from collections.abc import Sized
@@ -11,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import aiohttp
 
-from bus.errors import BusClosed, UsageError
+from bus.errors import UsageError
 from bus.ids import check_name
 from bus.keys import security
 from bus.runtime.peer import default_name
 from bus.settings import DEFAULT_BROKER
 from trainer_agent.connection import Connection
+from trainer_agent.rollouts.chat import ChatClient
 from trainer_agent.rollouts.engine_pool import EnginePool
 from trainer_agent.rollouts.request import make_request
 from trainer_agent.rollouts.rollout import RolloutRun
@@ -33,10 +35,9 @@ if TYPE_CHECKING:
 # ones before servers do (after 5 s, vLLM's).
 _IDLE_S: Final = 2.0
 _CONNECT_S: Final = 5.0
-_LINE_BYTES: Final = 1 << 20
 
 
-class RolloutClient:
+class RolloutClient(ChatClient):
     """Generates tokens on the engines of one group.
 
     ::
@@ -57,7 +58,7 @@ class RolloutClient:
         stall_s: an engine that runs, and gives a request no token for so long, is left.
         unavailable_s: how long a request waits while no engine is there.
         timeout_s: how long the broker may take to let the client in.
-        api_key: of the engines, if they need one.
+        api_key: of the engines, if they need one. Default: as VLLM_API_KEY says.
         key, broker_key, insecure: as for :class:`trainer_agent.TrainerAgent`.
     """
 
@@ -81,6 +82,7 @@ class RolloutClient:
                 raise UsageError(f"{option}={value}: must be positive")
         self.group = check_name(group, "group")
         self._tokenizer = tokenizer
+        api_key = api_key or os.environ.get("VLLM_API_KEY")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         name = check_name(name or f"{default_name('rollouts')}-{secrets.token_hex(3)}", "name")
         keys = security(key, broker_key, insecure=insecure)
@@ -114,7 +116,6 @@ class RolloutClient:
                     connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
                     timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
                     headers=self._headers,
-                    read_bufsize=_LINE_BYTES,
                 )
             )
             await self._pool.open()
@@ -141,6 +142,7 @@ class RolloutClient:
         *,
         session_id: str | None = None,
         on_inexact: OnInexact = "restart",
+        on_delta: Callable[[TokenDelta], None] | None = None,
         **extra: Any,
     ) -> Completion:
         """Generate ``n`` choices.
@@ -152,6 +154,7 @@ class RolloutClient:
             on_inexact: what to do if an interrupted request can't continue exactly: ``restart`` it
                 from its prompt, ``continue`` and name the reasons in ``Choice.inexact``, or
                 ``raise``.
+            on_delta: called with new tokens as they come, as :meth:`stream` yields them.
             extra: other fields of vLLM's request: ``cache_salt``, ``priority``, ``model``.
 
         Raises:
@@ -160,7 +163,9 @@ class RolloutClient:
             RequestPoisoned: two engines died while they ran it.
             RolloutFailed: five attempts in a row gave no token, or ``on_inexact="raise"``.
         """
-        rollout = self._make(prompt_token_ids, sampling_params, session_id, on_inexact, extra)
+        rollout = self._make(
+            prompt_token_ids, sampling_params, session_id, on_inexact, extra, on_delta
+        )
         return await rollout.run()
 
     async def stream(
@@ -256,8 +261,7 @@ class RolloutClient:
         extra: Mapping[str, Any],
         on_delta: Callable[[TokenDelta], None] | None = None,
     ) -> RolloutRun:
-        if self._http is None:
-            raise BusClosed("connect() first, or use `async with`")
+        http = self._session()
         request = make_request(
             prompt,
             params,
@@ -266,7 +270,7 @@ class RolloutClient:
             decodes=self._tokenizer is not None,
             extra=extra,
         )
-        return RolloutRun(request, self._pool, self._http, self._tokenizer, on_delta)
+        return RolloutRun(request, self._pool, http, self._tokenizer, on_delta)
 
 
 def _progress_bar(prompts: Iterable[Sequence[int]]) -> Any:

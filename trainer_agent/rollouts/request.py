@@ -201,14 +201,14 @@ def make_request(
     try:
         prompt = msgspec.convert(list(prompt_token_ids), tuple[_Token, ...])
     except (msgspec.ValidationError, TypeError) as error:
-        raise UsageError(f"prompt_token_ids: {error}") from None
+        raise UsageError(named("prompt_token_ids", error)) from None
     if not prompt:
         raise UsageError("prompt_token_ids: is empty")
     try:
         params = msgspec.convert(dict(sampling_params), SamplingParameters)
         _check_numbers(params)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
-        raise UsageError(f"sampling_params: {error}") from None
+        raise UsageError(named("sampling_params", error)) from None
     if session_id is not None and not 0 < len(session_id) <= MAX_SESSION_CHARS:
         raise UsageError(
             f"session_id: {len(session_id)} characters; 1 to {MAX_SESSION_CHARS} are taken"
@@ -224,13 +224,23 @@ def make_request(
     )
 
 
+def named(field: str, error: Exception) -> str:
+    """What msgspec says is wrong, after the name of the field at fault."""
+    detail, _, path = str(error).partition(" - at ")
+    name = field + path.strip("`").removeprefix("$")
+    _, _, unknown = detail.partition("contains unknown field ")
+    return f"{name}.{unknown.strip('`')}: no such field" if unknown else f"{name}: {detail}"
+
+
 def _check_numbers(params: SamplingParameters) -> None:
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise ValueError(f"min_tokens: {params.min_tokens} is more than {params.max_tokens=}")
+        raise UsageError(
+            f"sampling_params.min_tokens: {params.min_tokens} is more than {params.max_tokens=}"
+        )
     if params.stop is not None and not all(
         [params.stop] if isinstance(params.stop, str) else params.stop
     ):
-        raise ValueError("stop: an empty string")
+        raise UsageError("sampling_params.stop: an empty string")
     for token in params.logit_bias or ():
         if not token.isdigit():
-            raise ValueError(f"logit_bias: {token!r} is no token id")
+            raise UsageError(f"sampling_params.logit_bias: {token!r} is no token id")

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,14 @@ class Completion:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     choices: tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCompletion(Completion):
+    """The same, with the message of each choice: ``role``, ``content``, and ``tool_calls`` and
+    ``reasoning`` where the engines parse them."""
+
+    messages: tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,8 +165,8 @@ class RolloutRun:
                                 self._pool.on_token(attempt)
                                 if self._on_delta is not None:
                                     self._on_delta(delta)
-                        if all(choice.has_ended for choice in choices):
-                            return
+                            if choice.has_ended and all(each.has_ended for each in choices):
+                                return
             finally:
                 self._pool.attempts.discard(attempt)
         if scope.cancelled_caught:
@@ -185,7 +185,7 @@ class RolloutRun:
         if cut is None:
             return
         self._last = f"{engine} at {endpoint}: {cut}"
-        if cut.how in ("died", "broken", "stalled"):
+        if cut.how != "rejected":
             self._avoid.add(engine)
         if cut.how == "died":
             self._died.add((engine, endpoint))

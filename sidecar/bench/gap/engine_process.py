@@ -47,6 +47,7 @@ class GapEngineSettings:
     Attributes:
         group: the one that the engine is in; on the bus, if there is a ``broker``.
         dp_rank, dp_size, master: of a rank in lockstep; alone, ``dp_size`` is 1.
+        step_ms: a step takes at least so long.
     """
 
     folder: str
@@ -56,6 +57,7 @@ class GapEngineSettings:
     dp_rank: int = 0
     dp_size: int = 1
     master: str = ""
+    step_ms: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -177,7 +179,12 @@ async def alone(engine: GapEngine) -> AsyncIterator[dict[str, object]]:
 
 async def serve(settings: GapEngineSettings) -> None:
     """Serve, and tell."""
-    engine = GapEngine(settings.folder, max_num_seqs=settings.max_num_seqs, dp=settings.dp)
+    engine = GapEngine(
+        settings.folder,
+        max_num_seqs=settings.max_num_seqs,
+        dp=settings.dp,
+        step_ms=settings.step_ms,
+    )
     serving = on_the_bus(engine, settings) if settings.broker else alone(engine)
     async with serving as answer:
         write_answer(**answer)

@@ -11,7 +11,7 @@ bus coordinates data parallel ranks.
 module               what it does
 ==================== ===============================================================
 ``patches``          lists what is wrapped inside vLLM, what it must look like, what needs it
-``vllm_calls``       lists what is called inside vLLM: a part of that registry
+``vllm_calls``       lists what is called inside vLLM, or wrapped in front ends: parts of it
 ``vllm_names``       names inside vLLM that those two refer to
 ``installation``     installs the patches, and says which do not fit
 ``operations``       the operations, as typed payloads of one call of vLLM's
@@ -19,6 +19,7 @@ module               what it does
 ``agreement``        lets the workers of one engine agree on one outcome
 ``environment``      environment variables
 ``compat``           differences between versions of vLLM
+``front_end``        inside front ends: versions of streamed tokens, checks of token ids, access
 ``core``             inside engine cores: status page, lease guard, admission, swap, coordinator
 ``worker``           inside workers: the weight transfer engine, vLLM's own engines, LoRA, drafts
 ``staging``          staged updates: the worker's half, and the channel by which it is reached

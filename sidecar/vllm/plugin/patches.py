@@ -15,19 +15,17 @@ from __future__ import annotations
 from typing import Final
 
 from bus.seams import Fields, Form, Has, Ref, Registry, Says, SaysNot, Seam, Takes
-from sidecar.vllm.plugin.vllm_calls import CALLED
+from sidecar.vllm.plugin.vllm_calls import CALLED, FRONT_ENDS
 from sidecar.vllm.plugin.vllm_names import (
     BASE_CORE,
     COORDINATOR_MODULE,
     CORE_MODULE,
     FEATURES,
-    FRONT_ENDS_RAISE,
     LOCKSTEP_CORE,
     LORA_MANAGER,
     PARALLEL_CONFIG,
     PLAIN_CORE,
     PLUGIN,
-    PROCESS_OUTPUTS,
     PUBLISH_CACHES,
     RESUMES_AT_ONCE,
     START_WAVE,
@@ -239,20 +237,6 @@ _SEAMS: Final = (
             "core.admission", (f"{PLAIN_CORE}._handle_client_request", "handle_client_request")
         ),
         answers=(("wavebus_admission", f"{PLUGIN}.core.admission:set_admission"),),
-    ),
-    Seam(
-        "closed answer",
-        ("closed_answer",),
-        FRONT_ENDS_RAISE,
-        process="core",
-        needs=("admission",),
-        sets=(
-            (PLAIN_CORE, "wavebus_aborts", Ref(f"{CORE_MODULE}:FinishReason.ABORT")),
-            (PLAIN_CORE, "wavebus_output", Ref(f"{CORE_MODULE}:EngineCoreOutput")),
-            (PLAIN_CORE, "wavebus_outputs", Ref(f"{CORE_MODULE}:EngineCoreOutputs")),
-        ),
-        wraps=wraps_by("core.admission", (PROCESS_OUTPUTS, "process_outputs")),
-        off="WAVEBUS_CLOSED_ANSWER",
     ),
     Seam(
         "lockstep admission",
@@ -490,4 +474,4 @@ _SEAMS: Final = (
 )
 
 
-REGISTRY: Final = Registry(FEATURES, (*_SEAMS, *CALLED))
+REGISTRY: Final = Registry(FEATURES, (*_SEAMS, *FRONT_ENDS, *CALLED))

@@ -1,4 +1,5 @@
-"""What the sidecar and its plugin call in vLLM, where nothing is installed: a part of the registry.
+"""What the sidecar and its plugin call in vLLM, where nothing is installed, and what is wrapped in
+its front ends (API servers, and processes with an ``AsyncLLM``): parts of the registry.
 
 Importing this module imports neither vllm nor torch.
 """
@@ -7,11 +8,83 @@ from __future__ import annotations
 
 from typing import Final
 
-from bus.seams import Form, Has, Says, Seam, Takes
+from bus.seams import Form, Has, Ref, Says, Seam, Takes
+from sidecar.vllm.plugin.vllm_names import CORE_MODULE, PLAIN_CORE, wraps_by
 
 _LLM: Final = "vllm.v1.engine.async_llm:AsyncLLM"
 _ENTRY: Final = "vllm.entrypoints"
+_SAMPLER: Final = "vllm.v1.worker.gpu.sample.sampler:Sampler"
 _PAUSE_ROUTES: Final = ("'/pause'", "'/resume'", "'/update_weight_version'", "'/weight_info'")
+_OUTPUTS: Final = "vllm.v1.engine.output_processor"
+_STATE: Final = f"{_OUTPUTS}:RequestState"
+_PROCESS_OUTPUTS: Final = f"{_OUTPUTS}:OutputProcessor.process_outputs"
+_CHECK_TOKENS: Final = "vllm.renderers.base:BaseRenderer.validate_token_ids"
+
+FRONT_ENDS: Final = (
+    Seam(
+        "closed answer",
+        ("closed_answer",),
+        (
+            Has(CORE_MODULE, ("EngineCoreOutput", "EngineCoreOutputs", "FinishReason")),
+            Says(_PROCESS_OUTPUTS, ("req_state.queue.put(request_output)",)),
+            Says(
+                f"{_OUTPUTS}:RequestOutputCollector.put",
+                ("self.output is None or isinstance(output, Exception)",),
+            ),
+            Says("vllm.v1.engine.async_llm:AsyncLLM.generate", ("raise e.cause from e",)),
+            Takes("vllm.v1.engine.async_llm:InputStreamError.__init__", ("self", "cause")),
+            Takes("vllm.exceptions:RetryableRequestError.__init__", ("self", "message")),
+        ),
+        process="core",
+        needs=("admission",),
+        sets=(
+            (PLAIN_CORE, "wavebus_aborts", Ref(f"{CORE_MODULE}:FinishReason.ABORT")),
+            (PLAIN_CORE, "wavebus_output", Ref(f"{CORE_MODULE}:EngineCoreOutput")),
+            (PLAIN_CORE, "wavebus_outputs", Ref(f"{CORE_MODULE}:EngineCoreOutputs")),
+        ),
+        wraps=wraps_by("core.admission", (_PROCESS_OUTPUTS, "process_outputs")),
+        off="WAVEBUS_CLOSED_ANSWER",
+    ),
+    Seam(
+        "streamed versions",
+        ("streamed_versions",),
+        (
+            Takes(
+                f"{_STATE}._new_completion_output",
+                ("self", "token_ids", "finish_reason", "stop_reason"),
+            ),
+            Takes(f"{_STATE}._weight_version_spans", ("self",)),
+            Has("vllm.outputs:CompletionOutput", ("weight_versions",)),
+            Says(
+                "vllm.outputs:RequestOutput.add",
+                ("completion.weight_versions = next_completion.weight_versions",),
+            ),
+            Says(
+                "vllm.entrypoints.scale_out.token_in_token_out.serving",
+                ("weight_versions=output.weight_versions",),
+            ),
+        ),
+        process="core",
+        wraps=wraps_by(
+            "front_end", (f"{_STATE}._new_completion_output", "label_completion_output")
+        ),
+    ),
+    Seam(
+        "token checks",
+        ("token_checks",),
+        (
+            Takes(_CHECK_TOKENS, ("self", "token_ids", "parameter")),
+            Says(
+                "vllm.v1.engine.input_processor:InputProcessor",
+                ("self.renderer.validate_token_ids(prompt_ids)",),
+            ),
+            Has("vllm.config.model:ModelConfig", ("get_vocab_size",)),
+            Has("vllm.exceptions:VLLMValidationError"),
+        ),
+        process="core",
+        wraps=wraps_by("front_end", (_CHECK_TOKENS, "check_token_ids")),
+    ),
+)
 
 CALLED: Final = (
     Seam(
@@ -36,6 +109,29 @@ CALLED: Final = (
         "draft models",
         ("draft_updates",),
         (Has("vllm.v1.worker.worker_base:WorkerBase", ("supports_draft_weight_updates",)),),
+    ),
+    Seam(
+        "request limits",
+        ("request_limits", "exact_seeds"),
+        (
+            Has("vllm.config.vllm:VllmConfig", ("use_v2_model_runner", "speculative_config")),
+            Has("vllm.config.model:ModelConfig", ("get_vocab_size", "max_model_len")),
+            Has("vllm.config.scheduler:SchedulerConfig", ("max_num_seqs",)),
+        ),
+    ),
+    # The noise of a draw depends on the request's seed and the token's absolute position alone.
+    Seam(
+        "seeded draws",
+        ("exact_seeds",),
+        (
+            Says(f"{_SAMPLER}.__call__", ("pos = input_batch.positions[",)),
+            Says(f"{_SAMPLER}.sample", ("or self.sampling_states.any_explicit_seed(",)),
+            Says(f"{_SAMPLER}._sample_random", ("self.sampling_states.seeds.gpu, pos,",)),
+            Says(
+                "vllm.v1.worker.gpu.sample.gumbel:gumbel_noised_argmax",
+                ("murmur3_uniform32(seed, pos, keys)", "murmur3_uniform64(seed, pos, keys)"),
+            ),
+        ),
     ),
     Seam(
         "AsyncLLM",
@@ -64,6 +160,20 @@ CALLED: Final = (
                 ("self.request_states", "self.parent_requests"),
             ),
             Has("vllm.v1.engine.exceptions:EngineDeadError"),
+        ),
+    ),
+    Seam(
+        "routes in process",
+        ("in_process_routes",),
+        (
+            Says(f"{_ENTRY}.cli.serve", ("make_arg_parser",)),
+            Takes(f"{_ENTRY}.launchers.app:build_app", ("args", "supported_tasks", "model_config")),
+            Takes(
+                f"{_ENTRY}.launchers.api_server.app_state:init_app_state",
+                ("engine_client", "state", "args", "supported_tasks"),
+            ),
+            Has(f"{_ENTRY}.launchers.launcher:NoSignalServer", ("capture_signals",)),
+            Has(_LLM, ("get_supported_tasks",)),
         ),
     ),
     Seam(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from bus.seams import Form, Has, Says, Takes, Wrap
+from bus.seams import Form, Says, Takes, Wrap
 
 # Those that begin with "lockstep" concern ranks that step together (mixtures of experts with data
 # parallelism), and no other engine.
@@ -20,6 +20,10 @@ FEATURES: Final = {
     "admission": "close an engine to requests; run canary probes",
     "lockstep_admission": "close ranks that step in lockstep to requests",
     "closed_answer": "have a closed API server answer with HTTP 503 and the reason",
+    "streamed_versions": "label each streamed token with its version at once",
+    "token_checks": "refuse token ids beyond the vocabulary",
+    "request_limits": "tell clients what requests an engine takes",
+    "exact_seeds": "continue requests with a seed exactly, on the V2 model runner",
     "pause_lease": "end a pause whose sidecar has died",
     "lockstep_pause_lease": "end a pause of lockstep ranks whose sidecars have died",
     "core_status": "show what each engine core does, and where it hangs",
@@ -31,6 +35,7 @@ FEATURES: Final = {
     "draft_updates": "update draft models",
     "sleep": "have engines sleep and wake, also with a KV connector",
     "in_process": "drive an AsyncLLM in its own process",
+    "in_process_routes": "serve an AsyncLLM's data routes from its own process",
     "over_http": "drive an API server through its RL routes",
     "cpu_experts": "run mixtures of experts in lockstep on CPUs",
 }
@@ -53,8 +58,6 @@ COORDINATOR_MODULE: Final = "vllm.v1.engine.coordinator"
 TRANSFER_PACKAGE: Final = "vllm.distributed.weight_transfer"
 
 WORKER_MODULE: Final = "vllm.v1.worker.worker_base"
-
-PROCESS_OUTPUTS: Final = "vllm.v1.engine.output_processor:OutputProcessor.process_outputs"
 
 LORA_MANAGER: Final = "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager"
 
@@ -116,19 +119,6 @@ WAVES_BY_CORES: Final = Form(
         ),
     ),
     sets=((LOCKSTEP_CORE, "wavebus_joins_asked_waves", False),),
-)
-
-# What lets a front end raise an error for a request that its core has ended.
-FRONT_ENDS_RAISE: Final = (
-    Has(CORE_MODULE, ("EngineCoreOutput", "EngineCoreOutputs", "FinishReason")),
-    Says(PROCESS_OUTPUTS, ("req_state.queue.put(request_output)",)),
-    Says(
-        "vllm.v1.engine.output_processor:RequestOutputCollector.put",
-        ("self.output is None or isinstance(output, Exception)",),
-    ),
-    Says("vllm.v1.engine.async_llm:AsyncLLM.generate", ("raise e.cause from e",)),
-    Takes("vllm.v1.engine.async_llm:InputStreamError.__init__", ("self", "cause")),
-    Takes("vllm.exceptions:RetryableRequestError.__init__", ("self", "message")),
 )
 
 # The class whose ``collective_rpc`` answers what is in :attr:`Seam.answers`.

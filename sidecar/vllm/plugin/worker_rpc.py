@@ -8,19 +8,23 @@ answers (:mod:`sidecar.vllm.plugin.agreement`).
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
 from bus.errors import EngineError
-from bus.messages import MAX_REQUEST_IDS, Count, Features, ShortText
+from bus.messages import MAX_REQUEST_IDS, NO_LIMITS, Count, Features, RequestLimits, ShortText
 from bus.weight_transfer.allocation import StagingCapacity, combine
 from sidecar.shared_pages.pause_lease import MAX_CORES, Cores
 from sidecar.vllm.plugin import environment, operations
 from sidecar.vllm.plugin.core.status import page_path, siblings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 ASK_FACTS: Final = "wavebus_facts"
 ASK_REQUESTS: Final = "wavebus_requests"
@@ -47,7 +51,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     """``page``: the core's status page, empty without one; ``coordinator_pid``: of the coordinator
     that this rank started, 0 if it started none; ``cores``: the processes of all cores with such
     pages that the core's own parent has started; ``features``: as in
-    :class:`bus.messages.EngineFacts`."""
+    :class:`bus.messages.EngineFacts`; ``limits``: what requests one core takes."""
 
     coordinator: environment.DpCoordinator
     dp_group: ShortText
@@ -56,6 +60,11 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     page: Annotated[str, Meta(max_length=_MAX_PATH)]
     cores: Cores
     features: Features
+    limits: RequestLimits
+
+    def limits_of(self, cores: int) -> RequestLimits:
+        """What requests an engine of so many cores takes."""
+        return dataclasses.replace(self.limits, slots=self.limits.slots * cores)
 
 
 def read(answer: Any) -> WorkerFacts:
@@ -202,6 +211,7 @@ def facts(worker: Any) -> dict[str, Any]:
     # A worker is a process of its own, a child of the core; or a part of the core.
     core_pid = next((pid for pid in (os.getpid(), os.getppid()) if page_path(pid).exists()), 0)
     coordinator = os.environ.get(environment.DP_COORDINATOR_PID, "0")
+    features = _features(worker)
     answer: dict[str, Any] = msgspec.to_builtins(
         WorkerFacts(
             coordinator=environment.dp_coordinator(),
@@ -210,7 +220,8 @@ def facts(worker: Any) -> dict[str, Any]:
             core_pid=core_pid,
             page=str(page_path(core_pid)) if core_pid else "",
             cores=siblings(core_pid)[:MAX_CORES] if core_pid else (),
-            features=_features(worker),
+            features=features,
+            limits=_limits(worker.vllm_config, features),
         )
     )
     return answer
@@ -223,6 +234,20 @@ def _features(worker: Any) -> dict[str, str]:
     lockstep = config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe
     found = installation.features_of(installation.report(), lockstep=lockstep)
     return {name: why[:256] for name, why in found.items()}
+
+
+def _limits(config: Any, features: Mapping[str, str]) -> RequestLimits:
+    """What requests a core of this ``VllmConfig`` takes. The V1 model runner makes a generator for
+    each request; and what a draft model proposes depends on more than seed and position."""
+    if features["request_limits"]:
+        return NO_LIMITS
+    keyed = config.use_v2_model_runner and config.speculative_config is None
+    return RequestLimits(
+        vocab_size=config.model_config.get_vocab_size(),
+        max_model_len=config.model_config.max_model_len,
+        slots=config.scheduler_config.max_num_seqs,
+        exact_seeds=keyed and not features["exact_seeds"],
+    )
 
 
 def draft(worker: Any) -> bool:

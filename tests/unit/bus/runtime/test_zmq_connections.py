@@ -198,14 +198,17 @@ def test_a_message_of_parts_without_an_end_costs_its_sender_the_connection() -> 
                 assert peer.pour(parts, size // MIB)
             broker.wait_event("connection_cut")
             wait_for_memory(broker, normal_bytes + module._GROWTH_BYTES)
-        with RawPeer(address) as peer:  # one that ends is refused, and its sender stays
-            peer.send(*[b""] * 5_000)
-            for _ in range(2):
-                nack = codec.decode(peer.receive())[1]
-                assert isinstance(nack, Nack)
-                assert nack.code is NackCode.MALFORMED
-                peer.send(b"x")
         assert run_wavebus("status", "--broker", address).returncode == 0
+
+
+def test_a_message_of_parts_that_ends_is_refused_and_its_sender_stays() -> None:
+    with a_broker() as (_, address), RawPeer(address) as peer:
+        peer.send(*[b""] * 5_000)
+        for _ in range(2):
+            nack = codec.decode(peer.receive())[1]
+            assert isinstance(nack, Nack)
+            assert nack.code is NackCode.MALFORMED
+            peer.send(b"x")
 
 
 def test_frames_of_handshakes_cost_their_senders_the_connection(tmp_path: Path) -> None:

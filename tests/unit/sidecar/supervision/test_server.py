@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ import bus.log
 from bus.errors import EngineDead, EngineError, UsageError
 from sidecar.supervision import reaper as guard_module
 from sidecar.supervision.server import SupervisedServer, complete_command
+from sidecar.vllm.plugin.front_end import DataRoutesOnly
 from tests.support.processes import descendants, runs
 
 if TYPE_CHECKING:
@@ -70,8 +72,13 @@ def test_what_is_given_stays(options: list[str], url: str) -> None:
 @pytest.mark.parametrize(
     ("options", "env", "text"),
     [
-        (["--host", "0.0.0.0"], {}, "--host 0.0.0.0"),
-        (["--host=example.org"], {}, "loopback"),
+        (["--host", "0.0.0.0"], {}, "--host 0.0.0.0.*VLLM_API_KEY"),
+        (["--host=example.org"], {}, "--host example.org.*VLLM_API_KEY"),
+        (
+            ["--host", "::", "--api-key", "k"],
+            {"VLLM_USE_RUST_FRONTEND": "1"},
+            "--host ::.*VLLM_USE_RUST_FRONTEND",
+        ),
         (["--port", "http"], {}, "--port http"),
         (["--uds", "/tmp/x"], {}, "--uds"),
         (["--weight-transfer-config", '{"backend": "sharded_rdt"}'], {}, "'sharded_rdt'.* plans"),
@@ -88,6 +95,36 @@ def test_contradictions_are_usage_errors(
         complete_command([*COMMAND, *options], env)
     with pytest.raises(UsageError, match="no command"):
         complete_command([], {})
+
+
+@pytest.mark.parametrize(
+    ("options", "env", "key"),
+    [
+        (["--api-key", "k1", "k2"], {"VLLM_API_KEY": "k3"}, "k1"),
+        ([], {"VLLM_API_KEY": "k3"}, "k3"),
+        ([], {"WAVEBUS_INSECURE": "1"}, ""),
+    ],
+)
+@pytest.mark.parametrize(
+    ("host", "here", "there"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:81", "http://0.0.0.0:81"),
+        ("::", "http://[::1]:81", "http://[::]:81"),
+        ("10.0.0.7", "http://10.0.0.7:81", "http://10.0.0.7:81"),
+    ],
+)
+def test_other_hosts_get_data_routes_alone(
+    options: list[str], env: dict[str, str], key: str, host: str, here: str, there: str
+) -> None:
+    """By a middleware that sees a request before any other one does."""
+    argv = [*COMMAND, "--host", host, "--port", "81", "--middleware", "a.B", *options]
+    prepared = complete_command(argv, env)
+    assert (prepared.base_url, prepared.endpoint, prepared.api_key) == (here, there, key)
+    places = [at for at, argument in enumerate(prepared.argv) if argument == "--middleware"]
+    module, _, name = prepared.argv[places[-1] + 1].rpartition(".")
+    assert getattr(importlib.import_module(module), name) is DataRoutesOnly
+    assert len(places) == 2
+    assert "--middleware" not in complete_command([*COMMAND, "--api-key", "k"], {}).argv
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:

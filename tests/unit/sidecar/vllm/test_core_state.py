@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 import bus.log
+from bus.messages import NO_LIMITS
 from sidecar.engine import EngineInfo
 from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusPage
 from sidecar.shared_pages.pause_lease import (
@@ -35,7 +36,7 @@ class Pages:
         paths = [folder / f"{pid}.page" for pid in PIDS]
         self.status = [CoreStatusPage(path) for path in paths]
         self.holds = [PauseLeasePage.make(lease_path(path)) for path in paths]
-        self.facts = WorkerFacts("vllm", "", 0, PIDS[0], str(paths[0]), PIDS, {})
+        self.facts = WorkerFacts("vllm", "", 0, PIDS[0], str(paths[0]), PIDS, {}, NO_LIMITS)
         self.link = self.new_link()
 
     def new_link(self, cores: int = 2) -> CoreLink:

@@ -72,20 +72,18 @@ def test_a_request_that_an_engine_in_service_has_ended_is_lost(tmp_path: Path) -
     ((since, until),) = [s for s in out_of_service(journal.entries())["e1"] if s[1] > begun_s]
     late_s = HEARTBEAT_MS / 1000
     chaos = Chaos(ChaosOptions(tmp_path), print)
-    chaos._endpoints = {"e0": "http://0", "e1": "http://1"}
     excused = [
-        ("http://1", since + 1, since + 2),
-        ("http://1", since - 9, since - late_s / 2),  # ended before the broker heard why
-        ("http://1", until - 1, until + 9),
+        ("e1", since + 1, since + 2),
+        ("e1", since - 9, since - late_s / 2),  # ended before the broker heard why
+        ("e1", until - 1, until + 9),
     ]
     lost = [
-        ("http://0", since + 1, since + 2),
-        ("http://1", since - 9, since - 2 * late_s),
-        ("http://1", until + 1, until + 9),
+        ("e0", since + 1, since + 2),
+        ("e1", since - 9, since - 2 * late_s),
+        ("e1", until + 1, until + 9),
     ]
     chaos._aborted = [*excused, *lost]
     chaos._judge_aborted()
-    assert chaos.result.cut_short == {"out_of_service": len(excused)}
     assert chaos.result.requests_lost == sum(chaos.result.why_lost.values()) == len(lost)
     assert not chaos.result.clean
 

@@ -49,6 +49,7 @@ SUM = "vllm.config.parallel:ParallelConfig.sync_dp_state"
 STATUS = {"core_status", "pause_lease"}
 LOCKSTEP_STATUS = {"lockstep_core_status", "lockstep_pause_lease"}
 STAGED_TOGETHER = {"lockstep_staged_updates"}
+LIMITS = {"request_limits", "exact_seeds", "token_checks"}
 UPDATES = {"weight_updates", "staged_updates", "lockstep_staged_updates"}
 
 # For each seam: what a new vLLM has changed, and all that goes off.
@@ -105,6 +106,22 @@ CHANGES: dict[str, list[tuple[str, str, set[str]]]] = {
             {"closed_answer"},
         ),
     ],
+    "streamed versions": [
+        (
+            "reshape",
+            "vllm.v1.engine.output_processor:RequestState._new_completion_output",
+            {"streamed_versions"},
+        ),
+    ],
+    "token checks": [
+        ("rename", "vllm.renderers.base:BaseRenderer.validate_token_ids", {"token_checks"}),
+    ],
+    "request limits": [
+        ("rename", "vllm.config.model:ModelConfig.get_vocab_size", LIMITS),
+    ],
+    "seeded draws": [
+        ("rename", "vllm.v1.worker.gpu.sample.sampler:Sampler._sample_random", {"exact_seeds"}),
+    ],
     "lockstep admission": [
         ("rename", f"{LOCKSTEP}.add_request", {"lockstep_admission", "dp_coordinator"}),
     ],
@@ -140,6 +157,9 @@ CHANGES: dict[str, list[tuple[str, str, set[str]]]] = {
     "wake": [("reshape", "vllm.v1.engine.core:EngineCore.wake_up", {"sleep"})],
     "AsyncLLM": [
         ("reshape", "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc", {"in_process"}),
+    ],
+    "routes in process": [
+        ("rename", "vllm.entrypoints.launchers.app:build_app", {"in_process_routes"}),
     ],
     "routes": [
         (

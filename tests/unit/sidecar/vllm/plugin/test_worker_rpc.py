@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from bus.errors import EngineError
+from bus.messages import NO_LIMITS, RequestLimits
 from bus.weight_transfer.allocation import StagingCapacity
 from sidecar.vllm.plugin import operations, worker_rpc
 from tests.support.seams import install
@@ -38,6 +40,32 @@ def test_a_worker_that_cannot_update_a_draft_says_so(worker: SimpleNamespace) ->
     install(base, "worker methods")
     ask: Any = getattr(base.WorkerBase, worker_rpc.ASK_DRAFT)
     assert ask(worker) is False
+
+
+@pytest.mark.parametrize(
+    ("off", "runner", "draft", "limits"),
+    [
+        ((), True, None, RequestLimits(128, 512, 16, exact_seeds=True)),
+        ((), True, "a draft", RequestLimits(128, 512, 16)),
+        ((), False, None, RequestLimits(128, 512, 16)),
+        (("exact_seeds",), True, None, RequestLimits(128, 512, 16)),
+        (("exact_seeds", "request_limits"), True, None, NO_LIMITS),
+    ],
+)
+def test_a_worker_says_what_requests_its_engine_takes(
+    off: tuple[str, ...], runner: bool, draft: str | None, limits: RequestLimits
+) -> None:
+    """Slots are those of all cores behind the client."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(get_vocab_size=lambda: 128, max_model_len=512),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        use_v2_model_runner=runner,
+        speculative_config=draft,
+    )
+    features = dict.fromkeys(("exact_seeds", "request_limits"), "") | dict.fromkeys(off, "gone")
+    told = worker_rpc._limits(config, features)
+    facts = worker_rpc.WorkerFacts("vllm", "", 0, 0, "", (), features, told)
+    assert worker_rpc.read([msgspec.to_builtins(facts)]).limits_of(2) == limits
 
 
 def workers_with(engine: Any) -> tuple[Any, Any]:

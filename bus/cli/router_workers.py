@@ -1,0 +1,135 @@
+"""The worker list of a vllm-router, kept equal to the routes of one group."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote, urlsplit
+
+import bus.log
+from bus.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bus.messages import Routes, Status
+
+_POLL_S: Final = 1.0
+_ANSWER_S: Final = 5.0
+_REJOIN_S: Final = 30.0  # engines find a broker that was started anew
+
+
+class RouterWorkers:
+    """Adds engines that are routed to a router's list, and removes those that are not.
+
+    The list is read every second, and what is wrong in it is mended; so a router that was down, or
+    was started anew, is put right. Workers that the group never had are left alone.
+
+    Args:
+        url: the router.
+        group: whose engines.
+    """
+
+    def __init__(self, url: str, group: str) -> None:
+        self._url = urlsplit(url)
+        if self._url.scheme not in ("http", "https") or not self._url.hostname:
+            raise UsageError(f"--router {url}: a URL is needed, as http://127.0.0.1:30000")
+        self._group = group
+        self._routed: set[str] | None = None  # not known yet
+        self._present: set[str] = set()
+        self._known: set[str] = set()
+        self._absent_until_s = 0.0
+        self._changed = asyncio.Event()
+        self._adding: dict[str, asyncio.Task[None]] = {}
+        self._log = bus.log.logger(group=group, router=url)
+
+    def on_rejoined(self) -> None:
+        """Another broker has let us in: for a while, an engine that it does not know is no reason
+        to remove it."""
+        self._absent_until_s = asyncio.get_running_loop().time() + _REJOIN_S
+
+    def on_routes(self, group: str, routes: Routes) -> None:
+        """Take where requests go."""
+        if group == self._group:
+            self._routed = {each.endpoint for each in routes.engines if each.endpoint}
+            self._known |= self._routed
+            self._changed.set()
+
+    def on_status(self, status: Status) -> None:
+        """Take who is there."""
+        engines = (
+            each for group in status.groups if group.name == self._group for each in group.engines
+        )
+        self._present = {each.endpoint for each in engines if each.endpoint}
+        self._known |= self._present
+
+    async def follow(self, ask_status: Callable[[], object]) -> None:
+        """Keep the list right until cancelled; then it stays as it is. ``ask_status`` has the
+        broker say who is there, routed or not."""
+        is_reachable = True
+        try:
+            while True:
+                self._changed.clear()
+                ask_status()
+                try:
+                    await self._reconcile()
+                    is_reachable = True
+                except (OSError, TimeoutError, TypeError, ValueError, LookupError) as error:
+                    if is_reachable:
+                        self._log.warning("router_unreachable", detail=repr(error))
+                    is_reachable = False
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), _POLL_S)
+        finally:
+            for task in self._adding.values():
+                task.cancel()
+
+    async def _reconcile(self) -> None:
+        if self._routed is None:
+            return
+        async with asyncio.timeout(_ANSWER_S):
+            listed = set(json.loads(await self._send("GET", "/list_workers"))["urls"])
+            leaving = self._known - self._routed
+            if asyncio.get_running_loop().time() < self._absent_until_s:
+                leaving &= self._present
+            for url in listed & leaving:
+                await self._send("POST", f"/remove_worker?url={quote(url, safe='')}")
+                self._log.info("router_worker_removed", endpoint=url)
+        for url in self._adding.keys() - self._routed:
+            self._adding.pop(url).cancel()
+        for url in self._routed - listed - self._adding.keys():
+            # The router answers when the worker is healthy, and others must not wait for that.
+            self._adding[url] = asyncio.create_task(self._add(url))
+
+    async def _add(self, url: str) -> None:
+        try:
+            with contextlib.suppress(OSError, ValueError):  # the next poll tries again
+                await self._send("POST", f"/add_worker?url={quote(url, safe='')}")
+                self._log.info("router_worker_added", endpoint=url)
+        finally:
+            self._adding.pop(url, None)
+
+    async def _send(self, method: str, path: str) -> bytes:
+        """The body of an answer.
+
+        Raises:
+            OSError: the router can't be reached.
+            ValueError: it answers anything but 200.
+        """
+        host, secure = self._url.hostname, self._url.scheme == "https"
+        port = self._url.port or (443 if secure else 80)
+        reader, writer = await asyncio.open_connection(host, port, ssl=secure or None)
+        try:
+            # By HTTP/1.0 the answer ends with its connection.
+            head = (
+                f"{method} {self._url.path.rstrip('/')}{path} HTTP/1.0\r\nHost: {host}:{port}\r\n"
+            )
+            writer.write(f"{head}Content-Length: 0\r\n\r\n".encode())
+            start, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+        finally:
+            writer.close()
+        if start.split(b" ", 2)[1:2] != [b"200"]:
+            raise ValueError(f"{method} {path}: {start[:80]!r} {body[:200]!r}")
+        return body

@@ -1,0 +1,26 @@
+"""Server-sent events, as engines stream them: each has one line of data."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_DATA: Final = b"data: "
+_LINE_BYTES: Final = 1 << 20
+
+
+class EventStream:
+    """Splits what comes of an answer into the data of its events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The data of the events whose line ends in this chunk.
+
+        Raises:
+            ValueError: a line is longer than a megabyte.
+        """
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) > _LINE_BYTES:
+            raise ValueError(f"a line of more than {_LINE_BYTES} bytes")
+        return [line[len(_DATA) :] for line in lines if line.startswith(_DATA)]

@@ -1,0 +1,78 @@
+"""Inside vLLM's front ends: versions of streamed tokens, checks of token ids, and who gets which
+routes.
+
+vLLM's API key covers ``/v1`` and ``/inference``; its RL routes, which pause an engine and replace
+its weights, it leaves open. So where a server listens beyond loopback, a client of another host
+gets no route but those of :data:`DATA_ROUTES`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+DATA_ROUTES: Final = frozenset(
+    (
+        *("/inference/v1/generate", "/v1/models", "/health", "/load", "/metrics", "/version"),
+        *("/v1/completions", "/v1/completions/render", "/v1/completions/derender"),
+        *("/v1/chat/completions", "/v1/chat/completions/render", "/v1/chat/completions/derender"),
+    )
+)
+# uvicorn takes a client's address from such a header, if its peer is one that it trusts.
+_FORWARDED: Final = (b"x-forwarded-for", b"forwarded")
+_REFUSAL: Final = b"this route is for clients on the engine's host alone"
+
+
+def label_completion_output(original: Callable[..., Any], state: Any, *args: Any) -> Any:
+    """Have each piece of a request's output name the versions of its tokens so far, as the last one
+    does: whoever loses the rest knows them."""
+    output = original(state, *args)
+    if output.weight_versions is None:
+        output.weight_versions = state._weight_version_spans()  # noqa: SLF001
+    return output
+
+
+def check_token_ids(
+    original: Callable[..., Any], renderer: Any, token_ids: Sequence[int], **named: Any
+) -> None:
+    """Refuse ids beyond the vocabulary, of which an engine core dies. vLLM 0.32 does so only with a
+    tokenizer."""
+    original(renderer, token_ids, **named)
+    if renderer.tokenizer is None and token_ids:
+        size = renderer.model_config.get_vocab_size()
+        if min(token_ids) < 0 or max(token_ids) >= size:
+            from vllm.exceptions import VLLMValidationError  # noqa: PLC0415 - in a front end
+
+            raise VLLMValidationError(f"A token id beyond the vocabulary of {size}", **named)
+
+
+class DataRoutesOnly:
+    """ASGI middleware for ``--middleware``; where several are given, the last one sees a request
+    first. A client is of this host if the peer of its connection is on loopback, or at the address
+    that it has connected to. A request that a proxy has forwarded is not, whatever the proxy says.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        kind = scope["type"]
+        if kind == "lifespan" or scope["path"] in DATA_ROUTES or _is_local(scope):
+            await self._app(scope, receive, send)
+        elif kind == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await send({"type": "http.response.start", "status": 403, "headers": []})
+            await send({"type": "http.response.body", "body": _REFUSAL})
+
+
+def _is_local(scope: dict[str, Any]) -> bool:
+    client, server = scope.get("client"), scope.get("server")
+    if not client or not server or any(name in _FORWARDED for name, _ in scope["headers"]):
+        return False
+    address = ipaddress.ip_address(client[0])
+    mapped = getattr(address, "ipv4_mapped", None) or address
+    return bool(mapped.is_loopback) or client[0] == server[0]

@@ -1,0 +1,388 @@
+"""Generation over HTTP: what the front promises, in the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+from aiohttp import web
+
+from bus.runtime.status_client import fetch_status
+from tests.integration.test_rollouts import clients_of, event, honest, then
+from trainer_agent import RolloutClient
+from trainer_agent.rollouts.front import serve
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.integration.conftest import Bus
+
+TIMEOUT_S = 60.0
+PROMPT = [5, 9, 77]
+TOKENS = 40
+SAMPLED = {"temperature": 1.0, "max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0, "seed": 3}
+STEP_MS = ("--step-ms", "15")
+
+
+async def post(url: str, body: Any, **headers: str) -> tuple[int, Any]:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(url, data=io.BytesIO(raw), headers=headers) as response,
+    ):
+        return response.status, json.loads(await response.read())
+
+
+async def events(
+    url: str, body: dict[str, Any], begun: asyncio.Event | None = None
+) -> list[dict[str, Any]]:
+    """Those of a stream, which must end as it should."""
+    found: list[dict[str, Any]] = []
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(url, json=body | {"stream": True}) as response,
+    ):
+        assert response.status == 200, await response.text()
+        async for line in response.content:
+            if line.startswith(b"data: ") and line != b"data: [DONE]\n":
+                found.append(json.loads(line[6:]))
+                if begun is not None:
+                    begun.set()
+    assert line == b"\n"
+    return found
+
+
+async def in_flight(bus: Bus) -> int:
+    """Requests that engines say they have."""
+    status = await fetch_status(bus.address, timeout_s=TIMEOUT_S)
+    return sum(engine.in_flight for group in status.groups for engine in group.engines)
+
+
+def run(main: Any) -> None:
+    asyncio.run(asyncio.wait_for(main, TIMEOUT_S))
+
+
+def joined(streamed: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
+    """A choice of a stream, as if it had come at once."""
+    parts = [c for event in streamed for c in event["choices"] if c["index"] == index]
+    whole = {**parts[-1], "token_ids": [t for c in parts for t in c["token_ids"]]}
+    whole["logprobs"] = {
+        "content": [each for c in parts if c["logprobs"] for each in c["logprobs"]["content"]]
+    }
+    whole["text"] = "".join(c["text"] for c in parts)
+    return whole
+
+
+def test_a_client_that_leaves_ends_its_request_on_the_engine(bus: Bus) -> None:
+    """It would run for longer than the test does."""
+    bus.sidecar("e0", "--step-ms", "200")
+
+    async def main() -> None:
+        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 400, "ignore_eos": True}}
+        async with (
+            RolloutClient(bus.address) as client,
+            serve(client, "127.0.0.1", 0) as url,
+            aiohttp.ClientSession() as http,
+        ):
+
+            async def until(requests: int) -> None:
+                while await in_flight(bus) != requests:
+                    pass
+
+            for stream in (True, False):
+                asks = asyncio.create_task(
+                    http.post(f"{url}/inference/v1/generate", json=body | {"stream": stream})
+                )
+                await until(1)
+                if stream:
+                    (await asks).close()
+                else:
+                    asks.cancel()
+                await until(0)
+
+    run(main())
+
+
+MEGABYTE = "s" * 2**20
+BAD = [
+    ("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}, "token_ids"),
+    ("/inference/v1/generate", {"token_ids": [1, 10**6], "sampling_params": {}}, "token_ids"),
+    ("/inference/v1/generate", {"token_ids": [1, "x"], "sampling_params": {}}, "token_ids"),
+    ("/inference/v1/generate", {"sampling_params": {}}, "token_ids"),
+    (
+        "/inference/v1/generate",
+        {"token_ids": [1], "sampling_params": [["n", 2]]},
+        "sampling_params",
+    ),
+    ("/inference/v1/generate", {"token_ids": [1], "tokens": 3}, "tokens"),
+    (
+        "/inference/v1/generate",
+        {"token_ids": [1], "sampling_params": {"max_token": 3}},
+        "sampling_params.max_token",
+    ),
+    (
+        "/inference/v1/generate",
+        {"token_ids": [1], "sampling_params": {"max_tokens": 0}},
+        "sampling_params.max_tokens",
+    ),
+    ("/inference/v1/generate", {"token_ids": [1], "session_id": MEGABYTE}, "session_id"),
+    ("/v1/completions", {"prompt": []}, "prompt"),
+    ("/v1/completions", {"prompt": [[1], []]}, "prompt"),
+    ("/v1/completions", {"prompt": [-1]}, "prompt"),
+    ("/v1/completions", {"prompt": "text"}, "prompt"),
+    ("/v1/completions", {"prompt": {"a": 1}}, "prompt"),
+    ("/v1/completions", {"prompt": [1] * 600}, "prompt"),
+    ("/v1/completions", {"prompt": [1], "echo": True}, "echo"),
+    ("/v1/completions", {"prompt": [1], "best_of": 2}, "best_of"),
+    ("/v1/completions", {"prompt": [1], "max_tokens": 0}, "max_tokens"),
+    ("/v1/completions", {"prompt": [1], "min_tokens": 20}, "min_tokens"),
+    ("/v1/completions", {"prompt": [1], "stop": "x"}, "stop"),
+    ("/v1/completions", {"prompt": [1], "stream": "yes"}, "stream"),
+    ("/v1/completions", {"prompt": [1], "stream_options": {"usage": True}}, "stream_options.usage"),
+    ("/v1/completions", {"prompt": [1], "user": MEGABYTE}, "user"),
+    ("/v1/completions", {"prompt": [1], "user": 5}, "user"),
+    ("/v1/completions", {"prompt": [1], "model": "other"}, "model"),
+    ("/v1/completions", b'{"prompt": [1', None),
+    ("/v1/completions", b"[1]", None),
+    ("/v1/completions", b"\xff", None),
+    ("/v1/chat/completions", {"messages": []}, "messages"),
+    ("/v1/chat/completions", {"messages": "hi"}, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "messages"),
+    ("/v1/chat/completions", {"messages": [{}], "temprature": 1}, "temprature"),
+]
+
+
+def test_bad_input_is_refused_by_the_fields_name(bus: Bus) -> None:
+    """Whether the answer was to be streamed or not."""
+    bus.sidecar("e0")
+
+    async def main() -> None:
+        async with RolloutClient(bus.address) as client, serve(client, "127.0.0.1", 0) as url:
+            await refuses(url)
+
+    async def refuses(url: str) -> None:
+        for path, body, field in BAD:
+            for stream in (False, True):
+                asked = {"stream": stream, **body} if isinstance(body, dict) else body
+                status, answer = await post(url + path, asked)
+                error = answer["error"]
+                told = (status, error["param"], error["type"], error["code"])
+                assert told == (400, field, "BadRequestError", 400), (path, str(body)[:99], answer)
+                assert (field or "") in error["message"]
+        async with aiohttp.ClientSession() as http:
+            async with http.get(f"{url}/v1/completions") as response:
+                assert (response.status, (await response.json())["error"]["code"]) == (405, 405)
+            async with http.post(f"{url}/v1/nothing") as response:
+                assert (response.status, (await response.json())["error"]["code"]) == (404, 404)
+            async with http.get(f"{url}/v1/models") as response:
+                assert [each["object"] for each in (await response.json())["data"]] == ["model"]
+            async with http.get(f"{url}/health") as response:
+                assert response.status == 200
+        header = {"X-Session-ID": "s" * 300}
+        status, answer = await post(f"{url}/v1/completions", {"prompt": [1], "user": "u"}, **header)
+        assert (status, answer["error"]["param"]) == (400, "X-Session-ID")
+
+    run(main())
+
+
+# In the test's own process, before engines that answer as a test has it
+
+
+@contextlib.asynccontextmanager
+async def fronts_of(*answers: Any, api_key: str = "", **options: Any) -> AsyncIterator[str]:
+    """A front, and an engine of each answer."""
+    async with (
+        clients_of(*answers, **options) as client,
+        serve(client, "127.0.0.1", 0, tokenizer=options.get("tokenizer"), api_key=api_key) as url,
+    ):
+        yield url
+
+
+class Letters:
+    """A tokenizer: one character for each token."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(each) for each in text]
+
+    def decode(self, token_ids: Any) -> str:
+        return "".join(chr(token) for token in token_ids)
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> list[int]:
+        assert options == {"tools": None, "add_generation_prompt": True, "return_dict": False}
+        return self.encode("".join(each["content"] for each in messages))
+
+
+def test_what_no_engine_can_do_is_said_so_that_no_client_asks_again() -> None:
+    async def main() -> None:
+        body = {"prompt": PROMPT}
+        async with fronts_of(unavailable_s=0.2) as url:
+            status, answer = await post(f"{url}/v1/completions", body)
+            assert (status, answer["error"]["type"]) == (503, "ServiceUnavailableError")
+            async with aiohttp.ClientSession() as http, http.get(f"{url}/health") as response:
+                assert response.status == 503
+        dies = then(cut=True)
+        async with (
+            fronts_of(dies, dies, honest) as url,
+            aiohttp.ClientSession() as http,
+            http.post(f"{url}/v1/completions", json=body) as response,
+        ):
+            assert (response.status, response.headers["x-should-retry"]) == (500, "false")
+            assert "e0, e1 died" in (await response.json())["error"]["message"]
+        begins = then(event(78), cut=True)
+        async with fronts_of(begins, begins) as url:
+            *pieces, last = await events(f"{url}/v1/completions", body)
+            assert [each["choices"][0]["token_ids"] for each in pieces] == [[78], [78]]
+            assert "e0, e1 died" in last["error"]["message"]
+
+    run(main())
+
+
+def test_a_text_ends_before_its_stop_string_streamed_or_not() -> None:
+    """Also if that begins on an engine that dies, and ends on another."""
+
+    async def main() -> None:
+        cuts = then(event(78), event(79), cut=True)  # "N", "O"
+        for prompt in ("M", [77]):
+            async with fronts_of(cuts, honest, tokenizer=Letters()) as url:
+                body = {"prompt": prompt, "stop": "OPQ"}
+                streamed = await events(f"{url}/v1/completions", body)
+                texts = [each["choices"][0]["text"] for each in streamed]
+                _, answer = await post(f"{url}/v1/completions", body)
+                whole = answer["choices"][0]
+                assert (whole["text"], whole["token_ids"]) == ("N", [78, 79, 80, 81])
+                assert whole["stop_reason"] == "OPQ"
+                assert joined(streamed)["text"] == "N"
+                assert joined(streamed)["token_ids"] == whole["token_ids"]
+                assert "N" in texts[:-1], "the text waits for its end"
+
+    run(main())
+
+
+def test_chat_is_rendered_by_the_tokenizer_where_engines_do_not() -> None:
+    async def main() -> None:
+        async with fronts_of(honest, tokenizer=Letters()) as url:
+            messages = [{"role": "user", "content": "AB"}]
+            body = {"messages": messages, "max_completion_tokens": 3, "logprobs": True}
+            status, answer = await post(f"{url}/v1/chat/completions", body)
+            assert status == 200, answer
+            (choice,) = answer["choices"]
+            assert choice["message"] == {"role": "assistant", "content": "CDE"}
+            assert [each["token"] for each in choice["logprobs"]["content"]] == [
+                "token_id:67",
+                "token_id:68",
+                "token_id:69",
+            ]
+            usage = {"stream_options": {"include_usage": True}}
+            *streamed, last = await events(f"{url}/v1/chat/completions", body | usage)
+            deltas = [each["choices"][0]["delta"] for each in streamed]
+            assert deltas[0]["role"] == "assistant"
+            assert all("role" not in each for each in deltas[1:])
+            assert "".join(each["content"] for each in deltas) == "CDE"
+            assert last["choices"] == []
+            assert last["usage"]["total_tokens"] == 5
+            refused = await post(f"{url}/v1/chat/completions", body | {"tool_choice": "required"})
+            assert refused[1]["error"]["param"] == "tool_choice"
+
+    run(main())
+
+
+def test_the_key_is_asked_for() -> None:
+    async def main() -> None:
+        async with fronts_of(honest, api_key="secret") as url, aiohttp.ClientSession() as http:
+            for key, status in ((None, 401), ("Bearer other", 401), ("Bearer secret", 200)):
+                headers = {"Authorization": key} if key else {}
+                done = await post(f"{url}/v1/completions", {"prompt": PROMPT}, **headers)
+                assert done[0] == status
+            async with http.get(f"{url}/health") as response:
+                assert response.status == 200
+
+    run(main())
+
+
+def test_a_session_is_kept_on_its_engine() -> None:
+    """By the header before the body's own fields."""
+    asked: list[str] = []
+
+    def names(name: str) -> Any:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            asked.append(name)
+            return await honest(request)
+
+        return answer
+
+    async def main() -> None:
+        async with fronts_of(names("e0"), names("e1")) as url:
+            for fields, headers in (
+                ({"user": "u1"}, {}),
+                ({"session_id": "u1", "user": "other"}, {}),
+                ({"session_id": "other"}, {"X-Session-ID": "u1"}),
+            ):
+                done = [
+                    post(f"{url}/v1/completions", {"prompt": PROMPT, **fields}, **headers)
+                    for _ in range(4)
+                ]
+                assert {status for status, _ in await asyncio.gather(*done)} == {200}
+            assert len(set(asked)) == 1
+
+    run(main())
+
+
+def test_chat_goes_on_elsewhere_when_an_engine_dies_in_any_of_its_steps() -> None:
+    """One engine fails whatever it is asked; what it has generated is kept."""
+    asked: list[str] = []
+    chat = "/v1/chat/completions"
+
+    async def fails(request: web.Request) -> web.StreamResponse:
+        asked.append(f"e0 {request.path.rpartition('/')[2]}")
+        if request.path.endswith("generate"):
+            response: web.StreamResponse = await then(event(78), cut=True)(request)
+            return response
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    async def render(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        assert body == {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}
+        sampling = {"max_tokens": 5, "structured_outputs": {"json": "{}", "_backend": None}}
+        return web.json_response({"token_ids": PROMPT, "sampling_params": sampling})
+
+    async def derender(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        assert body["generate_response"]["prompt_token_ids"] == PROMPT
+        asked.append("e1 derender")
+        message = {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}
+        choices = body["generate_response"]["choices"]
+        assert [each["token_ids"] for each in choices] == [[78, 79, 80, 81, 82]]
+        return web.json_response({"choices": [{"index": 0, "message": message}]})
+
+    async def sound(request: web.Request) -> web.StreamResponse:
+        sampling = (await request.json())["sampling_params"]
+        assert sampling["structured_outputs"] == {"json": "{}"}
+        return await honest(request)
+
+    routes = ("/inference/v1/generate", f"{chat}/render", f"{chat}/derender")
+    e0 = dict.fromkeys(routes, fails)
+    e1 = dict(zip(routes, (sound, render, derender), strict=True))
+    body = {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}
+
+    async def main() -> None:
+        for stream in (False, True):
+            async with fronts_of(e0, e1) as url:
+                if stream:
+                    choice = (await events(f"{url}{chat}", body))[-1]["choices"][0]
+                    assert choice["delta"]["tool_calls"] == [{"index": 0, "id": "c"}]
+                else:
+                    status, answer = await post(f"{url}{chat}", body)
+                    assert status == 200, answer
+                    (choice,) = answer["choices"]
+                    assert choice["message"]["tool_calls"] == [{"id": "c"}]
+                assert choice["finish_reason"] == "length"
+                assert choice["inexact"] == ["structured_outputs"] * stream
+        assert asked == ["e0 render", "e0 generate", "e1 derender"] * 2
+
+    run(main())

@@ -1,0 +1,231 @@
+"""The undisturbed twin: sessions on engines that are updated and killed answer as on quiet ones.
+
+Sampled sessions run on quiet engines first. Then the same ones run again and again, while the same
+weights are sent as new versions, and one engine after the other gets SIGKILL and is started anew.
+Each answer is compared with that of the quiet run, token for token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from bus.errors import WavebusError
+from trainer_agent.agent import TrainerAgent
+from trainer_agent.demo import task
+from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
+from trainer_agent.demo.processes import Processes
+from trainer_agent.rollouts.client import RolloutClient
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainer_agent.rollouts.results import Choice
+
+_GROUP: Final = "policy"
+_TURNS: Final = 3
+_NEW_TOKENS: Final = 5  # of the prompt, in each turn
+_ANSWER_TOKENS: Final = 48
+_BOOT_S: Final = 120.0
+_LOOK_AGAIN_S: Final = 0.2
+# A token then depends on those before it, and not on its own draw alone.
+_HEAD_STD: Final = 0.3
+_TIMES: Final = ("--heartbeat-ms", "500", "--peer-timeout-ms", "3000")
+
+
+@dataclass(frozen=True, slots=True)
+class TwinOptions:
+    """``seconds``: for how long sessions begin anew. ``step_ms``: of engines, so that requests last
+    long enough to be interrupted."""
+
+    sessions: int = 64
+    engines: int = 4
+    seconds: float = 60.0
+    kill_every_s: float = 10.0
+    update_every_s: float = 2.0
+    step_ms: float = 40.0
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class TwinResult:
+    """What happened. Of the ``answers`` that were compared, ``continued`` took more than one
+    attempt; ``cut_by``: what ended attempts early. ``versions``: that answers have tokens of."""
+
+    options: TwinOptions
+    answers: int = 0
+    tokens: int = 0
+    twin_differs: int = 0
+    unknown_spans: int = 0
+    lost: int = 0
+    why_lost: Counter[str] = field(default_factory=Counter)
+    kills: int = 0
+    updates: int = 0
+    staged: int = 0
+    updates_failed: int = 0
+    continued: int = 0
+    cut_by: Counter[str] = field(default_factory=Counter)
+    versions: int = 0
+    seconds: float = 0.0
+
+    @property
+    def clean(self) -> bool:
+        """All answers are there, and are those of the quiet run; each token has its version."""
+        return bool(self.answers) and not (self.twin_differs or self.unknown_spans or self.lost)
+
+    def as_json(self) -> dict[str, object]:
+        """The object that ``demo --sessions --json`` prints."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        found |= {"why_lost": dict(self.why_lost), "cut_by": dict(self.cut_by)}
+        options: TwinOptions = found.pop("options")
+        return {"sessions": options.sessions, "engines": options.engines, **found}
+
+
+class Twin:
+    """One run. ``say`` hears what happens."""
+
+    def __init__(
+        self, options: TwinOptions, processes: Processes, say: Callable[[str], None]
+    ) -> None:
+        self.result = TwinResult(options)
+        self._options = options
+        self._processes = processes
+        self._say = say
+        self._policy = Policy(PolicyConfig(head_std=_HEAD_STD), seed=options.seed)
+        self._names = [f"engine-{index}" for index in range(options.engines)]
+        self._versions: set[int | None] = set()
+
+    async def run(self) -> None:
+        """The quiet run, then the other one.
+
+        Raises:
+            WavebusError: the bus did not come up, or the quiet run failed.
+        """
+        save_checkpoint(self._policy, self._processes.folder / "checkpoint")
+        self._broker = self._processes.broker(*_TIMES)
+        for name in self._names:
+            self._start(name)
+        async with (
+            TrainerAgent(self._broker, group=_GROUP, name="trainer", keep_last=True) as agent,
+            RolloutClient(self._broker, group=_GROUP) as self._client,
+        ):
+            await agent.wait_for_engines(len(self._names), timeout_s=_BOOT_S)
+            numbers = range(self._options.sessions)
+            self._say(f"{len(numbers)} sessions on {len(self._names)} quiet engines")
+            quiet = await asyncio.gather(*(self._talk(number) for number in numbers))
+            until_s = time.monotonic() + self._options.seconds
+            async with asyncio.TaskGroup() as others:
+                disturbing = [
+                    others.create_task(self._update(agent)),
+                    others.create_task(self._kill(agent)),
+                ]
+                async with asyncio.TaskGroup() as sessions:
+                    for number, twin in enumerate(quiet):
+                        sessions.create_task(self._repeat(number, twin, until_s))
+                for each in disturbing:
+                    each.cancel()
+        self.result.versions = len(self._versions)
+
+    def _start(self, name: str) -> None:
+        checkpoint = self._processes.folder / "checkpoint"
+        step_ms = str(self._options.step_ms)
+        self._processes.sidecar(
+            name, "embedded", self._broker, checkpoint, options=("--step-ms", step_ms)
+        )
+
+    # -- sessions ---------------------------------------------------------------
+
+    async def _talk(self, number: int) -> list[Choice]:
+        """The choices of all turns. A turn's prompt is the one before, its first answer, and new
+        tokens."""
+        drawn = random.Random(f"{self._options.seed} {number}")  # noqa: S311 - no secret
+        prompt: list[int] = [task.BOS]
+        choices: list[Choice] = []
+        for _ in range(_TURNS):
+            prompt += drawn.choices(range(task.FIRST_LETTER, task.VOCAB_SIZE), k=_NEW_TOKENS)
+            sampling = {
+                "n": 2,
+                "seed": drawn.getrandbits(32),
+                "max_tokens": _ANSWER_TOKENS,
+                "ignore_eos": True,
+            }
+            done = await self._client.generate(prompt, sampling, session_id=f"session-{number}")
+            prompt += done.choices[0].token_ids
+            choices += done.choices
+        self._client.finish_session(f"session-{number}")
+        return choices
+
+    async def _repeat(self, number: int, twin: list[Choice], until_s: float) -> None:
+        """Hold a session again and again, and each answer against its twin."""
+        result = self.result
+        while time.monotonic() < until_s:
+            try:
+                talk = await self._talk(number)
+            except WavebusError as error:
+                result.lost += 1
+                result.why_lost[f"{type(error).__name__}: {error}"] += 1
+                continue
+            for choice, other in zip(talk, twin, strict=True):
+                result.answers += 1
+                result.tokens += len(choice.token_ids)
+                result.twin_differs += choice.token_ids != other.token_ids
+                result.unknown_spans += sum(span.version is None for span in choice.spans)
+                result.continued += len(choice.attempts) > 1
+                result.cut_by.update(each.ended_by for each in choice.attempts[:-1])
+                self._versions.update(span.version for span in choice.spans)
+
+    # -- what disturbs them -----------------------------------------------------
+
+    async def _update(self, agent: TrainerAgent) -> None:
+        """Send the same weights as new versions."""
+        while True:
+            await asyncio.sleep(self._options.update_every_s)
+            try:
+                await agent.update_weights(self._policy)
+            except WavebusError as error:
+                self.result.updates_failed += 1
+                self._say(f"an update failed: {type(error).__name__}: {error}")
+                continue
+            self.result.updates += 1
+            self.result.staged += (
+                agent.last_update is not None and agent.last_update.how == "staged"
+            )
+
+    async def _kill(self, agent: TrainerAgent) -> None:
+        """Kill one engine after the other, each when all serve."""
+        for name in cycle(self._names):
+            await asyncio.sleep(self._options.kill_every_s)
+            while len((await agent.status()).groups[0].routable) < len(self._names):
+                self._processes.check()
+                await asyncio.sleep(_LOOK_AGAIN_S)
+            self._say(f"SIGKILL {name}")
+            self._processes.kill(name)
+            self._start(name)
+            self.result.kills += 1
+
+
+def run_twin(options: TwinOptions, *, say: Callable[[str], None]) -> TwinResult:
+    """See :class:`Twin`.
+
+    Raises:
+        WavebusError: as :meth:`Twin.run`.
+    """
+    started_s = time.monotonic()
+    torch.set_num_threads(1)
+    with (
+        tempfile.TemporaryDirectory(prefix="wavebus-demo-") as folder,
+        Processes(Path(folder)) as processes,
+    ):
+        twin = Twin(options, processes, say)
+        asyncio.run(twin.run())
+    twin.result.seconds = round(time.monotonic() - started_s, 1)
+    return twin.result

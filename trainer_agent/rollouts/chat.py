@@ -1,0 +1,236 @@
+"""Chat: messages become a prompt, and tokens become messages.
+
+Engines do both by vLLM's render and derender routes, with the template and the parsers that they
+were started with. Where they have no such routes (embedded engines, vLLM without a tokenizer), the
+client's tokenizer renders and decodes; it parses neither tool calls nor reasoning.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+import msgspec
+
+from bus.errors import BusClosed, RolloutFailed, UsageError
+from trainer_agent.rollouts.attempt import Cut, refused
+from trainer_agent.rollouts.request import make_request
+from trainer_agent.rollouts.results import ChatCompletion
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from trainer_agent.rollouts.choice import Tokenizer
+    from trainer_agent.rollouts.engine_pool import EnginePool
+    from trainer_agent.rollouts.request import OnInexact
+    from trainer_agent.rollouts.results import Choice, Completion
+
+_ROUTE: Final = "/v1/chat/completions"
+_FAILURES: Final = 5
+_OK: Final = 200
+_CLOSED: Final = (403, 405, 501)  # routes that are there, and do nothing
+# What rendering says for the request that generates.
+_HANDED_ON: Final = (
+    *("model", "features", "reasoning_ended", "reasoning_parser_kwargs"),
+    *("cache_salt", "priority"),
+)
+
+
+async def ask_any(
+    pool: EnginePool, http: aiohttp.ClientSession, path: str, body: Any = None
+) -> Any:
+    """Ask a routed engine for JSON, by GET, or with a body by POST; another one if it fails.
+
+    Returns:
+        The answer; None if engines have no such route.
+
+    Raises:
+        UsageError: the request itself is refused.
+        NoEngine: nobody is there to ask.
+        RolloutFailed: five in a row failed.
+    """
+    avoid: set[str] = set()
+    failures = 0
+    method = "GET" if body is None else "POST"
+    timeout = aiohttp.ClientTimeout(total=pool.stall_s)
+    while True:
+        load = pool.router.pick(None, 0, pool.now_s(), avoid)
+        load = load or await pool.acquire(None, 0, frozenset(avoid))
+        url = load.route.endpoint + path
+        try:
+            async with http.request(method, url, json=body, timeout=timeout) as response:
+                raw = await response.read()
+            if response.status == _OK:
+                return msgspec.json.decode(raw)
+            if response.status in _CLOSED or b"Not Found" in raw:
+                return None
+            cut = refused(response.status, raw)
+            if isinstance(cut, UsageError):
+                raise cut
+        except aiohttp.ClientConnectorError as error:
+            cut = Cut("unreachable", str(error))
+        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+            cut = Cut("died", f"{type(error).__name__}: {error}")
+        avoid.add(load.route.engine)
+        if cut.how in ("rejected", "unreachable"):
+            pool.router.rejected(load, pool.now_s())
+        else:
+            failures += 1
+        if failures == _FAILURES:
+            raise RolloutFailed(f"five engines failed; the last, at {url}: {cut}")
+
+
+class ChatClient:
+    """What a rollout client asks engines for beside tokens."""
+
+    _pool: EnginePool
+    _http: aiohttp.ClientSession | None
+    _tokenizer: Tokenizer | None
+    generate: Callable[..., Awaitable[Completion]]
+
+    @property
+    def engines(self) -> list[str]:
+        """Those that are routed now."""
+        return list(self._pool.router.engines)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        sampling_params: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        session_id: str | None = None,
+        on_inexact: OnInexact = "restart",
+        **extra: Any,
+    ) -> ChatCompletion:
+        """Generate the next message of a conversation; otherwise as ``generate``.
+
+        Args:
+            messages, tools: as OpenAI has them.
+            extra: other fields of vLLM's chat request: ``tool_choice``, ``chat_template_kwargs``, …
+
+        Raises:
+            UsageError: also if neither the engines nor the client's tokenizer render messages.
+        """
+        chat = self.make_chat(messages, tools=tools, **extra)
+        prompt, params, fields = await chat.render(sampling_params)
+        done = await self.generate(
+            prompt, params, session_id=session_id, on_inexact=on_inexact, **fields
+        )
+        answers = await chat.messages(done)
+        return ChatCompletion(done.request_id, done.prompt_token_ids, done.choices, answers)
+
+    def make_chat(self, messages: Any, **fields: Any) -> Chat:
+        """A chat of this client's; arguments are those of :meth:`chat`."""
+        return Chat(self.ask, self._tokenizer, {"messages": messages, **fields})
+
+    async def ask(self, path: str, body: Any = None) -> Any:
+        """See :func:`ask_any`."""
+        return await ask_any(self._pool, self._session(), path, body)
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            raise BusClosed("connect() first, or use `async with`")
+        return self._http
+
+
+class Chat:
+    """The next message of one conversation.
+
+    Args:
+        ask: an engine, for JSON.
+        tokenizer: for engines that lack the routes.
+        request: vLLM's chat request without sampling parameters: ``messages``, ``tools``, …
+
+    Attributes:
+        is_parsed: engines have rendered it, and parse the answer.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[str, Any], Awaitable[Any]],
+        tokenizer: Tokenizer | None,
+        request: Mapping[str, Any],
+    ) -> None:
+        self._ask = ask
+        self._tokenizer = tokenizer
+        self._request = {name: value for name, value in request.items() if value is not None}
+        self.is_parsed = False
+        messages = self._request.get("messages")
+        if not isinstance(messages, list | tuple) or not messages:
+            raise UsageError("messages: is no list with at least one")
+
+    async def render(
+        self, sampling_params: Mapping[str, Any]
+    ) -> tuple[list[int], dict[str, Any], dict[str, Any]]:
+        """The prompt, the sampling parameters that it takes, and other fields of the request that
+        generates.
+
+        Raises:
+            UsageError: nobody can render these messages.
+            NoEngine, RolloutFailed: as :func:`ask_any`.
+        """
+        decodes = self._tokenizer is not None
+        make_request(  # bad ones are refused before an engine is asked
+            [0], sampling_params, session_id=None, on_inexact="restart", decodes=decodes, extra={}
+        )
+        params, rendered = dict(sampling_params), await self._ask(f"{_ROUTE}/render", self._request)
+        self.is_parsed = rendered is not None
+        if rendered is None:
+            fields = self._request
+            return self._render_here(), params, {n: fields[n] for n in _HANDED_ON if n in fields}
+        added = rendered["sampling_params"]
+        if params.get("max_tokens") is None:
+            params["max_tokens"] = added.get("max_tokens")
+        if grammar := added.get("structured_outputs"):  # of a tool that must be called
+            given = {n: v for n, v in grammar.items() if v is not None and n[0] != "_"}
+            params.setdefault("structured_outputs", given)
+        extra = {n: rendered[n] for n in _HANDED_ON if rendered.get(n) is not None}
+        return rendered["token_ids"], params, extra
+
+    def _render_here(self) -> list[int]:
+        request = dict(self._request)
+        template = getattr(self._tokenizer, "apply_chat_template", None)
+        if template is None:
+            raise UsageError(
+                "messages: the engines have no route that renders them, and the client has no "
+                "tokenizer with a chat template"
+            )
+        messages, tools = request.pop("messages"), request.pop("tools", None)
+        options = request.pop("chat_template_kwargs", {})
+        if unknown := request.keys() - set(_HANDED_ON):
+            raise UsageError(f"{min(unknown)}: needs engines that render messages")
+        options |= {"add_generation_prompt": True, "return_dict": False}
+        try:
+            return list(template(messages, tools=tools, **options))
+        except Exception as error:  # noqa: BLE001 - a template raises what it likes
+            raise UsageError(f"messages: the chat template refuses them: {error}") from None
+
+    async def messages(self, done: Completion) -> tuple[dict[str, Any], ...]:
+        """The message of each choice: ``role``, ``content``, and what parsers found.
+
+        Raises:
+            UsageError, NoEngine, RolloutFailed: as :func:`ask_any`.
+        """
+        choices = [
+            {"index": c.index, "token_ids": c.token_ids} for c in done.choices if c.token_ids
+        ]
+        found: Any = {"choices": ()}
+        if self.is_parsed and choices:
+            prompt = {"request_id": done.request_id, "prompt_token_ids": done.prompt_token_ids}
+            body = {"generate_response": {**prompt, "choices": choices}}
+            found = await self._ask(f"{_ROUTE}/derender", {**body, "chat_request": self._request})
+        if found is None:
+            raise RolloutFailed("no engine has a route any more that makes messages of tokens")
+        parsed = {each["index"]: each["message"] for each in found["choices"]}
+        return tuple(_message(choice, parsed.get(choice.index)) for choice in done.choices)
+
+
+def _message(choice: Choice, parsed: dict[str, Any] | None) -> dict[str, Any]:
+    """A choice's message, which ends before the stop string."""
+    message = parsed or {"role": "assistant", "content": choice.text or ""}
+    text = message.get("content")
+    if isinstance(choice.stop_reason, str) and isinstance(text, str):
+        return {**message, "content": text.partition(choice.stop_reason)[0]}
+    return message
